@@ -1,0 +1,84 @@
+"""Small records kept under keys: grants, positions, checkpoints, presence, the run itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from streamrl.schemas.versions import Version
+
+
+class Grant(msgspec.Struct, frozen=True):
+    """How many tasks may have been issued, with the trainer's state when it said so.
+
+    `warmup_end` is the index of the first task after the warm-up, None while the warm-up goes on.
+    """
+
+    granted: int
+    version: int
+    retired: int
+    warmup_end: int | None = 0
+
+
+class Position(msgspec.Struct, frozen=True):
+    """A reader's lease on a stream: nothing at or above `oldest_needed` may be trimmed."""
+
+    reader: str
+    stream: str
+    oldest_needed: int
+    version: Version
+
+
+class Latest(msgspec.Struct, frozen=True):
+    """The newest complete checkpoint of a trainer."""
+
+    trainer: str
+    version: Version
+    path: str
+    """Relative to the run directory."""
+    cursor: int
+    oldest_needed: int
+    stream_identity: str = ""
+
+
+class EnginePresence(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine that can be asked; the key expires unless it is put again."""
+
+    engine: str
+    address: str
+    """`http://host:port`."""
+    policy: str = "policy"
+    serving: Version | None = None
+    """None until its first weights are in."""
+    running: int = 0
+    waiting: int = 0
+    slots: int = 0
+    role: str = "rollout"
+    tokens_total: int = 0
+    swaps_total: int = 0
+
+
+class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
+    """Any other worker, for `streamrl status`."""
+
+    worker: str
+    kind: str
+    state: str = "running"
+    pid: int = 0
+    host: str = ""
+    detail: dict[str, Any] = {}
+
+
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run is; written once, under the key `run`."""
+
+    run: str
+    config: str
+    """The configuration as TOML or JSON text, without secrets."""
+    dataset_digest: str
+    num_rows: int
+    code_version: str
+    fingerprint: dict[str, str]
+    created_s: float
+    parent: str = ""

@@ -1,0 +1,129 @@
+"""Samples: token sequences with exact provenance, and the records that stand in for them."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.schemas.tasks import Sampling
+from streamrl.schemas.versions import Version
+
+
+class Status(StrEnum):
+    """How a sample ended."""
+
+    COMPLETED = "completed"
+    """The model stopped by itself."""
+    TRUNCATED = "truncated"
+    """A length limit cut it."""
+    ABORTED = "aborted"
+    """Generation was cut from outside."""
+    FAILED = "failed"
+    """A tool or environment failed; the tokens up to there are valid."""
+
+
+class LogprobMode(StrEnum):
+    """Which distribution the stored log-probs belong to."""
+
+    SAMPLED = "sampled"
+    """The one really drawn from: after temperature, top-p and top-k."""
+    TEMPERATURE = "temperature"
+    """After temperature only, before top-p and top-k (SGLang's default)."""
+    NONE = "none"
+    """No sampler: demonstrations."""
+
+
+class VersionSpan(msgspec.Struct, frozen=True):
+    """`length` consecutive tokens sampled by one version; spans cover the model's tokens of a sample in order.
+
+    Tokens that no model sampled (prompt, tool results) lie in spans whose `version` is None.
+    """
+
+    length: int
+    version: Version | None
+
+
+class BlobRef(msgspec.Struct, frozen=True):
+    """A slice of rows of a blob: large columns (routed experts, images) stay out of the stream."""
+
+    name: str
+    sha256: str
+    start_row: int = 0
+    num_rows: int = 0
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One token sequence of a rollout. `T` = number of tokens, prompt included."""
+
+    run: str
+    policy: str
+    source: str
+    task: int
+    rollout: int
+    """Index within the group, 0 .. group_size - 1."""
+    sample: int = 0
+    """Index within the rollout; sub-agents or compaction give several samples that share the rollout's reward and one vote."""
+    group_size: int = 1
+    """Rollouts of the task."""
+    num_samples: int = 1
+    """Samples of this rollout; all of them are in one message."""
+    data_epoch: int = 0
+    tokens: npt.NDArray[np.int32]
+    """[T] int32."""
+    loss_mask: npt.NDArray[np.uint8]
+    """[T] uint8; 1 where the token is trained on. Never 1 on position 0 (nothing predicts it)."""
+    logprobs: npt.NDArray[np.float32]
+    """[T] float32; natural-log probability with which the token was drawn, 0.0 where no model sampled it."""
+    spans: tuple[VersionSpan, ...]
+    """Cover all T tokens, in order."""
+    logprob_mode: LogprobMode = LogprobMode.SAMPLED
+    reward: float | None = None
+    """None: not known yet (it comes as a RewardUpdate), or none (demonstrations)."""
+    reward_parts: dict[str, float] = {}
+    status: Status = Status.COMPLETED
+    finish_reason: str = "stop"
+    sampling: Sampling = Sampling()
+    seed: int = 0
+    label: Any = None
+    metadata: dict[str, Any] = {}
+    engine: str = ""
+    """Id of the engine that sampled it (the last one, if several)."""
+    producer: str = ""
+    started_s: float = 0.0
+    """Unix seconds; for people and metrics only."""
+    finished_s: float = 0.0
+    routed_experts: BlobRef | None = None
+    images: BlobRef | None = None
+
+
+class Tombstone(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="tombstone"):
+    """Ends a task (rollout is None) or one of its rollouts without a sample."""
+
+    task: int
+    reason: str
+    """`failed`, `filtered`, `deliveries`, `poison`, or a producer's own word."""
+    rollout: int | None = None
+    group_size: int = 1
+    detail: str = ""
+    source: str = ""
+
+
+class RewardUpdate(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="reward"):
+    """A reward that comes after its sample, or corrects it; the highest revision that came before training counts."""
+
+    task: int
+    rollout: int
+    reward: float
+    revision: int = 1
+    reward_parts: dict[str, float] = {}
+
+
+class Mark(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="mark"):
+    """A note in the stream's order: a resume, a drain, a change of configuration."""
+
+    name: str
+    detail: dict[str, Any] = {}

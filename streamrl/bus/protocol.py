@@ -1,0 +1,183 @@
+"""The bus seam: durable streams, a task queue, keys and blobs of one run.
+
+All methods are coroutines of one event loop (see `streamrl.bus.thread.BusThread` for callers without one).
+Sequences count from 1 within a stream, without holes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+
+class Receipt(msgspec.Struct, frozen=True):
+    """What the bus says of a stored message; `duplicate` when the id was stored before (at `sequence`)."""
+
+    sequence: int
+    duplicate: bool = False
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One stored message. `body` may be a view; copy it to keep it beyond the message."""
+
+    subject: str
+    sequence: int
+    body: bytes
+    headers: Mapping[str, str] = {}
+    time_s: float = 0.0
+    """Unix seconds at which the server stored it; for people and metrics only, never for a decision."""
+
+
+class StreamState(msgspec.Struct, frozen=True):
+    """`identity` changes when a stream is deleted and made again. An empty stream has first == last + 1."""
+
+    identity: str
+    first: int
+    last: int
+    bytes: int
+    messages: int
+    max_bytes: int = -1
+
+
+class KeyEntry(msgspec.Struct, frozen=True):
+    """One key's newest value. `value` is None when the key was deleted or has expired."""
+
+    key: str
+    value: bytes | None
+    revision: int
+
+
+class Lease(Protocol):
+    """A claimed task. Unless `done` or `retry` is awaited, or `keep` within the ack wait, it is delivered again."""
+
+    @property
+    def body(self) -> bytes: ...
+    @property
+    def sequence(self) -> int: ...
+    @property
+    def deliveries(self) -> int:
+        """1 at the first delivery."""
+        ...
+
+    async def keep(self) -> None:
+        """Tell the bus that the task is still being worked on (resets the ack wait)."""
+        ...
+
+    async def done(self) -> None:
+        """Take the task off the queue; returns when the server has confirmed it."""
+        ...
+
+    async def retry(self, delay_s: float = 0.0) -> None:
+        """Give the task back, to be delivered again after `delay_s`."""
+        ...
+
+
+class KeyValue(Protocol):
+    """Small values by name; a key is `[A-Za-z0-9_/-]+`."""
+
+    async def get(self, key: str) -> KeyEntry | None:
+        """Newest value, or None if there is none."""
+        ...
+
+    async def put(self, key: str, value: bytes, *, expect: int | None = None, ttl_s: float | None = None) -> int:
+        """Store and return the new revision. `expect` is the revision that must be current (0: no such key); raises Conflict.
+
+        With `ttl_s` (whole seconds, >= 1) the key vanishes unless it is put again in time.
+        """
+        ...
+
+    async def delete(self, key: str) -> None: ...
+
+    async def keys(self, prefix: str = "") -> Sequence[str]:
+        """Names of the live keys that begin with `prefix`, sorted."""
+        ...
+
+    def watch(self, prefix: str) -> AsyncIterator[KeyEntry]:
+        """The present values under `prefix`, then every change, for ever; survives reconnects."""
+        ...
+
+
+class Blobs(Protocol):
+    """Byte strings of any size by name. A name is written once and never reused; unknown names raise NotFound."""
+
+    async def put(self, name: str, data: bytes | memoryview) -> str:
+        """Store and return the SHA-256 (hex). A reader sees all of it or nothing. Raises StreamFull."""
+        ...
+
+    async def get(self, name: str) -> bytes:
+        """Read and check against the stored digest; raises BusError when it does not match."""
+        ...
+
+    async def delete(self, name: str) -> None:
+        """Remove; no error if it is gone already."""
+        ...
+
+    async def names(self) -> Sequence[str]: ...
+
+
+class Bus(Protocol):
+    """Durable streams of one run. One real adapter (JetStream) and one in process; one contract suite for both."""
+
+    @property
+    def kv(self) -> KeyValue: ...
+    @property
+    def blobs(self) -> Blobs: ...
+
+    async def publish(
+        self,
+        subject: str,
+        body: bytes,
+        *,
+        id: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        expect_last: int | None = None,
+        expect_subject_last: int | None = None,
+    ) -> Receipt:
+        """Store a message; returns once the server has it on its stream.
+
+        Retried inside over reconnects with the same `id`, so that it is stored once. Messages published one after the other
+        by one caller that does not await between them are stored in that order.
+
+        Args:
+            subject: its second token picks the stream (`streamrl.bus.topology`).
+            id: de-duplication id, unique per stream; a repeat returns the first receipt with `duplicate=True`.
+            expect_last: the stream's last sequence must be this (compare-and-set on the whole stream). After a retry whose first
+                attempt was stored, the repeat is recognised by `id` and is no Conflict.
+            expect_subject_last: the same for the newest message of this subject (0: there is none yet).
+
+        Raises:
+            Conflict: `expect_last` did not hold; `values["actual"]` has the stream's last sequence where known.
+            StreamFull: the stream's byte budget is used up; nothing was stored.
+            BusUnavailable: the bus stayed away for longer than the configured patience.
+        """
+        ...
+
+    def read(self, stream: str, *, after: int, subject: str | None = None) -> AsyncIterator[Message]:
+        """Every message of `stream` with a sequence above `after`, in order, waiting for new ones for ever; no acks.
+
+        Survives reconnects without loss or repeat. With `subject`, only that subject's messages (holes in the sequences are then
+        expected). Raises LogTruncated when a message above `after` has been removed, at the start or in the middle.
+        """
+        ...
+
+    async def fetch(self, stream: str, sequence: int) -> Message:
+        """One message by its sequence; raises NotFound."""
+        ...
+
+    async def last(self, subject: str) -> Message | None:
+        """The newest message of a subject, or None."""
+        ...
+
+    async def claim(self, source: str, *, max: int, wait_s: float) -> Sequence[Lease]:
+        """Up to `max` tasks of a source; waits at most `wait_s` for the first, then returns what is there (maybe nothing)."""
+        ...
+
+    async def state(self, stream: str) -> StreamState: ...
+
+    async def trim(self, stream: str, *, through: int) -> None:
+        """Remove all messages with a sequence <= `through`."""
+        ...
+
+    async def close(self) -> None: ...

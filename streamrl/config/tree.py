@@ -1,0 +1,307 @@
+"""The configuration tree: one frozen struct per component, which gets its own sub-struct and nothing else.
+
+Every field is documented with its unit; unknown keys are refused by `streamrl.config.load`. Derived values are functions.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from streamrl.errors import ConfigError
+from streamrl.schemas.subjects import check_name
+from streamrl.schemas.tasks import Sampling
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all sections."""
+
+
+def require(holds: bool, key: str, rule: str, value: Any, hint: str = "") -> None:
+    """Raise ConfigError unless `holds`."""
+    if not holds:
+        raise ConfigError(f"{key} must be {rule}, got {value!r}", hint=hint or f"change {key} in the TOML file or with --set {key}=...", key=key)
+
+
+class RunConfig(Section):
+    """What is run, for how long, and where its files go."""
+
+    name: str = "run"
+    """Run id: letters, digits, '_' and '-'."""
+    dir: str = "runs"
+    """Directory that holds the run directories."""
+    seed: int = 0
+    """Seed of everything random in the run."""
+    steps: int = 100
+    """Batches to train, warm-up not counted; the run ends then."""
+    max_seconds: float = 0.0
+    """End after this many seconds of training, warm-up not counted; 0: no limit."""
+    until_reward: float = 0.0
+    """End once the mean reward of the last 20 batches reaches this; 0: never."""
+    numerics: Literal["fast", "bitwise"] = "fast"
+    """What a re-derived step that gives other digits does: fork the epoch (fast) or stop with Diverged (bitwise)."""
+
+    def __post_init__(self) -> None:
+        check_name("run name", self.name)
+        require(self.steps >= 1, "run.steps", "at least 1", self.steps)
+
+
+class ModelConfig(Section):
+    """The policy's architecture and where its weights come from."""
+
+    path: str = ""
+    """Hugging Face model directory (config, weights, tokenizer). Empty: a tiny Qwen3 with a character tokenizer is built."""
+    hidden: int = 128
+    """Width of the built model."""
+    layers: int = 2
+    """Depth of the built model."""
+    heads: int = 4
+    """Query heads of the built model."""
+    kv_heads: int = 2
+    """Key-value heads of the built model."""
+    intermediate: int = 384
+    """Feed-forward width of the built model."""
+    max_len: int = 256
+    """Longest sequence in tokens, prompt included."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights."""
+
+
+class DataConfig(Section):
+    """Training and held-out problems: JSONL or Parquet files, each optionally sliced as `path@[a:b]`."""
+
+    train: str = ""
+    """Training rows."""
+    heldout: str = ""
+    """Held-out rows for evaluation; empty: none."""
+    prompt_key: str = "prompt"
+    """Field with the prompt: a string, or a list of chat messages."""
+    label_key: str = "label"
+    """Field with the expected answer."""
+    metadata_key: str = ""
+    """Field with a table handed to rewards and producers; empty: none."""
+    tools_key: str = ""
+    """Field with tool definitions for the chat template; empty: none."""
+    chat_template: bool = True
+    """Apply the tokenizer's chat template (a string prompt becomes one user message)."""
+    max_prompt_tokens: int = 128
+    """Longer prompts are left out, and counted."""
+    shuffle: bool = True
+    """Permute the rows by (seed, epoch); otherwise file order."""
+
+
+class TasksConfig(Section):
+    """How work is issued."""
+
+    batch_tasks: int = 64
+    """B: tasks (groups) in a batch."""
+    num_rollouts: int = 8
+    """Rollouts of a task (group size)."""
+    max_staleness: int = 1
+    """S: a token may be at most this many versions old when trained on. 0: lockstep."""
+    stale: Literal["drop", "mask", "wait"] = "drop"
+    """What happens beyond max_staleness: drop the group, mask the old tokens, or wait for old tasks before closing a batch."""
+    drop_zero_spread: bool = True
+    """Drop groups whose rewards are all equal (their advantages are 0)."""
+    max_deliveries: int = 4
+    """A task delivered more often ends as a tombstone."""
+    hold_ahead: bool = False
+    """Hold the issue of new tasks while one whole batch is ready (lower staleness; needs max_staleness >= 1)."""
+
+    def __post_init__(self) -> None:
+        require(self.batch_tasks >= 1, "tasks.batch_tasks", "at least 1", self.batch_tasks)
+        require(self.num_rollouts >= 1, "tasks.num_rollouts", "at least 1", self.num_rollouts)
+        require(self.max_staleness >= 0, "tasks.max_staleness", "at least 0", self.max_staleness)
+
+
+class WarmupConfig(Section):
+    """Supervised warm-up on the training rows' labels, streamed over the same bus before reinforcement learning begins."""
+
+    max_steps: int = 0
+    """Longest warm-up in batches; 0: none."""
+    until: float = 0.2
+    """End once the smoothed probability of whole answers reaches this."""
+    learning_rate: float = 2e-3
+    """AdamW learning rate during the warm-up."""
+
+
+class ProducerConfig(Section):
+    """Rollout producers started with the run."""
+
+    function: str = "single_turn"
+    """`single_turn`, or a custom producer as `file.py:name`, `pkg.mod:name` or `pkg.mod.name`."""
+    workers: int = 1
+    """Producer processes."""
+    concurrency: int = 64
+    """Tasks that one worker has in flight."""
+    options: dict[str, Any] = {}
+    """Handed to the custom producer as `context.options`."""
+
+    def __post_init__(self) -> None:
+        require(self.concurrency >= 1, "producer.concurrency", "at least 1", self.concurrency)
+
+
+class RewardConfig(Section):
+    """How episodes are scored."""
+
+    kind: str = "exact_match"
+    """`exact_match`, or a custom reward as `file.py:name`, `pkg.mod:name` or `pkg.mod.name`."""
+    options: dict[str, Any] = {}
+
+
+class EngineConfig(Section):
+    """Generation engines started with the run."""
+
+    kind: Literal["local", "table"] = "local"
+    """`local`: a transformers model in this package's engine. `table`: a tabular policy without any framework."""
+    workers: int = 1
+    """Engine processes."""
+    slots: int = 128
+    """Sequences decoded at once."""
+    threads: int = 1
+    """CPU threads of one engine."""
+    deterministic: bool = False
+    """Tokens depend on seed, prompt and weights only, not on what else is being decoded (slower)."""
+    host: str = "127.0.0.1"
+    """Address the HTTP server listens on."""
+    port: int = 0
+    """Port of the first engine; 0: any free one."""
+
+
+class OptimizerConfig(Section):
+    """AdamW with a linear schedule."""
+
+    learning_rate: float = 6e-4
+    """Peak rate."""
+    final_fraction: float = 0.3
+    """The rate falls linearly to this fraction of the peak over run.steps."""
+    warmup_steps: int = 0
+    """Steps of linear rise from 0."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    """Global gradient norm is clipped to this; 0: not clipped."""
+
+
+class TrainerConfig(Section):
+    """The training backend."""
+
+    name: str = "main"
+    """Name of this trainer: its ledger and its position are kept under it."""
+    backend: Literal["torch", "table"] = "torch"
+    ranks: int = 1
+    """Processes (gloo on CPU)."""
+    threads: int = 1
+    """CPU threads of one rank."""
+    minibatches: int = 1
+    """Optimizer steps a batch."""
+    micro_tokens: int = 16384
+    """Tokens of one forward and backward pass."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint_every: int = 50
+    """Batches between checkpoints."""
+    keep_checkpoints: int = 2
+    """Older ones are removed."""
+
+    def __post_init__(self) -> None:
+        check_name("trainer name", self.name)
+
+
+class LossConfig(Section):
+    """Advantages, policy loss and off-policy correction."""
+
+    advantage: Literal["grpo"] = "grpo"
+    """Group-normalised rewards (arXiv 2402.03300)."""
+    normalize_std: bool = True
+    """Divide by the group's standard deviation; off is Dr.GRPO (arXiv 2503.20783)."""
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    tis_cap: float = 2.0
+    """Token-level truncated importance sampling: weights are capped here; 0: off."""
+    tis_floor: float = 0.0
+    reduction: Literal["rollout_mean", "token_mean"] = "rollout_mean"
+    """Mean over each rollout's tokens then over rollouts, or over all tokens."""
+
+
+class WeightsConfig(Section):
+    """How versions reach the engines."""
+
+    transport: Literal["shm", "bus"] = "shm"
+    """Shared memory of one host, or blobs on the bus."""
+    keep: int = 4
+    """Newest versions whose bytes are kept; 0: all."""
+
+
+class EvaluationConfig(Section):
+    """Held-out problems, asked while training goes on."""
+
+    every: int = 0
+    """Versions between evaluations; they also run when the warm-up has ended and at the end. 0: only those two."""
+    num_problems: int = 256
+    """At most this many rows."""
+    sampling: Sampling = Sampling(temperature=0.0)
+
+
+class BusConfig(Section):
+    """NATS JetStream: an embedded server, or an existing cluster."""
+
+    url: str = ""
+    """`nats://` or `tls://` URL of an existing cluster; empty: a server is started on loopback with random credentials."""
+    user: str = ""
+    password_file: str = ""
+    """File that holds the password."""
+    token_file: str = ""
+    credentials_file: str = ""
+    """NATS .creds file."""
+    ca_file: str = ""
+    """Certificate authority for TLS."""
+    port: int = 0
+    """Port of the embedded server; 0: any free one."""
+    patience_s: float = 60.0
+    """How long an operation is retried while the bus is away."""
+    samples_bytes: int = 2_000_000_000
+    """Byte budget of the sample stream."""
+    blobs_bytes: int = 4_000_000_000
+    """Byte budget of the blobs."""
+    ack_wait_s: float = 30.0
+    """A claimed task that is not kept alive for this long is delivered again."""
+    sync_always: bool = False
+    """Sync every message to disk (survives power loss; slower)."""
+
+
+class SuperviseConfig(Section):
+    """Restarts."""
+
+    max_restarts: int = 10
+    """Restarts of one worker within a window before the run is given up."""
+    window_s: float = 300.0
+    backoff_s: float = 0.5
+    """First pause before a restart; doubles up to 30 s."""
+    drain_s: float = 30.0
+    """Time workers get to stop by themselves."""
+
+
+class Config(Section):
+    """The whole tree."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    tasks: TasksConfig = TasksConfig()
+    sampling: Sampling = Sampling()
+    warmup: WarmupConfig = WarmupConfig()
+    producer: ProducerConfig = ProducerConfig()
+    reward: RewardConfig = RewardConfig()
+    engine: EngineConfig = EngineConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    loss: LossConfig = LossConfig()
+    weights: WeightsConfig = WeightsConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    bus: BusConfig = BusConfig()
+    supervise: SuperviseConfig = SuperviseConfig()
+
+    def __post_init__(self) -> None:
+        require(self.sampling.temperature > 0, "sampling.temperature", "above 0 (a greedy token has no log-prob to train on)", self.sampling.temperature)

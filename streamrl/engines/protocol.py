@@ -1,0 +1,78 @@
+"""The engine seam: token ids in, token ids out, with the version that sampled each of them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from streamrl.schemas.samples import LogprobMode, VersionSpan
+from streamrl.schemas.tasks import Sampling
+from streamrl.schemas.versions import Version
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`num_completions` independent completions of one prompt."""
+
+    request_id: str
+    prompt_ids: Sequence[int]
+    sampling: Sampling = Sampling()
+    policy: str = "policy"
+    seeds: Sequence[int] = (0,)
+    """One seed per completion (their number is the number of completions). Equal seeds, prompt, weights: equal tokens (deterministic engine)."""
+    min_version: int = 0
+    """The engine starts it only once it serves this version number or a later one."""
+    session: str = ""
+    """Requests of one session prefer one engine (prefix cache)."""
+    stream: bool = False
+    """Give chunks as they are made instead of one at the end of each completion."""
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+    """New tokens of one completion. The chunks of a completion concatenate to it."""
+
+    completion: int
+    """Index into the request's seeds."""
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Natural log of the probability each token was drawn with, in the mode below."""
+    spans: tuple[VersionSpan, ...]
+    """Cover exactly this chunk's tokens; versions are never None."""
+    finish_reason: str | None = None
+    """`stop`, `length` or `abort` on a completion's last chunk, else None. A stop token is part of `token_ids`."""
+    logprob_mode: LogprobMode = LogprobMode.SAMPLED
+    engine: str = ""
+    extras: dict[str, Any] = {}
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine is and does now."""
+
+    engine: str
+    policy: str
+    serving: Version | None
+    running: int
+    waiting: int
+    slots: int
+    max_len: int
+    tokens_total: int = 0
+    swaps_total: int = 0
+    last_swap_ms: float = 0.0
+
+
+class Engine(Protocol):
+    """What a producer holds. Adapters: `local` and `table` in process, `http` for any server that speaks the SGLang subset."""
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        """Run the request; every completion ends with a chunk that has a finish_reason.
+
+        Closing the iterator aborts what is unfinished. Raises EngineError when the engine refuses the request or goes away.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """Cut a request's unfinished completions (finish_reason `abort`); unknown ids are ignored."""
+        ...
+
+    async def info(self) -> EngineInfo: ...

@@ -1,0 +1,84 @@
+"""The weight seams: how a version's bytes leave the trainer, and how an engine takes them without stopping."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.schemas.versions import Version
+from streamrl.schemas.weights import Manifest
+
+
+class Shard(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's slice of one parameter, as host bytes (a snapshot: the trainer never writes to it again)."""
+
+    name: str
+    """Hugging Face parameter name."""
+    dtype: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...] = ()
+    """Index of the slice's first element in each dimension; empty means it begins at 0 everywhere."""
+    data: npt.NDArray[np.uint8]
+    """[nbytes] uint8: the slice's elements in C order."""
+    shape: tuple[int, ...]
+
+
+class Slice(msgspec.Struct, frozen=True):
+    """Bytes `start .. start + nbytes` of a version's concatenation that a host wants."""
+
+    start: int
+    nbytes: int
+
+
+class Part(msgspec.Struct, frozen=True):
+    """Bytes of a version, at `start` of its concatenation."""
+
+    start: int
+    data: memoryview
+
+
+class Commit(msgspec.Struct, frozen=True):
+    """What a commit did. `committed` is False when a version as new or newer was being served already."""
+
+    version: Version
+    committed: bool
+    took_ms: float
+
+
+class WeightHost(Protocol):
+    """Stands beside an engine's weights, on every tensor-parallel rank."""
+
+    def wants(self, manifest: Manifest) -> Sequence[Slice]:
+        """The byte ranges this rank needs. Raises WeightSyncError when names, shapes or dtypes do not fit its model."""
+        ...
+
+    async def stage(self, manifest: Manifest, parts: AsyncIterator[Part]) -> str:
+        """Write the bytes into the idle buffer and return its digest (16 hex); never touches the serving buffer.
+
+        Raises WeightSyncError when the digest is not the manifest's; the serving weights are as before.
+        """
+        ...
+
+    async def commit(self, version: Version) -> Commit:
+        """Serve the staged version from the next forward pass on; a compare-and-set that never goes back to an older one."""
+        ...
+
+
+class WeightTransport(Protocol):
+    """Moves versions; both ends are rank-local. Adapters: `shm` (one host) and `bus` (anywhere the bus reaches)."""
+
+    async def publish(self, version: Version, shards: Iterator[Shard]) -> Manifest:
+        """Put the bytes where engines can fetch them; idempotent per version. The caller announces the manifest."""
+        ...
+
+    def fetch(self, manifest: Manifest, wants: Sequence[Slice]) -> AsyncIterator[Part]:
+        """The wanted bytes; raises WeightSyncError when the version is gone or its publisher dies."""
+        ...
+
+    async def retire(self, older_than: Version) -> None:
+        """Free the bytes of older versions, but for pinned ones."""
+        ...
