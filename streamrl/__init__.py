@@ -1,0 +1,3 @@
+"""Reinforcement-learning post-training of LLMs as a stream over NATS JetStream."""
+
+__version__ = "0.1.0"

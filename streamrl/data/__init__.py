@@ -1,0 +1,1 @@
+"""Datasets: rows, their order, tokenizers and the model directories that a run starts from."""
