@@ -1,0 +1,295 @@
+"""The fold: pure functions that decide everything about the sample stream.
+
+```text
+fold(state, record, config)  -> (state, effects)      one record in stream order
+close(state, config)         -> batch or None         the B oldest admissible groups, once there are B
+trained(state, batch, ...)   -> state                 after the step: version + 1, its tasks retired, credits freed
+```
+
+No clock, no arrival timing, no await. A live trainer, one that resumes, a replay, a tap and a simulation drive the same functions, so they
+decide alike. Every issued task ends at least once on the stream; the first end in stream order counts, and whatever comes for it
+later is dropped and counted: credits never leak.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec.structs import replace
+
+from streamrl.core.records import Ended, Marked, Poison, Record, Rewarded, Rollouts
+from streamrl.core.state import FoldConfig, FoldState, PendingRollout, PendingTask
+from streamrl.schemas.control import Grant
+from streamrl.schemas.ledger import Drop
+
+WARMUP_SMOOTHING = 0.7
+"""Weight of the past in the warm-up's smoothed score."""
+
+
+class DeadLetter(msgspec.Struct, frozen=True):
+    """A message to be quarantined."""
+
+    sequence: int
+    reason: str
+
+
+class Effects(msgspec.Struct, frozen=True):
+    """What the shell has to do after one record; all of it is idempotent."""
+
+    dead: tuple[DeadLetter, ...] = ()
+    grant: Grant | None = None
+    """Set when credits have been freed."""
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """A closed batch: groups of one source, by task."""
+
+    source: str
+    groups: tuple[PendingTask, ...]
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """Messages it needs, rising, without repeats."""
+        return tuple(sorted({r.sequence for group in self.groups for r in group.rollouts.values()}))
+
+
+def fold(state: FoldState, record: Record, config: FoldConfig) -> tuple[FoldState, Effects]:
+    """Take in the next record of the stream.
+
+    Records at or below the cursor have been folded before and change nothing.
+    """
+    if record.sequence <= state.cursor:
+        return state, Effects()
+    before = state.granted
+    dead: tuple[DeadLetter, ...] = ()
+    match record:
+        case Rollouts():
+            problem = _impossible(state, record)
+            if problem:
+                state, dead = _poison(state, record.sequence, record.task, problem)
+            else:
+                state = _take_rollouts(state, record, config)
+        case Ended():
+            state = _take_end(state, record, config)
+        case Rewarded():
+            state = _take_reward(state, record, config)
+        case Poison():
+            state, dead = _poison(state, record.sequence, record.task, record.reason)
+        case Marked():
+            pass
+    state = _credit(replace(state, cursor=record.sequence), config)
+    return state, Effects(dead, state.grant if state.granted != before else None)
+
+
+def close(state: FoldState, config: FoldConfig) -> Batch | None:
+    """The B oldest ready groups (by oldest token version, then task), or None.
+
+    All groups of a batch have one source: the warm-up's tasks are trained to the last before any other; its last batch may be short.
+    Under `wait` no batch closes while a task granted at version <= v - S is unfinished.
+    """
+    if not state.ready:
+        return None
+    in_warmup = state.warmup_end is None or state.watermark < state.warmup_end
+    ready = [task for task in state.pending.values() if task.ready and (not in_warmup or state.warmup_end is None or task.task < state.warmup_end)]
+    wanted = config.batch_tasks
+    if in_warmup and state.warmup_end is not None:
+        left = sum(1 for task in range(state.watermark, state.warmup_end) if task not in state.retired_above)
+        wanted = min(wanted, left)
+    if len(ready) < wanted or not ready:
+        return None
+    if config.stale == "wait" and not in_warmup and _must_wait(state, config):
+        return None
+    ready.sort(key=lambda task: (task.oldest, task.task))
+    chosen = sorted(ready[:wanted], key=lambda task: task.task)
+    return Batch(chosen[0].source, tuple(chosen))
+
+
+def trained(state: FoldState, batch: Batch, config: FoldConfig, *, warm: bool, score: float = 0.0) -> FoldState:
+    """After the step on `batch`: the version grows by one, its tasks are retired, groups now too old are dropped.
+
+    Args:
+        state: the state the batch was closed on.
+        batch: what `close` gave.
+        config: the decisions' configuration.
+        warm: whether the warm-up has ended with or before this batch (`is_warm`, or what the ledger says).
+        score: the warm-up's score of this batch; not looked at afterwards.
+    """
+    for group in batch.groups:
+        state = _retire(state, group.task)
+    in_warmup = state.warmup_end is None
+    if in_warmup:
+        smoothed = smooth(state, score)
+        end = state.granted if warm else None
+        state = replace(state, warmup_score=smoothed, warmup_steps=state.warmup_steps + 1, warmup_end=end)
+    elif batch.groups[0].task < (state.warmup_end or 0):
+        state = replace(state, warmup_steps=state.warmup_steps + 1)
+    state = replace(state, version=state.version.next(), drops=())
+    if config.stale != "wait":
+        for task in [t for t in state.pending.values() if t.ready and _too_old(state, t, config)]:
+            state = _drop_group(state, task, "stale")
+    return _credit(state, config)
+
+
+def smooth(state: FoldState, score: float) -> float:
+    """The warm-up's smoothed score after one more batch."""
+    if state.warmup_steps == 0:
+        return score
+    return WARMUP_SMOOTHING * state.warmup_score + (1 - WARMUP_SMOOTHING) * score
+
+
+def is_warm(state: FoldState, config: FoldConfig, score: float) -> bool:
+    """Whether the warm-up ends with the batch just trained (or ended before)."""
+    if state.warmup_end is not None:
+        return True
+    return state.warmup_steps + 1 >= config.warmup_steps or smooth(state, score) >= config.warmup_until
+
+
+def _impossible(state: FoldState, record: Rollouts) -> str:
+    newest = max(r.newest for r in record.rollouts)
+    if newest > state.version.number:
+        return f"expected tokens of versions up to {state.version.number}, got version {newest}, which had not been trained"
+    if record.task >= state.granted:
+        return f"expected a task below {state.granted}, got task {record.task}, which had not been granted"
+    known = state.pending.get(record.task)
+    if known is not None and known.group_size != record.group_size:
+        return f"expected a group of {known.group_size} as in earlier messages of task {record.task}, got {record.group_size}"
+    return ""
+
+
+def _take_rollouts(state: FoldState, record: Rollouts, config: FoldConfig) -> FoldState:
+    names = tuple(r.rollout for r in record.rollouts)
+    if state.is_retired(record.task):
+        return _drop(state, Drop(record.sequence, record.task, names, "late"))
+    task = state.pending.get(record.task) or PendingTask(record.task, record.source, record.group_size, {})
+    repeats = tuple(k for k in names if k in task.rollouts or k in task.ended)
+    if repeats:
+        state = _drop(state, Drop(record.sequence, record.task, repeats, "duplicate"))
+    fresh = {}
+    early = dict(state.early_rewards)
+    for view in record.rollouts:
+        if view.rollout in repeats:
+            continue
+        revision, reward, _ = early.pop(f"{record.task}/{view.rollout}", (0, view.reward, 0))
+        fresh[view.rollout] = PendingRollout(record.sequence, view.num_samples, view.num_tokens, view.oldest, view.newest, reward, revision)
+    if not fresh:
+        return state
+    task = replace(task, rollouts={**task.rollouts, **fresh})
+    return _settle(replace(state, early_rewards=early), task, config)
+
+
+def _take_end(state: FoldState, record: Ended, config: FoldConfig) -> FoldState:
+    if state.is_retired(record.task) or record.task >= state.granted:
+        reason = "late" if record.task < state.granted else "poison"
+        return _drop(state, Drop(record.sequence, record.task, (), reason, record.detail))
+    known = state.pending.get(record.task)
+    if record.rollout is None:
+        if known is not None:
+            state = _drop_group(state, known, record.reason, retires=False)
+        return _retire(_drop(state, Drop(record.sequence, record.task, (), record.reason, record.detail, retires=True)), record.task)
+    task = known or PendingTask(record.task, record.source, record.group_size, {})
+    if record.rollout in task.rollouts or record.rollout in task.ended:
+        return _drop(state, Drop(record.sequence, record.task, (record.rollout,), "duplicate"))
+    task = replace(task, ended=(*task.ended, record.rollout))
+    finishes = len(task.ended) == task.group_size
+    state = _drop(state, Drop(record.sequence, record.task, (record.rollout,), record.reason, record.detail, retires=finishes))
+    return _retire(state, record.task) if finishes else _settle(state, task, config)
+
+
+def _take_reward(state: FoldState, record: Rewarded, config: FoldConfig) -> FoldState:
+    if state.is_retired(record.task) or record.task >= state.granted:
+        return _drop(state, Drop(record.sequence, record.task, (record.rollout,), "superseded_reward"))
+    task = state.pending.get(record.task)
+    rollout = task.rollouts.get(record.rollout) if task else None
+    if task is None or rollout is None:
+        key = f"{record.task}/{record.rollout}"
+        known = state.early_rewards.get(key)
+        if known is not None and known[0] >= record.revision:
+            return _drop(state, Drop(record.sequence, record.task, (record.rollout,), "superseded_reward"))
+        return replace(state, early_rewards={**state.early_rewards, key: (record.revision, record.reward, record.sequence)})
+    if record.revision <= rollout.revision:
+        return _drop(state, Drop(record.sequence, record.task, (record.rollout,), "superseded_reward"))
+    rollout = replace(rollout, reward=record.reward, revision=record.revision)
+    return _settle(state, replace(task, rollouts={**task.rollouts, record.rollout: rollout}), config)
+
+
+def _poison(state: FoldState, sequence: int, task: int | None, reason: str) -> tuple[FoldState, tuple[DeadLetter, ...]]:
+    """Quarantine a message; its task, when known and open, ends here."""
+    dead = (DeadLetter(sequence, reason),)
+    open_task = task is not None and task < state.granted and not state.is_retired(task)
+    if task is None or not open_task:
+        return _drop(state, Drop(sequence, -1 if task is None else task, (), "poison", reason)), dead
+    known = state.pending.get(task)
+    if known is not None:
+        state = _drop_group(state, known, "poison", retires=False)
+    return _retire(_drop(state, Drop(sequence, task, (), "poison", reason, retires=True)), task), dead
+
+
+def _settle(state: FoldState, task: PendingTask, config: FoldConfig) -> FoldState:
+    """Put a task back into `pending`, or drop its group when it is complete and not admissible."""
+    before = state.pending.get(task.task)
+    was_ready = before is not None and before.ready
+    state = replace(state, pending={**state.pending, task.task: task}, ready=state.ready + int(task.ready) - int(was_ready))
+    if not task.ready:
+        return state
+    if config.stale != "wait" and _too_old(state, task, config):
+        return _drop_group(state, task, "stale")
+    rewards = [r.reward for r in task.rollouts.values() if r.newest >= 0]
+    if config.drop_zero_spread and rewards and min(rewards) == max(rewards):  # type: ignore[type-var]
+        return _drop_group(state, task, "zero_spread")
+    return state
+
+
+def _too_old(state: FoldState, task: PendingTask, config: FoldConfig) -> bool:
+    """Beyond the bound; under `mask` only when not one token of the group is within it."""
+    ages = [r.newest if config.stale == "mask" else r.oldest for r in task.rollouts.values() if r.oldest >= 0]
+    if not ages:
+        return False
+    limit = max(ages) if config.stale == "mask" else min(ages)
+    return state.version.number - limit > config.max_staleness
+
+
+def _must_wait(state: FoldState, config: FoldConfig) -> bool:
+    """Whether a task granted at version <= v - S is still unfinished."""
+    limit = state.version.number - config.max_staleness
+    due = max((granted for granted, version in state.grants if version <= limit), default=0)
+    for task in range(state.watermark, min(due, state.granted)):
+        pending = state.pending.get(task)
+        if task not in state.retired_above and not (pending is not None and pending.ready):
+            return True
+    return False
+
+
+def _drop_group(state: FoldState, task: PendingTask, reason: str, *, retires: bool = True) -> FoldState:
+    """Drop all rollouts of a pending task, one record per message, and (unless told not to) retire it."""
+    by_sequence: dict[int, list[int]] = {}
+    for index, rollout in sorted(task.rollouts.items()):
+        by_sequence.setdefault(rollout.sequence, []).append(index)
+    last = max(by_sequence)
+    for sequence in sorted(by_sequence):
+        state = _drop(state, Drop(sequence, task.task, tuple(by_sequence[sequence]), reason, retires=retires and sequence == last))
+    return _retire(state, task.task) if retires else state
+
+
+def _drop(state: FoldState, drop: Drop) -> FoldState:
+    return replace(state, drops=(*state.drops, drop))
+
+
+def _retire(state: FoldState, task: int) -> FoldState:
+    pending = dict(state.pending)
+    gone = pending.pop(task, None)
+    above = set(state.retired_above) | {task}
+    watermark = state.watermark
+    while watermark in above:
+        above.remove(watermark)
+        watermark += 1
+    early = {k: v for k, v in state.early_rewards.items() if not k.startswith(f"{task}/")} if state.early_rewards else state.early_rewards
+    ready = state.ready - int(gone is not None and gone.ready)
+    return replace(state, pending=pending, ready=ready, watermark=watermark, retired_above=frozenset(above), early_rewards=early)
+
+
+def _credit(state: FoldState, config: FoldConfig) -> FoldState:
+    """granted = retired + (S + 1) * B, remembered with the version at which it was granted."""
+    granted = max(state.granted, state.retired + (config.max_staleness + 1) * config.batch_tasks)
+    if granted == state.granted:
+        return state
+    kept = tuple(g for g in state.grants if g[0] > state.watermark and g[1] != state.version.number)
+    return replace(state, granted=granted, grants=(*kept, (granted, state.version.number)))

@@ -1,0 +1,133 @@
+"""The fold's state: everything a trainer must remember of the stream. It is the extra part of a checkpoint."""
+
+from __future__ import annotations
+
+import msgspec
+
+from streamrl.errors import SchemaError
+from streamrl.schemas.control import Grant
+from streamrl.schemas.ledger import Drop
+from streamrl.schemas.versions import Version
+
+
+class FoldConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of the configuration that decisions depend on."""
+
+    batch_tasks: int
+    """B: groups in a batch."""
+    max_staleness: int
+    """S: versions."""
+    stale: str = "drop"
+    """`drop`, `mask` or `wait`."""
+    drop_zero_spread: bool = True
+    warmup_steps: int = 0
+    """Longest warm-up in batches; 0: none."""
+    warmup_until: float = 1.0
+    """The warm-up ends once its smoothed score reaches this."""
+
+
+class PendingRollout(msgspec.Struct, frozen=True):
+    """A rollout that waits for its group or its batch."""
+
+    sequence: int
+    num_samples: int
+    num_tokens: int
+    oldest: int
+    newest: int
+    reward: float | None
+    revision: int = 0
+
+
+class PendingTask(msgspec.Struct, frozen=True):
+    """A task some of whose rollouts have ended. `ended` holds the rollouts that gave no sample."""
+
+    task: int
+    source: str
+    group_size: int
+    rollouts: dict[int, PendingRollout]
+    ended: tuple[int, ...] = ()
+
+    @property
+    def ready(self) -> bool:
+        """Whether every rollout has ended and every sample has its reward (demonstrations need none)."""
+        if len(self.rollouts) + len(self.ended) < self.group_size:
+            return False
+        return all(r.reward is not None or r.newest < 0 for r in self.rollouts.values())
+
+    @property
+    def oldest(self) -> int:
+        """Lowest version number of its trained tokens; -1 for demonstrations."""
+        return min((r.oldest for r in self.rollouts.values()), default=-1)
+
+
+class FoldState(msgspec.Struct, frozen=True, kw_only=True):
+    """Immutable; every decision makes a new one. msgspec encodes it.
+
+    Tasks below `watermark` and in `retired_above` have ended (trained or dropped); `pending` have begun to end; all others are open.
+    """
+
+    version: Version = Version()
+    """The version the next batch is trained from."""
+    cursor: int = 0
+    """Sequence of the last folded record of the sample stream."""
+    watermark: int = 0
+    retired_above: frozenset[int] = frozenset()
+    pending: dict[int, PendingTask] = {}
+    ready: int = 0
+    """How many of `pending` are ready."""
+    granted: int = 0
+    grants: tuple[tuple[int, int], ...] = ()
+    """(granted, version number at which it was) in rising order, as far back as open tasks need."""
+    drops: tuple[Drop, ...] = ()
+    """Decided since the last batch; the next ledger entry takes them."""
+    early_rewards: dict[str, tuple[int, float, int]] = {}
+    """`task/rollout` -> (revision, reward, sequence) of rewards that came before their samples."""
+    warmup_end: int | None = 0
+    """First task after the warm-up; None while the warm-up goes on."""
+    warmup_steps: int = 0
+    """Batches trained in the warm-up."""
+    warmup_score: float = 0.0
+    """Smoothed score of the warm-up."""
+
+    @property
+    def retired(self) -> int:
+        """Tasks that have ended."""
+        return self.watermark + len(self.retired_above)
+
+    @property
+    def stage_step(self) -> int:
+        """Batches trained in the present stage."""
+        return self.version.number - (0 if self.warmup_end is None else self.warmup_steps)
+
+    @property
+    def grant(self) -> Grant:
+        """What the feeder may issue."""
+        return Grant(self.granted, self.version.number, self.retired, self.warmup_end)
+
+    @property
+    def oldest_needed(self) -> int:
+        """Lowest sequence that a trainer resuming from this state reads again."""
+        held = [r.sequence for task in self.pending.values() for r in task.rollouts.values()]
+        return min([*held, self.cursor + 1])
+
+    def is_retired(self, task: int) -> bool:
+        """Whether the task has ended."""
+        return task < self.watermark or task in self.retired_above
+
+    def encode(self) -> bytes:
+        """To MessagePack."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> FoldState:
+        """From MessagePack; raises SchemaError."""
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except msgspec.MsgspecError as error:
+            raise SchemaError(f"expected a fold state in the checkpoint, got {len(data)} bytes that are none: {error}") from error
+
+
+def initial_state(config: FoldConfig) -> FoldState:
+    """The state before the first record: one grant of (S + 1) * B tasks."""
+    granted = (config.max_staleness + 1) * config.batch_tasks
+    return FoldState(granted=granted, grants=((granted, 0),), warmup_end=None if config.warmup_steps else 0)
