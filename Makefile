@@ -1,0 +1,40 @@
+# make up    install once, then train the quickstart until it has visibly learned (about a minute on two cores)
+# make test  lint, layer rules, types and tests
+#
+# TORCH=cpu|cuda|torch==X picks the build of torch; without it a machine with a GPU gets CUDA, any other CPU.
+# RUN=name   names the run; ARGS="--set tasks.max_staleness=0" is handed to streamrl up.
+
+VENV ?= .venv
+RUN ?= quickstart
+ARGS ?=
+PYTEST_ARGS ?=
+export VENV
+
+.PHONY: up test lint chaos clean torch
+.DEFAULT_GOAL := up
+
+up: $(VENV)/.installed
+	$(VENV)/bin/streamrl up examples/quickstart/quickstart.toml --set run.name=$(RUN) $(ARGS)
+
+test: lint
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/lint-imports --no-logo
+	$(VENV)/bin/pyright
+
+chaos: $(VENV)/.installed-dev
+	$(VENV)/bin/python -m pytest tests/kill tests/audit $(PYTEST_ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+
+# Set-up is done once and stamped; TORCH=... on the command line asks for it again.
+$(VENV)/.installed: pyproject.toml scripts/install.sh $(if $(TORCH),torch)
+	scripts/install.sh
+
+$(VENV)/.installed-dev: pyproject.toml scripts/install.sh $(if $(TORCH),torch)
+	scripts/install.sh dev
+	touch $(VENV)/.installed

@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# Make .venv and install streamrl into it, editable.  Usage: scripts/install.sh [dev]
+#   PYTHON  interpreter to build the environment from (3.11 or later); default: the newest of python3, python3.13 ... python3.11
+#   TORCH   cpu | cuda | a requirement such as torch==2.12.1; default: cuda where nvidia-smi finds a GPU, else cpu
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+venv=${VENV:-.venv}
+cpu_torch=2.13.0
+cpu_index=https://download.pytorch.org/whl/cpu
+
+fail() {
+    printf 'error: %s\nhint: %s\n' "$1" "$2" >&2
+    exit 1
+}
+
+find_python() {
+    local name
+    for name in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.14}; do
+        if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            printf '%s' "$name"
+            return
+        fi
+    done
+    fail "expected Python 3.11 or later, got ${PYTHON:-$(python3 --version 2>&1 || true)}" \
+        "install Python 3.11 or later, or name one: make up PYTHON=/path/to/python3.12"
+}
+
+make_venv() {
+    local python
+    python=$(find_python)
+    "$python" -c 'import venv, ensurepip' 2>/dev/null ||
+        fail "$python has no venv or ensurepip module, which makes the virtual environment" \
+            "on Debian and Ubuntu: apt install python3-venv; or name another interpreter: make up PYTHON=..."
+    echo "making $venv with $("$python" --version)"
+    "$python" -m venv "$venv"
+}
+
+# A CPU build first where there is no GPU. --no-deps: one look at the extra index, so that an unreachable one costs seconds, not
+# one timeout per dependency; the dependencies come with streamrl below.
+install_torch() {
+    local build=${TORCH:-}
+    if [ -z "$build" ]; then
+        build=cpu
+        if nvidia-smi -L >/dev/null 2>&1; then build=cuda; fi
+    fi
+    echo "installing torch: $build"
+    case $build in
+        cpu)
+            if [ "$(uname -s)" = Linux ]; then
+                if pip install --no-deps "torch==$cpu_torch+cpu" --extra-index-url "$cpu_index" --retries 0 --timeout 15; then return; fi
+                echo "no CPU build of torch $cpu_torch was found; taking the default build, which is a large download" >&2
+            fi
+            pip install "torch==$cpu_torch"
+            ;;
+        cuda) pip install torch ;;
+        *) pip install "$build" ;;
+    esac
+}
+
+pip() {
+    "$venv/bin/python" -m pip --disable-pip-version-check "$@" --quiet
+}
+
+# True only for a missing torch or a build that was asked for by name.
+needs_torch() {
+    [ -n "${TORCH:-}" ] || ! "$venv/bin/python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'
+}
+
+[ -x "$venv/bin/pip" ] || make_venv
+if needs_torch; then install_torch; fi
+echo "installing streamrl${1:+ with the extra '$1'}"
+pip install --editable ".${1:+[$1]}"
+touch "$venv/.installed${1:+-$1}"
