@@ -89,7 +89,7 @@ def close(state: FoldState, config: FoldConfig) -> Batch | None:
     if not state.ready:
         return None
     in_warmup = state.warmup_end is None or state.watermark < state.warmup_end
-    ready = [task for task in state.pending.values() if task.ready and (not in_warmup or state.warmup_end is None or task.task < state.warmup_end)]
+    ready = [task for task in state.pending.values() if task.ready and state.in_warmup(task.task) == in_warmup]
     wanted = config.batch_tasks
     if in_warmup and state.warmup_end is not None:
         left = sum(1 for task in range(state.watermark, state.warmup_end) if task not in state.retired_above)
@@ -113,16 +113,15 @@ def trained(state: FoldState, batch: Batch, config: FoldConfig, *, warm: bool, s
         warm: whether the warm-up has ended with or before this batch (`is_warm`, or what the ledger says).
         score: the warm-up's score of this batch; not looked at afterwards.
     """
-    for group in batch.groups:
-        state = _retire(state, group.task)
+    state = _retire(state, *(group.task for group in batch.groups))
     in_warmup = state.warmup_end is None
     if in_warmup:
         smoothed = smooth(state, score)
         end = state.granted if warm else None
         state = replace(state, warmup_score=smoothed, warmup_steps=state.warmup_steps + 1, warmup_end=end)
-    elif batch.groups[0].task < (state.warmup_end or 0):
+    elif state.in_warmup(batch.groups[0].task):
         state = replace(state, warmup_steps=state.warmup_steps + 1)
-    state = replace(state, version=state.version.next(), drops=())
+    state = replace(state, version=state.version.next(), drops=(), reward_sum=0.0, reward_count=0)
     if config.stale != "wait":
         for task in [t for t in state.pending.values() if t.ready and _too_old(state, t, config)]:
             state = _drop_group(state, task, "stale")
@@ -168,8 +167,17 @@ def _take_rollouts(state: FoldState, record: Rollouts, config: FoldConfig) -> Fo
     for view in record.rollouts:
         if view.rollout in repeats:
             continue
-        revision, reward, _ = early.pop(f"{record.task}/{view.rollout}", (0, view.reward, 0))
-        fresh[view.rollout] = PendingRollout(record.sequence, view.num_samples, view.num_tokens, view.oldest, view.newest, reward, revision)
+        revision, reward = early.pop(f"{record.task}/{view.rollout}", (0, view.reward))
+        fresh[view.rollout] = PendingRollout(
+            sequence=record.sequence,
+            num_samples=view.num_samples,
+            num_tokens=view.num_tokens,
+            oldest=view.oldest,
+            newest=view.newest,
+            reward=reward,
+            revision=revision,
+            arrived=state.version.number,
+        )
     if not fresh:
         return state
     task = replace(task, rollouts={**task.rollouts, **fresh})
@@ -204,7 +212,7 @@ def _take_reward(state: FoldState, record: Rewarded, config: FoldConfig) -> Fold
         known = state.early_rewards.get(key)
         if known is not None and known[0] >= record.revision:
             return _drop(state, Drop(record.sequence, record.task, (record.rollout,), "superseded_reward"))
-        return replace(state, early_rewards={**state.early_rewards, key: (record.revision, record.reward, record.sequence)})
+        return replace(state, early_rewards={**state.early_rewards, key: (record.revision, record.reward)})
     if record.revision <= rollout.revision:
         return _drop(state, Drop(record.sequence, record.task, (record.rollout,), "superseded_reward"))
     rollout = replace(rollout, reward=record.reward, revision=record.revision)
@@ -230,10 +238,12 @@ def _settle(state: FoldState, task: PendingTask, config: FoldConfig) -> FoldStat
     state = replace(state, pending={**state.pending, task.task: task}, ready=state.ready + int(task.ready) - int(was_ready))
     if not task.ready:
         return state
+    rewards = [r.reward for r in task.rollouts.values() if r.reward is not None]
+    if not was_ready:
+        state = replace(state, reward_sum=state.reward_sum + sum(rewards), reward_count=state.reward_count + len(rewards))
     if config.stale != "wait" and _too_old(state, task, config):
         return _drop_group(state, task, "stale")
-    rewards = [r.reward for r in task.rollouts.values() if r.newest >= 0]
-    if config.drop_zero_spread and rewards and min(rewards) == max(rewards):  # type: ignore[type-var]
+    if config.drop_zero_spread and rewards and min(rewards) == max(rewards):
         return _drop_group(state, task, "zero_spread")
     return state
 
@@ -273,16 +283,18 @@ def _drop(state: FoldState, drop: Drop) -> FoldState:
     return replace(state, drops=(*state.drops, drop))
 
 
-def _retire(state: FoldState, task: int) -> FoldState:
+def _retire(state: FoldState, *tasks: int) -> FoldState:
     pending = dict(state.pending)
-    gone = pending.pop(task, None)
-    above = set(state.retired_above) | {task}
+    gone = [pending.pop(task, None) for task in tasks]
+    above = set(state.retired_above).union(tasks)
     watermark = state.watermark
     while watermark in above:
         above.remove(watermark)
         watermark += 1
-    early = {k: v for k, v in state.early_rewards.items() if not k.startswith(f"{task}/")} if state.early_rewards else state.early_rewards
-    ready = state.ready - int(gone is not None and gone.ready)
+    early = state.early_rewards
+    if early:
+        early = {key: value for key, value in early.items() if int(key.split("/")[0]) not in tasks}
+    ready = state.ready - sum(task.ready for task in gone if task is not None)
     return replace(state, pending=pending, ready=ready, watermark=watermark, retired_above=frozenset(above), early_rewards=early)
 
 

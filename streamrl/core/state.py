@@ -36,6 +36,8 @@ class PendingRollout(msgspec.Struct, frozen=True):
     newest: int
     reward: float | None
     revision: int = 0
+    arrived: int = 0
+    """Version number of the state when it was folded."""
 
 
 class PendingTask(msgspec.Struct, frozen=True):
@@ -80,8 +82,11 @@ class FoldState(msgspec.Struct, frozen=True, kw_only=True):
     """(granted, version number at which it was) in rising order, as far back as open tasks need."""
     drops: tuple[Drop, ...] = ()
     """Decided since the last batch; the next ledger entry takes them."""
-    early_rewards: dict[str, tuple[int, float, int]] = {}
-    """`task/rollout` -> (revision, reward, sequence) of rewards that came before their samples."""
+    early_rewards: dict[str, tuple[int, float]] = {}
+    """`task/rollout` -> (revision, reward) of rewards that came before their samples."""
+    reward_sum: float = 0.0
+    """Sum of the rewards of all rollouts whose group was complete since the last batch, dropped ones too."""
+    reward_count: int = 0
     warmup_end: int | None = 0
     """First task after the warm-up; None while the warm-up goes on."""
     warmup_steps: int = 0
@@ -95,9 +100,13 @@ class FoldState(msgspec.Struct, frozen=True, kw_only=True):
         return self.watermark + len(self.retired_above)
 
     @property
-    def stage_step(self) -> int:
-        """Batches trained in the present stage."""
-        return self.version.number - (0 if self.warmup_end is None else self.warmup_steps)
+    def steps(self) -> int:
+        """Batches trained since the warm-up."""
+        return self.version.number - self.warmup_steps
+
+    def in_warmup(self, task: int) -> bool:
+        """Whether the task belongs to the warm-up."""
+        return self.warmup_end is None or task < self.warmup_end
 
     @property
     def grant(self) -> Grant:
