@@ -59,7 +59,7 @@ install_torch() {
 }
 
 pip() {
-    "$venv/bin/python" -m pip --disable-pip-version-check "$@" --quiet
+    "$venv/bin/python" -m pip --disable-pip-version-check "$@" --quiet --quiet
 }
 
 # True only for a missing torch or a build that was asked for by name.
@@ -69,6 +69,6 @@ needs_torch() {
 
 [ -x "$venv/bin/pip" ] || make_venv
 if needs_torch; then install_torch; fi
-echo "installing streamrl${1:+ with the extra '$1'}"
+echo "installing streamrl${1:+ with the extra '$1'}; this takes a minute or two"
 pip install --editable ".${1:+[$1]}"
 touch "$venv/.installed${1:+-$1}"

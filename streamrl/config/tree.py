@@ -21,10 +21,11 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 def require(holds: bool, key: str, rule: str, value: Any, hint: str = "") -> None:
     """Raise ConfigError unless `holds`."""
     if not holds:
-        raise ConfigError(f"{key} must be {rule}, got {value!r}", hint=hint or f"change {key} in the TOML file or with --set {key}=...", key=key)
+        hint = hint or f"change {key} in the TOML file or with --set {key}=..."
+        raise ConfigError(f"{key} must be {rule}, got {value!r}", hint=hint, key=key)
 
 
-class RunConfig(Section):
+class RunConfig(Section, frozen=True, kw_only=True):
     """What is run, for how long, and where its files go."""
 
     name: str = "run"
@@ -47,7 +48,7 @@ class RunConfig(Section):
         require(self.steps >= 1, "run.steps", "at least 1", self.steps)
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, frozen=True, kw_only=True):
     """The policy's architecture and where its weights come from."""
 
     path: str = ""
@@ -68,7 +69,7 @@ class ModelConfig(Section):
     """Type of the weights."""
 
 
-class DataConfig(Section):
+class DataConfig(Section, frozen=True, kw_only=True):
     """Training and held-out problems: JSONL or Parquet files, each optionally sliced as `path@[a:b]`."""
 
     train: str = ""
@@ -91,7 +92,7 @@ class DataConfig(Section):
     """Permute the rows by (seed, epoch); otherwise file order."""
 
 
-class TasksConfig(Section):
+class TasksConfig(Section, frozen=True, kw_only=True):
     """How work is issued."""
 
     batch_tasks: int = 64
@@ -115,7 +116,7 @@ class TasksConfig(Section):
         require(self.max_staleness >= 0, "tasks.max_staleness", "at least 0", self.max_staleness)
 
 
-class WarmupConfig(Section):
+class WarmupConfig(Section, frozen=True, kw_only=True):
     """Supervised warm-up on the training rows' labels, streamed over the same bus before reinforcement learning begins."""
 
     max_steps: int = 0
@@ -126,7 +127,7 @@ class WarmupConfig(Section):
     """AdamW learning rate during the warm-up."""
 
 
-class ProducerConfig(Section):
+class ProducerConfig(Section, frozen=True, kw_only=True):
     """Rollout producers started with the run."""
 
     function: str = "single_turn"
@@ -142,7 +143,7 @@ class ProducerConfig(Section):
         require(self.concurrency >= 1, "producer.concurrency", "at least 1", self.concurrency)
 
 
-class RewardConfig(Section):
+class RewardConfig(Section, frozen=True, kw_only=True):
     """How episodes are scored."""
 
     kind: str = "exact_match"
@@ -150,7 +151,7 @@ class RewardConfig(Section):
     options: dict[str, Any] = {}
 
 
-class EngineConfig(Section):
+class EngineConfig(Section, frozen=True, kw_only=True):
     """Generation engines started with the run."""
 
     kind: Literal["local", "table"] = "local"
@@ -169,7 +170,7 @@ class EngineConfig(Section):
     """Port of the first engine; 0: any free one."""
 
 
-class OptimizerConfig(Section):
+class OptimizerConfig(Section, frozen=True, kw_only=True):
     """AdamW with a linear schedule."""
 
     learning_rate: float = 6e-4
@@ -186,7 +187,7 @@ class OptimizerConfig(Section):
     """Global gradient norm is clipped to this; 0: not clipped."""
 
 
-class TrainerConfig(Section):
+class TrainerConfig(Section, frozen=True, kw_only=True):
     """The training backend."""
 
     name: str = "main"
@@ -210,7 +211,7 @@ class TrainerConfig(Section):
         check_name("trainer name", self.name)
 
 
-class LossConfig(Section):
+class LossConfig(Section, frozen=True, kw_only=True):
     """Advantages, policy loss and off-policy correction."""
 
     advantage: Literal["grpo"] = "grpo"
@@ -226,16 +227,21 @@ class LossConfig(Section):
     """Mean over each rollout's tokens then over rollouts, or over all tokens."""
 
 
-class WeightsConfig(Section):
+class WeightsConfig(Section, frozen=True, kw_only=True):
     """How versions reach the engines."""
 
     transport: Literal["shm", "bus"] = "shm"
     """Shared memory of one host, or blobs on the bus."""
+    also_on_bus: bool = False
+    """Put the bytes on the bus too, for engines that share no memory with the trainer."""
     keep: int = 4
-    """Newest versions whose bytes are kept; 0: all."""
+    """Newest versions whose bytes are kept; 0: all, every one of them published (with shm as files in the run directory)."""
+
+    def __post_init__(self) -> None:
+        require(self.keep >= 0, "weights.keep", "at least 0", self.keep)
 
 
-class EvaluationConfig(Section):
+class EvaluationConfig(Section, frozen=True, kw_only=True):
     """Held-out problems, asked while training goes on."""
 
     every: int = 0
@@ -245,7 +251,7 @@ class EvaluationConfig(Section):
     sampling: Sampling = Sampling(temperature=0.0)
 
 
-class BusConfig(Section):
+class BusConfig(Section, frozen=True, kw_only=True):
     """NATS JetStream: an embedded server, or an existing cluster."""
 
     url: str = ""
@@ -272,7 +278,7 @@ class BusConfig(Section):
     """Sync every message to disk (survives power loss; slower)."""
 
 
-class SuperviseConfig(Section):
+class SuperviseConfig(Section, frozen=True, kw_only=True):
     """Restarts."""
 
     max_restarts: int = 10
@@ -284,7 +290,7 @@ class SuperviseConfig(Section):
     """Time workers get to stop by themselves."""
 
 
-class Config(Section):
+class Config(Section, frozen=True, kw_only=True):
     """The whole tree."""
 
     run: RunConfig = RunConfig()
@@ -304,4 +310,5 @@ class Config(Section):
     supervise: SuperviseConfig = SuperviseConfig()
 
     def __post_init__(self) -> None:
-        require(self.sampling.temperature > 0, "sampling.temperature", "above 0 (a greedy token has no log-prob to train on)", self.sampling.temperature)
+        temperature = self.sampling.temperature
+        require(temperature > 0, "sampling.temperature", "above 0 (a greedy token has no log-prob to train on)", temperature)

@@ -1,0 +1,207 @@
+"""What a configuration may not say: values out of range, and sections that contradict each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from streamrl.config.paths import DATASETS, DIRECTORIES, FILES, FUNCTIONS, parse_dataset
+from streamrl.config.tree import Config, require
+from streamrl.errors import ConfigError
+
+_AT_LEAST: dict[str, float] = {
+    "run.max_seconds": 0,
+    "model.hidden": 1,
+    "model.layers": 1,
+    "model.heads": 1,
+    "model.kv_heads": 1,
+    "model.intermediate": 1,
+    "model.max_len": 2,
+    "data.max_prompt_tokens": 1,
+    "tasks.max_deliveries": 1,
+    "warmup.max_steps": 0,
+    "warmup.learning_rate": 0,
+    "producer.workers": 0,
+    "engine.workers": 0,
+    "engine.slots": 1,
+    "engine.threads": 1,
+    "engine.port": 0,
+    "trainer.ranks": 1,
+    "trainer.threads": 1,
+    "trainer.minibatches": 1,
+    "trainer.micro_tokens": 1,
+    "trainer.checkpoint_every": 1,
+    "trainer.keep_checkpoints": 1,
+    "trainer.optimizer.learning_rate": 0,
+    "trainer.optimizer.final_fraction": 0,
+    "trainer.optimizer.warmup_steps": 0,
+    "trainer.optimizer.weight_decay": 0,
+    "trainer.optimizer.clip_norm": 0,
+    "loss.clip_low": 0,
+    "loss.clip_high": 0,
+    "loss.tis_cap": 0,
+    "loss.tis_floor": 0,
+    "weights.keep": 0,
+    "evaluation.every": 0,
+    "evaluation.num_problems": 1,
+    "bus.port": 0,
+    "bus.patience_s": 0,
+    "bus.samples_bytes": 1,
+    "bus.blobs_bytes": 1,
+    "bus.ack_wait_s": 1,
+    "supervise.max_restarts": 0,
+    "supervise.window_s": 0,
+    "supervise.backoff_s": 0,
+    "supervise.drain_s": 0,
+}
+_AT_MOST: dict[str, float] = {
+    "warmup.until": 1,
+    "engine.port": 65535,
+    "bus.port": 65535,
+    "trainer.optimizer.final_fraction": 1,
+}
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError for the first rule that does not hold. Looks at no file."""
+    for key, low in _AT_LEAST.items():
+        value = field(config, key)
+        require(value >= low, key, f"at least {low:g}", value)
+    for key, high in _AT_MOST.items():
+        value = field(config, key)
+        require(value <= high, key, f"at most {high:g}", value)
+    _check_work(config)
+    _check_model(config)
+    _check_bus(config)
+
+
+def check_files(config: Config) -> None:
+    """Raise ConfigError for the first file or directory that is named but not there."""
+    for key in (*DATASETS, *DIRECTORIES, *FILES, *FUNCTIONS):
+        text: str = field(config, key)
+        if key in DATASETS:
+            text = parse_dataset(text).path
+        elif key in FUNCTIONS:
+            text = text.rpartition(":")[0]
+            text = text if text.endswith(".py") else ""
+        if not text:
+            continue
+        path, kind = Path(text), "a directory" if key in DIRECTORIES else "a file"
+        found = path.is_dir() if key in DIRECTORIES else path.is_file()
+        if not found:
+            raise ConfigError(
+                f"expected {key} to name {kind}, got no such {kind.split()[1]}: {path}",
+                hint="relative paths in the TOML file are relative to its folder, those of --set to the working directory",
+                key=key,
+                path=str(path),
+            )
+
+
+def field(config: Config, key: str) -> Any:
+    """The value of a dotted key, such as `tasks.batch_tasks`."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _check_work(config: Config) -> None:
+    tasks, data = config.tasks, config.data
+    _refuse(
+        not data.train,
+        "data.train must name the training rows, got nothing",
+        hint="set it to a JSONL or Parquet file",
+        key="data.train",
+    )
+    _refuse(
+        tasks.hold_ahead and tasks.max_staleness == 0,
+        "tasks.hold_ahead needs tasks.max_staleness >= 1, got 0: in lockstep nothing is issued ahead, so there is nothing to hold",
+        hint="leave hold_ahead off, or allow a staleness of 1",
+        key="tasks.hold_ahead",
+    )
+    _refuse(
+        tasks.drop_zero_spread and tasks.num_rollouts == 1,
+        "tasks.drop_zero_spread needs tasks.num_rollouts >= 2, got 1: a group of one has no spread, so every group would be dropped",
+        hint="use several rollouts a task, or set tasks.drop_zero_spread = false",
+        key="tasks.num_rollouts",
+    )
+    _refuse(
+        config.warmup.max_steps > 0 and not data.label_key,
+        "warmup.max_steps needs data.label_key, got none: the warm-up trains on the rows' labels",
+        hint="name the label's field in data.label_key, or set warmup.max_steps = 0",
+        key="data.label_key",
+    )
+    _refuse(
+        config.evaluation.every > 0 and not data.heldout,
+        "evaluation.every needs data.heldout, got none: there is nothing to evaluate on",
+        hint="name held-out rows in data.heldout, or set evaluation.every = 0",
+        key="data.heldout",
+    )
+    _refuse(
+        config.trainer.minibatches > tasks.batch_tasks,
+        f"trainer.minibatches must be at most tasks.batch_tasks = {tasks.batch_tasks}, got {config.trainer.minibatches}: groups stay whole",
+        hint="use fewer minibatches or larger batches",
+        key="trainer.minibatches",
+    )
+
+
+def _check_model(config: Config) -> None:
+    model, longest = config.model, config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    _refuse(
+        (config.engine.kind == "table") != (config.trainer.backend == "table"),
+        f"engine.kind and trainer.backend must both be table or neither, got {config.engine.kind} and {config.trainer.backend}",
+        hint="a tabular policy is trained and served by the table backends only",
+        key="engine.kind",
+    )
+    _refuse(
+        model.heads % model.kv_heads != 0,
+        f"model.heads must be a multiple of model.kv_heads, got {model.heads} and {model.kv_heads}",
+        hint="each key-value head serves the same number of query heads",
+        key="model.heads",
+    )
+    _refuse(
+        longest > model.max_len,
+        f"model.max_len must hold data.max_prompt_tokens + sampling.max_new_tokens = {longest}, got {model.max_len}",
+        hint="raise model.max_len, or lower one of the two",
+        key="model.max_len",
+    )
+
+
+def _check_bus(config: Config) -> None:
+    bus = config.bus
+    credentials = [key for key in ("user", "token_file", "credentials_file") if getattr(bus, key)]
+    _refuse(
+        not bus.url and bool(credentials or bus.password_file or bus.ca_file),
+        "credentials and bus.ca_file are for the cluster that bus.url names, got no bus.url: the embedded server makes its own",
+        hint="name the cluster in bus.url, or leave them out",
+        key="bus.url",
+    )
+    _refuse(
+        bool(bus.url) and bus.port != 0,
+        f"bus.port is the embedded server's, but bus.url names an existing one: got {bus.port}",
+        hint="put the port into bus.url, or leave bus.url out",
+        key="bus.port",
+    )
+    _refuse(
+        bool(bus.url) and bus.url.partition("://")[0] not in ("nats", "tls"),
+        f"bus.url must begin with nats:// or tls://, got {bus.url!r}",
+        hint="for example nats://nats.example.org:4222",
+        key="bus.url",
+    )
+    _refuse(
+        len(credentials) > 1,
+        f"expected one kind of credentials, got bus.{' and bus.'.join(credentials)}",
+        hint="keep one of them",
+        key="bus.url",
+    )
+    _refuse(
+        bool(bus.user) != bool(bus.password_file),
+        "bus.user and bus.password_file go together, got one of them",
+        hint="give both or neither",
+        key="bus.user",
+    )
+
+
+def _refuse(when: bool, message: str, *, hint: str, key: str) -> None:
+    if when:
+        raise ConfigError(message, hint=hint, key=key)

@@ -1,0 +1,176 @@
+"""From a TOML file and `--set` overrides to the configuration tree, with errors that name the key."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_origin
+from urllib.parse import urlsplit, urlunsplit
+
+import msgspec
+
+from streamrl.config.check import check, check_files
+from streamrl.config.paths import resolve
+from streamrl.config.tree import Config
+from streamrl.errors import ConfigError, SchemaError
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file, put `a.b=c` overrides over it, and check the whole.
+
+    Relative paths in the file are relative to its folder, those in overrides to the working directory; `run.dir` is always
+    relative to the working directory. Raises ConfigError: missing or malformed file, unknown key (with the nearest known one),
+    wrong type, a value out of its range, sections that contradict each other, a file that is named but not there.
+    """
+    source = Path(path)
+    tree = resolve(_read(source), source.resolve().parent)
+    given: dict[str, Any] = {}
+    for override in overrides:
+        _place(given, *_parse_override(override))
+    merged = _merge(tree, resolve(given, Path.cwd()))
+    config = convert(merged, where=str(source))
+    check(config)
+    check_files(config)
+    return config
+
+
+def convert(tree: Mapping[str, Any], *, where: str) -> Config:
+    """A plain table to the tree, strictly; raises ConfigError that names the key and `where` the table is from."""
+    _refuse_unknown(tree, Config, where=where)
+    try:
+        return msgspec.convert(tree, Config, strict=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_readable(str(error), where), hint="see streamrl/config/tree.py for every key", path=where) from error
+    except ConfigError as error:
+        raise ConfigError(f"{error.message}, in {where}", hint=error.hint, **error.values) from error
+    except SchemaError as error:
+        raise ConfigError(f"{error.message}, in {where}", hint=error.hint or "change it in the file or with --set", path=where) from error
+
+
+def dump(config: Config) -> str:
+    """The tree as JSON text, for the run directory and the run record. Credentials inside `bus.url` are left out."""
+    tree: dict[str, Any] = msgspec.to_builtins(config)
+    tree["bus"]["url"] = _without_credentials(config.bus.url)
+    return json.dumps(tree, indent=2) + "\n"
+
+
+def from_json(text: str, *, where: str = "config.json") -> Config:
+    """What `dump` wrote; it was checked when it was loaded, and is not again."""
+    try:
+        tree = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"expected JSON in {where}, got {error.msg} at line {error.lineno}", hint="it is written by streamrl up; start the run again"
+        ) from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"expected a JSON object in {where}, got {type(tree).__name__}", hint="it is written by streamrl up")
+    return convert(tree, where=where)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"expected a TOML file, got no such file: {path}", hint="check the path", path=str(path)) from error
+    except (IsADirectoryError, PermissionError) as error:
+        raise ConfigError(f"expected a readable TOML file, got {error.strerror}: {path}", hint="check the path", path=str(path)) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"expected UTF-8 text in {path}, got byte {error.object[error.start]:#x} at {error.start}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"expected TOML in {path}, got: {error}", hint="strings need quotes, tables are [name]") from error
+
+
+def _parse_override(text: str) -> tuple[list[str], Any]:
+    key, equals, value = text.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"expected --set section.key=value, got {text!r}", hint="for example --set tasks.max_staleness=2")
+    return parts, _value(value.strip(), parts)
+
+
+def _value(text: str, parts: Sequence[str]) -> Any:
+    """A TOML value; a bare word is a string, and so is anything but a quoted string for a key that holds a string."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    if set(parsed) != {"value"} or (_field_type(parts) is str and not isinstance(parsed["value"], str)):
+        return text
+    return parsed["value"]
+
+
+def _field_type(parts: Sequence[str]) -> Any:
+    kind: Any = Config
+    for part in parts:
+        if not _is_struct(kind):
+            return None
+        kind = next((field.type for field in msgspec.structs.fields(kind) if field.encode_name == part), None)
+    return kind
+
+
+def _place(tree: dict[str, Any], parts: Sequence[str], value: Any) -> None:
+    for part in parts[:-1]:
+        table = tree.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"expected a table at {part} for --set {'.'.join(parts)}, got {table!r}", hint="set it whole or by its keys")
+        tree = table
+    tree[parts[-1]] = value
+
+
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        under = merged.get(key)
+        merged[key] = _merge(under, value) if isinstance(under, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _refuse_unknown(tree: Mapping[str, Any], kind: Any, *, where: str, prefix: str = "") -> None:
+    fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    for key, value in tree.items():
+        if key not in fields:
+            raise ConfigError(
+                f"expected a known key, got {prefix}{key} in {where}", hint=_suggest(key, prefix, fields), key=prefix + key, path=where
+            )
+        if _is_struct(fields[key]) and isinstance(value, Mapping):
+            _refuse_unknown(value, fields[key], where=where, prefix=f"{prefix}{key}.")
+
+
+def _suggest(key: str, prefix: str, siblings: Mapping[str, Any]) -> str:
+    """The same key in another section, else the nearest one here, else the nearest one anywhere."""
+    by_name = {name.rsplit(".", 1)[-1]: name for name in reversed(_all_keys(Config))}
+    if key in by_name:
+        return f"did you mean {by_name[key]}?"
+    if near := difflib.get_close_matches(key, siblings, n=1, cutoff=0.6):
+        return f"did you mean {prefix}{near[0]}?"
+    if near := difflib.get_close_matches(key, by_name, n=1, cutoff=0.8):
+        return f"did you mean {by_name[near[0]]}?"
+    return f"known here: {', '.join(siblings)}"
+
+
+def _all_keys(kind: Any, prefix: str = "") -> list[str]:
+    keys: list[str] = []
+    for field in msgspec.structs.fields(kind):
+        name = prefix + field.encode_name
+        keys += [name, *_all_keys(field.type, name + ".")] if _is_struct(field.type) else [name]
+    return keys
+
+
+def _is_struct(kind: Any) -> bool:
+    return get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _readable(message: str, where: str) -> str:
+    """The validation error `Expected ..., got ... - at $.a.b` with our keys and the file."""
+    text, found, place = message.partition(" - at `$")
+    key = place.rstrip("`").lstrip(".")
+    text = text.replace("`object`", "`table`").replace("`array`", "`list`").replace("`", "")
+    return f"{text[:1].lower()}{text[1:]} at {key} in {where}" if found and key else f"{text[:1].lower()}{text[1:]} in {where}"
+
+
+def _without_credentials(url: str) -> str:
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

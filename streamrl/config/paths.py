@@ -1,0 +1,72 @@
+"""Paths inside the configuration: which fields hold them, and what they are relative to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from streamrl.errors import ConfigError
+
+DATASETS = ("data.train", "data.heldout")
+"""`path` or `path@[a:b]`."""
+DIRECTORIES = ("model.path",)
+FILES = ("bus.password_file", "bus.token_file", "bus.credentials_file", "bus.ca_file")
+FUNCTIONS = ("producer.function", "reward.kind")
+"""`file.py:name` has a path; `pkg.mod:name`, `pkg.mod.name` and built-in names have none."""
+
+_SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
+
+
+class DatasetPath(NamedTuple):
+    """A dataset file and the rows of it that are used, as in `rows[start:stop]`."""
+
+    path: str
+    start: int | None = None
+    stop: int | None = None
+
+    def __str__(self) -> str:
+        if self.start is None and self.stop is None:
+            return self.path
+        start, stop = ("" if edge is None else str(edge) for edge in (self.start, self.stop))
+        return f"{self.path}@[{start}:{stop}]"
+
+
+def parse_dataset(text: str) -> DatasetPath:
+    """Read `path` or `path@[a:b]`, where a and b are row numbers as in a Python slice; raises ConfigError on another suffix."""
+    match = _SLICE.match(text)
+    if match is not None:
+        start, stop = (int(edge) if edge not in ("", "-") else None for edge in (match["start"], match["stop"]))
+        return DatasetPath(match["path"], start, stop)
+    if re.search(r"@\[.*$", text):
+        raise ConfigError(
+            f"expected a slice such as rows.jsonl@[0:100] or rows.jsonl@[-72:], got {text!r}",
+            hint="write whole row numbers, from the start (0, 1, ...) or from the end (-1, -2, ...)",
+        )
+    return DatasetPath(text)
+
+
+def resolve(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
+    """A copy of a raw configuration table with its relative paths made absolute against `base`. Leaves wrong types alone."""
+    resolved = {name: dict(section) if isinstance(section, Mapping) else section for name, section in tree.items()}
+    for key in (*DATASETS, *DIRECTORIES, *FILES, *FUNCTIONS):
+        section, field = key.split(".")
+        table = resolved.get(section)
+        if not isinstance(table, dict) or not isinstance(table.get(field), str) or not table[field]:
+            continue
+        text: str = table[field]
+        if key in DATASETS:
+            dataset = parse_dataset(text)
+            table[field] = str(dataset._replace(path=_absolute(dataset.path, base)))
+        elif key in FUNCTIONS:
+            file, colon, name = text.rpartition(":")
+            if colon and file.endswith(".py"):
+                table[field] = f"{_absolute(file, base)}:{name}"
+        else:
+            table[field] = _absolute(text, base)
+    return resolved
+
+
+def _absolute(text: str, base: Path) -> str:
+    return str((base / Path(text).expanduser()).resolve())

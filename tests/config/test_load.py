@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from streamrl.config.load import dump, from_json, load
+from streamrl.config.tree import Config, OptimizerConfig, TasksConfig
+from streamrl.errors import ConfigError
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
+
+    def _write(text: str, *, data: str = '[data]\ntrain = "rows.jsonl"\n') -> Path:
+        path = tmp_path / "my.toml"
+        path.write_text(data + text)
+        return path
+
+    return _write
+
+
+def test_reads_sections_and_keeps_defaults(write, tmp_path):
+    config = load(write("[tasks]\nbatch_tasks = 16\n[trainer.optimizer]\nlearning_rate = 1\n"))
+    assert config.tasks == TasksConfig(batch_tasks=16)
+    assert config.trainer.optimizer == OptimizerConfig(learning_rate=1.0)
+    assert config.data.train == str(tmp_path / "rows.jsonl")
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(ConfigError, match=r"no such file: .*nothing\.toml"):
+        load(tmp_path / "nothing.toml")
+
+
+def test_directory_instead_of_file(tmp_path):
+    with pytest.raises(ConfigError, match="expected a readable TOML file"):
+        load(tmp_path)
+
+
+def test_malformed_toml_names_the_line(write):
+    with pytest.raises(ConfigError, match=r"my\.toml.*line 4"):
+        load(write("[tasks]\nbatch_tasks =\n"))
+
+
+def test_not_utf8(tmp_path):
+    path = tmp_path / "latin.toml"
+    path.write_bytes(b"[run]\nname = '\xe4'\n")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "hint"),
+    [
+        ("[tasks]\nbach_tasks = 1\n", "tasks.bach_tasks", "did you mean tasks.batch_tasks?"),
+        ("[taks]\nbatch_tasks = 1\n", "taks", "did you mean tasks?"),
+        ("[run]\nmax_staleness = 1\n", "run.max_staleness", "did you mean tasks.max_staleness?"),
+        ("[trainer.optimizer]\nlearning_rat = 1\n", "trainer.optimizer.learning_rat", "did you mean trainer.optimizer.learning_rate?"),
+        ("[reward]\nzzz = 1\n", "reward.zzz", "known here: kind, options"),
+    ],
+)
+def test_unknown_key_is_refused_with_a_suggestion(write, text, key, hint):
+    with pytest.raises(ConfigError) as caught:
+        load(write(text))
+    assert f"got {key} in" in caught.value.message
+    assert caught.value.hint == hint
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[tasks]\nbatch_tasks = '64'\n", "expected int, got str at tasks.batch_tasks"),
+        ("[trainer.optimizer]\nlearning_rate = 'x'\n", "expected float, got str at trainer.optimizer.learning_rate"),
+        ("[engine]\nkind = 'vllm'\n", "invalid enum value 'vllm' at engine.kind"),
+        ("tasks = 3\n", "expected table, got int at tasks"),
+        ("[sampling]\ntop_p = 0.0\n", "sampling.top_p must be in (0, 1], got 0.0"),
+        ("[run]\nname = 'a b'\n", "a run name may hold letters"),
+        ("[tasks]\nbatch_tasks = 0\n", "tasks.batch_tasks must be at least 1, got 0"),
+        ("[sampling]\ntemperature = 0.0\n", "sampling.temperature must be above 0"),
+    ],
+)
+def test_wrong_values_name_the_key(write, text, message, tmp_path):
+    path = write("", data=f"{text}[data]\ntrain = 'rows.jsonl'\n")
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert message in caught.value.message
+    assert "my.toml" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "expected"),
+    [
+        ("tasks.batch_tasks=32", "tasks", TasksConfig(batch_tasks=32)),
+        ("tasks.hold_ahead=true", "tasks", TasksConfig(hold_ahead=True)),
+        ("tasks.stale=mask", "tasks", TasksConfig(stale="mask")),
+    ],
+)
+def test_overrides_are_toml_values(write, text, key, expected):
+    assert getattr(load(write(""), [text]), key) == expected
+
+
+def test_overrides_win_and_keep_their_neighbours(write):
+    config = load(write("[tasks]\nbatch_tasks = 4\nmax_staleness = 3\n"), ["tasks.batch_tasks=8", "trainer.optimizer.beta1=0.8"])
+    assert (config.tasks.batch_tasks, config.tasks.max_staleness, config.trainer.optimizer.beta1) == (8, 3, 0.8)
+
+
+def test_string_keys_take_any_word(write):
+    assert load(write(""), ["run.name=2024"]).run.name == "2024"
+    assert load(write(""), ['run.name="quoted"']).run.name == "quoted"
+
+
+def test_override_into_a_free_table(write):
+    config = load(write(""), ["producer.options.turns=3", "producer.options.mode=fast", "reward.options={a = [1, 2]}"])
+    assert config.producer.options == {"turns": 3, "mode": "fast"}
+    assert config.reward.options == {"a": [1, 2]}
+
+
+@pytest.mark.parametrize("text", ["tasks.batch_tasks", "=3", "tasks..x=1"])
+def test_malformed_override(write, text):
+    with pytest.raises(ConfigError, match=r"expected --set section\.key=value"):
+        load(write(""), [text])
+
+
+def test_override_below_a_value(write):
+    with pytest.raises(ConfigError, match="expected a table at run"):
+        load(write(""), ["run=3", "run.name=x"])
+
+
+def test_unknown_override_has_the_same_hint(write):
+    with pytest.raises(ConfigError, match=r"did you mean tasks\.batch_tasks"):
+        load(write(""), ["tasks.batch_task=3"])
+
+
+def test_relative_paths(write, tmp_path, monkeypatch):
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    for name in ("held.jsonl", "reward.py", "rows.jsonl"):
+        (other / name).write_text("")
+    (tmp_path / "reward.py").write_text("")
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(other)
+    path = write("[reward]\nkind = 'reward.py:score'\n[model]\npath = 'model'\n", data="[data]\ntrain = 'rows.jsonl@[0:1]'\n")
+    config = load(path, ["data.heldout=held.jsonl@[-3:]", "producer.function=some.module:name"])
+    assert config.data.train == f"{tmp_path}/rows.jsonl@[0:1]"
+    assert config.reward.kind == f"{tmp_path}/reward.py:score"
+    assert config.model.path == f"{tmp_path}/model"
+    assert config.data.heldout == f"{other}/held.jsonl@[-3:]"
+    assert config.producer.function == "some.module:name"
+    assert config.run.dir == "runs"
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("data.heldout=none.jsonl", "data.heldout"),
+        ("model.path=none", "model.path"),
+        ("reward.kind=none.py:score", "reward.kind"),
+        ("producer.function=none.py:play", "producer.function"),
+    ],
+)
+def test_named_files_must_exist(write, override, key):
+    with pytest.raises(ConfigError) as caught:
+        load(write(""), [override])
+    assert caught.value.values["key"] == key
+    assert "no such" in caught.value.message
+
+
+def test_missing_password_file(write):
+    with pytest.raises(ConfigError, match=r"bus\.password_file to name a file"):
+        load(write("[bus]\nurl = 'nats://x:4222'\nuser = 'me'\npassword_file = 'secret.txt'\n"))
+
+
+def test_bad_slice(write):
+    with pytest.raises(ConfigError, match="expected a slice such as"):
+        load(write("", data="[data]\ntrain = 'rows.jsonl@[1:2:3]'\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[tasks]\nhold_ahead = true\nmax_staleness = 0\n", "tasks.hold_ahead needs tasks.max_staleness >= 1"),
+        ("[tasks]\nnum_rollouts = 1\n", "tasks.drop_zero_spread needs tasks.num_rollouts >= 2"),
+        ("label_key = ''\n[warmup]\nmax_steps = 5\n", "warmup.max_steps needs data.label_key"),
+        ("[evaluation]\nevery = 5\n", "evaluation.every needs data.heldout"),
+        ("[trainer]\nminibatches = 65\n", "trainer.minibatches must be at most tasks.batch_tasks"),
+        ("[engine]\nkind = 'table'\n", "engine.kind and trainer.backend must both be table"),
+        ("[model]\nheads = 3\n", "model.heads must be a multiple of model.kv_heads"),
+        ("[model]\nmax_len = 100\n", "model.max_len must hold"),
+        ("[bus]\nuser = 'x'\n", "got no bus.url"),
+        ("[bus]\nurl = 'nats://a'\nport = 3\n", "bus.port is the embedded server's"),
+        ("[bus]\nurl = 'http://a'\n", "bus.url must begin with"),
+        ("[bus]\nurl = 'nats://a'\ntoken_file = 'x'\nuser = 'y'\n", "expected one kind of credentials"),
+        ("[bus]\nurl = 'nats://a'\nuser = 'y'\n", "go together"),
+        ("[engine]\nslots = 0\n", "engine.slots must be at least 1"),
+        ("[engine]\nport = 70000\n", "engine.port must be at most 65535"),
+        ("[trainer.optimizer]\nlearning_rate = nan\n", "trainer.optimizer.learning_rate must be at least 0, got nan"),
+    ],
+)
+def test_contradictions_are_refused_with_a_reason_and_a_hint(write, text, message):
+    with pytest.raises(ConfigError) as caught:
+        load(write(text))
+    assert message in caught.value.message
+    assert caught.value.hint
+
+
+def test_training_rows_are_required(write):
+    with pytest.raises(ConfigError, match=r"data\.train must name the training rows"):
+        load(write("[run]\nname = 'x'\n", data=""))
+
+
+def test_dump_round_trips(write):
+    config = load(write("[producer]\noptions = {a = 1}\n[sampling]\nstop_token_ids = [1, 2]\n"))
+    assert from_json(dump(config)) == config
+
+
+def test_dump_leaves_credentials_out():
+    config = Config()
+    with_secret = from_json(dump(config).replace('"url": ""', '"url": "nats://me:hunter2@host:4222"'))
+    assert "hunter2" not in dump(with_secret)
+    assert '"nats://host:4222"' in dump(with_secret)
+
+
+def test_from_json_refuses_what_is_not_a_config():
+    with pytest.raises(ConfigError, match="expected JSON in here"):
+        from_json("{", where="here")
+    with pytest.raises(ConfigError, match="expected a JSON object"):
+        from_json("[]")
+    with pytest.raises(ConfigError, match="expected a known key"):
+        from_json('{"nothing": 1}')
