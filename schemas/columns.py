@@ -133,7 +133,10 @@ def _to_json(value: object) -> str | None:
 
 
 def _from_json(text: str | None) -> object:
-    return None if text is None else msgspec.json.decode(text)
+    try:
+        return None if text is None else msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise SchemaError(f"expected JSON in a label or in metadata, got {text[:80]!r}: {error}") from error
 
 
 def _blob(ref: BlobRef | None) -> dict[str, object] | None:
@@ -180,7 +183,7 @@ class SampleBatch:
         return np.repeat(self.span_number, self.span_length)
 
     def rows(self) -> list[Sample]:
-        """Every row as a Sample (views of the same bytes)."""
+        """Every row as a Sample (views of the same bytes); raises SchemaError when a label or metadata is no JSON."""
         return [self._row(index, values) for index, values in enumerate(self.batch.to_pylist())]
 
     def _row(self, index: int, values: dict) -> Sample:
@@ -194,7 +197,19 @@ class SampleBatch:
             stop_token_ids=tuple(values["stop_token_ids"] or ()),
             ignore_eos=bool(values["ignore_eos"]),
         )
-        same = ("run", "policy", "source", "task", "rollout", "sample", "group_size", "num_samples", "data_epoch", "reward", "finish_reason")
+        same = (
+            "run",
+            "policy",
+            "source",
+            "task",
+            "rollout",
+            "sample",
+            "group_size",
+            "num_samples",
+            "data_epoch",
+            "reward",
+            "finish_reason",
+        )
         same += ("seed", "engine", "producer", "started_s", "finished_s")
         return Sample(
             **{name: values[name] for name in same},
@@ -232,66 +247,98 @@ def decode_samples(body: bytes | memoryview, *, where: str = "") -> SampleBatch:
                 )
             batch = reader.read_next_batch()
         batch.validate(full=True)
-    except (pa.ArrowException, StopIteration, OSError, ValueError, OverflowError) as error:
+    except (pa.ArrowException, StopIteration, OSError, ValueError, OverflowError, MemoryError) as error:
         raise SchemaError(f"expected an Arrow stream of {SCHEMA_NAME}{place}, got {len(body)} bytes that are none: {error}") from error
     if batch.num_rows == 0:
         raise SchemaError(f"expected at least one row of {SCHEMA_NAME}{place}, got none")
     if not schema.equals(arrow_schema()):
-        _check_columns(schema, place)
-    nulls = [schema.names[i] for i, column in enumerate(batch.columns) if column.null_count and not schema.field(i).nullable]
+        batch = _with_our_columns(batch, place)
+    nulls = [field.name for field in arrow_schema() if not field.nullable and _has_nulls(batch.column(field.name))]
     if nulls:
         raise SchemaError(f"expected no nulls in {nulls}{place}")
     decoded = SampleBatch(batch, len(body))
-    problem = _problem(decoded)
+    problem = _shape_problem(decoded) or _value_problem(decoded)
     if problem:
         raise SchemaError(f"{problem}{place}", hint="the producer built this sample wrongly; see streamrl.producers.episode")
     return decoded
 
 
-def _check_columns(schema: pa.Schema, place: str) -> None:
-    """A schema of the same major version may have more columns than ours, or lack nullable ones; nothing else."""
+def _has_nulls(column: pa.Array) -> bool:
+    return bool(column.null_count or (pa.types.is_list(column.type) and column.values.null_count))
+
+
+def _with_our_columns(batch: pa.RecordBatch, place: str) -> pa.RecordBatch:
+    """A batch of the same major version may have more nullable columns than ours, or lack nullable ones; nothing else."""
+    ours, theirs = arrow_schema(), batch.schema
+    if len(set(theirs.names)) != len(theirs.names):
+        raise SchemaError(f"expected columns of different names{place}, got {theirs.names}")
     wrong = [
         field.name
-        for field in arrow_schema()
-        if (field.name not in schema.names and not field.nullable)
-        or (field.name in schema.names and (schema.field(field.name).type != field.type or schema.field(field.name).nullable != field.nullable))
+        for field in ours
+        if (field.name not in theirs.names and not field.nullable)
+        or (field.name in theirs.names and not theirs.field(field.name).equals(field))
     ]
     if wrong:
         raise SchemaError(f"expected the columns of {SCHEMA_NAME}{place}, these are missing or of another type: {wrong}")
+    new = [field.name for field in theirs if field.name not in ours.names and not field.nullable]
+    if new:
+        raise SchemaError(f"expected added columns of {SCHEMA_NAME} to be nullable{place}, these are not: {new}")
+    columns = [batch.column(field.name) if field.name in theirs.names else pa.nulls(batch.num_rows, field.type) for field in ours]
+    return pa.RecordBatch.from_arrays(columns, schema=ours)
 
 
-def _problem(b: SampleBatch) -> str:
-    """The first thing that is wrong with the rows, or an empty string."""
-    mask_offsets = b.batch.column("loss_mask").offsets.to_numpy()
-    prob_offsets = b.batch.column("logprobs").offsets.to_numpy()
-    if not (np.array_equal(np.diff(b.offsets), np.diff(mask_offsets)) and np.array_equal(np.diff(b.offsets), np.diff(prob_offsets))):
+def _shape_problem(b: SampleBatch) -> str:
+    """The first thing in which columns do not fit together, or an empty string."""
+    lengths = np.diff(b.offsets)
+    if not all(np.array_equal(lengths, np.diff(b.batch.column(name).offsets.to_numpy())) for name in ("loss_mask", "logprobs")):
         return "expected tokens, loss_mask and logprobs of equal lengths"
-    if (np.diff(b.offsets) < 1).any():
+    if (lengths < 1).any():
         return "expected at least one token in every sample"
-    if not (len(b.span_length) == len(b.span_epoch) == len(b.span_number)) or (b.span_length < 1).any():
+    spans = np.diff(b.span_offsets)
+    if not all(np.array_equal(spans, np.diff(b.batch.column(name).offsets.to_numpy())) for name in ("span_epoch", "span_number")):
+        return "expected span_length, span_epoch and span_number of equal lengths"
+    if (spans < 1).any() or (b.span_length < 1).any():
         return "expected version spans of at least one token each"
-    span_totals = np.add.reduceat(b.span_length, b.span_offsets[:-1]) if (np.diff(b.span_offsets) > 0).all() else None
-    if span_totals is None or not np.array_equal(span_totals, np.diff(b.offsets)):
+    if not np.array_equal(np.add.reduceat(b.span_length, b.span_offsets[:-1], dtype=np.int64), lengths):
         return "expected version spans that cover every token once"
-    if not np.isfinite(b.logprobs).all() or (b.logprobs > 1e-4).any():
-        return "expected finite log-probs of at most 0"
-    if (b.loss_mask > 1).any() or b.loss_mask[b.offsets[:-1]].any():
-        return "expected a loss mask of 0 and 1 that is 0 at each first token"
+    if (b.span_number < -1).any() or (b.span_epoch < -1).any() or ((b.span_number < 0) != (b.span_epoch < 0)).any():
+        return "expected versions with epoch and number of at least 0, or both -1 where no model sampled"
     if (b.ints("task") != b.task).any() or (b.ints("group_size") != b.group_size).any() or b.task < 0 or b.group_size < 1:
         return "expected all rows to be of one task and one group size"
     if (b.rollouts < 0).any() or (b.rollouts >= b.group_size).any():
         return f"expected rollouts below the group size {b.group_size}"
+    sizes, samples = b.ints("num_samples"), b.ints("sample")
+    for rollout in np.unique(b.rollouts):
+        rows = b.rollouts == rollout
+        count = int(rows.sum())
+        if (sizes[rows] != count).any() or not np.array_equal(np.sort(samples[rows]), np.arange(count)):
+            return f"expected all samples of rollout {rollout} in one message"
+    return ""
+
+
+def _value_problem(b: SampleBatch) -> str:
+    """The first value that cannot be trained on, or an empty string. Shapes have been checked."""
+    if not np.isfinite(b.logprobs).all() or (b.logprobs > 1e-4).any():
+        return "expected finite log-probs of at most 0"
+    if (b.loss_mask > 1).any() or b.loss_mask[b.offsets[:-1]].any():
+        return "expected a loss mask of 0 and 1 that is 0 at each first token"
+    if (b.tokens < 0).any():
+        return "expected token ids of at least 0"
     if np.isinf(b.rewards).any():
         return "expected finite rewards"
-    sizes = b.ints("num_samples")
-    found, counts = np.unique(b.rollouts, return_counts=True)
-    for rollout, count in zip(found, counts, strict=True):
-        of_rollout = b.rollouts == rollout
-        if (sizes[of_rollout] != count).any() or not np.array_equal(np.sort(b.ints("sample")[of_rollout]), np.arange(count)):
-            return f"expected all samples of rollout {rollout} in one message"
-    if (b.tokens < 0).any() or (b.ints("temperature") < 0).any():
-        return "expected token ids and temperatures of at least 0"
-    trained_without_sampler = (b.loss_mask == 1) & (b.token_versions() < 0)
-    if trained_without_sampler.any() and b.batch.column("logprob_mode")[0].as_py() != LogprobMode.NONE:
+    temperature, top_p, top_k = b.ints("temperature"), b.ints("top_p"), b.ints("top_k")
+    if not (np.isfinite(temperature) & (temperature >= 0) & (top_p > 0) & (top_p <= 1) & (top_k >= -1) & (top_k != 0)).all():
+        return "expected temperature of at least 0, top_p in (0, 1], top_k of -1 or at least 1"
+    if (b.ints("max_new_tokens") < 1).any():
+        return "expected max_new_tokens of at least 1"
+    modes, statuses = b.batch.column("logprob_mode").to_pylist(), b.batch.column("status").to_pylist()
+    unknown = set(modes).difference(LogprobMode) | set(statuses).difference(Status)
+    if unknown:
+        return f"expected known values of logprob_mode and status, got {sorted(unknown)}"
+    rows = np.repeat(np.arange(b.num_rows), np.diff(b.offsets))
+    trained, sampled = b.loss_mask == 1, b.token_versions() >= 0
+    if (trained & sampled & (temperature[rows] == 0)).any():
+        return "expected a temperature above 0 where sampled tokens are trained on"
+    if (trained & ~sampled & (np.array(modes) != LogprobMode.NONE)[rows]).any():
         return "expected every trained token to carry the version that sampled it"
     return ""

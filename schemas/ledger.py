@@ -11,7 +11,8 @@ class Drop(msgspec.Struct, frozen=True):
     """Something on the sample stream that is never trained, and why.
 
     One record names the rollouts of one message; no rollouts means the message as a whole. Reasons: `stale`, `duplicate`, `late` (its task had
-    ended), `failed`, `filtered`, `deliveries`, `poison`, `zero_spread`, `superseded_reward`.
+    ended), `failed`, `filtered`, `deliveries`, `poison`, `zero_spread`, `empty` (not one token of the group is trained),
+    `superseded_reward`.
     """
 
     sequence: int

@@ -25,6 +25,11 @@ PREFIX_POSITIONS = "positions/"
 PREFIX_FENCES = "fences/"
 PREFIX_PRESENCE = "presence/"
 
+WARMUP_SOURCE = "warmup"
+"""Source of the demonstrations that a run may begin with."""
+MAIN_SOURCE = "main"
+"""Source of the rollouts."""
+
 HEADER_TASK = "Streamrl-Task"
 """Task index of a sample message or tombstone, so that a message with a broken body still retires its task."""
 HEADER_SCHEMA = "Streamrl-Schema"

@@ -69,7 +69,11 @@ def fold(state: FoldState, record: Record, config: FoldConfig) -> tuple[FoldStat
             else:
                 state = _take_rollouts(state, record, config)
         case Ended():
-            state = _take_end(state, record, config)
+            problem = _impossible_end(state, record)
+            if problem:
+                state, dead = _poison(state, record.sequence, record.task, problem)
+            else:
+                state = _take_end(state, record, config)
         case Rewarded():
             state = _take_reward(state, record, config)
         case Poison():
@@ -143,14 +147,26 @@ def is_warm(state: FoldState, config: FoldConfig, score: float) -> bool:
 
 
 def _impossible(state: FoldState, record: Rollouts) -> str:
-    newest = max(r.newest for r in record.rollouts)
-    if newest > state.version.number:
-        return f"expected tokens of versions up to {state.version.number}, got version {newest}, which had not been trained"
-    if record.task >= state.granted:
-        return f"expected a task below {state.granted}, got task {record.task}, which had not been granted"
-    known = state.pending.get(record.task)
-    if known is not None and known.group_size != record.group_size:
-        return f"expected a group of {known.group_size} as in earlier messages of task {record.task}, got {record.group_size}"
+    highest = max(r.highest for r in record.rollouts)
+    if highest > state.version.number:
+        return f"expected tokens of versions up to {state.version.number}, got version {highest}, which had not been trained"
+    if not state.in_warmup(record.task) and any(r.demonstration for r in record.rollouts):
+        return f"expected trained tokens that a model sampled, got a demonstration for task {record.task}, which is not of the warm-up"
+    return _impossible_task(state, record.task, record.group_size)
+
+
+def _impossible_end(state: FoldState, record: Ended) -> str:
+    if record.rollout is not None:
+        return _impossible_task(state, record.task, record.group_size)
+    return _impossible_task(state, record.task, None)
+
+
+def _impossible_task(state: FoldState, task: int, group_size: int | None) -> str:
+    if task >= state.granted:
+        return f"expected a task below {state.granted}, got task {task}, which had not been granted"
+    known = state.pending.get(task)
+    if known is not None and group_size is not None and known.group_size != group_size:
+        return f"expected a group of {known.group_size} as in earlier messages of task {task}, got {group_size}"
     return ""
 
 
@@ -185,9 +201,8 @@ def _take_rollouts(state: FoldState, record: Rollouts, config: FoldConfig) -> Fo
 
 
 def _take_end(state: FoldState, record: Ended, config: FoldConfig) -> FoldState:
-    if state.is_retired(record.task) or record.task >= state.granted:
-        reason = "late" if record.task < state.granted else "poison"
-        return _drop(state, Drop(record.sequence, record.task, (), reason, record.detail))
+    if state.is_retired(record.task):
+        return _drop(state, Drop(record.sequence, record.task, (), "late", record.detail))
     known = state.pending.get(record.task)
     if record.rollout is None:
         if known is not None:
@@ -241,9 +256,11 @@ def _settle(state: FoldState, task: PendingTask, config: FoldConfig) -> FoldStat
     rewards = [r.reward for r in task.rollouts.values() if r.reward is not None]
     if not was_ready:
         state = replace(state, reward_sum=state.reward_sum + sum(rewards), reward_count=state.reward_count + len(rewards))
+    if not any(r.num_tokens for r in task.rollouts.values()):
+        return _drop_group(state, task, "empty")
     if config.stale != "wait" and _too_old(state, task, config):
         return _drop_group(state, task, "stale")
-    if config.drop_zero_spread and rewards and min(rewards) == max(rewards):
+    if config.drop_zero_spread and not state.in_warmup(task.task) and rewards and min(rewards) == max(rewards):
         return _drop_group(state, task, "zero_spread")
     return state
 
@@ -273,7 +290,7 @@ def _drop_group(state: FoldState, task: PendingTask, reason: str, *, retires: bo
     by_sequence: dict[int, list[int]] = {}
     for index, rollout in sorted(task.rollouts.items()):
         by_sequence.setdefault(rollout.sequence, []).append(index)
-    last = max(by_sequence)
+    last = max(by_sequence, default=0)
     for sequence in sorted(by_sequence):
         state = _drop(state, Drop(sequence, task.task, tuple(by_sequence[sequence]), reason, retires=retires and sequence == last))
     return _retire(state, task.task) if retires else state
@@ -299,7 +316,7 @@ def _retire(state: FoldState, *tasks: int) -> FoldState:
 
 
 def _credit(state: FoldState, config: FoldConfig) -> FoldState:
-    """granted = retired + (S + 1) * B, remembered with the version at which it was granted."""
+    """Granted = retired + (S + 1) * B, remembered with the version at which it was granted."""
     granted = max(state.granted, state.retired + (config.max_staleness + 1) * config.batch_tasks)
     if granted == state.granted:
         return state

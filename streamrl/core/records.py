@@ -6,6 +6,8 @@ a `Poison` record, which still retires its task when the headers name one.
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import numpy as np
 
@@ -13,7 +15,7 @@ from streamrl.errors import SchemaError
 from streamrl.schemas.codec import decode
 from streamrl.schemas.columns import SampleBatch, decode_samples
 from streamrl.schemas.samples import Mark, RewardUpdate, Tombstone
-from streamrl.schemas.subjects import HEADER_TASK, kind_of
+from streamrl.schemas.subjects import kind_of
 
 
 class RolloutView(msgspec.Struct, frozen=True):
@@ -25,8 +27,15 @@ class RolloutView(msgspec.Struct, frozen=True):
     oldest: int
     """Lowest version number among its trained tokens; -1 when no model sampled any (demonstrations)."""
     newest: int
-    """Highest version number among all its tokens; -1 when there is none."""
+    """Highest version number among its trained tokens; -1 as above."""
     reward: float | None
+    highest: int = -1
+    """Highest version number among all its tokens, trained or not; -1 when there is none."""
+
+    @property
+    def demonstration(self) -> bool:
+        """Whether it is trained on and no model sampled what is trained."""
+        return self.num_tokens > 0 and self.oldest < 0
 
 
 class Rollouts(msgspec.Struct, frozen=True):
@@ -76,6 +85,9 @@ class Poison(msgspec.Struct, frozen=True):
     reason: str
 
 
+TASK_TEXT = re.compile(r"[0-9]{1,18}")
+"""A task index as its header has it; 18 digits fit any 64-bit integer."""
+
 Record = Rollouts | Ended | Rewarded | Marked | Poison
 
 
@@ -111,19 +123,20 @@ def judge(subject: str, sequence: int, body: bytes | memoryview, task_header: st
             return Marked(sequence, decode(body, Mark, where=where).name), None
         raise SchemaError(f"expected samples, tombstones, rewards or marks at {where}, got {kind!r}")
     except SchemaError as error:
-        named = int(task_header) if task_header is not None and task_header.isdigit() else None
+        named = int(task_header) if task_header is not None and TASK_TEXT.fullmatch(task_header) else None
         # A reward or a mark that cannot be read says nothing about whether its task ended.
         retires = named if kind in ("samples", "tombstones") else None
         return Poison(sequence, retires, error.message), None
 
 
 def _rollouts(sequence: int, batch: SampleBatch) -> Rollouts:
-    ends = batch.span_offsets
+    versions = batch.token_versions()
     views: dict[int, RolloutView] = {}
-    trained = np.add.reduceat(batch.loss_mask, batch.offsets[:-1], dtype=np.int64)
     for row in range(batch.num_rows):
-        numbers = batch.span_number[ends[row] : ends[row + 1]]
-        sampled = numbers[numbers >= 0]
+        tokens = slice(batch.offsets[row], batch.offsets[row + 1])
+        trained = batch.loss_mask[tokens] == 1
+        sampled = versions[tokens][trained]
+        sampled = sampled[sampled >= 0]
         oldest = int(sampled.min()) if len(sampled) else -1
         newest = int(sampled.max()) if len(sampled) else -1
         rollout = int(batch.rollouts[row])
@@ -135,9 +148,10 @@ def _rollouts(sequence: int, batch: SampleBatch) -> Rollouts:
         views[rollout] = RolloutView(
             rollout=rollout,
             num_samples=1 + (before.num_samples if before else 0),
-            num_tokens=int(trained[row]) + (before.num_tokens if before else 0),
+            num_tokens=int(trained.sum()) + (before.num_tokens if before else 0),
             oldest=oldest,
             newest=newest,
             reward=None if np.isnan(reward) else reward,
+            highest=max(int(versions[tokens].max()), before.highest if before else -1),
         )
     return Rollouts(sequence, batch.source, batch.task, batch.group_size, tuple(views[k] for k in sorted(views)))

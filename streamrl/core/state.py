@@ -39,6 +39,11 @@ class PendingRollout(msgspec.Struct, frozen=True):
     arrived: int = 0
     """Version number of the state when it was folded."""
 
+    @property
+    def demonstration(self) -> bool:
+        """Whether it is trained on and no model sampled what is trained."""
+        return self.num_tokens > 0 and self.oldest < 0
+
 
 class PendingTask(msgspec.Struct, frozen=True):
     """A task some of whose rollouts have ended. `ended` holds the rollouts that gave no sample."""
@@ -54,12 +59,12 @@ class PendingTask(msgspec.Struct, frozen=True):
         """Whether every rollout has ended and every sample has its reward (demonstrations need none)."""
         if len(self.rollouts) + len(self.ended) < self.group_size:
             return False
-        return all(r.reward is not None or r.newest < 0 for r in self.rollouts.values())
+        return all(r.reward is not None or r.demonstration for r in self.rollouts.values())
 
     @property
     def oldest(self) -> int:
         """Lowest version number of its trained tokens; -1 for demonstrations."""
-        return min((r.oldest for r in self.rollouts.values()), default=-1)
+        return min((r.oldest for r in self.rollouts.values() if r.oldest >= 0), default=-1)
 
 
 class FoldState(msgspec.Struct, frozen=True, kw_only=True):

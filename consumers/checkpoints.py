@@ -1,0 +1,172 @@
+"""Checkpoints of a live trainer, and what may happen only behind them: the `latest` pointer, the position, trimming."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from streamrl.bus.protocol import Bus
+from streamrl.consumers.calls import Caller
+from streamrl.core.state import FoldState
+from streamrl.errors import LogTruncated
+from streamrl.schemas.codec import decode, encode
+from streamrl.schemas.control import Latest, Position
+from streamrl.schemas.subjects import KEY_LATEST, PREFIX_POSITIONS, SAMPLES
+from streamrl.schemas.versions import Version
+from streamrl.trainers.checkpoints import prune
+from streamrl.trainers.protocol import Trainer
+
+log = logging.getLogger(__name__)
+
+TRIM_ABOVE = 0.7
+"""The sample stream is trimmed once it fills more than this share of its byte budget."""
+
+
+class Saving(msgspec.Struct, frozen=True):
+    """A checkpoint that is being written."""
+
+    future: Any  # Future[None]; msgspec has no type for it
+    latest: Latest
+
+
+class Checkpointer:
+    """Writes checkpoints in the background, one at a time; `poll` moves the pointers once the files are complete.
+
+    Order: files synced and renamed -> `latest` -> position -> trim. A crash between any two leaves the older, complete state in force.
+    All methods are called from the training thread; `call` runs a coroutine on the bus's loop and waits for it.
+    """
+
+    def __init__(
+        self, *, bus: Bus, call: Caller, trainer: Trainer, name: str, run_path: Path, every: int, keep: int, identity: str
+    ) -> None:
+        self._bus = bus
+        self._call = call
+        self._trainer = trainer
+        self._name = name
+        self._run_path = run_path
+        self._every = every
+        self._keep = keep
+        self._identity = identity
+        self._saving: Saving | None = None
+        self._saved: Version | None = None
+
+    def resumed(self, latest: Latest) -> None:
+        """Tell it which checkpoint the run goes on from."""
+        self._saved = latest.version
+
+    def after_step(self, state: FoldState) -> None:
+        """Begin a checkpoint when one is due, and finish the one that is done."""
+        self.poll()
+        saved = self._saved.number if self._saved else 0
+        if self._saving is None and (state.version.number - saved >= self._every or self._pressed()):
+            self.begin(state)
+
+    def begin(self, state: FoldState) -> None:
+        """Snapshot now and write in the background."""
+        path = f"checkpoints/{self._name}-v{state.version.number:08d}-e{state.version.epoch}"
+        future: Future[None] = self._trainer.save(self._run_path / path, state.encode(), version=state.version)
+        latest = Latest(self._name, state.version, path, state.cursor, state.oldest_needed, self._identity)
+        self._saving = Saving(future, latest)
+
+    def poll(self) -> None:
+        """Move the pointers if the files are complete; raises what the writing raised."""
+        if self._saving is not None and self._saving.future.done():
+            self._finish()
+
+    def flush(self, state: FoldState) -> None:
+        """Wait until the newest state is saved and pointed to."""
+        if self._saving is not None:
+            self._finish()
+        if self._saved != state.version:
+            self.begin(state)
+            self._finish()
+
+    def _finish(self) -> None:
+        saving = self._saving
+        assert saving is not None
+        saving.future.result()
+        latest = saving.latest
+        self._call(self._bus.kv.put(latest_key(self._name), encode(latest)))
+        position = Position(self._name, SAMPLES, latest.oldest_needed, latest.version)
+        self._call(self._bus.kv.put(PREFIX_POSITIONS + self._name, encode(position)))
+        self._saving, self._saved = None, latest.version
+        log.info("checkpoint complete version=%s cursor=%d path=%s", latest.version, latest.cursor, latest.path)
+        self._prune(latest)
+        self._call(trim_if_full(self._bus))
+
+    def _prune(self, latest: Latest) -> None:
+        prune(self._run_path / "checkpoints", keep=self._keep, prefix=f"{self._name}-")
+
+    def _pressed(self) -> bool:
+        """Whether the stream is so full that only a newer position can let it be trimmed."""
+        state = self._call(self._bus.state(SAMPLES))
+        return state.max_bytes > 0 and state.bytes > TRIM_ABOVE * state.max_bytes
+
+
+def latest_key(trainer: str) -> str:
+    """Key of a trainer's newest complete checkpoint."""
+    return f"{KEY_LATEST}/{trainer}"
+
+
+async def read_latest(bus: Bus, trainer: str) -> Latest | None:
+    """The newest complete checkpoint, or None."""
+    entry = await bus.kv.get(latest_key(trainer))
+    return decode(entry.value, Latest, where=latest_key(trainer)) if entry and entry.value else None
+
+
+async def check_stream(bus: Bus, *, cursor: int, oldest_needed: int, identity: str) -> str:
+    """Return the sample stream's identity if a reader may go on from `cursor`.
+
+    Raises:
+        LogTruncated: it is another stream, lost its end (power loss), or was trimmed above what is needed.
+    """
+    state = await bus.state(SAMPLES)
+    if identity and identity != state.identity:
+        raise LogTruncated(
+            f"expected sample stream {identity}, got {state.identity}: it was deleted and made again",
+            hint="restore the bus's storage, or begin a new run with --name",
+        )
+    if state.last < cursor:
+        raise LogTruncated(
+            f"the sample stream ends at sequence {state.last}, the checkpoint has read up to {cursor}",
+            hint="the bus lost messages (power loss?); restore its storage or begin a new run; `bus.sync_always = true` prevents it",
+            needed=cursor,
+            first=state.first,
+        )
+    if state.first > oldest_needed:
+        raise LogTruncated(
+            f"sequence {oldest_needed} of the sample stream is needed, it begins at {state.first}",
+            hint="was it trimmed by hand, or made with discard=old? a replay from the start needs the whole stream",
+            needed=oldest_needed,
+            first=state.first,
+        )
+    return state.identity
+
+
+async def ensure_position(bus: Bus, trainer: str, state: FoldState) -> None:
+    """Claim the stream from this reader's oldest needed message on, if it has no position yet."""
+    key = PREFIX_POSITIONS + trainer
+    if await bus.kv.get(key) is None:
+        await bus.kv.put(key, encode(Position(trainer, SAMPLES, state.oldest_needed, state.version)))
+
+
+async def trim_if_full(bus: Bus) -> None:
+    """Trim the sample stream below what its readers still need, once it is nearly full."""
+    state = await bus.state(SAMPLES)
+    if state.max_bytes <= 0 or state.bytes < TRIM_ABOVE * state.max_bytes:
+        return
+    needed = []
+    for key in await bus.kv.keys(PREFIX_POSITIONS):
+        entry = await bus.kv.get(key)
+        if entry is not None and entry.value is not None:
+            needed.append(decode(entry.value, Position, where=key).oldest_needed)
+    through = min(needed, default=1) - 1
+    if through >= state.first:
+        await bus.trim(SAMPLES, through=through)
+        log.info("samples trimmed through=%d bytes=%d", through, state.bytes)
+    else:
+        log.warning("samples nearly full and nothing to trim first=%d bytes=%d max_bytes=%d", state.first, state.bytes, state.max_bytes)

@@ -1,0 +1,289 @@
+"""The live trainer: train, write it down, publish it, checkpoint it, in an order that survives a crash between any two lines.
+
+```text
+fence = take_fence(); state = decode(trainer.load(latest)) or initial
+for each record in stream order:    fold                        (streamrl.consumers.steps)
+    dead letters, grant                                         idempotent
+    for each batch that closes:     step
+        ledger.append(entry)                                    durable, and the fence: a zombie is refused here
+        grant                                                   idempotent
+        publisher.offer(version)                                never before its ledger entry
+        checkpoint -> latest -> position -> trim                never trimmed below what a restart needs
+```
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from streamrl.bus.protocol import Bus
+from streamrl.config.tree import Config
+from streamrl.consumers.calls import Caller
+from streamrl.consumers.checkpoints import Checkpointer, check_stream, ensure_position, read_latest
+from streamrl.consumers.ledger import Ledger, open_ledger, take_fence
+from streamrl.consumers.reader import Incoming, RecordReader, fetch_samples
+from streamrl.consumers.steps import Stepped, Stepper
+from streamrl.core.assembly import ages, used
+from streamrl.core.fold import Effects
+from streamrl.core.seeds import run_seed
+from streamrl.core.state import FoldConfig, FoldState, initial_state
+from streamrl.errors import Conflict, Diverged
+from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.codec import decode, encode
+from streamrl.schemas.control import Grant
+from streamrl.schemas.dead import DeadRecord
+from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.subjects import KEY_GRANTED, SAMPLES, WARMUP_SOURCE, Subjects
+from streamrl.schemas.versions import Version
+from streamrl.trainers.protocol import Trainer
+from streamrl.weights.manifest import Content
+from streamrl.weights.protocol import Shard
+
+log = logging.getLogger(__name__)
+
+REWARD_WINDOW = 20
+"""Batches whose mean reward `run.until_reward` looks at."""
+
+
+class Offers(Protocol):
+    """What the loop needs of a publisher."""
+
+    def offer(self, version: Version, digest: str, shards: Iterable[Shard]) -> None: ...
+
+
+def fold_config(config: Config) -> FoldConfig:
+    """The part of the configuration that the fold depends on."""
+    return FoldConfig(
+        batch_tasks=config.tasks.batch_tasks,
+        max_staleness=config.tasks.max_staleness,
+        stale=config.tasks.stale,
+        drop_zero_spread=config.tasks.drop_zero_spread,
+        warmup_steps=config.warmup.max_steps,
+        warmup_until=config.warmup.until,
+    )
+
+
+class LiveTrainer:
+    """One trainer process. `run` is called once, from the training thread; all bus work goes through `call`.
+
+    Args:
+        config: the whole tree.
+        subjects: of the run.
+        bus: connected.
+        call: runs a coroutine of the bus's loop.
+        trainer: the backend, initial weights loaded.
+        publisher: gets every version that is in the ledger.
+        run_dir: where checkpoints go.
+        fingerprint: digest of the numerics fingerprint.
+        export: called with the version once the warm-up has ended and at the run's end, to save the policy for others to use.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        subjects: Subjects,
+        bus: Bus,
+        call: Caller,
+        trainer: Trainer,
+        publisher: Offers,
+        run_dir: RunDir,
+        fingerprint: str,
+        export: Callable[[Version], None],
+    ) -> None:
+        self.config = config
+        self.subjects = subjects
+        self.bus = bus
+        self.call = call
+        self.trainer = trainer
+        self.publisher = publisher
+        self.run_dir = run_dir
+        self.fingerprint = fingerprint
+        self.export = export
+        self.fold_config = fold_config(config)
+        self.rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
+        self._deadline = float("inf")
+        self._granted = 0
+
+    def run(self, stop: Callable[[], bool]) -> tuple[FoldState, bool]:
+        """Train until the run's end (True) or until `stop` is true (False); the state returned is checkpointed.
+
+        Raises:
+            Fenced: another trainer has taken over.
+            Diverged: with run.numerics = "bitwise", a step gave other digits than the ledger.
+            LogTruncated: the stream no longer holds what is needed.
+        """
+        call, name = self.call, self.config.trainer.name
+        fence = call(take_fence(self.bus, name))
+        ledger = call(open_ledger(self.bus, self.subjects, name, fence=fence))
+        latest = call(read_latest(self.bus, name))
+        state = FoldState.decode(self.trainer.load(self.run_dir.path / latest.path)) if latest else initial_state(self.fold_config)
+        known = latest.stream_identity if latest else ""
+        identity = call(check_stream(self.bus, cursor=state.cursor, oldest_needed=state.oldest_needed, identity=known))
+        call(ensure_position(self.bus, name, state))
+        saver = self._checkpointer(identity)
+        if latest:
+            saver.resumed(latest)
+        self._remember_rewards(ledger)
+        ledger.forget(state.version.number)
+        self._grant(state.grant)
+        if ledger.last_number <= state.version.number:
+            self._offer(state.version)
+        held = {r.sequence for task in state.pending.values() for r in task.rollouts.values()}
+        reader = RecordReader(self.bus, call.loop, after=state.cursor, capacity=4 * self.config.tasks.batch_tasks)
+        stepper = Stepper(
+            reader=reader,
+            ledger=ledger,
+            trainer=self.trainer,
+            config=self.fold_config,
+            state=state,
+            messages=call(fetch_samples(self.bus, sorted(held))),
+            effects=self._take_effects,
+        )
+        log.info("training from version=%s cursor=%d ledger=%d fence=%d", state.version, state.cursor, ledger.last_number, fence)
+        try:
+            finished = self._train(stepper, ledger, saver, stop)
+        finally:
+            reader.close()
+        saver.flush(stepper.state)
+        if finished:
+            self.export(stepper.state.version)
+        return stepper.state, finished
+
+    def _train(self, stepper: Stepper, ledger: Ledger, saver: Checkpointer, stop: Callable[[], bool]) -> bool:
+        while True:
+            at_tip = stepper.state.version.number >= ledger.last_number
+            if at_tip and self._finished(stepper.state):
+                return True
+            stepped = stepper.next(lambda: stop() or (at_tip and self._finished(stepper.state)))
+            if stepped is None:
+                if stop():
+                    return False
+                continue
+            state = self._commit(stepped, ledger)
+            stepper.state = state
+            if stepped.before.warmup_end is None and state.warmup_end is not None:
+                self.export(state.version)
+            self._grant(state.grant)
+            if state.version.number >= ledger.last_number:
+                self._offer(state.version, stepped.result.digest)
+            saver.after_step(state)
+
+    def _commit(self, stepped: Stepped, ledger: Ledger) -> FoldState:
+        """Make the batch durable in the ledger, or check it against what is there; returns the state with its final version."""
+        past, state = stepped.past, stepped.state
+        if past is not None and past.version.epoch >= state.version.epoch:
+            if past.digest == stepped.result.digest:
+                return replace(state, version=past.version)
+            if self.config.run.numerics == "bitwise":
+                raise Diverged(
+                    f"version {past.version} has digest {past.digest} in the ledger, training it again gave {stepped.result.digest}",
+                    hint='compare numerics fingerprints with `streamrl replay RUN --verify`, or set run.numerics = "fast" to fork the epoch',
+                    version=str(past.version),
+                )
+            state = replace(state, version=Version(ledger.max_epoch + 1, state.version.number))
+            log.warning("epoch forked version=%s ledger_version=%s ledger_digest=%s", state.version, past.version, past.digest)
+        self.call(ledger.append(self._entry(stepped, state, ledger.fence)))
+        if stepped.arrays.kind == "rl":
+            self.rewards.append(stepped.metrics.get("rollout/raw_reward", 0.0))
+        return state
+
+    def _entry(self, stepped: Stepped, state: FoldState, fence: int) -> LedgerEntry:
+        before = stepped.before
+        return LedgerEntry(
+            run=self.subjects.run,
+            trainer=self.config.trainer.name,
+            version=state.version,
+            source=stepped.batch.source,
+            used=used(stepped.batch),
+            drops=before.drops,
+            cursor=before.cursor,
+            granted=state.granted,
+            retired=state.retired,
+            seed=run_seed(self.subjects.run, self.config.run.seed),
+            fingerprint=self.fingerprint,
+            digest=stepped.result.digest,
+            warm=state.warmup_end is not None,
+            staleness=tuple(ages(stepped.batch, before)["total"]),
+            num_samples=stepped.arrays.num_samples,
+            num_tokens=stepped.arrays.num_tokens,
+            metrics=stepped.metrics,
+            fence=fence,
+            time_s=time.time(),
+        )
+
+    def _finished(self, state: FoldState) -> bool:
+        if state.warmup_end is None:
+            return False
+        limits = self.config.run
+        if limits.max_seconds and state.steps > 0 and self._deadline == float("inf"):
+            self._deadline = time.monotonic() + limits.max_seconds
+        if state.steps >= limits.steps or time.monotonic() >= self._deadline:
+            return True
+        full = len(self.rewards) == REWARD_WINDOW
+        return bool(limits.until_reward) and full and sum(self.rewards) / REWARD_WINDOW >= limits.until_reward
+
+    def _take_effects(self, effects: Effects, incoming: Incoming) -> None:
+        for letter in effects.dead:
+            message = incoming.message
+            if message is None:  # readable, but judged impossible in the fold
+                message = self.call(self.bus.fetch(SAMPLES, letter.sequence))
+            record = DeadRecord(
+                stream=SAMPLES,
+                sequence=letter.sequence,
+                subject=message.subject,
+                reason=letter.reason,
+                body=bytes(message.body),
+                headers=dict(message.headers),
+            )
+            self.call(self.bus.publish(self.subjects.dead, encode(record), id=f"x{letter.sequence}"))
+            log.warning("message quarantined sequence=%d reason=%s", letter.sequence, letter.reason)
+        if effects.grant is not None:
+            self._grant(effects.grant)
+
+    def _grant(self, grant: Grant) -> None:
+        """Raise the key `granted`; it never goes down."""
+        if grant.granted > self._granted:
+            self.call(raise_grant(self.bus, grant))
+            self._granted = grant.granted
+
+    def _offer(self, version: Version, digest: str = "") -> None:
+        shards: tuple[Shard, ...] = tuple(self.trainer.shards())
+        self.publisher.offer(version, digest or Content(shards).digest, shards)
+
+    def _remember_rewards(self, ledger: Ledger) -> None:
+        for _, entry in sorted(ledger.entries.items()):
+            if entry.source != WARMUP_SOURCE:
+                self.rewards.append(entry.metrics.get("rollout/raw_reward", 0.0))
+
+    def _checkpointer(self, identity: str) -> Checkpointer:
+        settings = self.config.trainer
+        return Checkpointer(
+            bus=self.bus,
+            call=self.call,
+            trainer=self.trainer,
+            name=settings.name,
+            run_path=self.run_dir.path,
+            every=settings.checkpoint_every,
+            keep=settings.keep_checkpoints,
+            identity=identity,
+        )
+
+
+async def raise_grant(bus: Bus, grant: Grant) -> None:
+    """Put a grant unless a higher one is there."""
+    while True:
+        entry = await bus.kv.get(KEY_GRANTED)
+        if entry is not None and entry.value is not None and decode(entry.value, Grant, where=KEY_GRANTED).granted >= grant.granted:
+            return
+        try:
+            await bus.kv.put(KEY_GRANTED, encode(grant), expect=entry.revision if entry else 0)
+        except Conflict:
+            continue
+        return

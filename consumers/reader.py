@@ -1,0 +1,92 @@
+"""Reads the sample stream ahead of the training thread: fetches, decodes and judges; decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Iterable
+
+import msgspec
+
+from streamrl.bus.protocol import Bus, Message
+from streamrl.core.records import Poison, Record, judge
+from streamrl.schemas.columns import SampleBatch
+from streamrl.schemas.subjects import HEADER_TASK, SAMPLES
+
+
+class Incoming(msgspec.Struct, frozen=True):
+    """One record with what it was made of. `message` is kept for poison only, `samples` for rollouts only."""
+
+    record: Record
+    samples: SampleBatch | None
+    message: Message | None
+
+
+def open_message(message: Message) -> Incoming:
+    """Judge one stored message."""
+    record, samples = judge(message.subject, message.sequence, message.body, message.headers.get(HEADER_TASK))
+    return Incoming(record, samples, message if isinstance(record, Poison) else None)
+
+
+class RecordReader:
+    """A bounded queue between the bus's event loop and the training thread.
+
+    When the training thread falls behind by `capacity` records the reader stops fetching; `get` unblocks it.
+    """
+
+    def __init__(self, bus: Bus, loop: asyncio.AbstractEventLoop, *, after: int, capacity: int) -> None:
+        self._bus = bus
+        self._after = after
+        self._queue: queue.Queue[Incoming | BaseException] = queue.Queue(capacity)
+        self._task = asyncio.run_coroutine_threadsafe(self._pump(), loop)
+
+    def get(self, timeout_s: float) -> Incoming | None:
+        """The next record in stream order, or None after `timeout_s` without one.
+
+        Raises:
+            LogTruncated: the stream no longer holds what comes next.
+            BusUnavailable: the bus stayed away.
+        """
+        try:
+            item = self._queue.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is waiting right now."""
+        return self._queue.empty()
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._task.cancel()
+
+    async def _pump(self) -> None:
+        try:
+            async for message in self._bus.read(SAMPLES, after=self._after):
+                await self._put(open_message(message))
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # handed to the training thread, which raises it
+            await self._put(error)
+
+    async def _put(self, item: Incoming | BaseException) -> None:
+        while True:
+            try:
+                return self._queue.put_nowait(item)
+            except queue.Full:
+                await asyncio.sleep(0.005)
+
+
+async def fetch_samples(bus: Bus, sequences: Iterable[int]) -> dict[int, SampleBatch]:
+    """Decoded messages by sequence, for what a resumed state holds pending."""
+    found: dict[int, SampleBatch] = {}
+    for sequence in sequences:
+        incoming = open_message(await bus.fetch(SAMPLES, sequence))
+        if incoming.samples is None:
+            raise AssertionError(f"pending message {sequence} holds no samples: {incoming.record}")
+        found[sequence] = incoming.samples
+    return found

@@ -1,0 +1,53 @@
+"""The trainer's worker: puts the parts together and runs the loop in a thread of its own, beside the bus's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from streamrl.consumers.calls import Caller
+from streamrl.consumers.live import LiveTrainer
+from streamrl.runtime.worker import Worker
+from streamrl.schemas.versions import Version
+from streamrl.trainers.factory import export_policy, make_trainer
+from streamrl.trainers.fingerprint import fingerprint_digest, numerics_fingerprint
+from streamrl.weights.factory import make_publisher
+
+log = logging.getLogger(__name__)
+
+
+async def main(worker: Worker) -> None:
+    """Train until the run's end, then say so on `<run>.events.finished`; on a drain, checkpoint and return.
+
+    The training loop is synchronous and owns its thread: a step of any length leaves heartbeats, publishing and reading alone.
+    """
+    config, run_dir = worker.config, worker.run_dir
+    loop = asyncio.get_running_loop()
+    model_dir = run_dir.policy_dir(config)
+    trainer = await asyncio.to_thread(make_trainer, config, model_dir)
+    fingerprint = numerics_fingerprint(config)
+    publisher = make_publisher(
+        config.weights, bus=worker.bus, subjects=worker.subjects, policy="policy", run_dir=run_dir.path, loop=loop, report=worker.metrics
+    )
+
+    def export(version: Version) -> None:
+        path = run_dir.hf / f"v{version.number:08d}"
+        if not path.exists():
+            export_policy(trainer, path)
+
+    live = LiveTrainer(
+        config=config,
+        subjects=worker.subjects,
+        bus=worker.bus,
+        call=Caller(loop),
+        trainer=trainer,
+        publisher=publisher,
+        run_dir=run_dir,
+        fingerprint=fingerprint_digest(fingerprint),
+        export=export,
+    )
+    state, finished = await asyncio.to_thread(live.run, worker.draining.is_set)
+    await asyncio.to_thread(publisher.close)
+    log.info("trainer done version=%s finished=%s", state.version, finished)
+    if finished:
+        await worker.event("finished", {"version": str(state.version), "steps": state.steps, "warmup_steps": state.warmup_steps})

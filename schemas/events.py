@@ -1,0 +1,30 @@
+"""What people look at: lifecycle events and metrics. Nothing depends on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened, on `<run>.events.<kind>`."""
+
+    kind: str
+    worker: str
+    detail: dict[str, Any] = {}
+    time_s: float = 0.0
+    """Unix seconds."""
+
+
+class MetricReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Named values of one worker, on `<run>.metrics.<worker>`, grouped by how several reports become one number."""
+
+    worker: str
+    mean: dict[str, float] = {}
+    sum: dict[str, float] = {}
+    """Amounts since the worker's previous report."""
+    max: dict[str, float] = {}
+    last: dict[str, float] = {}
+    time_s: float = 0.0
+    """Unix seconds."""
