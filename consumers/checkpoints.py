@@ -41,7 +41,16 @@ class Checkpointer:
     """
 
     def __init__(
-        self, *, bus: Bus, call: Caller, trainer: Trainer, name: str, run_path: Path, every: int, keep: int, identity: str
+        self,
+        *,
+        bus: Bus,
+        call: Caller,
+        trainer: Trainer,
+        name: str,
+        run_path: Path,
+        every: int,
+        keep: int,
+        identity: str,
     ) -> None:
         self._bus = bus
         self._call = call

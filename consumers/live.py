@@ -158,10 +158,9 @@ class LiveTrainer:
 
     def _train(self, stepper: Stepper, ledger: Ledger, saver: Checkpointer, stop: Callable[[], bool]) -> bool:
         while True:
-            at_tip = stepper.state.version.number >= ledger.last_number
-            if at_tip and self._finished(stepper.state):
+            if self._at_end(stepper, ledger):
                 return True
-            stepped = stepper.next(lambda: stop() or (at_tip and self._finished(stepper.state)))
+            stepped = stepper.next(lambda: stop() or self._at_end(stepper, ledger))
             if stepped is None:
                 if stop():
                     return False
@@ -184,7 +183,7 @@ class LiveTrainer:
             if self.config.run.numerics == "bitwise":
                 raise Diverged(
                     f"version {past.version} has digest {past.digest} in the ledger, training it again gave {stepped.result.digest}",
-                    hint='compare numerics fingerprints with `streamrl replay RUN --verify`, or set run.numerics = "fast" to fork the epoch',
+                    hint='compare fingerprints with `streamrl replay RUN --verify`, or set run.numerics = "fast" to fork the epoch',
                     version=str(past.version),
                 )
             state = replace(state, version=Version(ledger.max_epoch + 1, state.version.number))
@@ -217,6 +216,10 @@ class LiveTrainer:
             fence=fence,
             time_s=time.time(),
         )
+
+    def _at_end(self, stepper: Stepper, ledger: Ledger) -> bool:
+        """Whether all that the ledger has is trained again and the run's limits are reached."""
+        return stepper.state.version.number >= ledger.last_number and self._finished(stepper.state)
 
     def _finished(self, state: FoldState) -> bool:
         if state.warmup_end is None:

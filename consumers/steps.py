@@ -101,7 +101,7 @@ class Stepper:
                 batch = close(self.state, self._config)
                 if batch is None or self.state.cursor > past.cursor:
                     raise TrainingError(
-                        f"version {past.version} closed at sequence {past.cursor} with {_describe(past)}, the stream gives no such batch there",
+                        f"version {past.version} closed at sequence {past.cursor} with {_describe(past)}, the stream gives none there",
                         hint="was the stream, the ledger or the configuration changed by hand?",
                     )
                 return batch

@@ -114,9 +114,8 @@ def _check_sample(sample: Sample, task: int) -> None:
     if sample.task != task:
         raise SchemaError(f"a message holds samples of one task, got tasks {task} and {sample.task}")
     if length == 0 or len(sample.loss_mask) != length or len(sample.logprobs) != length:
-        raise SchemaError(
-            f"{where}: tokens, loss_mask and logprobs must have one length above 0, got {length}, {len(sample.loss_mask)}, {len(sample.logprobs)}"
-        )
+        lengths = f"{length}, {len(sample.loss_mask)}, {len(sample.logprobs)}"
+        raise SchemaError(f"{where}: tokens, loss_mask and logprobs must have one length above 0, got {lengths}")
     if sum(span.length for span in sample.spans) != length:
         raise SchemaError(f"{where}: version spans must cover all {length} tokens, they cover {sum(s.length for s in sample.spans)}")
 

@@ -1,0 +1,1 @@
+"""Pure functions: the fold, the losses, digests. No clock, no bus, no process."""
