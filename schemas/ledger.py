@@ -10,9 +10,9 @@ from streamrl.schemas.versions import Version
 class Drop(msgspec.Struct, frozen=True):
     """Something on the sample stream that is never trained, and why.
 
-    One record names the rollouts of one message; no rollouts means the message as a whole. Reasons: `stale`, `duplicate`, `late` (its task had
-    ended), `failed`, `filtered`, `deliveries`, `poison`, `zero_spread`, `empty` (not one token of the group is trained),
-    `superseded_reward`.
+    One record names the rollouts of one message; no rollouts means the message as a whole. Reasons: `stale`, `duplicate`,
+    `late` (its task had ended), `failed`, `filtered`, `deliveries`, `poison`, `zero_spread`, `empty` (not one token of the
+    group is trained), `superseded_reward`.
     """
 
     sequence: int
