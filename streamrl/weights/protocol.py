@@ -79,6 +79,10 @@ class WeightTransport(Protocol):
         """The wanted bytes; raises WeightSyncError when the version is gone or its publisher dies."""
         ...
 
+    async def holds(self, manifest: Manifest) -> bool:
+        """Whether this transport reaches all the bytes of the manifest now: the right host, and nothing of it gone."""
+        ...
+
     async def retire(self, older_than: Version) -> None:
         """Free the bytes of older versions, but for pinned ones."""
         ...

@@ -1,0 +1,211 @@
+"""The engine's side of a weight update: watch for manifests, stage the newest in the background, commit it between two forward passes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from streamrl.bus.protocol import Bus, Message
+from streamrl.errors import BusError, LogTruncated, SchemaError, WeightSyncError
+from streamrl.schemas.codec import decode
+from streamrl.schemas.subjects import WEIGHTS, Subjects
+from streamrl.schemas.versions import Version
+from streamrl.schemas.weights import Manifest
+from streamrl.weights.manifest import offers
+from streamrl.weights.protocol import Commit, WeightHost, WeightTransport
+
+logger = logging.getLogger(__name__)
+
+MAX_BACKOFF_S = 10.0
+
+
+class WeightWatcher:
+    """Brings an engine to the newest version of its policy, and again each time a newer one is announced; skips those in between.
+
+    Generation goes on all the while: fetching and staging touch only the idle buffer. A version that cannot be taken (its bytes are
+    retired, they do not have its digest, its publisher is dead) leaves the engine on what it serves; it is tried again
+    with growing pauses, or given up as soon as a newer one is announced.
+
+    Args:
+        host: beside the engine's weights.
+        transports: by name, in order of preference; the first that holds a manifest's bytes is used.
+        engine: the engine's id, for logs and events.
+        metrics: gets `weights/stage_s`, `weights/bytes_total`, `engine/swaps_total` and `engine/swap_ms` of each version taken.
+        event: gets the kind `weights` and its detail for each version taken or failed.
+        committed: awaited after each commit (the engine announces what it serves).
+        backoff_s: first pause after a failure.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        host: WeightHost,
+        transports: Mapping[str, WeightTransport],
+        *,
+        policy: str,
+        engine: str,
+        metrics: Callable[[dict[str, float]], Awaitable[None]] | None = None,
+        event: Callable[[str, dict[str, Any]], Awaitable[None]] | None = None,
+        committed: Callable[[Version], Awaitable[None]] | None = None,
+        backoff_s: float = 0.5,
+    ) -> None:
+        self._bus = bus
+        self._run = subjects.run
+        self._subject = subjects.weights(policy)
+        self._policy = policy
+        self._host = host
+        self._transports = transports
+        self._engine = engine
+        self._metrics = metrics
+        self._event = event
+        self._committed = committed
+        self._backoff_s = backoff_s
+        self._newest: Manifest | None = None
+        self._changed = asyncio.Event()
+        self.serving: Version | None = None
+        """The version committed last; None before the first."""
+
+    async def run(self) -> None:
+        """Watch until cancelled; raises only what is no trouble with one version (the bus stays away, a bug in the host)."""
+        listening = asyncio.create_task(self._listen(), name="weights-listen")
+        following = asyncio.create_task(self._follow(), name="weights-follow")
+        try:
+            done, _ = await asyncio.wait((listening, following), return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in (listening, following):
+                task.cancel()
+            await asyncio.gather(listening, following, return_exceptions=True)
+
+    async def _listen(self) -> None:
+        """Keep `_newest` at the newest manifest announced."""
+        while True:
+            # The state first: a manifest stored between the two calls is then either the last one or after `end`.
+            end = (await self._bus.state(WEIGHTS)).last
+            last = await self._bus.last(self._subject)
+            if last is not None:
+                await self._consider(last)
+                end = last.sequence
+            try:
+                async for message in self._bus.read(WEIGHTS, after=end, subject=self._subject):
+                    await self._consider(message)
+            except LogTruncated as error:
+                logger.info(
+                    "event=weights_manifests_trimmed engine=%s needed=%s action=take_the_newest", self._engine, error.values.get("needed")
+                )
+
+    async def _consider(self, message: Message) -> None:
+        where = f"{message.subject} sequence {message.sequence}"
+        try:
+            manifest = decode(bytes(message.body), Manifest, where=where)
+            if (manifest.run, manifest.policy) != (self._run, self._policy):
+                raise SchemaError(
+                    f"expected a manifest of {self._run}/{self._policy} at {where}, got one of {manifest.run}/{manifest.policy}"
+                )
+        except SchemaError as error:
+            await self._failed(None, error)
+            return
+        # A version that is announced again has new bytes: the old ones were lost.
+        if self._newest is None or manifest.version >= self._newest.version:
+            self._newest = manifest
+            self._changed.set()
+
+    async def _follow(self) -> None:
+        pause_s = self._backoff_s
+        while True:
+            manifest = self._newest
+            self._changed.clear()
+            if manifest is None or (self.serving is not None and manifest.version <= self.serving):
+                await self._changed.wait()
+                continue
+            try:
+                await self._take(manifest)
+            except (WeightSyncError, BusError) as error:
+                await self._failed(manifest.version, error)
+                # A new announcement ends the pause at once.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), pause_s)
+                pause_s = min(2 * pause_s, MAX_BACKOFF_S)
+            else:
+                pause_s = self._backoff_s
+
+    async def _take(self, announced: Manifest) -> None:
+        manifest = await self._pick(announced)
+        wants = self._host.wants(manifest)
+        started = time.monotonic()
+        digest = await self._host.stage(manifest, self._transports[manifest.transport].fetch(manifest, wants))
+        stage_s = time.monotonic() - started
+        if digest != manifest.digest:
+            raise WeightSyncError(
+                f"{self._policy} {manifest.version}: expected staged weights with digest {manifest.digest}, got {digest}",
+                version=str(manifest.version),
+            )
+        commit = await self._host.commit(manifest.version)
+        self.serving = manifest.version
+        await self._report(manifest, commit, stage_s)
+
+    async def _pick(self, announced: Manifest) -> Manifest:
+        """The manifest for the first transport that reaches its bytes."""
+        by_name = {manifest.transport: manifest for manifest in offers(announced)}
+        for name, transport in self._transports.items():
+            if name in by_name and await transport.holds(by_name[name]):
+                return by_name[name]
+        raise WeightSyncError(
+            f"{self._policy} {announced.version}: expected its bytes on {' or '.join(by_name)}, they cannot be reached from here",
+            hint="normal for a version that newer ones have replaced; on another host than the trainer's set weights.also_on_bus = true",
+            version=str(announced.version),
+        )
+
+    async def _report(self, manifest: Manifest, commit: Commit, stage_s: float) -> None:
+        # Between two hosts' clocks; for people only.
+        lag_s = max(0.0, time.time() - manifest.published_s)
+        logger.info(
+            "event=weights_%s engine=%s policy=%s version=%s transport=%s bytes=%d stage_s=%.3f commit_ms=%.3f lag_s=%.3f",
+            "committed" if commit.committed else "already_newer",
+            self._engine,
+            self._policy,
+            manifest.version,
+            manifest.transport,
+            manifest.nbytes,
+            stage_s,
+            commit.took_ms,
+            lag_s,
+        )
+        if not commit.committed:
+            return
+        if self._committed is not None:
+            await self._committed(manifest.version)
+        if self._metrics is not None:
+            await self._metrics(
+                {
+                    "weights/stage_s": stage_s,
+                    "weights/bytes_total": float(manifest.nbytes),
+                    "engine/swaps_total": 1.0,
+                    "engine/swap_ms": commit.took_ms,
+                }
+            )
+        if self._event is not None:
+            detail = {
+                "engine": self._engine,
+                "version": str(manifest.version),
+                "transport": manifest.transport,
+                "bytes": manifest.nbytes,
+                "stage_s": stage_s,
+                "commit_ms": commit.took_ms,
+                "lag_s": lag_s,
+            }
+            await self._event("weights", detail)
+
+    async def _failed(self, version: Version | None, error: WeightSyncError | BusError | SchemaError) -> None:
+        logger.warning(
+            "event=weights_not_taken engine=%s version=%s serving=%s reason=%s", self._engine, version, self.serving, error.message
+        )
+        if self._event is not None:
+            detail = {"engine": self._engine, "version": str(version or ""), "error": error.message, "serving": str(self.serving or "")}
+            await self._event("weights", detail)

@@ -1,0 +1,61 @@
+"""Transports and the publisher from the configuration."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+from streamrl.bus.protocol import Bus
+from streamrl.config.tree import WeightsConfig
+from streamrl.schemas.subjects import Subjects
+from streamrl.weights.bus import BusTransport
+from streamrl.weights.pins import Pins
+from streamrl.weights.protocol import WeightTransport
+from streamrl.weights.publisher import Publisher
+from streamrl.weights.shm import ShmTransport
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def weights_directory(config: WeightsConfig, run: str, run_dir: Path) -> Path:
+    """Folder of transport `shm`, the same for trainer and engines of a run.
+
+    In shared memory, named after the run and its directory (runs of one name in two places do not meet). Where all versions are
+    kept (`weights.keep = 0`) it lies in the run directory: they would fill the memory, and outlive the run there.
+    """
+    if config.keep == 0:
+        return run_dir / "weights"
+    base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    place = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:8]
+    return base / f"streamrl-{os.getuid()}-{run}-{place}"
+
+
+def make_transports(config: WeightsConfig, *, bus: Bus, run: str, policy: str, run_dir: Path) -> Mapping[str, WeightTransport]:
+    """All transports by name, in the order in which a reader prefers them."""
+    pins = Pins(bus.kv, policy)
+    return {
+        "shm": ShmTransport(run=run, policy=policy, directory=weights_directory(config, run, run_dir), pins=pins),
+        "bus": BusTransport(bus.blobs, run=run, policy=policy, pins=pins),
+    }
+
+
+def make_publisher(
+    config: WeightsConfig,
+    *,
+    bus: Bus,
+    subjects: Subjects,
+    policy: str,
+    run_dir: Path,
+    loop: asyncio.AbstractEventLoop,
+    report: Callable[[dict[str, float]], Awaitable[None]] | None = None,
+) -> Publisher:
+    """The publisher of one policy; `loop` runs the bus in another thread than the caller of `offer`."""
+    transports = make_transports(config, bus=bus, run=subjects.run, policy=policy, run_dir=run_dir)
+    mirrors = {"bus": transports["bus"]} if config.also_on_bus and config.transport != "bus" else {}
+    return Publisher(
+        bus, subjects, transports[config.transport], policy=policy, loop=loop, keep=config.keep, mirrors=mirrors, report=report
+    )

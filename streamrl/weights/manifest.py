@@ -1,0 +1,266 @@
+"""Manifests as pure functions: how shards become one byte string, how it is cut into parts, what of it a reader wants.
+
+A version is the concatenation of its tensors in order of name, each beginning at a multiple of `ALIGNMENT` bytes (the gaps
+are zero). It is cut into parts of equal size, each with its own SHA-256, and a part may begin and end in the middle of a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.core.digest import MASK, combine, digest_text, slice_digest
+from streamrl.errors import SchemaError, WeightSyncError
+from streamrl.schemas.versions import Version
+from streamrl.schemas.weights import Manifest, PartRef, TensorSpec
+from streamrl.weights.protocol import Shard, Slice
+
+ALIGNMENT = 64
+"""Bytes; a cache line, and enough for any dtype to be viewed in place."""
+ITEM_BYTES: Mapping[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+
+
+class Content:
+    """The bytes of one version, read from its shards without joining them in memory first.
+
+    Args:
+        shards: every element of every tensor exactly once; a tensor may come as several slices (one per rank).
+
+    Raises:
+        WeightSyncError: no shards, an unknown dtype, or slices that do not cover their tensor exactly once.
+    """
+
+    def __init__(self, shards: Iterable[Shard]) -> None:
+        by_name: dict[str, list[Shard]] = {}
+        for shard in shards:
+            by_name.setdefault(shard.name, []).append(shard)
+        if not by_name:
+            raise WeightSyncError("expected at least one tensor to publish, got none")
+        self._shards = by_name
+        specs: list[TensorSpec] = []
+        end = 0
+        for name in sorted(by_name):
+            spec = _spec(by_name[name], _aligned(end))
+            specs.append(spec)
+            end = spec.offset + spec.nbytes
+        self.tensors = tuple(specs)
+        if end == 0:
+            raise WeightSyncError(f"expected at least one element to publish, got {len(specs)} empty tensors")
+        self.nbytes = end
+        self.digest = combine({spec.name: int(spec.digest, 16) for spec in specs})
+        """Over all tensors, 16 hex digits."""
+
+    def fill(self, start: int, out: npt.NDArray[np.uint8]) -> None:
+        """Write bytes `start .. start + len(out)` of the concatenation into `out` ([n] uint8)."""
+        end = start + len(out)
+        out[:] = 0
+        for spec in self.tensors:
+            first, last = max(start, spec.offset), min(end, spec.offset + spec.nbytes)
+            if first < last:
+                flat = self._flat(spec)
+                out[first - start : last - start] = flat[first - spec.offset : last - spec.offset]
+
+    def _flat(self, spec: TensorSpec) -> npt.NDArray[np.uint8]:
+        shards = self._shards[spec.name]
+        if len(shards) == 1:
+            return shards[0].data
+        item = ITEM_BYTES[spec.dtype]
+        whole = np.empty(spec.shape, dtype=f"V{item}")
+        for shard in shards:
+            begin = shard.offset or (0,) * len(shard.shape)
+            index = tuple(slice(b, b + n) for b, n in zip(begin, shard.shape, strict=True))
+            whole[index] = shard.data.view(f"V{item}").reshape(shard.shape)
+        # Kept, so that a tensor that lies in several parts is joined once.
+        joined = msgspec.structs.replace(shards[0], data=whole.reshape(-1).view(np.uint8), shape=spec.shape, offset=())
+        self._shards[spec.name] = [joined]
+        return joined.data
+
+
+def build(
+    content: Content,
+    *,
+    run: str,
+    policy: str,
+    version: Version,
+    parts: Sequence[PartRef],
+    transport: str,
+    host: str = "",
+    published_s: float = 0.0,
+) -> Manifest:
+    """Manifest of a full version whose bytes lie in `parts`."""
+    return Manifest(
+        run=run,
+        policy=policy,
+        version=version,
+        tensors=content.tensors,
+        parts=tuple(parts),
+        transport=transport,
+        host=host,
+        digest=content.digest,
+        nbytes=content.nbytes,
+        published_s=published_s,
+    )
+
+
+def cut(nbytes: int, limit: int) -> tuple[Slice, ...]:
+    """Consecutive slices of at most `limit` bytes that cover `nbytes` bytes."""
+    if limit < 1:
+        raise WeightSyncError(f"a part needs a limit of at least 1 byte, got {limit}")
+    return tuple(Slice(start, min(limit, nbytes - start)) for start in range(0, nbytes, limit))
+
+
+def check_tensors(manifest: Manifest, expected: Mapping[str, tuple[str, Sequence[int]]]) -> None:
+    """Raise WeightSyncError unless the manifest has exactly the `expected` tensors: name to (dtype, shape).
+
+    The message names the first tensor that differs, what the model has and what the manifest has.
+    """
+    where = f"{manifest.policy} {manifest.version}"
+    hint = "the engine and the trainer must be built from the same model: compare model.path and model.dtype"
+    got = {spec.name: spec for spec in manifest.tensors}
+    for name in sorted(expected.keys() | got.keys()):
+        if name not in got:
+            raise WeightSyncError(f"tensor {name!r}: expected in the manifest of {where}, got none of that name", hint=hint, tensor=name)
+        if name not in expected:
+            raise WeightSyncError(
+                f"tensor {name!r} of {where}: expected no such tensor, the model has none of that name", hint=hint, tensor=name
+            )
+        dtype, shape = expected[name]
+        spec = got[name]
+        if (spec.dtype, spec.shape) != (dtype, tuple(shape)):
+            raise WeightSyncError(
+                f"tensor {name!r} of {where}: expected {dtype} {tuple(shape)}, got {spec.dtype} {spec.shape}", hint=hint, tensor=name
+            )
+
+
+def slices(manifest: Manifest, names: Iterable[str] | None = None) -> tuple[Slice, ...]:
+    """Byte ranges of the named tensors (None: all), in order; neighbours are joined over their padding.
+
+    Raises:
+        WeightSyncError: a name that the manifest does not have.
+    """
+    chosen = {spec.name for spec in manifest.tensors} if names is None else set(names)
+    unknown = chosen - {spec.name for spec in manifest.tensors}
+    if unknown:
+        raise WeightSyncError(
+            f"tensor {min(unknown)!r}: expected in the manifest of {manifest.policy} {manifest.version}, got none of that name"
+        )
+    joined: list[Slice] = []
+    for spec in sorted(manifest.tensors, key=lambda spec: spec.offset):
+        if spec.name not in chosen or spec.nbytes == 0:
+            continue
+        if joined and _aligned(joined[-1].start + joined[-1].nbytes) == spec.offset:
+            start = joined.pop().start
+            joined.append(Slice(start, spec.offset + spec.nbytes - start))
+        else:
+            joined.append(Slice(spec.offset, spec.nbytes))
+    return tuple(joined)
+
+
+def cover(manifest: Manifest, wants: Sequence[Slice]) -> Iterator[tuple[PartRef, tuple[Slice, ...]]]:
+    """The parts that hold `wants`, in order, each with the wanted byte ranges that lie in it.
+
+    Raises:
+        WeightSyncError: the parts do not cover the version without gaps, or a wanted range lies outside of it.
+    """
+    where = f"{manifest.policy} {manifest.version}"
+    end = 0
+    for part in manifest.parts:
+        if part.offset != end or part.nbytes < 1:
+            raise WeightSyncError(f"manifest of {where}: expected a part at byte {end}, got one of {part.nbytes} bytes at {part.offset}")
+        end += part.nbytes
+    if end != manifest.nbytes:
+        raise WeightSyncError(f"manifest of {where}: expected parts of {manifest.nbytes} bytes in all, got {end}")
+    for want in wants:
+        if want.start < 0 or want.nbytes < 0 or want.start + want.nbytes > end:
+            raise WeightSyncError(f"expected a range within the {end} bytes of {where}, got {want.nbytes} bytes at {want.start}")
+    for part in manifest.parts:
+        inside = tuple(piece for want in wants if (piece := _overlap(want, part)) is not None)
+        if inside:
+            yield part, inside
+
+
+def offers(manifest: Manifest) -> tuple[Manifest, ...]:
+    """The manifest as each transport that has its bytes would have written it, the main one first."""
+    mirrored = (
+        msgspec.structs.replace(manifest, transport=name, parts=parts, mirrors={}) for name, parts in sorted(manifest.mirrors.items())
+    )
+    return (msgspec.structs.replace(manifest, mirrors={}), *mirrored)
+
+
+def check_same(known: Manifest, digest: str) -> None:
+    """Raise WeightSyncError unless a version that is out already has this digest: a version never means two sets of weights."""
+    if known.digest != digest:
+        raise WeightSyncError(
+            f"{known.policy} {known.version}: expected the published digest {known.digest}, got {digest}",
+            hint="a trainer that cannot re-derive a published version must begin a new epoch",
+            version=str(known.version),
+        )
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def _overlap(want: Slice, part: PartRef) -> Slice | None:
+    first, last = max(want.start, part.offset), min(want.start + want.nbytes, part.offset + part.nbytes)
+    return Slice(first, last - first) if first < last else None
+
+
+def _spec(shards: Sequence[Shard], offset: int) -> TensorSpec:
+    first = shards[0]
+    item = ITEM_BYTES.get(first.dtype)
+    if item is None:
+        raise WeightSyncError(f"tensor {first.name!r}: expected a dtype out of {', '.join(ITEM_BYTES)}, got {first.dtype!r}")
+    total = 0
+    for shard in shards:
+        if (shard.dtype, shard.global_shape) != (first.dtype, first.global_shape):
+            raise WeightSyncError(
+                f"tensor {first.name!r}: expected slices of {first.dtype} {first.global_shape}, got {shard.dtype} {shard.global_shape}"
+            )
+        if shard.data.nbytes != math.prod(shard.shape) * item:
+            raise WeightSyncError(
+                f"tensor {first.name!r}: expected {math.prod(shard.shape) * item} bytes for {shard.shape}, got {shard.data.nbytes}"
+            )
+        try:
+            total += slice_digest(shard.data, item, shard.global_shape, shard.offset, shard.shape)
+        except SchemaError as error:
+            raise WeightSyncError(f"tensor {first.name!r}: {error.message}") from error
+    _check_tiling(shards)
+    nbytes = math.prod(first.global_shape) * item
+    return TensorSpec(
+        name=first.name, dtype=first.dtype, shape=first.global_shape, offset=offset, nbytes=nbytes, digest=digest_text(total & MASK)
+    )
+
+
+def _check_tiling(shards: Sequence[Shard]) -> None:
+    first = shards[0]
+    boxes = [tuple((b, b + n) for b, n in zip(s.offset or (0,) * len(s.shape), s.shape, strict=True)) for s in shards if math.prod(s.shape)]
+    for i, one in enumerate(boxes):
+        for other in boxes[:i]:
+            if all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True)):
+                raise WeightSyncError(
+                    f"tensor {first.name!r}: expected disjoint slices, got {one} and {other} (begin, end in each dimension)"
+                )
+    elements, whole = sum(math.prod(shard.shape) for shard in shards), math.prod(first.global_shape)
+    if elements != whole:
+        raise WeightSyncError(
+            f"tensor {first.name!r}: expected slices that cover {first.global_shape}, got {elements} of {whole} elements",
+            hint="gather the slices of all ranks before publishing",
+        )

@@ -1,0 +1,236 @@
+"""Transport `shm`: one file per version in a folder of one host, normally below /dev/shm; readers map it.
+
+A name is never used twice and a file is never written again once it has its final name, so a mapping shows the same bytes for as
+long as it lives, even after the file has been retired. (A buffer that the trainer rewrites must not be shared: an engine that made
+views of it would serve half-trained weights.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import logging
+import mmap
+import os
+import re
+import secrets
+import shutil
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from streamrl.errors import WeightSyncError
+from streamrl.schemas.subjects import check_name
+from streamrl.schemas.versions import Version
+from streamrl.schemas.weights import Manifest, PartRef
+from streamrl.weights import manifest as manifests
+from streamrl.weights.pins import Pins
+from streamrl.weights.protocol import Part, Shard, Slice
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"^(?P<policy>[A-Za-z0-9_-]+)\.(?P<epoch>\d+)-(?P<number>\d+)\.[0-9a-f]+\.(?P<state>weights|partial)$")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_GONE_HINT = "a version is removed when newer ones are out: take a newer one"
+
+
+class ShmTransport:
+    """Both ends of the transport.
+
+    Args:
+        directory: folder of this run alone; made when first written to.
+        pins: whose versions `retire` spares; None: nobody's.
+        part_bytes: bytes covered by one checksum.
+    """
+
+    def __init__(self, *, run: str, policy: str, directory: Path, pins: Pins | None = None, part_bytes: int = 8 << 20) -> None:
+        self._run = run
+        self._policy = check_name("policy", policy)
+        self._directory = directory
+        self._pins = pins
+        self._part_bytes = part_bytes
+        self._published: dict[Version, Manifest] = {}
+        self._lock_file: int | None = None
+
+    async def publish(self, version: Version, shards: Iterator[Shard]) -> Manifest:
+        known = self._published.get(version)
+        content = await asyncio.to_thread(manifests.Content, shards)
+        if known is not None and await self.holds(known):
+            manifests.check_same(known, content.digest)
+            return known
+        parts = await asyncio.to_thread(self._write, version, content)
+        built = manifests.build(
+            content,
+            run=self._run,
+            policy=self._policy,
+            version=version,
+            parts=parts,
+            transport="shm",
+            host=host_id(self._directory),
+            published_s=time.time(),
+        )
+        self._published[version] = built
+        return built
+
+    async def fetch(self, manifest: Manifest, wants: Sequence[Slice]) -> AsyncIterator[Part]:
+        """As the protocol says; the parts are views of one mapping, valid for as long as they are referenced."""
+        covered = list(manifests.cover(manifest, wants))
+        if not covered:
+            return
+        mapping = memoryview(self._map(manifest))
+        for part, pieces in covered:
+            data = mapping[part.offset : part.offset + part.nbytes]
+            if part.sha256 and await asyncio.to_thread(_sha256, data) != part.sha256:
+                raise WeightSyncError(
+                    f"{manifest.policy} {manifest.version}: expected sha256 {part.sha256[:12]}... for {part.nbytes} bytes at {part.offset} "
+                    f"of {self._directory / part.location}, got other bytes",
+                    hint="something else has written to the file; a newer version or a restart of the trainer brings good bytes",
+                )
+            for piece in pieces:
+                yield Part(piece.start, mapping[piece.start : piece.start + piece.nbytes])
+
+    async def holds(self, manifest: Manifest) -> bool:
+        if manifest.host != host_id(self._directory) or not manifest.parts:
+            return False
+        try:
+            return (self._directory / _location(manifest)).stat().st_size >= manifest.nbytes
+        except FileNotFoundError:
+            return False
+
+    async def retire(self, older_than: Version) -> None:
+        pinned = await self._pins.versions() if self._pins is not None else frozenset[Version]()
+        for version in [version for version in self._published if version < older_than and version not in pinned]:
+            del self._published[version]
+        await asyncio.to_thread(self._unlink, older_than, pinned)
+
+    def close(self) -> None:
+        """Let another publisher of this policy take over; the files stay."""
+        if self._lock_file is not None:
+            os.close(self._lock_file)
+            self._lock_file = None
+
+    def _unlink(self, older_than: Version, pinned: frozenset[Version]) -> None:
+        for path, version, _ in self._files():
+            if version < older_than and version not in pinned:
+                path.unlink(missing_ok=True)
+                logger.debug("event=weights_retired policy=%s version=%s file=%s", self._policy, version, path.name)
+
+    def _write(self, version: Version, content: manifests.Content) -> tuple[PartRef, ...]:
+        """Write all bytes under a temporary name, then give the file its own; a publisher that dies before leaves nothing to fetch."""
+        name = f"{self._policy}.{version.epoch}-{version.number}.{secrets.token_hex(6)}"
+        partial, final = self._directory / f"{name}.partial", self._directory / f"{name}.weights"
+        try:
+            self._take_over()
+            parts = self._write_partial(partial, final.name, content)
+            partial.rename(final)
+        except OSError as error:
+            raise WeightSyncError(
+                f"cannot write {content.nbytes} bytes of {self._policy} {version} to {self._directory}: {error.strerror or error}",
+                hint="free memory there or mount a larger /dev/shm, lower weights.keep, or set weights.transport = 'bus'",
+            ) from error
+        finally:
+            partial.unlink(missing_ok=True)
+        return parts
+
+    def _write_partial(self, path: Path, location: str, content: manifests.Content) -> tuple[PartRef, ...]:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            # Reserving all pages first turns a full file system into ENOSPC here; a write to a mapping would be a SIGBUS.
+            os.posix_fallocate(descriptor, 0, content.nbytes)
+            target = np.frombuffer(mmap.mmap(descriptor, content.nbytes), dtype=np.uint8)
+        finally:
+            os.close(descriptor)
+        parts: list[PartRef] = []
+        for piece in manifests.cut(content.nbytes, self._part_bytes):
+            view = target[piece.start : piece.start + piece.nbytes]
+            content.fill(piece.start, view)
+            parts.append(PartRef(location=location, offset=piece.start, nbytes=piece.nbytes, sha256=_sha256(view.data)))
+        return tuple(parts)
+
+    def _take_over(self) -> None:
+        """Once, before the first write: remove what a dead publisher left unfinished; its finished files stay until they are retired.
+
+        The lock on the lock file is held for as long as this process lives, so whoever gets it knows that the one before is dead.
+        """
+        if self._lock_file is not None:
+            return
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock_file = os.open(self._directory / f"{self._policy}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.warning("event=weights_publisher_still_alive policy=%s directory=%s action=left_its_files", self._policy, self._directory)
+            return
+        for path, version, state in self._files():
+            if state == "partial":
+                path.unlink(missing_ok=True)
+                logger.info("event=weights_leftover_removed policy=%s version=%s file=%s", self._policy, version, path.name)
+
+    def _files(self) -> Iterator[tuple[Path, Version, str]]:
+        """Files of this policy with their version and state (`weights` or `partial`)."""
+        if not self._directory.is_dir():
+            return
+        for path in sorted(self._directory.iterdir()):
+            match = _NAME.match(path.name)
+            if match is not None and match["policy"] == self._policy:
+                yield path, Version(int(match["epoch"]), int(match["number"])), match["state"]
+
+    def _map(self, manifest: Manifest) -> mmap.mmap:
+        where = f"{manifest.policy} {manifest.version}"
+        here = host_id(self._directory)
+        if manifest.host != here:
+            raise WeightSyncError(
+                f"{where}: expected a manifest of this host ({here}), got one of {manifest.host or 'no host'}",
+                hint="shared memory reaches one host only: set weights.transport = 'bus', or weights.also_on_bus = true",
+            )
+        path = self._directory / _location(manifest)
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise WeightSyncError(
+                f"{where}: {path} cannot be read: {error.strerror}", hint=_GONE_HINT, version=str(manifest.version)
+            ) from error
+        try:
+            size = os.fstat(descriptor).st_size
+            if size < manifest.nbytes:
+                raise WeightSyncError(f"{where}: expected {manifest.nbytes} bytes in {path}, got {size}", hint=_GONE_HINT)
+            return mmap.mmap(descriptor, manifest.nbytes, access=mmap.ACCESS_READ)
+        finally:
+            os.close(descriptor)
+
+
+def host_id(directory: Path) -> str:
+    """What two processes have in common if a file of one is a file of the other: the running kernel and the file system.
+
+    Two containers of one machine with a /dev/shm each get different ids.
+    """
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    try:
+        kernel = _BOOT_ID.read_text().strip()
+    except OSError:
+        kernel = f"{uuid.getnode():012x}"
+    return f"{kernel}-{existing.stat().st_dev:x}"
+
+
+def remove_directory(directory: Path) -> None:
+    """Free all versions of a run that has ended; engines that still map one keep it."""
+    if directory.is_dir():
+        shutil.rmtree(directory)
+
+
+def _location(manifest: Manifest) -> str:
+    """Name of the manifest's file; refuses anything that is not a plain name of ours, so that no manifest can point elsewhere."""
+    names = {part.location for part in manifest.parts}
+    name = next(iter(names))
+    match = _NAME.match(name)
+    if len(names) != 1 or match is None or match["state"] != "weights":
+        raise WeightSyncError(f"{manifest.policy} {manifest.version}: expected the name of one weights file, got {sorted(names)}")
+    return name
+
+
+def _sha256(data: memoryview) -> str:
+    return hashlib.sha256(data).hexdigest()
