@@ -1,0 +1,203 @@
+"""From a packed batch to the rectangles of tokens that a model is run on. Pure, deterministic, numpy only.
+
+Letters: `T` tokens of the batch, `R` rows of a micro-batch, `L` its row length, `M` its predicted tokens.
+
+A *tree* is what is laid out in one piece: one sample, or neighbouring samples of one task with their common prefix laid
+out once and one branch for the rest of each (a group shares its prompt: with short answers that leaves a third of the
+tokens). A row holds one or several trees. A token may look at earlier tokens of its row that belong to its tree and lie
+in the shared prefix or in its own branch, which is exactly what it would see in its sample alone.
+
+Rows are as long as the longest tree of their micro-batch; trees are placed longest first, each into the row with the
+least room that still takes it (best-fit decreasing).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.core.batches import TrainBatch
+
+Indices = npt.NDArray[np.int64]
+
+
+class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """Inputs of one forward pass, and which of its states predict which tokens of the batch."""
+
+    inputs: Indices
+    """[R, L] token ids; 0 at the padding, which stands at the ends of rows."""
+    positions: Indices
+    """[R, L] position of each token in its own sample; 0 at the padding, which may be longer than any sample."""
+    tree: npt.NDArray[np.int32]
+    """[R, L] number of the token's tree within its row; padding continues with the last one, later than all of it."""
+    branch: npt.NDArray[np.int32]
+    """[R, L] branch within its tree, from 1; 0 for the shared prefix."""
+    source: Indices
+    """[M] flat index (row * L + column) of the state that predicts the token."""
+    target: Indices
+    """[M] the predicted token's index in the batch."""
+    plain: bool
+    """True when each row holds one sample: then causal attention needs no further mask, and positions count from 0."""
+
+
+class Tree(msgspec.Struct, frozen=True):
+    """Samples laid out together: the first `prefix` inputs of all are the same and stand there once."""
+
+    samples: tuple[int, ...]
+    inputs: tuple[int, ...]
+    """For each sample, how many of its tokens are fed to the model (up to the one before the last predicted)."""
+    prefix: int
+
+    @property
+    def length(self) -> int:
+        """Row positions it takes."""
+        return self.prefix + sum(n - self.prefix for n in self.inputs)
+
+
+def plan_micro_batches(
+    batch: TrainBatch,
+    predicted: npt.NDArray[np.bool_],
+    samples: Indices,
+    *,
+    budget: int,
+    share_prefixes: bool = True,
+    several_per_row: bool = True,
+    width: int = 1024,
+) -> list[MicroBatch]:
+    """Cut the samples into micro-batches so that each predicted token is predicted exactly once.
+
+    Args:
+        batch: the whole batch.
+        predicted: [T] which tokens are wanted; never a sequence's first.
+        samples: indices of the samples to lay out, ascending. Those without a predicted token are left out.
+        budget: most row positions (R * L) of a micro-batch. A single tree that is longer gets one of its own.
+        share_prefixes: lay a group's common prefix out once, where that is cheaper and fits the budget.
+        several_per_row: let a row hold several trees. False for models that cannot be masked freely.
+        width: hidden size of the model, which weighs its linear layers against attention.
+
+    Returns:
+        Micro-batches, those with long rows first; none when nothing is predicted.
+    """
+    trees = _trees(batch, predicted, samples, share_prefixes, budget, width)
+    left = sorted(trees, key=lambda tree: (-tree.length, tree.samples))
+    plans: list[MicroBatch] = []
+    while left:
+        rows, left = _fill_rows(left, budget, several_per_row)
+        plans.append(_lay_out(batch, predicted, rows))
+    return plans
+
+
+def split_groups(batch: TrainBatch, parts: int) -> list[Indices]:
+    """Samples of each optimizer step: whole groups, in order, in `parts` nearly equal parts (fewer if there are fewer groups)."""
+    starts = np.flatnonzero(np.diff(batch.tasks, prepend=batch.tasks[:1] - 1))
+    bounds = [int(chunk[0]) for chunk in np.array_split(starts, min(parts, len(starts)))]
+    return [np.arange(a, b, dtype=np.int64) for a, b in zip(bounds, [*bounds[1:], batch.num_samples], strict=True)]
+
+
+def split_ranks(batch: TrainBatch, samples: Indices, ranks: int) -> list[Indices]:
+    """Samples of each data-parallel rank: whole groups, the longest first to the rank with the fewest tokens so far."""
+    if ranks == 1:
+        return [samples]
+    lengths = batch.lengths[samples]
+    tasks, group = np.unique(batch.tasks[samples], return_inverse=True)
+    tokens = np.bincount(group, lengths)
+    load = [0.0] * ranks
+    rank_of = np.zeros(len(tasks), np.int64)
+    for g in sorted(range(len(tasks)), key=lambda g: (-tokens[g], g)):
+        rank_of[g] = min(range(ranks), key=lambda r: (load[r], r))
+        load[rank_of[g]] += tokens[g]
+    return [samples[rank_of[group] == rank] for rank in range(ranks)]
+
+
+def _cost(length: int, width: int) -> int:
+    """Work of one row, up to a factor: about 12 width^2 multiplications a token in linear layers, 2 width a pair in attention."""
+    return length * (6 * width + length)
+
+
+def _trees(batch: TrainBatch, predicted: npt.NDArray[np.bool_], samples: Indices, share: bool, budget: int, width: int) -> list[Tree]:
+    # The last predicted token of a sample is the last thing it needs; what it is fed ends one before.
+    ends = np.full(batch.num_samples, -1, np.int64)
+    wanted = np.flatnonzero(predicted)
+    owner = np.searchsorted(batch.offsets, wanted, side="right") - 1
+    ends[owner] = wanted  # ascending, so the last one of each sample stays
+    fed = (ends - batch.offsets[:-1])[samples]
+    used, fed = samples[fed > 0], fed[fed > 0]
+    cuts = np.flatnonzero(np.diff(batch.tasks[used])) + 1
+    trees: list[Tree] = []
+    for group, lengths in zip(np.split(used, cuts), np.split(fed, cuts), strict=True):
+        if len(group) > 1 and share:
+            prefix = _common_prefix(batch, group, int(lengths.min()))
+            tree = Tree(tuple(group.tolist()), tuple(lengths.tolist()), prefix)
+            if prefix and tree.length <= budget and _cost(tree.length, width) < sum(_cost(n, width) for n in tree.inputs):
+                trees.append(tree)
+                continue
+        trees.extend(Tree((sample,), (length,), 0) for sample, length in zip(group.tolist(), lengths.tolist(), strict=True))
+    return trees
+
+
+def _common_prefix(batch: TrainBatch, samples: Indices, limit: int) -> int:
+    grid = batch.tokens[batch.offsets[samples][:, None] + np.arange(limit)[None, :]]
+    differs = (grid != grid[:1]).any(axis=0)
+    return int(differs.argmax()) if differs.any() else limit
+
+
+def _fill_rows(trees: Sequence[Tree], budget: int, several: bool) -> tuple[list[list[Tree]], list[Tree]]:
+    """Rows of one micro-batch from trees sorted by falling length, and the trees that did not fit."""
+    capacity = trees[0].length
+    most = max(1, budget // capacity)
+    rows: list[list[Tree]] = []
+    room: list[tuple[int, int]] = []
+    left: list[Tree] = []
+    for tree in trees:
+        best = bisect_left(room, (tree.length, 0))
+        if several and best < len(room):
+            free, row = room.pop(best)
+            rows[row].append(tree)
+            insort(room, (free - tree.length, row))
+        elif len(rows) < most:
+            rows.append([tree])
+            insort(room, (capacity - tree.length, len(rows) - 1))
+        else:
+            left.append(tree)
+    return rows, left
+
+
+def _lay_out(batch: TrainBatch, predicted: npt.NDArray[np.bool_], rows: Sequence[Sequence[Tree]]) -> MicroBatch:
+    shape = (len(rows), rows[0][0].length)
+    inputs, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    trees, branches = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    sources: list[Indices] = []
+    targets: list[Indices] = []
+    for r, row in enumerate(rows):
+        column = 0
+        for t, tree in enumerate(row):
+            begin, prefix = column, tree.prefix
+            for b, (sample, fed) in enumerate(zip(tree.samples, tree.inputs, strict=True)):
+                skip = prefix if b else 0  # the prefix stands there once, before the first branch
+                first = int(batch.offsets[sample])
+                stop = column + fed - skip
+                inputs[r, column:stop] = batch.tokens[first + skip : first + fed]
+                positions[r, column:stop] = np.arange(skip, fed)
+                branches[r, column:stop] = b + 1
+                # State k of the sample predicts its token k + 1; states of the prefix stand at the tree's beginning.
+                states = np.flatnonzero(predicted[first + 1 : first + fed + 1])
+                sources.append(r * shape[1] + np.where(states < prefix, begin + states, column - skip + states))
+                targets.append(first + 1 + states)
+                column = stop
+            branches[r, begin : begin + prefix] = 0
+            trees[r, begin:] = t
+        branches[r, column:] = branches[r, column - 1]
+    plain = all(len(row) == 1 and len(row[0].samples) == 1 for row in rows)
+    return MicroBatch(
+        inputs=inputs,
+        positions=positions,
+        tree=trees,
+        branch=branches,
+        source=np.concatenate(sources),
+        target=np.concatenate(targets),
+        plain=plain,
+    )

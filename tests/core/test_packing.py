@@ -1,0 +1,104 @@
+"""Micro-batches: every wanted token is predicted once, by a state that sees exactly its own sample's past."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from streamrl.core.batches import TrainBatch
+from streamrl.core.packing import MicroBatch, plan_micro_batches, split_groups, split_ranks
+
+MakeBatch = Callable[..., TrainBatch]
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> list[dict[str, object]]:
+    samples: list[dict[str, object]] = []
+    for task in range(draw(st.integers(1, 5))):
+        prompt = draw(st.lists(st.integers(1, 3), min_size=1, max_size=6))
+        for rollout in range(draw(st.integers(1, 4))):
+            answer = draw(st.lists(st.integers(1, 3), min_size=0, max_size=7))
+            mask = draw(st.lists(st.booleans(), min_size=len(answer), max_size=len(answer)))
+            samples.append({"prompt": prompt, "answer": answer, "mask": mask, "task": task, "rollout": rollout})
+    return samples
+
+
+def seen_by(micro: MicroBatch, source: int) -> tuple[list[int], list[int]]:
+    """Tokens and positions that a state may look at, by the rule in the module's docstring."""
+    row, column = divmod(source, micro.inputs.shape[1])
+    see = micro.tree[row] == micro.tree[row, column]
+    see &= (micro.branch[row] == 0) | (micro.branch[row] == micro.branch[row, column])
+    see[column + 1 :] = False
+    return micro.inputs[row, see].tolist(), micro.positions[row, see].tolist()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(samples=groups(), budget=st.integers(1, 60), share=st.booleans(), several=st.booleans(), width=st.sampled_from([1, 64]))
+def test_each_token_is_predicted_once_from_its_own_past(
+    make_batch: MakeBatch, samples: list[dict[str, object]], budget: int, share: bool, several: bool, width: int
+) -> None:
+    batch = make_batch(samples)
+    chosen = np.arange(batch.num_samples)
+    plans = plan_micro_batches(batch, batch.loss_mask, chosen, budget=budget, share_prefixes=share, several_per_row=several, width=width)
+    targets = np.concatenate([p.target for p in plans]) if plans else np.zeros(0)
+    assert sorted(targets.tolist()) == np.flatnonzero(batch.loss_mask).tolist()
+    for plan in plans:
+        assert plan.inputs.size <= budget or len(plan.inputs) == 1
+        assert plan.source.max() < plan.inputs.size
+        for source, target in zip(plan.source.tolist(), plan.target.tolist(), strict=True):
+            start = int(batch.offsets[np.searchsorted(batch.offsets, target, side="right") - 1])
+            tokens, positions = seen_by(plan, source)
+            assert tokens == batch.tokens[start:target].tolist()
+            assert positions == list(range(target - start))
+
+
+def test_a_group_shares_its_prompt(make_batch: MakeBatch) -> None:
+    batch = make_batch([{"prompt": [1] * 8, "answer": [2 + r, 9, 9], "task": t, "rollout": r} for t in range(3) for r in range(4)])
+    (plan,) = plan_micro_batches(batch, batch.loss_mask, np.arange(12), budget=1000)
+    assert plan.inputs.shape == (3, 8 + 4 * 2)
+    assert not plan.plain
+    (alone,) = plan_micro_batches(batch, batch.loss_mask, np.arange(12), budget=1000, share_prefixes=False)
+    assert alone.inputs.shape == (12, 10)
+    assert alone.plain
+
+
+def test_long_answers_are_not_shared(make_batch: MakeBatch) -> None:
+    batch = make_batch([{"prompt": [1] * 4, "answer": [2 + r] * 400, "task": 0, "rollout": r} for r in range(4)])
+    plans = plan_micro_batches(batch, batch.loss_mask, np.arange(4), budget=10_000, width=8)
+    assert [p.inputs.shape for p in plans] == [(4, 403)]
+
+
+def test_short_samples_fill_the_rows_of_long_ones(make_batch: MakeBatch) -> None:
+    batch = make_batch([{"prompt": [1], "answer": [2] * n, "task": t} for t, n in enumerate((10, 6, 4, 3, 3))])
+    (plan,) = plan_micro_batches(batch, batch.loss_mask, np.arange(5), budget=100)
+    assert plan.inputs.shape == (3, 10)
+    assert [len(set(row)) for row in plan.tree.tolist()] == [1, 2, 2]
+
+
+def test_the_plan_depends_on_nothing_but_its_arguments(make_batch: MakeBatch) -> None:
+    rng = np.random.default_rng(0)
+    samples = [{"prompt": [1] * 3, "answer": rng.integers(1, 9, rng.integers(1, 30)).tolist(), "task": i // 4} for i in range(40)]
+    first, second = (plan_micro_batches(make_batch(samples), make_batch(samples).loss_mask, np.arange(40), budget=90) for _ in range(2))
+    assert [p.target.tolist() for p in first] == [p.target.tolist() for p in second]
+
+
+@pytest.mark.parametrize(("groups_", "parts", "sizes"), [(4, 2, [6, 6]), (3, 2, [6, 3]), (2, 5, [3, 3])])
+def test_optimizer_steps_take_whole_groups(make_batch: MakeBatch, groups_: int, parts: int, sizes: list[int]) -> None:
+    batch = make_batch([{"prompt": [1], "answer": [2], "task": 7 * t, "rollout": r} for t in range(groups_) for r in range(3)])
+    split = split_groups(batch, parts)
+    assert [len(s) for s in split] == sizes
+    assert np.concatenate(split).tolist() == list(range(batch.num_samples))
+
+
+def test_ranks_get_whole_groups_and_similar_loads(make_batch: MakeBatch) -> None:
+    lengths = [50, 3, 3, 40, 9, 5]
+    batch = make_batch([{"prompt": [1], "answer": [2] * n, "task": t, "rollout": r} for t, n in enumerate(lengths) for r in range(2)])
+    split = split_ranks(batch, np.arange(12), 2)
+    assert sorted(np.concatenate(split).tolist()) == list(range(12))
+    assert not set(batch.tasks[split[0]]) & set(batch.tasks[split[1]])
+    assert [int(batch.lengths[s].sum()) for s in split] == [114, 118]
+    assert [s.tolist() for s in split_ranks(batch, np.arange(2), 3)] == [[0, 1], [], []]
