@@ -176,9 +176,10 @@ class Publisher:
         await self._announce(msgspec.structs.replace(manifest, mirrors=mirrors))
         await self._retire()
         took_s = time.monotonic() - started
-        logger.info("event=weights_published policy=%s version=%s bytes=%d took_s=%.3f", self._policy, offer.version, manifest.nbytes, took_s)
+        nbytes = manifest.nbytes
+        logger.info("event=weights_published policy=%s version=%s bytes=%d took_s=%.3f", self._policy, offer.version, nbytes, took_s)
         if self._report is not None:
-            await self._report({"weights/publish_s": took_s, "weights/bytes_total": float(manifest.nbytes)})
+            await self._report({"weights/publish_s": took_s, "weights/bytes_total": float(nbytes)})
 
     async def _is_out(self, offer: _Offer) -> bool:
         """Whether the version, or (unless all are kept) a newer one, is announced and can still be fetched."""

@@ -163,7 +163,7 @@ class ShmTransport:
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.warning("event=weights_publisher_still_alive policy=%s directory=%s action=left_its_files", self._policy, self._directory)
+            logger.warning("event=weights_publisher_alive policy=%s directory=%s action=left_its_files", self._policy, self._directory)
             return
         for path, version, state in self._files():
             if state == "partial":

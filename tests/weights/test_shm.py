@@ -98,7 +98,7 @@ async def test_a_live_publishers_unfinished_file_is_left_alone(tmp_path, caplog)
     second = transport(tmp_path)
     await second.publish(V2, iter(shards(2)))
     assert unfinished.exists()
-    assert "publisher_still_alive" in caplog.text
+    assert "event=weights_publisher_alive" in caplog.text
     first.close()
     second.close()
 
