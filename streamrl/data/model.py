@@ -1,0 +1,100 @@
+"""The model directory a run starts from: the user's, or a tiny one with random weights that is built on the spot."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from streamrl.config.tree import Config, ModelConfig
+from streamrl.data.characters import END, SPECIALS, VOCAB_SIZE, write_tokenizer
+from streamrl.errors import ConfigError
+
+
+def ensure_model(config: Config, directory: Path) -> Path:
+    """The model directory of a run: `model.path` where it is set, else `directory`, built there on the first call.
+
+    A directory that exists is complete (it is renamed into place), so calling it again costs nothing.
+    """
+    if config.model.path:
+        path = Path(config.model.path)
+        wanted = "table.json" if config.engine.kind == "table" else "config.json"
+        if not (path / wanted).is_file():
+            raise ConfigError(
+                f"expected a model directory with a {wanted}, got none in {path}",
+                hint="download the model, or leave model.path empty to have a tiny one built",
+                key="model.path",
+                path=str(path),
+            )
+        return path
+    if directory.is_dir():
+        return directory
+    if config.engine.kind == "table":
+        _build(directory, lambda target: write_table(target, max_position=config.sampling.max_new_tokens))
+    else:
+        _build(directory, lambda target: write_qwen3(target, config.model, seed=config.run.seed))
+    return directory
+
+
+def write_table(directory: Path, *, max_position: int) -> None:
+    """Write the description of a tabular policy (`table.json`) and the character tokenizer; its logits begin at zero.
+
+    Args:
+        directory: made if it is not there.
+        max_position: positions of a response with their own table; later ones share the last.
+    """
+    write_tokenizer(directory)
+    table = {"vocab": VOCAB_SIZE, "max_position": max_position, "eos": SPECIALS.index(END)}
+    (directory / "table.json").write_text(json.dumps(table) + "\n", encoding="utf-8")
+
+
+def write_qwen3(directory: Path, config: ModelConfig, *, seed: int) -> None:
+    """Write a Qwen3 with random weights (safetensors) and the character tokenizer. The global random state is left as it was.
+
+    The defaults give 0.41 million parameters; the head dimension is hidden / heads, embeddings are tied.
+    """
+    import safetensors.torch
+    import torch
+    import transformers
+
+    end, pad = SPECIALS.index(END), SPECIALS.index("<|pad|>")
+    architecture = transformers.Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=config.hidden,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.hidden // config.heads,
+        intermediate_size=config.intermediate,
+        max_position_embeddings=config.max_len,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=end,
+        pad_token_id=pad,
+        architectures=["Qwen3ForCausalLM"],
+        dtype=config.dtype,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.Qwen3ForCausalLM(architecture)
+    weights = {name: parameter.detach().to(getattr(torch, config.dtype)) for name, parameter in model.named_parameters()}
+    write_tokenizer(directory)
+    architecture.save_pretrained(directory)
+    transformers.GenerationConfig(eos_token_id=end, pad_token_id=pad).save_pretrained(directory)
+    safetensors.torch.save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def _build(directory: Path, write: Callable[[Path], None]) -> None:
+    """Write into a neighbour of `directory`, then rename it, so that nobody sees half a model."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        write(scratch)
+        scratch.chmod(0o755)
+        os.rename(scratch, directory)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise

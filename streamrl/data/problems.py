@@ -1,0 +1,129 @@
+"""Rows made ready for tasks: prompt token ids, label, tools and metadata, checked and filtered by length."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from streamrl.config.tree import DataConfig
+from streamrl.data.rows import Rows, digest, open_rows
+from streamrl.data.tokenizer import Tokenizer
+from streamrl.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+_CHUNK = 1024
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """One row as a task needs it."""
+
+    row: int
+    """Index among the problems of its file."""
+    line: int
+    """1-based line of the file."""
+    prompt_ids: tuple[int, ...]
+    prompt: Any
+    """As the file has it: a string, or a list of chat messages."""
+    label: Any = None
+    tools: Any = None
+    metadata: dict[str, Any] = {}
+
+
+class Problems(msgspec.Struct, frozen=True, kw_only=True):
+    """The problems of one file. `digest` covers all used rows, those that are too long included."""
+
+    problems: tuple[Problem, ...]
+    digest: str
+    num_too_long: int = 0
+
+    def __len__(self) -> int:
+        return len(self.problems)
+
+    def __getitem__(self, index: int) -> Problem:
+        return self.problems[index]
+
+
+def load_problems(path: str, config: DataConfig, tokenizer: Tokenizer) -> Problems:
+    """Read, check and encode the rows of `path` (with an optional `@[a:b]`), leaving out prompts beyond `max_prompt_tokens`.
+
+    Raises DataError that names file and line: no such file, malformed line, a prompt or label that is missing, a value of a wrong
+    type, no problem left.
+    """
+    rows = open_rows(path)
+    problems: list[Problem] = []
+    num_too_long = 0
+    for first in range(0, len(rows), _CHUNK):
+        read = [_read(rows, index, config) for index in range(first, min(first + _CHUNK, len(rows)))]
+        texts = [_text(problem, config, tokenizer, rows.path) for problem in read]
+        encoded = tokenizer.encode_many(texts, add_special_tokens=not config.chat_template)
+        for problem, ids in zip(read, encoded, strict=True):
+            if len(ids) > config.max_prompt_tokens:
+                num_too_long += 1
+                continue
+            problems.append(msgspec.structs.replace(problem, row=len(problems), prompt_ids=tuple(ids)))
+    if not problems:
+        raise DataError(
+            f"expected a prompt of at most {config.max_prompt_tokens} tokens in {path}, got {num_too_long} that are all longer",
+            hint="raise data.max_prompt_tokens",
+            path=rows.path,
+        )
+    if num_too_long:
+        logger.warning(
+            "event=prompts_left_out path=%s too_long=%d kept=%d max_prompt_tokens=%d",
+            path,
+            num_too_long,
+            len(problems),
+            config.max_prompt_tokens,
+        )
+    return Problems(problems=tuple(problems), digest=digest(rows), num_too_long=num_too_long)
+
+
+def prompt_text(prompt: Any, config: DataConfig, tokenizer: Tokenizer, *, tools: Any = None) -> str:
+    """The text a prompt is encoded from: through the chat template (a string is one user message), or the string as it is."""
+    if not config.chat_template:
+        if not isinstance(prompt, str):
+            raise ConfigError("expected a string prompt, got chat messages", hint="set data.chat_template = true")
+        return prompt
+    messages: Sequence[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True)
+
+
+def _text(problem: Problem, config: DataConfig, tokenizer: Tokenizer, path: str) -> str:
+    try:
+        return prompt_text(problem.prompt, config, tokenizer, tools=problem.tools)
+    except ConfigError as error:
+        raise DataError(f"{error.message}, at {path} line {problem.line}", hint=error.hint, path=path, line=problem.line) from error
+
+
+def _read(rows: Rows, index: int, config: DataConfig) -> Problem:
+    row = rows[index]
+    prompt = row.get(config.prompt_key)
+    if not isinstance(prompt, str) and not _are_messages(prompt):
+        raise _wrong(rows, index, "a string or a list of chat messages", config, "prompt_key")
+    label = row.get(config.label_key) if config.label_key else None
+    if config.label_key and label is None:
+        raise _wrong(rows, index, "a label", config, "label_key")
+    metadata = (row.get(config.metadata_key) if config.metadata_key else None) or {}
+    if not isinstance(metadata, dict):
+        raise _wrong(rows, index, "a table", config, "metadata_key")
+    tools = row.get(config.tools_key) if config.tools_key else None
+    return Problem(row=index, line=rows.line(index), prompt_ids=(), prompt=prompt, label=label, tools=tools, metadata=metadata)
+
+
+def _wrong(rows: Rows, index: int, expected: str, config: DataConfig, option: str) -> DataError:
+    row, line, key = rows[index], rows.line(index), getattr(config, option)
+    found = f"a {type(row[key]).__name__}" if row.get(key) is not None else f"none (the row has: {', '.join(sorted(row))})"
+    return DataError(
+        f"expected {expected} under {key!r} at {rows.path} line {line}, got {found}",
+        hint=f"fix the row, or name the right field in data.{option}",
+        path=rows.path,
+        line=line,
+    )
+
+
+def _are_messages(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and all(isinstance(each, dict) and "role" in each for each in prompt)

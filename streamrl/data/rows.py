@@ -1,0 +1,141 @@
+"""Dataset files: JSONL and Parquet, whole or as a slice (`rows.jsonl@[0:100]`), with errors that name the line."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.config.paths import parse_dataset
+from streamrl.errors import DataError
+
+_canonical = msgspec.json.Encoder(order="deterministic")
+_lines = msgspec.json.Decoder()
+
+
+class Rows(Protocol):
+    """The used rows of one file, decoded when asked for. Iteration and `[i]` give plain tables; i counts used rows from 0."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    def __iter__(self) -> Iterator[dict[str, Any]]: ...
+
+    def line(self, index: int) -> int:
+        """1-based line (JSONL) or row (Parquet) of the file."""
+        ...
+
+    @property
+    def path(self) -> str: ...
+
+
+def open_rows(text: str) -> Rows:
+    """The rows that `path` or `path@[a:b]` names; `.parquet` is Parquet, anything else JSONL (blank lines are no rows).
+
+    Every used row is decoded once here, so that a broken one is found before the run starts. Raises DataError: missing or
+    unreadable file, a line that is no JSON object (`values["line"]`), no rows at all.
+    """
+    dataset = parse_dataset(text)
+    path = Path(dataset.path)
+    if not path.is_file():
+        raise DataError(f"expected a dataset file, got no such file: {path}", hint="check data.train and data.heldout", path=str(path))
+    window = slice(dataset.start, dataset.stop)
+    rows = _parquet(path, window) if path.suffix == ".parquet" else _jsonl(path, window)
+    if len(rows) == 0:
+        raise DataError(f"expected at least one row in {dataset}, got none", hint="check the file and its slice", path=str(path))
+    return rows
+
+
+def digest(rows: Rows) -> str:
+    """SHA-256 (hex) over the rows' contents in order: the same for one dataset as JSONL and as Parquet, whatever its formatting."""
+    total = hashlib.sha256()
+    for row in rows:
+        encoded = _canonical.encode(row)
+        total.update(len(encoded).to_bytes(8, "little") + encoded)
+    return total.hexdigest()
+
+
+class JsonlRows:
+    """Lines of one file, held as bytes. `starts` [n] and `stops` [n] are byte offsets, `lines` [n] 1-based line numbers."""
+
+    def __init__(
+        self, path: str, data: bytes, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64], lines: npt.NDArray[np.int64]
+    ) -> None:
+        self.path = path
+        self._data = memoryview(data)
+        self._starts, self._stops, self._lines = starts, stops, lines
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        try:
+            row = _lines.decode(self._data[self._starts[index] : self._stops[index]])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise self._broken(index, str(error)) from error
+        if not isinstance(row, dict):
+            raise self._broken(index, f"a JSON {type(row).__name__}")
+        return row
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[index] for index in range(len(self)))
+
+    def line(self, index: int) -> int:
+        return int(self._lines[index])
+
+    def _broken(self, index: int, found: str) -> DataError:
+        line = self.line(index)
+        hint = "each line holds one JSON object; fix or remove this one"
+        return DataError(f"expected a JSON object at {self.path} line {line}, got: {found}", hint=hint, path=self.path, line=line)
+
+
+class ParquetRows:
+    """Rows of one Parquet file, held as Arrow columns; `first` is the 0-based row of the file that [0] is."""
+
+    def __init__(self, path: str, table: Any, first: int) -> None:
+        self.path = path
+        self._table = table
+        self._first = first
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return self._table.slice(index % len(self), 1).to_pylist()[0]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in self._table.to_batches(max_chunksize=1024):
+            yield from batch.to_pylist()
+
+    def line(self, index: int) -> int:
+        return self._first + index + 1
+
+
+def _jsonl(path: Path, window: slice) -> JsonlRows:
+    data = path.read_bytes()
+    edges = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")).astype(np.int64)
+    starts, stops = np.concatenate(([0], edges + 1)), np.concatenate((edges, [len(data)]))
+    filled = np.array([bool(data[start:stop].strip()) for start, stop in zip(starts, stops, strict=True)])
+    lines = np.flatnonzero(filled) + 1
+    rows = JsonlRows(str(path), data, starts[filled][window], stops[filled][window], lines[window])
+    for _ in rows:  # decodes, and so checks, each of them
+        pass
+    return rows
+
+
+def _parquet(path: Path, window: slice) -> ParquetRows:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path, memory_map=True)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"expected a Parquet file, got {path}: {error}", hint="was it written completely?", path=str(path)) from error
+    start, stop, _ = window.indices(table.num_rows)
+    return ParquetRows(str(path), table.slice(start, max(0, stop - start)), start)

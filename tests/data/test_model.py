@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from streamrl.config.tree import Config, EngineConfig, ModelConfig, RunConfig, TrainerConfig
+from streamrl.data.model import ensure_model
+from streamrl.data.tokenizer import load_tokenizer
+from streamrl.errors import ConfigError
+from streamrl.schemas.tasks import Sampling
+
+TINY = Config(model=ModelConfig(hidden=32, layers=1, heads=2, kv_heads=1, intermediate=48, max_len=64))
+TABLE = Config(engine=EngineConfig(kind="table"), trainer=TrainerConfig(backend="table"), sampling=Sampling(max_new_tokens=5))
+
+
+def files(directory: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()}
+
+
+def test_the_built_model_loads_and_fits_its_tokenizer(tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    directory = ensure_model(TINY, tmp_path / "runs" / "model")
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    tokenizer = load_tokenizer(directory)
+    assert model.config.model_type == "qwen3"
+    assert model.config.eos_token_id == tokenizer.eos_id
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    with torch.no_grad():
+        logits = model(torch.tensor([tokenizer.encode("<|user|>1+1=<|end|>")])).logits
+    assert logits.shape == (1, 6, 104)
+    assert torch.isfinite(logits).all()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_the_default_model_has_the_size_that_was_measured(tmp_path):
+    from safetensors import safe_open
+
+    directory = ensure_model(Config(), tmp_path / "model")
+    with safe_open(directory / "model.safetensors", "np") as weights:
+        total = sum(weights.get_tensor(name).size for name in weights.keys())  # noqa: SIM118
+    assert total == 407_296
+
+
+def test_weights_depend_on_the_seed_only(tmp_path):
+    import torch
+
+    torch.manual_seed(123)
+    before = torch.get_rng_state()
+    first = files(ensure_model(TINY, tmp_path / "a"))
+    assert torch.equal(before, torch.get_rng_state())
+    torch.manual_seed(456)
+    assert files(ensure_model(TINY, tmp_path / "b")) == first
+    other = files(ensure_model(msgspec.structs.replace(TINY, run=RunConfig(seed=1)), tmp_path / "c"))
+    assert {name for name in first if other[name] != first[name]} == {"model.safetensors"}
+
+
+def test_it_is_built_once(tmp_path):
+    directory = ensure_model(TABLE, tmp_path / "model")
+    (directory / "mark").write_text("")
+    assert ensure_model(TABLE, tmp_path / "model") == directory
+    assert (directory / "mark").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_table(tmp_path):
+    directory = ensure_model(TABLE, tmp_path / "model")
+    assert json.loads((directory / "table.json").read_text()) == {"vocab": 104, "max_position": 5, "eos": load_tokenizer(directory).eos_id}
+
+
+def test_a_build_that_fails_leaves_nothing(tmp_path):
+    broken = msgspec.structs.replace(TINY, model=ModelConfig(hidden=-1))
+    with pytest.raises(RuntimeError, match="negative dimension"):
+        ensure_model(broken, tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_given_model_is_used_where_it_is(tmp_path):
+    built = ensure_model(TABLE, tmp_path / "mine")
+    config = msgspec.structs.replace(TABLE, model=ModelConfig(path=str(built)))
+    assert ensure_model(config, tmp_path / "unused") == built
+    assert not (tmp_path / "unused").exists()
+
+
+def test_a_given_directory_without_a_model(tmp_path):
+    with pytest.raises(ConfigError, match=r"expected a model directory with a config\.json"):
+        ensure_model(Config(model=ModelConfig(path=str(tmp_path))), tmp_path / "unused")

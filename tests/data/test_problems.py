@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from streamrl.config.tree import DataConfig
+from streamrl.data.problems import load_problems
+from streamrl.errors import DataError
+
+
+@pytest.fixture
+def write(tmp_path):
+    def _write(*rows):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return _write
+
+
+def test_a_string_is_one_user_message(write, tokenizer):
+    problems = load_problems(write({"prompt": "37+8=", "label": "45"}), DataConfig(), tokenizer)
+    assert tokenizer.decode(problems[0].prompt_ids) == "<|user|>37+8=<|end|><|assistant|>"
+    assert (problems[0].label, problems[0].row, problems[0].line, problems[0].prompt) == ("45", 0, 1, "37+8=")
+
+
+def test_messages_tools_and_metadata(write, tokenizer):
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    path = write({"chat": messages, "answer": 3, "info": {"level": 1}, "functions": ["f"]})
+    config = DataConfig(prompt_key="chat", label_key="answer", metadata_key="info", tools_key="functions")
+    problem = load_problems(path, config, tokenizer)[0]
+    assert tokenizer.decode(problem.prompt_ids) == '<|system|>["f"]<|end|><|system|>s<|end|><|user|>u<|end|><|assistant|>'
+    assert (problem.label, problem.metadata, problem.tools, problem.prompt) == (3, {"level": 1}, ["f"], messages)
+
+
+def test_without_a_template(write, tokenizer):
+    problems = load_problems(write({"prompt": "37+8=", "label": "45"}), DataConfig(chat_template=False), tokenizer)
+    assert tokenizer.decode(problems[0].prompt_ids) == "37+8="
+
+
+def test_long_prompts_are_left_out_and_counted(write, tokenizer, caplog):
+    path = write(*({"prompt": "1" * n, "label": str(n)} for n in range(1, 11)))
+    problems = load_problems(path, DataConfig(max_prompt_tokens=7), tokenizer)
+    assert [(problem.row, problem.line, problem.label) for problem in problems.problems] == [(i, i + 1, str(i + 1)) for i in range(4)]
+    assert problems.num_too_long == 6
+    assert "too_long=6" in caplog.text
+
+
+def test_rows_are_numbered_after_the_filter(write, tokenizer):
+    path = write({"prompt": "1" * 50, "label": "a"}, {"prompt": "1", "label": "b"})
+    problem = load_problems(path, DataConfig(max_prompt_tokens=10), tokenizer)[0]
+    assert (problem.row, problem.line, problem.label) == (0, 2, "b")
+
+
+def test_the_digest_does_not_depend_on_the_filter(write, tokenizer):
+    path = write({"prompt": "1" * 50, "label": "a"}, {"prompt": "1", "label": "b"})
+    assert load_problems(path, DataConfig(max_prompt_tokens=10), tokenizer).digest == load_problems(path, DataConfig(), tokenizer).digest
+
+
+def test_all_too_long(write, tokenizer):
+    with pytest.raises(DataError, match="at most 3 tokens"):
+        load_problems(write({"prompt": "1234", "label": "a"}), DataConfig(max_prompt_tokens=3), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "1"}, r"expected a label under 'label' at .*rows\.jsonl line 3, got none \(the row has: prompt\)"),
+        ({"prompt": "1", "label": None}, "expected a label"),
+        ({"label": "1"}, "expected a string or a list of chat messages under 'prompt'"),
+        ({"prompt": 3, "label": "1"}, "got a int"),
+        ({"prompt": [], "label": "1"}, "expected a string or a list"),
+        ({"prompt": ["x"], "label": "1"}, "expected a string or a list"),
+        ({"prompt": "1", "label": "1", "info": [1]}, "expected a table under 'info'"),
+        ({"prompt": [{"role": "robot", "content": "x"}], "label": "1"}, "unknown role robot, at"),
+    ],
+)
+def test_a_bad_row_is_named(write, tokenizer, row, message):
+    good = {"prompt": "1", "label": "1"}
+    with pytest.raises(DataError, match=message) as caught:
+        load_problems(write(good, good, row), DataConfig(metadata_key="info"), tokenizer)
+    assert caught.value.values["line"] == 3
+    assert caught.value.hint
+
+
+def test_messages_need_a_template(write, tokenizer):
+    path = write({"prompt": [{"role": "user", "content": "x"}], "label": "1"})
+    with pytest.raises(DataError, match=r"expected a string prompt, got chat messages, at .* line 1"):
+        load_problems(path, DataConfig(chat_template=False), tokenizer)
+
+
+def test_labels_are_optional_only_when_no_key_is_named(write, tokenizer):
+    assert load_problems(write({"prompt": "1"}), DataConfig(label_key=""), tokenizer)[0].label is None
