@@ -1,0 +1,40 @@
+"""The command line: `streamrl VERB ...`. Parsing only; each verb imports what it runs when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from streamrl.cli import checks, runs, workers
+from streamrl.errors import StreamRLError
+
+_INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. Errors of streamrl are printed with their hint and without a traceback."""
+    arguments = parser().parse_args(argv)
+    try:
+        code: int = arguments.run_verb(arguments)
+    except StreamRLError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The reader of a pipe (head, less) has left. Closing stdout here keeps the interpreter from complaining about it at exit.
+        sys.stderr.close()
+        return 1
+    return code
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = argparse.ArgumentParser(prog="streamrl", description="Reinforcement-learning post-training of LLMs as a stream.")
+    verbs = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    runs.add_verbs(verbs)
+    workers.add_verbs(verbs)
+    checks.add_verbs(verbs)
+    return top

@@ -1,0 +1,81 @@
+"""`up`, `down` and `status`: whole runs."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from typing import Any
+
+from streamrl.errors import ConfigError
+
+
+def add_verbs(verbs: Any) -> None:
+    """Add the verbs to argparse's sub-parsers."""
+    up = verbs.add_parser("up", help="start a run, or resume it, and watch it to its end")
+    up.add_argument("config", nargs="?", metavar="TOML", help="configuration file")
+    up.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one key; may be repeated"
+    )
+    up.add_argument("--name", help="name of the run (run.name)")
+    up.add_argument("--plain", action="store_true", help="lines instead of the live panel")
+    up.add_argument("--json", action="store_true", help="print the summary as JSON; everything else goes to stderr")
+    up.set_defaults(run_verb=run_up)
+
+    down = verbs.add_parser("down", help="stop a run: it drains, and `up` resumes it")
+    down.add_argument("run", metavar="RUN", help="name or directory of the run")
+    down.add_argument("--now", action="store_true", help="stop at once, without a last checkpoint")
+    down.add_argument("--timeout", dest="timeout_s", type=float, default=180.0, metavar="SECONDS", help="how long to wait for it")
+    down.add_argument("--dir", default="runs", help="directory that holds the runs")
+    down.set_defaults(run_verb=run_down)
+
+    status = verbs.add_parser("status", help="show runs, or one of them in detail")
+    status.add_argument("run", nargs="?", metavar="RUN", help="name or directory of the run; none: list all")
+    status.add_argument("--json", action="store_true", help="print JSON")
+    status.add_argument("--dir", default="runs", help="directory that holds the runs")
+    status.set_defaults(run_verb=run_status)
+
+
+def run_up(arguments: argparse.Namespace) -> int:
+    """Start or resume a run and stay with it."""
+    from streamrl.config.load import load
+    from streamrl.launch.screen import PlainLines, choose_display
+    from streamrl.launch.up import up
+
+    if arguments.config is None:
+        raise ConfigError(
+            "expected the path of a TOML file, got nothing", hint="for example `streamrl up examples/quickstart/quickstart.toml`"
+        )
+    overrides = [*arguments.overrides, *([f"run.name={arguments.name}"] if arguments.name else [])]
+    config = load(arguments.config, overrides)
+    display = PlainLines(sys.stderr) if arguments.json else choose_display(plain=arguments.plain)
+    outcome = asyncio.run(up(config, display))
+    if arguments.json:
+        print(outcome.summary_json)
+    else:
+        outcome.print()
+    return outcome.exit_code
+
+
+def run_down(arguments: argparse.Namespace) -> int:
+    """Ask a run's supervisor to stop and wait until it has."""
+    from streamrl.launch.down import stop_run
+    from streamrl.runtime.rundir import RunDir
+
+    run = RunDir.find(arguments.run, base=arguments.dir)
+    stopped = stop_run(run, now=arguments.now, timeout_s=arguments.timeout_s)
+    print(f"run {run.name} has stopped" if stopped else f"run {run.name} was not running")
+    return 0
+
+
+def run_status(arguments: argparse.Namespace) -> int:
+    """List the runs, or show one."""
+    from streamrl.launch import status
+    from streamrl.runtime.rundir import RunDir
+
+    if arguments.run is None:
+        status.print_runs(status.list_runs(arguments.dir), as_json=arguments.json)
+        return 0
+    run = RunDir.find(arguments.run, base=arguments.dir)
+    status.print_status(asyncio.run(status.read_status(run)), as_json=arguments.json)
+    return 0

@@ -1,0 +1,57 @@
+"""`worker` and `attach`: single processes of a run."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from streamrl.runtime.worker import Worker
+
+_KINDS = ("feeder", "producer", "engine", "trainer", "evaluator")
+
+
+def add_verbs(verbs: Any) -> None:
+    """Add the verbs to argparse's sub-parsers."""
+    worker = verbs.add_parser("worker", help="run one worker of a run in the foreground")
+    worker.add_argument("kind", metavar="KIND", help=", ".join(_KINDS))
+    worker.add_argument("--run", required=True, help="name or directory of the run")
+    worker.add_argument("--index", type=int, help="number within the kind; the first free one if left out")
+    worker.add_argument("--dir", default="runs", help="directory that holds the runs")
+    worker.set_defaults(run_verb=run_worker_verb)
+
+    attach = verbs.add_parser("attach", help="join a running run with your own producer; Ctrl-C leaves again")
+    attach.add_argument("function", metavar="FILE.py:NAME", help="an async function that gets a task and a context and returns an episode")
+    attach.add_argument("--run", required=True, help="name or directory of the run")
+    attach.add_argument("--source", default="main", help="task source to claim from")
+    attach.add_argument("--concurrency", type=int, help="tasks in flight; producer.concurrency if left out")
+    attach.add_argument("--dir", default="runs", help="directory that holds the runs")
+    attach.set_defaults(run_verb=run_attach)
+
+
+def run_worker_verb(arguments: argparse.Namespace) -> int:
+    """Run one worker until it is over."""
+    from streamrl.runtime.kinds import check_kind
+    from streamrl.runtime.rundir import RunDir
+    from streamrl.runtime.worker import run_worker
+
+    kind = check_kind(arguments.kind)
+    return run_worker(kind, RunDir.find(arguments.run, base=arguments.dir), arguments.index)
+
+
+def run_attach(arguments: argparse.Namespace) -> int:
+    """Claim tasks of a running run and roll them out with the user's function until Ctrl-C."""
+    import msgspec
+
+    from streamrl.producers.rollouts import attach
+    from streamrl.runtime.rundir import RunDir
+    from streamrl.runtime.worker import run_worker
+
+    async def main(worker: Worker) -> None:
+        if arguments.concurrency is not None:
+            producer = msgspec.structs.replace(worker.config.producer, concurrency=arguments.concurrency)
+            worker.config = msgspec.structs.replace(worker.config, producer=producer)
+        num_tasks = await attach(worker, arguments.function, source=arguments.source)
+        print(f"{worker.name} has left run {worker.run_dir.name} after {num_tasks} tasks")
+
+    return run_worker("producer", RunDir.find(arguments.run, base=arguments.dir), main=main)

@@ -1,0 +1,1 @@
+"""Starting a run, keeping it alive, showing it, ending it."""

@@ -1,0 +1,53 @@
+"""Stopping a run from another terminal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from streamrl.errors import LaunchError
+from streamrl.launch.lock import holder
+from streamrl.runtime.rundir import RunDir
+
+_POLL_S = 0.1
+
+
+def stop_run(run: RunDir, *, now: bool, timeout_s: float) -> bool:
+    """Signal the run's supervisor and wait until it is gone; returns whether it was running.
+
+    Args:
+        run: which run.
+        now: stop at once instead of draining (as a second Ctrl-C does).
+        timeout_s: patience.
+
+    Raises:
+        LaunchError: it is still there after `timeout_s`, or belongs to another user.
+    """
+    pid = holder(run)
+    if pid is None:
+        return False
+    _signal(pid, run)
+    if now:
+        time.sleep(_POLL_S)
+        _signal(pid, run)
+    deadline = time.monotonic() + timeout_s
+    while holder(run) is not None:
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"run {run.name!r} is still stopping after {timeout_s:g} s (process {pid})",
+                hint="stop it at once with `streamrl down --now`",
+            )
+        time.sleep(_POLL_S)
+    return True
+
+
+def _signal(pid: int, run: RunDir) -> None:
+    try:
+        os.kill(pid, signal.SIGTERM)
+    except ProcessLookupError:
+        return
+    except PermissionError as error:
+        raise LaunchError(
+            f"run {run.name!r} is supervised by process {pid} of another user", hint="stop it as the user who started it"
+        ) from error

@@ -1,0 +1,104 @@
+"""The numbers of a run as people see them: in the live view, in `streamrl status`, in the summary."""
+
+from __future__ import annotations
+
+import msgspec
+
+from streamrl.schemas.versions import Version
+
+
+class EngineLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine."""
+
+    engine: str
+    serving: str
+    """Version served, or `-` before the first weights."""
+    running: int
+    waiting: int
+    slots: int
+
+
+class WorkerLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker process."""
+
+    worker: str
+    state: str
+    pid: int = 0
+    restarts: int = 0
+    host: str = ""
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """Held-out problems asked at one version."""
+
+    version: Version
+    accuracy: float
+    num: int
+    problems: tuple[Problem, ...] = ()
+    time_s: float = 0.0
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """One held-out problem and what the policy made of it."""
+
+    prompt: str
+    expected: str
+    got: str
+
+
+class Point(msgspec.Struct, frozen=True, kw_only=True):
+    """One trained batch."""
+
+    number: int
+    """Version number that it made."""
+    warmup: bool
+    """A batch of demonstrations: no reward, no staleness."""
+    reward: float | None
+    staleness_p50: float
+    staleness_max: int
+    num_tokens: int
+    time_s: float
+
+
+class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
+    """A run at one moment. Rates are per second over the last ten seconds, staleness in versions."""
+
+    run: str
+    phase: str
+    """`starting`, `warm-up`, `training` or `finished`."""
+    step: int
+    """Batches trained by reinforcement learning."""
+    steps: int
+    """Where the run ends; 0: not known."""
+    warmup_step: int
+    warmup_steps: int
+    version: str
+    answer_probability: float | None
+    reward: float | None
+    """Mean of the last 20 batches."""
+    rewards: tuple[float, ...]
+    """Of the newest batches, oldest first."""
+    heldout: float | None
+    tokens_made: int
+    tokens_trained: int
+    made_per_s: float
+    trained_per_s: float
+    staleness_p50: float
+    staleness_max: int
+    staleness_in_flight: float | None
+    staleness_queued: float | None
+    publish_lag: float | None
+    """Versions that the engines are behind the newest one now, their mean."""
+    stream_lag: int
+    """Messages on the sample stream that came after the newest batch closed."""
+    stream_bytes: int
+    dropped: int
+    """Rollouts decided against."""
+    drops: dict[str, int]
+    """The same by reason."""
+    swaps: int
+    stalled: tuple[str, ...]
+    """Producers that wait for room on the sample stream."""
+    engines: tuple[EngineLine, ...]
+    workers: tuple[WorkerLine, ...]
+    elapsed_s: float

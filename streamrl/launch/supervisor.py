@@ -1,0 +1,202 @@
+"""The supervisor: keeps workers running, restarts those that fail, stops them in order. Decides; a Launcher does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from streamrl.config.tree import SuperviseConfig
+from streamrl.errors import LaunchError
+from streamrl.launch.numbers import WorkerLine
+from streamrl.launch.protocol import Launcher, Process
+from streamrl.runtime.service import SHUTDOWN_ORDER, Exit
+
+logger = logging.getLogger(__name__)
+
+MAX_BACKOFF_S = 30.0
+_POLL_S = 0.05
+_ENDLESS = ("producer", "engine")
+"""Kinds whose work is never over: when one ends by itself it is started again."""
+
+
+class Child:
+    """One worker over all its restarts. States: running -> (waiting -> running)* -> done | fenced."""
+
+    def __init__(self, kind: str, index: int, process: Process) -> None:
+        self.kind = kind
+        self.index = index
+        self.name = f"{kind}-{index}"
+        self.process = process
+        self.state = "running"
+        self.resume_s = 0.0
+        """When a waiting child is started again, on the monotonic clock."""
+        self.failures: deque[float] = deque()
+        """Times of the failures within the window."""
+        self.restarts = 0
+
+    @property
+    def over(self) -> bool:
+        """Whether it runs no more and will not be started again."""
+        return self.state in ("done", "fenced")
+
+
+class Supervisor:
+    """Children of one run.
+
+    Args:
+        launcher: starts them.
+        config: restarts and patience.
+        note: told what people should know, one line at a time.
+        clock: seconds that never fall; for tests.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        config: SuperviseConfig,
+        *,
+        note: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.children: dict[str, Child] = {}
+        self._launcher = launcher
+        self._config = config
+        self._note = note
+        self._clock = clock
+
+    def start(self, kind: str, index: int) -> None:
+        """Start one worker and keep it running from now on; raises LaunchError."""
+        child = Child(kind, index, self._launcher.start(kind, index))
+        self.children[child.name] = child
+        logger.info("event=worker_started worker=%s pid=%d", child.name, child.process.pid)
+
+    def tick(self) -> None:
+        """Look at every child and act: called several times a second.
+
+        Raises:
+            LaunchError: a worker failed too often, or in a way that a restart cannot mend; the others are still running.
+        """
+        for child in self.children.values():
+            if child.state == "running":
+                code = child.process.poll()
+                if code is not None:
+                    self._ended(child, code)
+            elif child.state == "waiting" and self._clock() >= child.resume_s:
+                child.process = self._launcher.start(child.kind, child.index)
+                child.state = "running"
+                child.restarts += 1
+                logger.info("event=worker_restarted worker=%s pid=%d restarts=%d", child.name, child.process.pid, child.restarts)
+
+    def over(self, kind: str) -> bool:
+        """Whether there are workers of `kind` and all of them have ended for good."""
+        children = [child for child in self.children.values() if child.kind == kind]
+        return bool(children) and all(child.state == "done" for child in children)
+
+    def lines(self) -> dict[str, WorkerLine]:
+        """State of every child, by name."""
+        return {
+            child.name: WorkerLine(worker=child.name, state=child.state, pid=child.process.pid, restarts=child.restarts)
+            for child in self.children.values()
+        }
+
+    async def drain(self, *, order: Sequence[Sequence[str]] = SHUTDOWN_ORDER, finish: Sequence[str] = ()) -> bool:
+        """Stop all children, kind after kind; returns whether all of them ended by themselves.
+
+        Args:
+            order: kinds that stop together, in the order in which they stop; kinds that are not named stop last.
+            finish: kinds that end by themselves: they get `drain_s` before they are asked to stop.
+        """
+        named = {kind for kinds in order for kind in kinds}
+        rest = tuple({child.kind for child in self.children.values()} - named)
+        clean = True
+        for kinds in (*order, rest):
+            stage = [child for child in self.children.values() if child.kind in kinds]
+            finishing = [child for child in stage if child.kind in finish]
+            await self._wait_for(finishing, self._config.drain_s)
+            for child in stage:
+                self._settle(child)
+                if not child.over:
+                    child.state = "draining"
+                    child.process.stop()
+            await self._wait_for(stage, self._config.drain_s)
+            for child in stage:
+                if not child.over:
+                    clean = False
+                    self._note(f"{child.name} did not stop within {self._config.drain_s:g} s and is killed")
+                    logger.warning("event=worker_killed worker=%s pid=%d", child.name, child.process.pid)
+                    child.process.kill()
+            await self._wait_for(stage, math.inf)
+        return clean
+
+    async def kill_all(self) -> None:
+        """End every child at once; returns when all have ended."""
+        for child in self.children.values():
+            child.process.kill()
+        await self._wait_for(list(self.children.values()), math.inf)
+
+    async def _wait_for(self, children: Sequence[Child], seconds: float) -> None:
+        deadline = self._clock() + seconds
+        while self._clock() < deadline:
+            for child in children:
+                self._settle(child)
+            if all(child.over for child in children):
+                return
+            await asyncio.sleep(_POLL_S)
+
+    def _settle(self, child: Child) -> None:
+        """While draining: what has ended, or waits for a restart, is over whatever its exit code."""
+        if child.state == "waiting":
+            child.state = "done"
+        elif not child.over:
+            code = child.process.poll()
+            if code is not None:
+                logger.info("event=worker_ended worker=%s %s", child.name, describe_exit(code))
+                child.state = "done"
+
+    def _ended(self, child: Child, code: int) -> None:
+        logger.info("event=worker_ended worker=%s %s", child.name, describe_exit(code))
+        if code == Exit.DONE and child.kind not in _ENDLESS:
+            child.state = "done"
+            return
+        if code == Exit.FENCED:
+            child.state = "fenced"
+            self._note(f"{child.name} stopped: another {child.kind} has taken over")
+            return
+        if code == Exit.CONFIG:
+            raise self._gave_up(child, f"{child.name} cannot run with this configuration")
+        now_s = self._clock()
+        child.failures.append(now_s)
+        while child.failures and child.failures[0] < now_s - self._config.window_s:
+            child.failures.popleft()
+        if len(child.failures) > self._config.max_restarts:
+            raise self._gave_up(
+                child, f"{child.name} ended {len(child.failures)} times within {self._config.window_s:g} s, last with {describe_exit(code)}"
+            )
+        pause_s = min(MAX_BACKOFF_S, self._config.backoff_s * 2.0 ** (len(child.failures) - 1))
+        child.state = "waiting"
+        child.resume_s = now_s + pause_s
+        self._note(f"{child.name} ended with {describe_exit(code)}; restart {len(child.failures)} in {pause_s:g} s")
+
+    def _gave_up(self, child: Child, message: str) -> LaunchError:
+        tail = self._launcher.tail(child.name)
+        said = f"; the end of its log:\n{tail}" if tail else "; it has said nothing"
+        return LaunchError(
+            message + said,
+            hint=f"the whole log is logs/{child.name}.log in the run directory; mend it and run `up` again",
+            worker=child.name,
+        )
+
+
+def describe_exit(code: int) -> str:
+    """`exit code 1`, or the signal that ended it."""
+    if code < 0:
+        try:
+            return f"signal {signal.Signals(-code).name}"
+        except ValueError:
+            return f"signal {-code}"
+    return f"exit code {code}"

@@ -1,0 +1,180 @@
+"""`streamrl up`: prepares a run, keeps it alive and shown, and ends it in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+from streamrl.bus import connect
+from streamrl.bus.protocol import Bus
+from streamrl.config.tree import Config
+from streamrl.errors import BusError, LaunchError
+from streamrl.launch.follow import Follower, read_totals
+from streamrl.launch.local import LocalLauncher
+from streamrl.launch.lock import locked
+from streamrl.launch.outcome import Outcome, conclude
+from streamrl.launch.prepare import prepare
+from streamrl.launch.protocol import Launcher
+from streamrl.launch.record import write_or_check
+from streamrl.launch.screen import Display
+from streamrl.launch.serving import Serving, serving
+from streamrl.launch.supervisor import Supervisor
+from streamrl.launch.view import RunView
+from streamrl.runtime.kinds import num_workers
+from streamrl.runtime.rundir import RunDir
+from streamrl.telemetry.logs import configure_logging
+
+logger = logging.getLogger(__name__)
+
+START_ORDER = ("trainer", "engine", "feeder", "producer", "evaluator")
+"""Those that take longest to load come first; none needs another to be up."""
+_TICK_S = 0.1
+_SHOW_S = 0.4
+_INTERRUPTED = 130
+
+
+class Stops:
+    """What the user has asked for: `drain` after the first signal, `now` after the second."""
+
+    def __init__(self) -> None:
+        self.drain = asyncio.Event()
+        self.now = asyncio.Event()
+
+    def ask(self) -> None:
+        """One signal more."""
+        (self.now if self.drain.is_set() else self.drain).set()
+
+    @contextlib.contextmanager
+    def listening(self) -> Generator[None]:
+        """Take SIGINT, SIGTERM and SIGHUP while open."""
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        for number in signals:
+            loop.add_signal_handler(number, self.ask)
+        try:
+            yield
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+
+async def up(config: Config, display: Display, *, launcher: Launcher | None = None) -> Outcome:
+    """Run `config` until it has finished, was stopped, or cannot go on. No process that it started outlives it.
+
+    Args:
+        config: checked.
+        display: shows the run.
+        launcher: starts the workers; None: child processes of this one.
+
+    Raises:
+        LaunchError: the run is up already, or a worker cannot be kept running.
+        ConfigError: dataset or configuration do not fit each other or the run that is resumed.
+        BusError: the bus cannot be started or reached.
+    """
+    run = RunDir(Path(config.run.dir) / config.run.name)
+    run.create()
+    stops = Stops()
+    with locked(run), stops.listening(), display:
+        configure_logging(f"supervisor-{config.run.name}", file=run.events_path, stderr=False)
+        session = Session(config, run, display, stops, launcher or LocalLauncher(run, config))
+        body = asyncio.create_task(session.run_to_end())
+        at_once = asyncio.create_task(stops.now.wait())
+        await asyncio.wait((body, at_once), return_when=asyncio.FIRST_COMPLETED)
+        at_once.cancel()
+        if not body.done():
+            # Cancelling makes the session's own clean-up kill what is left.
+            body.cancel()
+            await asyncio.gather(body, return_exceptions=True)
+            display.note("stopped at once; `up` resumes from the last checkpoint")
+            return Outcome(run=run, state="killed", exit_code=_INTERRUPTED)
+        return body.result()
+
+
+class Session:
+    """One `up` of a run, from its preparation to its summary."""
+
+    def __init__(self, config: Config, run: RunDir, display: Display, stops: Stops, launcher: Launcher) -> None:
+        self._config = config
+        self._run = run
+        self._display = display
+        self._stops = stops
+        self._supervisor = Supervisor(launcher, config.supervise, note=self._note)
+        self._started_s = time.monotonic()
+
+    async def run_to_end(self) -> Outcome:
+        """Everything `up` does between taking the lock and giving it back."""
+        self._note(f"preparing run {self._run.name} in {self._run.path}")
+        record = await prepare(self._config, self._run)
+        if self._stops.drain.is_set():
+            return Outcome(run=self._run, state="stopped")
+        async with serving(self._config, self._run, self._note) as server:
+            bus = await connect(server.address, self._run.name, self._config.bus, name="supervisor")
+            try:
+                resumed = await write_or_check(bus, record)
+                self._run.write_config(self._config)
+                self._note("resuming" if resumed else "starting")
+                return await self._follow(bus, server)
+            finally:
+                await bus.close()
+
+    async def _follow(self, bus: Bus, server: Serving) -> Outcome:
+        view = RunView(
+            self._run.name, steps=self._config.run.steps, warmup_steps=self._config.warmup.max_steps, before=await read_totals(bus)
+        )
+        async with Follower(bus, view, started_s=self._started_s, carry_totals=True) as follower:
+            show = asyncio.create_task(self._show(view, follower))
+            try:
+                state, failure = await self._supervise(view, server)
+                await self._catch_up(follower)
+            finally:
+                # After a drain nothing is left to kill; after a second Ctrl-C or an error, everything is.
+                await self._supervisor.kill_all()
+                show.cancel()
+                await asyncio.gather(show, return_exceptions=True)
+            outcome = await conclude(self._run, view, state=state, wall_s=follower.elapsed_s)
+        if failure is not None:
+            raise failure
+        return outcome
+
+    async def _supervise(self, view: RunView, server: Serving) -> tuple[str, LaunchError | None]:
+        """Start, watch and drain the workers; returns how it ended and, if it could not go on, why."""
+        state, failure = "finished", None
+        try:
+            for kind in START_ORDER:
+                for index in range(num_workers(self._config, kind)):
+                    self._supervisor.start(kind, index)
+            while not (view.finished or self._supervisor.over("trainer")):
+                if self._stops.drain.is_set():
+                    state = "stopped"
+                    break
+                self._supervisor.tick()
+                server.check()
+                await asyncio.sleep(_TICK_S)
+        except LaunchError as error:
+            state, failure = "failed", error
+            logger.error("event=gave_up error=%s", error.message)
+        self._note({"finished": "finished", "stopped": "draining; Ctrl-C again stops at once", "failed": "giving up; draining"}[state])
+        await self._supervisor.drain(finish=("trainer", "evaluator") if state == "finished" else ())
+        return state, failure
+
+    async def _catch_up(self, follower: Follower) -> None:
+        try:
+            await follower.catch_up()
+            await follower.store_totals()
+        except BusError as error:
+            # The summary then says what had been seen; an external bus that is gone must not hide why the run ended.
+            self._note(f"the last numbers may be missing: {error.message}")
+
+    async def _show(self, view: RunView, follower: Follower) -> None:
+        while True:
+            self._display.show(view.numbers(elapsed_s=follower.elapsed_s, supervised=self._supervisor.lines()))
+            await asyncio.sleep(_SHOW_S)
+
+    def _note(self, text: str) -> None:
+        logger.info("event=note text=%s", text)
+        self._display.note(text)

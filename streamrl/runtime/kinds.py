@@ -1,0 +1,64 @@
+"""The kinds of worker, where their code is, and what surroundings they need."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from streamrl.config.tree import Config
+from streamrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from streamrl.runtime.worker import Worker
+
+MAINS: Mapping[str, str] = MappingProxyType(
+    {
+        "feeder": "streamrl.producers.tasks:main",
+        "producer": "streamrl.producers.rollouts:main",
+        "evaluator": "streamrl.producers.evaluation:main",
+        "engine": "streamrl.consumers.engine_worker:main",
+        "trainer": "streamrl.consumers.trainer:main",
+    }
+)
+"""Entry point of each kind. A name, not an import: a process loads its own part only (a producer needs no torch)."""
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+def check_kind(kind: str) -> str:
+    """Return `kind` if there is such a worker; raises ConfigError otherwise."""
+    if kind not in MAINS:
+        near = difflib.get_close_matches(kind, MAINS, n=1)
+        advice = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"expected a kind of worker, got {kind!r}", hint=f"{advice}there are {', '.join(MAINS)}")
+    return kind
+
+
+def load_main(kind: str) -> Callable[[Worker], Awaitable[None]]:
+    """Import the part of streamrl that `kind` runs."""
+    module, _, function = MAINS[check_kind(kind)].partition(":")
+    main: Callable[[Worker], Awaitable[None]] = getattr(importlib.import_module(module), function)
+    return main
+
+
+def num_workers(config: Config, kind: str) -> int:
+    """How many workers of `kind` a run starts."""
+    if kind == "producer":
+        return config.producer.workers
+    if kind == "engine":
+        return config.engine.workers
+    if kind == "evaluator":
+        return 1 if config.data.heldout else 0
+    return 1
+
+
+def environment(config: Config, kind: str) -> dict[str, str]:
+    """Environment variables of a worker: the thread counts that the configuration gives it.
+
+    They must be set before torch or numpy is loaded: without them every process starts a thread per core and they starve each other.
+    """
+    threads = {"engine": config.engine.threads, "trainer": config.trainer.threads}.get(kind, 1)
+    return {**dict.fromkeys(_THREAD_VARIABLES, str(threads)), "TOKENIZERS_PARALLELISM": "false"}

@@ -1,0 +1,148 @@
+"""The run directory `runs/<name>/`: every file of a run has its place here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from streamrl.config.load import dump, from_json
+from streamrl.config.tree import Config
+from streamrl.errors import ConfigError, LaunchError
+from streamrl.schemas.subjects import RUN_ID, check_name
+
+
+class RunDir:
+    """Paths of one run. Making the object touches nothing; `create` makes the directories."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path).absolute()
+
+    @property
+    def name(self) -> str:
+        """The run id."""
+        return self.path.name
+
+    @property
+    def config_path(self) -> Path:
+        """The whole configuration as JSON, defaults included; holds no secrets."""
+        return self.path / "config.json"
+
+    @property
+    def bus_path(self) -> Path:
+        """How to reach the bus, with credentials; readable by the owner only."""
+        return self.path / "bus.json"
+
+    @property
+    def bus_store(self) -> Path:
+        """Storage of the embedded nats-server."""
+        return self.path / "bus"
+
+    @property
+    def lock_path(self) -> Path:
+        """Locked while a supervisor runs; holds its process id."""
+        return self.path / "lock"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One directory per checkpoint."""
+        return self.path / "checkpoints"
+
+    @property
+    def hf(self) -> Path:
+        """Policies saved as Hugging Face model directories."""
+        return self.path / "hf"
+
+    @property
+    def model_dir(self) -> Path:
+        """The initial policy, if it is built and not given."""
+        return self.path / "model"
+
+    @property
+    def logs(self) -> Path:
+        """One file per worker."""
+        return self.path / "logs"
+
+    @property
+    def events_path(self) -> Path:
+        """The supervisor's own log."""
+        return self.logs / "supervisor.log"
+
+    @property
+    def summary_path(self) -> Path:
+        """Written when the run stops."""
+        return self.path / "summary.json"
+
+    @property
+    def plot_path(self) -> Path:
+        """Reward and lag over the run."""
+        return self.path / "plot.png"
+
+    def policy_dir(self, config: Config) -> Path:
+        """Where the initial policy and its tokenizer are: the user's model, or the one that was built for the run."""
+        return Path(config.model.path) if config.model.path else self.model_dir
+
+    def log_path(self, worker: str) -> Path:
+        """Log file of one worker."""
+        return self.logs / f"{worker}.log"
+
+    @property
+    def exists(self) -> bool:
+        """Whether a run was prepared here."""
+        return self.config_path.is_file()
+
+    def create(self) -> None:
+        """Make the directories, closed to other users; raises LaunchError where that is not possible."""
+        check_name("run name", self.name)
+        try:
+            for path in (self.path, self.logs, self.checkpoints, self.hf, self.bus_store):
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(
+                f"the run directory {self.path} cannot be made: {error.strerror}", hint="choose another place with --set run.dir=DIR"
+            ) from error
+
+    def write_config(self, config: Config) -> None:
+        """Store the configuration; a reader sees the old or the new file, never a half."""
+        write_private(self.config_path, dump(config).encode())
+
+    def load_config(self) -> Config:
+        """The stored configuration; raises ConfigError when there is none or it does not fit this version of streamrl."""
+        try:
+            text = self.config_path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"no configuration at {self.config_path}: {error.strerror}", hint="is this a run directory? `streamrl up` makes one"
+            ) from error
+        return from_json(text, where=str(self.config_path))
+
+    @classmethod
+    def find(cls, text: str, *, base: Path | str = "runs") -> RunDir:
+        """The run called `text` under `base`, or the run directory at the path `text`; raises ConfigError that lists the known runs."""
+        candidates = [cls(Path(base) / text)] if RUN_ID.match(text) else []
+        candidates.append(cls(Path(text)))
+        for run in candidates:
+            if run.exists:
+                return run
+        known = [run.name for run in known_runs(base)]
+        hint = f"known runs in {base}: {', '.join(known)}" if known else f"there are no runs in {base} yet; `streamrl up` starts one"
+        raise ConfigError(f"expected the name or directory of a run, got {text!r}", hint=hint, run=text)
+
+
+def known_runs(base: Path | str = "runs") -> list[RunDir]:
+    """The runs below `base`, the most recently started first."""
+    root = Path(base)
+    if not root.is_dir():
+        return []
+    runs = [run for run in (RunDir(path) for path in root.iterdir()) if run.exists]
+    return sorted(runs, key=lambda run: run.config_path.stat().st_mtime, reverse=True)
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Replace `path` by `data` in one step, readable by the owner only."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

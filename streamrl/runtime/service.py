@@ -1,0 +1,61 @@
+"""The life of a service: exit codes, the order of shutdown, and what happens when the parent dies. Written once."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """How a worker process ended; the supervisor reads it."""
+
+    DONE = 0
+    """Its work is over, or it has drained."""
+    FAILED = 1
+    """An error; worth a restart."""
+    CONFIG = 2
+    """The configuration is wrong; a restart would fail in the same way."""
+    FENCED = 3
+    """Another worker has this role; a restart would fight it."""
+
+
+SHUTDOWN_ORDER: tuple[tuple[str, ...], ...] = (
+    ("trainer",),
+    ("producer",),
+    ("evaluator",),
+    ("engine",),
+    ("feeder",),
+)
+"""Kinds of worker in the order in which they stop; the bus stops after all of them.
+
+The trainer first: its last checkpoint and position need only the bus. Then producers, which give their open tasks back and may wait for
+an engine's answer to an abort; then the evaluator, which may still ask the engines; nobody asks them after that.
+"""
+
+SUPERVISOR_VARIABLE = "STREAMRL_SUPERVISOR"
+"""Process id of the supervisor, in the environment of the workers it starts."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process as soon as `parent` dies, however it dies; ends it now if that has happened already.
+
+    Linux only (prctl(2)); elsewhere `parent_is_gone` is what the heartbeat looks at.
+    """
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+    if parent_is_gone(parent):
+        # The parent died between the fork and the prctl call, so no signal will ever come.
+        os._exit(Exit.FAILED)
+
+
+def parent_is_gone(parent: int) -> bool:
+    """Whether this process has been handed to another parent."""
+    return os.getppid() != parent

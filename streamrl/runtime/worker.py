@@ -1,0 +1,225 @@
+"""Worker: what a service is given, and `run_worker`: the process around it (bus, signals, heartbeat, exit code)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
+from types import FrameType
+from typing import Any
+
+from streamrl.bus import BusAddress, connect
+from streamrl.bus.protocol import Bus
+from streamrl.config.tree import Config
+from streamrl.errors import BusError, ConfigError, Fenced, StreamRLError
+from streamrl.runtime.kinds import check_kind, environment, load_main, num_workers
+from streamrl.runtime.rundir import RunDir
+from streamrl.runtime.service import SUPERVISOR_VARIABLE, Exit, die_with_parent, parent_is_gone
+from streamrl.schemas.codec import encode
+from streamrl.schemas.control import WorkerPresence
+from streamrl.schemas.events import Event
+from streamrl.schemas.subjects import PREFIX_PRESENCE, Subjects
+from streamrl.telemetry.logs import configure_logging
+from streamrl.telemetry.metrics import MetricsSink
+
+logger = logging.getLogger(__name__)
+
+Main = Callable[["Worker"], Awaitable[None]]
+
+PRESENCE_TTL_S = 6.0
+_HEARTBEAT_S = 2.0
+
+
+class Worker:
+    """What the `main` of a service gets. All attributes stay the same for the life of the process.
+
+    Args:
+        config: the whole tree; a service hands each component its own section.
+        run_dir: the run's files.
+        bus: connected; closed by the harness after `main`.
+        kind: one of `streamrl.runtime.kinds.MAINS`.
+        index: number within the kind.
+    """
+
+    def __init__(self, *, config: Config, run_dir: RunDir, bus: Bus, kind: str, index: int) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.bus = bus
+        self.kind = kind
+        self.index = index
+        self.name = f"{kind}-{index}"
+        self.subjects = Subjects(config.run.name)
+        self.draining = asyncio.Event()
+        """Set on the first SIGTERM or SIGINT: finish what must be finished, then return."""
+        subject = self.subjects.metrics(self.name)
+        self._sink = MetricsSink(self.name, lambda body: bus.publish(subject, body))
+
+    async def metrics(self, values: Mapping[str, float]) -> None:
+        """Publish values whose names `streamrl.telemetry.names` declares (SchemaError otherwise); lost while the bus is away."""
+        await self._sink.put(values)
+
+    async def event(self, kind: str, detail: dict[str, Any]) -> None:
+        """Publish a lifecycle event for people; lost, and logged, while the bus is away."""
+        event = Event(kind=kind, worker=self.name, detail=detail, time_s=time.time())
+        try:
+            await self.bus.publish(self.subjects.events(kind), encode(event))
+        except BusError as error:
+            logger.warning("event=event_lost kind=%s error=%s", kind, error.message)
+
+    async def present(self) -> None:
+        """Say on the bus that this worker is alive; raises BusError."""
+        state = "draining" if self.draining.is_set() else "running"
+        presence = WorkerPresence(worker=self.name, kind=self.kind, state=state, pid=os.getpid(), host=socket.gethostname())
+        await self.bus.kv.put(f"{PREFIX_PRESENCE}workers/{self.name}", encode(presence), ttl_s=PRESENCE_TTL_S)
+
+
+def run_worker(kind: str, run: RunDir, index: int | None = None, *, main: Main | None = None) -> int:
+    """Run one worker in this process until it is over; returns the exit code (`Exit`).
+
+    Args:
+        kind: which worker.
+        run: a prepared run directory.
+        index: number within the kind; None takes the first that nobody has, above those the supervisor starts.
+        main: run this instead of the kind's own entry point (attached producers).
+    """
+    supervisor = int(os.environ.pop(SUPERVISOR_VARIABLE, "0"))
+    if supervisor:
+        die_with_parent(supervisor)
+    configure_logging(kind)
+    faulthandler.enable()
+    try:
+        check_kind(kind)
+        config = run.load_config()
+        if not supervisor:
+            os.environ.update({key: value for key, value in environment(config, kind).items() if key not in os.environ})
+        asyncio.run(_serve(kind, run, config, index, main or load_main(kind), supervisor))
+    except Exception as error:  # the one place of a worker process that catches everything
+        return report_failure(error)
+    return Exit.DONE
+
+
+def report_failure(error: Exception) -> Exit:
+    """Say on stderr what went wrong and what to do about it, and choose the exit code. Unexpected errors come with their traceback."""
+    cause = first_cause(error)
+    if not isinstance(cause, StreamRLError):
+        logger.error("event=crashed error=%r", cause, exc_info=error)
+        return Exit.FAILED
+    logger.error("event=failed error=%s message=%s", type(cause).__name__, cause.message)
+    print(f"error: {cause}", file=sys.stderr, flush=True)
+    match cause:
+        case Fenced():
+            return Exit.FENCED
+        case ConfigError():
+            return Exit.CONFIG
+        case _:
+            return Exit.FAILED
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The error to report: of a group, its first StreamRLError that decides an exit code, else its first member."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    leaves = [first_cause(inner) for inner in error.exceptions]
+    for kind in (Fenced, ConfigError, StreamRLError):
+        for leaf in leaves:
+            if isinstance(leaf, kind):
+                return leaf
+    return leaves[0]
+
+
+async def _serve(kind: str, run: RunDir, config: Config, index: int | None, main: Main, supervisor: int) -> None:
+    async with connected(run, name=kind) as bus:
+        if index is None:
+            index = await free_index(bus, kind, num_workers(config, kind))
+        worker = Worker(config=config, run_dir=run, bus=bus, kind=kind, index=index)
+        # The supervisor has pointed stderr of its workers at their log files.
+        configure_logging(worker.name, file=None if supervisor else run.log_path(worker.name))
+        with signals_drain(worker.draining):
+            await worker.present()
+            heart = asyncio.create_task(_heartbeat(worker, supervisor))
+            logger.info("event=started run=%s worker=%s pid=%d", run.name, worker.name, os.getpid())
+            try:
+                await main(worker)
+            finally:
+                heart.cancel()
+                await asyncio.gather(heart, return_exceptions=True)
+            with contextlib.suppress(BusError):
+                await bus.kv.delete(f"{PREFIX_PRESENCE}workers/{worker.name}")
+            logger.info("event=ended worker=%s drained=%s", worker.name, worker.draining.is_set())
+
+
+@contextlib.asynccontextmanager
+async def connected(run: RunDir, *, name: str = "", patience_s: float | None = None) -> AsyncGenerator[Bus]:
+    """The bus of a prepared run, closed at the end.
+
+    Args:
+        run: which run.
+        name: shown in the server's monitoring.
+        patience_s: how long the first connection is tried; bus.patience_s if None.
+
+    Raises:
+        ConfigError: the run has no address yet.
+        BusUnavailable: its bus does not answer.
+    """
+    bus = await connect(BusAddress.load(run.bus_path), run.name, run.load_config().bus, name=name, patience_s=patience_s)
+    try:
+        yield bus
+    finally:
+        await bus.close()
+
+
+async def free_index(bus: Bus, kind: str, first: int) -> int:
+    """The lowest index from `first` on that no live worker of `kind` has."""
+    prefix = f"{PREFIX_PRESENCE}workers/{kind}-"
+    taken = {key.removeprefix(prefix) for key in await bus.kv.keys(prefix)}
+    index = first
+    while str(index) in taken:
+        index += 1
+    return index
+
+
+@contextlib.contextmanager
+def signals_drain(draining: asyncio.Event) -> Generator[None]:
+    """While open, the first SIGTERM or SIGINT sets `draining` and the second ends the process at once.
+
+    Plain handlers, not the loop's: they also run while the loop is busy with a long computation.
+    """
+    loop = asyncio.get_running_loop()
+    asked = False
+
+    def drain(number: int) -> None:
+        logger.info("event=draining signal=%s", signal.Signals(number).name)
+        draining.set()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        asked = True
+        loop.call_soon_threadsafe(drain, number)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+async def _heartbeat(worker: Worker, supervisor: int) -> None:
+    while True:
+        await asyncio.sleep(_HEARTBEAT_S)
+        if supervisor and parent_is_gone(supervisor):
+            os._exit(Exit.FAILED)
+        try:
+            await worker.present()
+        except BusError as error:
+            logger.warning("event=heartbeat_lost worker=%s error=%s", worker.name, error.message)

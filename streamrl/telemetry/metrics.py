@@ -1,0 +1,79 @@
+"""Metric reports: made in a worker, folded wherever somebody looks."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping
+
+from streamrl.errors import BusError
+from streamrl.schemas.codec import encode
+from streamrl.schemas.events import MetricReport
+from streamrl.telemetry.names import Reduction, metric
+
+logger = logging.getLogger(__name__)
+
+
+def report(worker: str, values: Mapping[str, float], *, time_s: float) -> MetricReport:
+    """Group `values` by the reductions their names are declared with; raises SchemaError for an undeclared name.
+
+    Values that are not finite are left out: they would spoil every mean they enter.
+    """
+    groups: dict[Reduction, dict[str, float]] = {reduction: {} for reduction in Reduction}
+    for name, value in values.items():
+        reduction = metric(name).reduction
+        if math.isfinite(value):
+            groups[reduction][name] = float(value)
+    return MetricReport(
+        worker=worker,
+        mean=groups[Reduction.MEAN],
+        sum=groups[Reduction.SUM],
+        max=groups[Reduction.MAX],
+        last=groups[Reduction.LAST],
+        time_s=time_s,
+    )
+
+
+class MetricsSink:
+    """Publishes one worker's reports. The bus being away or full costs the report, never the worker."""
+
+    def __init__(self, worker: str, publish: Callable[[bytes], Awaitable[object]]) -> None:
+        self._worker = worker
+        self._publish = publish
+        self.num_lost = 0
+        """Reports that the bus did not take."""
+
+    async def put(self, values: Mapping[str, float]) -> None:
+        """Publish one report; raises SchemaError for an undeclared name."""
+        body = encode(report(self._worker, values, time_s=time.time()))
+        try:
+            await self._publish(body)
+        except BusError as error:
+            self.num_lost += 1
+            logger.warning("event=metrics_lost worker=%s lost=%d error=%s", self._worker, self.num_lost, error.message)
+
+
+class Fold:
+    """Folds the reports of any number of workers into one number a metric, by the metric's reduction."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, one: MetricReport) -> None:
+        """Take one report in."""
+        for name, value in one.mean.items():
+            count = self._counts[name] = self._counts.get(name, 0) + 1
+            mean = self._values.get(name, 0.0)
+            self._values[name] = mean + (value - mean) / count
+        for name, value in one.sum.items():
+            self._values[name] = self._values.get(name, 0.0) + value
+        for name, value in one.max.items():
+            self._values[name] = max(self._values.get(name, value), value)
+        self._values.update(one.last)
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The folded numbers by metric name."""
+        return dict(self._values)

@@ -1,0 +1,92 @@
+"""Every metric of streamrl: its name (`area/quantity_unit`), unit and reduction, declared here and nowhere else."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from enum import StrEnum
+from types import MappingProxyType
+
+import msgspec
+
+from streamrl.errors import SchemaError
+
+
+class Reduction(StrEnum):
+    """How several values of one metric become one."""
+
+    MEAN = "mean"
+    """Arithmetic mean."""
+    SUM = "sum"
+    """Amounts since the previous report add up."""
+    MAX = "max"
+    """The largest."""
+    LAST = "last"
+    """The newest."""
+
+
+class Metric(msgspec.Struct, frozen=True):
+    """One declared metric."""
+
+    name: str
+    reduction: Reduction
+    unit: str
+    meaning: str
+
+
+_MEAN, _SUM, _MAX, _LAST = Reduction.MEAN, Reduction.SUM, Reduction.MAX, Reduction.LAST
+
+_DECLARED = (
+    # One value a batch; they also stand in the batch's ledger entry.
+    Metric("rollout/raw_reward", _MEAN, "reward", "mean reward of the batch's rollouts, before any normalisation"),
+    Metric("train/loss", _MEAN, "nats", "the loss that was minimised"),
+    Metric("train/tis", _MEAN, "ratio", "mean truncated importance weight of the trained tokens"),
+    Metric("train/grad_norm", _MEAN, "norm", "global gradient norm before clipping"),
+    Metric("train/learning_rate", _LAST, "1", "learning rate of the batch's last optimizer step"),
+    Metric("train/entropy", _MEAN, "nats", "mean entropy of the policy at the trained tokens"),
+    Metric("train/clip_fraction", _MEAN, "fraction", "trained tokens whose ratio was clipped"),
+    Metric("train/kl", _MEAN, "nats", "mean estimated divergence of sampler and trainer"),
+    Metric("train/answer_probability", _MEAN, "probability", "smoothed probability of whole answers during the warm-up"),
+    Metric("staleness/p50", _MEAN, "versions", "median age of the batch's groups"),
+    Metric("staleness/max", _MAX, "versions", "greatest age of the batch's groups"),
+    Metric("staleness/in_flight", _MEAN, "versions", "part of the age that passed while tokens were generated"),
+    Metric("staleness/queued", _MEAN, "versions", "part of the age that passed between generation and training"),
+    Metric("perf/step_s", _MEAN, "s", "time of the training step"),
+    Metric("perf/wait_s", _MEAN, "s", "time the trainer waited for a batch"),
+    # Engines.
+    Metric("engine/tokens_total", _SUM, "tokens", "tokens sampled"),
+    Metric("engine/running_requests", _MEAN, "requests", "completions being decoded"),
+    Metric("engine/waiting_requests", _MEAN, "requests", "completions that wait for a slot or a version"),
+    Metric("engine/swaps_total", _SUM, "swaps", "weight versions committed"),
+    Metric("engine/swap_ms", _MAX, "ms", "time of a commit between two forward passes"),
+    Metric("weights/publish_s", _MEAN, "s", "time from a version's snapshot to its manifest"),
+    Metric("weights/stage_s", _MEAN, "s", "time in which an engine staged a version in the background"),
+    Metric("weights/bytes_total", _SUM, "bytes", "weight bytes published or staged"),
+    # Producers and the feeder.
+    Metric("producer/tasks_total", _SUM, "tasks", "tasks ended by this producer"),
+    Metric("producer/rollouts_total", _SUM, "rollouts", "rollouts published"),
+    Metric("producer/failures_total", _SUM, "tasks", "tasks given back or ended as failed"),
+    Metric("producer/in_flight_tasks", _MEAN, "tasks", "tasks being rolled out"),
+    Metric("feeder/issued_total", _SUM, "tasks", "tasks issued"),
+    # The message bus.
+    Metric("bus/redelivered_total", _SUM, "messages", "tasks delivered more than once"),
+    Metric("bus/reconnects_total", _SUM, "reconnects", "connections made anew"),
+    Metric("bus/full_total", _SUM, "messages", "publications that waited for room"),
+)
+
+METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _DECLARED})
+"""The declared metrics by name."""
+
+
+def metric(name: str) -> Metric:
+    """The declaration of `name`; raises SchemaError with the nearest declared name if there is none."""
+    found = METRICS.get(name)
+    if found is None:
+        near = difflib.get_close_matches(name, METRICS, n=1)
+        advice = f"did you mean '{near[0]}'? " if near else ""
+        raise SchemaError(
+            f"expected the name of a declared metric, got {name!r}",
+            hint=f"{advice}new metrics are declared in streamrl/telemetry/names.py",
+            name=name,
+        )
+    return found
