@@ -1,0 +1,208 @@
+"""The feeder: turns grants into rollout tasks. It has no state of its own; the task stream's last sequence is its position.
+
+```text
+dataset row --plan_tasks--> RolloutTask i --expect_last = i--> stream `tasks` (sequence i + 1)
+```
+
+Two feeders fence each other: each publication demands that the stream ends where the plan begins, so of two the second is refused, reads
+the position again and goes on from there. Nothing is issued twice and no index is left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from streamrl.bus.protocol import Bus
+from streamrl.config.tree import Config
+from streamrl.core.seeds import run_seed, task_seed
+from streamrl.data.order import row_of
+from streamrl.data.problems import Problems, load_problems
+from streamrl.data.tokenizer import load_tokenizer
+from streamrl.errors import BusError, ConfigError, Conflict, StreamFull
+from streamrl.schemas.codec import decode, encode
+from streamrl.schemas.control import Grant, RunRecord
+from streamrl.schemas.subjects import KEY_GRANTED, KEY_RUN, MAIN_SOURCE, TASKS, WARMUP_SOURCE, Subjects
+from streamrl.schemas.tasks import RolloutTask
+
+if TYPE_CHECKING:
+    from streamrl.runtime.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+MAX_IN_FLIGHT = 256
+"""Publications that are sent before the first answer is awaited."""
+_FULL_FIRST_S = 0.25
+_FULL_MAX_S = 5.0
+_REPORT_EVERY_S = 2.0
+
+
+def plan_tasks(grant: Grant, start: int, stop: int, problems: Problems, config: Config) -> list[RolloutTask]:
+    """Tasks `start` to `stop` (or to the end of the grant), a function of its arguments alone.
+
+    While the warm-up has no end yet, and below its end after that, a task belongs to the warm-up: one demonstration of its row, which
+    needs no engine. Each source goes through the dataset from its own beginning.
+    """
+    base = run_seed(config.run.name, config.run.seed)
+    return [_task(grant, index, base, problems, config) for index in range(start, min(stop, grant.granted))]
+
+
+def min_version(grant: Grant, index: int, config: Config) -> int:
+    """Lowest version number that may sample task `index`: the one that keeps it within the bound when its turn to be trained comes.
+
+    `index - retired` tasks are open before it, so it is trained `(index - retired) // B` versions after the grant's at the soonest.
+    Never above the grant's version.
+    """
+    ahead = (index - grant.retired) // config.tasks.batch_tasks
+    return min(grant.version, max(0, grant.version + ahead - config.tasks.max_staleness))
+
+
+def _task(grant: Grant, index: int, base: int, problems: Problems, config: Config) -> RolloutTask:
+    warmup = grant.warmup_end is None or index < grant.warmup_end
+    place = index if warmup or grant.warmup_end is None else index - grant.warmup_end
+    epoch, row = row_of(config.run.seed, place, len(problems), shuffle=config.data.shuffle)
+    problem = problems[row]
+    return RolloutTask(
+        run=config.run.name,
+        index=index,
+        source=WARMUP_SOURCE if warmup else MAIN_SOURCE,
+        row=row,
+        data_epoch=epoch,
+        prompt_ids=problem.prompt_ids,
+        prompt=problem.prompt,
+        label=problem.label,
+        tools=problem.tools,
+        metadata=problem.metadata,
+        num_rollouts=1 if warmup else config.tasks.num_rollouts,
+        sampling=config.sampling,
+        min_version=0 if warmup else min_version(grant, index, config),
+        seed=task_seed(base, index),
+    )
+
+
+class Feeder:
+    """Issues what is granted on one bus until it is cancelled.
+
+    Args:
+        bus: connected.
+        subjects: of the run.
+        config: the whole tree.
+        problems: the training problems.
+    """
+
+    def __init__(self, bus: Bus, subjects: Subjects, config: Config, problems: Problems) -> None:
+        self.num_issued = 0
+        self.num_full = 0
+        """Times that a full stream refused a task."""
+        self.stalled = False
+        """Whether the stream is full just now."""
+        self._bus = bus
+        self._subjects = subjects
+        self._config = config
+        self._problems = problems
+        self._grant: Grant | None = None
+        self._changed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Follow the grants for ever. A full stream makes it wait and try again; any other BusError ends it."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._watch())
+            group.create_task(self._issue())
+
+    async def _watch(self) -> None:
+        async for entry in self._bus.kv.watch(KEY_GRANTED):
+            if entry.key != KEY_GRANTED or entry.value is None:
+                continue
+            grant = decode(entry.value, Grant, where=f"key {KEY_GRANTED}")
+            if self._grant is None or grant.granted >= self._grant.granted:
+                self._grant = grant
+                self._changed.set()
+
+    async def _issue(self) -> None:
+        issued = (await self._bus.state(TASKS)).last
+        pause_s = _FULL_FIRST_S
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            while (grant := self._grant) is not None and issued < grant.granted:
+                plan = plan_tasks(grant, issued, issued + MAX_IN_FLIGHT, self._problems, self._config)
+                failure = await self._publish(plan)
+                before, issued = issued, (await self._bus.state(TASKS)).last if failure else plan[-1].index + 1
+                if isinstance(failure, StreamFull):
+                    self._stall(failure)
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _FULL_MAX_S)
+                    continue
+                if failure is not None and issued <= before:
+                    raise failure
+                if failure is not None:
+                    logger.info("event=overtaken position=%d reason=another_feeder", issued)
+                self._resume()
+                pause_s = _FULL_FIRST_S
+
+    async def _publish(self, plan: Sequence[RolloutTask]) -> BusError | None:
+        """Publish tasks in order without waiting in between; the first failure, if any. What follows a failure is refused by the server."""
+        publications = [
+            self._bus.publish(self._subjects.tasks(task.source), encode(task), id=f"t{task.index}", expect_last=task.index) for task in plan
+        ]
+        results = await asyncio.gather(*publications, return_exceptions=True)
+        failures = [result for result in results if isinstance(result, BaseException)]
+        self.num_issued += len(results) - len(failures)
+        for failure in failures:
+            if not isinstance(failure, Conflict | StreamFull):
+                raise failure
+        return next((failure for failure in failures if isinstance(failure, BusError)), None)
+
+    def _stall(self, failure: StreamFull) -> None:
+        self.num_full += 1
+        if not self.stalled:
+            self.stalled = True
+            logger.warning("event=stalled reason=stream_full error=%s", failure.message)
+
+    def _resume(self) -> None:
+        if self.stalled:
+            self.stalled = False
+            logger.info("event=resumed")
+
+
+async def check_dataset(bus: Bus, problems: Problems, config: Config) -> None:
+    """Raise ConfigError unless the problems are those that the run record names; a run without a record passes."""
+    entry = await bus.kv.get(KEY_RUN)
+    if entry is None or entry.value is None:
+        return
+    record = decode(entry.value, RunRecord, where=f"key {KEY_RUN}")
+    if (record.dataset_digest, record.num_rows) != (problems.digest, len(problems)):
+        raise ConfigError(
+            f"expected the {record.num_rows} rows that the run {record.run} was started with (digest {record.dataset_digest[:16]}), "
+            f"got {len(problems)} rows (digest {problems.digest[:16]}) in {config.data.train}",
+            hint="restore the file, or start a new run under another run.name",
+            key="data.train",
+        )
+
+
+async def main(worker: Worker) -> None:
+    """Read the dataset, check it against the run's, and issue tasks until the worker drains."""
+    config = worker.config
+    tokenizer = load_tokenizer(worker.run_dir.policy_dir(config))
+    problems = await asyncio.to_thread(load_problems, config.data.train, config.data, tokenizer)
+    await check_dataset(worker.bus, problems, config)
+    feeder = Feeder(worker.bus, worker.subjects, config, problems)
+    async with asyncio.TaskGroup() as group:
+        running = [group.create_task(feeder.run()), group.create_task(_report(worker, feeder))]
+        await worker.draining.wait()
+        for task in running:
+            task.cancel()
+
+
+async def _report(worker: Worker, feeder: Feeder) -> None:
+    """Publish the feeder's metrics, and say when a full stream stalls it and when it goes on."""
+    issued, full, stalled = 0, 0, False
+    while True:
+        await asyncio.sleep(_REPORT_EVERY_S)
+        if feeder.stalled != stalled:
+            stalled = feeder.stalled
+            await worker.event("stalled" if stalled else "resumed", {"reason": "stream full", "stream": TASKS})
+        await worker.metrics({"feeder/issued_total": feeder.num_issued - issued, "bus/full_total": feeder.num_full - full})
+        issued, full = feeder.num_issued, feeder.num_full
