@@ -1,0 +1,91 @@
+"""From the configuration to a trainer; torch is imported for the torch backend only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from streamrl.config.tree import Config
+from streamrl.core.batches import TrainBatch
+from streamrl.core.schedule import learning_rate
+from streamrl.errors import TrainingError
+from streamrl.trainers.protocol import Trainer
+
+
+@runtime_checkable
+class Exports(Protocol):
+    """A trainer that can write its policy as a model directory."""
+
+    def save_hf(self, path: Path) -> None:
+        """Write the model directory at `path`, whole or not at all."""
+        ...
+
+
+def make_trainer(config: Config, model_dir: Path) -> Trainer:
+    """Build the trainer; for torch, set this process's thread count and switch transformers' progress bars off.
+
+    With `trainer.ranks` above 1 the caller has initialised torch.distributed's default group.
+
+    Args:
+        config: the whole tree, of which each part gets its own section.
+        model_dir: initial policy: a Hugging Face directory, or one with a `table.json`.
+
+    Raises:
+        ConfigError: no such model.
+        TrainingError: no process group of the size of `trainer.ranks`.
+    """
+    rate = learning_rates(config)
+    if config.trainer.backend == "table":
+        from streamrl.trainers.table import TableTrainer
+
+        return TableTrainer(model_dir, trainer=config.trainer, loss=config.loss, learning_rate=rate)
+
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    from streamrl.trainers.torch import TorchTrainer
+
+    disable_progress_bar()  # a worker's log is no terminal
+    torch.set_num_threads(config.trainer.threads)
+    bitwise = config.run.numerics == "bitwise"
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if bitwise and device.type == "cuda":
+        # cuBLAS reads it when its first handle is made; without it torch refuses to be deterministic.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    return TorchTrainer(
+        model_dir,
+        trainer=config.trainer,
+        loss=config.loss,
+        learning_rate=rate,
+        dtype=torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32,
+        device=device,
+        # On CPU it costs nothing, so it is always on there.
+        deterministic=bitwise or device.type == "cpu",
+    )
+
+
+def learning_rates(config: Config) -> Callable[[TrainBatch], float]:
+    """The rate of a batch: constant in the warm-up, `trainer.optimizer`'s schedule over `run.steps` afterwards."""
+    optimizer = config.trainer.optimizer
+
+    def rate(batch: TrainBatch) -> float:
+        if batch.kind == "sft":
+            return config.warmup.learning_rate
+        return learning_rate(
+            batch.stage_step,
+            peak=optimizer.learning_rate,
+            warmup_steps=optimizer.warmup_steps,
+            total_steps=config.run.steps,
+            final_fraction=optimizer.final_fraction,
+        )
+
+    return rate
+
+
+def export_policy(trainer: Trainer, path: Path) -> None:
+    """Write the trainer's policy as a model directory (Hugging Face, or a table's) at `path`, whole or not at all."""
+    if not isinstance(trainer, Exports):
+        raise TrainingError(f"expected a trainer that can write a model directory, got {type(trainer).__name__}")
+    trainer.save_hf(path)

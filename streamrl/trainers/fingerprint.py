@@ -1,0 +1,78 @@
+"""The numerics fingerprint: everything that may change a trained digit without the log or the configuration changing.
+
+Two runs with equal fingerprints and equal logs are expected to give equal digests; with unequal ones a comparison needs a
+tolerance. torch is imported for the torch backend only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from streamrl.config.tree import Config
+
+
+def numerics_fingerprint(config: Config) -> dict[str, str]:
+    """Names and values; call it in the trainer's process after `make_trainer`, which sets threads and flags."""
+    trainer = config.trainer
+    found = {
+        "backend": trainer.backend,
+        "ranks": str(trainer.ranks),
+        "minibatches": str(trainer.minibatches),
+        "micro_tokens": str(trainer.micro_tokens),
+        "dtype": config.model.dtype,
+        "numerics": config.run.numerics,
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "numpy": np.__version__,
+    }
+    return {**found, **(_torch_numerics() if trainer.backend == "torch" else _numpy_numerics())}
+
+
+def fingerprint_digest(values: Mapping[str, str]) -> str:
+    """16 hex digits of a fingerprint."""
+    lines = "".join(f"{name}={values[name]}\n" for name in sorted(values))
+    return hashlib.sha256(lines.encode()).hexdigest()[:16]
+
+
+def fingerprint_difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+    """One line per entry that differs, such as `torch: 2.12.0 here, 2.13.0 there`."""
+    names = sorted(set(ours) | set(theirs))
+    return [f"{n}: {ours.get(n, 'nothing')} here, {theirs.get(n, 'nothing')} there" for n in names if ours.get(n) != theirs.get(n)]
+
+
+def _processor() -> str:
+    # Kernels are chosen by model and cache sizes, not only by instruction set.
+    listing = Path("/proc/cpuinfo")
+    if listing.exists():
+        for line in listing.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def _numpy_numerics() -> dict[str, str]:
+    shown = np.show_config(mode="dicts") or {}
+    return {"simd": ",".join(shown.get("SIMD Extensions", {}).get("found", []))}
+
+
+def _torch_numerics() -> dict[str, str]:
+    import torch
+    import transformers
+
+    cuda = torch.cuda.is_available()
+    return {
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "cuda": str(torch.version.cuda) if cuda else "",
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        "mkldnn": str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+    }

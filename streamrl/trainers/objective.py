@@ -1,0 +1,68 @@
+"""What one optimizer step minimises, as arrays over the batch's tokens: shared by all backends, no torch."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.config.tree import LossConfig
+from streamrl.core.advantages import grpo
+from streamrl.core.batches import TrainBatch
+from streamrl.core.packing import Indices, split_groups
+from streamrl.core.reductions import sample_of_token, token_weights
+from streamrl.errors import TrainingError
+
+
+class Objective(msgspec.Struct, frozen=True, kw_only=True):
+    """One batch, ready for its optimizer steps."""
+
+    steps: tuple[Indices, ...]
+    """Samples of each optimizer step."""
+    weights: tuple[npt.NDArray[np.float64], ...]
+    """[T] for each step: how much a token's loss counts."""
+    advantages: npt.NDArray[np.float64]
+    """[T]; 0 for demonstrations."""
+    metrics: dict[str, float]
+    """What is known before the model has run."""
+
+
+def make_objective(batch: TrainBatch, loss: LossConfig, minibatches: int) -> Objective:
+    """Advantages over the whole batch, then `minibatches` steps of whole groups with weights of their own.
+
+    Raises:
+        TrainingError: the batch is empty, trains a sequence's first token, or its rewards cannot be used.
+    """
+    if batch.num_samples == 0 or not (batch.lengths > 0).all():
+        raise TrainingError(
+            f"expected a batch of samples with tokens, got {batch.num_samples} samples of lengths {batch.lengths.tolist()[:8]}"
+        )
+    if batch.loss_mask[batch.offsets[:-1]].any():
+        raise TrainingError(
+            "expected no trained token at the beginning of a sequence: nothing predicts it", hint="keep the prompt's tokens masked"
+        )
+    advantages_N = np.zeros(batch.num_samples)
+    metrics: dict[str, float] = {}
+    if batch.kind == "rl":
+        advantages_N, metrics = grpo(batch.rewards, batch.tasks, batch.rollouts, normalize_std=loss.normalize_std)
+    steps = split_groups(batch, minibatches)
+    trained_N = np.add.reduceat(batch.loss_mask.astype(np.int64), batch.offsets[:-1])
+    metrics |= {"rollout/response_len/mean": float(trained_N.mean()), "rollout/response_len/max": float(trained_N.max())}
+    return Objective(
+        steps=tuple(steps),
+        weights=tuple(token_weights(batch, samples, loss.reduction) for samples in steps),
+        advantages=advantages_N[sample_of_token(batch)],
+        metrics=metrics,
+    )
+
+
+def answer_probability(batch: TrainBatch, logprobs: npt.NDArray[np.float64]) -> float:
+    """Mean over the samples with trained tokens of the probability of all of them: exp(sum of log-probs).
+
+    Args:
+        batch: the batch.
+        logprobs: [T]; only those of trained tokens are read.
+    """
+    total_N = np.add.reduceat(np.where(batch.loss_mask, logprobs, 0.0), batch.offsets[:-1])
+    trained_N = np.add.reduceat(batch.loss_mask.astype(np.int64), batch.offsets[:-1]) > 0
+    return float(np.exp(total_N[trained_N]).mean()) if trained_N.any() else 0.0

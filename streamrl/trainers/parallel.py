@@ -1,0 +1,52 @@
+"""Data parallelism over torch.distributed: every rank holds all parameters and sums its share of the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from streamrl.errors import TrainingError
+
+
+class DataParallel:
+    """Sums over ranks; with one rank every method is the identity.
+
+    All ranks get the same bits: a sum is made once and handed to all, so parameters that were equal stay equal.
+
+    Args:
+        ranks: size of the group. Above 1 the default process group must have been initialised with that size.
+
+    Raises:
+        TrainingError: the process group is missing or has another size.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.rank = 0
+        if ranks > 1:
+            size = dist.get_world_size() if dist.is_initialized() else 1
+            if size != ranks:
+                raise TrainingError(
+                    f"trainer.ranks is {ranks}, this process belongs to a group of {size}", hint="was it started by the launcher?"
+                )
+            self.rank = dist.get_rank()
+
+    def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Replace each gradient by its sum over ranks, in float32, as one message."""
+        if self.ranks == 1:
+            return
+        flat = torch.cat([g.reshape(-1).float() for g in gradients])
+        dist.all_reduce(flat)
+        first = 0
+        for g in gradients:
+            g.copy_(flat[first : first + g.numel()].view_as(g))
+            first += g.numel()
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over ranks."""
+        if self.ranks > 1:
+            dist.all_reduce(values)
+        return values
