@@ -1,0 +1,198 @@
+"""The engine worker: one engine, its HTTP server, the watcher of its weights, and its presence on the bus."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+
+from streamrl.consumers.weights import WeightWatcher
+from streamrl.engines.batching import BatchingEngine
+from streamrl.engines.factory import make_engine
+from streamrl.engines.protocol import Chunk, Engine, EngineInfo, GenerateRequest
+from streamrl.engines.server import serve
+from streamrl.errors import BusError, EngineError
+from streamrl.runtime.worker import Worker
+from streamrl.schemas.codec import encode
+from streamrl.schemas.control import EnginePresence
+from streamrl.schemas.subjects import PREFIX_PRESENCE
+from streamrl.schemas.versions import Version
+from streamrl.weights.factory import make_transports
+
+logger = logging.getLogger(__name__)
+
+PRESENCE_TTL_S = 5.0
+HEARTBEAT_S = 1.0
+DRAIN_FRACTION = 0.5
+"""Part of `supervise.drain_s` that running requests get to finish; the rest is for the server and the process to end."""
+POLL_S = 0.05
+WILDCARDS = ("", "0.0.0.0", "::")
+
+
+async def main(worker: Worker) -> None:
+    """Serve until the worker drains: no new requests then, running ones get a while to finish.
+
+    Each start is a new engine with an id of its own: nobody takes its counters for those of the one that died.
+
+    Raises:
+        ConfigError: the model directory does not fit the configuration.
+        EngineError: the port is taken, or decoding failed.
+        BusError: the bus stayed away.
+    """
+    config = worker.config
+    engine_id = f"{worker.name}-{secrets.token_hex(3)}"
+    model_dir = Path(config.model.path) if config.model.path else worker.run_dir.model_dir
+    # Off the loop: importing torch takes seconds, and the worker's heartbeats go on.
+    engine = await asyncio.to_thread(make_engine, config.engine, model_dir, engine_id=engine_id, max_len=config.model.max_len)
+    await engine.start()
+    try:
+        await _serve(worker, engine)
+    finally:
+        await engine.stop()
+
+
+async def _serve(worker: Worker, engine: BatchingEngine) -> None:
+    config = worker.config
+    door = Door(engine, engine.engine_id)
+    port = config.engine.port + worker.index if config.engine.port else 0
+    server = await serve(door, config.engine.host, port)
+    try:
+        presence = Presence(worker, engine, reachable(server.address, config.engine.host))
+        transports = make_transports(
+            config.weights, bus=worker.bus, run=worker.subjects.run, policy=engine.policy, run_dir=worker.run_dir.path
+        )
+        watcher = WeightWatcher(
+            worker.bus,
+            worker.subjects,
+            engine,
+            transports,
+            policy=engine.policy,
+            engine=engine.engine_id,
+            metrics=worker.metrics,
+            event=worker.event,
+            committed=presence.swapped,
+        )
+        await until_drained(worker.draining, watcher.run(), presence.keep())
+        await presence.withdraw()
+        door.close()
+        await _finish(engine, DRAIN_FRACTION * config.supervise.drain_s)
+    finally:
+        await server.stop()
+
+
+class Door:
+    """An engine behind a door: once it is closed new requests are refused, and the running ones go on."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self._engine = engine
+        self._name = name
+        self._closed = False
+
+    def close(self) -> None:
+        """Refuse what comes from now on."""
+        self._closed = True
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        """As the engine does, or EngineError when it is draining."""
+        if self._closed:
+            raise EngineError(f"engine {self._name} is draining and takes no new requests", hint="ask another engine")
+        return self._engine.generate(request)
+
+    async def abort(self, request_id: str) -> None:
+        await self._engine.abort(request_id)
+
+    async def info(self) -> EngineInfo:
+        return await self._engine.info()
+
+
+class Presence:
+    """Keeps the key `presence/engines/<id>` alive, and publishes the engine's load with every beat."""
+
+    def __init__(self, worker: Worker, engine: BatchingEngine, address: str) -> None:
+        self._worker = worker
+        self._engine = engine
+        self._address = address
+        self._key = f"{PREFIX_PRESENCE}engines/{engine.engine_id}"
+        self._tokens_reported = 0
+
+    async def keep(self) -> None:
+        """Beat until cancelled; raises EngineError once decoding has failed."""
+        while True:
+            info = await self._engine.info()
+            await self._put(info)
+            await self._report(info)
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def swapped(self, version: Version) -> None:
+        """Say at once that the engine serves `version`: tasks may be waiting for it."""
+        await self._put(await self._engine.info())
+
+    async def withdraw(self) -> None:
+        """Ask for no more requests; call it when `keep` has ended."""
+        with contextlib.suppress(BusError):
+            await self._worker.bus.kv.delete(self._key)
+
+    async def _put(self, info: EngineInfo) -> None:
+        presence = EnginePresence(
+            engine=info.engine,
+            address=self._address,
+            policy=info.policy,
+            serving=info.serving,
+            running=info.running,
+            waiting=info.waiting,
+            slots=info.slots,
+            tokens_total=info.tokens_total,
+            swaps_total=info.swaps_total,
+        )
+        try:
+            await self._worker.bus.kv.put(self._key, encode(presence), ttl_s=PRESENCE_TTL_S)
+        except BusError as error:
+            # The key expires while the bus is away; the next beat brings it back. Generation goes on meanwhile.
+            logger.warning("event=presence_lost engine=%s error=%s", info.engine, error.message)
+
+    async def _report(self, info: EngineInfo) -> None:
+        made = info.tokens_total - self._tokens_reported
+        self._tokens_reported = info.tokens_total
+        await self._worker.metrics(
+            {
+                "engine/tokens_total": float(made),
+                "engine/running_requests": float(info.running),
+                "engine/waiting_requests": float(info.waiting),
+            }
+        )
+
+
+def reachable(address: str, host: str) -> str:
+    """The address others can use: a server that listens everywhere is asked by this machine's name."""
+    if host not in WILDCARDS:
+        return address
+    return f"http://{socket.gethostname()}:{address.rpartition(':')[2]}"
+
+
+async def until_drained(draining: asyncio.Event, *work: Coroutine[None, None, None]) -> None:
+    """Run `work` until `draining` is set; an error in any of it is raised at once. All of it has ended on return."""
+    drained = asyncio.create_task(draining.wait())
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        done, _ = await asyncio.wait((drained, *tasks), return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in (drained, *tasks):
+            task.cancel()
+        await asyncio.gather(drained, *tasks, return_exceptions=True)
+
+
+async def _finish(engine: BatchingEngine, bound_s: float) -> None:
+    """Wait until nothing is being decoded. Requests that wait for a version do not count: it may never come."""
+    running = (await engine.info()).running
+    for _ in range(round(bound_s / POLL_S)):
+        if not running:
+            break
+        await asyncio.sleep(POLL_S)
+        running = (await engine.info()).running
+    logger.info("event=engine_drained engine=%s unfinished=%d", engine.engine_id, running)

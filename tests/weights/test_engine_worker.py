@@ -1,0 +1,185 @@
+"""The engine worker as a service: what it announces, how it swaps, how it drains, how it fails. Real engine, real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+import pytest
+
+from streamrl.bus.protocol import Bus
+from streamrl.config.tree import Config, EngineConfig, ModelConfig, RunConfig, SuperviseConfig
+from streamrl.consumers import engine_worker
+from streamrl.errors import EngineError
+from streamrl.runtime.rundir import RunDir
+from streamrl.runtime.worker import Worker
+from streamrl.schemas.codec import decode
+from streamrl.schemas.control import EnginePresence
+from streamrl.schemas.versions import Version
+from streamrl.weights.factory import make_publisher, weights_directory
+from streamrl.weights.manifest import Content
+from streamrl.weights.protocol import Shard
+from streamrl.weights.shm import remove_directory
+
+VOCAB, POSITIONS, EOS = 5, 3, 4
+PREFIX = "presence/engines/"
+
+
+def table(number: int) -> list[Shard]:
+    logits = np.zeros((POSITIONS, VOCAB, VOCAB), np.float32)
+    logits[:, :, number] = 50.0
+    return [Shard(name="logits", dtype="float32", global_shape=logits.shape, shape=logits.shape, data=logits.reshape(-1).view(np.uint8))]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path):
+    run = RunDir(tmp_path / "r")
+    run.create()
+    run.model_dir.mkdir()
+    (run.model_dir / "table.json").write_bytes(msgspec.json.encode({"vocab": VOCAB, "max_position": POSITIONS, "eos": EOS}))
+    yield run
+    remove_directory(weights_directory(config().weights, "r", run.path))
+
+
+def config(**engine) -> Config:
+    return Config(
+        run=RunConfig(name="r"),
+        engine=EngineConfig(kind="table", slots=4, **engine),
+        model=ModelConfig(max_len=5000),
+        supervise=SuperviseConfig(drain_s=20.0),
+    )
+
+
+def worker_of(bus: Bus, run_dir: RunDir, tree: Config | None = None) -> Worker:
+    return Worker(config=tree or config(), run_dir=run_dir, bus=bus, kind="engine", index=0)
+
+
+@asynccontextmanager
+async def running(worker: Worker) -> AsyncIterator[asyncio.Task[None]]:
+    """The worker's main; it drains when the test is done and must then end by itself."""
+    task = asyncio.create_task(engine_worker.main(worker))
+    try:
+        yield task
+    finally:
+        worker.draining.set()
+        await task
+
+
+async def publish(bus: Bus, run_dir: RunDir, worker: Worker, number: int) -> None:
+    publisher = make_publisher(
+        worker.config.weights,
+        bus=bus,
+        subjects=worker.subjects,
+        policy="policy",
+        run_dir=run_dir.path,
+        loop=asyncio.get_running_loop(),
+        report=worker.metrics,
+    )
+    await asyncio.to_thread(publisher.offer, Version(0, number), Content(table(number)).digest, table(number))
+    await asyncio.to_thread(publisher.close)
+
+
+async def presence(bus: Bus, *, serving: Version | None) -> EnginePresence:
+    """Wait until an engine announces that it serves this version."""
+    async for entry in bus.kv.watch(PREFIX):
+        if entry.value is not None:
+            found = decode(entry.value, EnginePresence)
+            if found.serving == serving:
+                return found
+    raise AssertionError("the watch ended")
+
+
+def request_of(num_tokens: int) -> dict[str, Any]:
+    return {"input_ids": [0], "return_logprob": True, "sampling_params": {"max_new_tokens": num_tokens, "ignore_eos": True}}
+
+
+async def generate(address: str, num_tokens: int) -> tuple[int, dict[str, Any]]:
+    async with aiohttp.ClientSession() as session, session.post(f"{address}/generate", json=request_of(num_tokens)) as response:
+        return response.status, await response.json()
+
+
+async def test_an_engine_announces_itself_serves_and_swaps(memory_bus, run_dir):
+    worker = worker_of(memory_bus, run_dir)
+    async with running(worker):
+        first = await presence(memory_bus, serving=None)
+        assert (first.slots, first.policy) == (4, "policy")
+        assert first.engine.startswith("engine-0-")
+        for number in (1, 2):
+            await publish(memory_bus, run_dir, worker, number)
+            found = await presence(memory_bus, serving=Version(0, number))
+            assert (found.engine, found.address, found.swaps_total) == (first.engine, first.address, number)
+            status, answer = await generate(found.address, 3)
+            assert (status, answer["output_ids"]) == (200, [number] * 3)
+    assert await memory_bus.kv.keys(PREFIX) == []
+
+
+async def test_a_restarted_engine_is_another_engine_and_takes_the_newest_weights(memory_bus, run_dir):
+    worker = worker_of(memory_bus, run_dir)
+    await publish(memory_bus, run_dir, worker, 1)
+    seen = []
+    for _ in range(2):
+        worker = worker_of(memory_bus, run_dir)
+        async with running(worker):
+            seen.append((await presence(memory_bus, serving=Version(0, 1))).engine)
+    assert len(set(seen)) == 2
+
+
+async def test_draining_lets_running_requests_finish_and_refuses_new_ones(memory_bus, run_dir):
+    worker = worker_of(memory_bus, run_dir)
+    await publish(memory_bus, run_dir, worker, 1)
+    task = asyncio.create_task(engine_worker.main(worker))
+    address = (await presence(memory_bus, serving=Version(0, 1))).address
+    entries = memory_bus.kv.watch(PREFIX)
+    await anext(entries)
+    body = {**request_of(4500), "stream": True, "incremental": True}
+    async with aiohttp.ClientSession() as session, session.post(f"{address}/generate", json=body) as response:
+        results = [json.loads((await response.content.readline()).removeprefix(b"data: "))]
+        worker.draining.set()
+        while (await anext(entries)).value is not None:
+            pass
+        status, refusal = await generate(address, 1)
+        assert status == 400 and "draining" in refusal["error"]["message"]
+        lines = [line.removeprefix(b"data: ").strip() async for line in response.content if line.strip()]
+    await task
+    assert lines.pop() == b"[DONE]"
+    results += [json.loads(line) for line in lines]
+    assert sum(len(result["output_ids"]) for result in results) == 4500
+    assert results[-1]["meta_info"]["finish_reason"]["type"] == "length"
+
+
+async def test_a_taken_port_ends_the_worker_with_a_hint(memory_bus, run_dir):
+    async with running(worker_of(memory_bus, run_dir)):
+        port = int((await presence(memory_bus, serving=None)).address.rpartition(":")[2])
+        with pytest.raises(EngineError, match=f"listen on 127.0.0.1:{port}") as caught:
+            await engine_worker.main(worker_of(memory_bus, run_dir, config(port=port)))
+    assert "engine.port" in caught.value.hint
+
+
+def test_a_server_that_listens_everywhere_is_announced_by_name():
+    assert engine_worker.reachable("http://127.0.0.1:81", "127.0.0.1") == "http://127.0.0.1:81"
+    name, _, port = engine_worker.reachable("http://0.0.0.0:81", "0.0.0.0").rpartition(":")
+    assert name not in ("http://0.0.0.0", "http://") and port == "81"
+
+
+async def test_an_error_in_any_part_ends_all_of_it():
+    ended = []
+
+    async def forever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("forever")
+
+    async def broken() -> None:
+        raise EngineError("decoding failed")
+
+    with pytest.raises(EngineError, match="decoding failed"):
+        await engine_worker.until_drained(asyncio.Event(), forever(), broken())
+    assert ended == ["forever"]
