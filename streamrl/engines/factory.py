@@ -1,0 +1,31 @@
+"""Making the engine a configuration names. torch and transformers are imported only for `local`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from streamrl.config.tree import EngineConfig
+from streamrl.engines.batching import BatchingEngine
+
+
+def make_engine(config: EngineConfig, model_dir: Path, *, engine_id: str, policy: str = "policy", max_len: int = 256) -> BatchingEngine:
+    """Build (not start) an engine, which is also the host of its weights.
+
+    Args:
+        config: `kind` chooses the adapter.
+        model_dir: a Hugging Face model directory, or one with a `table.json`.
+        engine_id: names the engine.
+        policy: name of the policy it serves.
+        max_len: longest sequence in tokens, prompt included.
+
+    Raises:
+        ConfigError: `model_dir` does not fit the kind.
+        EngineError: the architecture cannot be decoded.
+    """
+    if config.kind == "table":
+        from streamrl.engines.table import TableEngine
+
+        return TableEngine(model_dir, config, engine_id=engine_id, policy=policy, max_len=max_len)
+    from streamrl.engines.local import LocalEngine
+
+    return LocalEngine(model_dir, config, engine_id=engine_id, policy=policy, max_len=max_len)

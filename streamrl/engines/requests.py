@@ -1,0 +1,82 @@
+"""One request inside an engine: what is checked before it is taken, and the records that follow it through the decode loop."""
+
+from __future__ import annotations
+
+import asyncio
+from enum import Enum
+
+from streamrl.engines.protocol import Chunk, GenerateRequest
+from streamrl.errors import EngineError
+
+
+class Stage(Enum):
+    """Where a completion is."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class Completion:
+    """One completion of a request; owned by the decode thread once submitted."""
+
+    __slots__ = ("index", "job", "row", "sent", "stage")
+
+    def __init__(self, job: Job, index: int) -> None:
+        self.job = job
+        self.index = index
+        self.stage = Stage.WAITING
+        self.row = -1
+        """Row of the batch while RUNNING."""
+        self.sent = 0
+        """Tokens handed back so far (streaming)."""
+
+
+class Job:
+    """One request with the queue its chunks are handed back through.
+
+    The queue is written by the event loop only; it holds at most one chunk a token, and is drained by `generate`.
+    """
+
+    __slots__ = ("completions", "limit", "prompt", "queue", "request", "seeds", "stops")
+
+    def __init__(self, request: GenerateRequest, *, eos_ids: tuple[int, ...], max_len: int) -> None:
+        self.request = request
+        self.prompt = tuple(request.prompt_ids)
+        sampling = request.sampling
+        self.stops = sampling.stop_token_ids if sampling.ignore_eos else sampling.stop_token_ids + eos_ids
+        self.limit = min(sampling.max_new_tokens, max_len - len(self.prompt))
+        """Most new tokens: asked for, and what fits in `max_len`."""
+        self.seeds = tuple(seed & 0xFFFFFFFFFFFFFFFF for seed in request.seeds)
+        self.queue: asyncio.Queue[Chunk | EngineError] = asyncio.Queue()
+        self.completions = tuple(Completion(self, index) for index in range(len(self.seeds)))
+
+
+def check_request(request: GenerateRequest, *, engine: str, policy: str, vocab_size: int, max_len: int) -> None:
+    """Refuse what an engine cannot run.
+
+    Raises:
+        EngineError: another policy, an empty or too long prompt, a token outside the vocabulary, no seeds.
+    """
+    prompt = request.prompt_ids
+    where = f"request {request.request_id!r} to engine {engine}"
+    if not request.request_id:
+        raise EngineError(f"expected a request id, got an empty one, at engine {engine}", hint="give every request its own id")
+    if request.policy != policy:
+        raise EngineError(f"expected policy {policy!r}, got {request.policy!r} in {where}", hint="ask an engine that serves this policy")
+    if not request.seeds:
+        raise EngineError(f"expected one seed per completion, got none in {where}", hint="give at least one seed")
+    if not prompt:
+        raise EngineError(f"expected at least one prompt token, got none in {where}", hint="begin the prompt with a special token")
+    if len(prompt) >= max_len:
+        raise EngineError(
+            f"expected a prompt of at most {max_len - 1} tokens, got {len(prompt)} in {where}",
+            hint="shorten the prompt, or raise model.max_len",
+        )
+    low, high = min(prompt), max(prompt)
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise EngineError(
+            f"expected token ids in 0 .. {vocab_size - 1}, got {bad} in {where}",
+            hint="was the prompt made with the tokenizer of another model?",
+        )

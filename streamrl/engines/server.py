@@ -1,0 +1,234 @@
+"""Any engine over HTTP, in SGLang's subset (`streamrl.engines.wire`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from streamrl.engines.protocol import Engine, EngineInfo, GenerateRequest
+from streamrl.engines.server_requests import Group, Numbers, read_groups
+from streamrl.engines.server_results import Completed
+from streamrl.engines.wire import ErrorBody, ErrorDetail, GenerateBody, Result, ServerInfo
+from streamrl.errors import EngineError, SchemaError, StreamRLError
+from streamrl.schemas.tasks import Sampling
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MAX_BODY_BYTES = 256 << 20
+SHUTDOWN_S = 2.0
+"""Seconds that open connections get when the server stops."""
+
+
+class EngineServer:
+    """A listening server; made by `serve`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._numbers = Numbers()
+        self._ids: dict[str, str] = {}
+        """rid of every running completion to the engine's `<request id>.<index>`."""
+        self._policy = ""
+        self._encoder = msgspec.json.Encoder()
+        self._runner: web.AppRunner | None = None
+        self.address = ""
+        """`http://host:port`"""
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen; raises EngineError when the engine is not running or the address cannot be had."""
+        self._policy = (await self._engine.info()).policy
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_post("/generate", _answering(self._generate))
+        app.router.add_post("/abort_request", _answering(self._abort))
+        app.router.add_get("/health", _answering(self._health))
+        app.router.add_get("/health_generate", _answering(self._health_generate))
+        for path in ("/server_info", "/get_server_info"):
+            app.router.add_get(path, _answering(self._server_info))
+        for path in ("/model_info", "/get_model_info"):
+            app.router.add_get(path, _answering(self._model_info))
+        # A handler is cancelled when its client has gone, which closes its generators and so aborts what they run.
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port, backlog=1024)
+        try:
+            await site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise EngineError(
+                f"expected to listen on {host}:{port}, got: {error}", hint="set engine.port to 0 for any free port, or to another one"
+            ) from error
+        bound = self._runner.addresses[0][1]
+        self.address = f"http://{f'[{host}]' if ':' in host else host}:{bound}"
+        log.info("event=engine_listening address=%s", self.address)
+
+    async def stop(self) -> None:
+        """Stop listening; open requests are aborted after `SHUTDOWN_S`. The engine runs on."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        groups, body = read_groups(await request.read(), self._numbers, self._policy)
+        own = {rid: f"{group.request.request_id}.{index}" for group in groups for index, rid in enumerate(group.rids)}
+        if taken := own.keys() & self._ids.keys():
+            raise SchemaError(f"expected new request ids, got rid {min(taken)!r}, which is running", hint="give every request its own rid")
+        self._ids |= own
+        try:
+            if body.stream:
+                return await self._stream(request, groups, body)
+            if len(groups) == 1:
+                rows = await self._collect(groups[0], body)
+            else:
+                parts = await _all_or_none([asyncio.ensure_future(self._collect(group, body)) for group in groups])
+                rows = [row for part in parts for row in part]
+        finally:
+            for rid in own:
+                del self._ids[rid]
+        return _json(self._encoder.encode(rows if groups[0].listed or len(rows) > 1 else rows[0]))
+
+    async def _results(self, group: Group, body: GenerateBody) -> AsyncIterator[Result]:
+        """A result after every chunk of the group."""
+        completed = [Completed(group, index, body.return_logprob) for index in range(len(group.rids))]
+        async with _closing(self._engine.generate(group.request)) as chunks:
+            async for chunk in chunks:
+                completed[chunk.completion].add(chunk)
+                if body.stream or chunk.finish_reason is not None:
+                    yield completed[chunk.completion].result(incremental=body.stream and body.incremental)
+
+    async def _collect(self, group: Group, body: GenerateBody) -> list[Result]:
+        async with _closing(self._results(group, body)) as results:
+            return sorted([result async for result in results], key=lambda result: result.index)
+
+    async def _stream(self, request: web.Request, groups: list[Group], body: GenerateBody) -> web.StreamResponse:
+        items: asyncio.Queue[Result | Exception | None] = asyncio.Queue(maxsize=1024)
+
+        async def run(group: Group) -> None:
+            async with _closing(self._results(group, body)) as results:
+                async for result in results:
+                    await items.put(result)
+
+        async def run_all() -> None:
+            try:
+                await _all_or_none([asyncio.ensure_future(run(group)) for group in groups])
+            except Exception as error:
+                # Handed to the reader below, which raises or reports it.
+                await items.put(error)
+            else:
+                await items.put(None)
+
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        producer = asyncio.ensure_future(run_all())
+        try:
+            while (item := await items.get()) is not None:
+                if isinstance(item, Exception) and not (isinstance(item, StreamRLError) and response.prepared):
+                    raise item
+                if not response.prepared:
+                    await response.prepare(request)
+                value = _error_body(item) if isinstance(item, StreamRLError) else item
+                await response.write(b"data: " + self._encoder.encode(value) + b"\n\n")
+                if value is not item:
+                    break
+            await response.write(b"data: [DONE]\n\n")
+            await response.write_eof()
+        finally:
+            producer.cancel()
+            await asyncio.gather(producer, return_exceptions=True)
+        return response
+
+    async def _abort(self, request: web.Request) -> web.StreamResponse:
+        try:
+            rid = msgspec.json.decode(await request.read(), type=dict[str, Any]).get("rid")
+        except msgspec.DecodeError as error:
+            raise SchemaError(f"expected a JSON object with rid, got: {error}") from error
+        if not isinstance(rid, str) or not rid:
+            raise SchemaError(f"expected rid to be a request's id, got {rid!r}", hint='send {"rid": "..."}')
+        # A rid that names a batch names its rows `<rid>.0`, `<rid>.1`, ...
+        for own in [own for name, own in self._ids.items() if name == rid or name.startswith(rid + ".")]:
+            await self._engine.abort(own)
+        return _json(b"{}")
+
+    async def _health(self, request: web.Request) -> web.StreamResponse:
+        await self._engine.info()
+        return _json(b"{}")
+
+    async def _health_generate(self, request: web.Request) -> web.StreamResponse:
+        """One token through the whole engine; 503 while it serves no weights."""
+        info = await self._engine.info()
+        if info.serving is None:
+            raise EngineError(f"engine {info.engine} serves no weights yet", hint="wait for its first commit")
+        probe = GenerateRequest(
+            request_id=self._numbers.next("health"), prompt_ids=(0,), policy=info.policy, sampling=Sampling(max_new_tokens=1)
+        )
+        async for _ in self._engine.generate(probe):
+            pass
+        return _json(b"{}")
+
+    async def _server_info(self, request: web.Request) -> web.StreamResponse:
+        return _json(self._encoder.encode(_server_info(await self._engine.info())))
+
+    async def _model_info(self, request: web.Request) -> web.StreamResponse:
+        info = await self._engine.info()
+        version = None if info.serving is None else str(info.serving)
+        return _json(self._encoder.encode({"model_path": info.policy, "is_generation": True, "weight_version": version}))
+
+
+async def serve(engine: Engine, host: str = "127.0.0.1", port: int = 0) -> EngineServer:
+    """Serve `engine` over HTTP; port 0 takes a free one. Raises EngineError when the address cannot be had."""
+    server = EngineServer(engine)
+    await server.start(host, port)
+    return server
+
+
+def _server_info(info: EngineInfo) -> ServerInfo:
+    values = msgspec.structs.asdict(info)
+    values["serving"] = None if info.serving is None else str(info.serving)
+    return ServerInfo(**values)
+
+
+def _answering(
+    handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """Turn our errors into JSON: 400 for what the client got wrong, 503 where the engine cannot serve."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except StreamRLError as error:
+            unavailable = request.method == "GET" or error.values.get("unavailable")
+            status = 503 if unavailable else 400
+            return _json(msgspec.json.encode(_error_body(error)), status)
+
+    return answer
+
+
+@asynccontextmanager
+async def _closing(items: AsyncIterator[T]) -> AsyncGenerator[AsyncIterator[T]]:
+    """Close a generator when its reader stops early; left to the garbage collector, it would abort late or never."""
+    try:
+        yield items
+    finally:
+        if isinstance(items, AsyncGenerator):
+            await items.aclose()
+
+
+async def _all_or_none(tasks: list[asyncio.Task[Any]]) -> list[Any]:
+    """Results of all tasks; the first failure, or being cancelled, ends the others."""
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _error_body(error: StreamRLError) -> ErrorBody:
+    return ErrorBody(ErrorDetail(error.message, error.hint))
+
+
+def _json(body: bytes, status: int = 200) -> web.Response:
+    return web.Response(body=body, status=status, content_type="application/json")
