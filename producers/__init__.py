@@ -1,0 +1,1 @@
+"""Processes that publish: the feeder, rollout producers, the evaluator."""

@@ -1,0 +1,212 @@
+"""What a custom producer writes against: `engine.chat(task)`, `chat.generate()`, `chat.tool(text)`, `chat.episode()`.
+
+```python
+async def calculator(task, engine):
+    chat = engine.chat(task)                        # the prompt's tokens
+    turn = await chat.generate()                    # the model's tokens, as the engine gave them
+    while (call := find_call(turn.text)):
+        chat.tool(str(calculate(call)))             # the environment's tokens: masked
+        turn = await chat.generate()
+    return chat.episode()                           # scored by the run's reward, or chat.episode(reward=1.0)
+```
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+
+from streamrl.core.seeds import rollout_seed
+from streamrl.engines.protocol import GenerateRequest
+from streamrl.errors import EngineError, SchemaError
+from streamrl.producers.chat_format import ChatFormat
+from streamrl.producers.completions import complete
+from streamrl.producers.episode import STATUS, Episode, Segment
+from streamrl.producers.protocol import Context
+from streamrl.schemas.samples import LogprobMode, Status
+from streamrl.schemas.tasks import RolloutTask, Sampling
+
+_CHATS = 1 << 20
+"""Chats and turns below this number have seeds of their own."""
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One completion of the model within a chat."""
+
+    text: str
+    """Decoded, without the stop token."""
+    token_ids: tuple[int, ...]
+    """As sampled; a stop token is the last."""
+    finish_reason: str
+    """`stop` or `length`."""
+
+
+class RolloutEngine:
+    """The engine as one rollout sees it. Not shared between rollouts."""
+
+    def __init__(self, context: Context, format: ChatFormat) -> None:
+        self.context = context
+        """Everything else: seed, options, rollout_index, the raw engine (`context.engine.generate`)."""
+        self._format = format
+        self._num_chats = 0
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """`producer.options` of the configuration."""
+        return self.context.options
+
+    @property
+    def log(self) -> logging.Logger | logging.LoggerAdapter[Any]:
+        """Logs with the task's index and the rollout's."""
+        return self.context.log
+
+    def chat(self, prompt: RolloutTask | str | Sequence[Any], *, sampling: Sampling | None = None) -> Chat:
+        """Begin a token sequence.
+
+        Args:
+            prompt: the task (its prompt's tokens); or a text, chat messages or token ids, for a sub-agent of this rollout.
+            sampling: how this chat's tokens are drawn; None: as the task says.
+
+        Raises:
+            SchemaError: an empty prompt.
+        """
+        number, self._num_chats = self._num_chats, self._num_chats + 1
+        return Chat(self.context, self._format, tuple(self._prompt_ids(prompt)), sampling or self.context.sampling, number)
+
+    def _prompt_ids(self, prompt: RolloutTask | str | Sequence[Any]) -> Sequence[int]:
+        if isinstance(prompt, RolloutTask):
+            return prompt.prompt_ids
+        if isinstance(prompt, str):
+            return self._format.text_prompt(prompt)
+        if prompt and isinstance(prompt[0], Mapping):
+            return self._format.prompt(prompt)
+        return prompt
+
+
+class Chat:
+    """One token sequence under construction: prompt, then turns of the model and messages of the environment."""
+
+    def __init__(self, context: Context, format: ChatFormat, prompt_ids: tuple[int, ...], sampling: Sampling, number: int) -> None:
+        if not prompt_ids:
+            raise SchemaError("a chat needs a prompt of at least one token, got none", hint="pass engine.chat the task")
+        self._context = context
+        self._format = format
+        self._sampling = sampling
+        self._number = number
+        self._segments = [Segment(prompt_ids)]
+        self._turns: list[str] = []
+        self._finish_reason = ""
+        self._mode = LogprobMode.SAMPLED
+        self._engine = ""
+        self._started_s = time.time()
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All tokens so far."""
+        return tuple(token for segment in self._segments for token in segment.token_ids)
+
+    async def generate(self, *, max_new_tokens: int | None = None) -> Turn:
+        """Let the model write its next turn and append its tokens.
+
+        A turn is cut at `max_new_tokens` or where the model's longest sequence ends; where no room is left at all it is empty, with
+        finish_reason `length`, and nothing is asked.
+
+        Raises:
+            EngineError: the engine refused or went away. Let it pass: the task is then given back and rolled out again.
+        """
+        sampling = self._room(max_new_tokens)
+        if sampling is None:
+            self._finish_reason = "length"
+            return Turn("", (), "length")
+        context = self._context
+        request = GenerateRequest(
+            request_id=f"{context.task.index}.{context.rollout_index}-{uuid4().hex}",
+            prompt_ids=self.token_ids,
+            sampling=sampling,
+            policy=context.task.policy,
+            seeds=(self._seed(),),
+            min_version=context.task.min_version,
+            session=f"{context.task.index}.{context.rollout_index}.{self._number}",
+        )
+        [completion] = await complete(context.engine, request)
+        if self._turns and completion.logprob_mode != self._mode:
+            raise EngineError(
+                f"expected log-probs of mode {self._mode} in every turn, got {completion.logprob_mode} from {completion.engine}"
+            )
+        text = completion.text(context.tokenizer)
+        self._segments.append(completion.segment)
+        self._turns.append(text)
+        self._finish_reason, self._mode, self._engine = completion.finish_reason, completion.logprob_mode, completion.engine
+        return Turn(text, tuple(completion.token_ids), completion.finish_reason)
+
+    def _room(self, max_new_tokens: int | None) -> Sampling | None:
+        wanted = self._sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
+        if self._context.max_len:
+            wanted = min(wanted, self._context.max_len - sum(len(segment.token_ids) for segment in self._segments))
+        if wanted < 1:
+            return None
+        return msgspec.structs.replace(self._sampling, max_new_tokens=wanted)
+
+    def _seed(self) -> int:
+        # The first turn of the first chat has the rollout's own seed, so one turn here equals the built-in producer.
+        request = self._number * _CHATS + len(self._turns)
+        return rollout_seed(self._context.seed, request) if request else self._context.seed
+
+    def tool(self, text: str) -> None:
+        """Append a tool's result and open the model's next turn; masked in training."""
+        self._reply("tool", text)
+
+    def user(self, text: str) -> None:
+        """Append a user message and open the model's next turn; masked in training."""
+        self._reply("user", text)
+
+    def _reply(self, role: str, text: str) -> None:
+        if not self._segments[-1].is_model:
+            raise SchemaError(f"a {role} message follows a turn of the model, but none was generated since the last message")
+        self.append(self._format.reply(role, text, last_token=self._segments[-1].token_ids[-1]))
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Append tokens of the environment as they are; masked in training."""
+        if token_ids:
+            self._segments.append(Segment(tuple(token_ids)))
+
+    def episode(
+        self,
+        *,
+        reward: float | None = None,
+        reward_parts: Mapping[str, float] | None = None,
+        status: Status | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Episode:
+        """What has been made, ready to be returned.
+
+        Args:
+            reward: None: the run's reward scores it.
+            reward_parts: named parts of `reward`, kept with the sample.
+            status: None: from the last turn's finish reason; FAILED when a tool broke and the tokens up to there are valid.
+            metadata: kept with the sample, and handed to the run's reward.
+
+        Raises:
+            SchemaError: no turn was generated.
+        """
+        return Episode(
+            segments=tuple(self._segments),
+            finish_reason=self._finish_reason or "abort",
+            status=status or STATUS.get(self._finish_reason, Status.ABORTED),
+            turns=tuple(self._turns),
+            sampling=self._sampling,
+            logprob_mode=self._mode,
+            seed=self._context.seed,
+            engine=self._engine,
+            rollout=self._context.rollout_index,
+            reward=reward,
+            reward_parts=dict(reward_parts or {}),
+            metadata=dict(metadata or {}),
+            started_s=self._started_s,
+            finished_s=time.time(),
+        )

@@ -1,0 +1,177 @@
+"""Claimed tasks of one source: kept alive while they are worked on, done after their last record is stored, given back otherwise.
+
+```text
+claimed -> worked on (kept alive) -> done        its records are stored
+                                  -> retry       an engine went away; or the worker drains
+                                  -> tombstone   unreadable, or delivered too often; then done
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+
+from streamrl.bus.protocol import Bus, Lease
+from streamrl.errors import BusError, EngineError, SchemaError
+from streamrl.producers.publishing import Publisher
+from streamrl.schemas.codec import decode
+from streamrl.schemas.tasks import RolloutTask
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 1.0
+"""How long a drain lets open tasks finish before they are given back."""
+_CLAIM_WAIT_S = 0.5
+_GIVE_BACK_S = 2.0
+_RETRY_FIRST_S = 0.5
+_RETRY_MAX_S = 30.0
+
+
+class Counts:
+    """What has happened since the last report."""
+
+    def __init__(self) -> None:
+        self.num_done = 0
+        self.num_failures = 0
+        """Tasks given back, or ended without being tried."""
+        self.num_redelivered = 0
+
+
+class Claims:
+    """Keeps up to `concurrency` tasks of `source` in flight and hands each to `work`.
+
+    `work` returns once every record of its task is stored. It may raise EngineError (the task is given back with a growing delay) and be
+    cancelled; any other error ends `run`, and with it the process: its leases lapse and others get the tasks.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        publisher: Publisher,
+        source: str,
+        work: Callable[[RolloutTask], Awaitable[None]],
+        *,
+        concurrency: int,
+        max_deliveries: int,
+        ack_wait_s: float,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self.source = source
+        self.num_done = 0
+        """Tasks taken off the queue."""
+        self._counts = Counts()
+        self._bus = bus
+        self._publisher = publisher
+        self._work = work
+        self._concurrency = concurrency
+        self._max_deliveries = max_deliveries
+        self._keep_every_s = ack_wait_s / 3
+        self._grace_s = grace_s
+        self._open: dict[asyncio.Task[None], Lease] = {}
+        self._wake = asyncio.Event()
+
+    def take_counts(self) -> Counts:
+        """What has happened since the last call."""
+        counts, self._counts = self._counts, Counts()
+        return counts
+
+    @property
+    def num_open(self) -> int:
+        """Tasks in flight."""
+        return len(self._open)
+
+    async def run(self, draining: asyncio.Event) -> None:
+        """Claim and work until `draining`, then finish or give back what is open. Raises what `work` raised, other than EngineError."""
+        async with asyncio.TaskGroup() as group:
+            keeper = group.create_task(self._keep())
+            waker = group.create_task(self._wake_when(draining))
+            while not draining.is_set():
+                self._wake.clear()
+                free = self._concurrency - len(self._open)
+                if not free:
+                    await self._wake.wait()
+                    continue
+                # Not cancelled by a drain: a lease that arrives after its claim was cut would lie idle for the whole ack wait.
+                for lease in await self._bus.claim(self.source, max=free, wait_s=_CLAIM_WAIT_S):
+                    task = group.create_task(self._hold(lease))
+                    self._open[task] = lease
+                    task.add_done_callback(self._closed)
+            await self._drain()
+            keeper.cancel()
+            waker.cancel()
+
+    def _closed(self, task: asyncio.Task[None]) -> None:
+        self._open.pop(task, None)
+        self._wake.set()
+
+    async def _wake_when(self, draining: asyncio.Event) -> None:
+        await draining.wait()
+        self._wake.set()
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(self._keep_every_s)
+            for lease in list(self._open.values()):
+                try:
+                    await lease.keep()
+                except BusError as error:
+                    # The next round tries again; a lease that lapses meanwhile costs a second rollout, which is dropped as a duplicate.
+                    logger.warning("event=keep_failed source=%s sequence=%d error=%s", self.source, lease.sequence, error.message)
+
+    async def _drain(self) -> None:
+        if self._open:
+            await asyncio.wait(self._open, timeout=self._grace_s)
+        left = list(self._open)
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left)
+        logger.info("event=drained source=%s given_back=%d", self.source, len(left))
+
+    async def _hold(self, lease: Lease) -> None:
+        finished = False
+        try:
+            task = await self._readable(lease)
+            if task is not None:
+                await self._work(task)
+            finished = True
+            await lease.done()
+            self.num_done += 1
+            self._counts.num_done += 1
+        except EngineError as error:
+            delay_s = min(_RETRY_FIRST_S * 2 ** (lease.deliveries - 1), _RETRY_MAX_S)
+            self._counts.num_failures += 1
+            logger.warning(
+                "event=task_given_back source=%s task=%d delay_s=%.1f error=%s", self.source, lease.sequence - 1, delay_s, error.message
+            )
+            await lease.retry(delay_s)
+        except asyncio.CancelledError:
+            # Once its records are stored a task is not asked for again: if `done` did not get through, the ack wait settles it.
+            if not finished:
+                with contextlib.suppress(BusError, TimeoutError):
+                    await asyncio.wait_for(lease.retry(0.0), _GIVE_BACK_S)
+            raise
+
+    async def _readable(self, lease: Lease) -> RolloutTask | None:
+        """The task, or None after a tombstone was stored in its place."""
+        index = lease.sequence - 1
+        self._counts.num_redelivered += lease.deliveries > 1
+        try:
+            task = decode(lease.body, RolloutTask, where=f"task {index}")
+            if task.index != index:
+                raise SchemaError(f"expected task {index} at sequence {lease.sequence} of the task stream, got task {task.index}")
+        except SchemaError as error:
+            logger.error("event=task_unreadable source=%s task=%d error=%s", self.source, index, error.message)
+            self._counts.num_failures += 1
+            await self._publisher.end_task(index, self.source, "poison", error.message)
+            return None
+        if lease.deliveries > self._max_deliveries:
+            logger.error("event=task_ended source=%s task=%d reason=deliveries deliveries=%d", self.source, index, lease.deliveries)
+            self._counts.num_failures += 1
+            detail = f"delivered {lease.deliveries} times, at most {self._max_deliveries} are tried"
+            await self._publisher.end_task(index, self.source, "deliveries", detail, group_size=task.num_rollouts)
+            return None
+        return task

@@ -1,0 +1,169 @@
+"""The engines a producer can ask: found by their presence on the bus, the least loaded first, one engine per session."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+
+from streamrl.bus.protocol import KeyEntry, KeyValue
+from streamrl.engines.protocol import Chunk, Engine, EngineInfo, GenerateRequest
+from streamrl.errors import EngineError
+from streamrl.schemas.codec import decode
+from streamrl.schemas.control import EnginePresence
+from streamrl.schemas.subjects import PREFIX_PRESENCE
+
+logger = logging.getLogger(__name__)
+
+PREFIX = f"{PREFIX_PRESENCE}engines/"
+_MAX_SESSIONS = 65536
+_WARN_EVERY_S = 10.0
+
+
+class _Member:
+    """One engine of the pool."""
+
+    def __init__(self, presence: EnginePresence, engine: Engine) -> None:
+        self.presence = presence
+        self.engine = engine
+        self.own = 0
+        """Completions this producer has in flight there."""
+        self.others = 0
+        """Completions of everybody else there, as of the last presence."""
+        self.suspect = False
+        """A request failed there since the last presence."""
+
+    def update(self, presence: EnginePresence) -> None:
+        self.presence = presence
+        self.suspect = False
+        # Presence is up to a second old and counts this producer's requests too; its own it knows exactly.
+        self.others = max(0, presence.running + presence.waiting - self.own)
+
+    def load(self) -> float:
+        return (self.own + self.others) / max(1, self.presence.slots)
+
+
+class EnginePool:
+    """All live engines of one policy, as one `Engine`.
+
+    `run` must be running: it follows `presence/engines/`. A request goes to the least loaded engine that serves its `min_version` already,
+    if there is one, else to the least loaded (which holds it back until it does). Waits while there is none. An engine that
+    could not be reached gets no new requests until its presence is renewed; what runs there goes on.
+
+    Args:
+        kv: keys of the run.
+        connect: opens a client; called once per engine and address. A client with `async close()` is closed when its engine is dropped.
+        policy: engines of other policies are ignored.
+        role: so are those with another role; empty takes every role.
+    """
+
+    def __init__(self, kv: KeyValue, connect: Callable[[EnginePresence], Engine], *, policy: str = "policy", role: str = "") -> None:
+        self._kv = kv
+        self._connect = connect
+        self._policy = policy
+        self._role = role
+        self._members: dict[str, _Member] = {}
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._found = asyncio.Event()
+
+    @property
+    def engines(self) -> dict[str, EnginePresence]:
+        """The engines of the pool by id."""
+        return {name: member.presence for name, member in self._members.items()}
+
+    async def run(self) -> None:
+        """Follow the engines' presence for ever; closes the clients when cancelled."""
+        try:
+            async for entry in self._kv.watch(PREFIX):
+                await self._on_presence(entry)
+        finally:
+            for name in list(self._members):
+                await self._drop(name, "closed")
+
+    async def _on_presence(self, entry: KeyEntry) -> None:
+        name = entry.key.removeprefix(PREFIX)
+        if entry.value is None:
+            await self._drop(name, "vanished")
+            return
+        presence = decode(entry.value, EnginePresence, where=f"key {entry.key}")
+        if presence.policy != self._policy or (self._role and presence.role != self._role):
+            return
+        member = self._members.get(name)
+        if member is not None and member.presence.address != presence.address:
+            await self._drop(name, "moved")
+            member = None
+        if member is None:
+            member = self._members[name] = _Member(presence, self._connect(presence))
+            logger.info("event=engine_found engine=%s address=%s", name, presence.address)
+        member.update(presence)
+        self._found.set()
+
+    async def _drop(self, name: str, why: str) -> None:
+        member = self._members.pop(name, None)
+        if member is None:
+            return
+        logger.info("event=engine_dropped engine=%s reason=%s in_flight=%d", name, why, member.own)
+        close = getattr(member.engine, "close", None)
+        if close is not None:
+            await close()
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        """As `Engine.generate`; raises EngineError when the chosen engine fails or goes away."""
+        member = await self._choose(request)
+        count = len(request.seeds)
+        member.own += count
+        try:
+            async with aclosing(member.engine.generate(request)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    yield chunk
+        except EngineError as error:
+            # A refused request says nothing against the engine; a broken connection does.
+            member.suspect = bool(error.values.get("unavailable"))
+            raise
+        finally:
+            member.own -= count
+
+    async def _choose(self, request: GenerateRequest) -> _Member:
+        while not (usable := [name for name, member in self._members.items() if not member.suspect]):
+            self._found.clear()
+            try:
+                await asyncio.wait_for(self._found.wait(), _WARN_EVERY_S)
+            except TimeoutError:
+                logger.warning("event=waiting_for_engine policy=%s known=%d", self._policy, len(self._members))
+        name = self._sessions.get(request.session, "") if request.session else ""
+        if name not in usable:
+            name = min(usable, key=lambda other: self._rank(other, request.min_version))
+        if request.session:
+            self._sessions[request.session] = name
+            self._sessions.move_to_end(request.session)
+            if len(self._sessions) > _MAX_SESSIONS:
+                self._sessions.popitem(last=False)
+        return self._members[name]
+
+    def _rank(self, name: str, min_version: int) -> tuple[bool, float, str]:
+        member = self._members[name]
+        serving = member.presence.serving
+        return serving is None or serving.number < min_version, member.load(), name
+
+    async def abort(self, request_id: str) -> None:
+        for member in list(self._members.values()):
+            await member.engine.abort(request_id)
+
+    async def info(self) -> EngineInfo:
+        """Sums over the engines of the pool; raises EngineError while there is none."""
+        infos = [await member.engine.info() for member in list(self._members.values())]
+        if not infos:
+            raise EngineError(f"expected an engine of policy {self._policy!r}, there is none", hint="is an engine worker running?")
+        return EngineInfo(
+            engine="pool",
+            policy=self._policy,
+            serving=min((info.serving for info in infos if info.serving is not None), default=None),
+            running=sum(info.running for info in infos),
+            waiting=sum(info.waiting for info in infos),
+            slots=sum(info.slots for info in infos),
+            max_len=min(info.max_len for info in infos),
+            tokens_total=sum(info.tokens_total for info in infos),
+            swaps_total=sum(info.swaps_total for info in infos),
+        )

@@ -1,0 +1,185 @@
+"""Episodes: what one run of a producer made, as a token sequence in segments, and from there to `Sample` rows.
+
+```text
+prompt | model (ids, log-probs, versions) | tool result | model | ...       segments, in order
+  0    |              1                   |      0      |   1              loss mask
+```
+
+The model's tokens are kept exactly as the engine gave them and are never decoded and tokenised again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from streamrl.errors import SchemaError
+from streamrl.schemas.samples import LogprobMode, Sample, Status, VersionSpan
+from streamrl.schemas.tasks import RolloutTask, Sampling
+
+STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+"""Status of an episode whose last turn ended with this finish reason."""
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """Consecutive tokens of one origin: the model, when there are `spans`; the prompt or the environment (masked), when there are none."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float] = ()
+    """Natural log of the probability each token was drawn with; empty for the environment."""
+    spans: tuple[VersionSpan, ...] = ()
+    """Versions that sampled the tokens, covering them in order."""
+
+    @property
+    def is_model(self) -> bool:
+        """Whether a model sampled these tokens."""
+        return bool(self.spans)
+
+
+class Episode(msgspec.Struct, kw_only=True):
+    """One token sequence of a rollout. A rollout may give several (sub-agents, compaction); they share its reward and its one vote.
+
+    `streamrl.producers.chat.Chat.episode` builds it; built by hand it is checked in the same way.
+
+    Raises:
+        SchemaError: nothing to train on, a first token from a model, columns that do not fit, log-probs that are not finite or above 0.
+    """
+
+    segments: tuple[Segment, ...]
+    finish_reason: str
+    """`stop`, `length` or `abort`: how its last turn ended."""
+    status: Status = Status.COMPLETED
+    turns: tuple[str, ...] = ()
+    """Decoded text of each of the model's turns, stop token left out."""
+    sampling: Sampling = Sampling()
+    logprob_mode: LogprobMode = LogprobMode.SAMPLED
+    seed: int = 0
+    engine: str = ""
+    rollout: int = 0
+    """Index of its rollout within the task's group."""
+    reward: float | None = None
+    """Set by the producer; None leaves it to the run's reward."""
+    reward_parts: dict[str, float] = {}
+    metadata: dict[str, Any] = {}
+    """Kept with the sample, beside the task's own."""
+    started_s: float = 0.0
+    finished_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        problem = _problem(self)
+        if problem:
+            raise SchemaError(f"an episode of rollout {self.rollout} is not valid: {problem}", hint="build it with engine.chat(task)")
+
+    @property
+    def completion(self) -> str:
+        """Text of the last turn."""
+        return self.turns[-1] if self.turns else ""
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens, prompt included."""
+        return sum(len(segment.token_ids) for segment in self.segments)
+
+
+def _problem(episode: Episode) -> str:
+    if not episode.segments or episode.segments[0].is_model or not episode.segments[0].token_ids:
+        return "it must begin with at least one prompt token (nothing predicts the first token)"
+    if not any(segment.is_model for segment in episode.segments):
+        return "it has no model tokens, so there is nothing to train on"
+    if episode.finish_reason not in STATUS:
+        return f"finish_reason must be one of {', '.join(STATUS)}, got {episode.finish_reason!r}"
+    if episode.reward is not None and not math.isfinite(episode.reward):
+        return f"its reward must be finite, got {episode.reward}"
+    for position, segment in enumerate(episode.segments):
+        problem = _segment_problem(segment)
+        if problem:
+            return f"segment {position}: {problem}"
+    return ""
+
+
+def _segment_problem(segment: Segment) -> str:
+    length = len(segment.token_ids)
+    if not segment.is_model:
+        return f"environment tokens have no log-probs, got {len(segment.logprobs)}" if segment.logprobs else ""
+    if len(segment.logprobs) != length:
+        return f"expected one log-prob for each of {length} model tokens, got {len(segment.logprobs)}"
+    if sum(span.length for span in segment.spans) != length:
+        return f"expected version spans over {length} model tokens, they cover {sum(span.length for span in segment.spans)}"
+    if any(span.version is None or span.length < 1 for span in segment.spans):
+        return "every version span of model tokens needs a version and at least one token"
+    if not all(-math.inf < logprob <= 1e-4 for logprob in segment.logprobs):
+        return "log-probs must be finite and at most 0"
+    return ""
+
+
+def samples_of(task: RolloutTask, episodes: Sequence[Episode], *, producer: str) -> list[Sample]:
+    """Rows for the stream, sorted by rollout and, within one, in the order given.
+
+    Every rollout's samples get the reward of its last episode that has one.
+
+    Raises:
+        SchemaError: an episode of a rollout that the task does not have.
+    """
+    by_rollout: dict[int, list[Episode]] = {}
+    for episode in episodes:
+        if not 0 <= episode.rollout < task.num_rollouts:
+            raise SchemaError(f"task {task.index} has rollouts 0 to {task.num_rollouts - 1}, got an episode of rollout {episode.rollout}")
+        by_rollout.setdefault(episode.rollout, []).append(episode)
+    return [
+        _sample(task, episode, index, of_rollout, producer)
+        for _, of_rollout in sorted(by_rollout.items())
+        for index, episode in enumerate(of_rollout)
+    ]
+
+
+def _sample(task: RolloutTask, episode: Episode, index: int, of_rollout: Sequence[Episode], producer: str) -> Sample:
+    rewarded = next((e for e in reversed(of_rollout) if e.reward is not None), None)
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    mask: list[int] = []
+    spans: list[VersionSpan] = []
+    for segment in episode.segments:
+        length = len(segment.token_ids)
+        if not length:
+            continue
+        tokens += segment.token_ids
+        if segment.is_model:
+            logprobs += segment.logprobs
+            mask += [1] * length
+            spans += segment.spans
+        else:
+            logprobs += [0.0] * length
+            mask += [0] * length
+            spans.append(VersionSpan(length, None))
+    return Sample(
+        run=task.run,
+        policy=task.policy,
+        source=task.source,
+        task=task.index,
+        rollout=episode.rollout,
+        sample=index,
+        group_size=task.num_rollouts,
+        num_samples=len(of_rollout),
+        data_epoch=task.data_epoch,
+        tokens=np.array(tokens, np.int32),
+        loss_mask=np.array(mask, np.uint8),
+        logprobs=np.array(logprobs, np.float32),
+        spans=tuple(spans),
+        logprob_mode=episode.logprob_mode,
+        reward=rewarded.reward if rewarded else None,
+        reward_parts=rewarded.reward_parts if rewarded else {},
+        status=episode.status,
+        finish_reason=episode.finish_reason,
+        sampling=episode.sampling,
+        seed=episode.seed,
+        label=task.label,
+        metadata={**task.metadata, **episode.metadata} if episode.metadata else task.metadata,
+        engine=episode.engine,
+        producer=producer,
+        started_s=episode.started_s,
+        finished_s=episode.finished_s,
+    )

@@ -1,0 +1,72 @@
+"""The producer seam: a task in, the episodes of all its rollouts out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from streamrl.core.seeds import rollout_seed
+from streamrl.engines.protocol import Engine
+from streamrl.producers.episode import Episode
+from streamrl.schemas.tasks import RolloutTask, Sampling
+
+
+class Tokenizer(Protocol):
+    """The part of `streamrl.data.tokenizer` that producers use."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, special tokens written out in it included; nothing is added."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, add_generation_prompt: bool = True) -> str:
+        """Messages as text, special tokens written out."""
+        ...
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """A rollout that gives no sample; it ends as a tombstone."""
+
+    rollout: int
+    reason: str = "failed"
+    """`failed`, `filtered`, or a producer's own word."""
+    detail: str = ""
+
+
+class Context(msgspec.Struct, frozen=True, kw_only=True):
+    """What a producer has besides its task."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    task: RolloutTask
+    seed: int
+    """The rollout's seed, or the task's for a producer of whole groups."""
+    sampling: Sampling
+    options: Mapping[str, Any] = {}
+    """`producer.options` of the configuration."""
+    rollout_index: int = 0
+    log: logging.Logger | logging.LoggerAdapter[Any]
+    max_len: int = 0
+    """Longest sequence in tokens, prompt included; 0: not known."""
+    chat_template: bool = True
+    """Whether prompts are chat messages; otherwise text is appended as it is."""
+
+    def for_rollout(self, rollout: int) -> Context:
+        """The same for one rollout of the group."""
+        return msgspec.structs.replace(self, rollout_index=rollout, seed=rollout_seed(self.task.seed, rollout))
+
+
+class Producer(Protocol):
+    """Rolls tasks out. Adapters: `single_turn`, and any async function (`streamrl.producers.functions`)."""
+
+    async def rollout(self, task: RolloutTask, context: Context) -> Sequence[Episode | Failure]:
+        """All episodes of all `task.num_rollouts` rollouts; each rollout has at least one episode or one Failure.
+
+        Raises EngineError when an engine went away (the task is given back and rolled out again); anything else that is raised ends the
+        whole task as failed. May be cancelled at any await.
+        """
+        ...

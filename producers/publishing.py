@@ -1,0 +1,151 @@
+"""Records onto the sample stream: one Arrow message per task, split by whole rollouts when it is large, tombstones first.
+
+Order and ids make a second delivery of a task harmless. Tombstones of failed rollouts go first; so when a redelivered task finds its sample
+message stored already (same id), every rollout that this message lacks has its tombstone before it, and none is left open. The parts of
+a split task carry their range of rollouts in the id, because a second attempt may split elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from streamrl.bus.protocol import Bus
+from streamrl.errors import StreamFull
+from streamrl.producers.protocol import Failure
+from streamrl.schemas.codec import encode
+from streamrl.schemas.columns import SCHEMA_NAME, encode_samples
+from streamrl.schemas.samples import Sample, Tombstone
+from streamrl.schemas.subjects import HEADER_SCHEMA, HEADER_TASK, Subjects
+from streamrl.schemas.tasks import RolloutTask
+
+logger = logging.getLogger(__name__)
+
+PART_BYTES = 1 << 20
+"""A message larger than this is split, as far as whole rollouts allow."""
+MAX_BYTES = (8 << 20) - (64 << 10)
+"""Largest body the bus takes; a single rollout above it ends as failed."""
+_FULL_FIRST_S = 0.1
+_FULL_MAX_S = 2.0
+
+
+class Part:
+    """One message: consecutive rollouts of a task, encoded."""
+
+    def __init__(self, samples: Sequence[Sample], body: bytes) -> None:
+        self.first = samples[0].rollout
+        self.last = samples[-1].rollout
+        self.num_rollouts = len({sample.rollout for sample in samples})
+        self.body = body
+
+
+def split(samples: Sequence[Sample], *, part_bytes: int = PART_BYTES) -> list[Part]:
+    """Encode samples sorted by rollout; halves by rollouts until each part fits or is a single rollout."""
+    part = Part(samples, encode_samples(samples))
+    if len(part.body) <= part_bytes or part.num_rollouts == 1:
+        return [part]
+    rollouts = sorted({sample.rollout for sample in samples})
+    middle = rollouts[len(rollouts) // 2]
+    lower = [sample for sample in samples if sample.rollout < middle]
+    return split(lower, part_bytes=part_bytes) + split(samples[len(lower) :], part_bytes=part_bytes)
+
+
+class Published:
+    """What has happened since the last report."""
+
+    def __init__(self) -> None:
+        self.num_rollouts = 0
+        """Rollouts stored."""
+        self.num_full = 0
+        """Records that had to wait for room."""
+
+
+class Publisher:
+    """Stores the records of tasks. A full stream makes it wait, with the finished samples in hand, until there is room."""
+
+    def __init__(self, bus: Bus, subjects: Subjects, *, part_bytes: int = PART_BYTES) -> None:
+        self._bus = bus
+        self._subjects = subjects
+        self._part_bytes = part_bytes
+        self._num_waiting = 0
+        self._counts = Published()
+
+    @property
+    def stalled(self) -> bool:
+        """Whether a record is waiting for room on the stream."""
+        return self._num_waiting > 0
+
+    def take_counts(self) -> Published:
+        """What has happened since the last call."""
+        counts, self._counts = self._counts, Published()
+        return counts
+
+    async def task(self, task: RolloutTask, samples: Sequence[Sample], failures: Sequence[Failure]) -> None:
+        """Store everything a task gave; returns once all of it is stored.
+
+        Args:
+            task: the task.
+            samples: its samples, sorted by rollout, whole rollouts only.
+            failures: the rollouts that gave none.
+        """
+        parts = split(samples, part_bytes=self._part_bytes) if samples else []
+        large = [part for part in parts if len(part.body) > MAX_BYTES]
+        failures = [*failures, *(Failure(p.first, "failed", f"{len(p.body)} bytes, at most {MAX_BYTES} fit a message") for p in large)]
+        if len(failures) == task.num_rollouts and len({(f.reason, f.detail) for f in failures}) == 1:
+            await self.end_task(task.index, task.source, failures[0].reason, failures[0].detail, group_size=task.num_rollouts)
+            return
+        for failure in failures:
+            await self._end_rollout(task, failure)
+        for part in parts:
+            if len(part.body) <= MAX_BYTES:
+                id = f"s{task.index}.{part.first}" if len(parts) == 1 else f"s{task.index}.{part.first}-{part.last}"
+                await self._put(self._subjects.samples(task.source), part.body, id, task.index, SCHEMA_NAME)
+                self._counts.num_rollouts += part.num_rollouts
+
+    async def end_task(self, index: int, source: str, reason: str, detail: str, *, group_size: int = 1) -> None:
+        """Store a tombstone for a whole task."""
+        stone = Tombstone(task=index, reason=reason, group_size=group_size, detail=detail, source=source)
+        await self._put(self._subjects.tombstones(source), encode(stone), f"d{index}", index)
+
+    async def _end_rollout(self, task: RolloutTask, failure: Failure) -> None:
+        stone = Tombstone(
+            task=task.index,
+            reason=failure.reason,
+            rollout=failure.rollout,
+            group_size=task.num_rollouts,
+            detail=failure.detail,
+            source=task.source,
+        )
+        await self._put(self._subjects.tombstones(task.source), encode(stone), f"d{task.index}.{failure.rollout}", task.index)
+
+    async def _put(self, subject: str, body: bytes, id: str, task: int, schema: str = "") -> None:
+        headers = {HEADER_TASK: str(task), HEADER_SCHEMA: schema} if schema else {HEADER_TASK: str(task)}
+        try:
+            await self._bus.publish(subject, body, id=id, headers=headers)
+        except StreamFull as error:
+            await self._wait_for_room(subject, body, id, headers, error)
+
+    async def _wait_for_room(self, subject: str, body: bytes, id: str, headers: dict[str, str], error: StreamFull) -> None:
+        delay_s = _FULL_FIRST_S
+        self._counts.num_full += 1
+        self._waiting(+1, error)
+        try:
+            while True:
+                await asyncio.sleep(delay_s)
+                delay_s = min(2 * delay_s, _FULL_MAX_S)
+                try:
+                    await self._bus.publish(subject, body, id=id, headers=headers)
+                    return
+                except StreamFull:
+                    continue
+        finally:
+            self._waiting(-1, error)
+
+    def _waiting(self, change: int, error: StreamFull) -> None:
+        was_stalled = self.stalled
+        self._num_waiting += change
+        if self.stalled and not was_stalled:
+            logger.warning("event=stalled reason=stream_full error=%s", error.message)
+        elif was_stalled and not self.stalled:
+            logger.info("event=resumed reason=room_on_the_stream")

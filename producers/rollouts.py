@@ -1,0 +1,135 @@
+"""The producer worker: claims tasks, has them rolled out and scored, publishes the samples, and only then takes the task off the queue.
+
+`main` is the worker that the run starts; `attach` joins a running loop with another producer function and leaves it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from streamrl.errors import SchemaError
+from streamrl.producers.claims import Claims
+from streamrl.producers.demonstrations import demonstration
+from streamrl.producers.episode import samples_of
+from streamrl.producers.factory import make_pool, make_runner, policy_tokenizer
+from streamrl.producers.protocol import Failure
+from streamrl.producers.publishing import Publisher
+from streamrl.schemas.tasks import RolloutTask
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from streamrl.producers.groups import GroupRunner
+    from streamrl.runtime.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+MAIN = "main"
+WARMUP = "warmup"
+_WARMUP_CONCURRENCY = 256
+"""Demonstrations ask no engine; this many keep the bus busy."""
+_REPORT_EVERY_S = 2.0
+
+
+async def main(worker: Worker) -> None:
+    """Serve the run's tasks with `producer.function`, and its warm-up, until the worker drains."""
+    sources = (MAIN, WARMUP) if worker.config.warmup.max_steps else (MAIN,)
+    await serve(worker, worker.config.producer.function, sources=sources)
+
+
+async def attach(worker: Worker, function: str, *, source: str = MAIN) -> int:
+    """Join a running loop as one more producer and stay until the worker drains; its open tasks then go back to the queue.
+
+    Args:
+        worker: connected to the run, with a name of its own.
+        function: `single_turn`, `file.py:name`, `pkg.mod:name` or `pkg.mod.name`.
+        source: whose tasks it takes.
+
+    Returns:
+        Number of tasks it finished.
+
+    Raises:
+        ConfigError: `function` cannot be found or is no producer.
+    """
+    return await serve(worker, function, sources=(source,))
+
+
+async def serve(worker: Worker, function: str, *, sources: Sequence[str]) -> int:
+    """Claim and work on the tasks of `sources` until the worker drains; returns how many were finished."""
+    pool = make_pool(worker)
+    runner = make_runner(worker, pool, function, key="producer.function")
+    publisher = Publisher(worker.bus, worker.subjects)
+    claims = [_claims(worker, source, runner, publisher) for source in sources]
+    try:
+        async with asyncio.TaskGroup() as group:
+            background = [group.create_task(pool.run()), group.create_task(_report(worker, claims, publisher))]
+            await asyncio.wait([group.create_task(claim.run(worker.draining)) for claim in claims])
+            for task in background:
+                task.cancel()
+    finally:
+        await runner.close()
+    return sum(claim.num_done for claim in claims)
+
+
+def _claims(worker: Worker, source: str, runner: GroupRunner, publisher: Publisher) -> Claims:
+    config = worker.config
+    warmup = source == WARMUP
+    work = _demonstrate(worker, publisher) if warmup else _roll_out(worker, runner, publisher)
+    return Claims(
+        worker.bus,
+        publisher,
+        source,
+        work,
+        concurrency=_WARMUP_CONCURRENCY if warmup else config.producer.concurrency,
+        max_deliveries=config.tasks.max_deliveries,
+        ack_wait_s=config.bus.ack_wait_s,
+    )
+
+
+def _roll_out(worker: Worker, runner: GroupRunner, publisher: Publisher) -> Callable[[RolloutTask], Awaitable[None]]:
+    async def work(task: RolloutTask) -> None:
+        group = await runner.run(task)
+        await publisher.task(task, samples_of(task, group.episodes, producer=worker.name), group.failures)
+
+    return work
+
+
+def _demonstrate(worker: Worker, publisher: Publisher) -> Callable[[RolloutTask], Awaitable[None]]:
+    tokenizer, end_token = policy_tokenizer(worker)
+    max_len = worker.config.model.max_len
+
+    async def work(task: RolloutTask) -> None:
+        try:
+            sample = demonstration(task, tokenizer, end_token=end_token, max_len=max_len, producer=worker.name)
+        except SchemaError as error:
+            logger.warning("event=demonstration_failed task=%d error=%s", task.index, error.message)
+            await publisher.task(task, [], [Failure(0, "failed", error.message)])
+            return
+        await publisher.task(task, [sample], [])
+
+    return work
+
+
+async def _report(worker: Worker, claims: Sequence[Claims], publisher: Publisher) -> None:
+    """Publish the worker's metrics, and say when a full stream stalls it and when it goes on."""
+    stalled = False
+    while True:
+        await asyncio.sleep(_REPORT_EVERY_S)
+        counts = [claim.take_counts() for claim in claims]
+        published = publisher.take_counts()
+        await worker.metrics(
+            {
+                "producer/tasks_total": sum(count.num_done for count in counts),
+                "producer/failures_total": sum(count.num_failures for count in counts),
+                "producer/in_flight_tasks": sum(claim.num_open for claim in claims),
+                "producer/rollouts_total": published.num_rollouts,
+                "bus/redelivered_total": sum(count.num_redelivered for count in counts),
+                "bus/full_total": published.num_full,
+            }
+        )
+        if publisher.stalled != stalled:
+            stalled = publisher.stalled
+            await worker.event("stalled" if stalled else "resumed", {"reason": "the sample stream is full"})

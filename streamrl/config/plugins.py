@@ -1,0 +1,114 @@
+"""User code named in the configuration: `file.py:name`, `pkg.mod:name` or `pkg.mod.name` to the Python object."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from streamrl.errors import ConfigError
+
+_FORMS = "write it as file.py:name, pkg.mod:name or pkg.mod.name"
+
+
+def resolve(reference: str, *, what: str, key: str, base: Path | None = None) -> Any:
+    """Import what `reference` names.
+
+    A file's own directory, and for modules the working directory, are added to the end of `sys.path`, so that user code can import
+    what lies beside it and can never shadow an installed package.
+
+    Args:
+        reference: `file.py:name`, `pkg.mod:name` or `pkg.mod.name`; a class's attribute is `mod:Class.name`.
+        what: what it should be, for messages: `producer`, `reward`.
+        key: the configuration key it came from, for messages.
+        base: directory that a relative file path starts from; None: the working directory.
+
+    Raises:
+        ConfigError: bad form, no such file, module or name, or the user's code fails while it is imported.
+    """
+    place, colon, name = reference.partition(":")
+    if not colon:
+        place, _, name = reference.rpartition(".")
+    if not place or not name or reference.count(":") > 1 or reference.endswith(".py"):
+        raise ConfigError(f"{key} must name a {what}, got {reference!r}", hint=_FORMS, key=key)
+    module = _load_file(_path(place, base), reference, what, key) if place.endswith(".py") else _load_module(place, reference, what, key)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise _no_name(found, part, reference, what, key)
+        found = getattr(found, part)
+    return found
+
+
+def _path(text: str, base: Path | None) -> Path:
+    path = Path(text).expanduser()
+    return path if path.is_absolute() else ((base or Path.cwd()) / path)
+
+
+def _load_file(path: Path, reference: str, what: str, key: str) -> ModuleType:
+    path = path.resolve()
+    if not path.is_file():
+        raise ConfigError(
+            f"{key} = {reference!r}: expected a Python file with the {what} at {path}, there is none", hint=f"correct {key}", key=key
+        )
+    # The digest keeps two files of one name apart; a second resolve of the same file gives the same module.
+    name = f"streamrl_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    _search(path.parent)
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{key} = {reference!r}: {path} cannot be loaded as Python", hint=_FORMS, key=key)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise _failed(error, str(path), reference, what, key) from error
+    return module
+
+
+def _load_module(place: str, reference: str, what: str, key: str) -> ModuleType:
+    _search(Path.cwd())
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        missing = error.name or place
+        if place == missing or place.startswith(f"{missing}."):
+            raise ConfigError(
+                f"{key} = {reference!r}: expected a module {place} with the {what}, there is none",
+                hint=f"install it, run from its directory, or name a file: {place.replace('.', '/')}.py:name",
+                key=key,
+            ) from error
+        raise _failed(error, place, reference, what, key) from error
+    except Exception as error:
+        raise _failed(error, place, reference, what, key) from error
+
+
+def _search(directory: Path) -> None:
+    if str(directory) not in sys.path:
+        sys.path.append(str(directory))
+
+
+def _failed(error: Exception, place: str, reference: str, what: str, key: str) -> ConfigError:
+    return ConfigError(
+        f"{key} = {reference!r}: the {what}'s code fails while it is imported from {place}: {type(error).__name__}: {error}",
+        hint="run the file with python to see the whole traceback",
+        key=key,
+    )
+
+
+def _no_name(found: Any, part: str, reference: str, what: str, key: str) -> ConfigError:
+    near = difflib.get_close_matches(part, [n for n in dir(found) if not n.startswith("_")], n=1)
+    owner = getattr(found, "__file__", None) or getattr(found, "__name__", repr(found))
+    return ConfigError(
+        f"{key} = {reference!r}: expected a {what} called {part!r} in {owner}, there is none",
+        hint=f"did you mean {near[0]!r}?" if near else f"correct {key}",
+        key=key,
+    )

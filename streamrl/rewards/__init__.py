@@ -1,0 +1,1 @@
+"""Rewards: from the episodes of a task to numbers."""

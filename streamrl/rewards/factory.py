@@ -1,0 +1,58 @@
+"""From the configuration's `[reward]` to a `Reward`."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+from streamrl.config.plugins import resolve
+from streamrl.config.tree import RewardConfig
+from streamrl.errors import ConfigError
+from streamrl.rewards.exact_match import ExactMatch
+from streamrl.rewards.functions import FunctionReward
+from streamrl.rewards.protocol import Reward
+
+
+def make_reward(config: RewardConfig, *, base: Path | None = None) -> Reward:
+    """Build the reward that `config.kind` names.
+
+    `exact_match`, or user code: a function of (task, episode) that gets `options` as keyword arguments; a class, built with `options`,
+    whose objects have `async score(task, episodes)`; or such an object.
+
+    Raises:
+        ConfigError: it cannot be found or is none of these.
+    """
+    if config.kind == "exact_match":
+        if config.options:
+            raise ConfigError(f"reward.options must be empty for exact_match, got {sorted(config.options)}", hint="remove reward.options")
+        return ExactMatch()
+    if not any(mark in config.kind for mark in ".:"):
+        raise ConfigError(
+            f"reward.kind must be exact_match or name user code, got {config.kind!r}", hint="write it as file.py:name", key="reward.kind"
+        )
+    found: Any = resolve(config.kind, what="reward", key="reward.kind", base=base)
+    made: Any = _built(found, config) if inspect.isclass(found) else found
+    if inspect.iscoroutinefunction(getattr(made, "score", None)):
+        return made
+    if not callable(made):
+        raise ConfigError(
+            f"reward.kind = {config.kind!r} must be a function of (task, episode), got {type(made).__name__}",
+            hint="or an object with `async score(task, episodes)`, see streamrl.rewards.protocol",
+            key="reward.kind",
+        )
+    return FunctionReward(made, config.options)
+
+
+def _built(found: type[Any], config: RewardConfig) -> Any:
+    try:
+        return found(**config.options)
+    except TypeError as error:
+        raise ConfigError(
+            f"reward.kind = {config.kind!r} cannot be built with reward.options: {error}", hint="correct reward.options"
+        ) from error
+
+
+def is_user_code(config: RewardConfig) -> bool:
+    """Whether the reward may block and must run in the thread for user code."""
+    return config.kind != "exact_match"

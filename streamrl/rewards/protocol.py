@@ -1,0 +1,64 @@
+"""The reward seam: the episodes of one task in, one value for each of them out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from streamrl.errors import SchemaError
+from streamrl.schemas.samples import Status
+from streamrl.schemas.tasks import RolloutTask
+
+
+class RewardValue(msgspec.Struct, frozen=True):
+    """A reward and the named parts it was made of (parts are kept with the sample and never trained on by themselves)."""
+
+    value: float
+    parts: dict[str, float] = {}
+
+    def __post_init__(self) -> None:
+        for name, number in (("value", self.value), *self.parts.items()):
+            if not math.isfinite(number):
+                raise SchemaError(f"a reward must be finite, got {name} = {number}", hint="a rollout without a reward is ended by raising")
+
+
+class ScoredEpisode(Protocol):
+    """What a reward sees of an episode (`streamrl.producers.episode.Episode` is one)."""
+
+    @property
+    def rollout(self) -> int:
+        """Index of its rollout within the task's group."""
+        ...
+
+    @property
+    def turns(self) -> Sequence[str]:
+        """Decoded text of each of the model's turns, stop token left out."""
+        ...
+
+    @property
+    def completion(self) -> str:
+        """The last of `turns`."""
+        ...
+
+    @property
+    def status(self) -> Status: ...
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What the producer left for the reward."""
+        ...
+
+
+class Reward(Protocol):
+    """Scores a task's episodes. Adapters: `exact_match` and any user function (`streamrl.rewards.functions`)."""
+
+    async def score(self, task: RolloutTask, episodes: Sequence[ScoredEpisode]) -> Sequence[RewardValue | Exception]:
+        """One value per episode, in their order.
+
+        All episodes of a group come in one call, so a reward may compare them. An exception in place of a value fails that episode's
+        rollout; raising fails the whole task. Of several episodes of one rollout the last one's value is the rollout's.
+        """
+        ...

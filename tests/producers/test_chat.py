@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from streamrl.core.seeds import rollout_seed
+from streamrl.data.tokenizer import Tokenizer
+from streamrl.engines.table import TableEngine
+from streamrl.errors import EngineError, SchemaError
+from streamrl.producers.chat import RolloutEngine
+from streamrl.producers.chat_format import ChatFormat
+from streamrl.producers.episode import Episode
+from streamrl.producers.functions import FunctionProducer
+from streamrl.producers.protocol import Context, Failure
+from streamrl.producers.single_turn import SingleTurn
+from streamrl.schemas.samples import Status
+from streamrl.schemas.tasks import RolloutTask, Sampling
+from tests.producers.policies import make_model, script, start_engine
+
+PROMPT = "<|user|>3+4<|end|><|assistant|>"
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    return make_model(tmp_path / "model")
+
+
+@pytest.fixture
+async def engine(tmp_path: Path, tokenizer: Tokenizer) -> AsyncIterator[TableEngine]:
+    """Answers every prompt with `?!`, and a bare digit 7 (no template) with `7`."""
+    logits = script(tokenizer, {(0, "<|assistant|>"): "?", (1, "?"): "!", (0, "7"): "7"})
+    engine = await start_engine(tmp_path / "model", logits)
+    yield engine
+    await engine.stop()
+
+
+def make_task(tokenizer: Tokenizer, *, prompt: str = PROMPT, num_rollouts: int = 1, max_new_tokens: int = 8) -> RolloutTask:
+    return RolloutTask(
+        run="run",
+        index=0,
+        source="main",
+        prompt_ids=tuple(tokenizer.encode(prompt)),
+        prompt="3+4",
+        label="7",
+        num_rollouts=num_rollouts,
+        sampling=Sampling(max_new_tokens=max_new_tokens),
+        seed=11,
+    )
+
+
+def make_context(engine: object, tokenizer: Tokenizer, task: RolloutTask, *, max_len: int = 256, chat_template: bool = True) -> Context:
+    return Context(
+        engine=engine,  # type: ignore[arg-type]
+        tokenizer=tokenizer,
+        task=task,
+        seed=rollout_seed(task.seed, 0),
+        sampling=task.sampling,
+        log=logging.getLogger("test"),
+        max_len=max_len,
+        chat_template=chat_template,
+    )
+
+
+def rollout_engine(context: Context) -> RolloutEngine:
+    return RolloutEngine(context, ChatFormat(context.tokenizer, chat_template=context.chat_template))
+
+
+async def test_two_turns_keep_the_models_tokens_and_mask_the_tools(engine: TableEngine, tokenizer: Tokenizer) -> None:
+    task = make_task(tokenizer)
+    chat = rollout_engine(make_context(engine, tokenizer, task)).chat(task)
+    first = await chat.generate()
+    assert (first.text, first.finish_reason) == ("?!", "stop")
+    chat.tool("7")
+    second = await chat.generate()
+    episode = chat.episode()
+    # The conversation as the template would render it whole: nothing is missing between the turns and nothing is there twice.
+    whole = tokenizer.apply_chat_template(
+        [
+            {"role": "user", "content": "3+4"},
+            {"role": "assistant", "content": first.text},
+            {"role": "tool", "content": "7"},
+            {"role": "assistant", "content": second.text},
+        ],
+        add_generation_prompt=False,
+    )
+    assert list(chat.token_ids) == tokenizer.encode(whole)
+    assert [segment.is_model for segment in episode.segments] == [False, True, False, True]
+    assert tuple(episode.segments[1].token_ids) == first.token_ids
+    assert tuple(episode.segments[3].token_ids) == second.token_ids
+    assert tokenizer.decode(episode.segments[2].token_ids) == "<|tool|>7<|end|><|assistant|>"
+    assert episode.turns == ("?!", second.text)
+
+
+async def test_a_turn_cut_by_length_is_closed_before_the_tool_speaks(engine: TableEngine, tokenizer: Tokenizer) -> None:
+    task = make_task(tokenizer, max_new_tokens=1)
+    chat = rollout_engine(make_context(engine, tokenizer, task)).chat(task)
+    turn = await chat.generate()
+    assert (turn.text, turn.finish_reason) == ("?", "length")
+    chat.tool("7")
+    await chat.generate()
+    assert tokenizer.decode(chat.episode().segments[2].token_ids) == "<|end|><|tool|>7<|end|><|assistant|>"
+    assert chat.episode().status is Status.TRUNCATED
+
+
+async def test_without_a_template_a_reply_is_the_text_itself(engine: TableEngine, tokenizer: Tokenizer) -> None:
+    task = make_task(tokenizer, prompt="3+4=", max_new_tokens=1)
+    chat = rollout_engine(make_context(engine, tokenizer, task, chat_template=False)).chat(task)
+    await chat.generate()
+    chat.tool("7")
+    turn = await chat.generate()
+    assert turn.text == "7"
+    assert tokenizer.decode(chat.episode().segments[2].token_ids) == "7"
+
+
+async def test_one_turn_of_a_chat_equals_the_built_in_producer(engine: TableEngine, tokenizer: Tokenizer) -> None:
+    async def one_turn(task: RolloutTask, engine: RolloutEngine) -> Episode:
+        chat = engine.chat(task)
+        await chat.generate()
+        return chat.episode()
+
+    task = make_task(tokenizer, num_rollouts=4)
+    context = make_context(engine, tokenizer, task)
+    ours = await FunctionProducer(one_turn).rollout(task, context)
+    built_in = await SingleTurn().rollout(task, context)
+    assert [e.segments for e in ours if isinstance(e, Episode)] == [e.segments for e in built_in if isinstance(e, Episode)]
+    assert [(e.rollout, e.seed) for e in ours if isinstance(e, Episode)] == [(k, rollout_seed(11, k)) for k in range(4)]
+
+
+async def test_turns_and_chats_of_a_rollout_have_different_seeds(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    logits = script(tokenizer, {}) * 0.0
+    engine = await start_engine(tmp_path / "model", logits)
+    try:
+        task = make_task(tokenizer, max_new_tokens=8)
+        rollout = rollout_engine(make_context(engine, tokenizer, task))
+        first, second = rollout.chat(task), rollout.chat(task)
+        turns = [await first.generate(), await second.generate()]
+        first.user("again")
+        turns.append(await first.generate())
+        assert len({turn.token_ids for turn in turns}) == 3
+    finally:
+        await engine.stop()
+
+
+async def test_a_chat_without_room_ends_with_length_and_asks_nothing(engine: TableEngine, tokenizer: Tokenizer) -> None:
+    task = make_task(tokenizer)
+    length = len(task.prompt_ids)
+    chat = rollout_engine(make_context(engine, tokenizer, task, max_len=length + 2)).chat(task)
+    assert (await chat.generate()).token_ids == tuple(tokenizer.encode("?!"))
+    chat.tool("7")
+    empty = await chat.generate()
+    assert (empty.text, empty.token_ids, empty.finish_reason) == ("", (), "length")
+    assert chat.episode().status is Status.TRUNCATED
+
+
+async def test_misuse_is_refused(engine: TableEngine, tokenizer: Tokenizer) -> None:
+    task = make_task(tokenizer)
+    rollout = rollout_engine(make_context(engine, tokenizer, task))
+    chat = rollout.chat(task)
+    with pytest.raises(SchemaError, match="follows a turn of the model"):
+        chat.tool("7")
+    with pytest.raises(SchemaError, match="nothing to train on"):
+        chat.episode()
+    with pytest.raises(SchemaError, match="at least one token"):
+        rollout.chat([])
+
+
+async def test_sub_agents_take_texts_messages_and_ids(engine: TableEngine, tokenizer: Tokenizer) -> None:
+    task = make_task(tokenizer)
+    rollout = rollout_engine(make_context(engine, tokenizer, task))
+    assert rollout.chat("3+4").token_ids == tuple(tokenizer.encode(PROMPT))
+    assert rollout.chat([{"role": "user", "content": "3+4"}]).token_ids == tuple(tokenizer.encode(PROMPT))
+    assert rollout.chat([9, 10]).token_ids == (9, 10)
+
+
+async def test_an_error_fails_its_rollout_alone(engine: TableEngine, tokenizer: Tokenizer) -> None:
+    async def fragile(task: RolloutTask, engine: RolloutEngine) -> Episode | list[Episode] | str | None:
+        chat = engine.chat(task)
+        await chat.generate()
+        match engine.context.rollout_index:
+            case 0:
+                return [chat.episode(reward=1.0), chat.episode(reward=0.5)]
+            case 1:
+                raise ValueError("the tool is broken")
+            case 2:
+                return None
+            case _:
+                return "not an episode"
+
+    task = make_task(tokenizer, num_rollouts=4)
+    given = await FunctionProducer(fragile).rollout(task, make_context(engine, tokenizer, task))  # type: ignore[arg-type]
+    assert [item.rollout for item in given] == [0, 0, 1, 2, 3]
+    assert given[2] == Failure(1, "failed", "ValueError: the tool is broken")
+    assert given[3] == Failure(2, "filtered", "the producer returned no episode")
+    assert isinstance(given[4], Failure) and "expected an Episode" in given[4].detail
+
+
+async def test_an_engine_that_goes_away_gives_the_whole_task_back(engine: TableEngine, tokenizer: Tokenizer) -> None:
+    async def stubborn(task: RolloutTask, rollout: RolloutEngine) -> Episode:
+        chat = rollout.chat(task)
+        if rollout.context.rollout_index == 1:
+            await engine.stop()
+        await chat.generate()
+        return chat.episode()
+
+    task = make_task(tokenizer, num_rollouts=2)
+    with pytest.raises(EngineError):
+        await FunctionProducer(stubborn).rollout(task, make_context(engine, tokenizer, task))

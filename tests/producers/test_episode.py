@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from streamrl.errors import SchemaError
+from streamrl.producers.episode import Episode, Segment, samples_of
+from streamrl.schemas.columns import decode_samples, encode_samples
+from streamrl.schemas.samples import Status, VersionSpan
+from streamrl.schemas.tasks import RolloutTask
+from streamrl.schemas.versions import Version
+
+PROMPT = Segment((1, 2))
+TURN = Segment((3, 4, 5), (-0.1, -0.2, -0.3), (VersionSpan(1, Version(0, 6)), VersionSpan(2, Version(0, 7))))
+TOOL = Segment((8, 9))
+LAST = Segment((10,), (-0.5,), (VersionSpan(1, Version(1, 7)),))
+
+
+def task(num_rollouts: int = 2) -> RolloutTask:
+    return RolloutTask(run="run", index=5, source="main", num_rollouts=num_rollouts, label="45", metadata={"row": 1}, data_epoch=3)
+
+
+def episode(*segments: Segment, rollout: int = 0, reward: float | None = None) -> Episode:
+    return Episode(segments=segments or (PROMPT, TURN), finish_reason="stop", rollout=rollout, reward=reward, reward_parts={})
+
+
+def test_columns_say_for_each_token_who_sampled_it() -> None:
+    [sample] = samples_of(task(1), [episode(PROMPT, TURN, TOOL, LAST)], producer="producer-0")
+    assert sample.tokens.tolist() == [1, 2, 3, 4, 5, 8, 9, 10]
+    assert sample.loss_mask.tolist() == [0, 0, 1, 1, 1, 0, 0, 1]
+    assert sample.logprobs == pytest.approx(np.array([0, 0, -0.1, -0.2, -0.3, 0, 0, -0.5], np.float32))
+    assert [(span.length, span.version) for span in sample.spans] == [
+        (2, None),
+        (1, Version(0, 6)),
+        (2, Version(0, 7)),
+        (2, None),
+        (1, Version(1, 7)),
+    ]
+    assert (sample.task, sample.data_epoch, sample.label, sample.metadata) == (5, 3, "45", {"row": 1})
+
+
+def test_samples_of_a_rollout_share_the_reward_of_its_last_episode() -> None:
+    episodes = [episode(rollout=1, reward=0.25), episode(rollout=0, reward=1.0), episode(rollout=1, reward=0.75)]
+    samples = samples_of(task(), episodes, producer="p")
+    assert [(s.rollout, s.sample, s.num_samples, s.reward) for s in samples] == [(0, 0, 1, 1.0), (1, 0, 2, 0.75), (1, 1, 2, 0.75)]
+
+
+def test_rows_survive_the_wire() -> None:
+    samples = samples_of(task(), [episode(PROMPT, TURN, TOOL, LAST, rollout=0, reward=0.5), episode(rollout=1)], producer="p")
+    decoded = decode_samples(encode_samples(samples)).rows()
+    assert [row.tokens.tolist() for row in decoded] == [sample.tokens.tolist() for sample in samples]
+    assert [row.spans for row in decoded] == [sample.spans for sample in samples]
+    assert [row.reward for row in decoded] == [0.5, None]
+
+
+@pytest.mark.parametrize(
+    ("segments", "complaint"),
+    [
+        ((), "at least one prompt token"),
+        ((TURN,), "at least one prompt token"),
+        ((Segment(()), TURN), "at least one prompt token"),
+        ((PROMPT, TOOL), "nothing to train on"),
+        ((PROMPT, Segment((3, 4), (-0.1,), TURN.spans)), "one log-prob for each of 2"),
+        ((PROMPT, Segment((3,), (-0.1,), TURN.spans)), "version spans over 1"),
+        ((PROMPT, Segment((3,), (-0.1,), (VersionSpan(1, None),))), "needs a version"),
+        ((PROMPT, Segment((3,), (math.nan,), LAST.spans)), "finite"),
+        ((PROMPT, Segment((3,), (0.5,), LAST.spans)), "at most 0"),
+        ((PROMPT, TURN, Segment((8,), (-0.1,))), "environment tokens have no log-probs"),
+    ],
+)
+def test_what_is_no_episode_is_refused(segments: tuple[Segment, ...], complaint: str) -> None:
+    with pytest.raises(SchemaError, match=complaint):
+        Episode(segments=segments, finish_reason="stop", rollout=2)
+
+
+def test_finish_reason_and_reward_are_checked() -> None:
+    with pytest.raises(SchemaError, match="finish_reason"):
+        Episode(segments=(PROMPT, TURN), finish_reason="eos")
+    with pytest.raises(SchemaError, match="finite"):
+        Episode(segments=(PROMPT, TURN), finish_reason="stop", reward=math.inf)
+
+
+def test_a_rollout_the_task_does_not_have_is_refused() -> None:
+    with pytest.raises(SchemaError, match="rollouts 0 to 1"):
+        samples_of(task(2), [episode(rollout=2)], producer="p")
+
+
+def test_status_is_kept() -> None:
+    broken = Episode(segments=(PROMPT, TURN), finish_reason="stop", status=Status.FAILED)
+    [sample] = samples_of(task(1), [broken], producer="p")
+    assert sample.status is Status.FAILED

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from streamrl.config.tree import RewardConfig
+from streamrl.errors import ConfigError, SchemaError
+from streamrl.rewards.exact_match import ExactMatch
+from streamrl.rewards.factory import make_reward
+from streamrl.rewards.functions import as_value
+from streamrl.rewards.protocol import RewardValue
+from streamrl.schemas.samples import Status
+from streamrl.schemas.tasks import RolloutTask
+
+
+class Answer(msgspec.Struct):
+    """The least that a reward needs of an episode."""
+
+    completion: str
+    rollout: int = 0
+    status: Status = Status.COMPLETED
+    metadata: dict[str, Any] = {}
+
+    @property
+    def turns(self) -> Sequence[str]:
+        return (self.completion,)
+
+
+def task(label: Any = "45") -> RolloutTask:
+    return RolloutTask(run="run", index=3, source="main", label=label)
+
+
+@pytest.mark.parametrize(
+    ("label", "completion", "expected"),
+    [("45", "45", 1.0), ("45", " 45\n", 1.0), (45, "45", 1.0), ("45", "4 5", 0.0), ("45", "", 0.0), (None, "None", 0.0), ("", "x", 0.0)],
+)
+async def test_exact_match(label: Any, completion: str, expected: float) -> None:
+    assert await ExactMatch().score(task(label), [Answer(completion)]) == [RewardValue(expected)]
+
+
+@pytest.mark.parametrize(
+    ("given", "value", "parts"),
+    [
+        (1, 1.0, {}),
+        (True, 1.0, {}),
+        ({"format": 0.25, "answer": 0.5}, 0.75, {"format": 0.25, "answer": 0.5}),
+        ({"reward": 2.0, "length": 9.0}, 2.0, {"length": 9.0}),
+    ],
+)
+def test_what_a_function_may_give(given: Any, value: float, parts: dict[str, float]) -> None:
+    assert as_value(given) == RewardValue(value, parts)
+
+
+@pytest.mark.parametrize("given", ["1.0", None, {}, {"a": "1"}, math.nan, math.inf, {"a": math.nan}, [1.0]])
+def test_what_it_may_not_give(given: Any) -> None:
+    with pytest.raises(SchemaError, match="reward"):
+        as_value(given)
+
+
+CODE = """
+import asyncio
+
+def half(task, episode, scale=1.0):
+    return {"half": 0.5 * scale if episode.completion == task.label else 0.0}
+
+async def slow(task, episode):
+    await asyncio.sleep(0)
+    if episode.completion == "crash":
+        raise ValueError("no verdict")
+    return len(episode.completion)
+
+class Rank:
+    def __init__(self, top=1.0):
+        self.top = top
+
+    async def score(self, task, episodes):
+        longest = max(len(e.completion) for e in episodes)
+        return [self.top if len(e.completion) == longest else 0.0 for e in episodes]
+
+NUMBER = 7
+"""
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    path = tmp_path / "my_rewards.py"
+    path.write_text(CODE)
+    return path
+
+
+async def test_functions_get_their_options_and_may_be_async(code: Path) -> None:
+    half = make_reward(RewardConfig(kind=f"{code}:half", options={"scale": 2.0}))
+    assert await half.score(task(), [Answer("45"), Answer("4")]) == [RewardValue(1.0, {"half": 1.0}), RewardValue(0.0, {"half": 0.0})]
+    slow = make_reward(RewardConfig(kind="my_rewards.py:slow"), base=code.parent)
+    first, second = await slow.score(task(), [Answer("crash"), Answer("123")])
+    assert isinstance(first, ValueError)
+    assert second == RewardValue(3.0)
+
+
+async def test_a_class_sees_the_whole_group(code: Path) -> None:
+    rank = make_reward(RewardConfig(kind=f"{code}:Rank", options={"top": 3.0}))
+    assert list(await rank.score(task(), [Answer("1"), Answer("22")])) == [0.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "complaint"),
+    [
+        ("exact_matsch", "must be exact_match or name user code"),
+        ("{code}:NUMBER", "must be a function of"),
+        ("{code}:hafl", "called 'hafl'.*\nhint: did you mean 'half'"),
+        ("{code}x.py:half", "there is none"),
+        ("no_such_module_here:score", "expected a module no_such_module_here"),
+    ],
+)
+def test_what_is_no_reward_is_refused(code: Path, kind: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        make_reward(RewardConfig(kind=kind.format(code=code)))
+
+
+def test_options_that_do_not_fit_are_refused(code: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be built with reward\.options"):
+        make_reward(RewardConfig(kind=f"{code}:Rank", options={"bottom": 1}))
+    with pytest.raises(ConfigError, match="must be empty for exact_match"):
+        make_reward(RewardConfig(options={"x": 1}))
