@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import streamrl
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", ["producers", "consumers", "schemas"])
+def test_the_links_resolve(name):
+    link = ROOT / "streamrl" / name
+    assert os.readlink(link) == f"../{name}"
+    assert (link / "__init__.py").is_file()
+
+
+def test_every_folder_of_code_is_a_package():
+    """`packages.find` leaves a folder without __init__.py out of the wheel."""
+    folders = {path.parent for top in ("streamrl", "producers", "consumers", "schemas") for path in (ROOT / top).rglob("*.py")}
+    assert [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").is_file()] == []
+
+
+def test_modules_of_linked_folders_have_one_name():
+    import streamrl.schemas.tasks as tasks
+
+    assert tasks.RolloutTask.__module__ == "streamrl.schemas.tasks"
+
+
+LIGHT = [
+    "streamrl",
+    "streamrl.bus",
+    "streamrl.bus.jetstream",
+    "streamrl.cli",
+    "streamrl.config.load",
+    "streamrl.data.problems",
+    "streamrl.engines.http",
+    "streamrl.launch.supervisor",
+    "streamrl.producers.evaluation",
+    "streamrl.producers.rollouts",
+    "streamrl.producers.tasks",
+    "streamrl.runtime.worker",
+]
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_light_modules_load_no_framework(module):
+    code = f"import sys, {module}; print(sorted({{'torch', 'transformers', 'matplotlib', 'pandas'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_the_public_names_are_pinned():
+    assert streamrl.__all__ == PUBLIC
+
+
+PUBLIC = [
+    "Chat",
+    "Config",
+    "Context",
+    "Episode",
+    "Failure",
+    "Producer",
+    "Reward",
+    "RewardValue",
+    "RolloutEngine",
+    "RolloutTask",
+    "Sampling",
+    "StreamRLError",
+    "Version",
+    "__version__",
+    "load_config",
+]
+
+
+@pytest.mark.parametrize("name", streamrl.__all__)
+def test_public_names_resolve(name):
+    assert getattr(streamrl, name) is not None
+
+
+def test_the_version_is_that_of_the_distribution():
+    assert metadata.version("streamrl") == streamrl.__version__
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        streamrl.nothing  # noqa: B018
