@@ -77,7 +77,7 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None
     """Mean of the last 20 batches."""
     rewards: tuple[float, ...]
-    """Of the newest batches, oldest first."""
+    """Over the whole run, as the means of at most 40 equally long stretches."""
     heldout: float | None
     tokens_made: int
     tokens_trained: int

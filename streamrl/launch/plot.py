@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _REWARD, _HELDOUT, _AGE, _SWAP, _WARMUP = "#1f6f8b", "#d1495b", "#edae49", "#6c757d", "#e9ecef"
-_SMOOTHING = 20
+_SMOOTHING = 15
+"""Batches in the smoothed curve."""
 
 
 def write_plot(view: RunView, path: Path) -> None:
@@ -46,7 +48,7 @@ def _draw_reward(axes: Axes, view: RunView) -> None:
     numbers = [number for number, _ in points]
     rewards = [reward for _, reward in points]
     axes.plot(numbers, rewards, color=_REWARD, alpha=0.3, linewidth=1, label="reward of a batch")
-    axes.plot(numbers, smooth(rewards, _SMOOTHING), color=_REWARD, linewidth=2.2, label=f"mean of {_SMOOTHING} batches")
+    axes.plot(numbers, smooth(rewards, _SMOOTHING), color=_REWARD, linewidth=2.2, label=f"mean over {_SMOOTHING} batches")
     evaluations = learning_evaluations(view)
     if evaluations:
         axes.plot(
@@ -98,9 +100,8 @@ def _draw_staleness(axes: Axes, view: RunView) -> None:
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Mean of the last `window` values at each place (of fewer at the start)."""
-    means, total = [], 0.0
-    for position, value in enumerate(values):
-        total += value - (values[position - window] if position >= window else 0.0)
-        means.append(total / min(position + 1, window))
-    return means
+    """Mean over the `window` values around each place, of fewer at both ends; `window` is odd. Centred, so that it does not lag."""
+    half = window // 2
+    sums = [0.0, *itertools.accumulate(values)]
+    edges = ((max(0, place - half), min(len(values), place + half + 1)) for place in range(len(values)))
+    return [(sums[end] - sums[start]) / (end - start) for start, end in edges]

@@ -15,7 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from streamrl.launch.numbers import RunNumbers
+from streamrl.launch.numbers import EngineLine, RunNumbers
 
 _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_EVERY_S = 3.0
@@ -128,7 +128,7 @@ def progress(numbers: RunNumbers) -> str:
 
 def reward_text(numbers: RunNumbers) -> Text:
     """Reward as a sparkline with its newest mean, and the held-out accuracy."""
-    text = Text(sparkline(numbers.rewards, low=min(0.0, *numbers.rewards) if numbers.rewards else 0.0), style="green")
+    text = Text(sparkline(numbers.rewards), style="green")
     text.append(f"  {numbers.reward:.3f}" if numbers.reward is not None else "-", style="bold")
     if numbers.heldout is not None:
         text.append(f"   held-out {numbers.heldout:.3f}", style="default")
@@ -154,20 +154,30 @@ def drops_text(numbers: RunNumbers) -> str:
 
 def workers_text(numbers: RunNumbers) -> Text:
     """Workers with their states; engines with the version they serve and their load."""
-    engines = {line.engine: line for line in numbers.engines}
+    unnamed = list(numbers.engines)
     text = Text()
     for position, worker in enumerate(numbers.workers):
         text.append("\n" if position else "")
         text.append("● ", style=_STATE_COLOURS.get(worker.state, "dim"))
         text.append(f"{worker.worker:<12} {worker.state}")
         if worker.restarts:
-            text.append(f", {worker.restarts} restarts", style="yellow")
-        if worker.worker in engines:
-            engine = engines.pop(worker.worker)
-            text.append(f", serves {engine.serving}, {engine.running}/{engine.slots} slots, {engine.waiting} waiting")
-    for engine in engines.values():
-        text.append(f"\n● {engine.engine} serves {engine.serving}, {engine.running}/{engine.slots} slots, {engine.waiting} waiting")
+            text.append(f", {worker.restarts} restart{'s' * (worker.restarts > 1)}", style="yellow")
+        for engine in [one for one in unnamed if is_of(one, worker.worker)]:
+            unnamed.remove(engine)
+            text.append(f", {load_text(engine)}")
+    for engine in unnamed:
+        text.append(f"\n● {engine.engine}, {load_text(engine)}")
     return text
+
+
+def is_of(engine: EngineLine, worker: str) -> bool:
+    """Whether `worker` runs this engine: an engine's id is its worker's name, which a restart extends by something new."""
+    return engine.engine == worker or engine.engine.startswith(f"{worker}-")
+
+
+def load_text(engine: EngineLine) -> str:
+    """What an engine does now."""
+    return f"serves {engine.serving}, {engine.running}/{engine.slots} slots, {engine.waiting} waiting"
 
 
 def plain_line(numbers: RunNumbers) -> str:
@@ -199,14 +209,11 @@ def plain_line(numbers: RunNumbers) -> str:
     return f"[{clock(numbers.elapsed_s)}] " + " ".join(fields)
 
 
-def sparkline(values: Sequence[float], *, low: float = 0.0, width: int = 40) -> str:
-    """The newest values as bars between `low` and the larger of 1 and their maximum; neighbours are averaged down to `width`."""
-    if not values:
-        return ""
-    per_bar = -(-len(values) // width)
-    means = [sum(values[at : at + per_bar]) / len(values[at : at + per_bar]) for at in range(0, len(values), per_bar)]
-    span = max(1.0, *means) - low
-    return "".join(_BARS[min(len(_BARS) - 1, max(0, int((mean - low) / span * len(_BARS))))] for mean in means)
+def sparkline(values: Sequence[float]) -> str:
+    """One bar a value, between the smaller of 0 and their minimum and the larger of 1 and their maximum."""
+    low, high = min((0.0, *values)), max((1.0, *values))
+    highest = len(_BARS) - 1
+    return "".join(_BARS[round((value - low) / (high - low) * highest)] for value in values)
 
 
 def short(count: float) -> str:

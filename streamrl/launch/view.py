@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -19,7 +19,7 @@ from streamrl.telemetry.metrics import Fold
 RATE_WINDOW_S = 10.0
 REWARD_WINDOW = 20
 """Batches in the reward means, here and in the summary."""
-SPARK_POINTS = 60
+SPARK_POINTS = 40
 
 
 class DropLine(msgspec.Struct, frozen=True):
@@ -248,7 +248,7 @@ class RunView:
         newest = self._newest
         measured = newest.metrics if newest else {}
         reinforced = self.reward_points
-        rewards = [point.reward for point in reinforced[-SPARK_POINTS:] if point.reward is not None]
+        rewards = [point.reward for point in reinforced if point.reward is not None]
         number = newest.version.number if newest else 0
         behind = [number - engine.serving.number for engine in self._engines.values() if engine.serving]
         return RunNumbers(
@@ -261,7 +261,7 @@ class RunView:
             version=str(newest.version) if newest else "-",
             answer_probability=measured.get("train/answer_probability"),
             reward=statistics.fmean(rewards[-REWARD_WINDOW:]) if rewards else None,
-            rewards=tuple(rewards),
+            rewards=stretched(rewards, SPARK_POINTS),
             heldout=self.evaluations[-1].accuracy if self.evaluations else None,
             tokens_made=self.tokens_made,
             tokens_trained=self.tokens_trained,
@@ -288,6 +288,12 @@ def engine_line(name: str, engine: EnginePresence) -> EngineLine:
     """One engine for the table."""
     serving = str(engine.serving) if engine.serving else "-"
     return EngineLine(engine=name, serving=serving, running=engine.running, waiting=engine.waiting, slots=engine.slots)
+
+
+def stretched(values: Sequence[float], num_points: int) -> tuple[float, ...]:
+    """Means of at most `num_points` stretches of `values`; all stretches but the last are equally long."""
+    width = max(1, -(-len(values) // num_points))
+    return tuple(statistics.fmean(values[start : start + width]) for start in range(0, len(values), width))
 
 
 def counted_median(counts: Counter[int]) -> float:
