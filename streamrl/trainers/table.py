@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from zipfile import BadZipFile
 
 import msgspec
 import numpy as np
@@ -107,7 +108,7 @@ class TableTrainer:
 
     def digest(self) -> str:
         """Digest of the parameters as they are now, 16 hex digits."""
-        return combine({"logits": tensor_digest(self._logits.reshape(-1).view(np.uint8), 4)})
+        return _digest(self._logits)
 
     def shards(self) -> Iterator[Shard]:
         """See `Trainer.shards`: one, named `logits`, copied before this returns."""
@@ -139,25 +140,24 @@ class TableTrainer:
         """See `Trainer.load`; raises TrainingError when `path` is no checkpoint of this table, or was damaged."""
         recover(path)
         try:
-            with np.load(path / "state.npz", allow_pickle=False) as file:
-                state = {name: file[name] for name in file.files}
-            if state["logits"].shape != self._logits.shape:
-                raise TrainingError(f"expected a table of shape {self._logits.shape} in {path}, got {state['logits'].shape}")
-            for name, target in (("logits", self._logits), ("mean", self._adam.mean), ("square", self._adam.square)):
-                target[...] = state[name]
-            self._adam.updates = int(state["updates"])
-            self._stage = str(state["stage"])
-            expected, extra = str(state["digest"]), state["extra"].tobytes()
-        except (OSError, ValueError, KeyError, EOFError) as error:
+            with (path / "state.npz").open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+                state = {name: arrays[name] for name in ("logits", "mean", "square", "updates", "stage", "digest", "extra")}
+        except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
             raise TrainingError(
                 f"no complete checkpoint in {path}: {error}", hint="list the run's checkpoints directory for others"
             ) from error
-        if self.digest() != expected:
+        logits, digest = state["logits"], str(state["digest"])
+        if logits.shape != self._logits.shape:
+            raise TrainingError(f"expected a table of shape {self._logits.shape} in {path}, got {logits.shape}")
+        if _digest(logits) != digest:
             raise TrainingError(
-                f"expected parameters with digest {expected} in {path}, got {self.digest()}",
+                f"expected parameters with digest {digest} in {path}, got {_digest(logits)}",
                 hint="its files were changed; take an older checkpoint",
             )
-        return extra
+        self._logits[...], self._adam.mean[...], self._adam.square[...] = logits, state["mean"], state["square"]
+        self._adam.updates = int(state["updates"])
+        self._stage = str(state["stage"])
+        return state["extra"].tobytes()
 
     def save_hf(self, path: Path) -> None:
         """Write a table's model directory with the trained logits at `path`, whole or not at all."""
@@ -281,6 +281,10 @@ def _initial_logits(model_dir: Path) -> Table:
             raise ConfigError(f"expected logits of shape {logits.shape} in {model_dir / LOGITS_FILE}, got {stored.shape}")
         logits[...] = stored
     return logits
+
+
+def _digest(logits: Table) -> str:
+    return combine({"logits": tensor_digest(logits.reshape(-1).view(np.uint8), 4)})
 
 
 def _log_softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

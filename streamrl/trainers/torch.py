@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,7 +111,7 @@ class TorchTrainer:
 
     def digest(self) -> str:
         """Digest of the parameters as they are now, 16 hex digits."""
-        return combine({name: tensor_digest(host_bytes(p), p.element_size()) for name, p in self._parameters})
+        return _digest(self._parameters)
 
     def shards(self) -> Iterator[Shard]:
         """See `Trainer.shards`; all are copied before this returns. Every rank of a data-parallel group gives the whole."""
@@ -154,6 +154,11 @@ class TorchTrainer:
             raise TrainingError(
                 f"the checkpoint {path} is of another model: {odd[0]} {odd[1]} is only in one of them", hint="was model.path changed?"
             )
+        if (digest := _digest(state.parameters.items())) != state.digest:
+            raise TrainingError(
+                f"expected parameters with digest {state.digest} in {path}, got {digest}",
+                hint="its files were changed; take an older checkpoint",
+            )
         with torch.no_grad():
             for name, p in self._parameters:
                 p.copy_(state.parameters[name])
@@ -162,10 +167,6 @@ class TorchTrainer:
         torch.set_rng_state(state.random["cpu"])
         if "cuda" in state.random and self._policy.device.type == "cuda":
             torch.cuda.set_rng_state(state.random["cuda"], self._policy.device)
-        if self.digest() != state.digest:
-            raise TrainingError(
-                f"expected parameters with digest {state.digest} in {path}, got {self.digest()}", hint="the files were changed"
-            )
         return extra
 
     def save_hf(self, path: Path) -> None:
@@ -245,6 +246,10 @@ class TorchTrainer:
 def host_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
     """[nbytes] uint8 of a tensor's elements in C order; shares memory with it where it lies on the host."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
+    return combine({name: tensor_digest(host_bytes(p), p.element_size()) for name, p in parameters})
 
 
 def _like(reference: Tensor, values: npt.NDArray[np.floating]) -> Tensor:

@@ -1,0 +1,291 @@
+"""What every trainer owes its caller, on both adapters: the table in numpy and a Qwen3 in torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import pytest
+
+from streamrl.config.tree import Config, LossConfig, OptimizerConfig, RunConfig, TrainerConfig, WarmupConfig
+from streamrl.core.batches import TrainBatch
+from streamrl.core.digest import combine, tensor_digest
+from streamrl.errors import TrainingError
+from streamrl.schemas.versions import Version
+from streamrl.trainers.factory import export_policy, make_trainer
+from streamrl.trainers.protocol import Role, Trainer
+
+VOCAB, EOS = 16, 1
+GROUP = 4
+MakeTrainer = Callable[..., Trainer]
+
+
+def make_batch(kind: Literal["sft", "rl"], rows: list[tuple[int, int]], stage_step: int = 0, **changes: Any) -> TrainBatch:
+    """Samples `prompt token, answer token, EOS` in groups of four; an answer is rewarded when it is the prompt + 1."""
+    n = len(rows)
+    tokens = np.array([[2, prompt, answer, EOS] for prompt, answer in rows], np.int32)
+    fields: dict[str, Any] = {
+        "tokens": tokens.reshape(-1),
+        "offsets": np.arange(n + 1, dtype=np.int64) * 4,
+        "loss_mask": np.tile([False, False, True, True], n),
+        "sampler_logprobs": np.tile(np.array([0, 0, -2.5, -2.5], np.float32), n),
+        "staleness": np.zeros(4 * n, np.int32),
+        "temperature": np.ones(n, np.float32),
+        "top_p": np.ones(n, np.float32),
+        "top_k": np.full(n, -1, np.int32),
+        "rewards": np.array([float(answer == prompt + 1) for prompt, answer in rows]),
+        "tasks": np.arange(n) // GROUP,
+        "rollouts": np.arange(n) % GROUP,
+    }
+    return TrainBatch(kind=kind, version=Version(0, stage_step), stage_step=stage_step, **(fields | changes))
+
+
+def demonstrations(step: int = 0) -> TrainBatch:
+    return make_batch("sft", [(prompt, prompt + 1) for prompt in range(3, 11)], step)
+
+
+def rollouts(step: int = 0, **changes: Any) -> TrainBatch:
+    """For each prompt, one right answer and three wrong ones; wrong ones differ from step to step."""
+    rng = np.random.default_rng(step)
+    rows = [(prompt, prompt + 1 if k == 0 else int(rng.integers(3, prompt + 1))) for prompt in range(4, 12) for k in range(GROUP)]
+    return make_batch("rl", rows, step, **changes)
+
+
+@pytest.fixture(params=["table", "torch"])
+def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> MakeTrainer:
+    backend: Literal["table", "torch"] = request.param
+    directory = tmp_path_factory.mktemp(backend)
+    if backend == "table":
+        (directory / "table.json").write_text(json.dumps({"vocab": VOCAB, "max_position": 3, "eos": EOS}))
+    else:
+        write_qwen3(directory)
+
+    def build(loss: LossConfig | None = None, **changes: Any) -> Trainer:
+        rate = 0.1 if backend == "table" else 0.01
+        trainer = msgspec.structs.replace(TrainerConfig(backend=backend, optimizer=OptimizerConfig(learning_rate=rate)), **changes)
+        run, warmup = RunConfig(steps=20, numerics="bitwise"), WarmupConfig(learning_rate=rate)
+        return make_trainer(Config(run=run, warmup=warmup, trainer=trainer, loss=loss or LossConfig()), directory)
+
+    return build
+
+
+def write_qwen3(directory: Path) -> None:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(
+            Qwen3Config(vocab_size=VOCAB, **sizes, intermediate_size=64, tie_word_embeddings=True, max_position_embeddings=64)
+        ).save_pretrained(directory)
+
+
+def digest_of(trainer: Trainer) -> str:
+    itemsize = {"float32": 4, "bfloat16": 2}
+    return combine({shard.name: tensor_digest(shard.data, itemsize[shard.dtype]) for shard in trainer.shards()})
+
+
+def test_a_step_changes_the_parameters_and_says_their_digest(make: MakeTrainer) -> None:
+    trainer = make()
+    before = digest_of(trainer)
+    result = trainer.step(rollouts())
+    assert result.finite
+    assert result.digest == digest_of(trainer) != before
+
+
+def test_shards_are_whole_named_snapshots(make: MakeTrainer) -> None:
+    trainer = make()
+    shards = list(trainer.shards())
+    assert len({shard.name for shard in shards}) == len(shards)
+    kept = [shard.data.copy() for shard in shards]
+    for shard in shards:
+        assert shard.shape == shard.global_shape
+        assert shard.data.dtype == np.uint8
+        assert shard.data.nbytes == 4 * int(np.prod(shard.shape))
+    later = trainer.shards()
+    trainer.step(rollouts())
+    assert all(np.array_equal(shard.data, old) for shard, old in zip(shards, kept, strict=True))
+    assert all(np.array_equal(shard.data, old) for shard, old in zip(later, kept, strict=True))
+
+
+def test_equal_batches_from_equal_states_give_equal_bits(make: MakeTrainer) -> None:
+    one, two = make(), make()
+    for step in range(3):
+        assert one.step(demonstrations(step)) == two.step(demonstrations(step))
+    for step in range(3):
+        assert one.step(rollouts(step)) == two.step(rollouts(step))
+
+
+@pytest.mark.parametrize("minibatches", [1, 3])
+def test_a_restored_trainer_goes_on_with_the_same_bits(make: MakeTrainer, tmp_path: Path, minibatches: int) -> None:
+    trainer = make(minibatches=minibatches)
+    trainer.step(demonstrations())
+    trainer.step(rollouts(0))
+    trainer.step(rollouts(1))
+    saved = trainer.save(tmp_path / "at", b"state \x00 of the loop", version=Version(0, 3))
+    want = [trainer.step(batch) for batch in (rollouts(2), rollouts(3), demonstrations(1), rollouts(4))]
+    saved.result()
+    other = make(minibatches=minibatches)
+    assert other.load(tmp_path / "at") == b"state \x00 of the loop"
+    assert [other.step(batch) for batch in (rollouts(2), rollouts(3), demonstrations(1), rollouts(4))] == want
+
+
+def test_a_checkpoint_before_the_first_step_restores_too(make: MakeTrainer, tmp_path: Path) -> None:
+    trainer = make()
+    trainer.save(tmp_path / "at", b"", version=Version()).result()
+    other = make()
+    other.step(rollouts(7))
+    assert other.load(tmp_path / "at") == b""
+    assert other.step(rollouts()) == trainer.step(rollouts())
+
+
+def test_another_kind_of_batch_begins_with_fresh_moments(make: MakeTrainer) -> None:
+    warmed = make()
+    warmed.step(demonstrations())
+    result = warmed.step(rollouts())
+    # The first Adam step is the sign of the gradient times the rate, so a fresh trainer moves as far and a warm one would not.
+    start = make()
+    start.step(demonstrations())
+    moved = max(
+        float(np.abs(a.data.view(np.float32) - b.data.view(np.float32)).max()) for a, b in zip(warmed.shards(), start.shards(), strict=True)
+    )
+    assert moved == pytest.approx(result.metrics["train/lr"], rel=1e-3)
+
+
+def test_demonstrations_become_probable(make: MakeTrainer) -> None:
+    trainer = make()
+    results = [trainer.step(demonstrations(step)) for step in range(150)]
+    first, last = results[0].metrics, results[-1].metrics
+    assert first["train/answer_probability"] == pytest.approx(VOCAB**-2, rel=0.3)
+    assert last["train/answer_probability"] > 0.9
+    assert last["train/loss"] < 0.1 < first["train/loss"]
+
+
+def test_rewarded_answers_become_probable(make: MakeTrainer) -> None:
+    trainer = make(loss=LossConfig(tis_cap=0.0))
+    batch = rollouts()
+    rewarded = np.flatnonzero(np.repeat(batch.rewards > 0, 4) & batch.loss_mask)[::2]
+    punished = np.flatnonzero(np.repeat(batch.rewards == 0, 4) & batch.loss_mask)[::2]
+    before = trainer.score(batch, Role.POLICY)
+    for step in range(20):
+        trainer.step(rollouts(step))
+    after = trainer.score(batch, Role.POLICY)
+    assert after[rewarded].mean() > before[rewarded].mean() + 0.5
+    assert after[punished].mean() < before[punished].mean() - 0.5
+
+
+def test_scores_are_log_probs_of_next_tokens(make: MakeTrainer) -> None:
+    trainer = make()
+    batch = rollouts()
+    scores = trainer.score(batch, Role.POLICY)
+    assert scores.dtype == np.float32
+    assert (scores[batch.offsets[:-1]] == 0).all()
+    # The same prompt with every possible answer: the probabilities of the answers sum to 1.
+    every = make_batch("rl", [(5, answer) for answer in range(VOCAB)])
+    assert np.exp(trainer.score(every, Role.POLICY)[2::4]).sum() == pytest.approx(1, abs=1e-5)
+    cold = msgspec.structs.replace(every, temperature=np.full(VOCAB, 0.5, np.float32), top_k=np.full(VOCAB, 3, np.int32))
+    assert np.exp(trainer.score(cold, Role.POLICY)[2::4]).sum() >= 1
+
+
+def test_a_role_it_does_not_hold_is_refused(make: MakeTrainer) -> None:
+    with pytest.raises(TrainingError, match="policy or proximal, got reference"):
+        make().score(rollouts(), Role.REFERENCE)
+
+
+def test_micro_batches_change_nothing_but_rounding(make: MakeTrainer) -> None:
+    whole, cut = make(), make(micro_tokens=17)
+    batch = rollouts()
+    assert np.abs(whole.score(batch, Role.POLICY) - cut.score(batch, Role.POLICY)).max() < 1e-5
+    one, two = whole.step(batch).metrics, cut.step(batch).metrics
+    assert one == pytest.approx(two, rel=1e-4, abs=1e-6)
+
+
+def test_metrics_of_the_first_step_are_on_policy(make: MakeTrainer) -> None:
+    trainer = make()
+    batch = rollouts()
+    scores = trainer.score(batch, Role.POLICY)
+    metrics = trainer.step(msgspec.structs.replace(batch, sampler_logprobs=np.where(batch.loss_mask, scores, 0))).metrics
+    assert metrics["train/ppo_kl"] == pytest.approx(0, abs=1e-6)
+    assert metrics["train/pg_clipfrac"] == 0
+    assert metrics["train/tis"] == pytest.approx(1, abs=1e-5)
+    assert metrics["train/train_rollout_logprob_abs_diff"] == pytest.approx(0, abs=1e-5)
+    assert metrics["rollout/raw_reward"] == 0.25
+    assert metrics["train/entropy_loss"] == pytest.approx(np.log(VOCAB), abs=0.2)
+    named = {"train/loss", "train/pg_loss", "train/tis_abs", "train/tis_clipfrac", "train/ois", "train/grad_norm", "train/lr"}
+    assert named <= set(metrics)
+
+
+def test_later_minibatches_are_off_policy(make: MakeTrainer) -> None:
+    metrics = make(minibatches=4).step(rollouts()).metrics
+    assert metrics["train/ppo_kl"] != 0
+    assert metrics["train/ois"] != 1
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(make: MakeTrainer) -> None:
+    trainer, spared = make(), make()
+    trainer.step(rollouts())
+    spared.step(rollouts())
+    before = digest_of(trainer)
+    broken = rollouts(1, sampler_logprobs=np.full(4 * 8 * GROUP, np.nan, np.float32))
+    result = trainer.step(broken)
+    assert not result.finite
+    assert result.digest == before
+    assert trainer.step(rollouts(2)).digest == spared.step(rollouts(2)).digest
+
+
+def test_batches_that_cannot_be_trained_are_refused(make: MakeTrainer) -> None:
+    trainer = make()
+    before = digest_of(trainer)
+    with pytest.raises(TrainingError, match="finite reward"):
+        trainer.step(rollouts(rewards=np.full(32, np.nan)))
+    with pytest.raises(TrainingError, match="beginning of a sequence"):
+        trainer.step(rollouts(loss_mask=np.ones(128, np.bool_)))
+    with pytest.raises(TrainingError, match="samples with tokens"):
+        trainer.step(make_batch("rl", []))
+    assert digest_of(trainer) == before
+
+
+def test_a_save_that_fails_leaves_the_former_checkpoint(make: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make()
+    trainer.save(tmp_path / "at", b"old", version=Version()).result()
+    trainer.step(rollouts())
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(TrainingError, match="No space left"):
+            trainer.save(tmp_path / "at", b"new", version=Version(0, 1)).result()
+        with pytest.raises(TrainingError, match="No space left"):
+            trainer.save(tmp_path / "other", b"new", version=Version(0, 1)).result()
+    assert [path.name for path in tmp_path.iterdir()] == ["at"]
+    assert trainer.load(tmp_path / "at") == b"old"
+
+
+def test_damaged_and_missing_checkpoints_are_refused(make: MakeTrainer, tmp_path: Path) -> None:
+    trainer = make()
+    with pytest.raises(TrainingError, match="no complete checkpoint"):
+        trainer.load(tmp_path / "nowhere")
+    trainer.save(tmp_path / "at", b"", version=Version()).result()
+    largest = max((tmp_path / "at").iterdir(), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-200])
+    with pytest.raises(TrainingError, match="no complete checkpoint"):
+        trainer.load(tmp_path / "at")
+
+
+def test_an_exported_policy_is_a_model_directory_with_the_same_parameters(make: MakeTrainer, tmp_path: Path) -> None:
+    trainer = make()
+    trainer.step(rollouts())
+    export_policy(trainer, tmp_path / "export")
+    backend: Any = "table" if (tmp_path / "export" / "table.json").exists() else "torch"
+    other = make_trainer(Config(trainer=TrainerConfig(backend=backend)), tmp_path / "export")
+    assert digest_of(other) == digest_of(trainer)
