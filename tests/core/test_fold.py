@@ -1,0 +1,441 @@
+"""The fold, rule by rule."""
+
+from __future__ import annotations
+
+import pytest
+
+from streamrl.core.records import Poison
+from streamrl.core.state import FoldConfig, FoldState, initial_state
+from streamrl.errors import SchemaError
+from streamrl.schemas.control import Grant
+from streamrl.schemas.versions import Version
+from tests.core.stream import Stream, tasks_of, view
+
+
+def config(batch: int = 2, staleness: int = 1, **options: object) -> FoldConfig:
+    return FoldConfig(batch_tasks=batch, max_staleness=staleness, **options)  # type: ignore[arg-type]
+
+
+def test_initial_grant_is_s_plus_one_batches() -> None:
+    assert initial_state(config(3, 2)).grant == Grant(granted=9, version=0, retired=0, warmup_end=0)
+
+
+def test_batch_closes_at_b_groups_sorted_by_task() -> None:
+    s = Stream(config())
+    s.group(3)
+    assert s.close() is None
+    s.group(1)
+    batch = s.close()
+    assert tasks_of(batch) == (1, 3)
+    assert batch is not None and batch.source == "main" and batch.sequences == (1, 2)
+
+
+def test_training_retires_and_frees_credits() -> None:
+    s = Stream(config())
+    s.group(1)
+    s.group(3)
+    s.train()
+    assert s.state.version == Version(0, 1)
+    assert (s.state.watermark, s.state.retired_above, s.state.retired, s.state.granted) == (0, frozenset({1, 3}), 2, 6)
+    s.group(0)
+    s.group(2)
+    s.train()
+    assert (s.state.watermark, s.state.retired_above) == (4, frozenset())
+
+
+def test_records_at_or_below_the_cursor_change_nothing() -> None:
+    s = Stream(config())
+    s.group(0)
+    before = s.state
+    effects = s.put(Poison(1, 1, "an old one"))
+    assert s.state is before and effects.dead == () and effects.grant is None
+
+
+def test_a_partial_group_waits_and_holds_its_messages() -> None:
+    s = Stream(config(1))
+    s.rollouts(0, view(1, reward=1.0))
+    s.mark()
+    assert s.state.ready == 0 and s.close() is None
+    assert s.state.cursor == 2 and s.state.oldest_needed == 1
+    s.rollouts(0, view(0, reward=0.0))
+    batch = s.close()
+    assert batch is not None and batch.sequences == (1, 3)
+    s.train()
+    assert s.state.oldest_needed == 4
+
+
+def test_a_repeated_rollout_is_dropped_and_the_first_counts() -> None:
+    s = Stream(config(1))
+    s.rollouts(0, view(0, reward=0.25))
+    s.rollouts(0, view(0, reward=0.75), view(1, reward=1.0))
+    assert s.dropped == [(2, 0, (0,), "duplicate", False)]
+    batch = s.train()
+    assert [(k, r.sequence, r.reward) for k, r in sorted(batch.groups[0].rollouts.items())] == [(0, 1, 0.25), (1, 2, 1.0)]
+
+
+def test_what_comes_after_its_task_ended_is_late() -> None:
+    s = Stream(config(1))
+    s.group(0)
+    s.train()
+    s.group(0)
+    s.end(0)
+    s.end(0, 1)
+    assert s.dropped == [(2, 0, (0, 1), "late", False), (3, 0, (), "late", False), (4, 0, (), "late", False)]
+    assert s.state.retired == 1
+
+
+def test_a_tombstone_of_a_task_ends_it_and_refills() -> None:
+    s = Stream(config(2, 1))
+    effects = s.end(1)
+    assert s.dropped == [(1, 1, (), "failed", True)]
+    assert effects.grant == Grant(granted=5, version=0, retired=1, warmup_end=0)
+    assert s.state.drops[0].detail == "said the producer"
+
+
+def test_a_tombstone_of_a_begun_task_drops_what_had_come() -> None:
+    s = Stream(config())
+    s.rollouts(0, view(1, reward=1.0))
+    s.end(0, reason="deliveries")
+    assert s.dropped == [(1, 0, (1,), "deliveries", False), (2, 0, (), "deliveries", True)]
+    assert s.state.pending == {} and s.state.watermark == 1
+
+
+def test_a_tombstone_of_a_task_after_one_of_its_rollout() -> None:
+    s = Stream(config())
+    s.end(0, 1)
+    s.end(0)
+    assert s.dropped == [(1, 0, (1,), "failed", False), (2, 0, (), "failed", True)]
+    assert s.state.pending == {} and s.state.retired == 1
+
+
+def test_a_poisoned_task_after_a_tombstone_of_its_rollout() -> None:
+    s = Stream(config())
+    s.end(0, 1)
+    s.poison(0)
+    assert s.dropped[-1] == (2, 0, (), "poison", True)
+    assert s.state.pending == {} and s.state.retired == 1
+
+
+def test_a_tombstone_of_a_rollout_makes_the_group_smaller() -> None:
+    s = Stream(config(1))
+    s.rollouts(0, view(0, reward=0.0), view(2, reward=1.0), group=3)
+    assert s.close() is None
+    s.end(0, 1, group=3)
+    assert s.dropped == [(2, 0, (1,), "failed", False)]
+    batch = s.train()
+    assert sorted(batch.groups[0].rollouts) == [0, 2]
+
+
+def test_tombstones_of_all_rollouts_end_the_task() -> None:
+    s = Stream(config())
+    s.end(0, 0)
+    s.end(0, 0)
+    assert s.state.retired == 0 and s.dropped[-1] == (2, 0, (0,), "duplicate", False)
+    s.end(0, 1)
+    assert s.dropped[-1] == (3, 0, (1,), "failed", True)
+    assert s.state.retired == 1 and s.state.pending == {}
+
+
+def test_one_rollout_left_has_no_spread() -> None:
+    s = Stream(config())
+    s.end(0, 0)
+    s.rollouts(0, view(1, reward=1.0))
+    assert s.dropped[-1] == (2, 0, (1,), "zero_spread", True)
+
+
+def test_poison_with_a_known_task_retires_it_and_is_quarantined() -> None:
+    s = Stream(config())
+    s.rollouts(1, view(0, reward=1.0))
+    effects = s.poison(1)
+    assert [(d.sequence, d.reason) for d in effects.dead] == [(2, "unreadable")]
+    assert effects.grant is not None and effects.grant.granted == 5
+    assert s.dropped == [(1, 1, (0,), "poison", False), (2, 1, (), "poison", True)]
+
+
+@pytest.mark.parametrize("task", [None, 0, 99])
+def test_poison_without_an_open_task_retires_nothing(task: int | None) -> None:
+    s = Stream(config(1))
+    s.group(0)
+    s.train()
+    effects = s.poison(task)
+    assert len(effects.dead) == 1 and effects.grant is None
+    assert s.dropped == [(2, -1 if task is None else task, (), "poison", False)]
+    assert s.state.retired == 1
+
+
+def test_a_version_that_had_not_been_trained_is_poison() -> None:
+    s = Stream(config())
+    effects = s.rollouts(0, view(0, oldest=0, highest=1, reward=1.0), view(1, reward=0.0))
+    assert "version 1" in effects.dead[0].reason
+    assert s.dropped == [(1, 0, (), "poison", True)]
+
+
+def test_a_task_that_had_not_been_granted_is_poison_and_can_still_end_later() -> None:
+    s = Stream(config(1, 0))
+    effects = s.group(1)
+    assert "had not been granted" in effects.dead[0].reason
+    effects = s.end(1)
+    assert "had not been granted" in effects.dead[0].reason
+    assert [d[-2:] for d in s.dropped] == [("poison", False)] * 2
+    s.group(0)
+    s.train()
+    s.group(1, oldest=1)
+    assert tasks_of(s.close()) == (1,)
+
+
+def test_group_sizes_that_disagree_are_poison() -> None:
+    s = Stream(config())
+    s.rollouts(0, view(0, reward=1.0), group=4)
+    effects = s.rollouts(0, view(1, reward=1.0), group=2)
+    assert "group of 4" in effects.dead[0].reason and s.state.retired == 1
+    s.rollouts(1, view(0, reward=1.0), group=2)
+    effects = s.end(1, 5, group=8)
+    assert "group of 2" in effects.dead[0].reason and s.state.retired == 2
+
+
+def test_a_demonstration_outside_the_warm_up_is_poison() -> None:
+    s = Stream(config())
+    effects = s.demonstration(0)
+    assert "not of the warm-up" in effects.dead[0].reason and s.state.retired == 1
+
+
+def test_a_reward_that_comes_late_completes_its_group() -> None:
+    s = Stream(config(1))
+    s.rollouts(0, view(0, reward=0.0), view(1))
+    assert s.close() is None
+    s.reward(0, 1, 0.5)
+    assert s.train().groups[0].rollouts[1].reward == 0.5
+
+
+def test_a_reward_that_comes_early_is_kept() -> None:
+    s = Stream(config(1))
+    s.reward(0, 1, 0.5, revision=2)
+    s.reward(0, 1, 0.25, revision=1)
+    assert s.dropped == [(2, 0, (1,), "superseded_reward", False)]
+    s.rollouts(0, view(0, reward=0.0), view(1, reward=0.75))
+    batch = s.train()
+    assert (batch.groups[0].rollouts[1].reward, batch.groups[0].rollouts[1].revision) == (0.5, 2)
+    assert s.state.early_rewards == {}
+
+
+def test_the_highest_revision_counts() -> None:
+    s = Stream(config(1))
+    s.rollouts(0, view(0, reward=0.0), view(1, reward=1.0))
+    s.reward(0, 1, 2.0, revision=3)
+    s.reward(0, 1, 9.0, revision=2)
+    assert s.dropped == [(3, 0, (1,), "superseded_reward", False)]
+    assert s.train().groups[0].rollouts[1].reward == 2.0
+    s.reward(0, 1, 4.0, revision=4)
+    assert s.dropped == [(4, 0, (1,), "superseded_reward", False)]
+
+
+def test_a_revision_can_take_the_spread_away() -> None:
+    s = Stream(config())
+    s.group(0, (0.0, 1.0))
+    s.reward(0, 0, 1.0)
+    assert s.dropped == [(1, 0, (0, 1), "zero_spread", True)]
+    assert s.state.ready == 0 and s.state.pending == {}
+
+
+def test_early_rewards_vanish_with_their_task() -> None:
+    s = Stream(config())
+    s.reward(0, 1, 1.0)
+    s.reward(1, 0, 1.0)
+    s.end(0)
+    assert s.state.early_rewards == {"1/0": (1, 1.0)}
+
+
+def test_zero_spread_groups_are_dropped_unless_told_not_to() -> None:
+    s = Stream(config())
+    effects = s.group(0, (1.0, 1.0))
+    assert s.dropped == [(1, 0, (0, 1), "zero_spread", True)] and effects.grant is not None
+    assert (s.state.reward_sum, s.state.reward_count) == (2.0, 2)
+    kept = Stream(config(1, drop_zero_spread=False))
+    kept.group(0, (1.0, 1.0))
+    assert tasks_of(kept.close()) == (0,)
+
+
+def test_a_group_of_two_messages_is_dropped_in_one_record_a_message() -> None:
+    s = Stream(config())
+    s.rollouts(0, view(2, reward=1.0), group=3)
+    s.rollouts(0, view(0, reward=1.0), view(1, reward=1.0), group=3)
+    assert s.dropped == [(1, 0, (2,), "zero_spread", False), (2, 0, (0, 1), "zero_spread", True)]
+
+
+def test_a_group_without_a_trained_token_is_dropped() -> None:
+    s = Stream(config())
+    s.rollouts(0, view(0, oldest=-1, highest=0, tokens=0, reward=0.0), view(1, oldest=-1, highest=0, tokens=0, reward=1.0))
+    assert s.dropped == [(1, 0, (0, 1), "empty", True)]
+
+
+def advance(s: Stream, versions: int, first_task: int) -> None:
+    """Train `versions` batches of fresh tasks; batch_tasks must be 1."""
+    for k in range(versions):
+        s.group(first_task + k, oldest=s.state.version.number)
+        s.train()
+
+
+def test_drop_takes_a_stale_group_when_it_arrives() -> None:
+    s = Stream(config(1, 1))
+    advance(s, 2, 1)
+    s.group(0, oldest=0, newest=2)
+    assert s.dropped == [(3, 0, (0, 1), "stale", True)]
+    s.group(3, oldest=1)
+    assert tasks_of(s.close()) == (3,)
+
+
+def test_drop_takes_a_group_that_grew_stale_while_it_waited() -> None:
+    s = Stream(config(2, 1))
+    for task in (0, 1, 2):
+        s.group(task)
+    s.train()
+    assert list(s.state.pending) == [2] and s.state.drops == ()
+    s.group(3, oldest=0)
+    s.group(4, oldest=0)
+    assert tasks_of(s.train()) == (2, 3)
+    assert s.dropped == [(5, 4, (0, 1), "stale", True)]
+    assert s.state.granted == s.state.retired + 4
+
+
+def test_mask_keeps_a_group_with_one_token_inside_the_bound() -> None:
+    s = Stream(config(1, 1, stale="mask"))
+    advance(s, 2, 1)
+    s.group(0, oldest=0, newest=1)
+    assert tasks_of(s.train()) == (0,)
+    s.rollouts(3, view(0, oldest=0, newest=1, highest=3, reward=0.0), view(1, oldest=1, reward=1.0))
+    assert s.dropped == [(4, 3, (0, 1), "stale", True)], "a newer token that is not trained does not help"
+
+
+def test_wait_closes_nothing_while_an_old_task_is_unfinished() -> None:
+    s = Stream(config(1, 1, stale="wait"))
+    s.group(1)
+    s.train()
+    s.group(2, oldest=1)
+    assert s.close() is None, "task 0 was granted at version 0 = v - S"
+    s.group(0)
+    assert tasks_of(s.train()) == (0,)
+    assert tasks_of(s.close()) == (2,)
+
+
+def test_wait_never_drops_for_age() -> None:
+    s = Stream(config(1, 0, stale="wait"))
+    advance(s, 3, 0)
+    s.group(3, oldest=0)
+    assert tasks_of(s.close()) == (3,)
+
+
+def test_wait_counts_a_tombstone_as_finished() -> None:
+    s = Stream(config(1, 1, stale="wait"))
+    s.group(1)
+    s.train()
+    s.group(2, oldest=1)
+    s.end(0)
+    assert tasks_of(s.close()) == (2,)
+
+
+def test_the_oldest_groups_go_first() -> None:
+    s = Stream(config(2, 3))
+    for task in range(2):
+        s.group(task)
+    s.train()
+    s.group(4, oldest=1)
+    s.group(3, oldest=0, newest=1)
+    s.group(2, oldest=1)
+    assert tasks_of(s.close()) == (2, 3), "by oldest token first, then by task"
+
+
+def test_lockstep_grants_one_batch_at_a_time() -> None:
+    s = Stream(config(2, 0))
+    for number in range(4):
+        assert s.state.grant == Grant(granted=2 * number + 2, version=number, retired=2 * number, warmup_end=0)
+        s.group(2 * number + 1, oldest=number)
+        s.group(2 * number, oldest=number)
+        assert tasks_of(s.train()) == (2 * number, 2 * number + 1)
+
+
+def test_credits_never_leak() -> None:
+    s = Stream(config(2, 1))
+    ends = (
+        lambda t: s.end(t),
+        lambda t: s.group(t, (0.5, 0.5)),
+        lambda t: s.poison(t),
+        lambda t: s.rollouts(t, view(0, oldest=7), group=1),
+    )
+    for task in range(40):
+        ends[task % len(ends)](task)
+        assert s.state.granted == s.state.retired + 4
+    assert s.state.watermark == 40 and s.state.pending == {} and s.state.retired_above == frozenset()
+
+
+def test_a_grant_is_given_once() -> None:
+    s = Stream(config())
+    assert s.end(0).grant is not None
+    assert s.mark().grant is None
+    assert s.end(0).grant is None
+
+
+def test_drops_go_to_the_next_entry() -> None:
+    s = Stream(config(1))
+    s.end(1)
+    s.group(0)
+    assert len(s.state.drops) == 1
+    s.train()
+    assert s.state.drops == () and s.state.reward_count == 0
+
+
+def test_the_warm_up_ends_with_what_was_granted_and_trains_it_to_the_last() -> None:
+    s = Stream(config(2, 1, warmup_steps=8))
+    assert s.state.in_warmup(10**6)
+    for task in range(4):
+        s.demonstration(task)
+    assert s.train(warm=False, score=0.5).source == "warmup"
+    assert (s.state.warmup_end, s.state.warmup_score, s.state.granted) == (None, 0.5, 6)
+    s.train(warm=True, score=1.0)
+    assert s.state.warmup_end == 6 and s.state.warmup_score == pytest.approx(0.7 * 0.5 + 0.3)
+    assert s.state.grant == Grant(granted=8, version=2, retired=4, warmup_end=6)
+    for task in (6, 7):
+        s.group(task, oldest=2)
+    assert s.close() is None, "two main groups are ready, but two tasks of the warm-up are open"
+    s.demonstration(5)
+    assert s.close() is None
+    s.end(4)
+    assert tasks_of(s.train()) == (5,), "the last batch of the warm-up is short"
+    assert (s.state.warmup_steps, s.state.steps) == (3, 0)
+    assert s.train().source == "main"
+    assert (s.state.warmup_steps, s.state.steps) == (3, 1)
+
+
+def test_the_last_warm_up_tasks_may_all_fail() -> None:
+    s = Stream(config(1, 1, warmup_steps=1))
+    s.demonstration(0)
+    s.train(warm=True)
+    s.end(1)
+    s.group(2, oldest=1)
+    assert tasks_of(s.close()) == (2,)
+
+
+def test_demonstrations_need_neither_reward_nor_spread() -> None:
+    s = Stream(config(1, 1, warmup_steps=3))
+    s.rollouts(0, view(0, oldest=-1, reward=1.0), view(1, oldest=-1), source="warmup")
+    assert tasks_of(s.close()) == (0,)
+
+
+def test_state_survives_encoding() -> None:
+    s = Stream(config(2, 2))
+    s.group(4)
+    s.group(1)
+    s.train()
+    s.rollouts(0, view(1, reward=None, oldest=1), group=3)
+    s.end(0, 2, group=3)
+    s.reward(2, 0, 0.5)
+    s.group(3, oldest=1)
+    s.end(5)
+    state = FoldState.decode(s.state.encode())
+    assert state == s.state and state.encode() == s.state.encode()
+    assert state.pending[0].ended == (2,) and state.retired_above == frozenset({1, 4, 5})
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93\x01\x02\x03", b"\x81\xa7version\xa1x"])
+def test_a_damaged_state_is_a_schema_error(data: bytes) -> None:
+    with pytest.raises(SchemaError, match="fold state"):
+        FoldState.decode(data)
