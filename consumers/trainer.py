@@ -7,6 +7,7 @@ import logging
 
 from streamrl.consumers.calls import Caller
 from streamrl.consumers.live import LiveTrainer
+from streamrl.data.model import ensure_model
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import export_policy, make_trainer
@@ -23,7 +24,7 @@ async def main(worker: Worker) -> None:
     """
     config, run_dir = worker.config, worker.run_dir
     loop = asyncio.get_running_loop()
-    model_dir = run_dir.policy_dir(config)
+    model_dir = ensure_model(config, run_dir.model_dir)
     trainer = await asyncio.to_thread(make_trainer, config, model_dir)
     fingerprint = numerics_fingerprint(config)
     publisher = make_publisher(
