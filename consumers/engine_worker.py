@@ -8,9 +8,9 @@ import logging
 import secrets
 import socket
 from collections.abc import AsyncIterator, Coroutine
-from pathlib import Path
 
 from streamrl.consumers.weights import WeightWatcher
+from streamrl.data.model import ensure_model
 from streamrl.engines.batching import BatchingEngine
 from streamrl.engines.factory import make_engine
 from streamrl.engines.protocol import Chunk, Engine, EngineInfo, GenerateRequest
@@ -45,8 +45,8 @@ async def main(worker: Worker) -> None:
     """
     config = worker.config
     engine_id = f"{worker.name}-{secrets.token_hex(3)}"
-    model_dir = Path(config.model.path) if config.model.path else worker.run_dir.model_dir
     # Off the loop: importing torch takes seconds, and the worker's heartbeats go on.
+    model_dir = await asyncio.to_thread(ensure_model, config, worker.run_dir.model_dir)
     engine = await asyncio.to_thread(make_engine, config.engine, model_dir, engine_id=engine_id, max_len=config.model.max_len)
     await engine.start()
     try:

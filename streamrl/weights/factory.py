@@ -16,7 +16,7 @@ from streamrl.weights.bus import BusTransport
 from streamrl.weights.pins import Pins
 from streamrl.weights.protocol import WeightTransport
 from streamrl.weights.publisher import Publisher
-from streamrl.weights.shm import ShmTransport
+from streamrl.weights.shm import ShmTransport, remove_directory
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -32,6 +32,15 @@ def weights_directory(config: WeightsConfig, run: str, run_dir: Path) -> Path:
     base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     place = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:8]
     return base / f"streamrl-{os.getuid()}-{run}-{place}"
+
+
+def free_weights(config: WeightsConfig, run: str, run_dir: Path) -> None:
+    """Free the shared memory of a run whose workers have ended; versions kept in the run directory stay.
+
+    A resumed run publishes the weights it starts from again. Safe to call twice.
+    """
+    if config.keep != 0:
+        remove_directory(weights_directory(config, run, run_dir))
 
 
 def make_transports(config: WeightsConfig, *, bus: Bus, run: str, policy: str, run_dir: Path) -> Mapping[str, WeightTransport]:

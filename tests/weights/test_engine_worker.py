@@ -23,10 +23,9 @@ from streamrl.runtime.worker import Worker
 from streamrl.schemas.codec import decode
 from streamrl.schemas.control import EnginePresence
 from streamrl.schemas.versions import Version
-from streamrl.weights.factory import make_publisher, weights_directory
+from streamrl.weights.factory import free_weights, make_publisher
 from streamrl.weights.manifest import Content
 from streamrl.weights.protocol import Shard
-from streamrl.weights.shm import remove_directory
 
 VOCAB, POSITIONS, EOS = 5, 3, 4
 PREFIX = "presence/engines/"
@@ -45,7 +44,7 @@ def run_dir(tmp_path: Path):
     run.model_dir.mkdir()
     (run.model_dir / "table.json").write_bytes(msgspec.json.encode({"vocab": VOCAB, "max_position": POSITIONS, "eos": EOS}))
     yield run
-    remove_directory(weights_directory(config().weights, "r", run.path))
+    free_weights(config().weights, "r", run.path)
 
 
 def config(**engine) -> Config:

@@ -17,10 +17,10 @@ import pytest
 from streamrl.config.tree import WeightsConfig
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version
-from streamrl.weights.factory import weights_directory
+from streamrl.weights.factory import free_weights, weights_directory
 from streamrl.weights.manifest import slices
 from streamrl.weights.protocol import Shard
-from streamrl.weights.shm import ShmTransport, host_id, remove_directory
+from streamrl.weights.shm import ShmTransport, host_id
 
 V1, V2 = Version(0, 1), Version(0, 2)
 
@@ -177,11 +177,13 @@ def test_the_folder_belongs_to_one_run_in_one_place(tmp_path):
     assert weights_directory(WeightsConfig(keep=0), "run", tmp_path / "a") == tmp_path / "a" / "weights"
 
 
-async def test_a_run_that_has_ended_frees_its_memory(tmp_path):
-    directory = tmp_path / "weights"
-    writer = transport(directory)
-    await writer.publish(V1, iter(shards(1)))
-    writer.close()
-    remove_directory(directory)
-    assert not directory.exists()
-    remove_directory(directory)
+async def test_a_run_that_has_ended_frees_its_memory_but_not_what_it_was_told_to_keep(tmp_path):
+    for keep, stays in ((1, False), (0, True)):
+        config = WeightsConfig(keep=keep)
+        directory = weights_directory(config, "run", tmp_path)
+        writer = transport(directory)
+        await writer.publish(V1, iter(shards(1)))
+        writer.close()
+        for _ in range(2):
+            free_weights(config, "run", tmp_path)
+            assert directory.exists() == stays

@@ -102,8 +102,11 @@ def request(num_tokens: int, name: str = "q", *, stream: bool = False) -> Genera
 
 @asynccontextmanager
 async def watched(watcher: WeightWatcher) -> AsyncIterator[None]:
-    """The watcher runs; whatever it raises fails the test."""
+    """The watcher runs; if it ends, so does the test, with what it raised."""
+    test = asyncio.current_task()
+    assert test is not None
     task = asyncio.create_task(watcher.run())
+    task.add_done_callback(lambda ended: None if ended.cancelled() else test.cancel())
     try:
         yield
     finally:
