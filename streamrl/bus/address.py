@@ -1,0 +1,85 @@
+"""Where a bus is and how to log in: what the supervisor writes for its workers as `bus.json`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import msgspec
+
+from streamrl.config.tree import BusConfig
+from streamrl.errors import ConfigError
+
+
+class BusAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Server and credentials. Holds secrets: it is saved with mode 0600 and its `repr` shows none of them."""
+
+    url: str
+    """`nats://host:port` or `tls://host:port`; several servers of one cluster are separated by commas."""
+    user: str = ""
+    password: str = ""
+    token: str = ""
+    credentials_file: str = ""
+    """NATS .creds file (needs the package `nkeys`)."""
+    ca_file: str = ""
+    """Certificate authority that signed the server's certificate; empty: the system's."""
+    inbox_prefix: str = "_INBOX"
+    """First token of reply subjects; one prefix per user keeps users from reading each other's replies."""
+
+    def __repr__(self) -> str:
+        return f"BusAddress(url={self.url!r}, user={self.user!r})"
+
+    @classmethod
+    def from_config(cls, config: BusConfig) -> BusAddress:
+        """Address of an existing cluster (`bus.url`), with the secrets read from the files that the configuration names.
+
+        Raises:
+            ConfigError: `bus.url` is empty, or a file cannot be read.
+        """
+        if not config.url:
+            raise ConfigError("bus.url must be set to connect to an existing cluster, got an empty string", key="bus.url")
+        return cls(
+            url=config.url,
+            user=config.user,
+            password=_secret(config.password_file, "bus.password_file"),
+            token=_secret(config.token_file, "bus.token_file"),
+            credentials_file=config.credentials_file,
+            ca_file=config.ca_file,
+        )
+
+    def save(self, path: Path) -> None:
+        """Write as JSON with mode 0600, atomically."""
+        draft = path.with_name(path.name + ".new")
+        with contextlib.suppress(FileNotFoundError):
+            draft.unlink()
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(self)) + b"\n")
+        draft.rename(path)
+
+    @classmethod
+    def load(cls, path: Path) -> BusAddress:
+        """Read what `save` wrote; raises ConfigError when the file is missing or is something else."""
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except OSError as error:
+            raise ConfigError(
+                f"expected the bus address of a run in {path}: {error.strerror}",
+                hint="is the run up? `streamrl up` writes this file",
+                path=str(path),
+            ) from error
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise ConfigError(
+                f"expected a bus address in {path}: {error}", hint="start the run again; `streamrl up` writes this file", path=str(path)
+            ) from error
+
+
+def _secret(path: str, key: str) -> str:
+    """First line of a secrets file, without its newline; an empty path gives an empty string."""
+    if not path:
+        return ""
+    try:
+        return Path(path).expanduser().read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key} must name a readable text file, got {path!r}: {error}", hint=f"check {key}", key=key) from error

@@ -1,0 +1,118 @@
+"""Streams on the server: names, settings, making them, their state."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from streamrl.bus.jetstream.connection import Connection
+from streamrl.bus.jetstream.wire import Simple, StreamInfoReply, decode, error_of
+from streamrl.bus.topology import MEBIBYTE, StreamSpec, Topology
+from streamrl.config.tree import BusConfig
+from streamrl.errors import NotFound
+
+logger = logging.getLogger(__name__)
+
+_NANOSECONDS = 1_000_000_000
+KEYS_BYTES = 64 * MEBIBYTE
+KEY_MARKER_S = 120
+"""How long the server remembers that a key has expired; a watcher that was away for longer compares all keys anyway."""
+
+
+def stream_name(run: str, stream: str) -> str:
+    """The server's name of a stream; unique, because no short name holds a '-'."""
+    return f"{run}-{stream}"
+
+
+def keys_name(run: str) -> str:
+    """Stream behind the run's keys (`nats kv` calls the bucket by the run id)."""
+    return f"KV_{run}"
+
+
+def blobs_name(run: str) -> str:
+    """Stream behind the run's blobs (`nats object` calls the bucket by the run id)."""
+    return f"OBJ_{run}"
+
+
+def stream_config(topology: Topology, spec: StreamSpec) -> dict[str, Any]:
+    """A stream as JetStream's API wants it."""
+    return {
+        "name": stream_name(topology.run, spec.name),
+        "subjects": topology.subjects_of(spec),
+        "retention": "workqueue" if spec.queue else "limits",
+        "discard": "new" if spec.full == "refuse" else "old",
+        "storage": "file",
+        "num_replicas": 1,
+        "max_bytes": spec.max_bytes,
+        "duplicate_window": int(spec.dedupe_s * _NANOSECONDS),
+        "allow_direct": True,
+    }
+
+
+def all_configs(topology: Topology, config: BusConfig) -> list[dict[str, Any]]:
+    """Every stream of a run, those behind keys and blobs included."""
+    run = topology.run
+    plain: dict[str, Any] = {
+        "retention": "limits",
+        "discard": "new",
+        "storage": "file",
+        "num_replicas": 1,
+        "allow_direct": True,
+        "allow_rollup_hdrs": True,
+        "duplicate_window": 120 * _NANOSECONDS,
+    }
+    keys = plain | {
+        "name": keys_name(run),
+        "subjects": [f"$KV.{run}.>"],
+        "max_bytes": KEYS_BYTES,
+        "max_msgs_per_subject": 1,
+        "allow_msg_ttl": True,
+        "subject_delete_marker_ttl": KEY_MARKER_S * _NANOSECONDS,
+    }
+    blobs = plain | {"name": blobs_name(run), "subjects": [f"$O.{run}.C.>", f"$O.{run}.M.>"], "max_bytes": config.blobs_bytes}
+    return [*(stream_config(topology, spec) for spec in topology.streams.values()), keys, blobs]
+
+
+async def info(connection: Connection, name: str, request: dict[str, Any] | None = None) -> StreamInfoReply:
+    """Describe a stream; raises NotFound when there is none of that name."""
+    reply = decode((await connection.request(f"$JS.API.STREAM.INFO.{name}", request or b"")).data, StreamInfoReply)
+    if reply.error is not None:
+        raise error_of(reply.error, doing=f"look up stream {name}")
+    return reply
+
+
+async def create(connection: Connection, topology: Topology, config: BusConfig) -> None:
+    """Make the streams that are missing and bring byte budgets up to date. May be called again, and by several at once."""
+    for wanted in all_configs(topology, config):
+        name = wanted["name"]
+        try:
+            found = (await info(connection, name)).config
+        except NotFound:
+            await _change(connection, "CREATE", wanted)
+            logger.info("bus stream created stream=%s max_bytes=%d", name, wanted["max_bytes"])
+            continue
+        if found.get("max_bytes") != wanted["max_bytes"]:
+            await _change(connection, "UPDATE", found | {"max_bytes": wanted["max_bytes"]})
+            logger.info("bus stream updated stream=%s max_bytes=%d was=%s", name, wanted["max_bytes"], found.get("max_bytes"))
+
+
+async def _change(connection: Connection, verb: str, config: dict[str, Any]) -> None:
+    name = config["name"]
+    reply = decode((await connection.request(f"$JS.API.STREAM.{verb}.{name}", config, timeout_s=30.0)).data, StreamInfoReply)
+    if reply.error is not None:
+        raise error_of(reply.error, doing=f"{verb.lower()} stream {name}")
+
+
+async def purge(connection: Connection, name: str, request: dict[str, Any]) -> None:
+    """Remove messages: `seq` keeps those from that sequence on, `filter` names a subject."""
+    reply = decode((await connection.request(f"$JS.API.STREAM.PURGE.{name}", request, timeout_s=30.0)).data, Simple)
+    if reply.error is not None:
+        raise error_of(reply.error, doing=f"purge stream {name}")
+
+
+async def delete(connection: Connection, topology: Topology, config: BusConfig) -> None:
+    """Delete all streams of a run with everything in them."""
+    for stream in all_configs(topology, config):
+        reply = decode((await connection.request(f"$JS.API.STREAM.DELETE.{stream['name']}", timeout_s=30.0)).data, Simple)
+        if reply.error is not None and reply.error.code != 404:
+            raise error_of(reply.error, doing=f"delete stream {stream['name']}")

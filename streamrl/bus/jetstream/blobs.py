@@ -1,0 +1,207 @@
+"""Blobs in chunks, in NATS's object-store layout, written and read many chunks at a time.
+
+Chunks lie under `$O.<run>.C.<upload>`, the description under `$O.<run>.M.<name>`; it is written last, so that a blob is there
+whole or not at all. An upload's id begins with its time, so that what a dead writer left behind can be told from one at work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from streamrl.bus.jetstream import admin
+from streamrl.bus.jetstream.connection import Connection, Interrupted
+from streamrl.bus.jetstream.outbox import Outbox
+from streamrl.bus.jetstream.pull import opened
+from streamrl.bus.jetstream.wire import (
+    HEADER_EXPECT_SUBJECT_LAST,
+    HEADER_ID,
+    StoredMessageReply,
+    blob_name,
+    blob_token,
+    decode,
+    error_of,
+)
+from streamrl.bus.topology import PAYLOAD_ROOM_BYTES
+from streamrl.errors import BusError, Conflict, NotFound
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 1 << 20
+CHUNKS_UNDER_WAY = 24
+ORPHAN_S = 3600.0
+"""Age from which an upload without a description counts as abandoned."""
+
+
+class Description(msgspec.Struct, frozen=True):
+    """What is stored under a blob's name; the field names are NATS's."""
+
+    name: str
+    bucket: str
+    nuid: str
+    size: int
+    chunks: int
+    digest: str
+    """`SHA-256=` and the URL-safe base64 of the digest."""
+    deleted: bool = False
+
+
+class JetStreamBlobs:
+    """Blobs of one run; see `streamrl.bus.protocol.Blobs`."""
+
+    def __init__(self, connection: Connection, outbox: Outbox, run: str) -> None:
+        self._connection = connection
+        self._outbox = outbox
+        self._run = run
+        self._stream = admin.blobs_name(run)
+
+    async def put(self, name: str, data: bytes | memoryview) -> str:
+        """Store under a new name. The same bytes under the same name again are no error (a writer that was restarted)."""
+        view = memoryview(data).cast("B")
+        digest = await asyncio.to_thread(hashlib.sha256, view)
+        described = f"SHA-256={base64.urlsafe_b64encode(digest.digest()).decode()}"
+        present = await self._describe(name)
+        if present is None:
+            upload = f"{int(time.time() * 1000):013x}{secrets.token_hex(8)}"
+            chunk = min(CHUNK_BYTES, self._connection.max_payload - PAYLOAD_ROOM_BYTES - 256)
+            chunks = await self._upload(name, upload, view, chunk)
+            fresh = Description(name=name, bucket=self._run, nuid=upload, size=len(view), chunks=chunks, digest=described)
+            present = await self._publish_description(fresh)
+        if present.digest != described:
+            raise Conflict(
+                f"blob {name!r} is there already with other bytes (expected {described}, got {present.digest})",
+                hint="blob names are never reused: put the version into the name",
+                name=name,
+            )
+        return digest.hexdigest()
+
+    async def _upload(self, name: str, upload: str, view: memoryview, chunk: int) -> int:
+        """Send the chunks, some at a time; what was sent is removed again when one is refused."""
+        room = asyncio.Semaphore(CHUNKS_UNDER_WAY)
+
+        async def send(index: int) -> None:
+            async with room:
+                body = bytes(view[index * chunk : (index + 1) * chunk])
+                ack, _ = await self._outbox.publish(self._chunks(upload), body, id=f"{upload}.{index}")
+                if ack.error is not None:
+                    raise error_of(ack.error, doing=f"put blob {name!r} ({len(view)} bytes)")
+
+        count = -(-len(view) // chunk)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index in range(count):
+                    group.create_task(send(index))
+        except BaseExceptionGroup as failures:
+            await admin.purge(self._connection, self._stream, {"filter": self._chunks(upload)})
+            raise failures.exceptions[0] from None
+        return count
+
+    async def _publish_description(self, fresh: Description) -> Description:
+        """Make the blob visible; returns the description that counts, another writer's if that was first."""
+        ack, _ = await self._outbox.publish(
+            self._meta(fresh.name), msgspec.json.encode(fresh), id=fresh.nuid, headers={HEADER_EXPECT_SUBJECT_LAST: "0"}
+        )
+        if ack.error is None:
+            return fresh
+        error = error_of(ack.error, doing=f"put blob {fresh.name!r}")
+        present = await self._describe(fresh.name) if isinstance(error, Conflict) else None
+        if present is None or present.nuid != fresh.nuid:
+            await admin.purge(self._connection, self._stream, {"filter": self._chunks(fresh.nuid)})
+        if present is None:
+            raise error
+        return present
+
+    async def get(self, name: str) -> bytes:
+        description = await self._describe(name)
+        if description is None:
+            raise NotFound(f"expected a blob {name!r} in run {self._run}, got none", hint="was its version retired already?", name=name)
+        chunks: dict[int, bytes] = {}
+        while len(chunks) < description.chunks:
+            before = len(chunks)
+            interrupted = await self._collect(description, chunks)
+            if len(chunks) < description.chunks and not interrupted and len(chunks) == before:
+                raise NotFound(
+                    f"blob {name!r} was deleted while it was read ({len(chunks)} of {description.chunks} chunks are there)", name=name
+                )
+        data = b"".join(chunks[index] for index in range(description.chunks))
+        digest = base64.urlsafe_b64encode((await asyncio.to_thread(hashlib.sha256, data)).digest()).decode()
+        if len(data) != description.size or f"SHA-256={digest}" != description.digest:
+            raise BusError(
+                f"blob {name!r}: expected {description.size} bytes with {description.digest}, got {len(data)} with SHA-256={digest}",
+                hint="the server's store is damaged, or somebody else writes to it",
+                name=name,
+            )
+        return data
+
+    async def _collect(self, description: Description, chunks: dict[int, bytes]) -> bool:
+        """Read chunks in whatever order they lie; returns whether the reading was interrupted."""
+        config = {"deliver_policy": "all", "filter_subject": self._chunks(description.nuid)}
+        session, _ = await opened(self._connection, self._stream, config, follow=False)
+        try:
+            while len(chunks) < description.chunks and (item := await session.next()) is not None:
+                message, _ = item
+                index = (message.headers or {}).get(HEADER_ID, "").rpartition(".")[2]
+                chunks[int(index) if index.isdigit() else len(chunks)] = message.data
+        except Interrupted as error:
+            logger.debug("bus blob read interrupted name=%s error=%s", description.name, error)
+            return True
+        finally:
+            await session.close()
+        return False
+
+    async def delete(self, name: str) -> None:
+        description = await self._describe(name)
+        if description is not None:
+            await admin.purge(self._connection, self._stream, {"filter": self._meta(name)})
+            await admin.purge(self._connection, self._stream, {"filter": self._chunks(description.nuid)})
+
+    async def names(self) -> Sequence[str]:
+        return sorted(blob_name(token) for token in await self._tokens("M"))
+
+    async def remove_orphans(self, *, older_s: float = ORPHAN_S) -> int:
+        """Remove uploads that were begun more than `older_s` ago and never finished; returns how many."""
+        uploads = await self._tokens("C")
+        if not uploads:
+            return 0
+        described = [await self._describe(name) for name in await self.names()]
+        live = {description.nuid for description in described if description is not None}
+        limit_ms = (time.time() - older_s) * 1000
+        dead = [upload for upload in uploads if upload not in live and int(upload[:13], 16) <= limit_ms]
+        for upload in dead:
+            await admin.purge(self._connection, self._stream, {"filter": self._chunks(upload)})
+        if dead:
+            logger.info("bus blob orphans removed run=%s uploads=%d", self._run, len(dead))
+        return len(dead)
+
+    async def _tokens(self, kind: str) -> list[str]:
+        """Last tokens of all subjects of a kind; the server lists them in pages."""
+        root = f"$O.{self._run}.{kind}."
+        found: list[str] = []
+        while True:
+            reply = await admin.info(self._connection, self._stream, {"subjects_filter": root + ">", "offset": len(found)})
+            found.extend(subject[len(root) :] for subject in reply.state.subjects)
+            if not reply.state.subjects or len(found) >= reply.total:
+                return found
+
+    async def _describe(self, name: str) -> Description | None:
+        answer = await self._connection.request(f"$JS.API.STREAM.MSG.GET.{self._stream}", {"last_by_subj": self._meta(name)})
+        reply = decode(answer.data, StoredMessageReply)
+        if reply.error is not None and reply.error.err_code != 10037:
+            raise error_of(reply.error, doing=f"look up blob {name!r}")
+        if reply.message is None:
+            return None
+        description = decode(reply.message.data, Description)
+        return None if description.deleted else description
+
+    def _chunks(self, upload: str) -> str:
+        return f"$O.{self._run}.C.{upload}"
+
+    def _meta(self, name: str) -> str:
+        return f"$O.{self._run}.M.{blob_token(name)}"

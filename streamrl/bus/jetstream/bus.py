@@ -1,0 +1,219 @@
+"""The bus of one run on NATS JetStream."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+from nats.aio.msg import Msg
+
+from streamrl.bus.address import BusAddress
+from streamrl.bus.jetstream import admin
+from streamrl.bus.jetstream.blobs import JetStreamBlobs
+from streamrl.bus.jetstream.connection import Connection, Interrupted
+from streamrl.bus.jetstream.keys import JetStreamKeys
+from streamrl.bus.jetstream.outbox import Outbox
+from streamrl.bus.jetstream.pull import opened
+from streamrl.bus.jetstream.queue import JetStreamLease, TaskQueue
+from streamrl.bus.jetstream.wire import (
+    HEADER_EXPECT_LAST,
+    HEADER_EXPECT_SUBJECT_LAST,
+    HEADER_ID,
+    STATUS,
+    StoredMessage,
+    StoredMessageReply,
+    decode,
+    error_of,
+    own_headers,
+    unix_seconds,
+)
+from streamrl.bus.protocol import Message, Receipt, StreamState
+from streamrl.bus.topology import Topology, check_headers
+from streamrl.config.tree import BusConfig
+from streamrl.errors import Conflict, LogTruncated, NotFound
+from streamrl.schemas import subjects
+
+logger = logging.getLogger(__name__)
+
+
+class JetStreamBus:
+    """See `streamrl.bus.protocol.Bus`. Made with `open`; lives on the event loop that opened it."""
+
+    def __init__(self, connection: Connection, topology: Topology, config: BusConfig) -> None:
+        self._connection = connection
+        self._topology = topology
+        self._config = config
+        self._outbox = Outbox(connection, config.patience_s)
+        self._queue = TaskQueue(connection, self._name(subjects.TASKS), config.ack_wait_s)
+        self._keys = JetStreamKeys(connection, self._outbox, topology.run)
+        self._blobs = JetStreamBlobs(connection, self._outbox, topology.run)
+
+    @classmethod
+    async def open(
+        cls, address: BusAddress, run: str, config: BusConfig, *, create: bool = True, name: str = "", patience_s: float | None = None
+    ) -> JetStreamBus:
+        """Connect and, unless told otherwise, make the streams that are missing; see `streamrl.bus.connect`."""
+        topology = Topology.of(run, config)
+        connection = Connection(address, name=name, patience_s=config.patience_s)
+        await connection.open(patience_s)
+        try:
+            if create:
+                await admin.create(connection, topology, config)
+            return cls(connection, topology, config)
+        except BaseException:
+            await connection.close()
+            raise
+
+    @property
+    def kv(self) -> JetStreamKeys:
+        return self._keys
+
+    @property
+    def blobs(self) -> JetStreamBlobs:
+        return self._blobs
+
+    @property
+    def connected(self) -> bool:
+        """Whether the server is there right now; operations wait for it by themselves."""
+        return self._connection.connected
+
+    async def publish(
+        self,
+        subject: str,
+        body: bytes,
+        *,
+        id: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        expect_last: int | None = None,
+        expect_subject_last: int | None = None,
+    ) -> Receipt:
+        self._topology.stream_of(subject)
+        check_headers(headers)
+        own = dict(headers) if headers else {}
+        if expect_last is not None:
+            own[HEADER_EXPECT_LAST] = str(expect_last)
+        if expect_subject_last is not None:
+            own[HEADER_EXPECT_SUBJECT_LAST] = str(expect_subject_last)
+        message_id = id or self._outbox.new_id()
+        ack, attempts = await self._outbox.publish(subject, body, id=message_id, headers=own)
+        if ack.error is None:
+            return Receipt(ack.seq, ack.duplicate and id is not None)
+        expected = expect_last if expect_last is not None else expect_subject_last
+        error = error_of(ack.error, doing=f"publish to {subject}", expected=expected)
+        if isinstance(error, Conflict) and (id is not None or attempts > 1):
+            # The server looks at the expected sequence before it looks at the id.
+            sequence = await self._stored_as(subject, message_id, expect_last)
+            if sequence is not None:
+                return Receipt(sequence, id is not None)
+        raise error
+
+    async def _stored_as(self, subject: str, message_id: str, expect_last: int | None) -> int | None:
+        """Sequence of the message with this id if it is the one right behind `expect_last`, or the newest of its subject."""
+        selector = {"last_by_subj": subject} if expect_last is None else {"seq": expect_last + 1}
+        stored = await self._stored(self._topology.stream_of(subject).name, selector)
+        return stored.seq if stored is not None and stored.headers().get(HEADER_ID) == message_id else None
+
+    async def read(self, stream: str, *, after: int, subject: str | None = None) -> AsyncIterator[Message]:
+        name = self._name(self._topology.readable(stream).name)
+        position = after
+        checked = False
+        while True:
+            if subject is None or not checked:
+                await self._require(stream, position + 1)
+                checked = True
+            config: dict[str, object] = {"deliver_policy": "by_start_sequence", "opt_start_seq": position + 1}
+            if subject is not None:
+                config["filter_subject"] = subject
+            session, _ = await opened(self._connection, name, config)
+            try:
+                while (item := await session.next()) is not None:
+                    message, facts = item
+                    sequence = facts.stream_sequence
+                    if subject is None and sequence != position + 1:
+                        raise _truncated(stream, position + 1, sequence)
+                    position = sequence
+                    yield Message(message.subject, sequence, message.data, own_headers(message.headers), facts.time_s)
+            except Interrupted as error:
+                logger.debug("bus read interrupted stream=%s position=%d error=%s", name, position, error)
+            finally:
+                await session.close()
+
+    async def _require(self, stream: str, needed: int) -> None:
+        """Raise LogTruncated when the stream begins after `needed`."""
+        first = (await self.state(stream)).first
+        if first > needed:
+            raise _truncated(stream, needed, first)
+
+    async def fetch(self, stream: str, sequence: int) -> Message:
+        name = self._name(self._topology.spec(stream).name)
+        if sequence >= 1:
+            answer = await self._connection.request(f"$JS.API.DIRECT.GET.{name}", {"seq": sequence})
+            if not (answer.headers or {}).get(STATUS):
+                return _direct(answer)
+            # Direct answers may come from a replica that lags; the stream's leader knows.
+            stored = await self._stored(stream, {"seq": sequence})
+            if stored is not None:
+                return _message(stored)
+        raise NotFound(f"expected message {sequence} of stream {stream}, got none", stream=stream, sequence=sequence)
+
+    async def last(self, subject: str) -> Message | None:
+        stored = await self._stored(self._topology.stream_of(subject).name, {"last_by_subj": subject})
+        return None if stored is None else _message(stored)
+
+    async def _stored(self, stream: str, selector: dict[str, object]) -> StoredMessage | None:
+        answer = await self._connection.request(f"$JS.API.STREAM.MSG.GET.{self._name(stream)}", selector)
+        reply = decode(answer.data, StoredMessageReply)
+        if reply.error is not None and reply.error.err_code not in (10037, 10043):
+            raise error_of(reply.error, doing=f"fetch from {stream}")
+        return reply.message
+
+    async def claim(self, source: str, *, max: int, wait_s: float) -> Sequence[JetStreamLease]:
+        return await self._queue.claim(self._topology.task_subject(source), source, max=max, wait_s=wait_s)
+
+    async def state(self, stream: str) -> StreamState:
+        info = await admin.info(self._connection, self._name(self._topology.spec(stream).name))
+        state = info.state
+        first = state.first_seq if state.messages else state.last_seq + 1
+        return StreamState(info.created, first, state.last_seq, state.bytes, state.messages, info.config.get("max_bytes", -1))
+
+    async def trim(self, stream: str, *, through: int) -> None:
+        # A purge beyond the end would move the end, and one from sequence 0 would remove everything.
+        through = min(through, (await self.state(stream)).last)
+        if through >= 1:
+            await admin.purge(self._connection, self._name(stream), {"seq": through + 1})
+
+    async def remove(self) -> None:
+        """Delete the run's streams, keys and blobs from the server."""
+        await admin.delete(self._connection, self._topology, self._config)
+
+    async def close(self) -> None:
+        await self._outbox.close()
+        await self._connection.close()
+
+    def _name(self, stream: str) -> str:
+        return admin.stream_name(self._topology.run, stream)
+
+
+def _truncated(stream: str, needed: int, first: int) -> LogTruncated:
+    return LogTruncated(
+        f"stream {stream}: expected message {needed} next, got {first}: the messages between were removed",
+        hint="start from a newer checkpoint, or keep more with a larger byte budget",
+        stream=stream,
+        needed=needed,
+        first=first,
+    )
+
+
+def _message(stored: StoredMessage) -> Message:
+    return Message(stored.subject, stored.seq, stored.data, own_headers(stored.headers()), unix_seconds(stored.time))
+
+
+def _direct(answer: Msg) -> Message:
+    facts = answer.headers or {}
+    return Message(
+        facts["Nats-Subject"],
+        int(facts["Nats-Sequence"]),
+        answer.data,
+        own_headers(facts),
+        unix_seconds(facts.get("Nats-Time-Stamp", "")),
+    )

@@ -1,0 +1,205 @@
+"""Publishing: one ordered queue, many messages under way, each stored once.
+
+A message waits in `_queue`, is sent and moves to `_sent`, and leaves when the server has acknowledged it. When the connection
+breaks, all of `_sent` goes back to the front of the queue in its order, and is sent again with the same ids: what the server
+had already stored it recognises. What an answer never came for is sent again after a while too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Mapping
+from functools import partial
+
+from nats.aio.msg import Msg
+
+from streamrl.bus.jetstream.connection import Connection, Interrupted
+from streamrl.bus.jetstream.options import unreachable
+from streamrl.bus.jetstream.wire import HEADER_ID, STATUS, PubAck, decode
+from streamrl.bus.topology import check_size, message_bytes
+from streamrl.errors import BusError, BusUnavailable
+
+logger = logging.getLogger(__name__)
+
+WINDOW_MESSAGES = 1024
+WINDOW_BYTES = 32 << 20
+"""Bytes under way at most: below the 64 MiB that a server buffers for a client by default."""
+RESEND_S = 10.0
+SWEEP_S = 0.5
+NO_STREAM_S = 3.0
+"""How long a subject without a stream is taken for a server that is still starting."""
+
+
+class _Post:
+    """One message on its way."""
+
+    __slots__ = ("attempts", "body", "deadline", "future", "headers", "reply", "sent_s", "size", "subject", "unheard_s")
+
+    def __init__(self, subject: str, body: bytes, headers: dict[str, str], size: int, deadline: float) -> None:
+        self.subject = subject
+        self.body = body
+        self.headers = headers
+        self.size = size
+        self.deadline = deadline
+        self.future: asyncio.Future[PubAck] = asyncio.get_running_loop().create_future()
+        self.reply = ""
+        self.attempts = 0
+        self.sent_s = 0.0
+        self.unheard_s = 0.0
+
+
+class Outbox:
+    """The only way out for messages that are to be stored. Bounded: callers beyond the window wait for acknowledgements.
+
+    Args:
+        connection: an open connection.
+        patience_s: how long a message is tried while the server is away or silent.
+    """
+
+    def __init__(self, connection: Connection, patience_s: float) -> None:
+        self._connection = connection
+        self._patience_s = patience_s
+        self._prefix = secrets.token_hex(6)
+        self._made = 0
+        self._queue: deque[_Post] = deque()
+        self._sent: dict[str, _Post] = {}
+        self._sent_bytes = 0
+        self._wake = asyncio.Event()
+        self._stop_listening = connection.listen(self._on_connection)
+        connection.denial_listeners.append(self._on_denied)
+        self._tasks = [asyncio.create_task(self._sender()), asyncio.create_task(self._sweeper())]
+
+    async def publish(self, subject: str, body: bytes, *, id: str, headers: Mapping[str, str] | None = None) -> tuple[PubAck, int]:
+        """Store a message; returns the server's answer, which may hold a refusal, and the number of attempts.
+
+        `id` is what the server recognises a message by when it is sent again because its acknowledgement was lost.
+
+        Raises:
+            BusError: the message is larger than the server takes, or no stream listens to the subject, or a right is missing.
+            BusUnavailable: the server was away or silent for longer than the patience.
+        """
+        own = dict(headers) if headers else {}
+        own[HEADER_ID] = id
+        size = message_bytes(body, own)
+        check_size(subject, size, self._connection.max_payload)
+        post = _Post(subject, body, own, size, time.monotonic() + self._patience_s)
+        post.reply = self._connection.inbox(partial(self._on_answer, post))
+        self._queue.append(post)
+        self._wake.set()
+        try:
+            ack = await post.future
+        finally:
+            self._forget(post)
+        return ack, post.attempts
+
+    def new_id(self) -> str:
+        """A message id that nobody else uses."""
+        self._made += 1
+        return f"{self._prefix}.{self._made}"
+
+    async def close(self) -> None:
+        """Stop; messages still on their way fail with BusUnavailable."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._stop_listening()
+        self._connection.denial_listeners.remove(self._on_denied)
+        for post in [*self._sent.values(), *self._queue]:
+            _settle(post, BusUnavailable(f"the bus was closed before {post.subject} was acknowledged"))
+
+    def _forget(self, post: _Post) -> None:
+        self._connection.drop(post.reply)
+        if self._sent.pop(post.reply, None) is not None:
+            self._sent_bytes -= post.size
+            self._wake.set()
+
+    def _on_answer(self, post: _Post, message: Msg) -> None:
+        if post.future.done():
+            return
+        if message.headers and message.headers.get(STATUS) == "503":
+            self._on_no_stream(post)
+            return
+        try:
+            post.future.set_result(decode(message.data, PubAck))
+        except BusError as error:
+            post.future.set_exception(error)
+
+    def _on_no_stream(self, post: _Post) -> None:
+        post.unheard_s = post.unheard_s or time.monotonic()
+        if time.monotonic() - post.unheard_s < NO_STREAM_S:
+            # The sweeper sends it again at its next turn.
+            post.sent_s = 0.0
+            return
+        _settle(
+            post,
+            BusError(
+                f"no stream stores {post.subject}",
+                hint="were the run's streams made, and is JetStream enabled on the server? A full disk disables it",
+                subject=post.subject,
+            ),
+        )
+
+    def _on_denied(self, subject: str, hint: str) -> None:
+        for post in self._sent.values():
+            if post.subject.lower() == subject:
+                _settle(post, BusError(f"the server forbids publish to {post.subject}", hint=hint, subject=post.subject))
+
+    def _on_connection(self, up: bool) -> None:
+        if not up:
+            self._take_back(list(self._sent.values()))
+        self._wake.set()
+
+    def _take_back(self, posts: list[_Post]) -> None:
+        """Put sent messages back to the front of the queue, in their order."""
+        for post in reversed(posts):
+            if self._sent.pop(post.reply, None) is not None:
+                self._sent_bytes -= post.size
+            if not post.future.done():
+                self._queue.appendleft(post)
+
+    def _room(self) -> bool:
+        size = self._queue[0].size
+        return not self._sent or (len(self._sent) < WINDOW_MESSAGES and self._sent_bytes + size <= WINDOW_BYTES)
+
+    async def _sender(self) -> None:
+        while True:
+            self._wake.clear()
+            while self._queue and self._connection.connected and self._room():
+                post = self._queue.popleft()
+                if post.future.done():
+                    continue
+                self._sent[post.reply] = post
+                self._sent_bytes += post.size
+                post.attempts += 1
+                post.sent_s = time.monotonic()
+                try:
+                    await self._connection.send(post.subject, post.body, post.reply, post.headers)
+                except Interrupted as error:
+                    logger.debug("bus publish interrupted subject=%s error=%s", post.subject, error)
+                    self._take_back([post])
+                    break
+            await self._wake.wait()
+
+    async def _sweeper(self) -> None:
+        """Send again what was not answered, and give up what has waited for too long."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now = time.monotonic()
+            for post in [*self._sent.values(), *self._queue]:
+                if now > post.deadline:
+                    _settle(post, unreachable(self._connection.address, self._patience_s, None))
+            late = [post for post in self._sent.values() if now - post.sent_s > RESEND_S and not post.future.done()]
+            if late:
+                logger.warning("bus publish unanswered messages=%d oldest_s=%.1f", len(late), now - late[0].sent_s)
+                self._take_back(late)
+            if self._queue:
+                self._wake.set()
+
+
+def _settle(post: _Post, error: BusError) -> None:
+    if not post.future.done():
+        post.future.set_exception(error)

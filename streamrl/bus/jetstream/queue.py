@@ -1,0 +1,197 @@
+"""The task queue: one durable consumer for each source, explicit acknowledgements."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from nats.aio.msg import Msg
+
+from streamrl.bus.jetstream.connection import Connection, Interrupted, Sink
+from streamrl.bus.jetstream.options import unreachable
+from streamrl.bus.jetstream.wire import STATUS, ConsumerReply, decode, delivery, error_of
+
+logger = logging.getLogger(__name__)
+
+LATE_S = 2.0
+"""How much longer than the server's own limit an answer is waited for."""
+MAX_WAITING = 4096
+"""Claims that may wait at the server at the same time, for one source."""
+_NANOSECONDS = 1_000_000_000
+
+
+class JetStreamLease:
+    """One claimed task."""
+
+    def __init__(self, connection: Connection, message: Msg) -> None:
+        facts = delivery(message.reply)
+        self._connection = connection
+        self._reply = message.reply
+        self._body = message.data
+        self._sequence = facts.stream_sequence
+        self._deliveries = facts.deliveries
+
+    @property
+    def body(self) -> bytes:
+        return self._body
+
+    @property
+    def sequence(self) -> int:
+        return self._sequence
+
+    @property
+    def deliveries(self) -> int:
+        return self._deliveries
+
+    async def keep(self) -> None:
+        await self._connection.request(self._reply, b"+WPI")
+
+    async def done(self) -> None:
+        await self._connection.request(self._reply, b"+ACK")
+
+    async def retry(self, delay_s: float = 0.0) -> None:
+        delay = b' {"delay": %d}' % int(delay_s * _NANOSECONDS) if delay_s > 0 else b""
+        await self._connection.request(self._reply, b"-NAK" + delay)
+
+
+class TaskQueue:
+    """Claims from the work queue of a run.
+
+    Args:
+        connection: an open connection.
+        stream: the server's name of the task stream.
+        ack_wait_s: a claimed task that is not kept alive for this long is delivered again.
+    """
+
+    def __init__(self, connection: Connection, stream: str, ack_wait_s: float) -> None:
+        self._connection = connection
+        self._stream = stream
+        self._ack_wait_s = ack_wait_s
+        self._consumers: set[str] = set()
+        self._idle: list[Sink] = []
+        self._requests = 0
+
+    async def claim(self, subject: str, source: str, *, max: int, wait_s: float) -> Sequence[JetStreamLease]:
+        """Up to `max` tasks of `subject`; see `Bus.claim`.
+
+        First what is there, without waiting; if there is nothing, wait for one task and then take what has come with it. A
+        waiting request for several could go on collecting tasks that nobody works on.
+        """
+        deadline = time.monotonic() + wait_s
+        if not await self._up(wait_s):
+            return []
+        await self._ensure(subject, source)
+        leases: list[JetStreamLease] = []
+        try:
+            if max > 1 or wait_s <= 0:
+                await self._pull(source, {"batch": max, "no_wait": True}, LATE_S, leases)
+            left = deadline - time.monotonic()
+            if not leases and left > 0.001:
+                await self._pull(source, {"batch": 1, "expires": int(left * _NANOSECONDS)}, left + LATE_S, leases)
+                if leases and max > 1:
+                    await self._pull(source, {"batch": max - 1, "no_wait": True}, LATE_S, leases)
+        except asyncio.CancelledError:
+            self._give_back(leases)
+            raise
+        return leases
+
+    async def _up(self, wait_s: float) -> bool:
+        """Whether the bus is there within `wait_s`; raises BusUnavailable once it has been away for longer than the patience."""
+        if self._connection.connected:
+            return True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._connection.up(), wait_s)
+            return True
+        if self._connection.away_s > self._connection.patience_s:
+            raise unreachable(self._connection.address, self._connection.away_s, None)
+        return False
+
+    async def _ensure(self, subject: str, source: str) -> None:
+        """Make the source's consumer, or bring its ack wait up to date; once per connection and source."""
+        if source in self._consumers:
+            return
+        ack_wait = int(self._ack_wait_s * _NANOSECONDS)
+        known = decode((await self._connection.request(f"$JS.API.CONSUMER.INFO.{self._stream}.{source}")).data, ConsumerReply)
+        if known.error is not None or known.config.get("ack_wait") != ack_wait:
+            config = {
+                "durable_name": source,
+                "name": source,
+                "filter_subject": subject,
+                "ack_policy": "explicit",
+                "ack_wait": ack_wait,
+                "max_ack_pending": -1,
+                "max_waiting": MAX_WAITING,
+            }
+            answer = await self._connection.request(
+                f"$JS.API.CONSUMER.CREATE.{self._stream}.{source}.{subject}", {"stream_name": self._stream, "config": config}
+            )
+            reply = decode(answer.data, ConsumerReply)
+            if reply.error is not None:
+                raise error_of(reply.error, doing=f"make the consumer {source} of {self._stream}")
+        self._consumers.add(source)
+
+    async def _pull(self, source: str, request: Mapping[str, Any], limit_s: float, leases: list[JetStreamLease]) -> None:
+        """Ask for tasks and append the leases; returns when the server has no more to give, or the connection breaks."""
+        finished: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        wanted = len(leases) + request["batch"]
+        sink = self._idle.pop() if self._idle else await self._connection.open_sink(self._return)
+        self._requests += 1
+        reply = sink.reply(self._requests)
+        consumer = f".{self._stream}.{source}."
+
+        def on_message(message: Msg) -> None:
+            if not message.reply:
+                status = (message.headers or {}).get(STATUS, "")
+                if message.subject == reply:
+                    _finish(finished, int(status) if status.isdigit() else 0)
+            elif len(leases) < wanted and consumer in message.reply:
+                leases.append(JetStreamLease(self._connection, message))
+                if len(leases) == wanted:
+                    _finish(finished, 0)
+            else:
+                self._return(message)
+
+        sink.handler = on_message
+        stop_listening = self._connection.listen(lambda up: _finish(finished, 0))
+        timer = asyncio.get_running_loop().call_later(limit_s, _finish, finished, 0)
+        try:
+            await self._connection.send(f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{source}", msgspec.json.encode(request), reply)
+            status = await finished
+        except Interrupted:
+            return
+        finally:
+            timer.cancel()
+            stop_listening()
+            sink.handler = self._return
+            self._idle.append(sink)
+        if status in (409, 503):
+            # The consumer is gone or moved (somebody deleted it, or the server restarts): look again at the next claim.
+            logger.warning("bus claim refused source=%s status=%d", source, status)
+            self._consumers.discard(source)
+            await asyncio.sleep(0.1)
+
+    def _return(self, message: Msg) -> None:
+        """Give back at once what was delivered for a claim that has gone; otherwise it would rest for the whole ack wait."""
+        if message.reply:
+            self._give_back([JetStreamLease(self._connection, message)])
+
+    def _give_back(self, leases: Sequence[JetStreamLease]) -> None:
+        """Return tasks that nobody works on."""
+        for lease in leases:
+            task = asyncio.get_running_loop().create_task(_quietly(lease.retry()))
+            self._connection.adopt(task)
+
+
+async def _quietly(work: Any) -> None:
+    with contextlib.suppress(Interrupted):
+        await work
+
+
+def _finish(future: asyncio.Future[int], status: int) -> None:
+    if not future.done():
+        future.set_result(status)

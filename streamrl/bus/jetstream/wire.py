@@ -1,0 +1,186 @@
+"""What JetStream's API says in JSON and in reply subjects, and which of our errors its refusals are."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from streamrl.errors import BusError, Conflict, NotFound, StreamFull
+
+T = TypeVar("T")
+
+HEADER_ID = "Nats-Msg-Id"
+HEADER_EXPECT_LAST = "Nats-Expected-Last-Sequence"
+HEADER_EXPECT_SUBJECT_LAST = "Nats-Expected-Last-Subject-Sequence"
+HEADER_TTL = "Nats-TTL"
+STATUS = "Status"
+DESCRIPTION = "Description"
+
+_NANOSECOND = 1e-9
+_LAST = re.compile(r"wrong last sequence: (\d+)")
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """An `error` object of the API."""
+
+    code: int = 0
+    err_code: int = 0
+    description: str = ""
+
+
+class PubAck(msgspec.Struct, frozen=True):
+    """Answer to a publish."""
+
+    stream: str = ""
+    seq: int = 0
+    duplicate: bool = False
+    error: Refusal | None = None
+
+
+class StreamStateReply(msgspec.Struct, frozen=True):
+    """Part of a stream's description."""
+
+    first_seq: int = 0
+    last_seq: int = 0
+    bytes: int = 0
+    messages: int = 0
+    subjects: dict[str, int] = {}
+
+
+class StreamInfoReply(msgspec.Struct, frozen=True):
+    """Answer to STREAM.INFO, CREATE and UPDATE."""
+
+    created: str = ""
+    config: dict[str, Any] = {}
+    state: StreamStateReply = StreamStateReply()
+    total: int = 0
+    error: Refusal | None = None
+
+
+class ConsumerReply(msgspec.Struct, frozen=True):
+    """Answer to CONSUMER.CREATE and INFO."""
+
+    name: str = ""
+    config: dict[str, Any] = {}
+    num_pending: int = 0
+    error: Refusal | None = None
+
+
+class Simple(msgspec.Struct, frozen=True):
+    """Answer to a purge or a deletion."""
+
+    success: bool = False
+    error: Refusal | None = None
+
+
+class StoredMessage(msgspec.Struct, frozen=True):
+    """`message` of STREAM.MSG.GET; `hdrs` is the raw header block."""
+
+    subject: str
+    seq: int
+    time: str = ""
+    hdrs: bytes = b""
+    data: bytes = b""
+
+    def headers(self) -> dict[str, str]:
+        """Header block as a mapping."""
+        pairs = (line.partition(":") for line in self.hdrs.decode("utf-8", "replace").split("\r\n")[1:] if line)
+        return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+class StoredMessageReply(msgspec.Struct, frozen=True):
+    """Answer to STREAM.MSG.GET."""
+
+    message: StoredMessage | None = None
+    error: Refusal | None = None
+
+
+class Delivery(NamedTuple):
+    """What the reply subject of a delivered message says."""
+
+    deliveries: int
+    stream_sequence: int
+    consumer_sequence: int
+    time_s: float
+    pending: int
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """JSON answer to a struct; raises BusError when it is something else."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise BusError(
+            f"expected a JetStream {kind.__name__}, got {data[:200]!r}: {error}", hint="is this a NATS server of version 2.11 or later?"
+        ) from error
+
+
+def delivery(reply: str) -> Delivery:
+    """Read `$JS.ACK.[<domain>.<account>.]<stream>.<consumer>.<delivered>.<sseq>.<cseq>.<ns>.<pending>[.<random>]`."""
+    tokens = reply.split(".")
+    start = 4 if len(tokens) == 9 else 6
+    delivered, sseq, cseq, time_ns, pending = tokens[start : start + 5]
+    return Delivery(int(delivered), int(sseq), int(cseq), int(time_ns) * _NANOSECOND, int(pending))
+
+
+def unix_seconds(text: str) -> float:
+    """RFC 3339 time with nanoseconds to Unix seconds; 0.0 when empty."""
+    if not text:
+        return 0.0
+    whole, _, rest = text.rstrip("Z").partition(".")
+    fraction = float(f"0.{rest}") if rest.isdigit() else 0.0
+    return datetime.fromisoformat(whole + "+00:00").timestamp() + fraction
+
+
+def own_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
+    """Headers without those that belong to the server."""
+    return {name: value for name, value in headers.items() if not name.startswith("Nats-")} if headers else {}
+
+
+def blob_token(name: str) -> str:
+    """Blob name as one subject token (URL-safe base64, as the object-store layout has it)."""
+    return base64.urlsafe_b64encode(name.encode()).decode()
+
+
+def blob_name(token: str) -> str:
+    """Inverse of `blob_token`."""
+    return base64.urlsafe_b64decode(token.encode()).decode()
+
+
+def error_of(refusal: Refusal, *, doing: str, expected: int | None = None) -> BusError:
+    """The error that a refusal of the API means.
+
+    Args:
+        refusal: the API's error object.
+        doing: what was asked, with the place: `publish to run.samples.main`.
+        expected: the sequence that a compare-and-set expected.
+    """
+    text = refusal.description
+    if refusal.err_code in (10071, 10164):
+        match = _LAST.search(text)
+        values = {"expected": expected, "actual": int(match[1])} if match else {"expected": expected}
+        found = f"{match[1]}" if match else "another one"
+        return Conflict(f"{doing}: expected the last sequence {expected}, got {found}", hint="another writer was first", **values)
+    if "no space left" in text or refusal.err_code in (10023, 10047):
+        return StreamFull(
+            f"{doing}: the server has no room: {text}",
+            hint="free disk space for the server's store, or lower bus.samples_bytes and bus.blobs_bytes",
+        )
+    if refusal.err_code == 10077 or "maximum bytes exceeded" in text or "maximum messages exceeded" in text:
+        return StreamFull(f"{doing}: the byte budget is used up ({text})", hint="trim the stream, or raise its budget in [bus]")
+    if refusal.err_code in (10054,):
+        return BusError(f"{doing}: {text}", hint="put large payloads into a blob and send its name")
+    if refusal.code == 404:
+        return NotFound(f"{doing}: {text}")
+    hints = {
+        10039: "enable JetStream for this account on the server",
+        10076: "enable JetStream on the server: `jetstream {}` in its configuration",
+        10058: "a stream of this name exists with other settings: use another run name, or delete it",
+        10065: "another stream already listens to these subjects: use another run name",
+    }
+    return BusError(f"{doing}: {text} (code {refusal.code}, {refusal.err_code})", hint=hints.get(refusal.err_code, ""))
