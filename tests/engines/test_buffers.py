@@ -1,0 +1,165 @@
+"""Staging: what an engine accepts into its idle buffer, and that the serving one never notices what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from streamrl.config.tree import EngineConfig
+from streamrl.engines.buffers import ALIGNMENT, TensorLayout, WeightBuffers, offsets
+from streamrl.engines.protocol import GenerateRequest
+from streamrl.engines.table import TableEngine
+from streamrl.errors import WeightSyncError
+from streamrl.schemas.tasks import Sampling
+from streamrl.schemas.versions import Version
+from streamrl.weights.protocol import Part
+from tests.engines.models import ask
+from tests.engines.publishing import Published, load, publish
+
+LAYOUT = (TensorLayout("a", "float32", (3, 5)), TensorLayout("b", "float32", (2, 5), glued=True), TensorLayout("c", "float32", (7,)))
+
+
+def tensors(seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {tensor.name: rng.normal(size=tensor.shape).astype(np.float32) for tensor in LAYOUT}
+
+
+def test_glued_tensors_follow_without_a_gap_and_others_are_aligned():
+    at = offsets(LAYOUT)
+    assert at == {"a": 0, "b": 60, "c": 128}
+    for array in WeightBuffers(LAYOUT).arrays:
+        assert array.ctypes.data % ALIGNMENT == 0
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 128])
+def test_parts_may_cut_tensors_anywhere_and_come_in_any_order(count: int):
+    buffers = WeightBuffers(LAYOUT)
+    values = tensors(0)
+    published = publish({name: values[name] for name in ("c", "a", "b")}, Version(0, 1))
+    size = -(-len(published.data) // count)
+    starts = list(range(0, len(published.data), size))
+    written = sum(
+        buffers.write(1, published.manifest, Part(start, memoryview(published.data)[start : start + size])) for start in reversed(starts)
+    )
+    assert written == len(published.data)
+    assert buffers.digest(1) == published.manifest.digest
+    at = offsets(LAYOUT)
+    for name, value in values.items():
+        assert buffers.arrays[1][at[name] : at[name] + value.nbytes].tobytes() == value.tobytes()
+    assert not buffers.arrays[0].any(), "the other buffer is untouched"
+
+
+def test_wants_is_the_whole_concatenation():
+    published = publish(tensors(0), Version(0, 1))
+    (piece,) = WeightBuffers(LAYOUT).wants(published.manifest)
+    assert (piece.start, piece.nbytes) == (0, len(published.data))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda values: values.pop("c"), "missing \\['c'\\]"),
+        (lambda values: values.update(d=values["c"]), "unexpected \\['d'\\]"),
+        (lambda values: values.update(c=values["c"][:3]), "for c"),
+        (lambda values: values.update(c=values["c"].astype(np.float16)), "float16"),
+    ],
+)
+def test_another_models_version_is_refused(change, says):
+    values = tensors(0)
+    change(values)
+    with pytest.raises(WeightSyncError, match=says):
+        WeightBuffers(LAYOUT).wants(publish(values, Version(0, 1)).manifest)
+
+
+def test_a_delta_is_refused():
+    manifest = msgspec.structs.replace(publish(tensors(0), Version(0, 1)).manifest, kind="delta")
+    with pytest.raises(WeightSyncError, match="delta"):
+        WeightBuffers(LAYOUT).wants(manifest)
+
+
+# Through an engine that serves.
+
+
+def table(number: int) -> Published:
+    logits = np.random.default_rng(number).normal(size=(2, 8, 8)).astype(np.float32)
+    return publish({"logits": logits}, Version(0, number))
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> AsyncIterator[TableEngine]:
+    (tmp_path / "table.json").write_text('{"vocab": 8, "max_position": 2, "eos": 1}')
+    engine = TableEngine(tmp_path, EngineConfig(slots=4), engine_id="e", policy="policy")
+    await engine.start()
+    await load(engine, table(0))
+    yield engine
+    await engine.stop()
+
+
+async def tokens(engine: TableEngine) -> list[int]:
+    sampling = Sampling(max_new_tokens=50, ignore_eos=True)
+    (answer,) = await ask(engine, GenerateRequest(request_id="r", prompt_ids=(3,), seeds=(1,), sampling=sampling))
+    return answer.ids
+
+
+async def test_bytes_that_changed_on_the_way_are_refused_and_the_next_version_is_taken(engine: TableEngine):
+    before = await tokens(engine)
+    good = table(1)
+    changed = bytearray(good.data)
+    changed[17] ^= 1
+    with pytest.raises(WeightSyncError, match="digest"):
+        await load(engine, Published(good.manifest, bytes(changed)))
+    with pytest.raises(WeightSyncError, match="staged"):
+        await engine.commit(Version(0, 1))
+    assert await tokens(engine) == before
+    assert (await load(engine, table(2))).committed
+    assert await tokens(engine) != before
+
+
+async def test_missing_bytes_are_refused(engine: TableEngine):
+    good = table(1)
+
+    async def some() -> AsyncIterator[Part]:
+        yield Part(0, memoryview(good.data)[:100])
+
+    with pytest.raises(WeightSyncError, match="got 100"):
+        await engine.stage(good.manifest, some())
+
+
+async def test_a_transport_that_fails_or_is_cancelled_leaves_the_engine_usable(engine: TableEngine):
+    before = await tokens(engine)
+    good = table(1)
+    entered = asyncio.Event()
+
+    async def failing() -> AsyncIterator[Part]:
+        yield Part(0, memoryview(good.data)[:100])
+        raise WeightSyncError("publisher gone", hint="")
+
+    async def hanging() -> AsyncIterator[Part]:
+        yield Part(0, memoryview(good.data)[:100])
+        entered.set()
+        await asyncio.Event().wait()
+
+    with pytest.raises(WeightSyncError, match="publisher gone"):
+        await engine.stage(good.manifest, failing())
+    task = asyncio.ensure_future(engine.stage(good.manifest, hanging()))
+    await entered.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await tokens(engine) == before
+    assert (await load(engine, good)).committed
+
+
+async def test_a_newer_version_may_be_staged_over_one_never_committed(engine: TableEngine):
+    first, second = table(1), table(2)
+    await engine.stage(first.manifest, first.parts())
+    await engine.stage(second.manifest, second.parts())
+    with pytest.raises(WeightSyncError, match="staged"):
+        await engine.commit(Version(0, 1))
+    commit = await engine.commit(Version(0, 2))
+    assert commit.committed and commit.took_ms >= 0

@@ -1,0 +1,147 @@
+"""The samplers against closed forms: numpy is the definition, torch must agree with it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from streamrl.core.seeds import uniform
+from streamrl.engines import local_sampling, sampling
+from streamrl.engines.model import Draws
+
+SAMPLERS = ["numpy", "torch"]
+
+
+def draws(u, temperature=1.0, top_p=1.0, top_k=-1) -> Draws:
+    n = len(u)
+    return Draws(
+        uniform=np.asarray(u, np.float64),
+        temperature=np.full(n, temperature, np.float32),
+        top_p=np.full(n, top_p, np.float32),
+        top_k=np.full(n, top_k, np.int64),
+    )
+
+
+def draw(kind: str, logits: np.ndarray, how: Draws):
+    if kind == "numpy":
+        return sampling.draw(logits, how)
+    return local_sampling.draw(torch.from_numpy(logits), how)
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max())
+    return e / e.sum()
+
+
+LOGITS = np.array([0.3, -1.0, 2.0, 2.0, 0.0, -8.0, 1.2], np.float32)
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+def test_every_token_gets_exactly_its_share_of_the_unit_interval(kind, temperature):
+    n = 20_000
+    u = (np.arange(n) + 0.5) / n
+    ids, logprobs = draw(kind, np.tile(LOGITS, (n, 1)), draws(u, temperature))
+    expected = softmax(LOGITS.astype(np.float64) / temperature)
+    counts = np.bincount(ids, minlength=len(LOGITS))
+    assert np.abs(counts - n * expected).max() <= 1.0
+    assert (np.diff(ids) >= 0).all(), "tokens follow the cumulative distribution in order of ids"
+    np.testing.assert_allclose(logprobs, np.log(expected)[ids], atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_counter_based_seeds_pass_a_chi_square_test(kind):
+    n = 20_000
+    u = uniform(np.arange(n, dtype=np.uint64), np.zeros(n, np.int64))
+    ids, _ = draw(kind, np.tile(LOGITS, (n, 1)), draws(u))
+    expected = n * softmax(LOGITS.astype(np.float64))
+    counts = np.bincount(ids, minlength=len(LOGITS))
+    big = expected > 5
+    chi_square = ((counts - expected)[big] ** 2 / expected[big]).sum()
+    assert chi_square < 20.5, "0.1 % point of chi-square with 5 degrees of freedom"
+
+
+def kept_by_definition(p: np.ndarray, top_p: float, top_k: int) -> set[int]:
+    """Straight from the sentence in `streamrl.engines.sampling`."""
+    order = sorted(range(len(p)), key=lambda token: (-p[token], token))
+    kept: set[int] = set()
+    before = 0.0
+    for rank, token in enumerate(order):
+        if rank == 0 or ((top_k < 0 or rank < top_k) and (top_p >= 1 or before < top_p)):
+            kept.add(token)
+        before += p[token]
+    return kept
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize(
+    ("top_p", "top_k"), [(0.5, -1), (0.9, -1), (1.0, 1), (1.0, 2), (1.0, 3), (0.6, 2), (0.95, 3), (1e-6, -1), (1.0, 100)]
+)
+def test_top_p_and_top_k_draw_from_the_renormalised_kept_set(kind, top_p, top_k):
+    n = 20_000
+    u = (np.arange(n) + 0.5) / n
+    ids, logprobs = draw(kind, np.tile(LOGITS, (n, 1)), draws(u, 1.0, top_p, top_k))
+    p = softmax(LOGITS.astype(np.float64))
+    kept = sorted(kept_by_definition(p, top_p, top_k))
+    expected = np.zeros_like(p)
+    expected[kept] = p[kept] / p[kept].sum()
+    assert set(ids.tolist()) <= set(kept)
+    assert np.abs(np.bincount(ids, minlength=len(p)) - n * expected).max() <= 1.0
+    np.testing.assert_allclose(logprobs, np.log(expected[ids]), atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_rows_with_different_settings_do_not_mix(kind):
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(6, 50)).astype(np.float32) * 3
+    how = Draws(
+        uniform=rng.random(6),
+        temperature=np.array([1, 0, 0.7, 1, 2, 1], np.float32),
+        top_p=np.array([1, 0.5, 0.8, 1, 1, 0.3], np.float32),
+        top_k=np.array([-1, 3, -1, 5, -1, 4]),
+    )
+    together = draw(kind, logits, how)
+    for row in range(6):
+        alone = draw(kind, logits[row : row + 1], how.row(row))
+        assert together[0][row] == alone[0][0]
+        np.testing.assert_allclose(together[1][row], alone[1][0], atol=1e-6)
+
+
+def test_torch_draws_what_numpy_draws():
+    rng = np.random.default_rng(1)
+    logits = (rng.normal(size=(500, 104)) * 4).astype(np.float32)
+    how = Draws(
+        uniform=rng.random(500),
+        temperature=rng.choice([0.0, 0.6, 1.0, 1.3], 500).astype(np.float32),
+        top_p=rng.choice([1.0, 0.9, 0.4], 500).astype(np.float32),
+        top_k=rng.choice([-1, 1, 7, 40], 500),
+    )
+    ids, logprobs = draw("numpy", logits, how)
+    other_ids, other_logprobs = draw("torch", logits, how)
+    assert (ids == other_ids).all()
+    np.testing.assert_allclose(logprobs, other_logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_greedy_takes_the_most_probable_token_with_its_log_prob_under_temperature_1(kind):
+    ids, logprobs = draw(kind, LOGITS[None], draws([0.99], temperature=0.0, top_p=0.1, top_k=1))
+    assert ids.tolist() == [2]
+    np.testing.assert_allclose(logprobs, np.log(softmax(LOGITS))[2], atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize("u", [0.0, 1.0 - 2.0**-53])
+def test_a_token_of_probability_zero_is_never_drawn(kind, u):
+    logits = np.array([[-np.inf, 0.0, 0.1, -np.inf]], np.float32)
+    ids, logprobs = draw(kind, logits, draws([u]))
+    assert ids[0] in (1, 2) and np.isfinite(logprobs[0])
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_logits_that_are_not_finite_give_nan_in_their_row_only(kind):
+    logits = np.stack([LOGITS, LOGITS, LOGITS])
+    logits[1, 3] = np.nan
+    with np.errstate(invalid="ignore"):
+        _, logprobs = draw(kind, logits, draws([0.5, 0.5, 0.5]))
+    assert np.isnan(logprobs).tolist() == [False, True, False]
