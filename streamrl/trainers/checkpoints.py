@@ -70,29 +70,20 @@ def write_directory(path: Path, write: Callable[[Path], None]) -> None:
     Raises:
         TrainingError: it could not be written; nothing is left behind.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    recover(path)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.writing-", dir=path.parent))
     try:
-        write(temporary)
-        for folder, _, files in os.walk(temporary):
-            for name in files:
-                _sync(Path(folder) / name)
-            _sync(Path(folder))
-        os.chmod(temporary, 0o755)
-        replaced = path.with_name(f".{path.name}.replaced")
-        if path.exists():
-            os.rename(path, replaced)
-        os.rename(temporary, path)
-        _sync(path.parent)
-        if replaced.exists():
-            shutil.rmtree(replaced)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        recover(path)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.writing-", dir=path.parent))
+        try:
+            write(temporary)
+            _sync_tree(temporary)
+            os.chmod(temporary, 0o755)
+            _exchange(temporary, path)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise TrainingError(f"cannot write {path}: {error}", hint="is the disk full, or the directory not writable?") from error
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 class BackgroundWriter:
@@ -123,6 +114,23 @@ class BackgroundWriter:
         self._last = threading.Thread(target=work, name=f"write {path.name}")
         self._last.start()
         return future
+
+
+def _exchange(temporary: Path, path: Path) -> None:
+    replaced = path.with_name(f".{path.name}.replaced")
+    if path.exists():
+        os.rename(path, replaced)
+    os.rename(temporary, path)
+    _sync(path.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def _sync_tree(directory: Path) -> None:
+    for folder, _, files in os.walk(directory):
+        for name in files:
+            _sync(Path(folder) / name)
+        _sync(Path(folder))
 
 
 def _sync(path: Path) -> None:

@@ -1,0 +1,118 @@
+"""Tiny models and batches for trainer tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamrl.core.batches import TrainBatch
+from streamrl.schemas.versions import Version
+
+MakeBatch = Callable[..., TrainBatch]
+VOCAB = 16
+
+
+def _make_batch(samples: Sequence[dict[str, Any]], kind: str = "rl", stage_step: int = 0) -> TrainBatch:
+    """Each sample: `prompt` and `answer` token ids, and optionally `mask`, `mu`, `reward`, `task`, `rollout`, `temperature` ..."""
+    tokens = [[*s["prompt"], *s["answer"]] for s in samples]
+    masks = [[False] * len(s["prompt"]) + list(s.get("mask", [True] * len(s["answer"]))) for s in samples]
+    mu = [[0.0] * len(s["prompt"]) + list(s.get("mu", [-2.0] * len(s["answer"]))) for s in samples]
+    return TrainBatch(
+        kind=kind,  # type: ignore[arg-type]
+        version=Version(0, stage_step),
+        stage_step=stage_step,
+        tokens=np.concatenate([np.array(t, np.int32) for t in tokens]),
+        offsets=np.cumsum([0] + [len(t) for t in tokens]).astype(np.int64),
+        loss_mask=np.concatenate([np.array(m, np.bool_) for m in masks]),
+        sampler_logprobs=np.concatenate([np.array(m, np.float32) for m in mu]),
+        staleness=np.zeros(sum(map(len, tokens)), np.int32),
+        temperature=np.array([s.get("temperature", 1.0) for s in samples], np.float32),
+        top_p=np.array([s.get("top_p", 1.0) for s in samples], np.float32),
+        top_k=np.array([s.get("top_k", -1) for s in samples], np.int32),
+        rewards=np.array([s.get("reward", np.nan) for s in samples], np.float64),
+        tasks=np.array([s.get("task", i) for i, s in enumerate(samples)], np.int64),
+        rollouts=np.array([s.get("rollout", 0) for s in samples], np.int64),
+    )
+
+
+@pytest.fixture(scope="session")
+def make_batch() -> MakeBatch:
+    return _make_batch
+
+
+@pytest.fixture
+def rollouts(make_batch: MakeBatch) -> Callable[..., TrainBatch]:
+    """`rollouts(step)`: an RL batch of 4 groups of 3 with prompts of different lengths, rewards and sampler log-probs."""
+
+    def make(stage_step: int = 0, **same: Any) -> TrainBatch:
+        rng = np.random.default_rng(stage_step)
+        samples: list[dict[str, Any]] = []
+        for task in range(4):
+            prompt = rng.integers(2, VOCAB, task + 2).tolist()
+            for rollout in range(3):
+                answer = rng.integers(2, VOCAB, rng.integers(2, 5)).tolist()
+                mu = (-2.5 + 0.5 * rng.standard_normal(len(answer))).tolist()
+                reward = float(rollout == task % 3)
+                samples.append({"prompt": prompt, "answer": answer, "mu": mu, "reward": reward, "task": task, "rollout": rollout, **same})
+        return make_batch(samples, stage_step=stage_step)
+
+    return make
+
+
+@pytest.fixture
+def demonstrations(make_batch: MakeBatch) -> Callable[..., TrainBatch]:
+    """`demonstrations(step)`: eight prompts of one token, each with its own answer."""
+
+    def make(stage_step: int = 0) -> TrainBatch:
+        return make_batch(
+            [{"prompt": [p], "answer": [p + 1, 1], "mu": [0.0, 0.0]} for p in range(2, 10)], kind="sft", stage_step=stage_step
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def table_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("table")
+    (path / "table.json").write_text(json.dumps({"vocab": VOCAB, "max_position": 3, "eos": 1}))
+    return path
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`make_model(dtype=..., **config)`: directory of a Qwen3 of 2 layers and hidden size 32, with random weights."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+
+    def make(dtype: str = "float32", **changes: Any) -> Path:
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+        options = {
+            "vocab_size": VOCAB,
+            **sizes,
+            "intermediate_size": 64,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 64,
+            **changes,
+        }
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = Qwen3ForCausalLM(Qwen3Config(**options, initializer_range=0.2)).to(getattr(torch, dtype))
+        path = tmp_path_factory.mktemp("qwen3")
+        model.save_pretrained(path)
+        (path / "tokenizer_config.json").write_text("{}")
+        return path
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def model_dir(make_model: Callable[..., Path]) -> Path:
+    return make_model()

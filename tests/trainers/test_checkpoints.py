@@ -1,0 +1,112 @@
+"""The atomic directory protocol: killed at every system call, it leaves the old content, the new one, or none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from streamrl.errors import TrainingError
+from streamrl.schemas.versions import Version
+from streamrl.trainers.checkpoints import BackgroundWriter, list_checkpoints, prune, recover, write_directory
+
+# Ends itself without any clean-up at the n-th call that the protocol makes.
+KILLED = """
+import os, shutil, sys
+from pathlib import Path
+from streamrl.trainers.checkpoints import write_directory
+
+path, content, left = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+
+def counted(function):
+    def call(*args, **options):
+        global left
+        if left == 0:
+            os._exit(9)
+        left -= 1
+        return function(*args, **options)
+    return call
+
+def write(directory):
+    (directory / "a").write_text(content)
+    (directory / "b").write_text(content)
+
+os.fsync, os.rename, os.chmod, shutil.rmtree = map(counted, (os.fsync, os.rename, os.chmod, shutil.rmtree))
+write_directory(path, write)
+"""
+
+
+def content(path: Path) -> str | None:
+    if not path.exists():
+        return None
+    a, b = (path / "a").read_text(), (path / "b").read_text()
+    assert a == b
+    return a
+
+
+@pytest.mark.parametrize("former", [None, "old"])
+def test_a_kill_at_any_call_leaves_one_whole_content(tmp_path: Path, former: str | None) -> None:
+    seen: list[str | None] = []
+    for calls in range(30):
+        path = tmp_path / str(calls) / "main-v00000001-e0"
+        if former is not None:
+            write_directory(path, lambda directory: [(directory / name).write_text("old") for name in "ab"] and None)
+        child = subprocess.run([sys.executable, "-c", KILLED, str(path), "new", str(calls)], check=False)
+        assert child.returncode in (0, 9)
+        before_recovery = content(path)
+        recover(path)
+        seen.append(content(path))
+        assert before_recovery in (seen[-1], None)
+        assert [p.name for p in path.parent.iterdir()] == ([path.name] if seen[-1] else [])
+        if child.returncode == 0:
+            break
+    # Killed early: as before; killed late or not at all: the new content; nothing else in between.
+    assert seen[-1] == "new"
+    assert seen == sorted(seen, key=lambda found: found == "new")
+    assert set(seen) == {former, "new"}
+
+
+def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
+    def write(directory: Path) -> None:
+        (directory / "a").write_text("half")
+        raise ValueError("stopped")
+
+    with pytest.raises(ValueError, match="stopped"):
+        write_directory(tmp_path / "at", write)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    (tmp_path / "at").write_text("a file, not a directory")
+    with pytest.raises(TrainingError, match="cannot write"):
+        write_directory(tmp_path / "at" / "below", lambda _: None)
+
+
+def test_the_writer_writes_in_order_and_reports_failures(tmp_path: Path) -> None:
+    writer = BackgroundWriter()
+
+    def fail(directory: Path) -> None:
+        raise OSError("disk full")
+
+    first = writer.submit(tmp_path / "one", lambda directory: (directory / "f").write_text("1") and None)
+    second = writer.submit(tmp_path / "two", fail)
+    third = writer.submit(tmp_path / "three", lambda directory: (directory / "f").write_text("3") and None)
+    assert first.done() and second.done()
+    with pytest.raises(TrainingError, match="disk full"):
+        second.result()
+    third.result()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["one", "three"]
+
+
+def test_lists_and_prunes_by_version_and_prefix(tmp_path: Path) -> None:
+    names = ["main-v00000009-e0", "main-v00000010-e0", "main-v00000003-e1", "other-v00000001-e0", "main-notes"]
+    for name in [*names, ".main-v00000011-e0.writing-abc", ".other-v00000002-e0.writing-abc"]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "f").write_text("")
+    assert [version for version, _ in list_checkpoints(tmp_path, "main-")] == [Version(0, 9), Version(0, 10), Version(1, 3)]
+    assert [path.name for path in prune(tmp_path, keep=2, prefix="main-")] == ["main-v00000009-e0"]
+    assert {p.name for p in tmp_path.iterdir()} == {*names[1:], ".other-v00000002-e0.writing-abc"}
+    assert prune(tmp_path, keep=0, prefix="main-") == []
+    assert list_checkpoints(tmp_path / "nowhere") == []

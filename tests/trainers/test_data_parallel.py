@@ -1,0 +1,97 @@
+"""Two gloo ranks: the same gradients as one rank, and the same parameters on both."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from streamrl.config.tree import TrainerConfig
+from streamrl.errors import TrainingError
+from streamrl.trainers.parallel import DataParallel
+
+RANK = """
+import json, sys
+from pathlib import Path
+import numpy as np
+import torch.distributed as dist
+from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
+from streamrl.core.batches import TrainBatch
+from streamrl.schemas.versions import Version
+from streamrl.trainers.factory import make_trainer
+from streamrl.trainers.protocol import Role
+
+model, out, rank, ranks = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+if ranks > 1:
+    dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=ranks)
+
+def batch(kind, step, groups):
+    rng = np.random.default_rng(step)
+    lengths = np.repeat(rng.integers(4, 12, groups), 3) + rng.integers(0, 4, 3 * groups)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    mask = np.ones(offsets[-1], np.bool_)
+    for first in offsets[:-1]:
+        mask[first : first + 3] = False
+    n = 3 * groups
+    return TrainBatch(
+        kind=kind, version=Version(), stage_step=step, tokens=rng.integers(0, 16, offsets[-1]).astype(np.int32), offsets=offsets,
+        loss_mask=mask, sampler_logprobs=np.where(mask, -2.5, 0).astype(np.float32), staleness=np.zeros(offsets[-1], np.int32),
+        temperature=np.ones(n, np.float32), top_p=np.ones(n, np.float32), top_k=np.full(n, -1, np.int32),
+        rewards=np.tile([1.0, 0.0, 0.0], groups), tasks=np.arange(n) // 3, rollouts=np.arange(n) % 3,
+    )
+
+trainer = make_trainer(Config(trainer=TrainerConfig(ranks=ranks, minibatches=2, optimizer=OptimizerConfig(clip_norm=0.0))), model)
+scores = trainer.score(batch("rl", 9, 5), Role.POLICY).tolist()
+results = [trainer.step(batch("sft", 0, 7)), trainer.step(batch("rl", 0, 7))]
+trainer.save(out / "at", b"extra", version=Version(0, 2)).result()
+if ranks > 1:
+    dist.barrier()
+extra = trainer.load(out / "at").decode()
+# A batch of one group leaves the second rank without work.
+results.append(trainer.step(batch("rl", 1, 1)))
+answer = {"scores": scores, "extra": extra, "digests": [r.digest for r in results], "metrics": [r.metrics for r in results]}
+(out / f"{rank}.json").write_text(json.dumps(answer))
+if ranks > 1:
+    dist.destroy_process_group()
+"""
+
+
+def launch(model: Path, out: Path, ranks: int) -> list[dict[str, Any]]:
+    out.mkdir()
+    children = [subprocess.Popen([sys.executable, "-c", RANK, str(model), str(out), str(rank), str(ranks)]) for rank in range(ranks)]
+    try:
+        assert [child.wait(timeout=120) for child in children] == [0] * ranks
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def test_two_ranks_train_as_one(model_dir: Path, tmp_path: Path) -> None:
+    (alone,) = launch(model_dir, tmp_path / "one", 1)
+    first, second = launch(model_dir, tmp_path / "two", 2)
+    assert first == second
+    assert first["extra"] == "extra"
+    assert first["scores"] == pytest.approx(alone["scores"], abs=1e-5)
+    for found, expected in zip(first["metrics"], alone["metrics"], strict=True):
+        assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    # After two steps of a stage Adam's first moment is a mean of two gradients.
+    one, two = (load_file(tmp_path / name / "at" / "optimizer.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    for name in one:
+        if name.endswith("exp_avg"):
+            assert torch.allclose(one[name], two[name], rtol=1e-3, atol=1e-5), name
+    assert max(float(value.abs().max()) for name, value in one.items() if name.endswith("exp_avg")) > 1e-2
+
+
+def test_more_ranks_without_a_process_group_are_refused() -> None:
+    with pytest.raises(TrainingError, match=r"trainer\.ranks is 2, this process belongs to a group of 1"):
+        DataParallel(TrainerConfig(ranks=2).ranks)

@@ -1,0 +1,132 @@
+"""The table's gradients against torch's autograd in float64, and its notion of a response position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from streamrl.config.tree import Config, LossConfig, OptimizerConfig, TrainerConfig
+from streamrl.core import losses
+from streamrl.core.advantages import grpo
+from streamrl.core.batches import TrainBatch
+from streamrl.core.logprobs import token_logprobs
+from streamrl.core.reductions import sample_of_token, token_weights
+from streamrl.errors import ConfigError, TrainingError
+from streamrl.trainers import table_losses
+from streamrl.trainers.factory import make_trainer
+from streamrl.trainers.protocol import Role
+from streamrl.trainers.table import TableTrainer, response_positions
+
+MakeBatch = Callable[..., TrainBatch]
+VOCAB = 16
+
+
+def make_table(directory: Path, **loss: Any) -> Any:
+    optimizer = OptimizerConfig(learning_rate=0.1, clip_norm=0.0, weight_decay=0.01)
+    return make_trainer(Config(trainer=TrainerConfig(backend="table", optimizer=optimizer), loss=LossConfig(**loss)), directory)
+
+
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+def test_losses_and_derivatives_equal_torchs(advantage: float) -> None:
+    rng = np.random.default_rng(0)
+    logprobs, old, mu = (-1 + rng.standard_normal(200) * scale for scale in (0.4, 0.4, 1.0))
+    advantages = np.full(200, advantage)
+    config = LossConfig(tis_cap=1.5, tis_floor=0.3)
+    value, slope, metrics = table_losses.policy_gradient(logprobs, old, mu, advantages, config)
+    leaf = torch.tensor(logprobs, requires_grad=True)
+    expected, named = losses.policy_gradient(
+        leaf, *(torch.tensor(a) for a in (old, mu, advantages)), clip_low=0.2, clip_high=0.28, tis_cap=1.5, tis_floor=0.3
+    )
+    expected.sum().backward()
+    assert leaf.grad is not None
+    assert value == pytest.approx(expected.detach().numpy())
+    assert slope == pytest.approx(leaf.grad.numpy())
+    assert 0 < metrics["train/pg_clipfrac"].mean() < 1
+    assert set(metrics) == set(named)
+    for name, found in metrics.items():
+        assert found == pytest.approx(named[name].numpy()), name
+
+
+@pytest.mark.parametrize("kind", ["sft", "rl"])
+def test_a_step_is_that_of_torchs_adamw_on_autograds_gradient(table_dir: Path, rollouts: Callable[..., TrainBatch], kind: Any) -> None:
+    batches = [msgspec.structs.replace(rollouts(step, temperature=0.7, top_p=0.95, top_k=12), kind=kind) for step in range(3)]
+    trainer = make_table(table_dir)
+    logits = torch.zeros(3, VOCAB, VOCAB, dtype=torch.float64, requires_grad=True)
+    config = Config()
+    adam = torch.optim.AdamW([logits], lr=0.1 if kind == "rl" else config.warmup.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    for batch in batches:
+        target = np.flatnonzero(batch.loss_mask)
+        sample = sample_of_token(batch)[target]
+        position = np.minimum(response_positions(batch)[target], 2)
+        rows = logits[torch.from_numpy(position), torch.from_numpy(batch.tokens[target - 1].astype(np.int64))]
+        logprobs, _ = token_logprobs(
+            rows,
+            torch.from_numpy(batch.tokens[target].astype(np.int64)),
+            lambda states: states,
+            vocab_size=VOCAB,
+            temperature_M=torch.from_numpy(batch.temperature[sample]),
+            top_p_M=torch.from_numpy(batch.top_p[sample]),
+            top_k_M=torch.from_numpy(batch.top_k[sample].astype(np.int64)),
+        )
+        weights = torch.from_numpy(token_weights(batch, np.arange(batch.num_samples), "rollout_mean")[target])
+        loss = losses.sft(logprobs)[0]
+        if kind == "rl":
+            advantages = torch.from_numpy(grpo(batch.rewards, batch.tasks, batch.rollouts)[0][sample])
+            mu = torch.from_numpy(batch.sampler_logprobs[target].astype(np.float64))
+            options = {"clip_low": 0.2, "clip_high": 0.28, "tis_cap": 2.0, "tis_floor": 0.0}
+            loss = losses.policy_gradient(logprobs, logprobs.detach(), mu, advantages, **options)[0]
+        adam.zero_grad()
+        (loss * weights).sum().backward()
+        adam.step()
+        found = trainer.step(batch)
+        assert found.metrics["train/loss"] == pytest.approx(float((loss * weights).sum().detach()))
+        for group in adam.param_groups:  # run.steps = 100: the rate falls from one batch to the next
+            group["lr"] = 0.1 * (1 - 0.7 * (batch.stage_step + 1) / 99) if kind == "rl" else group["lr"]
+    (shard,) = trainer.shards()
+    # Where a gradient is 0 up to rounding Adam still takes a step of full size; there is none in float32 and float64 alike.
+    assert shard.data.view(np.float32) == pytest.approx(logits.detach().numpy().ravel(), abs=2e-5)
+
+
+def test_positions_count_within_each_run_of_sampled_tokens(make_batch: MakeBatch) -> None:
+    batch = make_batch(
+        [
+            {"prompt": [1, 2], "answer": [3, 4, 5, 6, 7], "mask": [1, 1, 0, 1, 1], "mu": [-1, -1, 0, -1, -1]},
+            {"prompt": [1], "answer": [3, 4, 5], "mask": [0, 0, 1], "mu": [-1, -1, -1]},
+            {"prompt": [1, 1, 1], "answer": [3], "mask": [1], "mu": [0]},
+        ]
+    )
+    assert response_positions(batch).tolist() == [0, 0, 0, 1, 0, 0, 1, 0, 0, 1, 2, 0, 0, 0, 0]
+
+
+def test_a_token_masked_for_its_age_still_counts(make_batch: MakeBatch) -> None:
+    batch = make_batch([{"prompt": [1], "answer": [3, 4, 5], "mask": [0, 0, 1], "mu": [0, 0, -1]}])
+    aged = msgspec.structs.replace(batch, staleness=np.array([0, 3, 3, 1], np.int32))
+    assert response_positions(aged).tolist() == [0, 0, 1, 2]
+
+
+def test_the_first_answer_token_is_scored_at_position_zero(table_dir: Path, make_batch: MakeBatch) -> None:
+    trainer = make_table(table_dir)
+    batch = make_batch([{"prompt": [1, 2], "answer": [3, 4]}], kind="sft")
+    for _ in range(5):
+        trainer.step(batch)
+    (shard,) = trainer.shards()
+    changed = np.abs(shard.data.view(np.float32).reshape(3, VOCAB, VOCAB)).max(-1)
+    assert [tuple(i) for i in np.argwhere(changed > 1e-3).tolist()] == [(0, 2), (1, 3)]
+    assert trainer.score(batch, Role.POLICY)[2] == pytest.approx(-np.log(VOCAB), abs=0.1)
+
+
+def test_directories_without_a_table_and_more_ranks_are_refused(tmp_path: Path, table_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="vocab, max_position and eos"):
+        make_table(tmp_path)
+    (tmp_path / "table.json").write_text('{"vocab": 4, "max_position": 2, "eos": 0}')
+    np.save(tmp_path / "logits.npy", np.zeros((2, 4, 5), np.float32))
+    with pytest.raises(ConfigError, match=r"expected logits of shape \(2, 4, 4\)"):
+        make_table(tmp_path)
+    with pytest.raises(TrainingError, match="one rank"):
+        TableTrainer(table_dir, trainer=TrainerConfig(ranks=2), loss=LossConfig(), learning_rate=lambda _: 0.1)

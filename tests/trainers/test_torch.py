@@ -1,0 +1,207 @@
+"""The torch trainer's own promises: exact masks, every layout the same, reduced precision, the Hugging Face directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from streamrl.config.tree import Config, LossConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from streamrl.core.batches import TrainBatch
+from streamrl.core.packing import plan_micro_batches
+from streamrl.errors import ConfigError, TrainingError
+from streamrl.schemas.versions import Version
+from streamrl.trainers.causal_lm import CausalLM
+from streamrl.trainers.factory import export_policy, make_trainer
+from streamrl.trainers.protocol import Role, Trainer
+
+MakeBatch = Callable[..., TrainBatch]
+MakeModel = Callable[..., Path]
+CPU = torch.device("cpu")
+
+
+def make(directory: Path, *, dtype: Any = "float32", loss: LossConfig | None = None, **trainer: Any) -> Trainer:
+    options = {"optimizer": OptimizerConfig(learning_rate=1e-3), **trainer}
+    return make_trainer(Config(model=ModelConfig(dtype=dtype), trainer=TrainerConfig(**options), loss=loss or LossConfig()), directory)
+
+
+def plain_logprobs(directory: Path, batch: TrainBatch) -> npt.NDArray[np.float32]:
+    """transformers' own forward, one sample at a time."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    found = np.zeros(batch.num_tokens, np.float32)
+    for n in range(batch.num_samples):
+        first, last = int(batch.offsets[n]), int(batch.offsets[n + 1])
+        ids = torch.from_numpy(batch.tokens[first:last].astype(np.int64))
+        with torch.no_grad():
+            logp = (model(input_ids=ids[None]).logits[0] / float(batch.temperature[n])).log_softmax(-1)
+        found[first + 1 : last] = logp[:-1].gather(-1, ids[1:, None])[:, 0].numpy()
+    return found
+
+
+@pytest.mark.parametrize("layout", ["shared", "packed", "rows", "cut"])
+def test_every_layout_gives_transformers_log_probs(model_dir: Path, rollouts: Callable[..., TrainBatch], layout: str) -> None:
+    batch = rollouts(temperature=0.7)
+    policy = CausalLM(model_dir, torch.float32, CPU)
+    assert policy.free_masks
+    wanted = np.ones(batch.num_tokens, np.bool_)
+    wanted[batch.offsets[:-1]] = False
+    plans = plan_micro_batches(
+        batch,
+        wanted,
+        np.arange(batch.num_samples),
+        budget={"cut": 20}.get(layout, 10_000),
+        share_prefixes=layout in ("shared", "cut"),
+        several_per_row=layout != "rows",
+    )
+    assert any(plan.plain for plan in plans) == (layout == "rows")
+    found = np.zeros(batch.num_tokens, np.float32)
+    for plan in plans:
+        found[plan.target] = policy.predict(plan, batch)[0].detach().numpy()
+    assert np.abs(found - plain_logprobs(model_dir, batch)).max() < 2e-5
+
+
+def test_gradients_do_not_depend_on_the_layout(model_dir: Path, rollouts: Callable[..., TrainBatch]) -> None:
+    batch = rollouts()
+    policy = CausalLM(model_dir, torch.float64, CPU)
+    weights = torch.linspace(-1, 1, batch.num_tokens, dtype=torch.float64)
+    gradients: list[list[torch.Tensor]] = []
+    for share, several, budget in ((True, True, 10_000), (False, False, 10_000), (True, True, 1)):
+        for plan in plan_micro_batches(batch, batch.loss_mask, np.arange(12), budget=budget, share_prefixes=share, several_per_row=several):
+            (policy.predict(plan, batch)[0] * weights[torch.from_numpy(plan.target)]).sum().backward()
+        gradients.append([p.grad for _, p in policy.parameters() if p.grad is not None])
+        policy.module.zero_grad()
+    assert len(gradients[0]) == len(list(policy.parameters()))
+    # Not tighter: the model's norms and rotary tables are float32 whatever its type.
+    for other in gradients[1:]:
+        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(gradients[0], other, strict=True))
+    assert min(float(g.abs().max()) for g in gradients[0]) > 1e-2
+
+
+@pytest.mark.parametrize(
+    "changes", [{"tie_word_embeddings": False}, {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 0}]
+)
+def test_other_models_score_as_transformers_does(
+    make_model: MakeModel, rollouts: Callable[..., TrainBatch], changes: dict[str, Any]
+) -> None:
+    directory = make_model(**changes)
+    batch = rollouts()
+    assert CausalLM(directory, torch.float32, CPU).free_masks == ("sliding_window" not in changes)
+    assert np.abs(make(directory).score(batch, Role.POLICY) - plain_logprobs(directory, batch)).max() < 2e-5
+
+
+def test_models_of_other_families(tmp_path: Path, rollouts: Callable[..., TrainBatch]) -> None:
+    from transformers import GemmaConfig, GemmaForCausalLM, GPT2Config, GPT2LMHeadModel, GraniteConfig, GraniteForCausalLM
+
+    sizes = {"vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    models = [
+        GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=32, n_layer=1, n_head=2, n_positions=16)),
+        GemmaForCausalLM(GemmaConfig(**sizes, num_key_value_heads=1, head_dim=16)),
+        GraniteForCausalLM(GraniteConfig(**sizes, num_key_value_heads=2, logits_scaling=4.0)),
+    ]
+    batch = rollouts()
+    for model in models:
+        directory = tmp_path / type(model).__name__
+        model.save_pretrained(directory)
+        trainer = make(directory)
+        assert np.abs(trainer.score(batch, Role.POLICY) - plain_logprobs(directory, batch)).max() < 2e-5
+        assert trainer.step(batch).finite
+
+
+def test_a_head_that_does_more_than_project_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_dir: Path) -> None:
+    from transformers import Qwen3ForCausalLM
+
+    forward = Qwen3ForCausalLM.forward
+
+    def shifted(self: Any, *args: Any, **options: Any) -> Any:
+        output = forward(self, *args, **options)
+        output.logits = output.logits * 1.5
+        return output
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "forward", shifted)
+    with pytest.raises(ConfigError, match="does something to its logits"):
+        CausalLM(model_dir, torch.float32, CPU)
+    with pytest.raises(ConfigError, match="no causal language model"):
+        CausalLM(tmp_path, torch.float32, CPU)
+
+
+def test_tied_weights_are_one_shard(make_model: MakeModel, model_dir: Path) -> None:
+    tied = {shard.name for shard in make(model_dir).shards()}
+    untied = {shard.name for shard in make(make_model(tie_word_embeddings=False)).shards()}
+    assert untied - tied == {"lm_head.weight"}
+    assert "model.embed_tokens.weight" in tied
+
+
+def test_bfloat16_trains_on_float32_masters(make_model: MakeModel, rollouts: Callable[..., TrainBatch], tmp_path: Path) -> None:
+    directory = make_model("bfloat16")
+    # Far below bfloat16's resolution: only a master copy can add these steps up.
+    slow = OptimizerConfig(learning_rate=1e-5, final_fraction=1.0)
+    trainer = make(directory, dtype="bfloat16", optimizer=slow)
+    shards = {shard.name: shard for shard in trainer.shards()}
+    assert {shard.dtype for shard in shards.values()} == {"bfloat16"}
+    trainer.step(rollouts(0))
+    trainer.save(tmp_path / "at", b"", version=Version()).result()
+    want = [trainer.step(rollouts(step)).digest for step in range(1, 40)]
+    assert len(set(want)) > 1
+    other = make(directory, dtype="bfloat16", optimizer=slow)
+    other.load(tmp_path / "at")
+    assert [other.step(rollouts(step)).digest for step in range(1, 40)] == want
+
+
+def test_the_export_holds_what_transformers_needs(model_dir: Path, rollouts: Callable[..., TrainBatch], tmp_path: Path) -> None:
+    trainer = make(model_dir)
+    trainer.step(rollouts())
+    export_policy(trainer, tmp_path / "hf")
+    batch = rollouts(1)
+    assert np.abs(trainer.score(batch, Role.POLICY) - plain_logprobs(tmp_path / "hf", batch)).max() < 2e-5
+    assert (tmp_path / "hf" / "tokenizer_config.json").read_text() == "{}"
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) == 1
+
+
+def test_a_checkpoint_of_another_model_is_refused(make_model: MakeModel, model_dir: Path, tmp_path: Path) -> None:
+    trainer = make(model_dir)
+    trainer.save(tmp_path / "at", b"", version=Version()).result()
+    with pytest.raises(TrainingError, match="of another model"):
+        make(make_model(intermediate_size=48)).load(tmp_path / "at")
+
+
+def test_changed_bits_in_a_checkpoint_are_noticed(model_dir: Path, tmp_path: Path) -> None:
+    trainer = make(model_dir)
+    trainer.save(tmp_path / "at", b"", version=Version()).result()
+    file = tmp_path / "at" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(TrainingError, match="files were changed"):
+        trainer.load(tmp_path / "at")
+
+
+def test_the_gradient_norm_is_clipped(model_dir: Path, rollouts: Callable[..., TrainBatch], tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    def mean_norm(clip_norm: float) -> tuple[float, float]:
+        trainer = make(model_dir, optimizer=OptimizerConfig(clip_norm=clip_norm, beta1=0.0))
+        norm = trainer.step(rollouts()).metrics["train/grad_norm"]
+        trainer.save(tmp_path / str(clip_norm), b"", version=Version()).result()
+        moments = load_file(tmp_path / str(clip_norm) / "optimizer.safetensors")
+        return norm, float(torch.cat([v.ravel() for k, v in moments.items() if k.endswith("exp_avg")]).norm())
+
+    free, kept = mean_norm(0.0)
+    assert kept == pytest.approx(free, rel=1e-4)
+    assert mean_norm(free / 10) == pytest.approx((free, free / 10), rel=1e-4)
+
+
+def test_the_process_keeps_its_own_switches(model_dir: Path, rollouts: Callable[..., TrainBatch]) -> None:
+    trainer = make(model_dir)
+    before = torch.are_deterministic_algorithms_enabled()
+    trainer.step(rollouts())
+    with pytest.raises(TrainingError):
+        trainer.step(rollouts(reward=float("nan")))
+    assert torch.are_deterministic_algorithms_enabled() == before
+    assert torch.get_num_threads() == 1
