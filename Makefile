@@ -14,7 +14,7 @@ export VENV
 .DEFAULT_GOAL := up
 
 up: $(VENV)/.installed
-	$(VENV)/bin/streamrl up examples/quickstart/quickstart.toml --set run.name=$(RUN) $(ARGS)
+	$(VENV)/bin/streamrl up examples/quickstart/quickstart.toml --name $(RUN) $(ARGS)
 
 test: lint
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
