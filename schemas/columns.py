@@ -246,12 +246,12 @@ def decode_samples(body: bytes | memoryview, *, where: str = "") -> SampleBatch:
                 )
             batch = reader.read_next_batch()
         batch.validate(full=True)
+        if not schema.equals(arrow_schema()):
+            batch = _with_our_columns(batch, place)
     except (pa.ArrowException, StopIteration, OSError, ValueError, OverflowError, MemoryError) as error:
         raise SchemaError(f"expected an Arrow stream of {SCHEMA_NAME}{place}, got {len(body)} bytes that are none: {error}") from error
     if batch.num_rows == 0:
         raise SchemaError(f"expected at least one row of {SCHEMA_NAME}{place}, got none")
-    if not schema.equals(arrow_schema()):
-        batch = _with_our_columns(batch, place)
     nulls = [field.name for field in arrow_schema() if not field.nullable and _has_nulls(batch.column(field.name))]
     if nulls:
         raise SchemaError(f"expected no nulls in {nulls}{place}")

@@ -101,8 +101,8 @@ class Subjects(msgspec.Struct, frozen=True):
 
 
 def kind_of(subject: str) -> str:
-    """Second token of a subject: `tasks`, `samples`, `tombstones`, `rewards`, `marks`, ..."""
-    return subject.split(".", 2)[1]
+    """Second token of a subject: `tasks`, `samples`, `tombstones`, `rewards`, `marks`, ...; empty if it has one token only."""
+    return subject.split(".", 2)[1] if "." in subject else ""
 
 
 def source_of(subject: str) -> str:

@@ -1,0 +1,150 @@
+"""From a closed batch to the trainer's arrays: in an order that arrival cannot change."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from streamrl.core.assembly import ages, assemble, used
+from streamrl.core.batches import TrainBatch
+from streamrl.core.fold import Batch, close, fold
+from streamrl.core.records import judge
+from streamrl.core.state import FoldConfig, FoldState, initial_state
+from streamrl.errors import TrainingError
+from streamrl.schemas.columns import SampleBatch, encode_samples
+from streamrl.schemas.ledger import Used
+from streamrl.schemas.samples import LogprobMode, Sample, VersionSpan
+from streamrl.schemas.tasks import Sampling
+from streamrl.schemas.versions import Version
+from tests.schemas.rows import sample
+
+CONFIG = FoldConfig(batch_tasks=2, max_staleness=4)
+Closed = tuple[Batch, dict[int, SampleBatch], FoldState]
+
+
+def closed(messages: Sequence[Sequence[Sample]], config: FoldConfig = CONFIG, state: FoldState | None = None) -> Closed:
+    """Fold encoded messages in this order and close."""
+    state = state or replace(initial_state(config), version=Version(0, 7))
+    decoded: dict[int, SampleBatch] = {}
+    for sequence, rows in enumerate(messages, 1):
+        record, batch = judge("run.samples.main", sequence, encode_samples(rows), None)
+        assert batch is not None
+        decoded[sequence] = batch
+        state, effects = fold(state, record, config)
+        assert not effects.dead
+    batch = close(state, config)
+    assert batch is not None
+    return batch, decoded, state
+
+
+def row(task: int, rollout: int, *, index: int = 0, num_samples: int = 1, first: int = 0, **values: Any) -> Sample:
+    tokens = np.array([task * 100 + rollout * 10 + index, first, first + 1, first + 2], np.int32)
+    defaults: dict[str, Any] = {"tokens": tokens, "reward": float(task + rollout), "sample": index, "num_samples": num_samples}
+    return sample(rollout, task=task, **defaults | values)
+
+
+def arrays(batch: TrainBatch) -> dict[str, list[Any]]:
+    names = [name for name in batch.__struct_fields__ if isinstance(getattr(batch, name), np.ndarray)]
+    return {name: getattr(batch, name).tolist() for name in names}
+
+
+def test_sorted_by_task_rollout_and_sample_whatever_came_first() -> None:
+    messages = [[row(1, 0)], [row(1, 1, index=1, num_samples=2), row(1, 1, num_samples=2)], [row(0, 1)], [row(0, 0)]]
+    seen = []
+    for order in itertools.permutations(messages):
+        batch = assemble(*closed(order), CONFIG)
+        seen.append(arrays(batch))
+        assert batch.tokens[batch.offsets[:-1]].tolist() == [0, 10, 100, 110, 111]
+    assert all(one == seen[0] for one in seen)
+    assert seen[0]["tasks"] == [0, 0, 1, 1, 1] and seen[0]["rollouts"] == [0, 1, 0, 1, 1]
+    assert seen[0]["offsets"] == [0, 4, 8, 12, 16, 20]
+    assert seen[0]["rewards"] == [0.0, 1.0, 1.0, 2.0, 2.0]
+
+
+def test_dtypes_and_columns() -> None:
+    values = {"sampling": Sampling(temperature=0.5, top_p=0.75, top_k=3), "logprobs": np.array([0, 0, -0.25, -3], np.float32)}
+    batch = assemble(*closed([[row(0, 0, **values), row(0, 1)], [row(1, 0), row(1, 1)]]), CONFIG)
+    kinds = {name: getattr(batch, name).dtype.name for name in arrays(batch)}
+    assert kinds == {
+        "tokens": "int32",
+        "offsets": "int64",
+        "loss_mask": "bool",
+        "sampler_logprobs": "float32",
+        "staleness": "int32",
+        "temperature": "float32",
+        "top_p": "float32",
+        "top_k": "int32",
+        "rewards": "float64",
+        "tasks": "int64",
+        "rollouts": "int64",
+    }
+    assert (batch.kind, batch.version, batch.stage_step) == ("rl", Version(0, 7), 7)
+    assert (batch.num_samples, batch.num_tokens, batch.lengths.tolist()) == (4, 16, [4, 4, 4, 4])
+    assert (
+        batch.temperature.tolist() == [0.5, 1, 1, 1] and batch.top_p.tolist() == [0.75, 1, 1, 1] and batch.top_k.tolist() == [3, -1, -1, -1]
+    )
+    assert batch.sampler_logprobs[:4].tolist() == [0, 0, -0.25, -3]
+    assert batch.loss_mask[:4].tolist() == [False, False, True, True]
+    assert batch.staleness[:4].tolist() == [0, 0, 3, 3]
+
+
+def test_the_newest_reward_counts() -> None:
+    batch, messages, state = closed([[row(0, 0), row(0, 1)], [row(1, 0), row(1, 1)]])
+    group = batch.groups[0]
+    group = replace(group, rollouts=group.rollouts | {1: replace(group.rollouts[1], reward=9.0)})
+    assert assemble(replace(batch, groups=(group, batch.groups[1])), messages, state, CONFIG).rewards.tolist() == [0, 9, 1, 2]
+
+
+def spans(*numbers: int) -> tuple[VersionSpan, ...]:
+    return (VersionSpan(4 - len(numbers), None), *(VersionSpan(1, Version(0, number)) for number in numbers))
+
+
+def test_mask_takes_old_tokens_out_and_nothing_else() -> None:
+    config = FoldConfig(batch_tasks=1, max_staleness=2, stale="mask")
+    rows = [row(0, 0, spans=spans(3, 5)), row(0, 1, spans=spans(6, 7))]
+    batch = assemble(*closed([rows], config), config)
+    assert batch.staleness.tolist() == [0, 0, 4, 2, 0, 0, 1, 0]
+    assert batch.loss_mask.tolist() == [False, False, False, True, False, False, True, True]
+
+
+def test_ages_add_up() -> None:
+    rows = [row(0, 0, spans=spans(4, 6)), row(0, 1, spans=spans(5, 5))]
+    batch, _, state = closed([rows, [row(1, 0, spans=spans(7, 7)), row(1, 1, spans=spans(7, 7))]])
+    later = replace(state, version=Version(0, 9))
+    assert ages(batch, later) == {"total": [5, 2], "in_flight": [2, 0], "publish_lag": [1, 0], "queued": [2, 2]}
+    parts = ages(batch, later)
+    assert parts["total"] == [sum(one) for one in zip(parts["in_flight"], parts["publish_lag"], parts["queued"], strict=True)]
+
+
+def test_the_ledgers_list_of_what_was_used() -> None:
+    batch, _, _ = closed([[row(1, 1)], [row(0, 0), row(0, 1)], [row(1, 0)]])
+    assert used(batch) == (Used(0, (0, 1), (2, 2)), Used(1, (0, 1), (3, 1)))
+    assert batch.sequences == (1, 2, 3)
+
+
+def demonstration(task: int) -> Sample:
+    values = {"spans": (VersionSpan(4, None),), "logprob_mode": LogprobMode.NONE, "logprobs": np.zeros(4, np.float32), "reward": None}
+    return row(task, 0, **values, source="warmup", group_size=1, sampling=Sampling(temperature=0.25))
+
+
+def test_demonstrations() -> None:
+    config = FoldConfig(batch_tasks=2, max_staleness=1, warmup_steps=3)
+    state = replace(initial_state(config), version=Version(0, 2), warmup_steps=2)
+    batch, messages, state = closed([[demonstration(1)], [demonstration(0)]], config, state)
+    made = assemble(batch, messages, state, config)
+    assert (made.kind, made.stage_step) == ("sft", 2)
+    assert made.temperature.tolist() == [1.0, 1.0], "the loss of a demonstration is taken at temperature 1"
+    assert np.isnan(made.rewards).all() and not made.staleness.any()
+    assert ages(batch, state)["total"] == [0, 0]
+
+
+def test_a_batch_without_a_trainable_token_is_refused() -> None:
+    config = FoldConfig(batch_tasks=1, max_staleness=4, stale="mask")
+    batch, messages, state = closed([[row(0, 0), row(0, 1)]], config)
+    with pytest.raises(TrainingError, match=r"batch after version 0\.9, got none among 8 tokens"):
+        assemble(batch, messages, replace(state, version=Version(0, 9)), config)

@@ -1,0 +1,104 @@
+"""From stored messages to records: never an exception, and the numbers that decisions need."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.core.records import Ended, Marked, Poison, Rewarded, Rollouts, RolloutView, judge
+from streamrl.schemas.codec import encode
+from streamrl.schemas.columns import encode_samples
+from streamrl.schemas.samples import LogprobMode, Mark, RewardUpdate, Tombstone, VersionSpan
+from streamrl.schemas.subjects import Subjects
+from streamrl.schemas.versions import Version
+from tests.schemas.rows import sample
+
+SUBJECTS = Subjects("run")
+SAMPLES = SUBJECTS.samples("main")
+TOMBSTONES = SUBJECTS.tombstones("main")
+
+
+def test_samples_become_one_view_a_rollout() -> None:
+    two = [sample(1, sample=k, num_samples=2) for k in range(2)]
+    record, batch = judge(SAMPLES, 9, encode_samples([*two, sample(0, reward=None)]), "3")
+    assert record == Rollouts(9, "main", 3, 2, (RolloutView(0, 1, 2, 4, 4, None, 4), RolloutView(1, 2, 4, 4, 4, 1.0, 4)))
+    assert batch is not None and batch.num_rows == 3
+
+
+def test_ages_count_trained_tokens_only() -> None:
+    spans = (VersionSpan(1, None), VersionSpan(1, Version(0, 2)), VersionSpan(1, Version(0, 7)), VersionSpan(1, Version(1, 9)))
+    mask = np.array([0, 0, 1, 0], np.uint8)
+    record, _ = judge(SAMPLES, 1, encode_samples([sample(0, spans=spans, loss_mask=mask)]), None)
+    assert isinstance(record, Rollouts)
+    assert (record.rollouts[0].oldest, record.rollouts[0].newest, record.rollouts[0].highest) == (7, 7, 9)
+
+
+def test_the_oldest_token_of_several_samples() -> None:
+    other = (VersionSpan(2, None), VersionSpan(1, Version(0, 3)), VersionSpan(1, Version(0, 5)))
+    rows = [sample(0, num_samples=2), sample(0, sample=1, num_samples=2, spans=other)]
+    record, _ = judge(SAMPLES, 1, encode_samples(rows), None)
+    assert isinstance(record, Rollouts)
+    assert (record.rollouts[0].oldest, record.rollouts[0].newest, record.rollouts[0].num_tokens) == (3, 5, 4)
+
+
+def test_demonstrations_have_no_version() -> None:
+    row = sample(0, spans=(VersionSpan(4, None),), logprob_mode=LogprobMode.NONE, logprobs=np.zeros(4, np.float32), reward=None)
+    record, _ = judge(SAMPLES, 1, encode_samples([row]), None)
+    assert isinstance(record, Rollouts)
+    assert record.rollouts[0] == RolloutView(0, 1, 2, -1, -1, None, -1)
+    assert record.rollouts[0].demonstration
+
+
+def test_a_rollout_without_trained_tokens_is_no_demonstration() -> None:
+    record, _ = judge(SAMPLES, 1, encode_samples([sample(0, loss_mask=np.zeros(4, np.uint8))]), None)
+    assert isinstance(record, Rollouts)
+    assert record.rollouts[0] == RolloutView(0, 1, 0, -1, -1, 0.0, 4)
+    assert not record.rollouts[0].demonstration
+
+
+def test_the_other_kinds() -> None:
+    stone = Tombstone(task=4, reason="failed", rollout=1, group_size=2, detail="x", source="main")
+    assert judge(TOMBSTONES, 1, encode(stone), None) == (Ended(1, "main", 4, 1, 2, "failed", "x"), None)
+    assert judge(SUBJECTS.rewards, 2, encode(RewardUpdate(task=4, rollout=1, reward=0.5)), None) == (Rewarded(2, 4, 1, 0.5, 1), None)
+    assert judge(SUBJECTS.marks, 3, encode(Mark(name="drain")), None) == (Marked(3, "drain"), None)
+
+
+@pytest.mark.parametrize(
+    ("subject", "body", "header", "task", "says"),
+    [
+        (SAMPLES, b"junk", "12", 12, "Arrow stream of samples/1 at run.samples.main sequence 5"),
+        (SAMPLES, b"junk", None, None, "Arrow"),
+        (SAMPLES, encode_samples([sample(0)]), "4", 4, "task 4 .header.* got task 3"),
+        (TOMBSTONES, b"junk", "12", 12, "Tombstone"),
+        (TOMBSTONES, encode(Tombstone(task=1, reason="x", rollout=3, group_size=2)), "1", 1, "below the group size"),
+        (TOMBSTONES, encode(Tombstone(task=1, reason="x", group_size=0)), "1", 1, "below the group size"),
+        (SUBJECTS.rewards, b"junk", "12", None, "RewardUpdate"),
+        (SUBJECTS.rewards, encode(RewardUpdate(task=1, rollout=0, reward=float("nan"))), "1", None, "finite reward"),
+        (SUBJECTS.marks, b"junk", "12", None, "Mark"),
+        ("run.unknown", b"", "12", None, "unknown"),
+        ("run", b"", "12", None, "expected samples"),
+    ],
+)
+def test_what_cannot_be_read_is_poison(subject: str, body: bytes, header: str | None, task: int | None, says: str) -> None:
+    record, batch = judge(subject, 5, body, header)
+    assert isinstance(record, Poison) and batch is None
+    assert (record.sequence, record.task) == (5, task)
+    assert re.search(says, record.reason)
+
+
+@pytest.mark.parametrize("header", ["", "-1", "1.5", "abc", "²", "٣", "9" * 19, "1" * 5000, " 1", "1\n"])
+def test_a_broken_header_names_no_task(header: str) -> None:
+    assert judge(SAMPLES, 1, b"junk", header)[0].task is None  # type: ignore[union-attr]
+
+
+@given(
+    body=st.binary(max_size=100),
+    header=st.none() | st.text(max_size=6),
+    kind=st.sampled_from(["samples.main", "tombstones.x", "rewards", "marks", "odd"]),
+)
+def test_judge_never_raises(body: bytes, header: str | None, kind: str) -> None:
+    assert judge(f"run.{kind}", 1, body, header)[0].sequence == 1

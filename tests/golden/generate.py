@@ -1,0 +1,162 @@
+"""The records whose bytes are kept here, and the script that writes them: `python tests/golden/generate.py`.
+
+A golden file is never rewritten once released: when a schema grows, old bytes must still be read. Running the script only adds
+files that are missing; `--force NAME` replaces one, for a new major version of the schema.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from streamrl.schemas.codec import encode
+from streamrl.schemas.columns import encode_samples
+from streamrl.schemas.control import EnginePresence, Grant, Latest, Position, RunRecord, WorkerPresence
+from streamrl.schemas.dead import DeadRecord
+from streamrl.schemas.events import Event, MetricReport
+from streamrl.schemas.ledger import Drop, LedgerEntry, Used
+from streamrl.schemas.samples import BlobRef, LogprobMode, Mark, RewardUpdate, Sample, Status, Tombstone, VersionSpan
+from streamrl.schemas.tasks import RolloutTask, Sampling
+from streamrl.schemas.versions import Version
+from streamrl.schemas.weights import Manifest, PartRef, TensorSpec
+
+FOLDER = Path(__file__).parent
+
+
+def samples() -> list[Sample]:
+    """A rollout with every column filled, sampled by two versions around a tool's answer, and one with as little as there can be."""
+    full = Sample(
+        run="golden",
+        policy="policy",
+        source="main",
+        task=41,
+        rollout=0,
+        group_size=3,
+        data_epoch=2,
+        tokens=np.array([5, 6, 7, 8, 9, 10, 11], np.int32),
+        loss_mask=np.array([0, 0, 1, 1, 0, 1, 1], np.uint8),
+        logprobs=np.array([0, 0, -0.5, -1.25, 0, -2.0, -0.125], np.float32),
+        spans=(VersionSpan(2, None), VersionSpan(2, Version(0, 16)), VersionSpan(1, None), VersionSpan(2, Version(1, 17))),
+        logprob_mode=LogprobMode.TEMPERATURE,
+        reward=0.75,
+        reward_parts={"answer": 1.0, "length": -0.25},
+        status=Status.TRUNCATED,
+        finish_reason="length",
+        sampling=Sampling(max_new_tokens=9, temperature=0.5, top_p=0.75, top_k=20, stop_token_ids=(2, 3), ignore_eos=True),
+        seed=(1 << 62) + 1,
+        label={"answer": "42"},
+        metadata={"level": 3, "tags": ["a", "ü"]},
+        engine="engine-0",
+        producer="producer-1",
+        started_s=12.5,
+        finished_s=13.25,
+        routed_experts=BlobRef("experts/41", "ab" * 32, 3, 7),
+        images=BlobRef("images/41", "cd" * 32),
+    )
+    least = Sample(
+        run="golden",
+        policy="policy",
+        source="main",
+        task=41,
+        rollout=2,
+        group_size=3,
+        tokens=np.array([4], np.int32),
+        loss_mask=np.array([0], np.uint8),
+        logprobs=np.array([0], np.float32),
+        spans=(VersionSpan(1, None),),
+    )
+    return [full, least]
+
+
+def records() -> dict[str, Any]:
+    """One of each struct that is put on the bus or kept under a key, by file name."""
+    version = Version(1, 17)
+    part = PartRef("blob/17/0", 0, 48, "ef" * 32)
+    return {
+        "task": RolloutTask(
+            run="golden",
+            index=41,
+            source="main",
+            row=7,
+            data_epoch=2,
+            prompt_ids=(5, 6),
+            prompt=[{"role": "user", "content": "6*7?"}],
+            label="42",
+            tools=[{"name": "calculator"}],
+            metadata={"level": 3},
+            num_rollouts=3,
+            sampling=Sampling(max_new_tokens=9),
+            min_version=15,
+            seed=123456789,
+        ),
+        "tombstone": Tombstone(task=41, reason="failed", rollout=1, group_size=3, detail="tool timed out", source="main"),
+        "reward": RewardUpdate(task=41, rollout=2, reward=0.5, revision=2, reward_parts={"answer": 0.5}),
+        "mark": Mark(name="resume", detail={"version": "1.17"}),
+        "ledger": LedgerEntry(
+            run="golden",
+            trainer="main",
+            version=version,
+            source="main",
+            used=(Used(40, (0, 1), (100, 103)), Used(41, (0, 2), (101, 101))),
+            drops=(Drop(99, 39, (0, 1), "stale", retires=True), Drop(102, -1, (), "poison", "no Arrow data")),
+            cursor=104,
+            granted=68,
+            retired=36,
+            seed=99,
+            fingerprint="00112233445566ff",
+            digest="d1430de7c9a85298",
+            warm=True,
+            staleness=(1, 0),
+            num_samples=4,
+            num_tokens=31,
+            metrics={"train/loss": 0.25},
+            fence=3,
+            time_s=1.5,
+        ),
+        "manifest": Manifest(
+            run="golden",
+            policy="policy",
+            version=version,
+            tensors=(TensorSpec("logits", "float32", (3, 4), 0, 48, "d1430de7c9a85298"),),
+            parts=(part,),
+            transport="shm",
+            mirrors={"bus": (part,)},
+            host="host-1",
+            digest="847822ab7c2d7e8c",
+            nbytes=48,
+            published_s=2.5,
+        ),
+        "grant": Grant(68, 17, 36, None),
+        "position": Position("main", "samples", 99, version),
+        "latest": Latest("main", version, "checkpoints/main-v00000017-e1", 104, 99, "identity"),
+        "engine": EnginePresence(engine="engine-0", address="http://127.0.0.1:1", serving=version, running=3, waiting=4, slots=8),
+        "worker": WorkerPresence(worker="feeder-0", kind="feeder", pid=12, host="host-1", detail={"issued": 41}),
+        "run": RunRecord(
+            run="golden",
+            config="{}",
+            dataset_digest="ab",
+            num_rows=9,
+            code_version="0.1.0",
+            fingerprint={"torch": "2.11"},
+            created_s=3.5,
+        ),
+        "event": Event(kind="swap", worker="engine-0", detail={"ms": 0.5}, time_s=4.5),
+        "metrics": MetricReport(worker="engine-0", mean={"a": 1.0}, sum={"b": 2.0}, max={"c": 3.0}, last={"d": 4.0}, time_s=5.5),
+        "dead": DeadRecord(stream="samples", sequence=102, subject="golden.samples.main", reason="no Arrow data", body=b"\x00\xff"),
+    }
+
+
+def main(arguments: list[str]) -> None:
+    files = {name: encode(record) for name, record in records().items()} | {"samples-1": encode_samples(samples())}
+    for name, data in files.items():
+        path = FOLDER / f"{name}.bin"
+        if not path.exists() or arguments == ["--force", name]:
+            path.write_bytes(data)
+            sys.stdout.write(f"{path.name}: {len(data)} bytes\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,291 @@
+"""Samples on the wire: nothing is lost, nothing is copied, nothing broken gets through."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamrl.errors import SchemaError
+from streamrl.schemas.columns import SampleBatch, arrow_schema, decode_samples, encode_samples
+from streamrl.schemas.samples import BlobRef, LogprobMode, Sample, Status, VersionSpan
+from streamrl.schemas.tasks import Sampling
+from streamrl.schemas.versions import Version
+from tests.schemas.rows import message, plain, sample, table
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-99, 99) | st.text(max_size=5), lambda kids: st.lists(kids, max_size=3), max_leaves=4
+)
+TEXT = st.text(max_size=8)
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> list[Sample]:
+    """The samples of one message: some rollouts of a task, each with one or several samples."""
+    size = draw(st.integers(1, 4))
+    rows = []
+    for rollout in draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=size, unique=True)):
+        num_samples = draw(st.integers(1, 2))
+        rows += [draw(a_sample(size, rollout, index, num_samples)) for index in range(num_samples)]
+    return rows
+
+
+@st.composite
+def a_sample(draw: st.DrawFn, group_size: int, rollout: int, index: int, num_samples: int) -> Sample:
+    prompt = draw(st.integers(1, 4))
+    spans = [VersionSpan(prompt, None)]
+    for _ in range(draw(st.integers(0, 3))):
+        known = draw(st.booleans())
+        spans.append(VersionSpan(draw(st.integers(1, 5)), Version(draw(st.integers(0, 2)), draw(st.integers(0, 2**40))) if known else None))
+    sampled = np.concatenate([np.full(span.length, span.version is not None) for span in spans])
+    length = len(sampled)
+    trained = sampled & np.array(draw(st.lists(st.booleans(), min_size=length, max_size=length)))
+    logprobs = -np.array(draw(st.lists(st.floats(0, 100, width=32), min_size=length, max_size=length)), np.float32)
+    return Sample(
+        run=draw(TEXT),
+        policy=draw(TEXT),
+        source=draw(TEXT),
+        task=2**40,
+        rollout=rollout,
+        sample=index,
+        group_size=group_size,
+        num_samples=num_samples,
+        data_epoch=draw(st.integers(0, 9)),
+        tokens=np.array(draw(st.lists(st.integers(0, 2**31 - 1), min_size=length, max_size=length)), np.int32),
+        loss_mask=trained.astype(np.uint8),
+        logprobs=np.where(sampled, logprobs, 0).astype(np.float32),
+        spans=tuple(spans),
+        logprob_mode=draw(st.sampled_from(LogprobMode)),
+        reward=draw(st.none() | st.floats(allow_nan=False, allow_infinity=False)),
+        reward_parts=draw(st.dictionaries(TEXT, st.floats(allow_nan=False), max_size=2)),
+        status=draw(st.sampled_from(Status)),
+        finish_reason=draw(TEXT),
+        sampling=Sampling(
+            max_new_tokens=draw(st.integers(1, 99)), temperature=draw(st.sampled_from([0.5, 1.0])), top_k=draw(st.sampled_from([-1, 5]))
+        ),
+        seed=draw(st.integers(0, 2**63 - 1)),
+        label=draw(JSON),
+        metadata=draw(st.dictionaries(TEXT, JSON, max_size=2)),
+        engine=draw(TEXT),
+        producer=draw(TEXT),
+        started_s=draw(st.floats(0, 1e10)),
+        finished_s=draw(st.floats(0, 1e10)),
+        routed_experts=draw(st.none() | st.builds(BlobRef, TEXT, TEXT, st.integers(0, 99), st.integers(0, 99))),
+    )
+
+
+@given(rows=groups())
+@settings(deadline=None, max_examples=150)
+def test_round_trip(rows: list[Sample]) -> None:
+    batch = decode_samples(encode_samples(rows))
+    assert [plain(row) for row in batch.rows()] == [plain(row) for row in rows]
+    assert batch.tokens.tolist() == [token for row in rows for token in row.tokens]
+    versions = [-1 if span.version is None else span.version.number for row in rows for span in row.spans for _ in range(span.length)]
+    assert batch.token_versions().tolist() == versions
+
+
+def test_tokens_are_not_copied() -> None:
+    body = encode_samples([sample(0), sample(1)])
+    batch = decode_samples(body)
+    whole = np.frombuffer(body, np.uint8)
+    for column in (batch.tokens, batch.loss_mask, batch.logprobs, batch.span_number, batch.rows()[1].tokens):
+        assert np.shares_memory(column, whole)
+        assert not column.flags.writeable
+
+
+def test_decoding_a_large_message_takes_no_memory_for_its_tokens() -> None:
+    length = 1 << 20
+    big = sample(
+        tokens=np.zeros(length, np.int32),
+        loss_mask=np.zeros(length, np.uint8),
+        logprobs=np.zeros(length, np.float32),
+        spans=(VersionSpan(length, None),),
+    )
+    body = encode_samples([big])
+    before = pa.total_allocated_bytes()
+    tracemalloc.start()
+    batch = decode_samples(body)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(batch.tokens) == length and len(body) > 9 * length
+    assert kept < length // 4 and pa.total_allocated_bytes() - before < length // 4
+
+
+def test_a_view_outlives_its_batch() -> None:
+    tokens = decode_samples(bytes(encode_samples([sample(0)]))).rows()[0].tokens
+    assert tokens.tolist() == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([], "at least one sample"),
+        ([sample(0), sample(1, task=4)], "tasks 3 and 4"),
+        ([sample(0, logprobs=np.zeros(3, np.float32))], "task 3 rollout 0 sample 0: .* 4, 4, 3"),
+        ([sample(0, spans=(VersionSpan(3, None),))], "cover all 4 tokens, they cover 3"),
+    ],
+)
+def test_encoding_refuses_what_does_not_fit_together(rows: list[Sample], says: str) -> None:
+    with pytest.raises(SchemaError, match=says):
+        encode_samples(rows)
+
+
+Change = Callable[[dict[str, list[Any]]], None]
+
+
+def put(**columns: Any) -> Change:
+    """Replace columns; a value that is no list is put in row 1 only."""
+
+    def change(found: dict[str, list[Any]]) -> None:
+        for name, value in columns.items():
+            found[name] = value if isinstance(value, list) else [found[name][0], value]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (put(loss_mask=[[0, 0, 1, 1], [0, 0, 1, 1, 1]]), "equal lengths"),
+        (put(logprobs=[[0, 0, -1, -1, -1], [0, 0, -1]]), "equal lengths"),
+        (put(tokens=[[1, 2, 3, 4], []], loss_mask=[[0, 0, 1, 1], []], logprobs=[[0.0, 0, -1, -1], []]), "at least one token"),
+        (put(logprobs=[[0, 0, -1, -1], [0, 0, float("nan"), -1]]), "finite log-probs"),
+        (put(logprobs=[[0, 0, -1, -1], [0, 0, float("-inf"), -1]]), "finite log-probs"),
+        (put(logprobs=[[0, 0, -1, 0.01], [0, 0, -1, -1]]), "at most 0"),
+        (put(loss_mask=[[0, 0, 1, 1], [1, 0, 1, 1]]), "0 at each first token"),
+        (put(loss_mask=[[0, 0, 1, 1], [0, 0, 2, 1]]), "loss mask of 0 and 1"),
+        (put(tokens=[[1, 2, 3, 4], [1, 2, -3, 4]]), "token ids"),
+        (put(span_length=[[2, 2], [2, 1]]), "cover every token"),
+        (put(span_length=[[2, 2], [4, 0]]), "at least one token each"),
+        (put(span_length=[[2, 2], [2]], span_epoch=[[-1, 0], [-1]], span_number=[[-1, 4], [-1]]), "cover every token"),
+        (put(span_length=[[2, 2], []], span_epoch=[[-1, 0], []], span_number=[[-1, 4], []]), "at least one token each"),
+        (
+            put(span_length=[[2**31 - 1, 2**31 - 1, 6], [2, 2]], span_epoch=[[0] * 3, [-1, 0]], span_number=[[4] * 3, [-1, 4]]),
+            "cover every token",
+        ),
+        (put(span_number=[[-1, 4, 4], [-1]]), "equal lengths"),
+        (put(span_number=[[-1, 4], [-1, -4]]), "epoch and number"),
+        (put(span_number=[[-1, 4], [4, 4]]), "epoch and number"),
+        (put(task=[3, 4]), "one task"),
+        (put(task=[-1, -1]), "one task"),
+        (put(group_size=[2, 3]), "one group size"),
+        (put(group_size=[0, 0]), "group size"),
+        (put(rollout=[0, 2]), "below the group size 2"),
+        (put(rollout=[0, -1]), "below the group size 2"),
+        (put(rollout=[0, 0]), "all samples of rollout 0"),
+        (put(num_samples=[1, 2]), "all samples of rollout 1"),
+        (put(sample=[0, 1]), "all samples of rollout 1"),
+        (put(reward=[0.0, float("inf")]), "finite rewards"),
+        (put(temperature=-0.5), "temperature"),
+        (put(temperature=float("nan")), "temperature"),
+        (put(temperature=0.0), "temperature above 0"),
+        (put(top_p=0.0), "top_p"),
+        (put(top_k=0), "top_k"),
+        (put(max_new_tokens=0), "max_new_tokens"),
+        (put(status="melted"), "melted"),
+        (put(logprob_mode="guess"), "guess"),
+        (put(span_number=[[-1, 4], [-1, -1]], span_epoch=[[-1, 0], [-1, -1]]), "carry the version"),
+    ],
+)
+def test_wrong_rows_are_refused_and_say_where(change: Change, says: str) -> None:
+    columns = table()
+    change(columns)
+    with pytest.raises(SchemaError, match=says) as caught:
+        decode_samples(message(columns), where="run.samples.main sequence 7")
+    assert "at run.samples.main sequence 7" in caught.value.message
+
+
+def schema_with(*fields: pa.Field, without: str = "", name: str = "samples/1") -> pa.Schema:
+    kept = [field for field in arrow_schema() if field.name != without and field.name not in {f.name for f in fields}]
+    return pa.schema([*kept, *fields], metadata={b"streamrl.schema": name.encode()} if name else None)
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        (schema_with(name="samples/0"), "expected sample schema samples/1 at here, got samples/0"),
+        (schema_with(name="samples/2"), "got samples/2"),
+        (schema_with(name="tasks/1"), "got tasks/1"),
+        (schema_with(name=""), "without a schema name"),
+        (schema_with(without="logprobs"), r"\['logprobs'\]"),
+        (schema_with(pa.field("rollout", pa.int64(), nullable=False)), r"\['rollout'\]"),
+        (schema_with(pa.field("seed", pa.int64(), nullable=True)), r"\['seed'\]"),
+        (schema_with(pa.field("added", pa.int64(), nullable=False)), r"\['added'\]"),
+    ],
+)
+def test_foreign_schemas_are_refused(schema: pa.Schema, says: str) -> None:
+    with pytest.raises(SchemaError, match=says):
+        decode_samples(message(table() | {"added": [1, 2]}, schema), where="here")
+
+
+def test_added_nullable_columns_and_another_order_are_read() -> None:
+    schema = schema_with(pa.field("added", pa.utf8()), pa.field("task", pa.int64(), nullable=False), without="images")
+    batch = decode_samples(message(table() | {"added": [None, "x"]}, schema))
+    assert [plain(row) for row in batch.rows()] == [plain(sample(0)), plain(sample(1))]
+
+
+@pytest.mark.parametrize("column", ["seed", "tokens"])
+def test_nulls_where_none_may_be(column: str) -> None:
+    columns = table()
+    columns[column] = [None, 1] if column == "seed" else [[5, 6, 7, 8], [5, None, 7, 8]]
+    nullable = pa.schema([pa.field(field.name, field.type) for field in arrow_schema()])
+    body = message(columns, nullable)
+    stream = pa.ipc.open_stream(body)
+    batch = pa.RecordBatch.from_arrays(stream.read_next_batch().columns, schema=arrow_schema())
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, arrow_schema()) as writer:
+        writer.write_batch(batch)
+    with pytest.raises(SchemaError, match=column):
+        decode_samples(sink.getvalue().to_pybytes())
+
+
+def test_no_rows() -> None:
+    with pytest.raises(SchemaError, match="at least one row"):
+        decode_samples(message({name: [] for name in arrow_schema().names}))
+
+
+def test_a_label_that_is_no_json() -> None:
+    columns = table()
+    columns["label"] = [None, "{"]
+    batch = decode_samples(message(columns))
+    with pytest.raises(SchemaError, match="JSON"):
+        batch.rows()
+
+
+def opened(data: bytes) -> SampleBatch | None:
+    """A valid batch, all of whose rows can be read, or None."""
+    try:
+        batch = decode_samples(data, where="here")
+        batch.rows()
+    except SchemaError as error:
+        assert "here" in error.message or "JSON" in error.message
+        return None
+    assert len(batch.tokens) == len(batch.token_versions()) == len(batch.loss_mask) == len(batch.logprobs)
+    return batch
+
+
+def test_truncated_bytes() -> None:
+    body = encode_samples([sample(0), sample(1)])
+    for end in range(0, len(body) - 8, 37):
+        assert opened(body[:end]) is None
+
+
+@given(data=st.binary(max_size=300))
+def test_random_bytes(data: bytes) -> None:
+    assert opened(data) is None
+
+
+@given(seed=st.integers(0, 2**32), count=st.integers(1, 6))
+@settings(max_examples=1500, deadline=None)
+def test_mutated_bytes_are_refused_or_valid(seed: int, count: int) -> None:
+    body = bytearray(encode_samples([sample(0), sample(1, label={"a": 1})]))
+    random = np.random.default_rng(seed)
+    for place in random.integers(0, len(body), count):
+        body[place] = random.choice([0, 1, 127, 128, 255, body[place] ^ (1 << int(random.integers(8)))])
+    opened(bytes(body))

@@ -1,0 +1,47 @@
+"""Bytes written by earlier builds are read for ever; see `tests/golden/generate.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pyarrow as pa
+import pytest
+
+from streamrl.schemas.codec import decode, encode
+from streamrl.schemas.columns import arrow_schema, decode_samples
+from streamrl.schemas.control import Grant
+from tests.golden.generate import records, samples
+from tests.schemas.rows import plain
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+@pytest.mark.parametrize("name", sorted(records()))
+def test_messagepack_reads_and_writes_the_golden_bytes(name: str) -> None:
+    expected, data = records()[name], (GOLDEN / f"{name}.bin").read_bytes()
+    assert decode(data, type(expected)) == expected
+    assert encode(expected) == data
+
+
+@pytest.mark.parametrize("name", sorted(records()))
+def test_fields_are_named_on_the_wire_and_unknown_ones_are_ignored(name: str) -> None:
+    expected, data = records()[name], (GOLDEN / f"{name}.bin").read_bytes()
+    named = msgspec.msgpack.decode(data)
+    assert set(expected.__struct_fields__) <= set(named)
+    assert decode(msgspec.msgpack.encode(named | {"added_later": [1, 2]}), type(expected)) == expected
+
+
+def test_fields_that_are_missing_take_their_defaults() -> None:
+    assert decode(msgspec.msgpack.encode({"granted": 4, "version": 1, "retired": 2}), Grant) == Grant(4, 1, 2, 0)
+
+
+def test_arrow_reads_the_golden_bytes() -> None:
+    data = (GOLDEN / "samples-1.bin").read_bytes()
+    assert [plain(row) for row in decode_samples(data).rows()] == [plain(row) for row in samples()]
+    with pa.ipc.open_stream(data) as reader:
+        assert reader.schema.equals(arrow_schema(), check_metadata=True)
+
+
+def test_every_golden_file_has_its_record() -> None:
+    assert {path.stem for path in GOLDEN.glob("*.bin")} == {*records(), "samples-1"}
