@@ -17,6 +17,7 @@ from streamrl.producers.episode import samples_of
 from streamrl.producers.factory import make_pool, make_runner, policy_tokenizer
 from streamrl.producers.protocol import Failure
 from streamrl.producers.publishing import Publisher
+from streamrl.schemas.subjects import MAIN_SOURCE, WARMUP_SOURCE
 from streamrl.schemas.tasks import RolloutTask
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAIN = "main"
-WARMUP = "warmup"
 _WARMUP_CONCURRENCY = 256
 """Demonstrations ask no engine; this many keep the bus busy."""
 _REPORT_EVERY_S = 2.0
@@ -36,11 +35,11 @@ _REPORT_EVERY_S = 2.0
 
 async def main(worker: Worker) -> None:
     """Serve the run's tasks with `producer.function`, and its warm-up, until the worker drains."""
-    sources = (MAIN, WARMUP) if worker.config.warmup.max_steps else (MAIN,)
+    sources = (MAIN_SOURCE, WARMUP_SOURCE) if worker.config.warmup.max_steps else (MAIN_SOURCE,)
     await serve(worker, worker.config.producer.function, sources=sources)
 
 
-async def attach(worker: Worker, function: str, *, source: str = MAIN) -> int:
+async def attach(worker: Worker, function: str, *, source: str = MAIN_SOURCE) -> int:
     """Join a running loop as one more producer and stay until the worker drains; its open tasks then go back to the queue.
 
     Args:
@@ -76,7 +75,7 @@ async def serve(worker: Worker, function: str, *, sources: Sequence[str]) -> int
 
 def _claims(worker: Worker, source: str, runner: GroupRunner, publisher: Publisher) -> Claims:
     config = worker.config
-    warmup = source == WARMUP
+    warmup = source == WARMUP_SOURCE
     work = _demonstrate(worker, publisher) if warmup else _roll_out(worker, runner, publisher)
     return Claims(
         worker.bus,

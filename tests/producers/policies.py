@@ -18,6 +18,8 @@ from streamrl.weights.manifest import Content, build
 from streamrl.weights.protocol import Part, Shard
 
 POSITIONS = 8
+SURE = 30.0
+"""Logit of the scripted token; all others are 0."""
 
 
 def make_model(directory: Path) -> Tokenizer:
@@ -27,7 +29,7 @@ def make_model(directory: Path) -> Tokenizer:
 
 
 def script(tokenizer: Tokenizer, answers: Mapping[tuple[int, str], str], *, otherwise: str = "<|end|>") -> np.ndarray:
-    """Logits [P, V, V] under which token `answers[position, previous]` is sampled with probability 0.99 or more, else `otherwise`.
+    """Logits [P, V, V] under which token `answers[position, previous]` is sampled almost surely, else `otherwise`.
 
     Args:
         tokenizer: of the table.
@@ -36,11 +38,11 @@ def script(tokenizer: Tokenizer, answers: Mapping[tuple[int, str], str], *, othe
     """
     vocab = 104
     logits = np.zeros((POSITIONS, vocab, vocab), np.float32)
-    logits[:, :, tokenizer.encode(otherwise)[0]] = 10.0
+    logits[:, :, tokenizer.encode(otherwise)[0]] = SURE
     for (position, previous), answer in answers.items():
         row = logits[position, tokenizer.encode(previous)[0]]
         row[:] = 0.0
-        row[tokenizer.encode(answer)[0]] = 10.0
+        row[tokenizer.encode(answer)[0]] = SURE
     return logits
 
 

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from streamrl.bus import connect
+from streamrl.bus.protocol import Bus, Message
+from streamrl.bus.server import NatsServer
+from streamrl.config.tree import (
+    BusConfig,
+    Config,
+    DataConfig,
+    EngineConfig,
+    ModelConfig,
+    RunConfig,
+    TasksConfig,
+    TrainerConfig,
+    WarmupConfig,
+)
+from streamrl.data.tokenizer import Tokenizer
+from streamrl.engines.server import serve
+from streamrl.engines.table import TableEngine
+from streamrl.runtime.rundir import RunDir
+from streamrl.runtime.worker import Worker
+from streamrl.schemas.codec import decode, encode
+from streamrl.schemas.columns import decode_samples
+from streamrl.schemas.control import EnginePresence
+from streamrl.schemas.samples import Sample, Tombstone
+from streamrl.schemas.subjects import SAMPLES, TASKS, Subjects, kind_of
+from streamrl.schemas.tasks import RolloutTask, Sampling
+from streamrl.schemas.versions import Version
+from tests.producers.policies import make_model, script, start_engine
+
+ACK_WAIT_S = 1.0
+
+
+@pytest.fixture(scope="session")
+def producer_nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    server = NatsServer(tmp_path_factory.mktemp("nats"))
+    server.start()
+    yield server
+    server.stop()
+
+
+class Loop:
+    """A run's bus with the parts around the producer: tasks in, samples out, an engine behind HTTP."""
+
+    def __init__(self, bus: Bus, config: Config, run_dir: RunDir, tokenizer: Tokenizer, reopen: Callable[[], object]) -> None:
+        self.bus = bus
+        self.config = config
+        self.run_dir = run_dir
+        self.tokenizer = tokenizer
+        self.subjects = Subjects(config.run.name)
+        self.reopen = reopen
+        self.num_tasks = 0
+
+    def worker(self, index: int = 0, *, bus: Bus | None = None, config: Config | None = None, kind: str = "producer") -> Worker:
+        return Worker(config=config or self.config, run_dir=self.run_dir, bus=bus or self.bus, kind=kind, index=index)
+
+    async def issue(
+        self, count: int, *, source: str = "main", num_rollouts: int = 2, prompt: str = "<|user|>3+4<|end|><|assistant|>"
+    ) -> None:
+        """Publish tasks as the feeder would."""
+        for _ in range(count):
+            task = RolloutTask(
+                run=self.config.run.name,
+                index=self.num_tasks,
+                source=source,
+                prompt_ids=tuple(self.tokenizer.encode(prompt)),
+                prompt="3+4",
+                label="7",
+                num_rollouts=num_rollouts,
+                sampling=Sampling(max_new_tokens=8),
+                seed=self.num_tasks,
+            )
+            await self.bus.publish(self.subjects.tasks(source), encode(task), expect_last=self.num_tasks)
+            self.num_tasks += 1
+
+    async def records(self, count: int, *, timeout_s: float = 30.0) -> list[Message]:
+        """The first `count` messages of the sample stream, waiting for them."""
+        found: list[Message] = []
+        async with asyncio.timeout(timeout_s):
+            async for message in self.bus.read(SAMPLES, after=0):
+                found.append(message)
+                if len(found) == count:
+                    break
+        return found
+
+    async def queue_is_empty(self, *, timeout_s: float = 30.0) -> None:
+        """Wait until every task is off the queue."""
+        async with asyncio.timeout(timeout_s):
+            while (await self.bus.state(TASKS)).messages:
+                await asyncio.sleep(0.02)
+
+    @contextlib.asynccontextmanager
+    async def engine(self, logits: np.ndarray | None = None, *, name: str = "table-0", **options: object) -> AsyncIterator[TableEngine]:
+        """A table engine behind HTTP, announced on the bus until the end."""
+        logits = script(self.tokenizer, {(0, "<|assistant|>"): "7"}) if logits is None else logits
+        engine = await start_engine(self.run_dir.model_dir, logits, engine_id=name, **options)  # type: ignore[arg-type]
+        server = await serve(engine, "127.0.0.1", 0)
+        presence = EnginePresence(engine=name, address=server.address, serving=Version(0, 0), slots=64)
+        await self.bus.kv.put(f"presence/engines/{name}", encode(presence))
+        try:
+            yield engine
+        finally:
+            await self.bus.kv.delete(f"presence/engines/{name}")
+            await server.stop()
+            await engine.stop()
+
+    @contextlib.asynccontextmanager
+    async def serving(self, main: Callable[[Worker], object], worker: Worker) -> AsyncIterator[asyncio.Task[object]]:
+        """A service that is drained at the end; raises what it raised."""
+        service: asyncio.Task[object] = asyncio.ensure_future(main(worker))  # type: ignore[arg-type]
+        try:
+            yield service
+        finally:
+            worker.draining.set()
+            await service
+
+
+def samples_in(records: Sequence[Message]) -> list[Sample]:
+    """All samples of some records, in stream order."""
+    return [row for record in records if kind_of(record.subject) == "samples" for row in decode_samples(record.body).rows()]
+
+
+def tombstones_in(records: Sequence[Message]) -> list[Tombstone]:
+    """All tombstones of some records, in stream order."""
+    return [decode(record.body, Tombstone) for record in records if kind_of(record.subject) == "tombstones"]
+
+
+@pytest.fixture
+async def loop(tmp_path: Path, producer_nats: NatsServer) -> AsyncIterator[Loop]:
+    name = f"run-{uuid.uuid4().hex[:8]}"
+    run_dir = RunDir(tmp_path / name)
+    run_dir.create()
+    tokenizer = make_model(run_dir.model_dir)
+    config = Config(
+        run=RunConfig(name=name),
+        model=ModelConfig(max_len=128),
+        data=DataConfig(train="unused.jsonl"),
+        tasks=TasksConfig(max_deliveries=3),
+        engine=EngineConfig(kind="table"),
+        trainer=TrainerConfig(backend="table"),
+        warmup=WarmupConfig(max_steps=1),
+        bus=BusConfig(ack_wait_s=ACK_WAIT_S, samples_bytes=1_000_000),
+    )
+
+    async def reopen() -> Bus:
+        return await connect(producer_nats.address, name, config.bus)
+
+    bus = await reopen()
+    yield Loop(bus, config, run_dir, tokenizer, reopen)
+    await bus.close()
+
+
+def with_producer(config: Config, function: str, **fields: object) -> Config:
+    """The configuration with another producer function."""
+    return replace(config, producer=replace(config.producer, function=function, **fields))

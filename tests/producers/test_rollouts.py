@@ -1,0 +1,264 @@
+"""The producer worker against a real nats-server and an engine behind HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from streamrl.core.seeds import rollout_seed
+from streamrl.engines.delays import TokenDelay
+from streamrl.errors import ConfigError, StreamFull
+from streamrl.producers.publishing import Publisher
+from streamrl.producers.rollouts import attach, main
+from streamrl.schemas.samples import LogprobMode
+from streamrl.schemas.subjects import HEADER_SCHEMA, HEADER_TASK, SAMPLES, TASKS
+from streamrl.schemas.tasks import RolloutTask
+from tests.producers.conftest import ACK_WAIT_S, Loop, samples_in, tombstones_in, with_producer
+from tests.producers.policies import SURE, script
+
+pytestmark = pytest.mark.nats
+
+PRODUCERS = '''
+import asyncio
+import time
+
+
+async def calculator(task, engine):
+    chat = engine.chat(task)
+    turn = await chat.generate()
+    while "?" in turn.text:
+        chat.tool("7")
+        turn = await chat.generate()
+    return chat.episode()
+
+
+async def blocks(task, engine):
+    """Holds its thread for three ack waits."""
+    chat = engine.chat(task)
+    await chat.generate()
+    time.sleep(engine.options["block_s"])
+    return chat.episode()
+
+
+async def hangs(task, engine):
+    await asyncio.sleep(3600)
+
+
+async def fails_on_odd_rollouts(task, engine):
+    chat = engine.chat(task)
+    await chat.generate()
+    if engine.context.rollout_index % 2:
+        raise ValueError("a broken tool")
+    return chat.episode()
+
+
+async def always_fails(task, engine):
+    raise ValueError("nothing works")
+'''
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> Path:
+    path = tmp_path / "functions.py"
+    path.write_text(PRODUCERS)
+    return path
+
+
+async def test_a_task_becomes_one_message_of_scored_samples(loop: Loop) -> None:
+    async with loop.engine(), loop.serving(main, loop.worker()):
+        await loop.issue(3, num_rollouts=4)
+        records = await loop.records(3)
+        await loop.queue_is_empty()
+    by_task = {record.headers[HEADER_TASK]: record for record in records}
+    assert sorted(by_task) == ["0", "1", "2"]
+    assert {record.headers[HEADER_SCHEMA] for record in records} == {"samples/1"}
+    samples = samples_in([by_task["1"]])
+    assert [(s.rollout, s.group_size, s.reward, s.seed) for s in samples] == [(k, 4, 1.0, rollout_seed(1, k)) for k in range(4)]
+    assert {(s.engine, s.producer, s.source) for s in samples} == {("table-0", "producer-0", "main")}
+    tokenizer = loop.tokenizer
+    assert tokenizer.decode(samples[0].tokens.tolist()) == "<|user|>3+4<|end|><|assistant|>7<|end|>"
+    assert samples[0].loss_mask.tolist() == [0] * 6 + [1, 1]
+    assert (samples[0].logprobs[6:] < 0).all() and (samples[0].logprobs[:6] == 0).all()
+
+
+async def test_warmup_tasks_need_no_engine(loop: Loop) -> None:
+    async with loop.serving(main, loop.worker()):
+        await loop.issue(2, source="warmup", num_rollouts=1)
+        samples = samples_in(await loop.records(2))
+        await loop.queue_is_empty()
+    assert loop.tokenizer.decode(samples[0].tokens.tolist()) == "<|user|>3+4<|end|><|assistant|>7<|end|>"
+    assert samples[0].loss_mask.tolist() == [0] * 6 + [1, 1]
+    assert (samples[0].logprob_mode, samples[0].reward) == (LogprobMode.NONE, None)
+    assert [(span.length, span.version) for span in samples[0].spans] == [(8, None)]
+
+
+async def test_a_custom_producer_runs_over_several_turns(loop: Loop, functions: Path) -> None:
+    # Asked for 3+4 it calls the tool half of the time; the tool's answer comes back until it gives its own.
+    logits = script(loop.tokenizer, {(0, "<|assistant|>"): "7"})
+    row = logits[0, loop.tokenizer.encode("<|assistant|>")[0]]
+    row[loop.tokenizer.encode("?")[0]] = SURE
+    worker = loop.worker(config=with_producer(loop.config, f"{functions}:calculator"))
+    async with loop.engine(logits), loop.serving(main, worker):
+        await loop.issue(8, num_rollouts=4)
+        samples = samples_in(await loop.records(8))
+    turns = [loop.tokenizer.decode(sample.tokens.tolist()).split("<|assistant|>")[1:] for sample in samples]
+    assert len(samples) == 32
+    assert all(turn[-1] == "7<|end|>" and all(early == "?<|end|><|tool|>7<|end|>" for early in turn[:-1]) for turn in turns)
+    assert {1, 2} <= {len(turn) for turn in turns}
+    for sample, turn in zip(samples, turns, strict=True):
+        masked = loop.tokenizer.decode(sample.tokens[sample.loss_mask == 1].tolist())
+        assert masked == "?<|end|>" * (len(turn) - 1) + "7<|end|>"
+
+
+async def test_user_code_that_blocks_keeps_its_lease(loop: Loop, functions: Path) -> None:
+    config = with_producer(loop.config, f"{functions}:blocks", options={"block_s": 3 * ACK_WAIT_S})
+    # A lease that lapsed would be delivered a second time, and end in a tombstone.
+    config = replace(config, tasks=replace(config.tasks, max_deliveries=1))
+    async with loop.engine(), loop.serving(main, loop.worker(config=config)):
+        await loop.issue(1, num_rollouts=1)
+        records = await loop.records(1)
+        await loop.queue_is_empty()
+        assert (await loop.bus.state(SAMPLES)).last == 1
+    assert [sample.rollout for sample in samples_in(records)] == [0]
+
+
+async def test_a_failing_rollout_ends_alone(loop: Loop, functions: Path) -> None:
+    worker = loop.worker(config=with_producer(loop.config, f"{functions}:fails_on_odd_rollouts"))
+    async with loop.engine(), loop.serving(main, worker):
+        await loop.issue(1, num_rollouts=4)
+        records = await loop.records(3)
+        await loop.queue_is_empty()
+    assert [(t.task, t.rollout, t.reason, t.group_size) for t in tombstones_in(records)] == [(0, 1, "failed", 4), (0, 3, "failed", 4)]
+    assert "a broken tool" in tombstones_in(records)[0].detail
+    # Tombstones first: a redelivered task may find its sample message stored already.
+    assert [sample.rollout for sample in samples_in(records[2:])] == [0, 2]
+
+
+async def test_a_task_without_any_sample_ends_whole(loop: Loop, functions: Path) -> None:
+    worker = loop.worker(config=with_producer(loop.config, f"{functions}:always_fails"))
+    async with loop.engine(), loop.serving(main, worker):
+        await loop.issue(1, num_rollouts=3)
+        [stone] = tombstones_in(await loop.records(1))
+        await loop.queue_is_empty()
+    assert (stone.task, stone.rollout, stone.reason, stone.group_size) == (0, None, "failed", 3)
+
+
+async def test_a_task_that_was_delivered_too_often_ends(loop: Loop) -> None:
+    await loop.issue(1)
+    for _ in range(3):
+        [lease] = await loop.bus.claim("main", max=1, wait_s=5.0)
+        await lease.retry()
+    async with loop.engine(), loop.serving(main, loop.worker()):
+        [stone] = tombstones_in(await loop.records(1))
+        await loop.queue_is_empty()
+    assert (stone.task, stone.rollout, stone.reason, stone.group_size) == (0, None, "deliveries", 2)
+
+
+async def test_a_task_that_cannot_be_read_ends_as_poison(loop: Loop) -> None:
+    await loop.bus.publish(loop.subjects.tasks("main"), b"not a task")
+    async with loop.engine(), loop.serving(main, loop.worker()):
+        [stone] = tombstones_in(await loop.records(1))
+        await loop.queue_is_empty()
+    assert (stone.task, stone.reason) == (0, "poison")
+
+
+async def test_a_drain_gives_open_tasks_back_at_once(loop: Loop, functions: Path) -> None:
+    worker = loop.worker(config=with_producer(loop.config, f"{functions}:hangs"))
+    async with loop.engine():
+        async with loop.serving(main, worker):
+            await loop.issue(5)
+            async with asyncio.timeout(10):
+                while (await loop.bus.claim("main", max=1, wait_s=0.0)) != []:
+                    pytest.fail("the worker did not take every task")
+                await asyncio.sleep(0.3)
+        leases = await loop.bus.claim("main", max=10, wait_s=5.0)
+        assert sorted(lease.sequence for lease in leases) == [1, 2, 3, 4, 5]
+        assert {lease.deliveries for lease in leases} == {2}
+        for lease in leases:
+            await lease.retry()
+        async with loop.serving(main, loop.worker(1)):
+            assert sorted({sample.task for sample in samples_in(await loop.records(5))}) == [0, 1, 2, 3, 4]
+            await loop.queue_is_empty()
+
+
+async def test_a_dead_producers_tasks_are_taken_over_and_stored_once(loop: Loop) -> None:
+    dead = await loop.reopen()
+    await loop.issue(4)
+    assert len(await dead.claim("main", max=4, wait_s=5.0)) == 4
+    await dead.close()
+    async with loop.engine(), loop.serving(main, loop.worker()):
+        samples = samples_in(await loop.records(4))
+        await loop.queue_is_empty()
+    assert sorted((s.task, s.rollout) for s in samples) == [(task, rollout) for task in range(4) for rollout in range(2)]
+
+
+async def test_a_second_delivery_stores_nothing_new(loop: Loop) -> None:
+    """A producer that died between its last record and `done`: the task comes again, its record does not."""
+    await loop.issue(1)
+    async with loop.engine(), loop.serving(main, loop.worker()):
+        await loop.records(1)
+        await loop.queue_is_empty()
+        rows = samples_in(await loop.records(1))
+        task = RolloutTask(run=loop.config.run.name, index=0, source="main", num_rollouts=2)
+        await Publisher(loop.bus, loop.subjects).task(task, rows, [])
+    assert (await loop.bus.state(SAMPLES)).last == 1
+
+
+async def test_an_engine_that_dies_costs_nothing_but_time(loop: Loop) -> None:
+    async with loop.serving(main, loop.worker()):
+        async with loop.engine(delay=TokenDelay(mean_s=0.5, sigma=0.0)) as slow:
+            await loop.issue(3)
+            async with asyncio.timeout(10):
+                while (await slow.info()).running < 6:
+                    await asyncio.sleep(0.02)
+        async with loop.engine(name="table-1"):
+            samples = samples_in(await loop.records(3))
+            await loop.queue_is_empty()
+    assert {sample.engine for sample in samples} == {"table-1"}
+    assert len(samples) == 6
+
+
+async def test_a_full_stream_stalls_and_goes_on(loop: Loop) -> None:
+    for size in (50_000, 500):
+        with pytest.raises(StreamFull):
+            while True:
+                await loop.bus.publish(loop.subjects.marks, b"x" * size)
+    worker = loop.worker()
+    async with loop.engine(), loop.serving(main, worker):
+        await loop.issue(2)
+        # Longer than the ack wait: the leases must be kept alive while the samples wait for room.
+        await asyncio.sleep(2 * ACK_WAIT_S)
+        last = (await loop.bus.state(SAMPLES)).last
+        assert (await loop.bus.state(TASKS)).messages == 2
+        await loop.bus.trim(SAMPLES, through=last)
+        await loop.queue_is_empty()
+        found = []
+        async with asyncio.timeout(10):
+            async for message in loop.bus.read(SAMPLES, after=last):
+                found.append(message)
+                if len(found) == 2:
+                    break
+    assert sorted({sample.task for sample in samples_in(found)}) == [0, 1]
+
+
+async def test_another_producer_attaches_and_leaves(loop: Loop, functions: Path) -> None:
+    guest = loop.worker(7)
+    async with loop.engine():
+        async with loop.serving(lambda worker: attach(worker, f"{functions}:calculator"), guest) as service:
+            await loop.issue(3)
+            first = samples_in(await loop.records(3))
+        assert await service == 3
+        assert {sample.producer for sample in first} == {"producer-7"}
+        async with loop.serving(main, loop.worker()):
+            await loop.issue(3)
+            both = samples_in(await loop.records(6))
+            await loop.queue_is_empty()
+    assert sorted({(s.task, s.producer) for s in both}) == [(t, "producer-7" if t < 3 else "producer-0") for t in range(6)]
+
+
+async def test_attach_refuses_what_is_no_producer(loop: Loop, functions: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'calculator'"):
+        await attach(loop.worker(), f"{functions}:calculater")
