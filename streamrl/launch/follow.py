@@ -13,9 +13,9 @@ from streamrl.bus.protocol import Bus, Message
 from streamrl.errors import BusError, LogTruncated, SchemaError
 from streamrl.launch.view import LedgerLine, RunView, Totals
 from streamrl.schemas.codec import decode, encode
-from streamrl.schemas.control import EnginePresence, WorkerPresence
+from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
 from streamrl.schemas.events import Event, MetricReport
-from streamrl.schemas.subjects import EVENTS, LEDGER, METRICS, PREFIX_PRESENCE, SAMPLES
+from streamrl.schemas.subjects import EVENTS, KEY_GRANTED, LEDGER, METRICS, PREFIX_PRESENCE, SAMPLES
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +135,9 @@ class Follower:
             try:
                 state = await self._bus.state(SAMPLES)
                 self.view.stream(last=state.last, num_bytes=state.bytes)
+                granted = await self._bus.kv.get(KEY_GRANTED)
+                if granted is not None and granted.value:
+                    self.view.grant(decode(granted.value, Grant, where=KEY_GRANTED))
                 count += 1
                 if self._carry_totals and count % 5 == 0:
                     await self.store_totals()

@@ -92,6 +92,12 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     stream_lag: int
     """Messages on the sample stream that came after the newest batch closed."""
     stream_bytes: int
+    tasks_ended: int
+    """Trained or dropped."""
+    tasks_granted: int
+    """That may have been issued."""
+    barren_tasks: int
+    """Tasks ended since the newest batch; many of them mean that what arrives makes no batch."""
     dropped: int
     """Rollouts decided against."""
     drops: dict[str, int]

@@ -108,8 +108,10 @@ def panel(numbers: RunNumbers) -> Panel:
     rows.add_row("staleness", staleness_text(numbers))
     rows.add_row(
         "stream",
-        f"lag {numbers.stream_lag} messages, {short(numbers.stream_bytes)}B   swaps {numbers.swaps}   dropped {drops_text(numbers)}",
+        f"lag {numbers.stream_lag} messages, {short(numbers.stream_bytes)}B   swaps {numbers.swaps}   "
+        f"tasks {numbers.tasks_ended} ended of {numbers.tasks_granted}",
     )
+    rows.add_row("dropped", drops_text(numbers))
     if numbers.stalled:
         rows.add_row("full", f"[yellow]the sample stream is full; {', '.join(numbers.stalled)} wait for the trainer to free room[/yellow]")
     rows.add_row("workers", workers_text(numbers))
@@ -198,6 +200,7 @@ def plain_line(numbers: RunNumbers) -> str:
         f"trained={short(numbers.trained_per_s)}/s",
         f"staleness={numbers.staleness_p50:g}/{numbers.staleness_max}",
         f"lag={numbers.stream_lag}",
+        f"tasks={numbers.tasks_ended}/{numbers.tasks_granted}",
         f"dropped={numbers.dropped}",
         f"swaps={numbers.swaps}",
     ]

@@ -36,6 +36,8 @@ START_ORDER = ("trainer", "engine", "feeder", "producer", "evaluator")
 _TICK_S = 0.1
 _SHOW_S = 0.4
 _INTERRUPTED = 130
+_BARREN_BATCHES = 8
+"""Batches' worth of tasks that may end without a batch before that is worth a word."""
 
 
 class Stops:
@@ -171,8 +173,17 @@ class Session:
             self._note(f"the last numbers may be missing: {error.message}")
 
     async def _show(self, view: RunView, follower: Follower) -> None:
+        warned = False
         while True:
-            self._display.show(view.numbers(elapsed_s=follower.elapsed_s, supervised=self._supervisor.lines()))
+            numbers = view.numbers(elapsed_s=follower.elapsed_s, supervised=self._supervisor.lines())
+            self._display.show(numbers)
+            barren = numbers.barren_tasks >= _BARREN_BATCHES * self._config.tasks.batch_tasks
+            if barren and not warned:
+                self._note(
+                    f"{numbers.barren_tasks} tasks have ended without giving a batch: are the rewards within each group all equal? "
+                    "hint: easier problems, a longer warm-up, more rollouts a task, or tasks.drop_zero_spread = false"
+                )
+            warned = barren
             await asyncio.sleep(_SHOW_S)
 
     def _note(self, text: str) -> None:

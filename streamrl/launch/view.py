@@ -11,7 +11,7 @@ import msgspec
 
 from streamrl.errors import SchemaError
 from streamrl.launch.numbers import EngineLine, Evaluation, Point, Problem, RunNumbers, WorkerLine
-from streamrl.schemas.control import EnginePresence, WorkerPresence
+from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
 from streamrl.schemas.events import Event, MetricReport
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.metrics import Fold
@@ -38,6 +38,7 @@ class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
     drops: tuple[DropLine, ...] = ()
     staleness: tuple[int, ...] = ()
     num_tokens: int = 0
+    retired: int = 0
     metrics: dict[str, float] = {}
     time_s: float = 0.0
 
@@ -87,6 +88,10 @@ class Rate:
     def __init__(self) -> None:
         self._marks: deque[tuple[float, int]] = deque()
 
+    def grant(self, grant: Grant) -> None:
+        """How many tasks may be issued and how many have ended."""
+        self._grant = grant
+
     def mark(self, now_s: float, total: int) -> None:
         """The total is `total` at `now_s`; times must not fall."""
         self._marks.append((now_s, total))
@@ -103,7 +108,7 @@ class Rate:
 
 
 class RunView:
-    """Feed it what the run says (`ledger`, `event`, `metric`, `engine`, `worker`, `stream`); ask it for `numbers`.
+    """Feed it what the run says (`ledger`, `event`, `metric`, `engine`, `worker`, `stream`, `grant`); ask it for `numbers`.
 
     Args:
         run: run id.
@@ -135,6 +140,7 @@ class RunView:
         self._made_rate, self._trained_rate = Rate(), Rate()
         self._num_trained_tokens = 0
         self._stream_last, self._stream_bytes = 0, 0
+        self._grant = Grant(granted=0, version=0, retired=0)
 
     def ledger(self, entry: LedgerLine) -> None:
         """One trained batch. An entry for a version number that is known replaces it: the epoch was forked."""
@@ -210,6 +216,10 @@ class RunView:
         """State of the sample stream."""
         self._stream_last, self._stream_bytes = last, num_bytes
 
+    def grant(self, grant: Grant) -> None:
+        """How many tasks may be issued and how many have ended."""
+        self._grant = grant
+
     def mark(self, now_s: float) -> None:
         """Sample the totals for the rates; called about once a second."""
         self._made_rate.mark(now_s, self._made.total)
@@ -274,6 +284,9 @@ class RunView:
             publish_lag=max(0.0, statistics.fmean(behind)) if behind else None,
             stream_lag=max(0, self._stream_last - newest.cursor) if newest else self._stream_last,
             stream_bytes=self._stream_bytes,
+            tasks_ended=self._grant.retired,
+            tasks_granted=self._grant.granted,
+            barren_tasks=max(0, self._grant.retired - (newest.retired if newest else 0)),
             dropped=self.drops.total(),
             drops=dict(self.drops),
             swaps=self.swaps,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from streamrl.errors import SchemaError
 from streamrl.launch.view import RATE_WINDOW_S, RunView, Totals, counted_median
-from streamrl.schemas.control import EnginePresence, WorkerPresence
+from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
 from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import Drop
 from streamrl.schemas.versions import Version
@@ -158,3 +158,13 @@ def test_an_evaluation_that_cannot_be_read_is_refused(detail: dict[str, object])
 @given(st.lists(st.integers(min_value=0, max_value=9), min_size=1))
 def test_the_median_of_counts_is_the_median_of_the_values(values: list[int]) -> None:
     assert counted_median(Counter(values)) == statistics.median(values)
+
+
+def test_tasks_that_end_without_a_batch_are_told_apart(entry: MakeEntry) -> None:
+    view = RunView("demo")
+    view.grant(Grant(granted=24, version=0, retired=9))
+    numbers = view.numbers(elapsed_s=1.0)
+    assert (numbers.tasks_ended, numbers.tasks_granted, numbers.barren_tasks) == (9, 24, 9)
+    view.ledger(as_line(entry(11)))
+    view.grant(Grant(granted=30, version=1, retired=15))
+    assert view.numbers(elapsed_s=1.0).barren_tasks == 4

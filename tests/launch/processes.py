@@ -1,0 +1,34 @@
+"""Looking at real processes in tests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits to be reaped does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def until(condition: Callable[[], object], *, within_s: float = 20.0) -> None:
+    """Return once `condition` holds; fails after a time that no healthy machine needs."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never came true"
+        await asyncio.sleep(0.01)
+
+
+def read_pids(path: Path) -> list[int]:
+    """Process ids that tiny workers have written, one a line."""
+    return [int(line) for line in path.read_text().split()] if path.exists() else []

@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from streamrl.config.tree import Config, SuperviseConfig
+from streamrl.errors import LaunchError
+from streamrl.launch.local import LocalLauncher
+from streamrl.launch.supervisor import Supervisor, describe_exit
+from streamrl.runtime.rundir import RunDir
+from tests.launch.processes import alive, read_pids, until
+
+
+class Team:
+    """A supervisor of shell scripts, with a clock that the test moves."""
+
+    def __init__(self, run: RunDir, **settings: float) -> None:
+        self.run = run
+        self.notes: list[str] = []
+        self.scripts: dict[str, str] = {}
+        self.now_s = 0.0
+        launcher = LocalLauncher(run, Config(), command=self._command)
+        config = SuperviseConfig(**{"backoff_s": 0.5, "drain_s": 20.0, **settings})  # type: ignore[arg-type]
+        self.supervisor = Supervisor(launcher, config, note=self.notes.append, clock=lambda: self.now_s)
+
+    def start(self, kind: str, script: str) -> None:
+        self.scripts[kind] = script
+        self.supervisor.start(kind, 0)
+
+    def state(self, kind: str) -> str:
+        return self.supervisor.children[f"{kind}-0"].state
+
+    def pid(self, kind: str) -> int:
+        return self.supervisor.children[f"{kind}-0"].process.pid
+
+    async def tick_until(self, kind: str, state: str) -> None:
+        def there() -> bool:
+            self.supervisor.tick()
+            return self.state(kind) == state
+
+        await until(there)
+
+    async def drain(self, **arguments: Sequence[str]) -> bool:
+        """Drain while the clock runs a hundred times too fast."""
+
+        async def run_clock() -> None:
+            while True:
+                await asyncio.sleep(0.01)
+                self.now_s += 1.0
+
+        clock = asyncio.create_task(run_clock())
+        try:
+            return await self.supervisor.drain(**arguments)  # type: ignore[arg-type]
+        finally:
+            clock.cancel()
+
+    def _command(self, kind: str, index: int) -> Sequence[str]:
+        return ("/bin/sh", "-c", self.scripts[kind])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    directory = RunDir(tmp_path / "demo")
+    directory.create()
+    return directory
+
+
+@pytest.fixture
+async def team(run: RunDir) -> AsyncIterator[Team]:
+    one = Team(run, max_restarts=2, window_s=100.0)
+    yield one
+    await one.supervisor.kill_all()
+
+
+async def test_a_failed_worker_waits_longer_each_time_and_starts_again(team: Team) -> None:
+    team.start("producer", "exit 1")
+    await team.tick_until("producer", "waiting")
+    first = team.pid("producer")
+    team.now_s = 0.49
+    team.supervisor.tick()
+    assert (team.state("producer"), team.pid("producer")) == ("waiting", first)
+    team.now_s = 0.5
+    team.supervisor.tick()
+    assert team.state("producer") == "running"
+    assert team.pid("producer") != first
+    await team.tick_until("producer", "waiting")
+    assert team.notes == [
+        "producer-0 ended with exit code 1; restart 1 in 0.5 s",
+        "producer-0 ended with exit code 1; restart 2 in 1 s",
+    ]
+    assert team.supervisor.lines()["producer-0"].restarts == 1
+
+
+async def test_too_many_failures_end_with_the_log_and_a_hint_and_leave_the_others_alone(team: Team) -> None:
+    team.start("trainer", "sleep 60")
+    team.start("engine", "echo no such device; exit 1")
+    with pytest.raises(LaunchError, match=r"engine-0 ended 3 times within 100 s.*\n(no such device\n?){3}") as caught:
+        while True:
+            team.supervisor.tick()
+            team.now_s += 0.5
+            await asyncio.sleep(0.01)
+    assert "logs/engine-0.log" in caught.value.hint
+    assert alive(team.pid("trainer"))
+
+
+async def test_failures_long_ago_are_forgotten(team: Team) -> None:
+    team.start("producer", "exit 1")
+    for _ in range(5):
+        await team.tick_until("producer", "waiting")
+        team.now_s += 101.0
+        await team.tick_until("producer", "running")
+    assert {note.partition(";")[2] for note in team.notes} == {" restart 1 in 0.5 s"}
+
+
+async def test_a_signal_is_named(team: Team) -> None:
+    team.start("engine", "sleep 60")
+    os.kill(team.pid("engine"), signal.SIGKILL)
+    await team.tick_until("engine", "waiting")
+    assert team.notes == ["engine-0 ended with signal SIGKILL; restart 1 in 0.5 s"]
+
+
+async def test_work_that_is_over_is_not_started_again_but_endless_work_is(team: Team) -> None:
+    team.start("trainer", "exit 0")
+    team.start("producer", "exit 0")
+    await team.tick_until("trainer", "done")
+    await team.tick_until("producer", "waiting")
+    assert team.supervisor.over("trainer")
+    assert not team.supervisor.over("producer")
+    assert not team.supervisor.over("engine")
+
+
+async def test_a_wrong_configuration_is_not_tried_twice(team: Team) -> None:
+    team.start("feeder", "echo error: no such file; exit 2")
+    with pytest.raises(LaunchError, match=r"feeder-0 cannot run with this configuration.*\n.*no such file"):
+        await team.tick_until("feeder", "waiting")
+
+
+async def test_a_fenced_worker_stays_down(team: Team) -> None:
+    team.start("trainer", "exit 3")
+    await team.tick_until("trainer", "fenced")
+    team.now_s += 1000.0
+    team.supervisor.tick()
+    assert team.state("trainer") == "fenced"
+    assert not team.supervisor.over("trainer")
+    assert team.notes == ["trainer-0 stopped: another trainer has taken over"]
+
+
+async def test_a_drain_goes_kind_by_kind_in_the_order_of_shutdown(team: Team) -> None:
+    order = team.run.path / "order"
+    for kind in ("feeder", "engine", "evaluator", "producer", "trainer"):
+        team.start(kind, f"trap 'sleep 0.1; echo {kind} >> {order}; exit 0' TERM; echo ready >> {order}; while :; do sleep 0.02; done")
+    await until(lambda: order.exists() and order.read_text().count("ready") == 5)
+    assert await team.drain()
+    assert order.read_text().split()[5:] == ["trainer", "producer", "evaluator", "engine", "feeder"]
+    assert team.notes == []
+
+
+async def test_a_drain_lets_a_kind_finish_by_itself(team: Team) -> None:
+    told = team.run.path / "told"
+    team.start("evaluator", f"trap 'echo cut > {told}; exit 0' TERM; sleep 0.3; echo finished > {told}")
+    assert await team.supervisor.drain(finish=("evaluator",))
+    assert told.read_text() == "finished\n"
+
+
+async def test_a_worker_that_does_not_stop_is_killed_with_what_it_started(team: Team) -> None:
+    pids = team.run.path / "pids"
+    team.start("engine", f"trap '' TERM; sleep 600 & echo $! >> {pids}; echo $$ >> {pids}; wait; while :; do sleep 1; done")
+    await until(lambda: len(read_pids(pids)) == 2)
+    assert not await team.drain()
+    await until(lambda: not any(alive(pid) for pid in read_pids(pids)))
+    assert team.notes == ["engine-0 did not stop within 20 s and is killed"]
+
+
+async def test_what_a_dead_worker_leaves_behind_is_swept(team: Team) -> None:
+    pids = team.run.path / "pids"
+    team.start("trainer", f"sleep 600 & echo $! > {pids}; exit 1")
+    await team.tick_until("trainer", "waiting")
+    await until(lambda: not alive(read_pids(pids)[0]))
+
+
+async def test_kill_all_ends_the_stubborn_too(team: Team) -> None:
+    pids = team.run.path / "pids"
+    for kind in ("trainer", "engine"):
+        team.start(kind, f"trap '' TERM INT; echo $$ >> {pids}; while :; do sleep 1; done")
+    await until(lambda: len(read_pids(pids)) == 2)
+    await team.supervisor.kill_all()
+    assert not any(alive(pid) for pid in read_pids(pids))
+
+
+async def test_workers_get_their_threads_and_their_supervisor(team: Team) -> None:
+    team.start("engine", "echo threads=$OMP_NUM_THREADS supervisor=$STREAMRL_SUPERVISOR; exit 0")
+    await team.tick_until("engine", "waiting")
+    assert team.run.log_path("engine-0").read_text() == f"threads=1 supervisor={os.getpid()}\n"
+
+
+_ORPHANAGE = """
+import asyncio, sys
+from streamrl.config.tree import Config, SuperviseConfig
+from streamrl.launch.local import LocalLauncher
+from streamrl.launch.supervisor import Supervisor
+from streamrl.runtime.rundir import RunDir
+
+CHILD = '''
+import os, sys, time
+from streamrl.runtime.service import SUPERVISOR_VARIABLE, die_with_parent
+die_with_parent(int(os.environ[SUPERVISOR_VARIABLE]))
+with open(sys.argv[1], "a") as file:
+    print(os.getpid(), file=file)
+time.sleep(600)
+'''
+
+async def main(run, pids):
+    launcher = LocalLauncher(run, Config(), command=lambda kind, index: (sys.executable, "-c", CHILD, pids))
+    supervisor = Supervisor(launcher, SuperviseConfig(), note=print)
+    supervisor.start("engine", 0)
+    supervisor.start("trainer", 0)
+    await asyncio.sleep(600)
+
+asyncio.run(main(RunDir(sys.argv[1]), sys.argv[2]))
+"""
+
+
+async def test_no_worker_outlives_a_supervisor_that_is_killed(run: RunDir) -> None:
+    pids = run.path / "pids"
+    with subprocess.Popen([sys.executable, "-c", _ORPHANAGE, str(run.path), str(pids)]) as parent:
+        try:
+            await until(lambda: len(read_pids(pids)) == 2)
+            assert all(alive(pid) for pid in read_pids(pids))
+        finally:
+            parent.kill()
+    await until(lambda: not any(alive(pid) for pid in read_pids(pids)))
+
+
+def test_exits_are_described() -> None:
+    assert [describe_exit(code) for code in (0, 3, -9, -99)] == ["exit code 0", "exit code 3", "signal SIGKILL", "signal 99"]
