@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
@@ -83,17 +84,21 @@ async def info(connection: Connection, name: str, request: dict[str, Any] | None
 
 async def create(connection: Connection, topology: Topology, config: BusConfig) -> None:
     """Make the streams that are missing and bring byte budgets up to date. May be called again, and by several at once."""
-    for wanted in all_configs(topology, config):
-        name = wanted["name"]
-        try:
-            found = (await info(connection, name)).config
-        except NotFound:
-            await _change(connection, "CREATE", wanted)
-            logger.info("bus stream created stream=%s max_bytes=%d", name, wanted["max_bytes"])
-            continue
-        if found.get("max_bytes") != wanted["max_bytes"]:
-            await _change(connection, "UPDATE", found | {"max_bytes": wanted["max_bytes"]})
-            logger.info("bus stream updated stream=%s max_bytes=%d was=%s", name, wanted["max_bytes"], found.get("max_bytes"))
+    # Together: making one takes the server some 20 ms of waiting for the disk.
+    await asyncio.gather(*(_ensure(connection, wanted) for wanted in all_configs(topology, config)))
+
+
+async def _ensure(connection: Connection, wanted: dict[str, Any]) -> None:
+    name = wanted["name"]
+    try:
+        found = (await info(connection, name)).config
+    except NotFound:
+        await _change(connection, "CREATE", wanted)
+        logger.info("bus stream created stream=%s max_bytes=%d", name, wanted["max_bytes"])
+        return
+    if found.get("max_bytes") != wanted["max_bytes"]:
+        await _change(connection, "UPDATE", found | {"max_bytes": wanted["max_bytes"]})
+        logger.info("bus stream updated stream=%s max_bytes=%d was=%s", name, wanted["max_bytes"], found.get("max_bytes"))
 
 
 async def _change(connection: Connection, verb: str, config: dict[str, Any]) -> None:

@@ -160,7 +160,7 @@ class JetStreamBus:
         stored = await self._stored(self._topology.stream_of(subject).name, {"last_by_subj": subject})
         return None if stored is None else _message(stored)
 
-    async def _stored(self, stream: str, selector: dict[str, object]) -> StoredMessage | None:
+    async def _stored(self, stream: str, selector: Mapping[str, object]) -> StoredMessage | None:
         answer = await self._connection.request(f"$JS.API.STREAM.MSG.GET.{self._name(stream)}", selector)
         reply = decode(answer.data, StoredMessageReply)
         if reply.error is not None and reply.error.err_code not in (10037, 10043):

@@ -1,0 +1,103 @@
+"""The bus of one run in process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+from streamrl.bus.memory.blobs import MemoryBlobs
+from streamrl.bus.memory.keys import MemoryKeys
+from streamrl.bus.memory.log import Log
+from streamrl.bus.memory.queue import MemoryLease, TaskQueue
+from streamrl.bus.protocol import Message, Receipt, StreamState
+from streamrl.bus.topology import MAX_PAYLOAD_BYTES, Topology, check_headers, check_size, message_bytes
+from streamrl.config.tree import BusConfig
+from streamrl.errors import LogTruncated, NotFound
+from streamrl.schemas import subjects
+
+
+class MemoryBus:
+    """See `streamrl.bus.protocol.Bus`. One instance is shared by all that would connect to the same run; one event loop.
+
+    Args:
+        run: run id.
+        config: byte budgets and the ack wait.
+    """
+
+    def __init__(self, run: str, config: BusConfig | None = None) -> None:
+        chosen = config or BusConfig()
+        self._topology = Topology.of(run, chosen)
+        self._logs = {name: Log(spec) for name, spec in self._topology.streams.items()}
+        self._queue = TaskQueue(self._logs[subjects.TASKS], chosen.ack_wait_s)
+        self._keys = MemoryKeys()
+        self._blobs = MemoryBlobs(run, chosen.blobs_bytes)
+
+    @property
+    def kv(self) -> MemoryKeys:
+        return self._keys
+
+    @property
+    def blobs(self) -> MemoryBlobs:
+        return self._blobs
+
+    async def publish(
+        self,
+        subject: str,
+        body: bytes,
+        *,
+        id: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        expect_last: int | None = None,
+        expect_subject_last: int | None = None,
+    ) -> Receipt:
+        log = self._logs[self._topology.stream_of(subject).name]
+        check_headers(headers)
+        check_size(subject, message_bytes(body, headers or {}), MAX_PAYLOAD_BYTES)
+        receipt = log.append(subject, body, id=id, headers=headers, expect_last=expect_last, expect_subject_last=expect_subject_last)
+        await log.notify()
+        return receipt
+
+    async def read(self, stream: str, *, after: int, subject: str | None = None) -> AsyncIterator[Message]:
+        log = self._logs[self._topology.readable(stream).name]
+        position = after
+        if log.first > position + 1:
+            raise _truncated(stream, position + 1, log.first)
+        while True:
+            while position < log.last:
+                message = log.get(position + 1)
+                if message is None and subject is None:
+                    raise _truncated(stream, position + 1, log.first)
+                position += 1
+                if message is not None and subject in (None, message.subject):
+                    yield message
+            await log.wait_beyond(position)
+
+    async def fetch(self, stream: str, sequence: int) -> Message:
+        message = self._logs[self._topology.spec(stream).name].get(sequence)
+        if message is None:
+            raise NotFound(f"expected message {sequence} of stream {stream}, got none", stream=stream, sequence=sequence)
+        return message
+
+    async def last(self, subject: str) -> Message | None:
+        return self._logs[self._topology.stream_of(subject).name].newest(subject)
+
+    async def claim(self, source: str, *, max: int, wait_s: float) -> Sequence[MemoryLease]:
+        return await self._queue.claim(self._topology.task_subject(source), max=max, wait_s=wait_s)
+
+    async def state(self, stream: str) -> StreamState:
+        return self._logs[self._topology.spec(stream).name].state()
+
+    async def trim(self, stream: str, *, through: int) -> None:
+        self._logs[self._topology.spec(stream).name].trim(through)
+
+    async def close(self) -> None:
+        self._keys.close()
+
+
+def _truncated(stream: str, needed: int, first: int) -> LogTruncated:
+    return LogTruncated(
+        f"stream {stream}: expected message {needed} next, got {first}: the messages between were removed",
+        hint="start from a newer checkpoint, or keep more with a larger byte budget",
+        stream=stream,
+        needed=needed,
+        first=first,
+    )

@@ -1,0 +1,78 @@
+"""Keys in memory: revisions, compare-and-set, expiry, watches."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from streamrl.bus.protocol import KeyEntry
+from streamrl.bus.topology import check_key, check_ttl
+from streamrl.errors import Conflict
+
+
+class MemoryKeys:
+    """See `streamrl.bus.protocol.KeyValue`."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, KeyEntry] = {}
+        self._expiries: dict[str, asyncio.TimerHandle] = {}
+        self._revision = 0
+        self._watchers: set[asyncio.Queue[KeyEntry]] = set()
+
+    async def get(self, key: str) -> KeyEntry | None:
+        return self._entries.get(check_key(key))
+
+    async def put(self, key: str, value: bytes, *, expect: int | None = None, ttl_s: float | None = None) -> int:
+        present = self._entries.get(check_key(key))
+        lifetime = None if ttl_s is None else check_ttl(ttl_s)
+        actual = present.revision if present else 0
+        if expect is not None and expect != actual:
+            raise Conflict(
+                f"put key {key}: expected the last sequence {expect}, got {actual}",
+                hint="another writer was first",
+                expected=expect,
+                actual=actual,
+            )
+        self._change(key, bytes(value))
+        if lifetime is not None:
+            self._expiries[key] = asyncio.get_running_loop().call_later(lifetime, self._change, key, None)
+        return self._revision
+
+    async def delete(self, key: str) -> None:
+        if check_key(key) in self._entries:
+            self._change(key, None)
+
+    async def keys(self, prefix: str = "") -> Sequence[str]:
+        return sorted(key for key in self._entries if key.startswith(prefix))
+
+    async def watch(self, prefix: str) -> AsyncIterator[KeyEntry]:
+        changes: asyncio.Queue[KeyEntry] = asyncio.Queue()
+        for entry in sorted(self._entries.values(), key=lambda entry: entry.revision):
+            changes.put_nowait(entry)
+        self._watchers.add(changes)
+        try:
+            while True:
+                entry = await changes.get()
+                if entry.key.startswith(prefix):
+                    yield entry
+        finally:
+            self._watchers.discard(changes)
+
+    def _change(self, key: str, value: bytes | None) -> None:
+        """Set or (None) remove a key, and tell the watchers."""
+        expiry = self._expiries.pop(key, None)
+        if expiry is not None:
+            expiry.cancel()
+        self._revision += 1
+        entry = KeyEntry(key, value, self._revision)
+        if value is None:
+            self._entries.pop(key, None)
+        else:
+            self._entries[key] = entry
+        for changes in self._watchers:
+            changes.put_nowait(entry)
+
+    def close(self) -> None:
+        """Stop the expiry timers."""
+        for expiry in self._expiries.values():
+            expiry.cancel()

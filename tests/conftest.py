@@ -1,0 +1,96 @@
+"""Fixtures for everything that needs a bus.
+
+`bus` runs a test twice, on the in-process bus and on a real nats-server; `nats_bus` only on the latter. `make_bus` and `make_nats_bus`
+take a BusConfig. The server is shared by the session, each test has a run id of its own.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+import pytest_asyncio
+
+from streamrl.bus import Bus, BusAddress, connect
+from streamrl.bus.jetstream.bus import JetStreamBus
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.server import NatsServer
+from streamrl.config.tree import BusConfig
+
+MakeBus = Callable[..., Awaitable[Bus]]
+SMALL = BusConfig(patience_s=20.0, ack_wait_s=5.0, samples_bytes=200_000_000, blobs_bytes=200_000_000)
+
+
+@pytest.fixture(scope="session")
+def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    """A real nats-server for the session; do not stop it (start one of your own for that)."""
+    server = NatsServer(tmp_path_factory.mktemp("nats"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def nats_address(nats_server: NatsServer) -> BusAddress:
+    return nats_server.address
+
+
+@pytest.fixture
+def run_id(request: pytest.FixtureRequest) -> str:
+    name = re.sub(r"[^A-Za-z0-9]+", "-", request.node.name)[:40].strip("-")
+    return f"{name}-{uuid.uuid4().hex[:8]}"
+
+
+@asynccontextmanager
+async def connections(address: BusAddress, run_id: str) -> AsyncIterator[MakeBus]:
+    """Connections to one run, whose streams are removed at the end."""
+    opened: list[JetStreamBus] = []
+
+    async def make(config: BusConfig = SMALL) -> Bus:
+        opened.append(await connect(address, run_id, config))
+        return opened[-1]
+
+    yield make
+    if opened:
+        await opened[0].remove()
+    for bus in opened:
+        await bus.close()
+
+
+@pytest_asyncio.fixture
+async def make_nats_bus(nats_address: BusAddress, run_id: str) -> AsyncIterator[MakeBus]:
+    """`await make_nats_bus(config)`: a new connection to the test's run."""
+    async with connections(nats_address, run_id) as make:
+        yield make
+
+
+@pytest_asyncio.fixture(params=["memory", pytest.param("nats", marks=pytest.mark.nats)])
+async def make_bus(request: pytest.FixtureRequest, run_id: str) -> AsyncIterator[MakeBus]:
+    """Like `make_nats_bus`, on both adapters; in process, later calls give the bus of the first."""
+    if request.param == "nats":
+        async with connections(request.getfixturevalue("nats_address"), run_id) as make_nats:
+            yield make_nats
+        return
+    made: list[MemoryBus] = []
+
+    async def make(config: BusConfig = SMALL) -> Bus:
+        if not made:
+            made.append(MemoryBus(run_id, config))
+        return made[0]
+
+    yield make
+    for bus in made:
+        await bus.close()
+
+
+@pytest_asyncio.fixture
+async def bus(make_bus: MakeBus) -> Bus:
+    return await make_bus()
+
+
+@pytest_asyncio.fixture
+async def nats_bus(make_nats_bus: MakeBus) -> Bus:
+    return await make_nats_bus()
