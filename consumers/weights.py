@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from streamrl.bus.protocol import Bus, Message
-from streamrl.errors import BusError, LogTruncated, SchemaError, WeightSyncError
+from streamrl.errors import BusError, BusUnavailable, LogTruncated, SchemaError, WeightSyncError
 from streamrl.schemas.codec import decode
 from streamrl.schemas.subjects import WEIGHTS, Subjects
 from streamrl.schemas.versions import Version
@@ -71,7 +71,7 @@ class WeightWatcher:
         """The version committed last; None before the first."""
 
     async def run(self) -> None:
-        """Watch until cancelled; raises only what is no trouble with one version (the bus stays away, a bug in the host)."""
+        """Watch until cancelled; raises only what no other version can cure (the bus refuses to be read, a bug in the host)."""
         listening = asyncio.create_task(self._listen(), name="weights-listen")
         following = asyncio.create_task(self._follow(), name="weights-follow")
         try:
@@ -84,21 +84,23 @@ class WeightWatcher:
             await asyncio.gather(listening, following, return_exceptions=True)
 
     async def _listen(self) -> None:
-        """Keep `_newest` at the newest manifest announced."""
+        """Keep `_newest` at the newest manifest announced. The engine goes on with what it serves while the bus is away."""
         while True:
-            # The state first: a manifest stored between the two calls is then either the last one or after `end`.
-            end = (await self._bus.state(WEIGHTS)).last
-            last = await self._bus.last(self._subject)
-            if last is not None:
-                await self._consider(last)
-                end = last.sequence
             try:
+                # The state first: a manifest stored between the two calls is then either the last one or after `end`.
+                end = (await self._bus.state(WEIGHTS)).last
+                last = await self._bus.last(self._subject)
+                if last is not None:
+                    await self._consider(last)
+                    end = last.sequence
                 async for message in self._bus.read(WEIGHTS, after=end, subject=self._subject):
                     await self._consider(message)
             except LogTruncated as error:
-                logger.info(
-                    "event=weights_manifests_trimmed engine=%s needed=%s action=take_the_newest", self._engine, error.values.get("needed")
-                )
+                needed = error.values.get("needed")
+                logger.info("event=weights_manifests_trimmed engine=%s needed=%s action=take_the_newest", self._engine, needed)
+            except BusUnavailable as error:
+                logger.warning("event=weights_bus_away engine=%s serving=%s error=%s", self._engine, self.serving, error.message)
+                await asyncio.sleep(self._backoff_s)
 
     async def _consider(self, message: Message) -> None:
         where = f"{message.subject} sequence {message.sequence}"

@@ -12,8 +12,8 @@ from concurrent.futures import Future
 
 import msgspec
 
-from streamrl.bus.protocol import Bus, Receipt
-from streamrl.errors import NotFound, WeightSyncError
+from streamrl.bus.protocol import Bus, Message, Receipt
+from streamrl.errors import LogTruncated, NotFound, SchemaError, WeightSyncError
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.subjects import WEIGHTS, Subjects
 from streamrl.schemas.versions import Version
@@ -145,20 +145,29 @@ class Publisher:
     async def _recall(self) -> None:
         """Learn which versions were announced before this process began."""
         last = await self._bus.last(self._subject)
-        if last is None:
-            return
-        first = (await self._bus.state(WEIGHTS)).first
-        messages = self._bus.read(WEIGHTS, after=first - 1, subject=self._subject)
+        while last is not None:
+            first = (await self._bus.state(WEIGHTS)).first
+            messages = self._bus.read(WEIGHTS, after=first - 1, subject=self._subject)
+            try:
+                async for message in messages:
+                    self._remember(message)
+                    if message.sequence >= last.sequence:
+                        return
+            except LogTruncated:
+                # The budget dropped the oldest since `first` was asked for; what is known already stays true.
+                logger.info("event=weights_manifests_trimmed policy=%s action=read_again", self._policy)
+            finally:
+                if isinstance(messages, AsyncGenerator):
+                    await messages.aclose()
+
+    def _remember(self, message: Message) -> None:
         try:
-            async for message in messages:
-                manifest = decode(message.body, Manifest, where=f"{message.subject} sequence {message.sequence}")
-                self._announced[manifest.version] = manifest
-                self._counts[manifest.version] = self._counts.get(manifest.version, 0) + 1
-                if message.sequence >= last.sequence:
-                    return
-        finally:
-            if isinstance(messages, AsyncGenerator):
-                await messages.aclose()
+            manifest = decode(message.body, Manifest, where=f"{message.subject} sequence {message.sequence}")
+        except SchemaError as error:
+            logger.warning("event=weights_manifest_unreadable policy=%s action=skipped reason=%s", self._policy, error.message)
+            return
+        self._announced[manifest.version] = manifest
+        self._counts[manifest.version] = self._counts.get(manifest.version, 0) + 1
 
     async def _publish(self, offer: _Offer) -> None:
         if await self._is_out(offer):

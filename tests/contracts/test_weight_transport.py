@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -10,7 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from streamrl.bus.protocol import Bus
+from streamrl.bus import Bus, connect
+from streamrl.bus.memory.bus import MemoryBus
+from streamrl.bus.server import NatsServer
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
@@ -108,6 +110,20 @@ async def read(reader: WeightTransport, manifest: Manifest, wants: Sequence[Slic
 def tensor(manifest: Manifest, name: str, data: dict[int, int]) -> bytes:
     spec = next(spec for spec in manifest.tensors if spec.name == name)
     return bytes(data[position] for position in range(spec.offset, spec.offset + spec.nbytes))
+
+
+@pytest.fixture
+def memory_bus() -> MemoryBus:
+    return MemoryBus("r")
+
+
+@pytest.fixture
+async def nats_bus(tmp_path: Path) -> AsyncIterator[Bus]:
+    server = NatsServer(tmp_path / "nats")
+    bus = await connect(server.start(), "r")
+    yield bus
+    await bus.close()
+    server.stop()
 
 
 @pytest.fixture(params=["shm", "bus-memory", pytest.param("bus-nats", marks=pytest.mark.nats)])

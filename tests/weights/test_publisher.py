@@ -283,6 +283,16 @@ async def test_an_id_from_before_the_stream_was_trimmed_does_not_swallow_a_manif
     assert await numbers(memory_bus) == [1]
 
 
+async def test_a_message_that_is_no_manifest_stops_no_trainer(memory_bus, shm, caplog):
+    await memory_bus.publish(SUBJECTS.weights("policy"), b"\xc1 no MessagePack")
+    one = publisher(memory_bus, shm())
+    await offer(one, 1)
+    await close(one)
+    last = await memory_bus.last(SUBJECTS.weights("policy"))
+    assert decode(bytes(last.body), Manifest).version == Version(0, 1)
+    assert "weights_manifest_unreadable" in caplog.text
+
+
 async def test_mirrors_get_the_same_bytes(memory_bus, shm):
     mirror = BusTransport(memory_bus.blobs, run="r", policy="policy", part_bytes=50)
     one = publisher(memory_bus, shm(), keep=1, mirrors={"bus": mirror})

@@ -19,6 +19,7 @@ from streamrl.engines.batching import BatchingEngine
 from streamrl.engines.delays import TokenDelay
 from streamrl.engines.protocol import Chunk, GenerateRequest
 from streamrl.engines.table import TableEngine
+from streamrl.errors import BusUnavailable
 from streamrl.schemas.codec import encode
 from streamrl.schemas.subjects import WEIGHTS, Subjects
 from streamrl.schemas.tasks import Sampling
@@ -256,6 +257,21 @@ async def test_a_trimmed_stream_does_not_stop_the_watcher(run):
     async with watched(run.watcher()):
         await run.publish(2)
         assert await run.committed.get() == Version(0, 2)
+
+
+async def test_the_watcher_outlives_a_bus_that_stays_away(run, monkeypatch):
+    real = run.bus.last
+    refusals = iter([True, True, False])
+
+    async def last(subject: str):
+        if next(refusals, False):
+            raise BusUnavailable("no server for 60 s")
+        return await real(subject)
+
+    monkeypatch.setattr(run.bus, "last", last)
+    await run.publish(1)
+    async with watched(run.watcher()):
+        assert await run.committed.get() == Version(0, 1)
 
 
 async def swap_during(run: Run, num_tokens: int) -> list[Chunk]:
