@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
 
 def policy_tokenizer(worker: Worker) -> tuple[Tokenizer, int]:
     """The policy's tokenizer and the token that ends a turn; raises ConfigError when it has none."""
-    model = worker.config.model
-    path = Path(model.path) if model.path else worker.run_dir.model_dir
+    path = worker.run_dir.policy_dir(worker.config)
     tokenizer = load_tokenizer(path)
     if not tokenizer.stop_ids:
         raise ConfigError(

@@ -131,4 +131,5 @@ async def _report(worker: Worker, claims: Sequence[Claims], publisher: Publisher
         )
         if publisher.stalled != stalled:
             stalled = publisher.stalled
+            worker.state = "stalled: stream full" if stalled else "running"
             await worker.event("stalled" if stalled else "resumed", {"reason": "the sample stream is full"})

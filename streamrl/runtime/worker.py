@@ -58,6 +58,8 @@ class Worker:
         self.subjects = Subjects(config.run.name)
         self.draining = asyncio.Event()
         """Set on the first SIGTERM or SIGINT: finish what must be finished, then return."""
+        self.state = "running"
+        """What `streamrl status` shows until the worker drains; a service may say more, such as `stalled: stream full`."""
         subject = self.subjects.metrics(self.name)
         self._sink = MetricsSink(self.name, lambda body: bus.publish(subject, body))
 
@@ -75,7 +77,7 @@ class Worker:
 
     async def present(self) -> None:
         """Say on the bus that this worker is alive; raises BusError."""
-        state = "draining" if self.draining.is_set() else "running"
+        state = "draining" if self.draining.is_set() else self.state
         presence = WorkerPresence(worker=self.name, kind=self.kind, state=state, pid=os.getpid(), host=socket.gethostname())
         await self.bus.kv.put(f"{PREFIX_PRESENCE}workers/{self.name}", encode(presence), ttl_s=PRESENCE_TTL_S)
 

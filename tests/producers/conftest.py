@@ -2,17 +2,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from streamrl.bus import connect
 from streamrl.bus.protocol import Bus, Message
-from streamrl.bus.server import NatsServer
 from streamrl.config.tree import (
     BusConfig,
     Config,
@@ -41,24 +38,15 @@ from tests.producers.policies import make_model, script, start_engine
 ACK_WAIT_S = 1.0
 
 
-@pytest.fixture(scope="session")
-def producer_nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    server = NatsServer(tmp_path_factory.mktemp("nats"))
-    server.start()
-    yield server
-    server.stop()
-
-
 class Loop:
     """A run's bus with the parts around the producer: tasks in, samples out, an engine behind HTTP."""
 
-    def __init__(self, bus: Bus, config: Config, run_dir: RunDir, tokenizer: Tokenizer, reopen: Callable[[], object]) -> None:
+    def __init__(self, bus: Bus, config: Config, run_dir: RunDir, tokenizer: Tokenizer) -> None:
         self.bus = bus
         self.config = config
         self.run_dir = run_dir
         self.tokenizer = tokenizer
         self.subjects = Subjects(config.run.name)
-        self.reopen = reopen
         self.num_tasks = 0
 
     def worker(self, index: int = 0, *, bus: Bus | None = None, config: Config | None = None, kind: str = "producer") -> Worker:
@@ -136,13 +124,12 @@ def tombstones_in(records: Sequence[Message]) -> list[Tombstone]:
 
 
 @pytest.fixture
-async def loop(tmp_path: Path, producer_nats: NatsServer) -> AsyncIterator[Loop]:
-    name = f"run-{uuid.uuid4().hex[:8]}"
-    run_dir = RunDir(tmp_path / name)
+async def loop(tmp_path: Path, run_id: str, make_bus: Callable[[BusConfig], Awaitable[Bus]]) -> Loop:
+    run_dir = RunDir(tmp_path / run_id)
     run_dir.create()
     tokenizer = make_model(run_dir.model_dir)
     config = Config(
-        run=RunConfig(name=name),
+        run=RunConfig(name=run_id),
         model=ModelConfig(max_len=128),
         data=DataConfig(train="unused.jsonl"),
         tasks=TasksConfig(max_deliveries=3),
@@ -152,12 +139,7 @@ async def loop(tmp_path: Path, producer_nats: NatsServer) -> AsyncIterator[Loop]
         bus=BusConfig(ack_wait_s=ACK_WAIT_S, samples_bytes=1_000_000),
     )
 
-    async def reopen() -> Bus:
-        return await connect(producer_nats.address, name, config.bus)
-
-    bus = await reopen()
-    yield Loop(bus, config, run_dir, tokenizer, reopen)
-    await bus.close()
+    return Loop(await make_bus(config.bus), config, run_dir, tokenizer)
 
 
 def with_producer(config: Config, function: str, **fields: object) -> Config:
