@@ -166,10 +166,9 @@ class BatchingEngine:
     async def commit(self, version: Version) -> Commit:
         """See `WeightHost.commit`. Raises WeightSyncError when `version` is newer than what is served and is not staged."""
         async with self._weights_lock:
-            serving = self._decode.serving
-            if serving is not None and version <= serving:
-                return Commit(version, False, 0.0)
             if self._staged != version:
+                if self._decode.serving is not None and version <= self._decode.serving:
+                    return Commit(version, False, 0.0)
                 raise WeightSyncError(
                     f"expected version {version} to be staged, got {self._staged} at engine {self.engine_id}", hint="stage it first"
                 )

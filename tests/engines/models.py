@@ -32,7 +32,7 @@ _SHAPE: dict[str, Any] = {
 
 
 def config(kind: str) -> PretrainedConfig:
-    """A tiny configuration: `qwen3`, `qwen3-untied`, `qwen2`, `llama`, `llama-full` (no grouped heads), `mistral` (window 6), `gemma2`, `mamba`."""
+    """A tiny configuration; `llama-full` has no grouped heads, `mistral` a window of 6, `gemma2` a window and capped scores."""
     if kind == "qwen3":
         return transformers.Qwen3Config(**_SHAPE, tie_word_embeddings=True)
     if kind == "qwen3-untied":

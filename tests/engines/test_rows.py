@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from streamrl.engines.protocol import GenerateRequest
@@ -27,6 +27,7 @@ def a_completion(seed: int) -> Completion:
 
 
 @settings(max_examples=150, deadline=None)
+@example([(1, set(), False), (1, set(), True), (0, {0}, False), (0, {0}, False)])
 @given(st.lists(st.tuples(st.integers(0, 3), st.sets(st.integers(0, SLOTS - 1)), st.booleans()), max_size=25))
 def test_joins_leaves_and_moves_keep_every_completions_state(plan):
     """Each round: some leave, some join, the holes are closed, everyone gets a token that names it, sometimes the version changes."""
