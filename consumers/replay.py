@@ -21,6 +21,8 @@ from streamrl.core.state import initial_state
 from streamrl.errors import TrainingError
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import Subjects
+from streamrl.trainers.factory import make_trainer
+from streamrl.trainers.fingerprint import fingerprint_digest, numerics_fingerprint
 from streamrl.trainers.protocol import Trainer
 
 log = logging.getLogger(__name__)
@@ -127,10 +129,12 @@ def replay(
 
 async def verify(config: Config, bus: Bus, model_dir: Path) -> ReplayReport:
     """Replay a run against its ledger; the whole of `streamrl replay RUN --verify` but for opening the bus."""
-    from streamrl.trainers.factory import make_trainer
-    from streamrl.trainers.fingerprint import fingerprint_digest, numerics_fingerprint
-
     call = Caller(asyncio.get_running_loop())
-    trainer = await asyncio.to_thread(make_trainer, config, model_dir)
-    fingerprint = fingerprint_digest(numerics_fingerprint(config))
-    return await asyncio.to_thread(replay, config=config, bus=bus, call=call, trainer=trainer, fingerprint=fingerprint)
+
+    def work() -> ReplayReport:
+        # Made in the thread that steps it, like the live trainer's backend.
+        trainer = make_trainer(config, model_dir)
+        fingerprint = fingerprint_digest(numerics_fingerprint(config))
+        return replay(config=config, bus=bus, call=call, trainer=trainer, fingerprint=fingerprint)
+
+    return await asyncio.to_thread(work)

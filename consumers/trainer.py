@@ -7,6 +7,7 @@ import logging
 
 from streamrl.consumers.calls import Caller
 from streamrl.consumers.live import LiveTrainer
+from streamrl.core.state import FoldState
 from streamrl.data.model import ensure_model
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.versions import Version
@@ -22,11 +23,20 @@ async def main(worker: Worker) -> None:
 
     The training loop is synchronous and owns its thread: a step of any length leaves heartbeats, publishing and reading alone.
     """
+    state, finished = await asyncio.to_thread(train, worker, asyncio.get_running_loop())
+    log.info("trainer done version=%s finished=%s", state.version, finished)
+    if finished:
+        await worker.event("finished", {"version": str(state.version), "steps": state.steps, "warmup_steps": state.warmup_steps})
+
+
+def train(worker: Worker, loop: asyncio.AbstractEventLoop) -> tuple[FoldState, bool]:
+    """Everything that happens in the training thread.
+
+    The backend is made in the thread that steps it: torch's thread count belongs to the thread that set it, and digits depend on it.
+    """
     config, run_dir = worker.config, worker.run_dir
-    loop = asyncio.get_running_loop()
-    model_dir = ensure_model(config, run_dir.model_dir)
-    trainer = await asyncio.to_thread(make_trainer, config, model_dir)
-    fingerprint = numerics_fingerprint(config)
+    trainer = make_trainer(config, ensure_model(config, run_dir.model_dir))
+    fingerprint = fingerprint_digest(numerics_fingerprint(config))
     publisher = make_publisher(
         config.weights, bus=worker.bus, subjects=worker.subjects, policy="policy", run_dir=run_dir.path, loop=loop, report=worker.metrics
     )
@@ -44,11 +54,9 @@ async def main(worker: Worker) -> None:
         trainer=trainer,
         publisher=publisher,
         run_dir=run_dir,
-        fingerprint=fingerprint_digest(fingerprint),
+        fingerprint=fingerprint,
         export=export,
     )
-    state, finished = await asyncio.to_thread(live.run, worker.draining.is_set)
-    await asyncio.to_thread(publisher.close)
-    log.info("trainer done version=%s finished=%s", state.version, finished)
-    if finished:
-        await worker.event("finished", {"version": str(state.version), "steps": state.steps, "warmup_steps": state.warmup_steps})
+    result = live.run(worker.draining.is_set)
+    publisher.close()
+    return result

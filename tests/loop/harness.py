@@ -1,0 +1,69 @@
+"""Runs a whole loop inside the test process: the product's own services on one event loop, any bus."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from streamrl.bus.protocol import Bus
+from streamrl.config.tree import Config
+from streamrl.runtime.kinds import MAINS
+from streamrl.runtime.rundir import RunDir
+from streamrl.runtime.worker import Worker
+from streamrl.schemas.codec import decode
+from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.subjects import LEDGER, Subjects
+
+
+def make_run(tmp_path: Path, config: Config) -> tuple[RunDir, Config]:
+    """A prepared run directory for `config` (renamed to be unique per directory)."""
+    run = RunDir(tmp_path / config.run.name)
+    run.create()
+    config = replace(config, run=replace(config.run, dir=str(tmp_path)))
+    run.write_config(config)
+    return run, config
+
+
+@asynccontextmanager
+async def services(config: Config, run: RunDir, bus: Bus, kinds: Sequence[str]) -> AsyncIterator[dict[str, Worker]]:
+    """Start the services `kinds`; leaving drains them all and raises what one of them raised."""
+    workers = {kind: Worker(config=config, run_dir=run, bus=bus, kind=kind, index=0) for kind in kinds}
+    mains = {kind: getattr(importlib.import_module(MAINS[kind].split(":")[0]), MAINS[kind].split(":")[1]) for kind in kinds}
+    tasks = {kind: asyncio.create_task(mains[kind](workers[kind]), name=kind) for kind in kinds}
+    try:
+        yield workers
+    finally:
+        for worker in workers.values():
+            worker.draining.set()
+        done = await asyncio.gather(*tasks.values(), return_exceptions=True)
+    for result in done:
+        if isinstance(result, BaseException):
+            raise result
+
+
+async def run_to_end(config: Config, run: RunDir, bus: Bus, *, timeout_s: float = 120.0) -> None:
+    """Feeder, producer, engine and trainer until the trainer says the run is finished."""
+    async with services(config, run, bus, ["engine", "producer", "feeder"]):
+        trainer = Worker(config=config, run_dir=run, bus=bus, kind="trainer", index=0)
+        module, name = MAINS["trainer"].split(":")
+        async with asyncio.timeout(timeout_s):
+            await getattr(importlib.import_module(module), name)(trainer)
+
+
+async def read_ledger(bus: Bus, run: str, trainer: str = "main") -> list[LedgerEntry]:
+    """All entries in order."""
+    subject = Subjects(run).ledger(trainer)
+    newest = await bus.last(subject)
+    entries: list[LedgerEntry] = []
+    if newest is None:
+        return entries
+    async for message in bus.read(LEDGER, after=0, subject=subject):
+        entries.append(decode(message.body, LedgerEntry))
+        if message.sequence >= newest.sequence:
+            break
+    return entries

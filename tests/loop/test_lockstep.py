@@ -1,0 +1,136 @@
+"""G8: lockstep (S = 0) over the stream trains what a plain synchronous loop trains, digest for digest."""
+
+from __future__ import annotations
+
+import json
+import string
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from streamrl.bus.protocol import Bus
+from streamrl.config.tree import (
+    Config,
+    DataConfig,
+    EngineConfig,
+    ModelConfig,
+    ProducerConfig,
+    RewardConfig,
+    RunConfig,
+    TasksConfig,
+    TrainerConfig,
+)
+from streamrl.core.batches import TrainBatch
+from streamrl.core.seeds import rollout_seed, run_seed, task_seed
+from streamrl.data.model import ensure_model
+from streamrl.data.order import row_of
+from streamrl.data.problems import load_problems
+from streamrl.data.tokenizer import load_tokenizer
+from streamrl.engines.factory import make_engine
+from streamrl.engines.protocol import GenerateRequest
+from streamrl.schemas.tasks import Sampling
+from streamrl.schemas.versions import Version
+from streamrl.trainers.factory import make_trainer
+from streamrl.weights.manifest import Content, build
+from streamrl.weights.protocol import Part
+from tests.loop.harness import make_run, read_ledger, run_to_end
+
+REWARD = "def share_of_letters(task, episode):\n    return sum(c.isalpha() for c in episode.completion) / 8\n"
+
+
+def lockstep_config(tmp_path: Path, run_id: str, backend: str) -> Config:
+    rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(6) for b in range(5)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "reward.py").write_text(REWARD)
+    table = backend == "table"
+    return Config(
+        run=RunConfig(name=run_id, steps=5, seed=3, numerics="bitwise"),
+        model=ModelConfig(hidden=32, layers=1, heads=2, kv_heads=1, intermediate=48, max_len=32),
+        data=DataConfig(train=str(tmp_path / "train.jsonl")),
+        tasks=TasksConfig(batch_tasks=4, num_rollouts=4, max_staleness=0, drop_zero_spread=False),
+        sampling=Sampling(max_new_tokens=6),
+        producer=ProducerConfig(concurrency=3),
+        reward=RewardConfig(kind=f"{tmp_path / 'reward.py'}:share_of_letters"),
+        engine=EngineConfig(kind="table" if table else "local", deterministic=True, slots=5),
+        trainer=TrainerConfig(backend="table" if table else "torch", checkpoint_every=2),
+    )
+
+
+async def plain_loop(config: Config, model_dir: Path) -> list[str]:
+    """The whole algorithm without a stream: generate, score, train, hand the weights over, repeat. Returns a digest per step."""
+    tokenizer = load_tokenizer(model_dir)
+    problems = load_problems(config.data.train, config.data, tokenizer)
+    seed = run_seed(config.run.name, config.run.seed)
+    trainer = make_trainer(config, model_dir)
+    engine = make_engine(config.engine, model_dir, engine_id="plain", max_len=config.model.max_len)
+    await engine.start()
+    digests: list[str] = []
+    for step in range(config.run.steps):
+        shards = list(trainer.shards())
+        content = Content(shards)
+        manifest = build(content, run="plain", policy="policy", version=Version(0, step), parts=(), transport="shm")
+        data = np.empty(content.nbytes, np.uint8)
+        content.fill(0, data)
+
+        async def whole(data: np.ndarray = data):
+            yield Part(0, memoryview(data))
+
+        await engine.stage(manifest, whole())
+        await engine.commit(Version(0, step))
+        tokens, masks, logprobs, rewards, tasks = [], [], [], [], []
+        for task in range(step * config.tasks.batch_tasks, (step + 1) * config.tasks.batch_tasks):
+            problem = problems[row_of(config.run.seed, task, len(problems))[1]]
+            for rollout in range(config.tasks.num_rollouts):
+                request = GenerateRequest(
+                    request_id=f"{task}-{rollout}",
+                    prompt_ids=problem.prompt_ids,
+                    sampling=config.sampling,
+                    seeds=(rollout_seed(task_seed(seed, task), rollout),),
+                )
+                ids: list[int] = []
+                sampled: list[float] = []
+                async for chunk in engine.generate(request):
+                    ids += chunk.token_ids
+                    sampled += chunk.logprobs
+                    ended = chunk.finish_reason
+                text = tokenizer.decode(ids[:-1] if ended == "stop" else ids)
+                prompt = len(problem.prompt_ids)
+                tokens.append([*problem.prompt_ids, *ids])
+                masks.append([0] * prompt + [1] * len(ids))
+                logprobs.append([0.0] * prompt + sampled)
+                rewards.append(sum(c in string.ascii_letters for c in text) / 8)
+                tasks.append(task)
+        num = len(tokens)
+        batch = TrainBatch(
+            kind="rl",
+            version=Version(0, step),
+            stage_step=step,
+            tokens=np.concatenate(tokens).astype(np.int32),
+            offsets=np.cumsum([0, *map(len, tokens)]),
+            loss_mask=np.concatenate(masks).astype(bool),
+            sampler_logprobs=np.concatenate(logprobs).astype(np.float32),
+            staleness=np.zeros(sum(map(len, tokens)), np.int32),
+            temperature=np.ones(num, np.float32),
+            top_p=np.ones(num, np.float32),
+            top_k=np.full(num, -1, np.int32),
+            rewards=np.array(rewards),
+            tasks=np.array(tasks),
+            rollouts=np.arange(num) % config.tasks.num_rollouts,
+        )
+        digests.append(trainer.step(batch).digest)
+    await engine.stop()
+    return digests
+
+
+@pytest.mark.parametrize("backend", ["table", "torch"])
+async def test_lockstep_equals_a_plain_synchronous_loop(tmp_path: Path, bus: Bus, run_id: str, backend: str) -> None:
+    config = lockstep_config(tmp_path, run_id, backend)
+    run, config = make_run(tmp_path, config)
+    model_dir = ensure_model(config, run.model_dir)
+    expected = await plain_loop(config, model_dir)
+    await run_to_end(config, run, bus)
+    entries = await read_ledger(bus, config.run.name)
+    assert len(set(expected)) == config.run.steps, "every step must have changed the weights"
+    assert [entry.digest for entry in entries] == expected
+    assert all(age == 0 for entry in entries for age in entry.staleness)
