@@ -3,14 +3,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import nats
 import pytest
 
-from streamrl.bus import BusAddress, connect
 from streamrl.bus.protocol import Bus
-from streamrl.bus.server import NatsServer
 from streamrl.config.tree import Config, DataConfig, EngineConfig, RunConfig, TasksConfig, TrainerConfig
 from streamrl.data.model import ensure_model
 from streamrl.data.problems import Problem, Problems
@@ -23,32 +21,20 @@ from streamrl.schemas.control import Grant, RunRecord
 from streamrl.schemas.subjects import KEY_GRANTED, KEY_RUN, TASKS, Subjects
 from streamrl.schemas.tasks import RolloutTask
 
-pytestmark = pytest.mark.nats
-
+MakeBus = Callable[..., Awaitable[Bus]]
 PROBLEMS = Problems(
     problems=tuple(Problem(row=i, line=i + 1, prompt_ids=(i,), prompt=f"p{i}", label=f"l{i}") for i in range(7)), digest="digest"
 )
-CONFIG = Config(run=RunConfig(name="run"), tasks=TasksConfig(batch_tasks=4, num_rollouts=2))
-SUBJECTS = Subjects("run")
 
 
 @pytest.fixture
-def address(tmp_path) -> Iterator[BusAddress]:
-    server = NatsServer(tmp_path / "nats")
-    yield server.start()
-    server.stop()
-
-
-@pytest.fixture
-async def bus(address) -> AsyncIterator[Bus]:
-    bus = await connect(address, "run")
-    yield bus
-    await bus.close()
+def config(run_id: str) -> Config:
+    return Config(run=RunConfig(name=run_id), tasks=TasksConfig(batch_tasks=4, num_rollouts=2))
 
 
 @contextlib.asynccontextmanager
-async def feeding(*buses: Bus, config: Config = CONFIG) -> AsyncIterator[list[Feeder]]:
-    feeders = [Feeder(bus, SUBJECTS, config, PROBLEMS) for bus in buses]
+async def feeding(config: Config, *buses: Bus) -> AsyncIterator[list[Feeder]]:
+    feeders = [Feeder(bus, Subjects(config.run.name), config, PROBLEMS) for bus in buses]
     tasks = [asyncio.create_task(feeder.run()) for feeder in feeders]
     try:
         yield feeders
@@ -73,27 +59,27 @@ async def issued(bus: Bus, last: int) -> list[RolloutTask]:
     assert (await bus.state(TASKS)).last == last
     messages = [await bus.fetch(TASKS, sequence) for sequence in range(1, last + 1)]
     tasks = [decode(message.body, RolloutTask) for message in messages]
-    assert [message.subject for message in messages] == [SUBJECTS.tasks(task.source) for task in tasks]
+    assert [message.subject for message in messages] == [Subjects(task.run).tasks(task.source) for task in tasks]
     return tasks
 
 
-async def test_it_issues_what_is_granted_and_waits_for_more(bus):
-    async with feeding(bus) as [feeder]:
+async def test_it_issues_what_is_granted_and_waits_for_more(bus, config):
+    async with feeding(config, bus) as [feeder]:
         first = await grant(bus, 8, 0, 0)
-        assert await issued(bus, 8) == plan_tasks(first, 0, 8, PROBLEMS, CONFIG)
+        assert await issued(bus, 8) == plan_tasks(first, 0, 8, PROBLEMS, config)
         second = await grant(bus, 600, 1, 4)
-        assert (await issued(bus, 600))[8:] == plan_tasks(second, 8, 600, PROBLEMS, CONFIG)
+        assert (await issued(bus, 600))[8:] == plan_tasks(second, 8, 600, PROBLEMS, config)
         assert feeder.num_issued == 600
 
 
-async def test_a_grant_that_was_there_before_it_is_used(bus):
+async def test_a_grant_that_was_there_before_it_is_used(bus, config):
     await grant(bus, 8, 0, 0)
-    async with feeding(bus):
+    async with feeding(config, bus):
         await issued(bus, 8)
 
 
-async def test_the_warm_up_ends_in_the_middle(bus):
-    async with feeding(bus):
+async def test_the_warm_up_ends_in_the_middle(bus, config):
+    async with feeding(config, bus):
         await grant(bus, 8, 0, 0, None)
         await issued(bus, 8)
         await grant(bus, 16, 2, 8, 12)
@@ -101,36 +87,36 @@ async def test_the_warm_up_ends_in_the_middle(bus):
         assert [task.source for task in tasks] == ["warmup"] * 12 + ["main"] * 4
 
 
-async def test_an_older_grant_changes_nothing(bus):
-    async with feeding(bus):
+async def test_an_older_grant_changes_nothing(bus, config):
+    async with feeding(config, bus):
         await grant(bus, 8, 1, 4)
         await issued(bus, 8)
         await grant(bus, 4, 0, 0)
         last = await grant(bus, 12, 2, 8)
-        assert (await issued(bus, 12))[8:] == plan_tasks(last, 8, 12, PROBLEMS, CONFIG)
+        assert (await issued(bus, 12))[8:] == plan_tasks(last, 8, 12, PROBLEMS, config)
 
 
-async def test_the_next_one_goes_on_where_the_last_one_stopped(bus):
-    async with feeding(bus):
+async def test_the_next_one_goes_on_where_the_last_one_stopped(bus, config):
+    async with feeding(config, bus):
         await grant(bus, 5, 0, 0)
         await issued(bus, 5)
     now = await grant(bus, 9, 0, 1)
-    async with feeding(bus) as [feeder]:
+    async with feeding(config, bus) as [feeder]:
         assert [task.index for task in await issued(bus, 9)] == list(range(9))
-        assert (await issued(bus, 9))[5:] == plan_tasks(now, 5, 9, PROBLEMS, CONFIG)
+        assert (await issued(bus, 9))[5:] == plan_tasks(now, 5, 9, PROBLEMS, config)
         assert feeder.num_issued == 4
 
 
-async def test_claimed_tasks_are_not_issued_again(bus):
+async def test_claimed_tasks_are_not_issued_again(bus, config):
     """A work queue forgets what is done, but its last sequence stays."""
-    async with feeding(bus):
+    async with feeding(config, bus):
         await grant(bus, 4, 0, 0)
         await issued(bus, 4)
     for lease in await bus.claim("main", max=4, wait_s=5):
         await lease.done()
     assert (await bus.state(TASKS)).messages == 0
     await grant(bus, 6, 0, 2)
-    async with feeding(bus):
+    async with feeding(config, bus):
         leases = []
         async with asyncio.timeout(20):
             while len(leases) < 2:
@@ -138,34 +124,31 @@ async def test_claimed_tasks_are_not_issued_again(bus):
     assert [(lease.sequence, decode(lease.body, RolloutTask).index) for lease in leases] == [(5, 4), (6, 5)]
 
 
-async def test_several_feeders_issue_every_task_once(bus, address):
-    others = [await connect(address, "run") for _ in range(2)]
-    try:
-        async with feeding(bus, *others) as feeders:
-            for granted in (3, 700, 1500):
-                last = await grant(bus, granted, 0, 0)
-                assert await issued(bus, granted) == plan_tasks(last, 0, granted, PROBLEMS, CONFIG)
-            assert sum(feeder.num_issued for feeder in feeders) >= 1500
-    finally:
-        for other in others:
-            await other.close()
+async def test_several_feeders_issue_every_task_once(make_bus: MakeBus, config):
+    buses = [await make_bus() for _ in range(3)]
+    async with feeding(config, *buses) as feeders:
+        for granted in (3, 700, 1500):
+            last = await grant(buses[0], granted, 0, 0)
+            assert await issued(buses[0], granted) == plan_tasks(last, 0, granted, PROBLEMS, config)
+        assert sum(feeder.num_issued for feeder in feeders) >= 1500
 
 
-async def test_a_full_stream_stalls_it_and_it_goes_on_by_itself(bus, address):
-    client = await nats.connect(address.url, user=address.user, password=address.password)
+@pytest.mark.nats
+async def test_a_full_stream_stalls_it_and_it_goes_on_by_itself(nats_bus, nats_address, config):
+    client = await nats.connect(nats_address.url, user=nats_address.user, password=nats_address.password)
     try:
         stream = client.jetstream()
-        name = next(info.config.name for info in await stream.streams_info() if "run.tasks" in info.config.subjects)
-        config = (await stream.stream_info(name)).config
-        await stream.update_stream(config.evolve(max_msgs=10))
-        async with feeding(bus) as [feeder]:
-            now = await grant(bus, 30, 0, 0)
+        name = next(info.config.name for info in await stream.streams_info() if f"{config.run.name}.tasks" in info.config.subjects)
+        settings = (await stream.stream_info(name)).config
+        await stream.update_stream(settings.evolve(max_msgs=10))
+        async with feeding(config, nats_bus) as [feeder]:
+            now = await grant(nats_bus, 30, 0, 0)
             async with asyncio.timeout(20):
                 while not feeder.stalled:
                     await asyncio.sleep(0.01)
-            assert (await bus.state(TASKS)).last == 10
-            await stream.update_stream(config.evolve(max_msgs=-1))
-            assert await issued(bus, 30) == plan_tasks(now, 0, 30, PROBLEMS, CONFIG)
+            assert (await nats_bus.state(TASKS)).last == 10
+            await stream.update_stream(settings.evolve(max_msgs=-1))
+            assert await issued(nats_bus, 30) == plan_tasks(now, 0, 30, PROBLEMS, config)
             assert feeder.num_full >= 1
             async with asyncio.timeout(20):
                 while feeder.stalled:
@@ -174,8 +157,8 @@ async def test_a_full_stream_stalls_it_and_it_goes_on_by_itself(bus, address):
         await client.close()
 
 
-async def test_a_grant_that_cannot_be_read_ends_it(bus):
-    feeder = Feeder(bus, SUBJECTS, CONFIG, PROBLEMS)
+async def test_a_grant_that_cannot_be_read_ends_it(bus, config):
+    feeder = Feeder(bus, Subjects(config.run.name), config, PROBLEMS)
     await bus.kv.put(KEY_GRANTED, b"\xc1")
     with pytest.raises(ExceptionGroup) as caught:
         await asyncio.wait_for(feeder.run(), 20)
@@ -196,25 +179,25 @@ def record(**changes) -> RunRecord:
 
 
 @pytest.mark.parametrize("changes", [{"dataset_digest": "other"}, {"num_rows": 8}])
-async def test_another_dataset_than_the_run_record_names_is_refused(bus, changes):
-    await check_dataset(bus, PROBLEMS, CONFIG)
+async def test_another_dataset_than_the_run_record_names_is_refused(bus, config, changes):
+    await check_dataset(bus, PROBLEMS, config)
     await bus.kv.put(KEY_RUN, encode(record()))
-    await check_dataset(bus, PROBLEMS, CONFIG)
+    await check_dataset(bus, PROBLEMS, config)
     await bus.kv.put(KEY_RUN, encode(record(**changes)))
-    with pytest.raises(ConfigError, match="rows that the run run was started with"):
-        await check_dataset(bus, PROBLEMS, CONFIG)
+    with pytest.raises(ConfigError, match=r"rows that the run .* was started with"):
+        await check_dataset(bus, PROBLEMS, config)
 
 
-async def test_the_worker_from_file_to_stream(bus, tmp_path):
+async def test_the_worker_from_file_to_stream(bus, config, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{i}+1=", "label": str(i + 1)}) + "\n" for i in range(5)))
     config = Config(
-        run=RunConfig(name="run", dir=str(tmp_path)),
+        run=RunConfig(name=config.run.name, dir=str(tmp_path)),
         data=DataConfig(train=f"{rows}@[1:]", shuffle=False),
         engine=EngineConfig(kind="table"),
         trainer=TrainerConfig(backend="table"),
     )
-    run = RunDir(tmp_path / "run")
+    run = RunDir(tmp_path / config.run.name)
     run.create()
     ensure_model(config, run.model_dir)
     worker = Worker(config=config, run_dir=run, bus=bus, kind="feeder", index=0)
