@@ -13,6 +13,7 @@ from streamrl.core.state import FoldConfig, FoldState
 from streamrl.errors import TrainingError
 from streamrl.schemas.columns import SampleBatch
 from streamrl.schemas.ledger import Used
+from streamrl.schemas.samples import LogprobMode
 
 
 def used(batch: Batch) -> tuple[Used, ...]:
@@ -82,6 +83,8 @@ def assemble(batch: Batch, messages: Mapping[int, SampleBatch], state: FoldState
     if not loss_mask.any():
         raise TrainingError(f"expected a trainable token in the batch after version {state.version}, got none among {len(numbers)} tokens")
     warmup = state.in_warmup(batch.groups[0].task)
+    # A sampler that reports log-probs from before top-p and top-k is compared with the policy's from before them too.
+    truncated = np.array([message.batch.column("logprob_mode")[row].as_py() == LogprobMode.SAMPLED for message, row, _ in rows])
     return TrainBatch(
         kind="sft" if warmup else "rl",
         version=state.version,
@@ -92,8 +95,8 @@ def assemble(batch: Batch, messages: Mapping[int, SampleBatch], state: FoldState
         sampler_logprobs=tokenwise("logprobs"),
         staleness=staleness,
         temperature=np.ones(len(rows), np.float32) if warmup else samplewise("temperature").astype(np.float32),
-        top_p=samplewise("top_p").astype(np.float32),
-        top_k=samplewise("top_k").astype(np.int32),
+        top_p=np.where(truncated, samplewise("top_p"), 1.0).astype(np.float32),
+        top_k=np.where(truncated, samplewise("top_k"), -1).astype(np.int32),
         rewards=np.array([np.nan if reward is None else reward for _, _, reward in rows], np.float64),
         tasks=samplewise("task").astype(np.int64),
         rollouts=samplewise("rollout").astype(np.int64),

@@ -1,0 +1,153 @@
+"""G1 and G2 on a finished run: every token's version and log-prob hold up under a transformers replay; swaps restart nothing."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from streamrl.bus.protocol import Bus
+from streamrl.config.tree import (
+    Config,
+    DataConfig,
+    EngineConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ProducerConfig,
+    RewardConfig,
+    RunConfig,
+    TasksConfig,
+    TrainerConfig,
+    WeightsConfig,
+)
+from streamrl.data.model import ensure_model
+from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.codec import decode
+from streamrl.schemas.columns import SampleBatch, decode_samples
+from streamrl.schemas.samples import Sample
+from streamrl.schemas.subjects import SAMPLES, WEIGHTS, Subjects, kind_of
+from streamrl.schemas.tasks import Sampling
+from streamrl.schemas.versions import Version
+from streamrl.schemas.weights import Manifest
+from streamrl.weights.factory import make_transports
+from tests.loop.harness import make_run, run_to_end
+
+REWARD = "def share_of_letters(task, episode):\n    return sum(c.isalpha() for c in episode.completion) / 40\n"
+NUM_CHECKED = 200
+TOLERANCE = 1e-4
+
+
+def provenance_config(tmp_path: Path, run_id: str) -> Config:
+    """Long answers and a high learning rate, so that versions differ and responses span several of them."""
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+1=", "label": str(n + 1)}) + "\n" for n in range(40)))
+    (tmp_path / "reward.py").write_text(REWARD)
+    return Config(
+        run=RunConfig(name=run_id, steps=30, seed=5),
+        model=ModelConfig(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=96, max_len=80),
+        data=DataConfig(train=str(tmp_path / "train.jsonl")),
+        tasks=TasksConfig(batch_tasks=4, num_rollouts=4, max_staleness=6, drop_zero_spread=False),
+        sampling=Sampling(max_new_tokens=60, ignore_eos=True),
+        producer=ProducerConfig(concurrency=32),
+        reward=RewardConfig(kind=f"{tmp_path / 'reward.py'}:share_of_letters"),
+        engine=EngineConfig(slots=64),
+        trainer=TrainerConfig(optimizer=OptimizerConfig(learning_rate=3e-3)),
+        weights=WeightsConfig(keep=0),
+    )
+
+
+async def stored_samples(bus: Bus) -> list[Sample]:
+    """Every sample of the stream."""
+    state = await bus.state(SAMPLES)
+    batches: list[SampleBatch] = []
+    async for message in bus.read(SAMPLES, after=0):
+        if kind_of(message.subject) == "samples":
+            batches.append(decode_samples(bytes(message.body)))
+        if message.sequence >= state.last:
+            break
+    return [row for batch in batches for row in batch.rows()]
+
+
+async def stored_weights(bus: Bus, config: Config, run: RunDir) -> dict[Version, dict[str, torch.Tensor]]:
+    """The parameters of every published version."""
+    transports = make_transports(config.weights, bus=bus, run=config.run.name, policy="policy", run_dir=run.path)
+    subject = Subjects(config.run.name).weights("policy")
+    newest = await bus.last(subject)
+    assert newest is not None
+    found: dict[Version, dict[str, torch.Tensor]] = {}
+    async for message in bus.read(WEIGHTS, after=0, subject=subject):
+        manifest = decode(message.body, Manifest)
+        data = bytearray(manifest.nbytes)
+        from streamrl.weights.manifest import slices
+
+        async for part in transports[manifest.transport].fetch(manifest, slices(manifest)):
+            data[part.start : part.start + len(part.data)] = part.data
+        found[manifest.version] = {
+            spec.name: torch.from_numpy(np.frombuffer(data, np.float32, count=spec.nbytes // 4, offset=spec.offset).reshape(spec.shape).copy())
+            for spec in manifest.tensors
+        }
+        if message.sequence >= newest.sequence:
+            break
+    return found
+
+
+def token_versions(sample: Sample) -> list[Version]:
+    """The version of each of the model's tokens."""
+    return [span.version for span in sample.spans if span.version is not None for _ in range(span.length)]
+
+
+def largest_difference(sample: Sample, versions: list[Version], models: Mapping[Version, PreTrainedModel]) -> float:
+    """Log-probs of a token-by-token replay with a KV cache, each token by the model of its version, against the stored ones."""
+    prompt = int(np.argmax(sample.loss_mask))
+    tokens = torch.from_numpy(sample.tokens.astype(np.int64))
+    cache = DynamicCache()
+    worst = 0.0
+    feed = tokens[:prompt]
+    with torch.no_grad():
+        for position, version in enumerate(versions):
+            logits = models[version](feed[None], past_key_values=cache, use_cache=True).logits[0, -1]
+            token = tokens[prompt + position]
+            logprob = torch.log_softmax(logits.double() / sample.sampling.temperature, -1)[token]
+            worst = max(worst, abs(float(logprob) - float(sample.logprobs[prompt + position])))
+            feed = token[None]
+    return worst
+
+
+@pytest.mark.slow
+async def test_provenance_of_a_finished_run(tmp_path: Path, nats_bus: Bus, run_id: str) -> None:
+    run, config = make_run(tmp_path, provenance_config(tmp_path, run_id))
+    model_dir = ensure_model(config, run.model_dir)
+    await run_to_end(config, run, nats_bus)
+    samples = await stored_samples(nats_bus)
+    weights = await stored_weights(nats_bus, config, run)
+    models: dict[Version, PreTrainedModel] = {}
+    for version, parameters in weights.items():
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+        missing = model.load_state_dict(parameters, strict=False).missing_keys
+        assert set(missing) <= {"lm_head.weight"}
+        model.tie_weights()
+        models[version] = model.eval()
+    chosen = random.Random(0).sample(samples, NUM_CHECKED)
+    assert max(largest_difference(s, token_versions(s), models) for s in chosen) <= TOLERANCE
+
+    # A swap lies inside the life of a request that finished: its tokens are of several versions, and all of them are there.
+    spanning = [s for s in samples if len(set(token_versions(s))) > 1]
+    assert spanning, "no response spans versions: the test shows nothing"
+    assert all(len(token_versions(s)) == config.sampling.max_new_tokens for s in samples)
+    # Restarted requests would begin again at one version: versions only grow along a response, and its start is not its end.
+    assert all(token_versions(s) == sorted(token_versions(s)) for s in samples)
+
+    # Control: moving each span's end by one token is caught.
+    caught = 0
+    moved = spanning[:40]
+    for sample in moved:
+        versions = token_versions(sample)
+        flip = next(i for i in range(1, len(versions)) if versions[i] != versions[i - 1])
+        versions[flip] = versions[flip - 1]
+        caught += largest_difference(sample, versions, models) > TOLERANCE
+    assert caught == len(moved)
