@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from streamrl.bus.memory import MemoryBus
+from streamrl.config.tree import BusConfig
+from streamrl.data.tokenizer import Tokenizer
+from streamrl.engines.delays import TokenDelay
+from streamrl.engines.http import HttpEngine
+from streamrl.engines.protocol import GenerateRequest
+from streamrl.engines.table import TableEngine
+from streamrl.errors import EngineError
+from streamrl.producers.completions import Completion, complete
+from streamrl.producers.engines import EnginePool
+from streamrl.schemas.codec import encode
+from streamrl.schemas.control import EnginePresence
+from streamrl.schemas.tasks import Sampling
+from streamrl.schemas.versions import Version
+from tests.producers.policies import make_model, script, start_engine
+
+
+class Fleet:
+    """Table engines in process, announced by hand."""
+
+    def __init__(self, directory: Path, tokenizer: Tokenizer) -> None:
+        self.bus = MemoryBus("run", BusConfig())
+        self.tokenizer = tokenizer
+        self.directory = directory
+        self.engines: dict[str, TableEngine] = {}
+        self.pool = EnginePool(self.bus.kv, lambda presence: self.engines[presence.address])
+        self._next = 0
+
+    async def announce(self, name: str, **facts: object) -> None:
+        presence = {"policy": "policy", "serving": Version(0, 0), "slots": 8, **facts}
+        await self.bus.kv.put(f"presence/engines/{name}", encode(EnginePresence(engine=name, address=name, **presence)))  # type: ignore[arg-type]
+
+    async def add(self, name: str, *, mean_s: float = 0.0, **facts: object) -> None:
+        delay = TokenDelay(mean_s=mean_s, sigma=0.0)
+        self.engines[name] = await start_engine(self.directory, script(self.tokenizer, {}), engine_id=name, delay=delay)
+        await self.announce(name, **facts)
+        await self.until(lambda: name in self.pool.engines)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not holds():
+                await asyncio.sleep(0.01)
+
+    def request(self, *, session: str = "", count: int = 1, min_version: int = 0) -> GenerateRequest:
+        self._next += 1
+        return GenerateRequest(
+            request_id=str(self._next),
+            prompt_ids=self.tokenizer.encode("3+4="),
+            sampling=Sampling(max_new_tokens=4),
+            seeds=tuple(range(count)),
+            session=session,
+            min_version=min_version,
+        )
+
+    async def ask(self, **facts: object) -> str:
+        """Which engine answered."""
+        [completion, *_] = await complete(self.pool, self.request(**facts))  # type: ignore[arg-type]
+        return completion.engine
+
+    def begin(self, **facts: object) -> asyncio.Task[list[Completion]]:
+        return asyncio.create_task(complete(self.pool, self.request(**facts)))  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def running(directory: Path) -> AsyncIterator[Fleet]:
+    fleet = Fleet(directory, make_model(directory))
+    follower = asyncio.create_task(fleet.pool.run())
+    try:
+        yield fleet
+    finally:
+        follower.cancel()
+        await asyncio.gather(follower, return_exceptions=True)
+        for engine in fleet.engines.values():
+            await engine.stop()
+        await fleet.bus.close()
+
+
+async def test_requests_wait_for_the_first_engine(tmp_path: Path) -> None:
+    async with running(tmp_path / "model") as fleet:
+        waiting = fleet.begin()
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await fleet.add("a")
+        assert (await waiting)[0].engine == "a"
+
+
+async def test_the_least_loaded_engine_is_asked(tmp_path: Path) -> None:
+    async with running(tmp_path / "model") as fleet:
+        await fleet.add("a", mean_s=0.3)
+        await fleet.add("b", mean_s=0.3)
+        first = fleet.begin(count=4)
+        await asyncio.sleep(0.05)
+        second = fleet.begin(count=2)
+        await asyncio.sleep(0.05)
+        third = fleet.begin()
+        assert [(await task)[0].engine for task in (first, second, third)] == ["a", "b", "b"]
+        # Nothing of ours runs now; what others have there is counted too.
+        await fleet.announce("a", running=2)
+        await fleet.announce("b", running=8)
+        await fleet.until(lambda: fleet.pool.engines["b"].running == 8)
+        assert await fleet.ask() == "a"
+
+
+async def test_an_engine_that_serves_the_version_already_is_preferred(tmp_path: Path) -> None:
+    async with running(tmp_path / "model") as fleet:
+        await fleet.add("a")
+        await fleet.add("b", running=8, serving=Version(0, 3))
+        begun = fleet.begin(min_version=3)
+        await asyncio.sleep(0.05)
+        assert fleet.engines["a"]._decode.waiting == 0 and fleet.engines["b"]._decode.waiting == 1
+        begun.cancel()
+
+
+async def test_a_session_stays_with_its_engine_while_it_lives(tmp_path: Path) -> None:
+    async with running(tmp_path / "model") as fleet:
+        await fleet.add("a")
+        await fleet.add("b")
+        home = await fleet.ask(session="x")
+        other = "b" if home == "a" else "a"
+        await fleet.announce(home, running=100)
+        await fleet.until(lambda: fleet.pool.engines[home].running == 100)
+        assert [await fleet.ask(session="x"), await fleet.ask()] == [home, other]
+        await fleet.bus.kv.delete(f"presence/engines/{home}")
+        await fleet.until(lambda: home not in fleet.pool.engines)
+        assert await fleet.ask(session="x") == other
+
+
+async def test_other_policies_are_ignored(tmp_path: Path) -> None:
+    async with running(tmp_path / "model") as fleet:
+        await fleet.add("a")
+        await fleet.announce("b", policy="critic")
+        assert await fleet.ask() == "a"
+        assert list(fleet.pool.engines) == ["a"]
+
+
+async def test_a_refused_request_says_nothing_against_the_engine(tmp_path: Path) -> None:
+    async with running(tmp_path / "model") as fleet:
+        await fleet.add("a")
+        bad = GenerateRequest(request_id="bad", prompt_ids=(10_000,), seeds=(0,))
+        with pytest.raises(EngineError, match="token ids"):
+            await complete(fleet.pool, bad)
+        assert await fleet.ask() == "a"
+
+
+async def test_an_engine_that_cannot_be_reached_is_left_out_until_it_is_announced_again(tmp_path: Path) -> None:
+    async with running(tmp_path / "model") as fleet:
+        await fleet.add("b", running=4)
+        fleet.engines["a"] = HttpEngine("http://127.0.0.1:9")  # type: ignore[assignment]  # nobody listens on the discard port
+        await fleet.announce("a")
+        await fleet.until(lambda: "a" in fleet.pool.engines)
+        try:
+            with pytest.raises(EngineError, match="has gone"):
+                await fleet.ask()
+            assert await fleet.ask() == "b"
+            await fleet.announce("a")
+            await asyncio.sleep(0.05)
+            with pytest.raises(EngineError, match="has gone"):
+                await fleet.ask()
+        finally:
+            await fleet.engines.pop("a").close()  # type: ignore[attr-defined]

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from streamrl.config.tree import Config, EvaluationConfig, WarmupConfig
+from streamrl.producers.evaluation import Schedule, main
+from streamrl.schemas.codec import decode, encode
+from streamrl.schemas.events import Event
+from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.subjects import EVENTS
+from streamrl.schemas.tasks import Sampling
+from streamrl.schemas.versions import Version
+from tests.producers.conftest import Loop
+from tests.producers.policies import script, serve_logits
+
+
+def due(schedule: Schedule) -> list[tuple[int, bool]]:
+    """Everything that is due now."""
+    found = []
+    while (next_due := schedule.take()) is not None:
+        found.append(next_due)
+        if next_due[1]:
+            break
+    return found
+
+
+def test_without_a_warmup_version_0_is_first() -> None:
+    schedule = Schedule(every=0, warmup=False)
+    assert due(schedule) == [(0, False)]
+    schedule.trained(1, warm=True)
+    assert due(schedule) == []
+    schedule.finish(1)
+    assert due(schedule) == [(1, True)]
+
+
+def test_with_a_warmup_its_end_is_first_and_counting_begins_there() -> None:
+    schedule = Schedule(every=10, warmup=True)
+    for number in range(1, 38):
+        schedule.trained(number, warm=number >= 7)
+        assert due(schedule) == ([(number, False)] if number in (7, 17, 27, 37) else [])
+
+
+def test_of_several_that_are_due_only_the_newest_is_done() -> None:
+    schedule = Schedule(every=10, warmup=False)
+    for number in range(1, 26):
+        schedule.trained(number, warm=True)
+    assert due(schedule) == [(20, False)]
+
+
+def test_a_restart_repeats_nothing() -> None:
+    schedule = Schedule(every=10, warmup=True, done=17)
+    for number in range(1, 20):
+        schedule.trained(number, warm=number >= 7)
+    assert due(schedule) == []
+    for number in range(20, 28):
+        schedule.trained(number, warm=True)
+    assert due(schedule) == [(27, False)]
+
+
+@pytest.fixture
+def config(loop: Loop, tmp_path: Path) -> Config:
+    """Ten held-out problems, 3+4 each, two of which have another label."""
+    rows = [{"prompt": "3+4", "label": "7" if index not in (1, 5) else "8"} for index in range(10)]
+    path = tmp_path / "heldout.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return replace(
+        loop.config,
+        data=replace(loop.config.data, heldout=str(path)),
+        warmup=WarmupConfig(max_steps=5),
+        evaluation=EvaluationConfig(every=2, num_problems=9, sampling=Sampling(temperature=0.0, max_new_tokens=500)),
+    )
+
+
+async def trained(loop: Loop, config: Config, number: int, *, warm: bool) -> None:
+    """A ledger entry as the trainer writes it."""
+    entry = LedgerEntry(
+        run=config.run.name, trainer="main", version=Version(0, number), source="main", used=(), cursor=0, granted=0, retired=0, warm=warm
+    )
+    await loop.bus.publish(loop.subjects.ledger("main"), encode(entry), id=str(number))
+
+
+async def evaluations(loop: Loop, count: int) -> list[dict[str, Any]]:
+    """The details of the first `count` evaluations, waiting for them."""
+    found = []
+    async with asyncio.timeout(20):
+        async for message in loop.bus.read(EVENTS, after=0, subject=loop.subjects.events("evaluation")):
+            found.append(decode(message.body, Event).detail)
+            if len(found) == count:
+                break
+    return found
+
+
+async def test_the_held_out_problems_are_asked_when_due(loop: Loop, config: Config) -> None:
+    worker = loop.worker(kind="evaluator", config=config)
+    wrong = script(loop.tokenizer, {(0, "<|assistant|>"): "6"})
+    right = script(loop.tokenizer, {(0, "<|assistant|>"): "7"})
+    async with loop.engine(wrong) as engine:
+        service = asyncio.create_task(main(worker))
+        await trained(loop, config, 1, warm=False)
+        await serve_logits(engine, wrong, Version(0, 2))
+        await trained(loop, config, 2, warm=True)
+        [first] = await evaluations(loop, 1)
+        await trained(loop, config, 3, warm=True)
+        await trained(loop, config, 4, warm=True)
+        # Version 4 is due but not served yet: the engine holds the problems back until it serves that version or a later one.
+        await serve_logits(engine, right, Version(0, 5))
+        [_, second] = await evaluations(loop, 2)
+        await worker.event("finished", {"version": "0.5"})
+        async with asyncio.timeout(20):
+            await service
+    [_, _, last] = await evaluations(loop, 3)
+    assert (first["version"], first["versions"], first["accuracy"], first["final"]) == ("0.2", ["0.2", "0.2"], 0.0, False)
+    assert first["num"] == 9 and first["failed"] == 0
+    assert first["problems"][:2] == [{"prompt": "3+4", "expected": "7", "got": "6"}, {"prompt": "3+4", "expected": "8", "got": "6"}]
+    assert len(first["problems"]) == 8
+    assert (second["version"], second["versions"], second["accuracy"]) == ("0.4", ["0.5", "0.5"], pytest.approx(7 / 9))
+    assert (last["version"], last["final"], last["accuracy"]) == ("0.5", True, pytest.approx(7 / 9))
+
+
+async def test_a_restarted_evaluator_does_what_is_left(loop: Loop, config: Config) -> None:
+    async with loop.engine(script(loop.tokenizer, {(0, "<|assistant|>"): "7"})) as engine:
+        await serve_logits(engine, script(loop.tokenizer, {(0, "<|assistant|>"): "7"}), Version(0, 3))
+        worker = loop.worker(kind="evaluator", config=config)
+        await trained(loop, config, 1, warm=True)
+        async with loop.serving(main, worker):
+            await evaluations(loop, 1)
+        # While it is away the run ends.
+        await trained(loop, config, 2, warm=True)
+        await worker.event("finished", {"version": "0.2"})
+        async with asyncio.timeout(20):
+            await main(loop.worker(kind="evaluator", config=config))
+        assert [(e["version"], e["final"]) for e in await evaluations(loop, 2)] == [("0.1", False), ("0.2", True)]
+        # The run is resumed with more steps: the former end counts no longer.
+        again = loop.worker(kind="evaluator", config=config)
+        async with loop.serving(main, again):
+            await trained(loop, config, 3, warm=True)
+            assert [(e["version"], e["final"]) for e in await evaluations(loop, 3)][2] == ("0.3", False)

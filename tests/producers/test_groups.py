@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from streamrl.data.tokenizer import Tokenizer
+from streamrl.engines.delays import TokenDelay
+from streamrl.engines.table import TableEngine
+from streamrl.errors import EngineError, SchemaError
+from streamrl.producers.chat import RolloutEngine
+from streamrl.producers.demonstrations import demonstration
+from streamrl.producers.episode import Episode
+from streamrl.producers.functions import FunctionProducer
+from streamrl.producers.groups import GroupRunner
+from streamrl.producers.protocol import Context, Failure
+from streamrl.rewards.exact_match import ExactMatch
+from streamrl.rewards.functions import FunctionReward
+from streamrl.rewards.protocol import RewardValue, ScoredEpisode
+from streamrl.schemas.tasks import RolloutTask, Sampling
+from tests.producers.policies import make_model, script, start_engine
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    return make_model(tmp_path / "model")
+
+
+@pytest.fixture
+async def engine(tmp_path: Path, tokenizer: Tokenizer) -> AsyncIterator[TableEngine]:
+    logits = script(tokenizer, {(0, "<|assistant|>"): "7"})
+    engine = await start_engine(tmp_path / "model", logits, delay=TokenDelay(mean_s=0.01, sigma=0.0))
+    yield engine
+    await engine.stop()
+
+
+def make_task(tokenizer: Tokenizer, num_rollouts: int = 3) -> RolloutTask:
+    prompt = tokenizer.encode("<|user|>3+4<|end|><|assistant|>")
+    return RolloutTask(
+        run="run",
+        index=0,
+        source="main",
+        prompt_ids=tuple(prompt),
+        label="7",
+        num_rollouts=num_rollouts,
+        sampling=Sampling(max_new_tokens=4),
+    )
+
+
+async def one_turn(task: RolloutTask, engine: RolloutEngine) -> Episode:
+    chat = engine.chat(task)
+    await chat.generate()
+    return chat.episode()
+
+
+def runner(engine: TableEngine, tokenizer: Tokenizer, function: Any = one_turn, reward: Any = None) -> GroupRunner:
+    return GroupRunner(
+        producer=function if hasattr(function, "rollout") else FunctionProducer(function),
+        reward=reward or ExactMatch(),
+        engine=engine,
+        tokenizer=tokenizer,
+        user_producer=True,
+        user_reward=reward is not None,
+        options={},
+        max_len=128,
+        chat_template=True,
+    )
+
+
+async def run(runner: GroupRunner, task: RolloutTask) -> tuple[list[tuple[int, float | None]], list[Failure]]:
+    try:
+        group = await runner.run(task)
+    finally:
+        await runner.close()
+    return [(episode.rollout, episode.reward) for episode in group.episodes], list(group.failures)
+
+
+async def test_the_runs_reward_scores_what_the_producer_did_not(engine: TableEngine, tokenizer: Tokenizer) -> None:
+    async def scores_some(task: RolloutTask, engine: RolloutEngine) -> list[Episode]:
+        chat = engine.chat(task)
+        await chat.generate()
+        if engine.context.rollout_index == 1:
+            return [chat.episode(), chat.episode(reward=-2.0)]
+        return [chat.episode()]
+
+    episodes, failures = await run(runner(engine, tokenizer, scores_some), make_task(tokenizer))
+    assert episodes == [(0, 1.0), (1, None), (1, -2.0), (2, 1.0)]
+    assert failures == []
+
+
+async def test_an_error_in_a_reward_fails_its_rollout(engine: TableEngine, tokenizer: Tokenizer) -> None:
+    def score(task: RolloutTask, episode: ScoredEpisode) -> float:
+        if episode.rollout == 1:
+            raise ValueError("no verdict")
+        return float("nan") if episode.rollout == 2 else 0.5
+
+    episodes, failures = await run(runner(engine, tokenizer, reward=FunctionReward(score, {})), make_task(tokenizer))
+    assert episodes == [(0, 0.5)]
+    assert [(f.rollout, f.reason) for f in failures] == [(1, "failed"), (2, "failed")]
+    assert "no verdict" in failures[0].detail and "finite" in failures[1].detail
+
+
+async def test_a_reward_that_breaks_fails_the_group(engine: TableEngine, tokenizer: Tokenizer) -> None:
+    class Short:
+        async def score(self, task: RolloutTask, episodes: Sequence[ScoredEpisode]) -> Sequence[RewardValue]:
+            return [RewardValue(1.0)]
+
+    episodes, failures = await run(runner(engine, tokenizer, reward=Short()), make_task(tokenizer))
+    assert episodes == []
+    assert [f.rollout for f in failures] == [0, 1, 2]
+    assert "one reward for each of 3" in failures[0].detail
+
+
+async def test_a_producer_that_forgets_a_rollout_is_told(engine: TableEngine, tokenizer: Tokenizer) -> None:
+    class Forgetful:
+        async def rollout(self, task: RolloutTask, context: Context) -> Sequence[Episode | Failure]:
+            given = await FunctionProducer(one_turn).rollout(task, context)
+            return [given[2], Failure(0, "filtered", "too easy")]
+
+    episodes, failures = await run(runner(engine, tokenizer, Forgetful()), make_task(tokenizer))
+    assert episodes == [(2, 1.0)]
+    assert [(f.rollout, f.reason) for f in failures] == [(0, "filtered"), (1, "failed")]
+
+
+async def test_user_code_runs_in_its_own_thread_and_may_block(engine: TableEngine, tokenizer: Tokenizer) -> None:
+    threads: set[str] = set()
+    ticks = 0
+
+    async def blocking(task: RolloutTask, engine: RolloutEngine) -> Episode:
+        threads.add(threading.current_thread().name)
+        episode = await one_turn(task, engine)
+        time.sleep(0.2)  # noqa: ASYNC251  # what user code should not do, and does
+        return episode
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.005)
+            ticks += 1
+
+    ticker = asyncio.create_task(tick())
+    episodes, _ = await run(runner(engine, tokenizer, blocking), make_task(tokenizer))
+    ticker.cancel()
+    assert len(episodes) == 3
+    assert threads == {"user-code"}
+    # 0.6 s are spent blocked; a loop that was blocked with them would have ticked hardly at all.
+    assert ticks > 20
+
+
+async def test_cancelling_reaches_the_engine(engine: TableEngine, tokenizer: Tokenizer) -> None:
+    held = runner(engine, tokenizer)
+    task = replace(make_task(tokenizer), min_version=99)
+    rolling = asyncio.create_task(held.run(task))
+    async with asyncio.timeout(10):
+        while (await engine.info()).waiting < 3:
+            await asyncio.sleep(0.01)
+        rolling.cancel()
+        while (await engine.info()).waiting:
+            await asyncio.sleep(0.01)
+    await held.close()
+    with pytest.raises(asyncio.CancelledError):
+        await rolling
+
+
+async def test_an_engine_error_passes_through_both_threads(engine: TableEngine, tokenizer: Tokenizer) -> None:
+    await engine.stop()
+    held = runner(engine, tokenizer)
+    with pytest.raises(EngineError):
+        await held.run(make_task(tokenizer))
+    await held.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"label": None}, "needs a label"),
+        ({"label": ""}, "needs a label"),
+        ({"prompt_ids": ()}, "needs a prompt"),
+        ({"label": "1" * 99}, "at most 64 fit"),
+    ],
+)
+def test_what_is_no_demonstration_is_refused(tokenizer: Tokenizer, fields: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(SchemaError, match=complaint):
+        demonstration(replace(make_task(tokenizer, 1), **fields), tokenizer, end_token=5, max_len=64, producer="p")
