@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections import deque
@@ -71,7 +72,8 @@ class Screen:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._live.stop()
+        with contextlib.suppress(OSError):  # the terminal may have been closed
+            self._live.stop()
 
     def show(self, numbers: RunNumbers) -> None:
         """Redraw."""

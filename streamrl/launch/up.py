@@ -7,7 +7,8 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 
 from streamrl.bus import connect
@@ -107,6 +108,7 @@ class Session:
         self._stops = stops
         self._supervisor = Supervisor(launcher, config.supervise, note=self._note)
         self._started_s = time.monotonic()
+        self._unheard = False
 
     async def run_to_end(self) -> Outcome:
         """Everything `up` does between taking the lock and giving it back."""
@@ -176,7 +178,7 @@ class Session:
         warned = False
         while True:
             numbers = view.numbers(elapsed_s=follower.elapsed_s, supervised=self._supervisor.lines())
-            self._display.show(numbers)
+            self._tell(partial(self._display.show, numbers))
             barren = numbers.barren_tasks >= _BARREN_BATCHES * self._config.tasks.batch_tasks
             if barren and not warned:
                 self._note(
@@ -188,4 +190,16 @@ class Session:
 
     def _note(self, text: str) -> None:
         logger.info("event=note text=%s", text)
-        self._display.note(text)
+        self._tell(partial(self._display.note, text))
+
+    def _tell(self, say: Callable[[], None]) -> None:
+        """Show something; once the terminal or the pipe's reader is gone, drain in silence."""
+        if self._unheard:
+            return
+        try:
+            say()
+        except OSError as error:
+            self._unheard = True
+            logger.warning("event=display_gone error=%s", error)
+            if not self._stops.drain.is_set():
+                self._stops.ask()

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -229,12 +228,13 @@ asyncio.run(main(RunDir(sys.argv[1]), sys.argv[2]))
 
 async def test_no_worker_outlives_a_supervisor_that_is_killed(run: RunDir) -> None:
     pids = run.path / "pids"
-    with subprocess.Popen([sys.executable, "-c", _ORPHANAGE, str(run.path), str(pids)]) as parent:
-        try:
-            await until(lambda: len(read_pids(pids)) == 2)
-            assert all(alive(pid) for pid in read_pids(pids))
-        finally:
-            parent.kill()
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", _ORPHANAGE, str(run.path), str(pids))
+    try:
+        await until(lambda: len(read_pids(pids)) == 2)
+        assert all(alive(pid) for pid in read_pids(pids))
+    finally:
+        parent.kill()
+        await parent.wait()
     await until(lambda: not any(alive(pid) for pid in read_pids(pids)))
 
 

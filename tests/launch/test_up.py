@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from streamrl.launch.lock import holder
+from streamrl.runtime.rundir import RunDir
+from tests.launch.processes import alive, read_pids, until
+
+pytestmark = pytest.mark.nats
+
+ROOT = Path(__file__).parents[2]
+TOML = """
+[run]
+name = "demo"
+[data]
+train = "train.jsonl"
+heldout = "train.jsonl"
+[engine]
+kind = "table"
+[trainer]
+backend = "table"
+[supervise]
+drain_s = 5
+backoff_s = 0.05
+"""
+Up = Callable[..., Awaitable[asyncio.subprocess.Process]]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A directory with a run file and four problems."""
+    (tmp_path / "demo.toml").write_text(TOML)
+    rows = [{"prompt": f"{a}+{a}=", "label": str(a + a)} for a in range(4)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+@pytest.fixture
+def run(place: Path) -> RunDir:
+    return RunDir(place / "runs" / "demo")
+
+
+@pytest.fixture
+async def up(place: Path) -> AsyncIterator[Up]:
+    """Starts `tiny_up.py` in `place`; whatever is left of it is killed at the end."""
+    started: list[asyncio.subprocess.Process] = []
+
+    async def start(mode: str, *overrides: str, stdout: int = asyncio.subprocess.PIPE) -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(Path(__file__).with_name("tiny_up.py")),
+            "demo.toml",
+            mode,
+            *overrides,
+            cwd=place,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=stdout,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def said(process: asyncio.subprocess.Process) -> tuple[int, str, str]:
+    """Wait for the end: exit code, stdout, stderr."""
+    out, err = await asyncio.wait_for(process.communicate(), 60)
+    return process.returncode or 0, out.decode(), err.decode()
+
+
+def server_pid(run: RunDir) -> int | None:
+    """The nats-server of a run, found by its command line."""
+    wanted = str(run.bus_store / "nats-server.conf").encode()
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            try:
+                if wanted in (path / "cmdline").read_bytes().split(b"\0"):
+                    return int(path.name)
+            except OSError:
+                continue
+    return None
+
+
+def nothing_runs(run: RunDir) -> bool:
+    return server_pid(run) is None and not any(alive(pid) for pid in read_pids(run.path / "pids"))
+
+
+async def test_a_run_ends_when_its_trainer_has_finished(up: Up, run: RunDir) -> None:
+    code, out, err = await said(await up("learn"))
+    assert (code, err) == (0, "")
+    summary = json.loads(run.summary_path.read_text())
+    assert (summary["steps"], summary["tokens_trained"], summary["staleness_max"]) == (30, 300, 1)
+    assert (summary["heldout_first"], summary["heldout_last"]) == (0.125, 0.875)
+    assert summary["reward_last"] == pytest.approx(20.5 / 30)
+    assert run.plot_path.read_bytes().startswith(b"\x89PNG")
+    assert "5 wrong" in out
+    assert "demo finished: 30 steps" in out
+    assert nothing_runs(run)
+    assert holder(run) is None
+    assert (run.bus_path.stat().st_mode & 0o777, run.path.stat().st_mode & 0o777) == (0o600, 0o700)
+
+
+async def test_ctrl_c_drains_in_order_and_exits_with_0(up: Up, run: RunDir) -> None:
+    process = await up("endless")
+    await until(lambda: len(read_pids(run.path / "pids")) == 5)
+    process.send_signal(signal.SIGINT)
+    code, out, err = await said(process)
+    assert (code, err) == (0, "")
+    assert (run.path / "order").read_text().split() == ["trainer", "producer", "evaluator", "engine", "feeder"]
+    assert "demo stopped" in out
+    assert nothing_runs(run)
+
+
+async def test_a_second_ctrl_c_stops_at_once_and_leaves_nothing(up: Up, run: RunDir) -> None:
+    process = await up("stubborn", "supervise.drain_s=600")
+    await until(lambda: len(read_pids(run.path / "pids")) == 5)
+    process.send_signal(signal.SIGINT)
+    await asyncio.sleep(0.3)
+    assert process.returncode is None
+    process.send_signal(signal.SIGINT)
+    code, out, _ = await said(process)
+    assert code == 130
+    assert "stopped at once" in out
+    assert nothing_runs(run)
+
+
+async def test_nothing_outlives_a_supervisor_that_is_killed_and_the_run_can_be_resumed(up: Up, run: RunDir) -> None:
+    process = await up("endless")
+    await until(lambda: len(read_pids(run.path / "pids")) == 5)
+    assert server_pid(run) is not None
+    process.kill()
+    await process.wait()
+    await until(lambda: nothing_runs(run))
+    code, out, err = await said(await up("learn"))
+    assert (code, err) == (0, "")
+    assert "] resuming" in out
+
+
+async def test_a_run_that_is_up_is_not_started_twice(up: Up, run: RunDir) -> None:
+    first = await up("endless")
+    await until(lambda: len(read_pids(run.path / "pids")) == 5)
+    code, _, err = await said(await up("endless"))
+    assert code == 1
+    assert f"run 'demo' is running already, supervised by process {first.pid}" in err
+    assert "streamrl down demo" in err
+
+
+async def test_a_dead_nats_server_comes_back_on_the_same_port(up: Up, run: RunDir) -> None:
+    process = await up("endless")
+    await until(lambda: len(read_pids(run.path / "pids")) == 5)
+    first, address = server_pid(run), run.bus_path.read_bytes()
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: server_pid(run) not in (None, first))
+    process.send_signal(signal.SIGTERM)
+    code, out, _ = await said(process)
+    assert code == 0
+    assert "nats-server ended with signal SIGKILL; restarting it on the same store" in out
+    assert run.bus_path.read_bytes() == address
+
+
+async def test_a_killed_worker_is_restarted_and_that_is_said(up: Up, run: RunDir) -> None:
+    process = await up("endless")
+    await until(lambda: len(read_pids(run.path / "pids")) == 5)
+    os.kill(read_pids(run.path / "pids")[0], signal.SIGKILL)
+    await until(lambda: len(read_pids(run.path / "pids")) == 6)
+    process.send_signal(signal.SIGTERM)
+    code, out, _ = await said(process)
+    assert code == 0
+    assert "ended with signal SIGKILL; restart 1 in 0.05 s" in out
+
+
+async def test_resuming_on_other_rows_is_refused(up: Up, run: RunDir, place: Path) -> None:
+    assert (await said(await up("learn")))[0] == 0
+    config = run.config_path.read_bytes()
+    with (place / "train.jsonl").open("a") as file:
+        file.write('{"prompt": "9+9=", "label": "18"}\n')
+    code, _, err = await said(await up("learn"))
+    assert code == 1
+    assert "dataset changed on resume: run 'demo' was started on 4 rows" in err
+    assert "hint: put the old rows back, or start a new run with --name" in err
+    assert run.config_path.read_bytes() == config
+    assert nothing_runs(run)
+
+
+async def test_resuming_with_another_batch_is_refused_but_with_other_workers_is_not(up: Up, run: RunDir) -> None:
+    assert (await said(await up("learn")))[0] == 0
+    code, _, err = await said(await up("learn", "tasks.batch_tasks=7"))
+    assert code == 1
+    assert "tasks.batch_tasks changed on resume: run 'demo' was started with 64, got 7" in err
+    assert (await said(await up("learn", "producer.workers=2", "engine.slots=4")))[0] == 0
+
+
+async def test_a_port_that_is_taken_is_said(up: Up, run: RunDir) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, _, err = await said(await up("learn", f"bus.port={port}"))
+    assert code == 1
+    assert f"port {port}" in err
+    assert "hint:" in err
+
+
+async def test_a_broken_row_stops_the_run_before_it_starts(up: Up, run: RunDir, place: Path) -> None:
+    with (place / "train.jsonl").open("a") as file:
+        file.write('{"prompt": "9+9=", "lab')
+    code, _, err = await said(await up("learn"))
+    assert code == 1
+    assert "line 5" in err
+    assert not (run.path / "pids").exists()
+
+
+async def test_a_reader_that_leaves_drains_the_run(up: Up, run: RunDir) -> None:
+    reader, writer = os.pipe()
+    process = await up("endless", stdout=writer)
+    os.close(writer)
+    await until(lambda: len(read_pids(run.path / "pids")) == 5)
+    os.close(reader)
+    await asyncio.wait_for(process.wait(), 60)
+    assert (run.path / "order").read_text().split()[-1] == "feeder"
+    assert nothing_runs(run)

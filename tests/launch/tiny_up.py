@@ -1,0 +1,37 @@
+"""`streamrl up` with workers that are `tiny_worker.py`: `tiny_up.py TOML MODE [SECTION.KEY=VALUE ...]`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from streamrl.config.load import load
+from streamrl.errors import StreamRLError
+from streamrl.launch.local import LocalLauncher
+from streamrl.launch.screen import PlainLines
+from streamrl.launch.up import up
+from streamrl.runtime.rundir import RunDir
+
+
+def main() -> int:
+    toml, mode, *overrides = sys.argv[1:]
+    config = load(toml, overrides)
+    run = RunDir(Path(config.run.dir) / config.run.name)
+    worker = str(Path(__file__).with_name("tiny_worker.py"))
+
+    def command(kind: str, index: int) -> Sequence[str]:
+        return (sys.executable, worker, kind, str(run.path), mode)
+
+    try:
+        outcome = asyncio.run(up(config, PlainLines(), launcher=LocalLauncher(run, config, command=command)))
+    except StreamRLError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    outcome.print()
+    return outcome.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
