@@ -191,13 +191,22 @@ class Outbox:
             now = time.monotonic()
             for post in [*self._sent.values(), *self._queue]:
                 if now > post.deadline:
-                    _settle(post, unreachable(self._connection.address, self._patience_s, None))
+                    _settle(post, self._given_up(post))
             late = [post for post in self._sent.values() if now - post.sent_s > RESEND_S and not post.future.done()]
             if late:
-                logger.warning("bus publish unanswered messages=%d oldest_s=%.1f", len(late), now - late[0].sent_s)
+                logger.warning("bus publish unanswered messages=%d subject=%s hint=is_the_servers_disk_full?", len(late), late[0].subject)
                 self._take_back(late)
             if self._queue:
                 self._wake.set()
+
+    def _given_up(self, post: _Post) -> BusUnavailable:
+        if not self._connection.connected:
+            return unreachable(self._connection.address, self._patience_s, None)
+        return BusUnavailable(
+            f"the server at {self._connection.address.url} did not acknowledge a message to {post.subject} within {self._patience_s:.1f} s",
+            hint="a server whose disk is full keeps silent: see nats-server.log, free space and start the run again",
+            subject=post.subject,
+        )
 
 
 def _settle(post: _Post, error: BusError) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 from nats.aio.msg import Msg
 
-from streamrl.bus.jetstream.connection import Connection, Interrupted, Sink
+from streamrl.bus.jetstream.connection import Connection, Interrupted, NoResponder, Sink
 from streamrl.bus.jetstream.options import unreachable
-from streamrl.bus.jetstream.wire import STATUS, ConsumerReply, decode, delivery, error_of
+from streamrl.bus.jetstream.wire import STATUS, ConsumerReply, Simple, decode, delivery, error_of
 
 logger = logging.getLogger(__name__)
 
@@ -22,15 +22,25 @@ LATE_S = 2.0
 """How much longer than the server's own limit an answer is waited for."""
 MAX_WAITING = 4096
 """Claims that may wait at the server at the same time, for one source."""
+ACK_ATTEMPTS = 3
+ACK_S = 1.5
+"""How long the answer to one acknowledgement is waited for."""
+GONE = (10037, 10043, 10057)
+"""Codes with which the server says that a message is not there."""
 _NANOSECONDS = 1_000_000_000
 
 
 class JetStreamLease:
-    """One claimed task."""
+    """One claimed task.
 
-    def __init__(self, connection: Connection, message: Msg) -> None:
+    A server that was killed may have forgotten the delivery, not the task: it then leaves acknowledgements unanswered and delivers
+    the task again. `done` notices and removes the task itself.
+    """
+
+    def __init__(self, connection: Connection, stream: str, message: Msg) -> None:
         facts = delivery(message.reply)
         self._connection = connection
+        self._stream = stream
         self._reply = message.reply
         self._body = message.data
         self._sequence = facts.stream_sequence
@@ -49,14 +59,34 @@ class JetStreamLease:
         return self._deliveries
 
     async def keep(self) -> None:
-        await self._connection.request(self._reply, b"+WPI")
+        await self._connection.ready()
+        with contextlib.suppress(Interrupted):
+            await self._connection.send(self._reply, b"+WPI")
 
     async def done(self) -> None:
-        await self._connection.request(self._reply, b"+ACK")
+        if await self._confirmed(b"+ACK"):
+            return
+        answer = await self._connection.request(f"$JS.API.STREAM.MSG.DELETE.{self._stream}", {"seq": self._sequence})
+        reply = decode(answer.data, Simple)
+        if reply.error is not None and reply.error.err_code not in GONE:
+            raise error_of(reply.error, doing=f"finish task {self._sequence} of {self._stream}")
+        logger.warning("bus task removed stream=%s seq=%d reason=the_server_forgot_its_delivery", self._stream, self._sequence)
 
     async def retry(self, delay_s: float = 0.0) -> None:
         delay = b' {"delay": %d}' % int(delay_s * _NANOSECONDS) if delay_s > 0 else b""
-        await self._connection.request(self._reply, b"-NAK" + delay)
+        await self._confirmed(b"-NAK" + delay)
+
+    async def _confirmed(self, word: bytes) -> bool:
+        """Send an acknowledgement; whether the server confirmed it. Raises BusUnavailable when the bus stays away."""
+        for _ in range(ACK_ATTEMPTS):
+            await self._connection.ready()
+            try:
+                await self._connection.ask(self._reply, word, timeout_s=ACK_S)
+            except (Interrupted, NoResponder) as error:
+                logger.debug("bus acknowledgement unanswered stream=%s seq=%d error=%s", self._stream, self._sequence, error)
+                continue
+            return True
+        return False
 
 
 class TaskQueue:
@@ -150,7 +180,7 @@ class TaskQueue:
                 if message.subject == reply:
                     _finish(finished, int(status) if status.isdigit() else 0)
             elif len(leases) < wanted and consumer in message.reply:
-                leases.append(JetStreamLease(self._connection, message))
+                leases.append(JetStreamLease(self._connection, self._stream, message))
                 if len(leases) == wanted:
                     _finish(finished, 0)
             else:
@@ -178,7 +208,7 @@ class TaskQueue:
     def _return(self, message: Msg) -> None:
         """Give back at once what was delivered for a claim that has gone; otherwise it would rest for the whole ack wait."""
         if message.reply:
-            self._give_back([JetStreamLease(self._connection, message)])
+            self._give_back([JetStreamLease(self._connection, self._stream, message)])
 
     def _give_back(self, leases: Sequence[JetStreamLease]) -> None:
         """Return tasks that nobody works on."""

@@ -1,0 +1,223 @@
+"""What survives a nats-server that is killed and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import pytest
+import pytest_asyncio
+
+from streamrl.bus import Message, connect
+from streamrl.bus.jetstream import admin
+from streamrl.bus.jetstream.bus import JetStreamBus
+from streamrl.bus.jetstream.connection import Connection
+from streamrl.bus.server import NatsServer
+from streamrl.config.tree import BusConfig
+from streamrl.errors import BusUnavailable
+from streamrl.schemas.subjects import Subjects
+
+pytestmark = pytest.mark.nats
+
+RUN = "run"
+TO = Subjects(RUN)
+CONFIG = BusConfig(patience_s=30.0, ack_wait_s=2.0)
+
+
+@pytest_asyncio.fixture
+async def bus(own_server: NatsServer) -> AsyncIterator[JetStreamBus]:
+    bus = await connect(own_server.address, RUN, CONFIG)
+    yield bus
+    await bus.close()
+
+
+async def restart(server: NatsServer, *, away_s: float = 0.3) -> None:
+    """Kill -9 and start again on the same store."""
+    server.kill()
+    await asyncio.sleep(away_s)
+    server.start()
+
+
+async def test_acknowledged_messages_are_all_there_once_and_in_order_after_kills_under_load(
+    own_server: NatsServer, bus: JetStreamBus
+) -> None:
+    acknowledged: dict[str, int] = {}
+    stop = asyncio.Event()
+
+    async def write(writer: int) -> None:
+        count = 0
+        while not stop.is_set():
+            message_id = f"{writer}.{count}"
+            receipt = await bus.publish(TO.samples("main"), f"{message_id} ".encode() + bytes(4000), id=message_id)
+            acknowledged[message_id] = receipt.sequence
+            count += 1
+            await asyncio.sleep(0.002)
+
+    read: list[Message] = []
+
+    async def follow() -> None:
+        async with aclosing(bus.read("samples", after=0)) as messages:
+            async for message in messages:
+                read.append(message)
+
+    follower = asyncio.create_task(follow())
+    writers = [asyncio.create_task(write(writer)) for writer in range(32)]
+    for _ in range(3):
+        await asyncio.sleep(0.4)
+        await restart(own_server)
+    await asyncio.sleep(0.4)
+    stop.set()
+    await asyncio.gather(*writers)
+    last = (await bus.state("samples")).last
+    async with asyncio.timeout(20):
+        while not follower.done() and len(read) < last:
+            await asyncio.sleep(0.02)
+    follower.cancel()
+    await asyncio.gather(follower, return_exceptions=True)
+
+    assert [message.sequence for message in read] == list(range(1, last + 1))
+    stored = [message.body.split(b" ")[0].decode() for message in read]
+    assert len(set(stored)) == len(stored)
+    assert {message_id: acknowledged[message_id] for message_id in stored} == {name: index + 1 for index, name in enumerate(stored)}
+    assert len(acknowledged) == last > 300
+    for writer in range(32):
+        own = [int(name.split(".")[1]) for name in stored if name.startswith(f"{writer}.")]
+        assert own == list(range(len(own)))
+
+
+async def test_one_callers_publishes_keep_their_order_over_a_kill(own_server: NatsServer, bus: JetStreamBus) -> None:
+    under_way = [asyncio.create_task(bus.publish(TO.samples("main"), b"%d" % index)) for index in range(200)]
+    await asyncio.sleep(0)
+    own_server.kill()
+    under_way += [asyncio.create_task(bus.publish(TO.samples("main"), b"%d" % index)) for index in range(200, 400)]
+    await asyncio.sleep(0.3)
+    own_server.start()
+    receipts = await asyncio.gather(*under_way)
+    assert [receipt.sequence for receipt in receipts] == list(range(1, 401))
+    assert [(await bus.fetch("samples", sequence)).body for sequence in (1, 200, 201, 400)] == [b"0", b"199", b"200", b"399"]
+
+
+async def test_a_compare_and_set_chain_goes_through_kills(own_server: NatsServer, bus: JetStreamBus) -> None:
+    async def chain() -> None:
+        for index in range(400):
+            receipt = await bus.publish(TO.tasks("main"), b"%d" % index, id=str(index), expect_last=index)
+            assert receipt.sequence == index + 1
+            await asyncio.sleep(0.003)
+
+    work = asyncio.create_task(chain())
+    for _ in range(2):
+        await asyncio.sleep(0.3)
+        await restart(own_server, away_s=0.1)
+    await work
+    assert (await bus.state("tasks")).last == 400
+
+
+async def test_claims_and_leases_survive_a_kill(own_server: NatsServer, bus: JetStreamBus) -> None:
+    for index in range(10):
+        await bus.publish(TO.tasks("main"), b"%d" % index)
+    leases = list(await bus.claim("main", max=4, wait_s=1.0))
+    waiting = asyncio.create_task(bus.claim("other", max=1, wait_s=1.0))
+    await restart(own_server)
+    await waiting
+    for lease in leases:
+        await lease.done()
+    done = {lease.sequence for lease in leases}
+    async with asyncio.timeout(30):
+        while (await bus.state("tasks")).messages:
+            for lease in await bus.claim("main", max=4, wait_s=0.5):
+                await lease.done()
+                done.add(lease.sequence)
+    assert done == set(range(1, 11))
+
+
+async def test_a_watch_tells_of_keys_that_changed_and_went_while_it_was_away(own_server: NatsServer, bus: JetStreamBus) -> None:
+    for key in ("presence/stays", "presence/goes", "presence/changes"):
+        await bus.kv.put(key, b"1")
+    async with asyncio.timeout(30), aclosing(bus.kv.watch("presence/")) as watch:
+        assert {(await anext(watch)).key for _ in range(3)} == {"presence/stays", "presence/goes", "presence/changes"}
+        following = asyncio.ensure_future(anext(watch))
+        await restart(own_server)
+        other = await connect(own_server.address, RUN, CONFIG)
+        await other.kv.put("presence/changes", b"2")
+        entry = await following
+        assert (entry.key, entry.value) == ("presence/changes", b"2")
+        await other.kv.delete("presence/goes")
+        entry = await anext(watch)
+        assert (entry.key, entry.value) == ("presence/goes", None)
+        await other.close()
+
+
+async def test_blobs_are_written_and_read_over_a_kill(own_server: NatsServer, bus: JetStreamBus) -> None:
+    data = os.urandom(30_000_000)
+    put = asyncio.create_task(bus.blobs.put("large", data))
+    await asyncio.sleep(0.03)
+    await restart(own_server)
+    await put
+    get = asyncio.create_task(bus.blobs.get("large"))
+    await asyncio.sleep(0.01)
+    await restart(own_server)
+    assert await get == data
+
+
+async def test_what_a_dead_writer_left_behind_is_removed(own_server: NatsServer, bus: JetStreamBus) -> None:
+    whole = os.urandom(2_000_000)
+    await bus.blobs.put("whole", whole)
+    connection = Connection(own_server.address, name="test", patience_s=5.0)
+    await connection.open()
+
+    async def messages() -> int:
+        return (await admin.info(connection, admin.blobs_name(RUN))).state.messages
+
+    before = await messages()
+    put = asyncio.create_task(bus.blobs.put("half", os.urandom(100_000_000)))
+    async with asyncio.timeout(20):
+        while await messages() == before:
+            await asyncio.sleep(0)
+    put.cancel()
+    await asyncio.gather(put, return_exceptions=True)
+    assert await bus.blobs.names() == ["whole"]
+    assert await bus.blobs.remove_orphans() == 0, "an upload that has just begun may still be at work"
+    assert await messages() > before
+    assert await bus.blobs.remove_orphans(older_s=0.0) == 1
+    assert await messages() == before
+    assert await bus.blobs.get("whole") == whole
+    await connection.close()
+
+
+async def test_a_bus_that_stays_away_is_a_named_error(own_server: NatsServer) -> None:
+    bus = await connect(own_server.address, RUN, BusConfig(patience_s=0.5))
+    reader = asyncio.ensure_future(anext(bus.read("samples", after=0)))
+    await asyncio.sleep(0.1)
+    own_server.kill()
+    results = await asyncio.gather(
+        bus.publish(TO.marks, b"x"),
+        bus.kv.put("key", b"x"),
+        bus.kv.get("key"),
+        bus.state("samples"),
+        bus.blobs.put("blob", b"x"),
+        reader,
+        return_exceptions=True,
+    )
+    assert [type(result) for result in results] == [BusUnavailable] * len(results)
+    assert all(result.hint for result in results if isinstance(result, BusUnavailable))
+    with pytest.raises(BusUnavailable):
+        await bus.claim("main", max=1, wait_s=0.0)
+    await bus.close()
+
+
+async def test_a_server_that_keeps_silent_is_a_named_error_and_its_messages_are_stored_once(own_server: NatsServer) -> None:
+    bus = await connect(own_server.address, RUN, BusConfig(patience_s=1.0))
+    assert own_server.pid is not None
+    os.kill(own_server.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(BusUnavailable, match="did not acknowledge") as caught:
+            await bus.publish(TO.marks, b"x", id="x")
+    finally:
+        os.kill(own_server.pid, signal.SIGCONT)
+    assert "disk" in caught.value.hint
+    assert (await bus.publish(TO.marks, b"x", id="x")).sequence == 1
+    assert (await bus.publish(TO.marks, b"y", id="y")).sequence == 2
+    await bus.close()
