@@ -1,0 +1,107 @@
+"""Prove from a run's raw streams that its promises held: `python tests/audit/audit.py --url nats://... --user U --password P --run RUN`.
+
+Independent of the product: it uses nats-py and pyarrow and imports nothing of streamrl. It reads and never writes; a run may go on
+meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+if not __package__:  # run as a script: the folder above `tests` is not on the path
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.audit.books import Books, Settings
+from tests.audit.msgpack import unpack
+from tests.audit.promises import Entry, Promises
+from tests.audit.raw import Raw, read_run
+from tests.audit.stream import read_message
+
+
+@dataclass
+class Report:
+    """What an audit found. `problems` are sentences with numbers; none means that every promise held."""
+
+    problems: list[str] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+async def audit(url: str, user: str, password: str, run: str, *, complete: bool = False) -> Report:
+    """Read a run's streams and check them.
+
+    Args:
+        url: of the server.
+        user: an operator who may read everything; empty for a server without accounts.
+        password: of the user.
+        run: run id.
+        complete: the run has ended; it must have trained the steps that its configuration asks for.
+    """
+    return examine(await read_run(url, user, password, run), complete=complete)
+
+
+def examine(raw: Raw, *, complete: bool = False) -> Report:
+    """Check what was read."""
+    record = raw.keys.get("run")
+    if record is None:
+        return Report(["the run has no record under the key `run`"])
+    config = json.loads(unpack(record.body)["config"])
+    tasks = config["tasks"]
+    settings = Settings(b=tasks["batch_tasks"], s=tasks["max_staleness"], stale=tasks["stale"])
+    trainer = config["trainer"]["name"]
+    subject = f"{raw.run}.ledger.{trainer}"
+    entries = [Entry(stored, unpack(stored.body)) for stored in raw.ledger.messages if stored.subject == subject]
+    promises = Promises(raw, trainer, entries)
+    messages = {stored.sequence: read_message(stored) for stored in raw.samples.messages}
+    books = Books(settings, messages, raw.samples.first, promises.chain())
+    books.check()
+    promises.streams()
+    promises.readers(books)
+    promises.weights()
+    promises.tasks(books)
+    promises.dead(books)
+    problems = promises.problems + books.problems
+    if complete:
+        steps = sum(entry["source"] != "warmup" for entry in books.chain)
+        if steps < config["run"]["steps"]:
+            problems.append(f"the run ended after {steps} of {config['run']['steps']} steps")
+    counts = {
+        "versions": len(books.chain),
+        "epochs": len({entry.version[0] for entry in entries}),
+        "fences": len({entry.body["fence"] for entry in entries}),
+        "messages": len(messages),
+        "issued": raw.tasks.last,
+        "trained": len(books.trained),
+        "dropped": len(books.ended) - len(books.trained),
+        "drops": sum(len(entry["drops"]) for entry in books.chain),
+        "oldest": max((max(entry["staleness"], default=0) for entry in books.chain), default=0),
+    }
+    return Report(problems, counts)
+
+
+def main() -> int:
+    """Print what was found; 1 when there is a problem."""
+    parser = argparse.ArgumentParser(description="Audit a run from its raw streams.")
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--user", default="")
+    parser.add_argument("--password", default="")
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--complete", action="store_true", help="the run has ended: it must have trained all its steps")
+    given = parser.parse_args()
+    report = asyncio.run(audit(given.url, given.user, given.password, given.run, complete=given.complete))
+    sys.stdout.write("".join(f"{name}: {count}\n" for name, count in report.counts.items()))
+    sys.stdout.write("".join(f"problem: {problem}\n" for problem in report.problems))
+    sys.stdout.write("every promise held\n" if report.ok else f"{len(report.problems)} problems\n")
+    return 0 if report.ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""What is on the server: every stored message of a run, read with plain nats-py."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+
+import nats
+import nats.errors
+import nats.js.errors
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+
+FETCH = 64
+FETCH_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One message as the server has it."""
+
+    sequence: int
+    subject: str
+    body: bytes
+    headers: dict[str, str]
+    time_s: float
+    """Unix seconds of the server's clock."""
+
+
+@dataclass
+class Stream:
+    """One stream: its messages, and its first and last sequence (first = last + 1 when it is empty)."""
+
+    first: int
+    last: int
+    discard: str
+    messages: list[Stored] = field(default_factory=list)
+
+
+@dataclass
+class Raw:
+    """A run's streams and keys."""
+
+    run: str
+    tasks: Stream
+    samples: Stream
+    ledger: Stream
+    weights: Stream
+    dead: Stream
+    keys: dict[str, Stored]
+    """The newest value of each live key; `sequence` is its revision."""
+
+
+async def read_run(url: str, user: str, password: str, run: str) -> Raw:
+    """Everything an audit needs.
+
+    Keys and the ledger are read before the queue, and the queue before the samples: whatever the former speak of, the latter hold.
+    """
+    client = await nats.connect(url, user=user or None, password=password or None, allow_reconnect=False)
+    try:
+        jetstream = client.jetstream(timeout=10)
+        keys = await _keys(jetstream, run)
+        weights = await _stream(jetstream, f"{run}-weights")
+        ledger = await _stream(jetstream, f"{run}-ledger")
+        tasks = await _queue(jetstream, f"{run}-tasks")
+        samples = await _stream(jetstream, f"{run}-samples")
+        dead = await _stream(jetstream, f"{run}-dead")
+    finally:
+        await _close(client)
+    return Raw(run, tasks, samples, ledger, weights, dead, keys)
+
+
+async def _close(client: Client) -> None:
+    with contextlib.suppress(nats.errors.Error):
+        await client.close()
+
+
+async def _bounds(jetstream: JetStreamContext, name: str) -> Stream:
+    info = await jetstream.stream_info(name)
+    state = info.state
+    first = state.first_seq if state.messages else state.last_seq + 1
+    return Stream(first, state.last_seq, str(info.config.discard))
+
+
+async def _stream(jetstream: JetStreamContext, name: str) -> Stream:
+    """All messages up to the stream's present end."""
+    found = await _bounds(jetstream, name)
+    if found.first <= found.last:
+        found.messages = await _read(jetstream, name, found.last)
+    return found
+
+
+async def _read(jetstream: JetStreamContext, name: str, last: int) -> list[Stored]:
+    config = ConsumerConfig(ack_policy=AckPolicy.NONE, deliver_policy=DeliverPolicy.ALL, mem_storage=True, inactive_threshold=30.0)
+    consumer = await jetstream.add_consumer(name, config)
+    subscription = await jetstream.pull_subscribe_bind(consumer=consumer.name, stream=name)
+    messages: list[Stored] = []
+    left = consumer.num_pending or 0
+    while left > 0 and (not messages or messages[-1].sequence < last):
+        for message in await subscription.fetch(min(FETCH, left), timeout=FETCH_TIMEOUT_S):
+            facts = message.metadata
+            stored = Stored(facts.sequence.stream, message.subject, message.data, dict(message.headers or {}), facts.timestamp.timestamp())
+            left = facts.num_pending
+            if stored.sequence <= last:
+                messages.append(stored)
+    await subscription.unsubscribe()
+    await jetstream.delete_consumer(name, consumer.name)
+    return messages
+
+
+async def _queue(jetstream: JetStreamContext, name: str) -> Stream:
+    """A work queue allows no second reader, so what is left of it is fetched one by one."""
+    found = await _bounds(jetstream, name)
+    sequence = found.first
+    while sequence <= found.last:
+        try:
+            message = await jetstream.get_msg(name, sequence, subject=">", next=True)
+        except nats.js.errors.NotFoundError:
+            break
+        assert message.seq is not None
+        found.messages.append(Stored(message.seq, message.subject or "", message.data or b"", dict(message.headers or {}), 0.0))
+        sequence = message.seq + 1
+    return found
+
+
+async def _keys(jetstream: JetStreamContext, run: str) -> dict[str, Stored]:
+    name = f"KV_{run}"
+    bounds = await _bounds(jetstream, name)
+    found: dict[str, Stored] = {}
+    if bounds.first <= bounds.last:
+        for message in await _read(jetstream, name, bounds.last):
+            key = message.subject.removeprefix(f"$KV.{run}.").replace(".", "/")
+            if "KV-Operation" not in message.headers and "Nats-Marker-Reason" not in message.headers:
+                found[key] = message
+    return found
