@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -120,7 +121,7 @@ def _check_sample(sample: Sample, task: int) -> None:
         raise SchemaError(f"{where}: version spans must cover all {length} tokens, they cover {sum(s.length for s in sample.spans)}")
 
 
-def _ragged(rows: Sequence[npt.NDArray], dtype: type) -> pa.ListArray:
+def _ragged(rows: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> pa.ListArray:
     offsets = np.zeros(len(rows) + 1, np.int32)
     np.cumsum([len(row) for row in rows], out=offsets[1:])
     values = np.concatenate([np.asarray(row, dtype) for row in rows])
@@ -167,11 +168,11 @@ class SampleBatch:
         self.rewards: npt.NDArray[np.float64] = reward.fill_null(np.nan).to_numpy(zero_copy_only=False)
         """[N] float64, NaN where there is none."""
 
-    def ints(self, name: str) -> npt.NDArray:
+    def ints(self, name: str) -> npt.NDArray[Any]:
         """[N] values of a flat numeric column."""
         return self.batch.column(name).to_numpy(zero_copy_only=True)
 
-    def _list(self, name: str) -> tuple[npt.NDArray[np.int64], npt.NDArray]:
+    def _list(self, name: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
         column = self.batch.column(name)
         offsets = column.offsets.to_numpy().astype(np.int64)
         values = column.values.to_numpy(zero_copy_only=True)[offsets[0] : offsets[-1]]
@@ -185,7 +186,7 @@ class SampleBatch:
         """Every row as a Sample (views of the same bytes); raises SchemaError when a label or metadata is no JSON."""
         return [self._row(index, values) for index, values in enumerate(self.batch.to_pylist())]
 
-    def _row(self, index: int, values: dict) -> Sample:
+    def _row(self, index: int, values: dict[str, Any]) -> Sample:
         start, end = self.offsets[index], self.offsets[index + 1]
         spans = zip(values["span_length"], values["span_epoch"], values["span_number"], strict=True)
         sampling = Sampling(

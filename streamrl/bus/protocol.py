@@ -142,6 +142,10 @@ class Bus(Protocol):
 
         Args:
             subject: its second token picks the stream (`streamrl.bus.topology`).
+            body: the payload; at most the server's `max_payload` (8 MiB when embedded) with the headers.
+            headers: names of letters, digits and '-', not beginning with `Nats-`.
+            body: stored as it is.
+            headers: text by name, stored with it.
             id: de-duplication id, unique per stream; a repeat returns the first receipt with `duplicate=True`.
             expect_last: the stream's last sequence must be this (compare-and-set on the whole stream). After a retry whose first
                 attempt was stored, the repeat is recognised by `id` and is no Conflict.
@@ -158,7 +162,8 @@ class Bus(Protocol):
         """Every message of `stream` with a sequence above `after`, in order, waiting for new ones for ever; no acks.
 
         Survives reconnects without loss or repeat. With `subject`, only that subject's messages (holes in the sequences are then
-        expected). Raises LogTruncated when a message above `after` has been removed, at the start or in the middle.
+        expected). Raises LogTruncated when a message above `after` has been removed, at the start or in the middle; with `subject`
+        only at the start, and whatever the subject of the removed message was.
         """
         ...
 

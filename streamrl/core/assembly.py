@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from streamrl.core.batches import TrainBatch
 from streamrl.core.fold import Batch
-from streamrl.core.state import FoldConfig, FoldState
+from streamrl.core.state import FoldConfig, FoldState, PendingRollout
 from streamrl.errors import TrainingError
 from streamrl.schemas.columns import SampleBatch
 from streamrl.schemas.ledger import Used
@@ -65,14 +66,14 @@ def assemble(batch: Batch, messages: Mapping[int, SampleBatch], state: FoldState
     np.cumsum(lengths, out=offsets[1:])
     versions = {id(message): message.token_versions() for message, _, _ in rows}
 
-    def tokenwise(column: str) -> npt.NDArray:
+    def tokenwise(column: str) -> npt.NDArray[Any]:
         parts = []
         for message, row, _ in rows:
             values = versions[id(message)] if column == "versions" else getattr(message, column)
             parts.append(values[message.offsets[row] : message.offsets[row + 1]])
         return np.concatenate(parts)
 
-    def samplewise(column: str) -> npt.NDArray:
+    def samplewise(column: str) -> npt.NDArray[Any]:
         return np.array([message.ints(column)[row] for message, row, _ in rows])
 
     numbers = tokenwise("versions")
@@ -103,7 +104,9 @@ def assemble(batch: Batch, messages: Mapping[int, SampleBatch], state: FoldState
     )
 
 
-def _rows_of(task: int, rollouts: Mapping, messages: Mapping[int, SampleBatch]) -> list[tuple[SampleBatch, int, float | None]]:
+def _rows_of(
+    task: int, rollouts: Mapping[int, PendingRollout], messages: Mapping[int, SampleBatch]
+) -> list[tuple[SampleBatch, int, float | None]]:
     """(message, row, reward) of a group's samples, by rollout, then sample."""
     found = []
     for index in sorted(rollouts):

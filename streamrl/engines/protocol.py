@@ -20,7 +20,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     policy: str = "policy"
     seeds: Sequence[int] = (0,)
-    """One seed per completion (their number is the number of completions). Equal seeds, prompt, weights: equal tokens (deterministic engine)."""
+    """One seed per completion, as many as completions are wanted.
+
+    A deterministic engine gives equal tokens for equal seed, prompt and weights.
+    """
     min_version: int = 0
     """The engine starts it only once it serves this version number or a later one."""
     session: str = ""

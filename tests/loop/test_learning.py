@@ -39,8 +39,9 @@ def heldout_accuracy(model_dir: Path) -> float:
     rows = [json.loads(line) for line in (QUICKSTART / "heldout.jsonl").read_text().splitlines()]
     right = 0
     for row in rows:
-        prompt = tokenizer.apply_chat_template([{"role": "user", "content": row["prompt"]}], add_generation_prompt=True, return_tensors="pt")
-        ids = prompt["input_ids"] if not isinstance(prompt, torch.Tensor) else prompt
+        messages = [{"role": "user", "content": row["prompt"]}]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
         with torch.no_grad():
             made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)
         right += tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True).strip() == row["label"]

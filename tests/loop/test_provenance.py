@@ -36,6 +36,7 @@ from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
 from streamrl.weights.factory import make_transports
+from streamrl.weights.manifest import slices
 from tests.loop.harness import make_run, run_to_end
 
 REWARD = "def share_of_letters(task, episode):\n    return sum(c.isalpha() for c in episode.completion) / 40\n"
@@ -83,12 +84,10 @@ async def stored_weights(bus: Bus, config: Config, run: RunDir) -> dict[Version,
     async for message in bus.read(WEIGHTS, after=0, subject=subject):
         manifest = decode(message.body, Manifest)
         data = bytearray(manifest.nbytes)
-        from streamrl.weights.manifest import slices
-
         async for part in transports[manifest.transport].fetch(manifest, slices(manifest)):
             data[part.start : part.start + len(part.data)] = part.data
         found[manifest.version] = {
-            spec.name: torch.from_numpy(np.frombuffer(data, np.float32, count=spec.nbytes // 4, offset=spec.offset).reshape(spec.shape).copy())
+            spec.name: torch.from_numpy(np.frombuffer(data, np.float32, spec.nbytes // 4, spec.offset).reshape(spec.shape).copy())
             for spec in manifest.tensors
         }
         if message.sequence >= newest.sequence:
