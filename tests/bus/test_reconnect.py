@@ -221,3 +221,14 @@ async def test_a_server_that_keeps_silent_is_a_named_error_and_its_messages_are_
     assert (await bus.publish(TO.marks, b"x", id="x")).sequence == 1
     assert (await bus.publish(TO.marks, b"y", id="y")).sequence == 2
     await bus.close()
+
+
+async def test_a_closed_bus_refuses_work_at_once_and_ends_its_readers(own_server: NatsServer) -> None:
+    bus = await connect(own_server.address, RUN, CONFIG)
+    reader = asyncio.ensure_future(anext(bus.read("samples", after=0)))
+    await asyncio.sleep(0.1)
+    await bus.close()
+    await bus.close()
+    async with asyncio.timeout(5):
+        results = await asyncio.gather(reader, bus.publish(TO.marks, b"x"), bus.state("samples"), bus.kv.get("a"), return_exceptions=True)
+    assert [type(result) for result in results] == [BusUnavailable] * 4

@@ -208,6 +208,8 @@ class Connection:
         """Wait until connected; raises BusUnavailable when the server has been away for longer than the patience."""
         if self._up.is_set():
             return
+        if self._closing:
+            raise BusUnavailable("the bus was closed", url=self.address.url)
         patience = self.patience_s if patience_s is None else patience_s
         try:
             await asyncio.wait_for(self._up.wait(), max(0.0, patience - self.away_s))

@@ -68,6 +68,7 @@ class Outbox:
         self._queue: deque[_Post] = deque()
         self._sent: dict[str, _Post] = {}
         self._sent_bytes = 0
+        self._closed = False
         self._wake = asyncio.Event()
         self._stop_listening = connection.listen(self._on_connection)
         connection.denial_listeners.append(self._on_denied)
@@ -82,6 +83,8 @@ class Outbox:
             BusError: the message is larger than the server takes, or no stream listens to the subject, or a right is missing.
             BusUnavailable: the server was away or silent for longer than the patience.
         """
+        if self._closed:
+            raise BusUnavailable(f"the bus was closed before a message to {subject} was sent", subject=subject)
         own = dict(headers) if headers else {}
         own[HEADER_ID] = id
         size = message_bytes(body, own)
@@ -103,6 +106,9 @@ class Outbox:
 
     async def close(self) -> None:
         """Stop; messages still on their way fail with BusUnavailable."""
+        if self._closed:
+            return
+        self._closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
