@@ -133,8 +133,10 @@ def _to_json(value: object) -> str | None:
 
 
 def _from_json(text: str | None) -> object:
+    if text is None:
+        return None
     try:
-        return None if text is None else msgspec.json.decode(text)
+        return msgspec.json.decode(text)
     except msgspec.DecodeError as error:
         raise SchemaError(f"expected JSON in a label or in metadata, got {text[:80]!r}: {error}") from error
 
