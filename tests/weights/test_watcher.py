@@ -207,6 +207,21 @@ async def test_lost_bytes_are_taken_once_they_are_announced_again(run):
         assert await run.committed.get() == Version(0, 2)
 
 
+async def test_an_older_version_does_not_take_the_place_of_the_newest_that_is_tried_again(run):
+    gone = await run.shm.publish(Version(0, 3), iter(table(3)))
+    await run.shm.retire(Version(0, 4))
+    await run.announce(gone)
+    async with watched(run.watcher()):
+        await run.failed.get()
+        await run.publish(2)
+        while not run.failed.empty():
+            run.failed.get_nowait()
+        assert (await asyncio.wait_for(run.failed.get(), 30))["version"] == "0.3"
+        await run.publish(3)
+        assert await run.committed.get() == Version(0, 3)
+    assert [detail["version"] for detail in run.taken] == ["0.3"]
+
+
 async def test_wrong_bytes_are_said_and_not_served(run):
     await run.publish(1)
     async with watched(run.watcher()):
