@@ -87,7 +87,8 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     staleness_max: int
     staleness_in_flight: float | None
     staleness_queued: float | None
-    publish_lag: float | None
+    staleness_publish_lag: float | None
+    engines_behind: float | None
     """Versions that the engines are behind the newest one now, their mean."""
     stream_lag: int
     """Messages on the sample stream that came after the newest batch closed."""

@@ -140,11 +140,11 @@ def reward_text(numbers: RunNumbers) -> Text:
 
 
 def staleness_text(numbers: RunNumbers) -> str:
-    """Age of the trained tokens and its parts, in versions."""
+    """Age of the trained rollouts over the run and, for the newest batch, its parts; in versions."""
     parts = (
         ("in flight", numbers.staleness_in_flight),
         ("queued", numbers.staleness_queued),
-        ("publish lag", numbers.publish_lag),
+        ("publish lag", numbers.staleness_publish_lag),
     )
     known = ", ".join(f"{name} {value:.2f}" for name, value in parts if value is not None)
     return f"p50 {numbers.staleness_p50:g}  max {numbers.staleness_max}" + (f"   ({known})" if known else "")

@@ -34,23 +34,34 @@ class Metric(msgspec.Struct, frozen=True):
     meaning: str
 
 
-_MEAN, _SUM, _MAX, _LAST = Reduction.MEAN, Reduction.SUM, Reduction.MAX, Reduction.LAST
+_MEAN, _SUM, _MAX = Reduction.MEAN, Reduction.SUM, Reduction.MAX
 
 _DECLARED = (
     # One value a batch; they also stand in the batch's ledger entry.
-    Metric("rollout/raw_reward", _MEAN, "reward", "mean reward of the batch's rollouts, before any normalisation"),
+    Metric("rollout/raw_reward", _MEAN, "reward", "mean reward of the rollouts that arrived for the batch, dropped ones included"),
+    Metric("rollout/raw_reward_std", _MEAN, "reward", "standard deviation of the rewards within a group, mean over groups"),
+    Metric("rollout/zero_spread", _MEAN, "fraction", "groups of the batch whose rewards are all equal"),
+    Metric("rollout/dropped", _MEAN, "records", "drop records written with the batch"),
+    Metric("rollout/tokens_trained", _MEAN, "tokens", "tokens of the batch under the loss mask"),
     Metric("train/loss", _MEAN, "nats", "the loss that was minimised"),
-    Metric("train/tis", _MEAN, "ratio", "mean truncated importance weight of the trained tokens"),
+    Metric("train/pg_loss", _MEAN, "nats", "its policy-gradient part, importance weights included"),
+    Metric("train/pg_clipfrac", _MEAN, "fraction", "trained tokens whose ratio was clipped"),
+    Metric("train/ppo_kl", _MEAN, "nats", "log-probability before the batch minus the one after the step so far"),
+    Metric("train/ois", _MEAN, "ratio", "probability under the policy over the one before the batch"),
+    Metric("train/tis", _MEAN, "ratio", "probability before the batch over the sampler's, before truncation"),
+    Metric("train/tis_abs", _MEAN, "ratio", "its distance from 1"),
+    Metric("train/tis_clipfrac", _MEAN, "fraction", "trained tokens whose importance weight was truncated"),
+    Metric("train/train_rollout_logprob_abs_diff", _MEAN, "nats", "distance of the trainer's and the sampler's log-probabilities"),
+    Metric("train/entropy_loss", _MEAN, "nats", "entropy of the policy at the trained tokens"),
     Metric("train/grad_norm", _MEAN, "norm", "global gradient norm before clipping"),
-    Metric("train/learning_rate", _LAST, "1", "learning rate of the batch's last optimizer step"),
-    Metric("train/entropy", _MEAN, "nats", "mean entropy of the policy at the trained tokens"),
-    Metric("train/clip_fraction", _MEAN, "fraction", "trained tokens whose ratio was clipped"),
-    Metric("train/kl", _MEAN, "nats", "mean estimated divergence of sampler and trainer"),
+    Metric("train/lr", _MEAN, "1", "learning rate"),
     Metric("train/answer_probability", _MEAN, "probability", "smoothed probability of whole answers during the warm-up"),
-    Metric("staleness/p50", _MEAN, "versions", "median age of the batch's groups"),
-    Metric("staleness/max", _MAX, "versions", "greatest age of the batch's groups"),
+    Metric("staleness/p50", _MEAN, "versions", "median age of the trained tokens"),
+    Metric("staleness/mean", _MEAN, "versions", "mean age of the trained tokens"),
+    Metric("staleness/max", _MAX, "versions", "greatest age of the trained tokens"),
     Metric("staleness/in_flight", _MEAN, "versions", "part of the age that passed while tokens were generated"),
     Metric("staleness/queued", _MEAN, "versions", "part of the age that passed between generation and training"),
+    Metric("staleness/publish_lag", _MEAN, "versions", "part of the age that the weights took to reach the engine"),
     Metric("perf/step_s", _MEAN, "s", "time of the training step"),
     Metric("perf/wait_s", _MEAN, "s", "time the trainer waited for a batch"),
     # Engines.

@@ -77,13 +77,13 @@ def test_an_engine_that_vanishes_leaves_the_lines_but_not_the_totals() -> None:
     assert numbers.tokens_made == 40
 
 
-def test_publish_lag_is_how_far_engines_are_behind_the_newest_version(entry: MakeEntry) -> None:
+def test_engines_may_be_behind_the_newest_version(entry: MakeEntry) -> None:
     view = RunView("demo")
     view.ledger(as_line(entry(10)))
     view.engine("engine-0", presence(number=9))
     view.engine("engine-1", presence(number=6))
     view.engine("engine-2", presence(number=None))
-    assert view.numbers(elapsed_s=1.0).publish_lag == 2.5
+    assert view.numbers(elapsed_s=1.0).engines_behind == 2.5
 
 
 def test_versions_seen_in_engines_are_remembered_once_they_change() -> None:

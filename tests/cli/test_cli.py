@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from streamrl.cli import main, parser
+from streamrl.config.tree import Config, RunConfig
+from streamrl.launch.lock import locked
+from streamrl.launch.summary import Summary, write_summary
+from streamrl.runtime.rundir import RunDir
+
+ROOT = Path(__file__).parents[2]
+VERBS = {"up", "down", "status", "worker", "attach", "doctor", "replay"}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def stopped_run(place: Path) -> RunDir:
+    run = RunDir(place / "runs" / "demo")
+    run.create()
+    run.write_config(Config(run=RunConfig(name="demo")))
+    summary = Summary(
+        steps=7,
+        reward_first=0.25,
+        reward_last=0.75,
+        heldout_first=None,
+        heldout_last=None,
+        tokens_made=1,
+        tokens_trained=2,
+        staleness_p50=0.0,
+        staleness_max=1,
+        dropped=0,
+        swaps=3,
+        wall_s=4.0,
+    )
+    write_summary(summary, run.summary_path)
+    return run
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run a command that must fail; returns what it says."""
+    assert main(arguments) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert "\nhint: " in captured.err
+    return captured.err
+
+
+def test_the_verbs_are_known() -> None:
+    actions = [action for action in parser()._actions if action.dest != "help"]
+    assert set(actions[0].choices or ()) == VERBS
+
+
+def test_help_loads_nothing_heavy() -> None:
+    heavy = {"torch", "transformers", "rich", "nats", "numpy", "pyarrow", "matplotlib"}
+    code = f"import sys; from streamrl.cli import parser; parser(); print(sorted({heavy!r} & sys.modules.keys()))"
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert out.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [("status", "nobody"), ("down", "nobody"), ("worker", "engine", "--run", "nobody"), ("replay", "nobody", "--verify")]
+)
+def test_an_unknown_run_is_refused_with_the_known_ones(
+    stopped_run: RunDir, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    said = refused(capsys, *arguments)
+    assert "got 'nobody'" in said
+    assert "known runs in runs: demo" in said
+
+
+def test_up_needs_a_file(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "expected the path of a TOML file" in refused(capsys, "up")
+    assert "no such file: missing.toml" in refused(capsys, "up", "missing.toml")
+
+
+def test_up_refuses_unknown_keys_and_malformed_overrides(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "a.toml").write_text('[data]\ntrain = "a.jsonl"\n[tasks]\nmax_stalenes = 1\n')
+    said = refused(capsys, "up", "a.toml")
+    assert "tasks.max_stalenes" in said
+    assert "did you mean tasks.max_staleness?" in said
+    (place / "a.toml").write_text('[data]\ntrain = "a.jsonl"\n')
+    assert "expected --set section.key=value, got 'steps'" in refused(capsys, "up", "a.toml", "--set", "steps")
+    assert "a.jsonl" in refused(capsys, "up", "a.toml")
+
+
+def test_up_refuses_a_run_that_is_running(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "a.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
+    (place / "a.toml").write_text('[data]\ntrain = "a.jsonl"\n')
+    run = RunDir(place / "runs" / "demo")
+    run.create()
+    with locked(run):
+        said = refused(capsys, "up", "a.toml", "--name", "demo")
+    assert f"run 'demo' is running already, supervised by process {os.getpid()}" in said
+    assert "streamrl down demo" in said
+
+
+def test_up_refuses_a_name_that_is_none(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "a.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
+    (place / "a.toml").write_text('[data]\ntrain = "a.jsonl"\n')
+    assert "my run" in refused(capsys, "up", "a.toml", "--name", "my run")
+
+
+def test_worker_names_the_kinds(stopped_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "worker", "traner", "--run", "demo")
+    assert "did you mean 'trainer'?" in said
+    assert "feeder, producer, evaluator, engine, trainer" in said
+
+
+def test_replay_wants_to_know_what_for(stopped_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "streamrl replay RUN --verify" in refused(capsys, "replay", "demo")
+
+
+def test_down_of_a_run_that_is_not_up_is_no_error(stopped_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["down", "demo"]) == 0
+    assert capsys.readouterr().out == "run demo was not running\n"
+
+
+def test_status_lists_runs(stopped_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--json"]) == 0
+    (line,) = json.loads(capsys.readouterr().out)
+    assert (line["run"], line["state"], line["supervisor"], line["summary"]["steps"]) == ("demo", "stopped", None, 7)
+    assert main(["status"]) == 0
+    out = capsys.readouterr().out
+    assert "demo" in out
+    assert "0.750" in out
+
+
+def test_status_of_no_runs_says_how_to_start_one(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status"]) == 0
+    assert "streamrl up" in capsys.readouterr().out
+    assert main(["status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
+def test_status_of_a_stopped_run_shows_its_summary(stopped_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "demo"]) == 0
+    out = capsys.readouterr().out
+    assert "run demo is stopped" in out
+    assert '"reward_last": 0.75' in out
+    assert main(["status", "demo", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["numbers"] is None

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from streamrl.errors import LaunchError
+from streamrl.launch.down import stop_run
+from streamrl.launch.lock import holder, locked
+from streamrl.runtime.rundir import RunDir
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    directory = RunDir(tmp_path / "demo")
+    directory.create()
+    return directory
+
+
+def test_a_run_has_one_holder_at_a_time(run: RunDir) -> None:
+    assert holder(run) is None
+    with locked(run):
+        assert holder(run) == os.getpid()
+        with pytest.raises(LaunchError, match=f"process {os.getpid()}") as caught, locked(run):
+            pass
+        assert caught.value.values["pid"] == os.getpid()
+    assert holder(run) is None
+    with locked(run):
+        pass
+
+
+def test_a_lock_left_by_a_dead_process_is_free(run: RunDir) -> None:
+    run.lock_path.write_text("999999999")
+    assert holder(run) is None
+    with locked(run):
+        assert run.lock_path.read_text() == str(os.getpid())
+
+
+def test_stopping_what_does_not_run_does_nothing(run: RunDir) -> None:
+    assert not stop_run(run, now=False, timeout_s=0.0)

@@ -1,0 +1,65 @@
+"""A worker whose `main` behaves as told: `behaving_worker.py RUN INDEX BEHAVIOUR` (INDEX `-`: the first free one)."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from streamrl.errors import BusError, ConfigError, Fenced
+from streamrl.runtime.rundir import RunDir
+from streamrl.runtime.worker import Worker, run_worker
+
+
+async def wait_for_drain(worker: Worker) -> None:
+    print(worker.name, flush=True)
+    await worker.draining.wait()
+    print("drained", flush=True)
+
+
+async def ignore_drain(worker: Worker) -> None:
+    print(worker.name, flush=True)
+    await worker.draining.wait()
+    print("draining", flush=True)
+    await asyncio.sleep(600)
+
+
+async def report(worker: Worker) -> None:
+    await worker.metrics({"train/loss": 1.5})
+    await worker.event("evaluation", {"accuracy": 0.5})
+
+
+async def fail(worker: Worker) -> None:
+    raise BusError("the stream is gone", hint="make it again")
+
+
+async def fail_in_group(worker: Worker) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(refuse(worker))
+
+
+async def refuse(worker: Worker) -> None:
+    raise ConfigError("tasks.batch_tasks must be even", hint="take 64")
+
+
+async def be_fenced(worker: Worker) -> None:
+    raise Fenced("another trainer has fence 7")
+
+
+async def crash(worker: Worker) -> None:
+    raise ZeroDivisionError("an unexpected end")
+
+
+BEHAVIOURS = {
+    "wait": wait_for_drain,
+    "ignore": ignore_drain,
+    "report": report,
+    "fail": fail,
+    "group": fail_in_group,
+    "refuse": refuse,
+    "fence": be_fenced,
+    "crash": crash,
+}
+
+if __name__ == "__main__":
+    path, number, behaviour = sys.argv[1:]
+    sys.exit(run_worker("producer", RunDir(path), None if number == "-" else int(number), main=BEHAVIOURS[behaviour]))

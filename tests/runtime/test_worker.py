@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from streamrl.bus import BusAddress
+from streamrl.bus.protocol import Bus
+from streamrl.config.tree import BusConfig, Config, RunConfig
+from streamrl.errors import BusError, ConfigError, Fenced
+from streamrl.runtime.rundir import RunDir
+from streamrl.runtime.service import SUPERVISOR_VARIABLE, Exit
+from streamrl.runtime.worker import first_cause
+from streamrl.schemas.codec import decode
+from streamrl.schemas.control import WorkerPresence
+from streamrl.schemas.events import Event, MetricReport
+from streamrl.schemas.subjects import Subjects
+
+pytestmark = pytest.mark.nats
+
+ROOT = Path(__file__).parents[2]
+Start = Callable[..., Awaitable[asyncio.subprocess.Process]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, nats_address: BusAddress, run_id: str) -> RunDir:
+    directory = RunDir(tmp_path / run_id)
+    directory.create()
+    directory.write_config(Config(run=RunConfig(name=run_id), bus=BusConfig(patience_s=20.0)))
+    nats_address.save(directory.bus_path)
+    return directory
+
+
+@pytest.fixture
+async def start(run: RunDir, nats_bus: Bus) -> AsyncIterator[Start]:
+    """Starts `behaving_worker.py`; `nats_bus` makes the streams before and removes them after."""
+    started: list[asyncio.subprocess.Process] = []
+
+    async def one(behaviour: str, *, index: str = "0", supervised: bool = False) -> asyncio.subprocess.Process:
+        surroundings = {**os.environ, "PYTHONPATH": str(ROOT)} | ({SUPERVISOR_VARIABLE: str(os.getpid())} if supervised else {})
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(Path(__file__).with_name("behaving_worker.py")),
+            str(run.path),
+            index,
+            behaviour,
+            env=surroundings,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        started.append(process)
+        return process
+
+    yield one
+    for process in started:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def said(process: asyncio.subprocess.Process) -> tuple[int, str, str]:
+    out, err = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+async def line(process: asyncio.subprocess.Process) -> str:
+    assert process.stdout is not None
+    return (await asyncio.wait_for(process.stdout.readline(), 30)).decode().strip()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "code", "message"),
+    [
+        ("fail", Exit.FAILED, "error: the stream is gone\nhint: make it again\n"),
+        ("refuse", Exit.CONFIG, "error: tasks.batch_tasks must be even\nhint: take 64\n"),
+        ("group", Exit.CONFIG, "error: tasks.batch_tasks must be even\nhint: take 64\n"),
+        ("fence", Exit.FENCED, "error: another trainer has fence 7\n"),
+    ],
+)
+async def test_errors_choose_the_exit_code_and_leave_no_traceback(start: Start, behaviour: str, code: int, message: str) -> None:
+    found, _, err = await said(await start(behaviour))
+    assert found == code
+    assert message in err
+    assert "Traceback" not in err
+
+
+async def test_an_unexpected_error_comes_with_its_traceback(start: Start, run: RunDir) -> None:
+    code, _, err = await said(await start("crash"))
+    assert code == Exit.FAILED
+    assert "Traceback" in err
+    assert "ZeroDivisionError" in run.log_path("producer-0").read_text()
+
+
+async def test_the_first_signal_drains(start: Start, nats_bus: Bus) -> None:
+    process = await start("wait")
+    assert await line(process) == "producer-0"
+    entry = await nats_bus.kv.get("presence/workers/producer-0")
+    assert entry is not None
+    assert entry.value is not None
+    presence = decode(entry.value, WorkerPresence)
+    assert (presence.kind, presence.state, presence.pid) == ("producer", "running", process.pid)
+    process.send_signal(signal.SIGTERM)
+    code, out, _ = await said(process)
+    assert (code, out) == (0, "drained\n")
+    gone = await nats_bus.kv.get("presence/workers/producer-0")
+    assert gone is None or gone.value is None
+
+
+async def test_the_second_signal_ends_the_process_at_once(start: Start) -> None:
+    process = await start("ignore")
+    await line(process)
+    process.send_signal(signal.SIGINT)
+    assert await line(process) == "draining"
+    process.send_signal(signal.SIGINT)
+    assert (await said(process))[0] == -signal.SIGINT
+
+
+async def test_a_worker_by_hand_takes_a_name_that_nobody_has(start: Start) -> None:
+    supervised = await start("wait", index="0", supervised=True)
+    first, second = await start("wait", index="-"), None
+    assert (await line(supervised), await line(first)) == ("producer-0", "producer-1")
+    second = await start("wait", index="-")
+    assert await line(second) == "producer-2"
+
+
+async def test_a_supervised_worker_logs_to_stderr_alone(start: Start, run: RunDir) -> None:
+    code, _, err = await said(await start("fail", supervised=True))
+    assert code == Exit.FAILED
+    assert "event=failed" in err
+    assert not run.log_path("producer-0").exists()
+
+
+async def test_a_worker_whose_supervisor_is_gone_does_not_start(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SUPERVISOR_VARIABLE, "1")
+    code, out, _ = await said(await start("wait"))
+    assert (code, out) == (Exit.FAILED, "")
+
+
+async def test_metrics_and_events_are_published(start: Start, nats_bus: Bus, run: RunDir) -> None:
+    assert (await said(await start("report")))[0] == 0
+    subjects = Subjects(run.name)
+    metrics, event = await nats_bus.last(subjects.metrics("producer-0")), await nats_bus.last(subjects.events("evaluation"))
+    assert metrics is not None
+    assert event is not None
+    assert decode(metrics.body, MetricReport).mean == {"train/loss": 1.5}
+    assert decode(event.body, Event).detail == {"accuracy": 0.5}
+
+
+async def test_a_run_that_is_not_up_says_so(start: Start, run: RunDir) -> None:
+    run.bus_path.unlink()
+    code, _, err = await said(await start("wait"))
+    assert code == Exit.CONFIG
+    assert "is the run up?" in err
+
+
+def test_the_cause_of_a_group_is_what_decides_the_exit() -> None:
+    plain, bus, config, fenced = ValueError("a"), BusError("b"), ConfigError("c"), Fenced("d")
+    assert first_cause(plain) is plain
+    assert first_cause(ExceptionGroup("", [plain, bus])) is bus
+    assert first_cause(ExceptionGroup("", [bus, ExceptionGroup("", [plain, config])])) is config
+    assert first_cause(ExceptionGroup("", [config, ExceptionGroup("", [fenced])])) is fenced
+    assert first_cause(ExceptionGroup("", [plain])) is plain
