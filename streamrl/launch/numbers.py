@@ -53,6 +53,8 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     """Version number that it made."""
     warmup: bool
     """A batch of demonstrations: no reward, no staleness."""
+    warm: bool
+    """Whether the warm-up has ended with this batch or before it; demonstrations already made may still follow."""
     reward: float | None
     staleness_p50: float
     staleness_max: int

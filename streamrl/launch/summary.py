@@ -66,10 +66,10 @@ def summarize(view: RunView, *, wall_s: float) -> Summary:
 
 def learning_evaluations(view: RunView) -> list[Evaluation]:
     """Evaluations from the end of the warm-up on, by version, the newest of each; all of them if there are none after it."""
-    warmed = max((point.number for point in view.points if point.warmup), default=0)
+    last_cold = max((point.number for point in view.points if not point.warm), default=-1)
     newest = {evaluation.version: evaluation for evaluation in view.evaluations}
     ordered = [newest[version] for version in sorted(newest)]
-    return [one for one in ordered if one.version.number >= warmed] or ordered
+    return [one for one in ordered if one.version.number > last_cold] or ordered
 
 
 def write_summary(summary: Summary, path: Path) -> None:

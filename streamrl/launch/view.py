@@ -39,6 +39,7 @@ class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
     staleness: tuple[int, ...] = ()
     num_tokens: int = 0
     retired: int = 0
+    warm: bool = False
     metrics: dict[str, float] = {}
     time_s: float = 0.0
 
@@ -167,6 +168,7 @@ class RunView:
             Point(
                 number=entry.version.number,
                 warmup=warmup,
+                warm=entry.warm,
                 reward=None if warmup else entry.metrics.get("rollout/raw_reward"),
                 staleness_p50=float(statistics.median(ages)) if ages else 0.0,
                 staleness_max=max(ages, default=0),

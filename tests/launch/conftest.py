@@ -27,6 +27,7 @@ def entry() -> MakeEntry:
         *,
         epoch: int = 0,
         source: str = "main",
+        warm: bool | None = None,
         reward: float | None = 0.5,
         ages: Sequence[int] = (0, 1, 1),
         drops: Sequence[Drop] = (),
@@ -48,6 +49,7 @@ def entry() -> MakeEntry:
             cursor=cursor or 2 * number,
             granted=8,
             retired=number,
+            warm=source != "warmup" if warm is None else warm,
             staleness=tuple(ages),
             num_samples=2,
             num_tokens=tokens,
@@ -60,10 +62,10 @@ def entry() -> MakeEntry:
 
 @pytest.fixture
 def learned_run(entry: MakeEntry) -> RunView:
-    """20 warm-up batches, then 80 whose reward rises from about 0.2 to about 0.9; evaluations at 20, 60 and 100."""
+    """20 warm-up batches (the 19th ends it), then 80 whose reward rises from about 0.2 to 0.9; evaluations at 19, 60 and 100."""
     view = RunView("demo", steps=80, warmup_steps=100)
     for number in range(1, 21):
-        view.ledger(as_line(entry(number, source="warmup", reward=None)))
+        view.ledger(as_line(entry(number, source="warmup", reward=None, warm=number >= 19)))
     for number in range(21, 101):
         reward = 0.9 - 0.7 * math.exp(-(number - 21) / 15) + 0.04 * math.sin(number * 2.4)
         drop = Drop(sequence=number, task=number, rollouts=(0, 1, 2, 3), reason="zero_spread")
@@ -77,7 +79,7 @@ def learned_run(entry: MakeEntry) -> RunView:
             swaps_total=number - 20,
         )
         view.engine("engine-0-ab", serving)
-    for number, accuracy in ((20, 0.21), (60, 0.82), (100, 0.91)):
+    for number, accuracy in ((19, 0.21), (60, 0.82), (100, 0.91)):
         problems = [{"prompt": f"{a}+8=", "expected": str(a + 8), "got": str(a + 8) if number > 50 or a == 1 else "7"} for a in range(3)]
         view.event(Event(kind="evaluation", worker="evaluator-0", detail=evaluation(number, accuracy, problems)))
     return view

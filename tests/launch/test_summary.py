@@ -12,7 +12,7 @@ from streamrl.launch.summary import learning_evaluations, problem_table, summari
 from streamrl.launch.view import RunView
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.events import Event
-from tests.launch.conftest import evaluation
+from tests.launch.conftest import MakeEntry, as_line, evaluation
 
 KEYS = [
     "steps",
@@ -59,9 +59,9 @@ def test_a_run_without_evaluations_or_rewards_still_has_a_summary() -> None:
 
 
 def test_evaluations_before_the_end_of_the_warmup_are_no_start(learned_run: RunView) -> None:
-    learned_run.event(Event(kind="evaluation", worker="evaluator-0", detail=evaluation(4, 0.01)))
+    learned_run.event(Event(kind="evaluation", worker="evaluator-0", detail=evaluation(18, 0.01)))
     learned_run.event(Event(kind="evaluation", worker="evaluator-0", detail=evaluation(60, 0.83)))
-    assert [(one.version.number, one.accuracy) for one in learning_evaluations(learned_run)] == [(20, 0.21), (60, 0.83), (100, 0.91)]
+    assert [(one.version.number, one.accuracy) for one in learning_evaluations(learned_run)] == [(19, 0.21), (60, 0.83), (100, 0.91)]
 
 
 def test_the_table_shows_the_same_problems_before_and_after(learned_run: RunView) -> None:
@@ -72,12 +72,12 @@ def test_the_table_shows_the_same_problems_before_and_after(learned_run: RunView
     text = console.export_text()
     row = next(line for line in text.splitlines() if "2+8=" in line)
     assert row.index("7 wrong") < row.index("10 right")
-    assert "version 0.20" in text
+    assert "version 0.19" in text
     assert "version 0.100" in text
 
 
 def test_markup_in_answers_is_shown_as_it_is(learned_run: RunView) -> None:
-    for number in (20, 100):
+    for number in (19, 100):
         problems = [{"prompt": "[bold]x", "expected": "[/red]", "got": "[red]"}]
         learned_run.event(Event(kind="evaluation", worker="evaluator-0", detail=evaluation(number, 0.5, problems)))
     table = problem_table(learning_evaluations(learned_run)[-2:])
@@ -87,6 +87,14 @@ def test_markup_in_answers_is_shown_as_it_is(learned_run: RunView) -> None:
     text = console.export_text()
     assert "[bold]x" in text
     assert "[red] wrong" in text
+
+
+def test_without_a_warmup_the_first_evaluation_is_that_of_version_0(entry: MakeEntry) -> None:
+    view = RunView("demo")
+    view.ledger(as_line(entry(1)))
+    for number in (0, 1):
+        view.event(Event(kind="evaluation", worker="evaluator-0", detail=evaluation(number, 0.5 + number)))
+    assert [one.version.number for one in learning_evaluations(view)] == [0, 1]
 
 
 def test_there_is_no_table_without_two_evaluations(learned_run: RunView) -> None:
