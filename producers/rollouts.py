@@ -17,7 +17,7 @@ from streamrl.producers.episode import samples_of
 from streamrl.producers.factory import make_pool, make_runner, policy_tokenizer
 from streamrl.producers.protocol import Failure
 from streamrl.producers.publishing import Publisher
-from streamrl.schemas.subjects import MAIN_SOURCE, WARMUP_SOURCE
+from streamrl.schemas.subjects import EVENTS, MAIN_SOURCE, WARMUP_SOURCE
 from streamrl.schemas.tasks import RolloutTask
 
 if TYPE_CHECKING:
@@ -40,7 +40,9 @@ async def main(worker: Worker) -> None:
 
 
 async def attach(worker: Worker, function: str, *, source: str = MAIN_SOURCE) -> int:
-    """Join a running loop as one more producer and stay until the worker drains; its open tasks then go back to the queue.
+    """Join a running loop as one more producer; stay until the worker drains or the run has finished.
+
+    Tasks that are open then go back to the queue.
 
     Args:
         worker: connected to the run, with a name of its own.
@@ -53,7 +55,20 @@ async def attach(worker: Worker, function: str, *, source: str = MAIN_SOURCE) ->
     Raises:
         ConfigError: `function` cannot be found or is no producer.
     """
-    return await serve(worker, function, sources=(source,))
+    leaver = asyncio.create_task(_leave_when_finished(worker))
+    try:
+        return await serve(worker, function, sources=(source,))
+    finally:
+        leaver.cancel()
+        await asyncio.gather(leaver, return_exceptions=True)
+
+
+async def _leave_when_finished(worker: Worker) -> None:
+    after = (await worker.bus.state(EVENTS)).last
+    async for _ in worker.bus.read(EVENTS, after=after, subject=worker.subjects.events("finished")):
+        logger.info("event=run_finished action=leave")
+        worker.draining.set()
+        return
 
 
 async def serve(worker: Worker, function: str, *, sources: Sequence[str]) -> int:
