@@ -56,8 +56,10 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     warm: bool
     """Whether the warm-up has ended with this batch or before it; demonstrations already made may still follow."""
     reward: float | None
-    staleness_p50: float
-    staleness_max: int
+    age_min: int
+    age_mean: float
+    age_max: int
+    """Ages of its groups in versions."""
     num_tokens: int
     time_s: float
 

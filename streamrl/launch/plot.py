@@ -73,16 +73,16 @@ def _draw_staleness(axes: Axes, view: RunView) -> None:
     numbers = [point.number for point in points]
     axes.fill_between(
         numbers,
-        [point.staleness_p50 for point in points],
-        [point.staleness_max for point in points],
+        [point.age_min for point in points],
+        [point.age_max for point in points],
         step="mid",
         color=_AGE,
-        alpha=0.35,
+        alpha=0.3,
         linewidth=0,
-        label="median to oldest",
+        label="youngest to oldest",
     )
-    axes.step(numbers, [point.staleness_p50 for point in points], where="mid", color=_AGE, linewidth=1.6, label="median")
-    highest = max((point.staleness_max for point in points), default=1)
+    axes.plot(numbers, [point.age_mean for point in points], color=_AGE, linewidth=1.6, label="mean")
+    highest = max((point.age_max for point in points), default=1)
     if view.swap_numbers:
         axes.plot(
             sorted(view.swap_numbers),

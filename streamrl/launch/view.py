@@ -170,8 +170,9 @@ class RunView:
                 warmup=warmup,
                 warm=entry.warm,
                 reward=None if warmup else entry.metrics.get("rollout/raw_reward"),
-                staleness_p50=float(statistics.median(ages)) if ages else 0.0,
-                staleness_max=max(ages, default=0),
+                age_min=min(ages, default=0),
+                age_mean=statistics.fmean(ages) if ages else 0.0,
+                age_max=max(ages, default=0),
                 num_tokens=entry.num_tokens,
                 time_s=entry.time_s,
             )
