@@ -44,21 +44,25 @@ class ChatFormat:
         """
         if not self._chat_template:
             return self._tokenizer.encode(content)
-        closed = self._render(None, generate=False)
-        opening = closed[: closed.rindex(_STAND_IN) + len(_STAND_IN)]
-        answered = self._render({"role": role, "content": content}, generate=True)
-        if not answered.startswith(closed):
+        closing, answered = self._after_turn(None), self._after_turn({"role": role, "content": content})
+        shown = answered != self._after_turn({"role": role, "content": content + _STAND_IN})
+        if not (shown and answered.startswith(closing)):
             raise SchemaError(
                 f"the chat template does not append a {role!r} message to what stands before it, so its tokens cannot be told apart",
                 hint="append the tokens with chat.append(token_ids), or use a template that renders messages one after the other",
             )
-        closing = self._tokenizer.encode(closed[len(opening) :])
-        if closing and closing[0] == last_token:
-            closing = closing[1:]
-        return closing + self._tokenizer.encode(answered[len(closed) :])
+        closing_ids = self._tokenizer.encode(closing)
+        if closing_ids and closing_ids[0] == last_token:
+            closing_ids = closing_ids[1:]
+        return closing_ids + self._tokenizer.encode(answered[len(closing) :])
 
-    def _render(self, message: dict[str, Any] | None, *, generate: bool) -> str:
+    def _after_turn(self, message: dict[str, Any] | None) -> str:
+        """What the template writes after the content of the stand-in turn; what stands before it may change with the message."""
         messages: list[dict[str, Any]] = [{"role": "user", "content": "."}, {"role": "assistant", "content": _STAND_IN}]
         if message is not None:
             messages.append(message)
-        return self._tokenizer.apply_chat_template(messages, add_generation_prompt=generate)
+        text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=message is not None)
+        _, found, after = text.partition(_STAND_IN)
+        if not found:
+            raise SchemaError("the chat template leaves an assistant's content out", hint="append the tokens with chat.append(token_ids)")
+        return after

@@ -10,7 +10,7 @@ from contextlib import aclosing
 
 from streamrl.bus.protocol import KeyEntry, KeyValue
 from streamrl.engines.protocol import Chunk, Engine, EngineInfo, GenerateRequest
-from streamrl.errors import EngineError
+from streamrl.errors import EngineError, SchemaError
 from streamrl.schemas.codec import decode
 from streamrl.schemas.control import EnginePresence
 from streamrl.schemas.subjects import PREFIX_PRESENCE
@@ -87,7 +87,11 @@ class EnginePool:
         if entry.value is None:
             await self._drop(name, "vanished")
             return
-        presence = decode(entry.value, EnginePresence, where=f"key {entry.key}")
+        try:
+            presence = decode(entry.value, EnginePresence, where=f"key {entry.key}")
+        except SchemaError as error:
+            logger.warning("event=presence_unreadable engine=%s error=%s", name, error.message)
+            return
         if presence.policy != self._policy or (self._role and presence.role != self._role):
             return
         member = self._members.get(name)

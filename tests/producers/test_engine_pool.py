@@ -134,10 +134,11 @@ async def test_a_session_stays_with_its_engine_while_it_lives(tmp_path: Path) ->
         assert await fleet.ask(session="x") == other
 
 
-async def test_other_policies_are_ignored(tmp_path: Path) -> None:
+async def test_other_policies_and_what_cannot_be_read_are_ignored(tmp_path: Path) -> None:
     async with running(tmp_path / "model") as fleet:
         await fleet.add("a")
         await fleet.announce("b", policy="critic")
+        await fleet.bus.kv.put("presence/engines/c", b"of another version")
         assert await fleet.ask() == "a"
         assert list(fleet.pool.engines) == ["a"]
 
