@@ -48,6 +48,10 @@ class Promises:
         stored = self.raw.keys.get(key)
         return None if stored is None else (unpack(stored.body), stored.sequence)
 
+    def _later(self, key: str) -> tuple[dict[str, Any], int] | None:
+        stored = self.raw.later.get(key)
+        return None if stored is None else (unpack(stored.body), stored.sequence)
+
     def chain(self) -> list[dict[str, Any]]:
         """One entry a version number, the newest epoch's; checks the order in which they were written."""
         newest: dict[int, dict[str, Any]] = {}
@@ -91,29 +95,28 @@ class Promises:
     def readers(self, books: Books) -> None:
         """Positions stay behind checkpoints, and the stream behind positions."""
         first = self.raw.samples.first
-        latest, position = self._key(f"latest/{self.trainer}"), self._key(f"positions/{self.trainer}")
-        for key in self.raw.keys:
-            reader = self._key(key) if key.startswith("positions/") else None
-            if reader and reader[0]["oldest_needed"] < first:
-                self._say(f"{key} needs sequence {reader[0]['oldest_needed']}, the sample stream begins at {first}")
+        for key, stored in self.raw.later.items():
+            needed = unpack(stored.body)["oldest_needed"] if key.startswith("positions/") else first
+            if needed < first:
+                self._say(f"{key} needs sequence {needed}, the sample stream begins at {first}")
+        latest, position = self._later(f"latest/{self.trainer}"), self._later(f"positions/{self.trainer}")
         if position and not latest and (position[0]["oldest_needed"] > 1 or version_of(position[0])[1] > 0):
             self._say(f"the position moved to {position[0]['oldest_needed']} without a checkpoint")
-        if not latest:
-            needed = 0
-            if first > 1:
-                self._say(f"the sample stream begins at {first}, but there is no checkpoint")
-        else:
-            needed = latest[0]["version"]["number"]
-            self._checkpoint(books, latest[0])
+        if first > 1 and not latest:
+            self._say(f"the sample stream begins at {first}, but there is no checkpoint")
         if latest and position:
             ahead = position[0]["oldest_needed"] > latest[0]["oldest_needed"] or version_of(position[0]) > version_of(latest[0])
             same = version_of(position[0]) == version_of(latest[0])
             if ahead or (same and position[1] < latest[1]):
                 self._say(f"the position {_place(position)} moved before the checkpoint {_place(latest)}")
-        for entry in books.chain[needed:]:
+        number = latest[0]["version"]["number"] if latest else 0
+        for entry in books.chain[number:]:
             lost = [sequence for group in entry["used"] for sequence in group["sequences"] if sequence < first]
             if lost:
-                self._say(f"a restart from version {needed} needs sequence {min(lost)}, the sample stream begins at {first}")
+                self._say(f"a restart from version {number} needs sequence {min(lost)}, the sample stream begins at {first}")
+        before = self._key(f"latest/{self.trainer}")
+        if before:
+            self._checkpoint(books, before[0])
 
     def _checkpoint(self, books: Books, latest: dict[str, Any]) -> None:
         number = latest["version"]["number"]
@@ -178,7 +181,7 @@ class Promises:
         sizes: dict[int, int] = {}
         found = set()
         for message in books.messages.values():
-            if message.task is None:
+            if message.task is None or message.task >= self.raw.tasks.last:
                 continue
             if message.ends_task:
                 found.add(message.task)

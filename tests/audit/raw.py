@@ -49,26 +49,33 @@ class Raw:
     weights: Stream
     dead: Stream
     keys: dict[str, Stored]
-    """The newest value of each live key; `sequence` is its revision."""
+    """The newest value of each live key, read before the ledger; `sequence` is its revision. `granted` was read after the queue."""
+    later: dict[str, Stored]
+    """The same keys, read after the samples."""
 
 
 async def read_run(url: str, user: str, password: str, run: str) -> Raw:
     """Everything an audit needs.
 
-    Keys and the ledger are read before the queue, and the queue before the samples: whatever the former speak of, the latter hold.
+    The run may go on meanwhile, so the order counts: what a message speaks of is read after it. Weights before the ledger, checkpoints
+    before the ledger, the ledger and the queue before the samples, grants after the queue, positions after the trim that they allow.
     """
     client = await nats.connect(url, user=user or None, password=password or None, allow_reconnect=False)
     try:
         jetstream = client.jetstream(timeout=10)
-        keys = await _keys(jetstream, run)
         weights = await _stream(jetstream, f"{run}-weights")
+        keys = await _keys(jetstream, run)
         ledger = await _stream(jetstream, f"{run}-ledger")
         tasks = await _queue(jetstream, f"{run}-tasks")
+        granted = (await _keys(jetstream, run)).get("granted")
         samples = await _stream(jetstream, f"{run}-samples")
+        later = await _keys(jetstream, run)
         dead = await _stream(jetstream, f"{run}-dead")
     finally:
         await _close(client)
-    return Raw(run, tasks, samples, ledger, weights, dead, keys)
+    if granted is not None:
+        keys["granted"] = granted
+    return Raw(run, tasks, samples, ledger, weights, dead, keys, later)
 
 
 async def _close(client: Client) -> None:

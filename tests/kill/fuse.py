@@ -1,0 +1,165 @@
+"""Wrappers around the seams that end the process at a chosen call: no clean-up, no flush, as `kill -9` would."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from streamrl.bus.protocol import Bus
+from streamrl.schemas.subjects import kind_of
+from streamrl.trainers.protocol import Trainer
+
+BLOWN = 99
+"""Exit code of a process that ended at its fuse."""
+
+
+class Spot(msgspec.Struct, frozen=True):
+    """Where a process ends: before or after the `count`-th call that `name` names, such as `publish ledger` or `step`."""
+
+    name: str
+    when: str = "before"
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.when} {self.name} {self.count}"
+
+
+class Fuse:
+    """Counts calls and ends the process at its spot."""
+
+    def __init__(self, spot: Spot | None) -> None:
+        self._spot = spot
+        self._calls = 0
+        self._lock = threading.Lock()
+
+    def pass_by(self, name: str, when: str) -> None:
+        """Call it before and after each wrapped call."""
+        if self._spot is None or (self._spot.name, self._spot.when) != (name, when):
+            return
+        with self._lock:
+            self._calls += 1
+            if self._calls == self._spot.count:
+                os._exit(BLOWN)
+
+
+class Wrapped:
+    """Passes every attribute on to `inner`; subclasses wrap some."""
+
+    def __init__(self, inner: Any, fuse: Fuse) -> None:
+        self._inner = inner
+        self._fuse = fuse
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def _awaited(self, name: str, call: Callable[[], Any]) -> Any:
+        self._fuse.pass_by(name, "before")
+        result = await call()
+        self._fuse.pass_by(name, "after")
+        return result
+
+    def _called(self, name: str, call: Callable[[], Any]) -> Any:
+        self._fuse.pass_by(name, "before")
+        result = call()
+        self._fuse.pass_by(name, "after")
+        return result
+
+
+class FusedBus(Wrapped):
+    """Spots: `publish <kind>`, `read <stream>` (each message),
+    `fetch`, `state`, `trim`, `claim`, `done`, `put <key>`, `get <key>`, `put blob`."""
+
+    def __init__(self, bus: Bus, fuse: Fuse) -> None:
+        super().__init__(bus, fuse)
+        self.kv = FusedKeys(bus.kv, fuse)
+        self.blobs = FusedBlobs(bus.blobs, fuse)
+
+    async def publish(self, subject: str, body: bytes, **options: Any) -> Any:
+        return await self._awaited(f"publish {kind_of(subject)}", lambda: self._inner.publish(subject, body, **options))
+
+    async def read(self, stream: str, **options: Any) -> AsyncIterator[Any]:
+        messages = self._inner.read(stream, **options)
+        try:
+            async for message in messages:
+                self._fuse.pass_by(f"read {stream}", "before")
+                yield message
+                self._fuse.pass_by(f"read {stream}", "after")
+        finally:
+            await messages.aclose()
+
+    async def fetch(self, stream: str, sequence: int) -> Any:
+        return await self._awaited("fetch", lambda: self._inner.fetch(stream, sequence))
+
+    async def state(self, stream: str) -> Any:
+        return await self._awaited("state", lambda: self._inner.state(stream))
+
+    async def trim(self, stream: str, **options: Any) -> None:
+        await self._awaited("trim", lambda: self._inner.trim(stream, **options))
+
+    async def claim(self, source: str, **options: Any) -> list[FusedLease]:
+        leases = await self._awaited("claim", lambda: self._inner.claim(source, **options))
+        return [FusedLease(lease, self._fuse) for lease in leases]
+
+
+class FusedLease(Wrapped):
+    """A claimed task."""
+
+    async def done(self) -> None:
+        await self._awaited("done", self._inner.done)
+
+
+class FusedKeys(Wrapped):
+    """Keys are named by their first part: `granted`, `latest`, `positions`, `fences`."""
+
+    async def put(self, key: str, value: bytes, **options: Any) -> int:
+        return await self._awaited(f"put {key.split('/')[0]}", lambda: self._inner.put(key, value, **options))
+
+    async def get(self, key: str) -> Any:
+        return await self._awaited(f"get {key.split('/')[0]}", lambda: self._inner.get(key))
+
+
+class FusedBlobs(Wrapped):
+    async def put(self, name: str, data: Any) -> str:
+        return await self._awaited("put blob", lambda: self._inner.put(name, data))
+
+    async def delete(self, name: str) -> None:
+        await self._awaited("delete blob", lambda: self._inner.delete(name))
+
+
+class FusedTrainer(Wrapped):
+    """Spots: `step`, `shards`, `load`, `save` (the snapshot), `saved` (its files are in place)."""
+
+    def __init__(self, trainer: Trainer, fuse: Fuse) -> None:
+        super().__init__(trainer, fuse)
+
+    def step(self, batch: Any) -> Any:
+        return self._called("step", lambda: self._inner.step(batch))
+
+    def shards(self) -> Iterator[Any]:
+        return self._called("shards", self._inner.shards)
+
+    def load(self, path: Path) -> bytes:
+        return self._called("load", lambda: self._inner.load(path))
+
+    def save(self, path: Path, extra: bytes, **options: Any) -> Future[None]:
+        future: Future[None] = self._called("save", lambda: self._inner.save(path, extra, **options))
+        if self._fuse._spot is not None and self._fuse._spot.name == "saved":
+            future.result()
+            self._fuse.pass_by("saved", "after")
+        return future
+
+
+class FusedPublisher(Wrapped):
+    """Spots: `offer`, `close`."""
+
+    def offer(self, *arguments: Any) -> None:
+        self._called("offer", lambda: self._inner.offer(*arguments))
+
+    def close(self, *arguments: Any) -> None:
+        self._called("close", lambda: self._inner.close(*arguments))

@@ -1,0 +1,71 @@
+"""Forks services from one process that has imported everything and done nothing: a kill costs milliseconds, not an import.
+
+Run as `python -m tests.kill.nursery`: a line of JSON in (a `Request`), a line out when the child begins (its pid) and one when it has ended
+(its exit code). `Nursery` is the other end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+
+from tests.kill.process import Request, end
+
+MODULES = ("streamrl.consumers.trainer", "streamrl.producers.rollouts", "streamrl.producers.tasks", "streamrl.trainers.table")
+ROOT = Path(__file__).parents[2]
+
+
+class Nursery:
+    """Starts children; one at a time."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.pid = 0
+        """Process id of the child that runs, or ran last."""
+
+    async def run(self, request: Request) -> int:
+        """Run a child to its end; returns its exit code."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(msgspec.json.encode(request) + b"\n")
+        self.pid = int(await self._process.stdout.readline())
+        return int(await self._process.stdout.readline())
+
+
+@contextlib.asynccontextmanager
+async def nursery(log: Path) -> AsyncIterator[Nursery]:
+    """A nursery whose children write what they have to say into `log`."""
+    with log.open("ab") as file:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", __name__, cwd=ROOT, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=file
+        )
+    try:
+        yield Nursery(process)
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        await process.wait()
+
+
+def main() -> None:
+    """Fork on request until the input ends."""
+    for name in MODULES:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        request = msgspec.json.decode(line, type=Request)
+        pid = os.fork()
+        if pid == 0:
+            end(request)
+        print(pid, flush=True)
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""One service of a run in a process of its own, with a fuse in its seams and, on request, one planted fault."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import sys
+import traceback
+
+import msgspec
+
+from streamrl.bus import BusAddress, connect
+from streamrl.errors import Fenced
+from streamrl.runtime.kinds import MAINS
+from streamrl.runtime.rundir import RunDir
+from streamrl.runtime.worker import Worker
+from tests.kill.fuse import Fuse, FusedBus, FusedPublisher, FusedTrainer, Spot
+from tests.kill.mutants import plant
+
+
+class Request(msgspec.Struct, frozen=True):
+    """What to run."""
+
+    kind: str
+    run: str
+    """Path of the run directory."""
+    spot: Spot | None = None
+    mutant: str = ""
+
+
+async def serve(request: Request) -> None:
+    """Run the service to its end."""
+    run = RunDir(request.run)
+    config = run.load_config()
+    fuse = Fuse(request.spot)
+    bus = await connect(BusAddress.load(run.bus_path), config.run.name, config.bus, create=False)
+    module_name, _, function = MAINS[request.kind].partition(":")
+    module = importlib.import_module(module_name)
+    if request.kind == "trainer":
+        make_trainer, make_publisher = module.make_trainer, module.make_publisher
+        module.make_trainer = lambda *given: FusedTrainer(make_trainer(*given), fuse)
+        module.make_publisher = lambda *given, **options: FusedPublisher(make_publisher(*given, **options), fuse)
+    seams = plant(request.mutant, FusedBus(bus, fuse), module)
+    try:
+        worker = Worker(config=config, run_dir=run, bus=seams, kind=request.kind, index=0)
+        await getattr(module, function)(worker)
+    finally:
+        await bus.close()
+
+
+def end(request: Request) -> None:
+    """Run the service and end this process: 0 done, 3 fenced, 1 any error (printed), 99 at the fuse."""
+    code = 1
+    try:
+        asyncio.run(serve(request))
+        code = 0
+    except Fenced:
+        code = 3
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)

@@ -1,0 +1,84 @@
+"""Five planted faults: each makes the audit fail, where the product in the same situation passes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from pathlib import Path
+
+import nats
+import pytest
+from nats.js.api import DiscardPolicy
+
+from streamrl.bus.server import NatsServer
+from streamrl.errors import StreamFull
+from tests.kill.fuse import BLOWN, Spot
+from tests.kill.nursery import Nursery
+from tests.kill.world import World, table_config, world
+
+pytestmark = pytest.mark.nats
+
+
+async def problems_of_trainer(w: World, mutant: str, spots: list[Spot]) -> list[str]:
+    """Kill the trainer at each spot (a mutant may end otherwise), then look."""
+    async with w.around("engine", "producer", "feeder"):
+        for spot in spots:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(30):
+                    code = await w.child("trainer", spot, mutant)
+                    assert mutant or code == BLOWN
+    return (await w.audit(complete=False)).problems
+
+
+TRAINERS = [
+    ("position before checkpoint", [Spot("put latest", "before", 2)], r"the position .* moved before the checkpoint"),
+    ("publish before ledger", [Spot("publish ledger", "before", 3)], r"version 0\.3 was published, but is not in the ledger"),
+    (
+        "retired set missing",
+        [Spot("put latest", "after", 3), Spot("publish ledger", "after", 4)],
+        r"tasks retired by the ledger, \d+ by its",
+    ),
+]
+
+
+@pytest.mark.parametrize("planted", [False, True], ids=["product", "mutant"])
+@pytest.mark.parametrize(("mutant", "spots", "says"), TRAINERS, ids=[name for name, _, _ in TRAINERS])
+async def test_trainer(
+    tmp_path: Path, own_server: NatsServer, children: Nursery, mutant: str, spots: list[Spot], says: str, planted: bool
+) -> None:
+    async with world(table_config(tmp_path), own_server, children) as w:
+        found = await problems_of_trainer(w, mutant if planted else "", spots)
+    assert bool(found) == planted, found
+    assert not planted or any(re.search(says, problem) for problem in found), found
+
+
+@pytest.mark.parametrize("mutant", ["", "acked on receipt"])
+async def test_task_acked_on_receipt(tmp_path: Path, own_server: NatsServer, children: Nursery, mutant: str) -> None:
+    async with world(table_config(tmp_path), own_server, children) as w:
+        async with w.around("engine", "trainer", "feeder"):
+            await w.kill("producer", [Spot("publish samples", "before", 2)], mutant)
+        found = (await w.audit(complete=False)).problems
+    assert bool(found) == bool(mutant), found
+    assert not mutant or any(re.search(r"task \d+ is lost", problem) for problem in found), found
+
+
+@pytest.mark.parametrize("discard", [DiscardPolicy.NEW, DiscardPolicy.OLD])
+async def test_discard_old(tmp_path: Path, own_server: NatsServer, children: Nursery, discard: DiscardPolicy) -> None:
+    async with world(table_config(tmp_path, bus={"samples_bytes": 300_000}), own_server, children) as w:
+        address, name = own_server.address, f"{w.config.run.name}-samples"
+        client = await nats.connect(address.url, user=address.user, password=address.password)
+        config = (await client.jetstream().stream_info(name)).config
+        await client.jetstream().update_stream(config.evolve(discard=discard))
+        await client.close()
+        async with w.around("engine", "producer", "feeder"):
+            await w.kill("trainer", [Spot("publish ledger", "after", 3)])
+        with contextlib.suppress(StreamFull):
+            for _ in range(100):
+                await w.bus.publish(w.run_subjects.samples("main"), bytes(8000))
+        found = (await w.audit(complete=False)).problems
+    old = discard is DiscardPolicy.OLD
+    assert bool(found) == old, found
+    assert not old or any(re.search(r"positions/main needs sequence \d+, the sample stream begins at \d+", problem) for problem in found), (
+        found
+    )

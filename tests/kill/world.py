@@ -1,0 +1,142 @@
+"""A run with the `table` backend on a nats-server of its own: services in the test's process, the one to be killed in a child."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from streamrl.bus import connect
+from streamrl.bus.protocol import Bus
+from streamrl.bus.server import NatsServer
+from streamrl.config.tree import (
+    BusConfig,
+    Config,
+    DataConfig,
+    EngineConfig,
+    ModelConfig,
+    ProducerConfig,
+    RewardConfig,
+    RunConfig,
+    TasksConfig,
+    TrainerConfig,
+    WeightsConfig,
+)
+from streamrl.consumers.replay import ReplayReport, verify
+from streamrl.launch.prepare import prepare
+from streamrl.launch.record import write_or_check
+from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.subjects import Subjects
+from streamrl.schemas.tasks import Sampling
+from tests.audit.audit import Report, audit
+from tests.audit.forge import rows
+from tests.kill.fuse import BLOWN, Spot
+from tests.kill.nursery import Nursery
+from tests.kill.process import Request
+from tests.loop.harness import read_ledger, services
+
+# Half of the groups have a spread; one task in nine fails in its reward, and ends as a tombstone.
+REWARD = """
+def reward(task, episode):
+    if task.index % 9 == 4:
+        raise ValueError("no reward for this one")
+    return float(len(episode.completion) % 3)
+"""
+
+
+def table_config(tmp_path: Path, **sections: dict[str, object]) -> Config:
+    """A small run that goes through everything; `sections` replace fields, as in `run={"steps": 3}`."""
+    problems = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(6) for b in range(5)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    (tmp_path / "reward.py").write_text(REWARD)
+    config = Config(
+        run=RunConfig(name="killed", dir=str(tmp_path), steps=20, seed=5, numerics="bitwise"),
+        model=ModelConfig(max_len=24),
+        data=DataConfig(train=str(tmp_path / "train.jsonl")),
+        tasks=TasksConfig(batch_tasks=3, num_rollouts=3, max_staleness=2, max_deliveries=50),
+        sampling=Sampling(max_new_tokens=5),
+        producer=ProducerConfig(concurrency=6),
+        reward=RewardConfig(kind=f"{tmp_path / 'reward.py'}:reward"),
+        engine=EngineConfig(kind="table", slots=12),
+        trainer=TrainerConfig(backend="table", checkpoint_every=2, keep_checkpoints=2),
+        weights=WeightsConfig(transport="bus"),
+        bus=BusConfig(ack_wait_s=1.0, patience_s=30.0, samples_bytes=100_000_000, blobs_bytes=100_000_000),
+    )
+    return replace(config, **{name: replace(getattr(config, name), **values) for name, values in sections.items()})
+
+
+@dataclass
+class World:
+    """A prepared run. `bus` is the test's own connection; the services in this process share it."""
+
+    config: Config
+    run: RunDir
+    server: NatsServer
+    bus: Bus
+    nursery: Nursery
+
+    @property
+    def run_subjects(self) -> Subjects:
+        return Subjects(self.config.run.name)
+
+    async def child(self, kind: str, spot: Spot | None = None, mutant: str = "") -> int:
+        """Run a service in a child to its end; returns the exit code."""
+        return await self.nursery.run(Request(kind, str(self.run.path), spot, mutant))
+
+    async def kill(self, kind: str, spots: Sequence[Spot], mutant: str = "") -> None:
+        """Run the service again and again, each time until its fuse blows."""
+        for spot in spots:
+            async with asyncio.timeout(60):
+                code = await self.child(kind, spot, mutant)
+            assert code == BLOWN, f"expected the {kind} to end {spot}, it ended with {code}; see children.log"
+
+    async def ledger(self) -> list[LedgerEntry]:
+        return await read_ledger(self.bus, self.config.run.name)
+
+    async def audit(self, *, complete: bool = True) -> Report:
+        address = self.server.address
+        return await audit(address.url, address.user, address.password, self.config.run.name, complete=complete)
+
+    async def replay(self) -> ReplayReport:
+        return await verify(self.config, self.bus, self.run.model_dir)
+
+    def around(self, *kinds: str) -> contextlib.AbstractAsyncContextManager[object]:
+        """These services in this process."""
+        return services(self.config, self.run, self.bus, kinds)
+
+
+@contextlib.asynccontextmanager
+async def world(config: Config, server: NatsServer, nursery: Nursery) -> AsyncIterator[World]:
+    """Prepare a run on the server; its streams are removed at the end."""
+    run = RunDir(Path(config.run.dir) / config.run.name)
+    run.create()
+    run.write_config(config)
+    server.address.save(run.bus_path)
+    bus = await connect(server.address, config.run.name, config.bus)
+    try:
+        await write_or_check(bus, await prepare(config, run))
+        yield World(config, run, server, bus, nursery)
+        await bus.remove()
+    finally:
+        await bus.close()
+
+
+async def vandalise(bus: Bus, run: str, every_s: float = 0.05) -> None:
+    """Put onto the sample stream what nobody should: broken bodies, samples of tasks that nobody was given, repeats of what is there."""
+    subjects = Subjects(run)
+    last = 0
+    while True:
+        await asyncio.sleep(every_s)
+        await bus.publish(subjects.samples("main"), b"no Arrow data")
+        await bus.publish(subjects.samples("main"), rows(10**9))
+        end = (await bus.state("samples")).last
+        if end > last:
+            last = end
+            old = await bus.fetch("samples", max(1, end - 7))
+            await bus.publish(old.subject, bytes(old.body), headers=dict(old.headers))
