@@ -45,7 +45,7 @@ class ChatFormat:
         if not self._chat_template:
             return self._tokenizer.encode(content)
         closing, answered = self._after_turn(None), self._after_turn({"role": role, "content": content})
-        shown = answered != self._after_turn({"role": role, "content": content + _STAND_IN})
+        shown = answered != self._after_turn({"role": role, "content": content + "."})
         if not (shown and answered.startswith(closing)):
             raise SchemaError(
                 f"the chat template does not append a {role!r} message to what stands before it, so its tokens cannot be told apart",
