@@ -40,7 +40,8 @@ class ChatFormat:
             last_token: the turn's last token; when it is the token that closes a turn it is not repeated.
 
         Raises:
-            SchemaError: the template does not render messages one after the other, or knows no such role.
+            SchemaError: the template does not render messages one after the other.
+            ConfigError: it knows no such role.
         """
         if not self._chat_template:
             return self._tokenizer.encode(content)
