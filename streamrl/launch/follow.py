@@ -45,13 +45,13 @@ class Follower:
         self._after = {LEDGER: 0, EVENTS: 0, METRICS: 0}
         self._tasks: list[asyncio.Task[None]] = []
         self._started_s = time.monotonic() if started_s is None else started_s
-        self._history_end = 0
+        self._history_ends = dict.fromkeys(self._after, 0)
         self._folded = asyncio.Event()
 
     async def __aenter__(self) -> Follower:
         # Reports of earlier sessions would spoil the folded metrics; the ledger and the events are history worth having.
-        self._after[METRICS] = (await self._bus.state(METRICS)).last
-        self._history_end = (await self._bus.state(EVENTS)).last
+        self._history_ends = {stream: (await self._bus.state(stream)).last for stream in self._after}
+        self._after[METRICS] = self._history_ends[METRICS]
         folds: dict[str, Callable[[Message], None]] = {LEDGER: self._ledger, EVENTS: self._event, METRICS: self._metric}
         self._tasks = [asyncio.create_task(self._read(stream, fold)) for stream, fold in folds.items()]
         self._tasks.append(asyncio.create_task(self._watch()))
@@ -105,7 +105,7 @@ class Follower:
 
     def _event(self, message: Message) -> None:
         event = decode(message.body, Event, where=f"{message.subject} {message.sequence}")
-        if event.kind != "finished" or message.sequence > self._history_end:  # an earlier session's end is not this one's
+        if event.kind != "finished" or message.sequence > self._history_ends[EVENTS]:  # an earlier session's end is not this one's
             self.view.event(event)
 
     def _metric(self, message: Message) -> None:
@@ -143,7 +143,8 @@ class Follower:
                     await self.store_totals()
             except BusError as error:
                 logger.warning("event=poll_retry error=%s", error.message)
-            self.view.mark(time.monotonic())
+            if self._after[LEDGER] >= self._history_ends[LEDGER]:  # reading history is no training
+                self.view.mark(time.monotonic())
             await asyncio.sleep(_POLL_S)
 
 

@@ -73,7 +73,9 @@ async def read_status(run: RunDir) -> RunStatus:
         return RunStatus(line=line, numbers=None)
     try:
         async with connected(run, patience_s=5.0) as bus:
-            view = RunView(run.name, steps=config.run.steps, warmup_steps=config.warmup.max_steps, before=await read_totals(bus))
+            view = RunView(
+                run.name, steps=config.run.steps, warmup_steps=config.warmup.max_steps, before=await read_totals(bus), joined=True
+            )
             async with Follower(bus, view) as follower:
                 await follower.catch_up()
                 await asyncio.sleep(_RATE_LOOK_S)

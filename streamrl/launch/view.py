@@ -70,15 +70,20 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Growing:
-    """A total reported by processes that start again from 0 when they are restarted."""
+    """A total reported by processes that start again from 0 when they are restarted.
 
-    def __init__(self) -> None:
+    Args:
+        late: what a process has counted before its first report is left out.
+    """
+
+    def __init__(self, *, late: bool) -> None:
         self.total = 0
+        self._late = late
         self._seen: dict[str, int] = {}
 
     def report(self, who: str, count: int) -> None:
         """`who` has counted to `count` since it started."""
-        before = self._seen.get(who, 0)
+        before = self._seen.get(who, count if self._late else 0)
         self.total += count - before if count >= before else count
         self._seen[who] = count
 
@@ -116,9 +121,10 @@ class RunView:
         steps: batches after which the run ends; 0 if not known.
         warmup_steps: longest warm-up in batches.
         before: totals of earlier sessions.
+        joined: this view looks at a session that others have begun; `before` holds what its engines have counted so far.
     """
 
-    def __init__(self, run: str, *, steps: int = 0, warmup_steps: int = 0, before: Totals | None = None) -> None:
+    def __init__(self, run: str, *, steps: int = 0, warmup_steps: int = 0, before: Totals | None = None, joined: bool = False) -> None:
         self.run = run
         self.steps = steps
         self.warmup_steps = warmup_steps
@@ -137,7 +143,7 @@ class RunView:
         self._entries: dict[int, LedgerLine] = {}
         self._engines: dict[str, EnginePresence] = {}
         self._workers: dict[str, WorkerLine] = {}
-        self._made, self._swapped = Growing(), Growing()
+        self._made, self._swapped = Growing(late=joined), Growing(late=joined)
         self._made_rate, self._trained_rate = Rate(), Rate()
         self._num_trained_tokens = 0
         self._stream_last, self._stream_bytes = 0, 0

@@ -79,6 +79,17 @@ async def test_totals_are_carried_to_the_next_session(bus: Bus, run_id: str) -> 
     assert 57.0 <= totals.wall_s < 1000.0
 
 
+async def test_reading_history_does_not_count_as_training_speed(bus: Bus, run_id: str, entry: MakeEntry) -> None:
+    for number in range(1, 6):
+        await bus.publish(Subjects(run_id).ledger("main"), encode(entry(number, tokens=1_000_000)), id=f"0.{number}")
+    view = RunView(run_id)
+    async with Follower(bus, view) as follower:
+        await follower.catch_up()
+        await asyncio.sleep(2.2)  # two polls
+    assert view.tokens_trained == 5_000_000
+    assert view.numbers(elapsed_s=0.0).trained_per_s == 0.0
+
+
 async def test_catching_up_gives_up_in_the_end(bus: Bus, run_id: str, entry: MakeEntry, monkeypatch: pytest.MonkeyPatch) -> None:
     view = RunView(run_id)
     async with Follower(bus, view) as follower:

@@ -68,6 +68,15 @@ def test_tokens_of_a_restarted_engine_add_up_and_earlier_sessions_count() -> Non
     assert view.swaps == 10 + 2 + 1
 
 
+def test_a_view_that_joins_counts_from_the_first_report_on() -> None:
+    view = RunView("demo", before=Totals(tokens_made=1000, swaps=10), joined=True)
+    view.engine("engine-0", presence(number=1, tokens=900, swaps=9))
+    assert (view.tokens_made, view.swaps) == (1000, 10)
+    for tokens in (950, 30):
+        view.engine("engine-0", presence(number=1, tokens=tokens, swaps=9))
+    assert (view.tokens_made, view.swaps) == (1080, 10)
+
+
 def test_an_engine_that_vanishes_leaves_the_lines_but_not_the_totals() -> None:
     view = RunView("demo")
     view.engine("engine-0", presence(number=3, tokens=40))
