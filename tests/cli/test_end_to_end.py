@@ -45,6 +45,12 @@ checkpoint_every = 5
 [trainer.optimizer]
 learning_rate = 0.05
 """
+PRODUCER = """
+async def mine(task, engine):
+    chat = engine.chat(task)
+    await chat.generate()
+    return chat.episode()
+"""
 Streamrl = Callable[..., Awaitable[asyncio.subprocess.Process]]
 
 
@@ -116,14 +122,17 @@ async def test_a_run_is_joined_looked_at_stopped_and_resumed(streamrl: Streamrl,
     first = await streamrl("up", *endless)
     await until(lambda: run.log_path("trainer-0").exists() and "training from" in run.log_path("trainer-0").read_text(), within_s=60)
 
-    producer = await streamrl("worker", "producer", "--run", "digits")
+    (place / "mine.py").write_text(PRODUCER)
+    producer = await streamrl("attach", "mine.py:mine", "--run", "digits", "--concurrency", "4")
     await until(lambda: run.log_path("producer-1").exists() and "event=started" in run.log_path("producer-1").read_text(), within_s=60)
     status = await answer(streamrl, "status", "digits", "--json")
     assert status["line"]["supervisor"] == first.pid
     workers = {worker["worker"] for worker in status["numbers"]["workers"]}
     assert workers == {"trainer-0", "engine-0", "feeder-0", "producer-0", "producer-1", "evaluator-0"}
     producer.send_signal(signal.SIGINT)
-    assert (await said(producer))[0] == 0
+    code, out, _ = await said(producer)
+    assert code == 0
+    assert "producer-1 has left run digits after" in out
 
     code, out, _ = await said(await streamrl("down", "digits"))
     assert (code, out) == (0, "run digits has stopped\n")
