@@ -15,6 +15,7 @@ import pytest
 
 from streamrl.launch.lock import holder
 from streamrl.runtime.rundir import RunDir
+from streamrl.weights.factory import weights_directory
 from tests.launch.processes import until
 
 pytestmark = pytest.mark.nats
@@ -109,6 +110,8 @@ async def test_a_run_learns_and_its_log_gives_its_ledger_again(streamrl: Streamr
     assert summary["heldout_last"] == 1.0
     assert summary["staleness_max"] <= 1
     assert summary["swaps"] > 0
+    run = RunDir(place / "runs" / "digits")
+    assert not weights_directory(run.load_config().weights, run.name, run.path).exists()
     report = await answer(streamrl, "replay", "digits", "--verify", "--json")
     assert report["ok"] is True
     assert report["equal"] == report["versions"] >= 15
