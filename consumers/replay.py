@@ -18,6 +18,7 @@ from streamrl.consumers.live import fold_config
 from streamrl.consumers.reader import RecordReader
 from streamrl.consumers.steps import Stepper
 from streamrl.core.state import initial_state
+from streamrl.data.model import vocab_size
 from streamrl.errors import TrainingError
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import Subjects
@@ -69,6 +70,7 @@ def replay(
     call: Caller,
     trainer: Trainer,
     fingerprint: str,
+    num_tokens: int = 0,
     progress: Callable[[LedgerEntry, bool], None] | None = None,
 ) -> ReplayReport:
     """Train a run again from its initial weights by its own ledger; call from the training thread.
@@ -79,6 +81,7 @@ def replay(
         call: runs a coroutine of the bus's loop.
         trainer: the backend with the run's initial weights.
         fingerprint: digest of this process's numerics fingerprint.
+        num_tokens: vocabulary of the model; 0: token ids are not checked.
         progress: called after every version with its entry and whether the digest was equal.
 
     Raises:
@@ -86,7 +89,7 @@ def replay(
     """
     subjects = Subjects(config.run.name)
     ledger: Ledger = call(open_ledger(bus, subjects, config.trainer.name))
-    state = initial_state(fold_config(config))
+    rules = fold_config(config, num_tokens)
     call(check_stream(bus, cursor=0, oldest_needed=1, identity=""))
     fingerprints = {entry.fingerprint for entry in ledger.entries.values()}
     reader = RecordReader(bus, call.loop, after=0, capacity=4 * config.tasks.batch_tasks)
@@ -94,8 +97,8 @@ def replay(
         reader=reader,
         ledger=ledger,
         trainer=trainer,
-        config=fold_config(config),
-        state=state,
+        config=rules,
+        state=initial_state(rules),
         messages={},
         effects=lambda effects, incoming: None,
     )
@@ -135,6 +138,6 @@ async def verify(config: Config, bus: Bus, model_dir: Path) -> ReplayReport:
         # Made in the thread that steps it, like the live trainer's backend.
         trainer = make_trainer(config, model_dir)
         fingerprint = fingerprint_digest(numerics_fingerprint(config))
-        return replay(config=config, bus=bus, call=call, trainer=trainer, fingerprint=fingerprint)
+        return replay(config=config, bus=bus, call=call, trainer=trainer, fingerprint=fingerprint, num_tokens=vocab_size(model_dir))
 
     return await asyncio.to_thread(work)

@@ -63,7 +63,7 @@ def fold(state: FoldState, record: Record, config: FoldConfig) -> tuple[FoldStat
     dead: tuple[DeadLetter, ...] = ()
     match record:
         case Rollouts():
-            problem = _impossible(state, record)
+            problem = _impossible(state, record, config)
             if problem:
                 state, dead = _poison(state, record.sequence, record.task, problem)
             else:
@@ -146,10 +146,12 @@ def is_warm(state: FoldState, config: FoldConfig, score: float) -> bool:
     return state.warmup_steps + 1 >= config.warmup_steps or smooth(state, score) >= config.warmup_until
 
 
-def _impossible(state: FoldState, record: Rollouts) -> str:
+def _impossible(state: FoldState, record: Rollouts, config: FoldConfig) -> str:
     highest = max(r.highest for r in record.rollouts)
     if highest > state.version.number:
         return f"expected tokens of versions up to {state.version.number}, got version {highest}, which had not been trained"
+    if config.vocab_size and record.top_token >= config.vocab_size:
+        return f"expected token ids below the model's {config.vocab_size}, got {record.top_token}"
     if not state.in_warmup(record.task) and any(r.demonstration for r in record.rollouts):
         return f"expected trained tokens that a model sampled, got a demonstration for task {record.task}, which is not of the warm-up"
     return _impossible_task(state, record.task, record.group_size)

@@ -46,6 +46,8 @@ class Rollouts(msgspec.Struct, frozen=True):
     task: int
     group_size: int
     rollouts: tuple[RolloutView, ...]
+    top_token: int = 0
+    """Highest token id of the message."""
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -154,4 +156,5 @@ def _rollouts(sequence: int, batch: SampleBatch) -> Rollouts:
             reward=None if np.isnan(reward) else reward,
             highest=max(int(versions[tokens].max()), before.highest if before else -1),
         )
-    return Rollouts(sequence, batch.source, batch.task, batch.group_size, tuple(views[k] for k in sorted(views)))
+    in_order = tuple(views[k] for k in sorted(views))
+    return Rollouts(sequence, batch.source, batch.task, batch.group_size, in_order, int(batch.tokens.max()))

@@ -24,6 +24,8 @@ class FoldConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Longest warm-up in batches; 0: none."""
     warmup_until: float = 1.0
     """The warm-up ends once its smoothed score reaches this."""
+    vocab_size: int = 0
+    """Token ids at or above it are impossible; 0: not checked."""
 
 
 class PendingRollout(msgspec.Struct, frozen=True):
