@@ -49,7 +49,7 @@ def heldout_accuracy(model_dir: Path) -> float:
 
 def train(tmp_path: Path, steps: int, *settings: str) -> tuple[float, float]:
     """Run the quickstart for a while; held-out accuracy after the warm-up and at the end."""
-    fixed = (f"run.dir={tmp_path}", f"run.steps={steps}", "run.until_reward=0", "run.max_seconds=0", "trainer.optimizer.final_fraction=1.0")
+    fixed = (f"run.dir={tmp_path}", f"run.steps={steps}", "run.until_reward=0", "run.max_seconds=0")
     command = [sys.executable, "-m", "streamrl", "up", str(QUICKSTART / "quickstart.toml"), "--plain"]
     for setting in (*fixed, *settings):
         command += ["--set", setting]
