@@ -51,7 +51,7 @@ def config(**engine) -> Config:
     return Config(
         run=RunConfig(name="r"),
         engine=EngineConfig(kind="table", slots=4, **engine),
-        model=ModelConfig(max_len=5000),
+        model=ModelConfig(max_len=50000),
         supervise=SuperviseConfig(drain_s=20.0),
     )
 
@@ -137,7 +137,7 @@ async def test_draining_lets_running_requests_finish_and_refuses_new_ones(memory
     address = (await presence(memory_bus, serving=Version(0, 1))).address
     entries = memory_bus.kv.watch(PREFIX)
     await anext(entries)
-    body = {**request_of(4500), "stream": True, "incremental": True}
+    body = {**request_of(45000), "stream": True, "incremental": True}
     async with aiohttp.ClientSession() as session, session.post(f"{address}/generate", json=body) as response:
         results = [json.loads((await response.content.readline()).removeprefix(b"data: "))]
         worker.draining.set()
@@ -149,7 +149,7 @@ async def test_draining_lets_running_requests_finish_and_refuses_new_ones(memory
     await task
     assert lines.pop() == b"[DONE]"
     results += [json.loads(line) for line in lines]
-    assert sum(len(result["output_ids"]) for result in results) == 4500
+    assert sum(len(result["output_ids"]) for result in results) == 45000
     assert results[-1]["meta_info"]["finish_reason"]["type"] == "length"
 
 
