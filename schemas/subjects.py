@@ -34,6 +34,8 @@ HEADER_TASK = "Streamrl-Task"
 """Task index of a sample message or tombstone, so that a message with a broken body still retires its task."""
 HEADER_SCHEMA = "Streamrl-Schema"
 """Wire schema of the body, such as `samples/1`."""
+HEADER_DIGEST = "Streamrl-Digest"
+"""`streamrl.schemas.digests.body_digest` of the body as it was published; a message without one is not checked."""
 
 
 def check_name(kind: str, name: str) -> str:
