@@ -35,7 +35,7 @@ class GroupRunner:
 
     Args:
         producer: makes the episodes.
-        reward: scores those whose producer gave none.
+        reward: scores those whose producer gave none; None: their rewards come later (`streamrl.producers.late`).
         engine: what is asked, in the caller's loop.
         tokenizer: of the policy.
         user_producer: whether `producer` is user code.
@@ -49,7 +49,7 @@ class GroupRunner:
         self,
         *,
         producer: Producer,
-        reward: Reward,
+        reward: Reward | None,
         engine: Engine,
         tokenizer: Tokenizer,
         user_producer: bool,
@@ -93,8 +93,9 @@ class GroupRunner:
 
     async def _score(self, task: RolloutTask, episodes: Sequence[Episode], failures: dict[int, Failure]) -> Group:
         rewarded = {episode.rollout for episode in episodes if episode.reward is not None}
-        if any(episode.rollout not in rewarded for episode in episodes):
-            values = await self._guard(task, "reward", lambda: self._values(task, episodes))
+        reward = self._reward
+        if reward is not None and any(episode.rollout not in rewarded for episode in episodes):
+            values = await self._guard(task, "reward", lambda: self._values(reward, task, episodes))
             if isinstance(values, Failure):
                 return Group((), _all_failed(task, values))
             for episode, value in zip(episodes, values, strict=True):
@@ -105,9 +106,9 @@ class GroupRunner:
         kept = tuple(episode for episode in episodes if episode.rollout not in failures)
         return Group(kept, tuple(failures[rollout] for rollout in sorted(failures)))
 
-    async def _values(self, task: RolloutTask, episodes: Sequence[Episode]) -> Sequence[RewardValue | Exception]:
+    async def _values(self, reward: Reward, task: RolloutTask, episodes: Sequence[Episode]) -> Sequence[RewardValue | Exception]:
         # User code may give plain numbers or parts, whatever its annotations say.
-        values: Sequence[Any] = await self._call(self._user_reward, self._reward.score, task, episodes)
+        values: Sequence[Any] = await self._call(self._user_reward, reward.score, task, episodes)
         if len(values) != len(episodes):
             raise SchemaError(f"expected one reward for each of {len(episodes)} episodes, got {len(values)}")
         return [value if isinstance(value, RewardValue | Exception) else as_value(value) for value in values]
