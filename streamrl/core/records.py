@@ -132,7 +132,7 @@ def judge(
     try:
         if digest is not None and digest != body_digest(body):
             raise SchemaError(
-                f"expected a body with the digest {digest[:16]!r} (header) at {where}, got one with {body_digest(body)[:16]!r}"
+                f"expected a body with digest {digest[:16]!r} (header) at {where}, got one with {body_digest(body)[:16]!r}"
             )
         if kind == "samples":
             if schema is not None and schema != SCHEMA_NAME:
