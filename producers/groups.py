@@ -13,7 +13,7 @@ from streamrl.engines.protocol import Engine
 from streamrl.errors import EngineError, SchemaError
 from streamrl.producers.episode import Episode
 from streamrl.producers.protocol import Context, Failure, Producer, Tokenizer
-from streamrl.producers.threads import ThreadEngine, UserThread
+from streamrl.producers.threads import HomeCall, ThreadEngine, UserThread
 from streamrl.rewards.functions import as_value
 from streamrl.rewards.protocol import Reward, RewardValue
 from streamrl.schemas.tasks import RolloutTask
@@ -74,8 +74,21 @@ class GroupRunner:
         if self._thread is not None:
             await self._thread.close()
 
-    async def run(self, task: RolloutTask) -> Group:
-        """Roll out and score one task; raises EngineError when an engine went away, nothing else."""
+    async def run(
+        self,
+        task: RolloutTask,
+        *,
+        resumes: Mapping[int, bytes] | None = None,
+        store: Callable[..., Coroutine[Any, Any, None]] | None = None,
+    ) -> Group:
+        """Roll out and score one task; raises EngineError when an engine went away, nothing else.
+
+        Args:
+            task: the task.
+            resumes: checkpoints of an earlier delivery by rollout.
+            store: gets (rollout, data) of new ones, in the caller's loop; None: they are not stored.
+        """
+        home = asyncio.get_running_loop()
         context = Context(
             engine=self._engine,
             tokenizer=self._tokenizer,
@@ -86,6 +99,8 @@ class GroupRunner:
             log=logger,
             max_len=self._max_len,
             chat_template=self._chat_template,
+            resumes=resumes or {},
+            store=HomeCall(store, home) if store is not None and self._user_producer else store,
         )
         given = await self._guard(task, "producer", lambda: self._call(self._user_producer, self._producer.rollout, task, context))
         episodes, failures = _settle(task, given)

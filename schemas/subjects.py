@@ -24,6 +24,7 @@ KEY_RUN = "run"
 PREFIX_POSITIONS = "positions/"
 PREFIX_FENCES = "fences/"
 PREFIX_PRESENCE = "presence/"
+PREFIX_CHECKPOINTS = "checkpoints/"
 
 WARMUP_SOURCE = "warmup"
 """Source of the demonstrations that a run may begin with."""
