@@ -85,7 +85,11 @@ def fold(state: FoldState, record: Record, config: FoldConfig) -> tuple[FoldStat
         case Poison():
             state, dead = _poison(state, record.sequence, record.task, record.reason)
         case Forked():
-            state = _fork(state, record)
+            problem = _impossible_fork(state, record)
+            if problem:
+                state, dead = _poison(state, record.sequence, None, problem)
+            else:
+                state = _fork(state, record)
         case Marked():
             pass
     ended = state.retired - retired
@@ -186,6 +190,13 @@ def _impossible_reward(state: FoldState, record: Rewarded, config: FoldConfig) -
     return _impossible_task(state, record.task, None, config)
 
 
+def _impossible_fork(state: FoldState, record: Forked) -> str:
+    newest = state.epochs[-1]
+    if record.epoch > newest.epoch + 1 or (record.epoch > newest.epoch and record.last_before < newest.first):
+        return f"expected epoch {newest.epoch + 1} after {newest}, got a mark of epoch {record.epoch} after version {record.last_before}"
+    return ""
+
+
 def _impossible_task(state: FoldState, task: int, group_size: int | None, config: FoldConfig) -> str:
     if task >= state.granted:
         return f"expected a task below {state.granted}, got task {task}, which had not been granted"
@@ -279,9 +290,9 @@ def _poison(
 
 
 def _fork(state: FoldState, record: Forked) -> FoldState:
-    """Take in the next epoch; an epoch that is known or comes out of turn changes nothing."""
+    """Take in the next epoch; one that is known changes nothing."""
     *former, newest = state.epochs
-    if record.epoch != newest.epoch + 1 or record.last_before < newest.first:
+    if record.epoch <= newest.epoch:
         return state
     return replace(state, epochs=(*former, replace(newest, last=record.last_before), Epoch(record.epoch, record.first)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,8 @@ from tests.schemas.rows import message, table
 GROUP = 2
 TASK = 0x5A5A5A5A5A5A5A5A
 NUMBER = 0x3B3B3B3B3B3B3B3B
-SUBJECTS = Subjects("run")
+RUN = "run"
+SUBJECTS = Subjects(RUN)
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,11 @@ class Author:
 
     def mutated(self, task: int, number: int) -> Sent:
         """A valid message with one thing wrong, or with bytes changed somewhere."""
-        return self.random.choice(self.mutations)(self.valid(task, number), number)
+        return self.mutate(self.valid(task, number), number)
+
+    def mutate(self, sent: Sent, number: int) -> Sent:
+        """Any message with one thing wrong."""
+        return self.random.choice(self.mutations)(sent, number)
 
     def samples(self, kind: str, body: bytes, task: int) -> Sent:
         headers = {HEADER_TASK: str(task), HEADER_SCHEMA: SCHEMA_NAME, HEADER_DIGEST: body_digest(body)}
@@ -165,7 +170,7 @@ class Author:
     def subject_of(self, sent: Sent, number: int) -> Sent:
         """Sent to another place of the stream, or to one that there is not."""
         places = ["samples.main", "samples.ghost", "tombstones.main", "rewards", "marks", "secrets.main", "samples", "x"]
-        return Sent("subject", f"run.{self.random.choice(places)}", sent.body, sent.headers)
+        return Sent("subject", f"{RUN}.{self.random.choice(places)}", sent.body, sent.headers)
 
     def values_of(self, sent: Sent, number: int) -> Sent:
         """Well written, by somebody who does not know what is so: tasks, versions, groups, rewards that cannot be."""
@@ -188,8 +193,3 @@ class Author:
                 epoch = EpochMark(self.random.choice([0, 5, 2**40]), self.random.choice([0, 1, number + 1]), self.random.choice([0, 3]))
                 body = encode(Mark(name=MARK_EPOCH, detail={"epoch": epoch.epoch, "first": epoch.first, "last_before": epoch.last_before}))
                 return self.record("wrong epoch", SUBJECTS.marks, body, None)
-
-
-def without_digest(sent: Sent) -> Sent:
-    """The same from an older producer."""
-    return replace(sent, headers={name: value for name, value in sent.headers.items() if name != HEADER_DIGEST})

@@ -53,13 +53,13 @@ def test_a_version_of_a_known_epoch_that_was_not_trained_yet_is_poison() -> None
     assert "had not been trained" in sampled(s, 6, (1, 7, 7))
 
 
-@pytest.mark.parametrize("fork", [(1, 2, 2), (3, 5, 6), (2, 4, 3)])
-def test_marks_that_repeat_or_come_out_of_turn_change_nothing(fork: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(("fork", "dead"), [((1, 2, 2), False), ((3, 5, 6), True), ((2, 4, 3), True)])
+def test_marks_that_repeat_or_come_out_of_turn_change_nothing(fork: tuple[int, int, int], dead: bool) -> None:
     s = trained_to(6)
     s.put(Forked(s.next(), 1, 4, 5))
     before = s.state.epochs
     s.put(Forked(s.next(), *fork))
-    assert s.state.epochs == before and s.dropped == []
+    assert s.state.epochs == before and bool(s.effects.dead) == dead
 
 
 def test_epochs_survive_the_checkpoint_and_are_there_in_older_ones() -> None:
