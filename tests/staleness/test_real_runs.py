@@ -9,6 +9,7 @@ import pytest
 from streamrl.bus.protocol import Bus
 from streamrl.config.check import check
 from streamrl.config.tree import DebugConfig, TasksConfig
+from streamrl.data.model import ensure_model
 from streamrl.errors import ConfigError
 from streamrl.schemas.ledger import LedgerEntry
 from tests.loop.harness import make_run, read_ledger, run_to_end
@@ -21,6 +22,7 @@ HEAVY = DebugConfig(token_delay_s=0.008, token_delay_sigma=1.5)
 
 async def trained(tmp_path: Path, bus: Bus, run_id: str, *, steps: int, tasks: TasksConfig, debug: DebugConfig) -> list[LedgerEntry]:
     run, config = make_run(tmp_path, table_config(tmp_path, run_id, steps=steps, tasks=tasks, debug=debug))
+    ensure_model(config, run.model_dir)
     await run_to_end(config, run, bus)
     return await read_ledger(bus, run_id)
 
@@ -53,5 +55,5 @@ async def test_delayed_engines_serve_old_versions_and_nothing_is_wasted(
 
 def test_a_delay_beyond_the_bound_is_refused(tmp_path: Path) -> None:
     config = table_config(tmp_path, "run", steps=1, tasks=TasksConfig(max_staleness=2), debug=DebugConfig(delay_versions=3))
-    with pytest.raises(ConfigError, match="delay_versions needs tasks.max_staleness >= 3, got 2"):
+    with pytest.raises(ConfigError, match=r"delay_versions needs tasks\.max_staleness >= 3, got 2"):
         check(config)
