@@ -3,7 +3,7 @@
 | role      | stores                                                     | reads                    | else                         |
 |-----------|------------------------------------------------------------|--------------------------|------------------------------|
 | operator  | everything                                                 | everything               | makes and deletes streams    |
-| trainer   | ledger, weights, blobs, dead, grant, positions, checkpoint | samples, ledger, weights | trims samples, retires blobs |
+| trainer   | ledger, weights, marks, blobs, dead, grant, positions, ... | samples, ledger, weights | trims samples, retires blobs |
 | producer  | samples, tombstones, rewards, checkpoints of rollouts      | events                   | claims tasks                 |
 | engine    | presence of engines                                        | weights, blobs           |                              |
 | feeder    | tasks                                                      |                          |                              |
@@ -60,7 +60,7 @@ def allowed(role: str, run: str) -> tuple[str, ...]:
     rights: dict[str, list[str]] = {
         "trainer": [
             *worker,
-            *(f"{run}.{subject}" for subject in ("ledger.*", "weights.*", "dead", "events.*")),
+            *(f"{run}.{subject}" for subject in ("ledger.*", "weights.*", "marks", "dead", "events.*")),
             *(f"$KV.{run}.{key}" for key in ("granted", "latest.*", "positions.*", "fences.*")),
             *(subject for stream in (SAMPLES, LEDGER, WEIGHTS) for subject in _reads(stream_name(run, stream))),
             *_reads(blobs),
