@@ -48,7 +48,7 @@ _AT_LEAST: dict[str, float] = {
     "evaluation.num_problems": 1,
     "bus.port": 0,
     "bus.patience_s": 0,
-    "bus.samples_bytes": 1,
+    "bus.samples_bytes": 32 << 20,
     "bus.blobs_bytes": 1,
     "bus.ack_wait_s": 1,
     "supervise.max_restarts": 0,

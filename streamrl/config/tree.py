@@ -279,7 +279,7 @@ class BusConfig(Section, frozen=True, kw_only=True):
     patience_s: float = 60.0
     """How long an operation is retried while the bus is away."""
     samples_bytes: int = 2_000_000_000
-    """Byte budget of the sample stream."""
+    """Byte budget of the sample stream, at least 32 MiB: what is kept free while it is trimmed must hold the largest message."""
     blobs_bytes: int = 4_000_000_000
     """Byte budget of the blobs."""
     ack_wait_s: float = 30.0
