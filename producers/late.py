@@ -71,7 +71,8 @@ class LateRewards:
         if min(task, rollout, sample or 0) < 0 or revision < 1:
             raise SchemaError(
                 f"a reward needs task, rollout and sample >= 0 and revision >= 1, got task {task}, rollout {rollout}, sample {sample}, "
-                f"revision {revision}"
+                f"revision {revision}",
+                hint="indices count from 0; the reward that came with a sample is revision 0",
             )
         update = RewardUpdate(task=task, rollout=rollout, reward=value.value, revision=revision, reward_parts=value.parts, sample=sample)
         return await self._publisher.reward(update)
