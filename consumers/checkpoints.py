@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from streamrl.consumers.calls import Caller
 from streamrl.consumers.carried import fetch_messages, held, oldest_read_again, write_carried
 from streamrl.consumers.replay_log import Log
 from streamrl.core.state import FoldState
-from streamrl.errors import LogTruncated
+from streamrl.errors import BusError, LogTruncated
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import Latest, Position
 from streamrl.schemas.subjects import KEY_LATEST, PREFIX_POSITIONS, SAMPLES
@@ -29,6 +30,10 @@ log = logging.getLogger(__name__)
 TRIM_ABOVE = 0.7
 """The sample stream is trimmed once it fills more than this share of its byte budget; the rest holds more than the largest message."""
 LOOK_EVERY_S = 0.25
+
+
+TRIM_EVERY_S = 1.0
+"""Between two looks at whether it is."""
 
 
 class Saving(msgspec.Struct, frozen=True):
@@ -225,8 +230,22 @@ async def ensure_position(bus: Bus, trainer: str, state: Resumable, *, lease_s: 
         await bus.kv.put(key, encode(Position(trainer, SAMPLES, state.oldest_needed, state.version)), ttl_s=lease_s)
 
 
-async def trim_if_full(bus: Bus) -> None:
-    """Trim the sample stream below what its readers still need, once it is nearly full."""
+async def keep_trimmed(bus: Bus) -> None:
+    """Trim again and again, for ever, while the run's trainer lives.
+
+    A trainer trims with its checkpoints, but once a tap's position has let the stream fill up there are no more steps and no checkpoints:
+    then it is this that notices that the tap has moved on, or has lapsed.
+    """
+    while True:
+        await asyncio.sleep(TRIM_EVERY_S)
+        try:
+            await trim_if_full(bus, warn=False)
+        except BusError as error:
+            log.warning("samples not trimmed error=%s", error.message)
+
+
+async def trim_if_full(bus: Bus, *, warn: bool = True) -> None:
+    """Trim the sample stream below what its readers still need, once it is nearly full; with `warn`, say when nothing can be trimmed."""
     state = await bus.state(SAMPLES)
     if state.max_bytes <= 0 or state.bytes < TRIM_ABOVE * state.max_bytes:
         return
@@ -239,5 +258,5 @@ async def trim_if_full(bus: Bus) -> None:
     if through >= state.first:
         await bus.trim(SAMPLES, through=through)
         log.info("samples trimmed through=%d bytes=%d", through, state.bytes)
-    else:
+    elif warn:
         log.warning("samples nearly full and nothing to trim first=%d bytes=%d max_bytes=%d", state.first, state.bytes, state.max_bytes)

@@ -76,7 +76,7 @@ async def read_status(run: RunDir) -> RunStatus:
             view = RunView(
                 run.name, steps=config.run.steps, warmup_steps=config.warmup.max_steps, before=await read_totals(bus), joined=True
             )
-            async with Follower(bus, view) as follower:
+            async with Follower(bus, view, trainer=config.trainer.name) as follower:
                 await follower.catch_up()
                 await asyncio.sleep(_RATE_LOOK_S)
                 return RunStatus(line=line, numbers=view.numbers(elapsed_s=view.before.wall_s))
