@@ -64,7 +64,7 @@ STORES: dict[str, tuple[Operation, set[str]]] = {
     "samples": (publish(TO.samples("main")), {"producer"}),
     "tombstones": (publish(TO.tombstones("main")), {"producer"}),
     "rewards": (publish(TO.rewards), {"producer"}),
-    "marks": (publish(TO.marks), set()),
+    "marks": (publish(TO.marks), {"trainer"}),
     "tasks": (publish(TO.tasks("main")), {"feeder"}),
     "ledger": (publish(TO.ledger("main")), {"trainer"}),
     "weights": (publish(TO.weights("policy")), {"trainer"}),
