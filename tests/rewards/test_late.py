@@ -5,9 +5,11 @@ from __future__ import annotations
 from contextlib import aclosing
 
 import pytest
+from msgspec.structs import replace
 
 from streamrl.bus.protocol import Bus
-from streamrl.config.tree import RewardConfig
+from streamrl.config.check import check
+from streamrl.config.tree import Config, DataConfig, RewardConfig
 from streamrl.consumers.reader import open_message
 from streamrl.core.records import Rewarded
 from streamrl.errors import ConfigError, SchemaError
@@ -69,3 +71,12 @@ def test_the_kind_late_is_no_reward() -> None:
     assert make_reward(RewardConfig(kind="late")) is None and not is_user_code(RewardConfig(kind="late"))
     with pytest.raises(ConfigError, match=r"reward\.options must be empty for late"):
         make_reward(RewardConfig(kind="late", options={"x": 1}))
+
+
+def test_late_rewards_leave_nothing_to_evaluate_by() -> None:
+    config = Config(data=DataConfig(train="a.jsonl"), reward=RewardConfig(kind="late"))
+    check(config)
+    with pytest.raises(ConfigError, match=r"data\.heldout asks for an evaluation"):
+        check(replace(config, data=DataConfig(train="a.jsonl", heldout="b.jsonl")))
+    with pytest.raises(ConfigError, match=r"reward\.late_versions must be at least 0"):
+        check(replace(config, reward=RewardConfig(kind="late", late_versions=-1)))
