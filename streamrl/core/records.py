@@ -131,9 +131,7 @@ def judge(
     named = int(task_header) if task_header is not None and TASK_TEXT.fullmatch(task_header) else None
     try:
         if digest is not None and digest != body_digest(body):
-            raise SchemaError(
-                f"expected a body with digest {digest[:16]!r} (header) at {where}, got one with {body_digest(body)[:16]!r}"
-            )
+            raise SchemaError(f"expected a body with digest {digest[:16]!r} (header) at {where}, got one with {body_digest(body)[:16]!r}")
         if kind == "samples":
             if schema is not None and schema != SCHEMA_NAME:
                 raise SchemaError(f"expected sample schema {SCHEMA_NAME} at {where}, got {schema[:40]!r} (header)")
