@@ -91,10 +91,12 @@ async def test_a_run_over_three_hosts_outlives_cut_cables(tmp_path: Path, networ
             remote(network["producers"], head, producers_place, "producer") as [producer],
         ):
             await progress(head, up)
-            for cut in network:
-                network[cut].unplug()
+            for cut in (["head"], ["engines", "producers"]):
+                for name in cut:
+                    network[name].unplug()
                 await asyncio.sleep(AWAY_S)
-                network[cut].plug_in()
+                for name in cut:
+                    network[name].plug_in()
                 await progress(head, up)
             assert [process.returncode for process in (*engines, producer)] == [None] * 3, "no worker had to be started again"
             up.send_signal(signal.SIGTERM)
@@ -111,7 +113,7 @@ async def test_a_run_over_three_hosts_outlives_cut_cables(tmp_path: Path, networ
     finally:
         server.stop()
     assert report.ok, report.problems
-    assert len(entries) >= 4 * STEPS_BETWEEN
+    assert len(entries) >= 3 * STEPS_BETWEEN
     assert BusAddress.load(head.bus_path).url == f"tls://{network['head'].address}:4222"
     for index in range(2):
         said = log_of(engines_place, f"engine-{index}")
