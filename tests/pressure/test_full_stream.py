@@ -43,7 +43,7 @@ async def test_groups_that_are_dropped_cannot_fill_the_stream_for_good(tmp_path:
 async def test_a_group_that_waits_for_its_rest_does_not_pin_the_stream(tmp_path: Path, own_server: NatsServer, children: Nursery) -> None:
     """Its first part is carried in checkpoints, over a kill too, while the stream is trimmed above it; then its rest still fits."""
     config = table_config(
-        tmp_path, run={"steps": 60}, tasks={"stale": "mask"}, trainer={"checkpoint_every": 1000}, bus={"samples_bytes": 150_000}
+        tmp_path, run={"steps": 40}, tasks={"stale": "mask"}, trainer={"checkpoint_every": 1000}, bus={"samples_bytes": 150_000}
     )
     async with world(config, own_server, children) as w, asyncio.timeout(100), w.around("engine", "feeder"):
         trainer = asyncio.create_task(w.child("trainer", Spot("trim", "after", 2)))

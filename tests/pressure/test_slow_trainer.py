@@ -28,7 +28,7 @@ pytestmark = pytest.mark.nats
 ACK_WAIT_S = 2.0
 LONG_STEP_S = 6.0
 SLOW_STEP_S = 0.03
-STEPS = 40
+STEPS = 25
 BATCH, BOUND = 4, 3
 WINDOW = (BOUND + 1) * BATCH
 
