@@ -7,7 +7,7 @@
 VENV ?= .venv
 RUN ?= quickstart
 ARGS ?=
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n 2 --dist worksteal
 export VENV
 
 .PHONY: up test lint chaos clean torch

@@ -59,8 +59,8 @@ class Offers(Protocol):
     def offer(self, version: Version, digest: str, shards: Iterable[Shard]) -> None: ...
 
 
-def fold_config(config: Config) -> FoldConfig:
-    """The part of the configuration that the fold depends on."""
+def fold_config(config: Config, vocab_size: int = 0) -> FoldConfig:
+    """The part of the configuration that the fold depends on; `vocab_size` is the model's, 0 if it is not known."""
     return FoldConfig(
         batch_tasks=config.tasks.batch_tasks,
         group_size=config.tasks.num_rollouts,
@@ -72,6 +72,7 @@ def fold_config(config: Config) -> FoldConfig:
         warmup_until=config.warmup.until,
         hold_ahead=config.tasks.hold_ahead,
         delay_versions=config.debug.delay_versions,
+        vocab_size=vocab_size,
     )
 
 
@@ -87,6 +88,7 @@ class LiveTrainer:
         publisher: gets every version that is in the ledger.
         run_dir: where checkpoints go.
         fingerprint: digest of the numerics fingerprint.
+        vocab_size: of the model; a message with a token beyond it is quarantined. 0: not checked.
         export: called with the version once the warm-up has ended and at the run's end, to save the policy for others to use.
     """
 
@@ -102,6 +104,7 @@ class LiveTrainer:
         run_dir: RunDir,
         fingerprint: str,
         export: Callable[[Version], None],
+        vocab_size: int = 0,
     ) -> None:
         self.config = config
         self.subjects = subjects
@@ -112,7 +115,7 @@ class LiveTrainer:
         self.run_dir = run_dir
         self.fingerprint = fingerprint
         self.export = export
-        self.fold_config = fold_config(config)
+        self.fold_config = fold_config(config, vocab_size)
         self.rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
         self._deadline = float("inf")
         self._granted = 0

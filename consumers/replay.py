@@ -19,6 +19,7 @@ from streamrl.consumers.replay_report import Comparison, Difference, ReplayRepor
 from streamrl.consumers.steps import Stepper
 from streamrl.core.records import Poison
 from streamrl.core.state import FoldState, initial_state
+from streamrl.data.model import vocab_size
 from streamrl.errors import BusError, ConfigError, TrainingError
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import SAMPLES, Subjects
@@ -63,6 +64,7 @@ def replay(
     config_difference: str = "",
     initial_digest: str = "",
     tolerance: float = TOLERANCE,
+    num_tokens: int = 0,
     progress: Callable[[LedgerEntry, bool], None] | None = None,
 ) -> ReplayReport:
     """Train a run again by its own ledger and compare; call from the training thread.
@@ -78,6 +80,7 @@ def replay(
         config_difference: what of `config` is known not to be what the run was trained with, in words.
         initial_digest: digest of the version 0 that the run published; empty if it is not known.
         tolerance: see `ReplayReport`.
+        num_tokens: vocabulary of the model; 0: token ids are not checked.
         progress: called after every version with its entry and whether the digest was equal.
 
     Raises:
@@ -91,7 +94,8 @@ def replay(
     known_cause = ("config", config_difference) if config_difference else None
     if start.path is None and known_cause is None:
         known_cause = _other_weights(trainer, initial_digest)
-    state = FoldState.decode(trainer.load(start.path)) if start.path else initial_state(fold_config(config))
+    rules = fold_config(config, num_tokens)
+    state = FoldState.decode(trainer.load(start.path)) if start.path else initial_state(rules)
     entries = past.between(state.version.number, span.last)
     if not entries:
         raise ConfigError(
@@ -108,7 +112,7 @@ def replay(
         reader=reader,
         ledger=past,
         trainer=trainer,
-        config=fold_config(config),
+        config=rules,
         state=state,
         messages=call(fetch_samples(log, sorted(held))),
         effects=lambda effects, incoming: None,
@@ -184,6 +188,7 @@ async def verify(
             config_difference=config_difference,
             initial_digest=initial_digest,
             tolerance=tolerance,
+            num_tokens=vocab_size(model_dir),
             progress=progress,
         )
 

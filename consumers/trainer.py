@@ -10,7 +10,7 @@ from streamrl.consumers.checkpoints import keep_trimmed
 from streamrl.consumers.live import LiveTrainer
 from streamrl.consumers.replay_log import NUMERICS_EVENT
 from streamrl.core.state import FoldState
-from streamrl.data.model import ensure_model
+from streamrl.data.model import ensure_model, vocab_size
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import export_policy, make_trainer
@@ -42,7 +42,8 @@ def train(worker: Worker, loop: asyncio.AbstractEventLoop) -> tuple[FoldState, b
     The backend is made in the thread that steps it: torch's thread count belongs to the thread that set it, and digits depend on it.
     """
     config, run_dir = worker.config, worker.run_dir
-    trainer = make_trainer(config, ensure_model(config, run_dir.model_dir))
+    model_dir = ensure_model(config, run_dir.model_dir)
+    trainer = make_trainer(config, model_dir)
     numerics = numerics_fingerprint(config)
     fingerprint = fingerprint_digest(numerics)
     call = Caller(loop)
@@ -66,6 +67,7 @@ def train(worker: Worker, loop: asyncio.AbstractEventLoop) -> tuple[FoldState, b
         run_dir=run_dir,
         fingerprint=fingerprint,
         export=export,
+        vocab_size=vocab_size(model_dir),
     )
     result = live.run(worker.draining.is_set)
     publisher.close()

@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from streamrl.runtime.kinds import MAINS
+
 if TYPE_CHECKING:
     from streamrl.runtime.worker import Worker
-
-_KINDS = ("feeder", "producer", "engine", "trainer", "evaluator")
 
 
 def add_verbs(verbs: Any) -> None:
     """Add the verbs to argparse's sub-parsers."""
     worker = verbs.add_parser("worker", help="run one worker of a run in the foreground")
-    worker.add_argument("kind", metavar="KIND", help=", ".join(_KINDS))
+    worker.add_argument("kind", metavar="KIND", help=", ".join(MAINS))
     worker.add_argument("--run", required=True, help="name or directory of the run")
     worker.add_argument("--index", type=int, help="number within the kind; the first free one if left out")
     worker.add_argument("--dir", default="runs", help="directory that holds the runs")

@@ -123,6 +123,12 @@ def _check_work(config: Config) -> None:
         key="tasks.hold_ahead",
     )
     _refuse(
+        config.trainer.ranks != 1,
+        f"trainer.ranks must be 1 with `up` and `worker`, got {config.trainer.ranks}: they start one process a trainer",
+        hint="several ranks work where your own launcher makes the process group (see tests/trainers)",
+        key="trainer.ranks",
+    )
+    _refuse(
         tasks.drop_zero_spread and tasks.num_rollouts == 1,
         "tasks.drop_zero_spread needs tasks.num_rollouts >= 2, got 1: a group of one has no spread, so every group would be dropped",
         hint="use several rollouts a task, or set tasks.drop_zero_spread = false",

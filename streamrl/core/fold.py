@@ -170,6 +170,8 @@ def _impossible(state: FoldState, record: Rollouts, config: FoldConfig) -> str:
         if not state.exists(epoch, low, high):
             known = ", ".join(f"{e.epoch}.{e.first} to {e.epoch}.{'...' if e.last is None else e.last}" for e in state.epochs)
             return f"expected tokens of versions that there have been ({known}), got {epoch}.{low} to {epoch}.{high}"
+    if config.vocab_size and record.top_token >= config.vocab_size:
+        return f"expected token ids below the model's {config.vocab_size}, got {record.top_token}"
     if not state.in_warmup(record.task) and any(r.demonstration for r in record.rollouts):
         return f"expected trained tokens that a model sampled, got a demonstration for task {record.task}, which is not of the warm-up"
     return _impossible_task(state, record.task, record.group_size, config)

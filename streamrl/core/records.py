@@ -49,6 +49,8 @@ class Rollouts(msgspec.Struct, frozen=True):
     task: int
     group_size: int
     rollouts: tuple[RolloutView, ...]
+    top_token: int = 0
+    """Highest token id of the message."""
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -204,7 +206,8 @@ def _rollouts(sequence: int, batch: SampleBatch) -> Rollouts:
             highest=max(int(versions[tokens].max()), before.highest if before else -1),
             epochs=_merged([*before.epochs, *spans] if before else spans),
         )
-    return Rollouts(sequence, batch.source, batch.task, batch.group_size, tuple(views[k] for k in sorted(views)))
+    in_order = tuple(views[k] for k in sorted(views))
+    return Rollouts(sequence, batch.source, batch.task, batch.group_size, in_order, int(batch.tokens.max()))
 
 
 def _spans(batch: SampleBatch, row: int) -> list[tuple[int, int, int]]:

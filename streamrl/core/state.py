@@ -32,6 +32,8 @@ class FoldConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Hold credits back while one whole batch is ready (`streamrl.core.pacing`)."""
     delay_versions: int = 0
     """Versions that engines lag on purpose."""
+    vocab_size: int = 0
+    """Token ids at or above it are impossible; 0: not checked."""
 
 
 class PendingRollout(msgspec.Struct, frozen=True):

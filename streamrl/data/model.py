@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -37,6 +38,20 @@ def ensure_model(config: Config, directory: Path) -> Path:
     else:
         _build(directory, lambda target: write_qwen3(target, config.model, seed=config.run.seed))
     return directory
+
+
+def vocab_size(directory: Path) -> int:
+    """Number of token ids of the model in `directory`; raises ConfigError when its description does not say."""
+    for name, key in (("table.json", "vocab"), ("config.json", "vocab_size")):
+        path = directory / name
+        if path.is_file():
+            described = json.loads(path.read_text(encoding="utf-8"))
+            found = described.get(key) or described.get("text_config", {}).get(key)
+            if isinstance(found, int):
+                return found
+    raise ConfigError(
+        f"expected a config.json with a vocab_size in {directory}, got none", hint="is it a model directory?", path=str(directory)
+    )
 
 
 def write_table(directory: Path, *, max_position: int) -> None:
@@ -95,6 +110,8 @@ def _build(directory: Path, write: Callable[[Path], None]) -> None:
         write(scratch)
         scratch.chmod(0o755)
         os.rename(scratch, directory)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(scratch, ignore_errors=True)
-        raise
+        # Somebody else built the same model at the same time; theirs is complete.
+        if not (isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST)):
+            raise

@@ -50,12 +50,14 @@ class HttpEngine:
         self._open: set[asyncio.Task[Any]] = set()
         self._watch: asyncio.Task[None] | None = None
         self._reason = ""
+        self._closed = False
         self._encoder = msgspec.json.Encoder()
         self._rows = msgspec.json.Decoder(list[Result])
         self._row = msgspec.json.Decoder(Result)
 
     async def close(self) -> None:
-        """End open requests with EngineError and close the connections."""
+        """End open requests with EngineError and close the connections; later requests fail the same way."""
+        self._closed = True
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
@@ -280,6 +282,9 @@ class HttpEngine:
         return data
 
     def _connected(self) -> aiohttp.ClientSession:
+        if self._closed:
+            # A session opened now would be closed by nobody.
+            raise self._gone("the client was closed")
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0)
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)

@@ -7,14 +7,17 @@ import signal
 import time
 
 from streamrl.errors import LaunchError
-from streamrl.launch.lock import holder
+from streamrl.launch.lock import holder, locked
 from streamrl.runtime.rundir import RunDir
+from streamrl.weights.factory import free_weights
 
 _POLL_S = 0.1
 
 
 def stop_run(run: RunDir, *, now: bool, timeout_s: float) -> bool:
     """Signal the run's supervisor and wait until it is gone; returns whether it was running.
+
+    Of a run whose supervisor was killed, free the shared memory that it left behind.
 
     Args:
         run: which run.
@@ -26,6 +29,8 @@ def stop_run(run: RunDir, *, now: bool, timeout_s: float) -> bool:
     """
     pid = holder(run)
     if pid is None:
+        with locked(run):
+            free_weights(run.load_config().weights, run.name, run.path)
         return False
     _signal(pid, run)
     if now:

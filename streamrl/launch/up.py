@@ -29,6 +29,7 @@ from streamrl.launch.view import RunView
 from streamrl.runtime.kinds import num_workers
 from streamrl.runtime.rundir import RunDir
 from streamrl.telemetry.logs import configure_logging
+from streamrl.weights.factory import free_weights
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +139,7 @@ class Session:
             finally:
                 # After a drain nothing is left to kill; after a second Ctrl-C or an error, everything is.
                 await self._supervisor.kill_all()
+                free_weights(self._config.weights, self._run.name, self._run.path)
                 show.cancel()
                 await asyncio.gather(show, return_exceptions=True)
             outcome = await conclude(self._run, view, state=state, wall_s=follower.elapsed_s)

@@ -184,7 +184,7 @@ class Books:
     def _counts(self) -> None:
         """Granted and retired of each entry; drops made right after a step are written with the next one."""
         retired = 0
-        for entry, following in zip(self.chain, [*self.chain[1:], None], strict=True):
+        for entry, following in zip(self.chain, [*self.chain[1:], None], strict=False):
             number = entry["version"]["number"]
             retired += len(entry["used"]) + sum(drop["retires"] for drop in entry["drops"])
             reasons = Counter(drop["reason"] for drop in following["drops"] if drop["retires"]) if following else Counter()

@@ -13,7 +13,7 @@ from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 FETCH = 64
-FETCH_TIMEOUT_S = 5.0
+FETCH_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -91,26 +91,34 @@ async def _bounds(jetstream: JetStreamContext, name: str) -> Stream:
 
 
 async def _stream(jetstream: JetStreamContext, name: str) -> Stream:
-    """All messages up to the stream's present end."""
+    """All messages up to the stream's present end; what is trimmed meanwhile is left out."""
     found = await _bounds(jetstream, name)
-    if found.first <= found.last:
-        found.messages = await _read(jetstream, name, found.last)
+    messages = await _read(jetstream, name)
+    found.first = (await _bounds(jetstream, name)).first
+    found.messages = [message for message in messages if found.first <= message.sequence <= found.last]
+    found.first = min(found.first, found.last + 1)
     return found
 
 
-async def _read(jetstream: JetStreamContext, name: str, last: int) -> list[Stored]:
+async def _read(jetstream: JetStreamContext, name: str) -> list[Stored]:
+    """Every message that is there, and perhaps some that come meanwhile."""
     config = ConsumerConfig(ack_policy=AckPolicy.NONE, deliver_policy=DeliverPolicy.ALL, mem_storage=True, inactive_threshold=30.0)
     consumer = await jetstream.add_consumer(name, config)
     subscription = await jetstream.pull_subscribe_bind(consumer=consumer.name, stream=name)
     messages: list[Stored] = []
     left = consumer.num_pending or 0
-    while left > 0 and (not messages or messages[-1].sequence < last):
-        for message in await subscription.fetch(min(FETCH, left), timeout=FETCH_TIMEOUT_S):
+    while left > 0:
+        try:
+            batch = await subscription.fetch(min(FETCH, left), timeout=FETCH_TIMEOUT_S)
+        except nats.errors.TimeoutError:
+            # What was waiting has been trimmed or replaced.
+            left = (await subscription.consumer_info()).num_pending or 0
+            continue
+        for message in batch:
             facts = message.metadata
-            stored = Stored(facts.sequence.stream, message.subject, message.data, dict(message.headers or {}), facts.timestamp.timestamp())
+            headers = dict(message.headers or {})
+            messages.append(Stored(facts.sequence.stream, message.subject, message.data, headers, facts.timestamp.timestamp()))
             left = facts.num_pending
-            if stored.sequence <= last:
-                messages.append(stored)
     await subscription.unsubscribe()
     await jetstream.delete_consumer(name, consumer.name)
     return messages
@@ -132,12 +140,11 @@ async def _queue(jetstream: JetStreamContext, name: str) -> Stream:
 
 
 async def _keys(jetstream: JetStreamContext, run: str) -> dict[str, Stored]:
-    name = f"KV_{run}"
-    bounds = await _bounds(jetstream, name)
     found: dict[str, Stored] = {}
-    if bounds.first <= bounds.last:
-        for message in await _read(jetstream, name, bounds.last):
-            key = message.subject.removeprefix(f"$KV.{run}.").replace(".", "/")
-            if "KV-Operation" not in message.headers and "Nats-Marker-Reason" not in message.headers:
-                found[key] = message
+    for message in await _read(jetstream, f"KV_{run}"):
+        key = message.subject.removeprefix(f"$KV.{run}.").replace(".", "/")
+        if "KV-Operation" in message.headers or "Nats-Marker-Reason" in message.headers:
+            found.pop(key, None)
+        else:
+            found[key] = message
     return found

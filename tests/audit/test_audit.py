@@ -53,6 +53,14 @@ async def test_a_good_run_passes(nats_bus: Bus, nats_address: BusAddress, run_id
     }
 
 
+async def test_a_run_before_its_first_version_passes(nats_bus: Bus, nats_address: BusAddress, run_id: str) -> None:
+    forged = good_run()
+    forged.entries, forged.manifests, forged.dead = [], [manifest(0)], set()
+    forged.samples, forged.issued, forged.queued = forged.samples[:2], 4, {1, 2, 3}
+    forged.keys = [("granted", Grant(4, 0, 0)), ("positions/main", Position("main", "samples", 1, Version()))]
+    assert await problems(forged, nats_bus, nats_address, run_id, complete=False) == []
+
+
 async def test_a_run_trimmed_below_its_position_passes(nats_bus: Bus, nats_address: BusAddress, run_id: str) -> None:
     forged = good_run()
     forged.trim = 9

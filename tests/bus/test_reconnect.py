@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -209,15 +210,23 @@ async def test_a_bus_that_stays_away_is_a_named_error(own_server: NatsServer) ->
     await bus.close()
 
 
+def stopped(pid: int) -> bool:
+    """Whether SIGSTOP has taken effect, which it does some time after it was sent."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 async def test_a_server_that_keeps_silent_is_a_named_error_and_its_messages_are_stored_once(own_server: NatsServer) -> None:
     bus = await connect(own_server.address, RUN, BusConfig(patience_s=1.0))
-    assert own_server.pid is not None
-    os.kill(own_server.pid, signal.SIGSTOP)
+    pid = own_server.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    while not stopped(pid):
+        await asyncio.sleep(0.01)
     try:
         with pytest.raises(BusUnavailable, match="did not acknowledge") as caught:
             await bus.publish(TO.marks, b"x", id="x")
     finally:
-        os.kill(own_server.pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
     assert "disk" in caught.value.hint
     assert (await bus.publish(TO.marks, b"x", id="x")).sequence == 1
     assert (await bus.publish(TO.marks, b"y", id="y")).sequence == 2

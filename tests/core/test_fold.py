@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from streamrl.core.records import Poison
+from streamrl.core.records import Poison, Rollouts
 from streamrl.core.state import FoldConfig, FoldState, initial_state
 from streamrl.errors import SchemaError
 from streamrl.schemas.control import Grant
@@ -161,6 +161,15 @@ def test_poison_without_an_open_task_retires_nothing(task: int | None) -> None:
     assert len(effects.dead) == 1 and effects.grant is None
     assert s.dropped == [(2, -1 if task is None else task, (), "poison", False)]
     assert s.state.retired == 1
+
+
+def test_a_token_beyond_the_vocabulary_is_poison() -> None:
+    stream = Stream(FoldConfig(batch_tasks=2, max_staleness=1, vocab_size=104))
+    views = (view(0, reward=0.0), view(1, reward=1.0))
+    stream.put(Rollouts(stream.next(), "main", 0, 2, views, top_token=103))
+    effects = stream.put(Rollouts(stream.next(), "main", 1, 2, views, top_token=104))
+    assert [(letter.sequence, "below the model's 104" in letter.reason) for letter in effects.dead] == [(2, True)]
+    assert 0 in stream.state.pending and stream.state.is_retired(1)
 
 
 def test_a_version_that_had_not_been_trained_is_poison() -> None:

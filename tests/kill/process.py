@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+import signal
 import sys
 import traceback
 
@@ -44,6 +45,7 @@ async def serve(request: Request) -> None:
     seams = plant(request.mutant, FusedBus(bus, fuse), module)
     try:
         worker = Worker(config=config, run_dir=run, bus=seams, kind=request.kind, index=0)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.draining.set)
         await getattr(module, function)(worker)
     finally:
         await bus.close()

@@ -24,7 +24,7 @@ FEEDER = [Spot("publish tasks", when, count) for when in ("before", "after") for
 
 
 async def finished(w: World) -> None:
-    while (await w.bus.last(w.run_subjects.events("finished"))) is None:
+    while (await w.bus.last(w.subjects.events("finished"))) is None:
         await asyncio.sleep(0.02)
 
 

@@ -9,14 +9,9 @@ import pytest
 
 from streamrl.bus.server import NatsServer
 from tests.kill.nursery import Nursery
-from tests.kill.world import World, table_config, world
+from tests.kill.world import table_config, world
 
 pytestmark = pytest.mark.nats
-
-
-async def versions(w: World) -> int:
-    newest = await w.bus.last(w.run_subjects.ledger("main"))
-    return 0 if newest is None else newest.sequence
 
 
 async def test_kill_9_of_the_server(tmp_path: Path, own_server: NatsServer, children: Nursery) -> None:
@@ -25,14 +20,14 @@ async def test_kill_9_of_the_server(tmp_path: Path, own_server: NatsServer, chil
             trainer = asyncio.create_task(w.child("trainer"))
             for target in (5, 20, 35, 50, 65):
                 async with asyncio.timeout(60):
-                    while await versions(w) < target:
+                    while await w.num_entries() < target:
                         assert not trainer.done(), "the trainer must outlive its server"
                         await asyncio.sleep(0.01)
                 own_server.kill()
                 own_server.start()
             async with asyncio.timeout(100):
                 assert await trainer == 0
-        assert await versions(w) == 120
+        assert await w.num_entries() == 120
         assert (await w.audit()).problems == []
         replay = await w.replay()
         assert replay.ok, replay.lines

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import signal
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,9 +43,13 @@ from tests.kill.nursery import Nursery
 from tests.kill.process import Request
 from tests.loop.harness import read_ledger, services
 
-# Half of the groups have a spread; one task in nine fails in its reward, and ends as a tombstone.
+# Some groups have no spread, one task in nine fails and ends as a tombstone, one in five takes `slow_s` longer.
 REWARD = """
-def reward(task, episode):
+import asyncio
+
+async def reward(task, episode, *, slow_s):
+    if task.index % 5 == 0:
+        await asyncio.sleep(slow_s)
     if task.index % 9 == 4:
         raise ValueError("no reward for this one")
     return float(len(episode.completion) % 3)
@@ -62,7 +68,7 @@ def table_config(tmp_path: Path, **sections: dict[str, object]) -> Config:
         tasks=TasksConfig(batch_tasks=3, num_rollouts=3, max_staleness=2, max_deliveries=50),
         sampling=Sampling(max_new_tokens=5),
         producer=ProducerConfig(concurrency=6),
-        reward=RewardConfig(kind=f"{tmp_path / 'reward.py'}:reward"),
+        reward=RewardConfig(kind=f"{tmp_path / 'reward.py'}:reward", options={"slow_s": 0.0}),
         engine=EngineConfig(kind="table", slots=12),
         trainer=TrainerConfig(backend="table", checkpoint_every=2, keep_checkpoints=2),
         weights=WeightsConfig(transport="bus"),
@@ -82,7 +88,7 @@ class World:
     nursery: Nursery
 
     @property
-    def run_subjects(self) -> Subjects:
+    def subjects(self) -> Subjects:
         return Subjects(self.config.run.name)
 
     async def child(self, kind: str, spot: Spot | None = None, mutant: str = "") -> int:
@@ -95,6 +101,19 @@ class World:
             async with asyncio.timeout(60):
                 code = await self.child(kind, spot, mutant)
             assert code == BLOWN, f"expected the {kind} to end {spot}, it ended with {code}; see children.log"
+
+    async def drain(self, kind: str, versions: int, mutant: str = "") -> None:
+        """Run the service in a child until the ledger has so many entries, then have it drain."""
+        child = asyncio.create_task(self.child(kind, None, mutant))
+        async with asyncio.timeout(60):
+            while await self.num_entries() < versions and not child.done():
+                await asyncio.sleep(0.01)
+        os.kill(self.nursery.pid, signal.SIGTERM)
+        assert await child == 0
+
+    async def num_entries(self) -> int:
+        newest = await self.bus.last(self.subjects.ledger("main"))
+        return 0 if newest is None else newest.sequence
 
     async def ledger(self) -> list[LedgerEntry]:
         return await read_ledger(self.bus, self.config.run.name)

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.config.tree import Config, RunConfig
 from streamrl.errors import LaunchError
 from streamrl.launch.down import stop_run
 from streamrl.launch.lock import holder, locked
 from streamrl.runtime.rundir import RunDir
+from streamrl.weights.factory import weights_directory
 
 
 @pytest.fixture
@@ -37,5 +39,12 @@ def test_a_lock_left_by_a_dead_process_is_free(run: RunDir) -> None:
         assert run.lock_path.read_text() == str(os.getpid())
 
 
-def test_stopping_what_does_not_run_does_nothing(run: RunDir) -> None:
+def test_stopping_what_does_not_run_frees_what_a_killed_run_left(run: RunDir) -> None:
+    config = Config(run=RunConfig(name="demo"))
+    run.write_config(config)
+    left = weights_directory(config.weights, "demo", run.path)
+    left.mkdir()
+    (left / "policy.0-1.abc.weights").write_bytes(b"1234")
+    assert not stop_run(run, now=False, timeout_s=0.0)
+    assert not left.exists()
     assert not stop_run(run, now=False, timeout_s=0.0)

@@ -154,7 +154,9 @@ async def test_a_fenced_worker_stays_down(team: Team) -> None:
 async def test_a_drain_goes_kind_by_kind_in_the_order_of_shutdown(team: Team) -> None:
     order = team.run.path / "order"
     for kind in ("feeder", "engine", "evaluator", "producer", "trainer"):
-        team.start(kind, f"trap 'sleep 0.1; echo {kind} >> {order}; exit 0' TERM; echo ready >> {order}; while :; do sleep 0.02; done")
+        team.start(
+            kind, f"trap 'sleep 0.1; echo {kind} >> {order}; exit 0' TERM; echo ready >> {order}; while :; do sleep 0.02 & wait $!; done"
+        )
     await until(lambda: order.exists() and order.read_text().count("ready") == 5)
     assert await team.drain()
     assert order.read_text().split()[5:] == ["trainer", "producer", "evaluator", "engine", "feeder"]

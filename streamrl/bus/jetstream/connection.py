@@ -288,6 +288,7 @@ class Connection:
             return
         if self._refused is not None and not self._refused.done() and (refusal := options.refusal(error, self.address)):
             self._refused.set_result(refusal)
+            return
         if not self._closing:
             logger.log(level, "bus client error url=%s error=%s: %s", self.address.url, type(error).__name__, error)
 
