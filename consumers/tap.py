@@ -29,7 +29,7 @@ from streamrl.consumers.replay import find_start
 from streamrl.consumers.replay_log import read_past
 from streamrl.consumers.steps import POLL_S, Stepped
 from streamrl.consumers.tap_ledger import FollowedLedger
-from streamrl.consumers.tap_position import keeping_position
+from streamrl.consumers.tap_position import hold_stream, keeping_position
 from streamrl.core.assembly import used
 from streamrl.core.state import FoldState
 from streamrl.data.model import ensure_model
@@ -136,10 +136,10 @@ class Tap:
         fence = call(take_fence(self.bus, name))
         ledger = call(open_ledger(self.bus, self.subjects, name, fence=fence))
         latest = call(read_latest(self.bus, name))
-        if latest:
-            state = BranchState.decode(self.trainer.load(self.run_dir.path / latest.path))
-        else:
-            state = self._first_state()
+        if latest is None:
+            # Before a checkpoint is chosen: what the newest one needs may else be trimmed while it is being loaded.
+            call(hold_stream(self.bus, name, lease_s=self.settings.lease_s))
+        state = BranchState.decode(self.trainer.load(self.run_dir.path / latest.path)) if latest else self._first_state()
         known = latest.stream_identity if latest else ""
         identity = call(check_stream(self.bus, cursor=state.cursor, oldest_needed=state.oldest_needed, identity=known))
         call(ensure_position(self.bus, name, state, lease_s=self.settings.lease_s))

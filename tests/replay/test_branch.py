@@ -95,9 +95,9 @@ async def test_what_has_no_part_in_it_is_refused(recorded: Recorded, tmp_path: P
     for text in ("sampling.temperature=0.5", "model.hidden=64", "run.seed=4", "engine.slots=3"):
         with pytest.raises(ConfigError, match="has no part in training recorded samples"):
             await branched(recorded, tmp_path, text)
-    assert list(tmp_path.iterdir()) == []
+    assert contents(tmp_path) == {}
     run, entries = await branched(recorded, tmp_path, "loss.clip_low=0.1", span=Range(last=4))
-    with pytest.raises(ConfigError, match="it has no stream|stream of its own"):
+    with pytest.raises(ConfigError, match="stream of its own"):
         async with opened_source(run.name, base=tmp_path):
             pass
     assert (await read_entries(run.name, base=tmp_path)) == (run.name, entries)

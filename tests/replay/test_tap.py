@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from streamrl.bus.memory import MemoryBus
@@ -18,6 +19,8 @@ from streamrl.config.tree import Config
 from streamrl.consumers.tap import TapSettings, tap, tap_config
 from streamrl.data.model import ensure_model
 from streamrl.errors import ConfigError
+from streamrl.launch.lock import locked
+from streamrl.launch.recorded import record_run
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.codec import decode
@@ -33,7 +36,6 @@ ROOT = Path(__file__).parents[2]
 
 async def lockstep(base: Path, *taps: TapSettings) -> tuple[list[LedgerEntry], dict[str, list[LedgerEntry]], dict[str, int]]:
     """A lockstep run with taps beside it: its ledger, theirs, and how much there is of what only the run itself may write."""
-    base.mkdir()
     fixed: dict[str, dict[str, object]] = {**FIXED, "engine": {"deterministic": True}}
     config = table_config(base, run={"name": "live", "steps": 12}, tasks={"max_staleness": 0}, **fixed)
     run, config = make_run(base, config)
@@ -52,10 +54,10 @@ async def lockstep(base: Path, *taps: TapSettings) -> tuple[list[LedgerEntry], d
     return main, ledgers, written
 
 
-async def test_a_tap_shadows_the_run_and_leaves_it_alone(tmp_path: Path) -> None:
-    alone, _, written = await lockstep(tmp_path / "alone")
+async def test_a_tap_shadows_the_run_and_leaves_it_alone(tmp_path_factory: pytest.TempPathFactory) -> None:
+    alone, _, written = await lockstep(tmp_path_factory.mktemp("alone"))
     main, taps, beside = await lockstep(
-        tmp_path / "beside",
+        tmp_path_factory.mktemp("beside"),
         TapSettings(name="shadow"),
         TapSettings(name="fast", overrides=("trainer.optimizer.learning_rate=0.02",)),
         TapSettings(name="halves", overrides=("tasks.batch_tasks=1", "tasks.max_staleness=2")),
@@ -143,6 +145,12 @@ async def test_a_killed_tap_holds_the_stream_resumes_and_lapses(tmp_path: Path, 
             while (await w.bus.state("samples")).first <= last.oldest_needed:
                 await asyncio.sleep(0.1)
         assert await position(w.bus) is None, "trimming went on because the lease had lapsed"
+        with locked(w.run):  # as a supervisor holds it while the run is up
+            recording = await record_run(w.run, tmp_path / "recording", checkpoints=True)
+        assert not [key for key in await w.bus.kv.keys("positions/") if "record" in key], "a recording lets go at its end"
+        messages = pq.read_table(tmp_path / "recording" / "messages.parquet")
+        facts = recording.streams["samples"]
+        assert messages.column("sequence").to_pylist() == list(range(facts.first, facts.last + 1))
         shadow = await read_ledger(w.bus, "live", "shadow")
         begin = shadow[0].version.number
         main = {e.version: e for e in await read_ledger(w.bus, "live")}

@@ -105,10 +105,9 @@ async def test_changed_samples_are_named_as_data(recorded: Recorded, copy: Path)
 
     def tamper(table: pa.Table) -> pa.Table:
         hit = np.array(table.column("sequence")) == sequence
-        rewards = np.where(
-            hit, np.array(table.column("reward").fill_null(np.nan)) + 0.5, np.array(table.column("reward").fill_null(np.nan))
-        )
-        return table.set_column(table.column_names.index("reward"), "reward", pa.array(rewards, from_pandas=True))
+        rewards = np.array(table.column("reward").fill_null(np.nan))
+        changed = pa.array(np.where(hit, rewards + 0.5, rewards), from_pandas=True)
+        return table.set_column(table.column_names.index("reward"), "reward", changed)
 
     change(copy / "samples.parquet", tamper)
     report = await replayed(copy)
