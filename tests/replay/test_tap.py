@@ -87,7 +87,8 @@ async def tap_process(run: RunDir, lease_s: int) -> AsyncIterator[asyncio.subpro
     """`streamrl tap` as a process of its own; killed at the end if it still runs."""
     command = (sys.executable, "-m", "streamrl", "tap", str(run.path), "--name", "shadow", "--lease", str(lease_s), "--from", "1000000")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = await asyncio.create_subprocess_exec(*command, env=environment, stderr=asyncio.subprocess.DEVNULL)
+    with (run.path / "tap.log").open("ab") as log:
+        process = await asyncio.create_subprocess_exec(*command, env=environment, stderr=log)
     try:
         yield process
     finally:
@@ -109,7 +110,7 @@ async def newest(bus: Bus, w: World) -> int:
 async def until_trained(w: World, number: int, process: asyncio.subprocess.Process) -> None:
     async with asyncio.timeout(60):
         while await newest(w.bus, w) < number:
-            assert process.returncode is None, "the tap ended by itself"
+            assert process.returncode is None, (w.run.path / "tap.log").read_text()[-2000:]
             await held(w.bus)
             await asyncio.sleep(0.05)
 
@@ -131,6 +132,7 @@ async def test_a_killed_tap_holds_the_stream_resumes_and_lapses(tmp_path: Path, 
             process.send_signal(signal.SIGKILL)
             await process.wait()
         known = await newest(w.bus, w)
+        assert await w.bus.kv.get("latest/shadow") is not None, "it has a checkpoint before its first entry, so that none is lost"
         # Nobody renews the lease now, and it lasts: the stream fills up to what the dead tap needs.
         for _ in range(20):
             assert await held(w.bus) is not None
