@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -147,7 +148,7 @@ def _made(number: int, made_s: Sequence[float]) -> float:
 def _busy(entries: Sequence[LedgerEntry]) -> tuple[float, ...]:
     """From the ledger's times, less the waits in between: publishing and checkpoints are in, which `perf/step_s` leaves out."""
     steps = [entry.metrics.get("perf/step_s", 0.0) for entry in entries]
-    between = [steps[0]] + [b.time_s - a.time_s - b.metrics.get("perf/wait_s", 0.0) for a, b in zip(entries, entries[1:], strict=False)]
+    between = [steps[0]] + [b.time_s - a.time_s - b.metrics.get("perf/wait_s", 0.0) for a, b in pairwise(entries)]
     busy = [max(step, gap) for step, gap in zip(steps, between, strict=True)]
     usual = statistics.median(busy)
     return tuple(usual if value > OUTLIER * usual else value for value in busy)

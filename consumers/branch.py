@@ -17,11 +17,11 @@ from streamrl.config.tree import Config
 from streamrl.consumers.branch_state import begin, translate
 from streamrl.consumers.branch_steps import BranchStepper
 from streamrl.consumers.calls import Caller
-from streamrl.consumers.checkpoints import check_stream
 from streamrl.consumers.live import fold_config
-from streamrl.consumers.reader import RecordReader, fetch_samples
+from streamrl.consumers.reader import RecordReader
 from streamrl.consumers.replay import Range, find_start
 from streamrl.consumers.replay_log import Log, PastLedger, read_past
+from streamrl.consumers.replay_pending import read_pending
 from streamrl.consumers.steps import Stepped
 from streamrl.core.assembly import ages, used
 from streamrl.core.seeds import run_seed
@@ -112,7 +112,7 @@ def branch(
             f"expected a version above {start.version} to branch over, the ledger of run {parent.run.name!r} ends before it",
             hint="choose --from and --to among the versions that the run has trained",
         )
-    call(check_stream(log, cursor=state.cursor, oldest_needed=state.oldest_needed, identity=""))
+    pending = call(read_pending(log, state.own, start.path))
     note = BranchFile(
         branch=config.run.name,
         parent=parent.run.name,
@@ -123,8 +123,6 @@ def branch(
     )
     (directory / BRANCH_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(note), indent=2) + b"\n")
     reader = RecordReader(log, call.loop, after=state.cursor, capacity=4 * config.tasks.batch_tasks)
-    held = sorted({r.sequence for task in state.own.pending.values() for r in task.rollouts.values()})
-    messages = call(fetch_samples(log, held))
     stepper = BranchStepper(
         reader=reader,
         parent=PastLedger(stretch),
@@ -132,7 +130,7 @@ def branch(
         config=mine,
         parent_config=theirs,
         state=state,
-        messages={sequence: translate(samples, state.numbers) for sequence, samples in messages.items()},
+        messages={sequence: translate(samples, state.numbers) for sequence, samples in pending.samples.items()},
     )
     entries: list[LedgerEntry] = []
     try:

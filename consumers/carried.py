@@ -14,7 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from streamrl.bus.protocol import Bus, Message
+from streamrl.bus.protocol import Message
+from streamrl.consumers.replay_log import Log
 from streamrl.core.state import FoldState
 from streamrl.errors import TrainingError
 from streamrl.schemas.subjects import SAMPLES
@@ -33,7 +34,7 @@ def oldest_read_again(state: FoldState, carried: Iterable[int]) -> int:
     return min([*(held(state) - set(carried)), state.cursor + 1])
 
 
-async def fetch_messages(bus: Bus, sequences: Iterable[int]) -> dict[int, Message]:
+async def fetch_messages(bus: Log, sequences: Iterable[int]) -> dict[int, Message]:
     """Copies of stored messages by sequence; raises NotFound."""
     gate = asyncio.Semaphore(_AT_ONCE)
 

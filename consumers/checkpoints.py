@@ -8,11 +8,12 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from streamrl.bus.protocol import Bus, Message
+from streamrl.consumers.branch_state import BranchState
 from streamrl.consumers.calls import Caller
 from streamrl.consumers.carried import fetch_messages, held, oldest_read_again, write_carried
 from streamrl.consumers.replay_log import Log
@@ -44,16 +45,8 @@ class Saving(msgspec.Struct, frozen=True):
     carried: tuple[Message, ...] = ()
 
 
-class Resumable(Protocol):
-    """A state that a trainer can go on from: the fold's, or a tap's."""
-
-    @property
-    def version(self) -> Version: ...
-    @property
-    def cursor(self) -> int: ...
-    @property
-    def oldest_needed(self) -> int: ...
-    def encode(self) -> bytes: ...
+Resumable = FoldState | BranchState
+"""A state that a trainer can go on from: the fold's, or a tap's."""
 
 
 class Checkpointer:
@@ -96,9 +89,13 @@ class Checkpointer:
         """What is held and may be gone from the stream, by sequence."""
         self._look_at_s = 0.0
 
-    def resumed(self, latest: Latest, carried: Mapping[int, Message] | None = None) -> None:
-        """Tell it which checkpoint the run goes on from, and which messages that one carries."""
-        self._saved, self._saved_cursor = latest.version, latest.cursor
+    def resumed(self, latest: Latest | None, carried: Mapping[int, Message] | None = None) -> None:
+        """Tell it which checkpoint the trainer goes on from, and which messages that one carries.
+
+        With None it is one of another trainer: this one has no checkpoint yet, but what is carried is carried on.
+        """
+        if latest is not None:
+            self._saved, self._saved_cursor = latest.version, latest.cursor
         self._carried = dict(carried or {})
 
     def after_step(self, state: Resumable) -> None:
@@ -111,7 +108,7 @@ class Checkpointer:
         if pressed or state.version.number - saved >= self._every:
             self.begin(state, carry=pressed)
 
-    def while_waiting(self, state: FoldState) -> None:
+    def while_waiting(self, state: Resumable) -> None:
         """Finish the checkpoint that is done; make room if the stream is nearly full: nothing may come any more otherwise.
 
         Called often while the training thread waits for records; looks at the stream a few times a second.
@@ -125,9 +122,9 @@ class Checkpointer:
             self.begin(state, carry=True)
 
     def begin(self, state: Resumable, *, carry: bool = False) -> None:
-        """Snapshot now and write in the background; with `carry`, the messages of all pending groups too (not those of a tap)."""
+        """Snapshot now and write in the background; with `carry`, the messages of all pending groups too."""
         path = f"checkpoints/{self._name}-v{state.version.number:08d}-e{state.version.epoch}"
-        oldest = self._carry(state, everything=carry) if isinstance(state, FoldState) else state.oldest_needed
+        oldest = self._carry(state.own if isinstance(state, BranchState) else state, everything=carry)
         future: Future[None] = self._trainer.save(self._run_path / path, state.encode(), version=state.version)
         latest = Latest(self._name, state.version, path, state.cursor, oldest, self._identity, tuple(sorted(self._carried)))
         self._saving = Saving(future, latest, tuple(self._carried.values()))

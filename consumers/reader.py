@@ -99,8 +99,3 @@ def open_samples(messages: Iterable[Message]) -> dict[int, SampleBatch]:
             raise AssertionError(f"pending message {message.sequence} holds no samples: {incoming.record}")
         found[message.sequence] = incoming.samples
     return found
-
-
-async def fetch_samples(bus: Log, sequences: Iterable[int]) -> dict[int, SampleBatch]:
-    """`open_samples` of messages that are still on the stream; raises NotFound."""
-    return open_samples([await bus.fetch(SAMPLES, sequence) for sequence in sequences])

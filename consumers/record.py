@@ -82,11 +82,7 @@ async def record(bus: Log, config: Config, run: RunDir, out: Path, *, run_record
         ConfigError: `out` exists.
         LogTruncated: the stream was trimmed while it was read.
     """
-    if out.exists():
-        raise ConfigError(f"expected a directory that does not exist yet for the recording, got {out}", hint="choose another --out")
-    scratch = out.with_name(f".{out.name}.writing")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
+    scratch = _scratch(out)
     try:
         # The ledger first: whatever its entries were made of is on the sample stream by then.
         ledger = await _facts(bus, LEDGER)
@@ -115,6 +111,16 @@ async def record(bus: Log, config: Config, run: RunDir, out: Path, *, run_record
         raise
     log.info("recorded run=%s messages=%d samples=%d entries=%d path=%s", found.run, samples.last - samples.first + 1, rows, entries, out)
     return found
+
+
+def _scratch(out: Path) -> Path:
+    """An empty directory beside `out`."""
+    if out.exists():
+        raise ConfigError(f"expected a directory that does not exist yet for the recording, got {out}", hint="choose another --out")
+    scratch = out.with_name(f".{out.name}.writing")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    return scratch
 
 
 async def _facts(bus: Log, stream: str) -> StreamFacts:

@@ -11,10 +11,10 @@ import msgspec
 
 from streamrl.config.tree import Config
 from streamrl.consumers.calls import Caller
-from streamrl.consumers.checkpoints import check_stream
 from streamrl.consumers.live import fold_config
-from streamrl.consumers.reader import RecordReader, fetch_samples, open_message
+from streamrl.consumers.reader import RecordReader, open_message
 from streamrl.consumers.replay_log import Log, PastLedger, read_fingerprints, read_past
+from streamrl.consumers.replay_pending import read_pending
 from streamrl.consumers.replay_report import Comparison, Difference, ReplayReport, differing_groups
 from streamrl.consumers.steps import Stepper
 from streamrl.core.records import Poison
@@ -102,19 +102,18 @@ def replay(
             f"expected a version above {state.version.number} to replay, the ledger of {config.trainer.name!r} ends before it",
             hint="choose --from and --to among the versions that the run has trained",
         )
-    call(check_stream(log, cursor=state.cursor, oldest_needed=state.oldest_needed, identity=""))
+    pending = call(read_pending(log, state, start.path))
     ours = fingerprint_digest(numerics)
     others = sorted({entry.fingerprint for entry in entries} - {ours})
     comparison = Comparison(entries, same_fingerprint=not others, known_cause=known_cause)
     reader = RecordReader(log, call.loop, after=state.cursor, capacity=4 * config.tasks.batch_tasks)
-    held = {r.sequence for task in state.pending.values() for r in task.rollouts.values()}
     stepper = Stepper(
         reader=reader,
         ledger=past,
         trainer=trainer,
         config=rules,
         state=state,
-        messages=call(fetch_samples(log, sorted(held))),
+        messages=pending.samples,
         effects=lambda effects, incoming: None,
     )
     problem, digest, first = "", "", None

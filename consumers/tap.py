@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
@@ -21,15 +22,16 @@ from streamrl.consumers.branch import check_overrides, entry_of
 from streamrl.consumers.branch_state import BranchState, begin, translate
 from streamrl.consumers.branch_steps import BranchStepper
 from streamrl.consumers.calls import Caller
-from streamrl.consumers.checkpoints import Checkpointer, check_stream, ensure_position, read_latest
+from streamrl.consumers.checkpoints import Checkpointer, ensure_position, read_latest
 from streamrl.consumers.ledger import Ledger, open_ledger, take_fence
 from streamrl.consumers.live import fold_config
-from streamrl.consumers.reader import RecordReader, fetch_samples
+from streamrl.consumers.reader import RecordReader
 from streamrl.consumers.replay import find_start
 from streamrl.consumers.replay_log import read_past
+from streamrl.consumers.replay_pending import read_pending
 from streamrl.consumers.steps import POLL_S, Stepped
 from streamrl.consumers.tap_ledger import FollowedLedger
-from streamrl.consumers.tap_position import keeping_position
+from streamrl.consumers.tap_position import hold_stream, keeping_position
 from streamrl.core.assembly import used
 from streamrl.core.state import FoldState
 from streamrl.data.model import ensure_model
@@ -136,20 +138,24 @@ class Tap:
         fence = call(take_fence(self.bus, name))
         ledger = call(open_ledger(self.bus, self.subjects, name, fence=fence))
         latest = call(read_latest(self.bus, name))
+        if latest is None:
+            # Before a checkpoint is chosen: what the newest one needs may else be trimmed while it is being loaded.
+            call(hold_stream(self.bus, name, lease_s=self.settings.lease_s))
         if latest:
-            state = BranchState.decode(self.trainer.load(self.run_dir.path / latest.path))
+            path: Path | None = self.run_dir.path / latest.path
+            state = BranchState.decode(self.trainer.load(path))
         else:
-            state = self._first_state()
-        known = latest.stream_identity if latest else ""
-        identity = call(check_stream(self.bus, cursor=state.cursor, oldest_needed=state.oldest_needed, identity=known))
-        call(ensure_position(self.bus, name, state, lease_s=self.settings.lease_s))
-        saver = self._checkpointer(identity)
+            state, path = self._first_state()
+        pending = call(read_pending(self.bus, state.own, path, identity=latest.stream_identity if latest else ""))
+        saver = self._checkpointer(pending.identity)
+        saver.resumed(latest, pending.carried)
         if latest:
-            saver.resumed(latest)
+            call(ensure_position(self.bus, name, state, lease_s=self.settings.lease_s))
+        else:
+            # Whatever happens from here on, the tap goes on from this version: its ledger has no gap, and its position has moved up.
+            saver.flush(state)
         parent = FollowedLedger(self.bus, call.loop, self.subjects, self.parent.trainer.name, after=state.parent.version.number)
         reader = RecordReader(self.bus, call.loop, after=state.cursor, capacity=4 * self.config.tasks.batch_tasks)
-        held = sorted({r.sequence for task in state.own.pending.values() for r in task.rollouts.values()})
-        messages = call(fetch_samples(self.bus, held))
         stepper = BranchStepper(
             reader=reader,
             parent=parent,
@@ -157,7 +163,7 @@ class Tap:
             config=fold_config(self.config),
             parent_config=fold_config(self.parent),
             state=state,
-            messages={sequence: translate(samples, state.numbers) for sequence, samples in messages.items()},
+            messages={sequence: translate(samples, state.numbers) for sequence, samples in pending.samples.items()},
         )
         log.info("tapping from version=%s parent=%s cursor=%d fence=%d", state.version, state.parent.version, state.cursor, fence)
         try:
@@ -170,14 +176,15 @@ class Tap:
         saver.flush(stepper.state)
         return stepper.state
 
-    def _first_state(self) -> BranchState:
+    def _first_state(self) -> tuple[BranchState, Path | None]:
+        """Where a new tap begins, and the run's checkpoint that this is."""
         past = self.call(read_past(self.bus, self.subjects, self.parent.trainer.name))
         start = find_start(past, self.run_dir.checkpoints, self.parent.trainer.name, self.settings.first)
         before = FoldState.decode(self.trainer.load(start.path)) if start.path else None
-        return begin(fold_config(self.config), fold_config(self.parent), before)
+        return begin(fold_config(self.config), fold_config(self.parent), before), start.path
 
     def _wait(self, stepper: BranchStepper, saver: Checkpointer, stop: Callable[[], bool]) -> bool:
-        saver.poll()  # a full stream may wait for this very position
+        saver.while_waiting(stepper.state)  # a full stream may wait for this very position
         parent = stepper.state.parent
         if stop() or (parent.warmup_end is not None and parent.steps >= self.config.run.steps):
             return False

@@ -40,12 +40,16 @@ class FollowedLedger:
         """Stop reading."""
         self._task.cancel()
 
+    async def _room(self, number: int) -> None:
+        # The other thread makes the room, and no asyncio.Event may be set from there.
+        while number > self._done + AHEAD:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
     async def _follow(self) -> None:
         try:
             async for message in self._log.read(LEDGER, after=0, subject=self._subject):
                 entry = decode(message.body, LedgerEntry, where=f"{self._subject} sequence {message.sequence}")
-                while entry.version.number > self._done + AHEAD:
-                    await asyncio.sleep(0.05)
+                await self._room(entry.version.number)
                 if entry.version.number > self._done:
                     self._entries[entry.version.number] = entry
         except asyncio.CancelledError:

@@ -9,7 +9,10 @@ from collections.abc import AsyncGenerator
 
 from streamrl.bus.protocol import Bus
 from streamrl.errors import BusError, Conflict
-from streamrl.schemas.subjects import PREFIX_POSITIONS
+from streamrl.schemas.codec import encode
+from streamrl.schemas.control import Position
+from streamrl.schemas.subjects import PREFIX_POSITIONS, SAMPLES
+from streamrl.schemas.versions import Version
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +38,12 @@ async def keeping_position(bus: Bus, reader: str, *, lease_s: int, release: bool
         if release:
             with contextlib.suppress(BusError):
                 await bus.kv.delete(PREFIX_POSITIONS + reader)
+
+
+async def hold_stream(bus: Bus, reader: str, *, lease_s: int) -> None:
+    """Put a position that holds the whole sample stream as it is now."""
+    first = (await bus.state(SAMPLES)).first
+    await bus.kv.put(PREFIX_POSITIONS + reader, encode(Position(reader, SAMPLES, first, Version())), ttl_s=lease_s)
 
 
 async def _keep(bus: Bus, key: str, lease_s: int) -> None:

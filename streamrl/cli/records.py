@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, SchemaError
 
 if TYPE_CHECKING:
     from streamrl.launch.source import Source
@@ -184,7 +184,10 @@ def _number(text: str) -> int:
     """The number of a version given as `17` or `0.17`."""
     from streamrl.schemas.versions import Version
 
-    return int(text) if text.isdigit() else Version.parse(text).number
+    try:
+        return int(text) if text.isdigit() else Version.parse(text).number
+    except SchemaError as error:
+        raise ConfigError(error.message, hint="the versions of a run are in its ledger; 17 is short for 0.17") from error
 
 
 def _overrides(verb: argparse.ArgumentParser, text: str) -> None:

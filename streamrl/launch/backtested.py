@@ -77,9 +77,8 @@ def print_backtest(report: BacktestReport) -> None:
         shares = (f"{one.waste:.1%}", f"{one.wait:.1%}", f"{one.total_s:.1f} s")
         table.add_row(label, one.stale, str(one.batches), *ages, str(one.stale_rollouts), *shares)
     Console().print(table)
-    print(
-        f"the ledger of {report.run}: staleness mean {report.recorded_staleness_mean:.2f}, the trainer waited {report.recorded_wait_s:.1f} s"
-    )
+    waited = f"the trainer waited {report.recorded_wait_s:.1f} s"
+    print(f"the ledger of {report.run}: staleness mean {report.recorded_staleness_mean:.2f}, {waited}")
 
 
 def _grid(source: Source, overrides: Sequence[str]) -> list[FoldConfig]:

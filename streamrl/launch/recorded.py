@@ -8,15 +8,11 @@ from pathlib import Path
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
 from streamrl.consumers.record import Recording, record
-from streamrl.consumers.tap_position import keeping_position
+from streamrl.consumers.tap_position import hold_stream, keeping_position
 from streamrl.launch.lock import holder
 from streamrl.launch.opened import opened
 from streamrl.launch.source import read_record
 from streamrl.runtime.rundir import RunDir
-from streamrl.schemas.codec import encode
-from streamrl.schemas.control import Position
-from streamrl.schemas.subjects import PREFIX_POSITIONS, SAMPLES
-from streamrl.schemas.versions import Version
 
 LEASE_S = 60
 
@@ -30,12 +26,12 @@ async def record_run(run: RunDir, out: Path, *, checkpoints: bool = False) -> Re
         LogTruncated: the stream was trimmed before it could be held.
     """
     config = run.load_config()
+    live = holder(run) is not None or bool(config.bus.url)
     async with opened(run) as bus:
-        if holder(run) in (None, os.getpid()) and not config.bus.url:
+        if not live:
             return await _record(bus, config, run, out, checkpoints)
         reader = f"record-{os.getpid()}"
-        first = (await bus.state(SAMPLES)).first
-        await bus.kv.put(PREFIX_POSITIONS + reader, encode(Position(reader, SAMPLES, first, Version())), ttl_s=LEASE_S)
+        await hold_stream(bus, reader, lease_s=LEASE_S)
         async with keeping_position(bus, reader, lease_s=LEASE_S, release=True):
             return await _record(bus, config, run, out, checkpoints)
 

@@ -97,9 +97,7 @@ async def read_record(bus: Bus) -> RunRecord | None:
 
 async def read_entries(text: str, *, base: Path | str = "runs") -> tuple[str, list[LedgerEntry]]:
     """Name and ledger of a run, a branch, a recording, or (as `RUN:NAME`) a tap; raises ConfigError when nothing was trained."""
-    name, colon, trainer = text.rpartition(":")
-    if not colon or not RUN_ID.match(trainer) or Path(text).exists():
-        name, trainer = text, ""
+    name, trainer = _split(text)
     branch = [path for path in (Path(base) / name, Path(name)) if (path / BRANCH_FILE).is_file()]
     if branch:
         entries = read_branch_ledger(branch[0])
@@ -110,3 +108,9 @@ async def read_entries(text: str, *, base: Path | str = "runs") -> tuple[str, li
     if not entries:
         raise ConfigError(f"expected a ledger with entries, got none for {text!r}", hint="has it trained? a tap is named RUN:NAME")
     return Path(text).name, entries
+
+
+def _split(text: str) -> tuple[str, str]:
+    """(run, tap) of `RUN:TAP`; the tap is empty where none is named."""
+    name, colon, trainer = text.rpartition(":")
+    return (name, trainer) if colon and RUN_ID.match(trainer) and not Path(text).exists() else (text, "")

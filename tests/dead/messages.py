@@ -100,7 +100,7 @@ class Author:
         self.halves = [template((k,)) for k in range(GROUP)]
         self.unrewarded = template((0, 1), reward=None)
         self.broken = broken_tables()
-        self.mutations: list[Callable[[Sent, int], Sent]] = [*3 * [self.bytes_of], self.headers_of, *2 * [self.subject_of], self.values_of]
+        self.mutations: list[Callable[[Sent, int], Sent]] = [*5 * [self.bytes_of], self.headers_of, *2 * [self.subject_of], self.values_of]
 
     def valid(self, task: int, number: int) -> Sent:
         """What a sound producer sends for a task, at the trainer's present version or a little before."""

@@ -15,6 +15,7 @@ from streamrl.consumers import trainer as trainer_service
 from streamrl.consumers.ledger import open_ledger
 from streamrl.consumers.reader import open_message
 from streamrl.core.records import Forked, Rollouts
+from streamrl.data.model import ensure_model
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.samples import EpochMark
 from streamrl.schemas.subjects import SAMPLES, Subjects
@@ -50,6 +51,7 @@ async def test_a_fork_is_marked_and_its_tokens_are_trained(tmp_path: Path, bus: 
         trainer={"checkpoint_every": 100},
     )
     run, config = make_run(tmp_path, config)
+    ensure_model(config, run.model_dir)
 
     async def train(**options: Any) -> None:
         with monkeypatch.context() as patch:

@@ -124,7 +124,7 @@ def test_every_message_has_one_fate_and_every_task_one_end() -> None:
         open_tasks = [task for task in range(state.watermark, state.granted) if task not in state.retired_above]
         task = pick.choice(open_tasks) if pick.random() < 0.9 else pick.randrange(state.granted)
         number = state.version.number
-        books.take(author.valid(task, number) if pick.random() < 0.12 else author.mutated(task, number))
+        books.take(author.valid(task, number) if pick.random() < 0.1 else author.mutated(task, number))
     granted = books.state.granted
     for task in range(books.state.watermark, granted):  # nobody sends anything more
         books.take(Sent("end", SUBJECTS.tombstones("main"), encode(Tombstone(task=task, reason="failed", group_size=GROUP))))

@@ -14,6 +14,7 @@ from streamrl.launch.source import opened_source, read_entries
 from streamrl.launch.status import list_runs
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.ledger import LedgerEntry
+from streamrl.trainers.checkpoints import list_checkpoints
 from tests.replay.conftest import Recorded
 
 
@@ -56,8 +57,10 @@ async def test_a_branch_that_changes_nothing_is_its_parent(recorded: Recorded, t
 
 async def test_a_branch_at_a_version_goes_on_from_there(recorded: Recorded, tmp_path: Path) -> None:
     run, entries = await branched(recorded, tmp_path, "loss.tis_cap=2.0", span=Range(first=11, last=16))
-    assert [e.digest for e in entries] == [e.digest for e in recorded.ledger[10:16]]
-    assert msgspec.json.decode((run.path / BRANCH_FILE).read_bytes(), type=BranchFile).parent_version == "0.10"
+    began = max(v.number for v, _ in list_checkpoints(recorded.path / "checkpoints", "main-") if v.number <= 11)
+    assert began > 0
+    assert [e.digest for e in entries] == [e.digest for e in recorded.ledger[began:16]]
+    assert msgspec.json.decode((run.path / BRANCH_FILE).read_bytes(), type=BranchFile).parent_version == f"0.{began}"
     second, changed = await branched(recorded, tmp_path, "loss.tis_cap=0.5", span=Range(first=11, last=16))
     assert second.name == "parent-branch-2"
     assert batches(changed) == batches(entries)
@@ -95,9 +98,9 @@ async def test_what_has_no_part_in_it_is_refused(recorded: Recorded, tmp_path: P
     for text in ("sampling.temperature=0.5", "model.hidden=64", "run.seed=4", "engine.slots=3"):
         with pytest.raises(ConfigError, match="has no part in training recorded samples"):
             await branched(recorded, tmp_path, text)
-    assert list(tmp_path.iterdir()) == []
+    assert contents(tmp_path) == {}
     run, entries = await branched(recorded, tmp_path, "loss.clip_low=0.1", span=Range(last=4))
-    with pytest.raises(ConfigError, match="it has no stream|stream of its own"):
+    with pytest.raises(ConfigError, match="stream of its own"):
         async with opened_source(run.name, base=tmp_path):
             pass
     assert (await read_entries(run.name, base=tmp_path)) == (run.name, entries)

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from streamrl.bus.memory import MemoryBus
@@ -18,6 +19,8 @@ from streamrl.config.tree import Config
 from streamrl.consumers.tap import TapSettings, tap, tap_config
 from streamrl.data.model import ensure_model
 from streamrl.errors import ConfigError
+from streamrl.launch.lock import locked
+from streamrl.launch.recorded import record_run
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.codec import decode
@@ -33,7 +36,6 @@ ROOT = Path(__file__).parents[2]
 
 async def lockstep(base: Path, *taps: TapSettings) -> tuple[list[LedgerEntry], dict[str, list[LedgerEntry]], dict[str, int]]:
     """A lockstep run with taps beside it: its ledger, theirs, and how much there is of what only the run itself may write."""
-    base.mkdir()
     fixed: dict[str, dict[str, object]] = {**FIXED, "engine": {"deterministic": True}}
     config = table_config(base, run={"name": "live", "steps": 12}, tasks={"max_staleness": 0}, **fixed)
     run, config = make_run(base, config)
@@ -52,10 +54,10 @@ async def lockstep(base: Path, *taps: TapSettings) -> tuple[list[LedgerEntry], d
     return main, ledgers, written
 
 
-async def test_a_tap_shadows_the_run_and_leaves_it_alone(tmp_path: Path) -> None:
-    alone, _, written = await lockstep(tmp_path / "alone")
+async def test_a_tap_shadows_the_run_and_leaves_it_alone(tmp_path_factory: pytest.TempPathFactory) -> None:
+    alone, _, written = await lockstep(tmp_path_factory.mktemp("alone"))
     main, taps, beside = await lockstep(
-        tmp_path / "beside",
+        tmp_path_factory.mktemp("beside"),
         TapSettings(name="shadow"),
         TapSettings(name="fast", overrides=("trainer.optimizer.learning_rate=0.02",)),
         TapSettings(name="halves", overrides=("tasks.batch_tasks=1", "tasks.max_staleness=2")),
@@ -85,7 +87,8 @@ async def tap_process(run: RunDir, lease_s: int) -> AsyncIterator[asyncio.subpro
     """`streamrl tap` as a process of its own; killed at the end if it still runs."""
     command = (sys.executable, "-m", "streamrl", "tap", str(run.path), "--name", "shadow", "--lease", str(lease_s), "--from", "1000000")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = await asyncio.create_subprocess_exec(*command, env=environment, stderr=asyncio.subprocess.DEVNULL)
+    with (run.path / "tap.log").open("ab") as log:
+        process = await asyncio.create_subprocess_exec(*command, env=environment, stderr=log)
     try:
         yield process
     finally:
@@ -107,7 +110,7 @@ async def newest(bus: Bus, w: World) -> int:
 async def until_trained(w: World, number: int, process: asyncio.subprocess.Process) -> None:
     async with asyncio.timeout(60):
         while await newest(w.bus, w) < number:
-            assert process.returncode is None, "the tap ended by itself"
+            assert process.returncode is None, (w.run.path / "tap.log").read_text()[-2000:]
             await held(w.bus)
             await asyncio.sleep(0.05)
 
@@ -129,6 +132,7 @@ async def test_a_killed_tap_holds_the_stream_resumes_and_lapses(tmp_path: Path, 
             process.send_signal(signal.SIGKILL)
             await process.wait()
         known = await newest(w.bus, w)
+        assert await w.bus.kv.get("latest/shadow") is not None, "it has a checkpoint before its first entry, so that none is lost"
         # Nobody renews the lease now, and it lasts: the stream fills up to what the dead tap needs.
         for _ in range(20):
             assert await held(w.bus) is not None
@@ -143,6 +147,12 @@ async def test_a_killed_tap_holds_the_stream_resumes_and_lapses(tmp_path: Path, 
             while (await w.bus.state("samples")).first <= last.oldest_needed:
                 await asyncio.sleep(0.1)
         assert await position(w.bus) is None, "trimming went on because the lease had lapsed"
+        with locked(w.run):  # as a supervisor holds it while the run is up
+            recording = await record_run(w.run, tmp_path / "recording", checkpoints=True)
+        assert not [key for key in await w.bus.kv.keys("positions/") if "record" in key], "a recording lets go at its end"
+        messages = pq.read_table(tmp_path / "recording" / "messages.parquet")
+        facts = recording.streams["samples"]
+        assert messages.column("sequence").to_pylist() == list(range(facts.first, facts.last + 1))
         shadow = await read_ledger(w.bus, "live", "shadow")
         begin = shadow[0].version.number
         main = {e.version: e for e in await read_ledger(w.bus, "live")}
