@@ -9,7 +9,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 import msgspec
@@ -55,6 +55,7 @@ class Disturbed:
         self._opened = 0
         self._stored_s: list[float] = []
         """When the server stored each entry of the ledger."""
+        self._started = [up]
         self._attached: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
 
@@ -95,9 +96,14 @@ class Disturbed:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
 
+    async def start(self, *words: str) -> asyncio.subprocess.Process:
+        """Start another command beside `up`; it is killed at the end if it still runs."""
+        self._started.append(await command(self._place, *words))
+        return self._started[-1]
+
     async def attach(self) -> None:
         """Start the producer that belongs to nobody's supervisor."""
-        self._attached = await command(self._place, "attach", "single_turn", "--run", NAME, "--concurrency", "4")
+        self._attached = await self.start("attach", "single_turn", "--run", NAME, "--concurrency", "4")
 
     def pid(self, part: str) -> int | None:
         """The process of a part."""
@@ -224,11 +230,10 @@ class Disturbed:
     async def end(self) -> None:
         """Kill what still runs; workers and server die with `up`."""
         await self._look_away()
-        for process in (self._up, self._attached):
-            if process is not None and process.returncode is None:
+        for process in self._started:
+            if process.returncode is None:
                 process.kill()
-            if process is not None:
-                await process.wait()
+            await process.wait()
 
 
 async def command(place: Path, *words: str) -> asyncio.subprocess.Process:
@@ -243,7 +248,7 @@ async def command(place: Path, *words: str) -> asyncio.subprocess.Process:
 @contextlib.asynccontextmanager
 async def disturbed(
     place: Path, shape: Shape, *, steps: int, stop_s: float, away_s: float, attach: bool = True
-) -> AsyncIterator[Disturbed]:
+) -> AsyncGenerator[Disturbed]:
     """A run that is up, with an attached producer. Judge it before this ends: its address leads over the wire."""
     write_files(place, shape)
     async with open_wire() as wire:

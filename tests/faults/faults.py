@@ -27,7 +27,7 @@ MESSAGES: dict[str, tuple[str, bytes]] = {
     "task": ("feeder", f"PUB {NAME}.tasks.".encode()),
     "presence": ("engine", f"PUB $KV.{NAME}.presence.engines.".encode()),
 }
-"""Aims on the wire: who sends the message, and how its line begins. Another aim is the writing of a checkpoint, which is seen in its files."""
+"""Aims on the wire: who sends the message, and how its line begins. One aim more, the writing of a checkpoint, is seen in its files."""
 WHERE: tuple[Where, ...] = ("before", "within", "after")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.disturbed import Disturbed, Struck, command, disturbed
+from tests.faults.disturbed import Disturbed, Struck, disturbed
 from tests.faults.faults import CHECKPOINT, Fault, matrix
 from tests.faults.shapes import LOCKSTEP, NAME, STREAM
 from tests.faults.verdict import judge
@@ -74,7 +74,7 @@ async def test_a_trainer_that_wakes_beside_its_successor_is_refused_at_the_ledge
         run.open(5)
         await run.until(lambda: run.versions >= 4, "the first entries")
         old = await run.catch_trainer_committing()
-        successor = await command(tmp_path, "worker", "trainer", "--run", NAME, "--index", "1")
+        successor = await run.start("worker", "trainer", "--run", NAME, "--index", "1")
         before = run.versions
         await run.until(lambda: run.versions >= before + 2, "two entries of the successor")
         run.wake(old)

@@ -11,7 +11,7 @@ import contextlib
 import os
 import random
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Literal
 
@@ -163,7 +163,7 @@ class Wire:
 
 
 @contextlib.asynccontextmanager
-async def open_wire() -> AsyncIterator[Wire]:
+async def open_wire() -> AsyncGenerator[Wire]:
     """A proxy on a free port; the server may come and go behind it."""
     wire = Wire(free_port())
     server = await asyncio.start_server(wire.accept, PROXY, wire.port)

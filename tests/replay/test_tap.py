@@ -108,7 +108,7 @@ async def newest(bus: Bus, w: World) -> int:
 
 
 async def until_trained(w: World, number: int, process: asyncio.subprocess.Process) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(80):
         while await newest(w.bus, w) < number:
             assert process.returncode is None, (w.run.path / "tap.log").read_text()[-2000:]
             await held(w.bus)
@@ -138,12 +138,12 @@ async def test_a_killed_tap_holds_the_stream_resumes_and_lapses(tmp_path: Path, 
             assert await held(w.bus) is not None
             await asyncio.sleep(0.05)
         async with tap_process(w.run, 3) as process:
-            await until_trained(w, known + 40, process)
+            await until_trained(w, known + 10, process)
             process.send_signal(signal.SIGKILL)
             await process.wait()
         last = await held(w.bus)
         assert last is not None
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(80):
             while (await w.bus.state("samples")).first <= last.oldest_needed:
                 await asyncio.sleep(0.1)
         assert await position(w.bus) is None, "trimming went on because the lease had lapsed"
