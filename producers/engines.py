@@ -79,8 +79,8 @@ class EnginePool:
             async for entry in self._kv.watch(PREFIX):
                 await self._on_presence(entry)
         finally:
-            for name in list(self._members):
-                await self._drop(name, "closed")
+            # Shielded: a second cancellation must not leave the other clients' connections open.
+            await asyncio.shield(asyncio.gather(*(self._drop(name, "closed") for name in list(self._members))))
 
     async def _on_presence(self, entry: KeyEntry) -> None:
         name = entry.key.removeprefix(PREFIX)

@@ -58,13 +58,16 @@ class HttpEngine:
     async def close(self) -> None:
         """End open requests with EngineError and close the connections; later requests fail the same way."""
         self._closed = True
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
-        self._cancel_open("the client was closed")
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        try:
+            if self._watch is not None:
+                self._watch.cancel()
+                await asyncio.gather(self._watch, return_exceptions=True)
+            self._cancel_open("the client was closed")
+        finally:
+            # Also when the caller is cancelled while it waits: nobody else knows the connections.
+            if self._session is not None:
+                await self._session.close()
+                self._session = None
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """See `Engine.generate`. Closing the iterator closes the connection, which makes the server abort."""
