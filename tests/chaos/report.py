@@ -98,8 +98,19 @@ def report(logs: Sequence[Sequence[Line]]) -> str:
     ]
     parts += ["", *(f"- `{line.command}`" for line in sessions)]
     parts += ["", "### At random moments", "", *table(aimless, "part", lambda strike: strike.line.part, PARTS)]
-    by_moment = table(moments, "moment", lambda strike: f"{strike.line.moment} ({strike.line.part})")
-    parts += ["", "### Inside writes", "", *by_moment, "", "### What was found of the runs", "", *runs_table(runs)]
+    by_moment = table(moments, "in the writing of", lambda strike: strike.line.moment.partition(" ")[2])
+    parts += [
+        "",
+        "### Inside writes",
+        "",
+        "*Before*, *within* and *after* in turn; one strike in four falls on the nats-server, the others on the sender.",
+        "",
+        *by_moment,
+        "",
+        "### What was found of the runs",
+        "",
+        *runs_table(runs),
+    ]
     return "\n".join(parts)
 
 

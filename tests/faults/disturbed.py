@@ -24,6 +24,7 @@ from tests.faults.wire import SERVER, Wire, open_wire
 
 ROOT = Path(__file__).parents[2]
 AIM_S = 10.0
+CATCH_S = 20.0
 RECOVER_S = 120.0
 ON_ITS_WAY_S = 0.05
 """An entry that the server stores so soon after a strike was sent before it."""
@@ -52,7 +53,7 @@ class Disturbed:
         self._up = up
         self._stop_s = stop_s
         self._away_s = away_s
-        self._opened = 0
+        self._opened = shape.tasks_before
         self._stored_s: list[float] = []
         """When the server stored each entry of the ledger."""
         self._started = [up]
@@ -165,19 +166,25 @@ class Disturbed:
         self._wire.release()
 
     async def _catch_checkpoint(self) -> bool:
-        """Leave the trainer stopped while the files of a checkpoint are being written."""
-        deadline = time.monotonic() + AIM_S
+        """Leave the trainer stopped while the files of a checkpoint are being written.
+
+        It is stopped and looked at again and again: this process may be too slow to see a write and stop it in time.
+        """
+        deadline, look = time.monotonic() + CATCH_S, 0
         while time.monotonic() < deadline:
-            if not self._writing():
+            for _ in range(10):
+                if self._writing():
+                    break
                 await asyncio.sleep(0.001)
-                continue
             pid = self.pid("trainer")
             if pid is not None and send(pid, signal.SIGSTOP):
                 await asyncio.sleep(0.005)
                 if self._writing():
                     return True
                 send(pid, signal.SIGCONT)
-            self.open(1)
+            look += 1
+            if look % 20 == 0:
+                self.open(1)
         return False
 
     def _writing(self) -> bool:

@@ -44,7 +44,7 @@ class Fault(msgspec.Struct, frozen=True):
         """As the logs say it."""
         if not self.aim:
             return "random"
-        return "in a checkpoint" if self.aim == CHECKPOINT else f"{self.where} {self.aim}"
+        return "within checkpoint" if self.aim == CHECKPOINT else f"{self.where} {self.aim}"
 
 
 def matrix(rng: random.Random) -> list[Fault]:

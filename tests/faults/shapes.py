@@ -64,6 +64,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     reward: str = LETTERS
     deterministic: bool = False
     """Whether a disturbed run must give the digests of an undisturbed one."""
+    tasks_before: int = 0
+    """Tasks of the warm-up, which no gate holds: what is handed out is counted from here."""
 
     def arguments(self, steps: int, port: int) -> list[str]:
         """The `--set` options of `streamrl up`."""
@@ -100,6 +102,7 @@ QUICKSTART = Shape(
         "weights.transport": "shm",
     },
     reward=EXACT,
+    tasks_before=22 * 16,
 )
 
 

@@ -52,12 +52,12 @@ async def test_faults_inside_writes_leave_a_lockstep_run_as_it_would_have_been(t
     rng = random.Random(5)
 
     async def calm() -> dict[str, str]:
-        async with disturbed(tmp_path / "calm", LOCKSTEP, steps=100, stop_s=0.0, away_s=0.0, attach=False) as run:
+        async with disturbed(tmp_path / "calm", LOCKSTEP, steps=120, stop_s=0.0, away_s=0.0, attach=False) as run:
             await run.finish()
             return (await judge(run.run)).digests
 
     async def struck() -> dict[str, str]:
-        async with disturbed(tmp_path / "struck", LOCKSTEP, steps=100, stop_s=STOP_S, away_s=AWAY_S) as run:
+        async with disturbed(tmp_path / "struck", LOCKSTEP, steps=120, stop_s=STOP_S, away_s=AWAY_S) as run:
             outcome = await strike_all(run, AIMED, rng)
             verdict = await judge(run.run)
         assert [each.fault for each in outcome if not each.hit] == []
@@ -65,7 +65,7 @@ async def test_faults_inside_writes_leave_a_lockstep_run_as_it_would_have_been(t
         return verdict.digests
 
     undisturbed, disturbed_digests = await asyncio.gather(calm(), struck())
-    assert len(set(undisturbed.values())) == 100
+    assert len(set(undisturbed.values())) == 120
     assert disturbed_digests == undisturbed
 
 
