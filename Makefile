@@ -1,5 +1,6 @@
 # make up    install once, then train the quickstart until it has visibly learned (about a minute on two cores)
 # make test  lint, layer rules, types and tests
+# make chaos two hours of kill -9, SIGSTOP and cut connections (CHAOS_ARGS="--minutes 10"), and the tables of docs/reliability.md
 #
 # TORCH=cpu|cuda|torch==X picks the build of torch; without it a machine with a GPU gets CUDA, any other CPU.
 # RUN=name   names the run; ARGS="--set tasks.max_staleness=0" is handed to streamrl up.
@@ -8,6 +9,7 @@ VENV ?= .venv
 RUN ?= quickstart
 ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist worksteal
+CHAOS_ARGS ?= --minutes 120
 export VENV
 
 .PHONY: up test lint chaos clean torch
@@ -26,7 +28,9 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/pyright
 
 chaos: $(VENV)/.installed-dev
-	$(VENV)/bin/python -m pytest tests/kill tests/audit $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest tests/kill tests/audit tests/faults $(PYTEST_ARGS)
+	$(VENV)/bin/python -m tests.chaos.session $(CHAOS_ARGS); code=$$?; \
+	$(VENV)/bin/python -m tests.chaos.report runs/chaos/*.jsonl && exit $$code
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis

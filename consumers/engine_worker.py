@@ -6,16 +6,19 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import socket
 from collections.abc import AsyncIterator, Coroutine
 
+from streamrl.config.hosts import WILDCARDS, bracketed
+from streamrl.config.tree import Config
 from streamrl.consumers.weights import WeightWatcher
 from streamrl.data.model import ensure_model
 from streamrl.engines.batching import BatchingEngine
+from streamrl.engines.delays import TokenDelay
 from streamrl.engines.factory import make_engine
 from streamrl.engines.protocol import Chunk, Engine, EngineInfo, GenerateRequest
 from streamrl.engines.server import serve
 from streamrl.errors import BusError, EngineError
+from streamrl.runtime.addresses import address_towards
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.codec import encode
 from streamrl.schemas.control import EnginePresence
@@ -30,7 +33,6 @@ HEARTBEAT_S = 1.0
 DRAIN_FRACTION = 0.5
 """Part of `supervise.drain_s` that running requests get to finish; the rest is for the server and the process to end."""
 POLL_S = 0.05
-WILDCARDS = ("", "0.0.0.0", "::")
 
 
 async def main(worker: Worker) -> None:
@@ -47,7 +49,9 @@ async def main(worker: Worker) -> None:
     engine_id = f"{worker.name}-{secrets.token_hex(3)}"
     # Off the loop: importing torch takes seconds, and the worker's heartbeats go on.
     model_dir = await asyncio.to_thread(ensure_model, config, worker.run_dir.model_dir)
-    engine = await asyncio.to_thread(make_engine, config.engine, model_dir, engine_id=engine_id, max_len=config.model.max_len)
+    engine = await asyncio.to_thread(
+        make_engine, config.engine, model_dir, engine_id=engine_id, max_len=config.model.max_len, delay=token_delay(config)
+    )
     await engine.start()
     try:
         await _serve(worker, engine)
@@ -59,9 +63,10 @@ async def _serve(worker: Worker, engine: BatchingEngine) -> None:
     config = worker.config
     door = Door(engine, engine.engine_id)
     port = config.engine.port + worker.index if config.engine.port else 0
-    server = await serve(door, config.engine.host, port)
+    server = await serve(door, config.engine.host, port, token=worker.run_dir.engine_token())
     try:
-        presence = Presence(worker, engine, reachable(server.address, config.engine.host))
+        address = reachable(server.address, config.engine.host, advertise=config.engine.advertise, bus_url=worker.bus_url)
+        presence = Presence(worker, engine, address)
         transports = make_transports(
             config.weights, bus=worker.bus, run=worker.subjects.run, policy=engine.policy, run_dir=worker.run_dir.path
         )
@@ -75,6 +80,7 @@ async def _serve(worker: Worker, engine: BatchingEngine) -> None:
             metrics=worker.metrics,
             event=worker.event,
             committed=presence.swapped,
+            delay_versions=config.debug.delay_versions,
         )
         await until_drained(worker.draining, watcher.run(), presence.keep())
         await presence.withdraw()
@@ -166,11 +172,24 @@ class Presence:
         )
 
 
-def reachable(address: str, host: str) -> str:
-    """The address others can use: a server that listens everywhere is asked by this machine's name."""
-    if host not in WILDCARDS:
+def token_delay(config: Config) -> TokenDelay | None:
+    """The artificial time per token that the configuration asks for."""
+    debug = config.debug
+    return TokenDelay(mean_s=debug.token_delay_s, sigma=debug.token_delay_sigma, seed=config.run.seed) if debug.token_delay_s else None
+
+
+def reachable(address: str, host: str, *, advertise: str = "", bus_url: str = "") -> str:
+    """The address others can use.
+
+    Args:
+        address: `http://host:port` that the server listens on.
+        host: as configured; a server that listens everywhere is asked at this machine's address on the way to the bus.
+        advertise: name or address to use in any case; empty: none.
+        bus_url: where the bus is.
+    """
+    if host not in WILDCARDS and not advertise:
         return address
-    return f"http://{socket.gethostname()}:{address.rpartition(':')[2]}"
+    return f"http://{bracketed(advertise or address_towards(bus_url))}:{address.rpartition(':')[2]}"
 
 
 async def until_drained(draining: asyncio.Event, *work: Coroutine[None, None, None]) -> None:

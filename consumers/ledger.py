@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 
+import msgspec
+
 from streamrl.bus.protocol import Bus
-from streamrl.errors import Conflict, Fenced, TrainingError
+from streamrl.consumers.checkpoints import trim_if_full
+from streamrl.errors import Conflict, Fenced, StreamFull, TrainingError
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.samples import MARK_EPOCH, EpochMark, Mark
 from streamrl.schemas.subjects import LEDGER, PREFIX_FENCES, Subjects
 
 log = logging.getLogger(__name__)
@@ -29,6 +34,13 @@ class Ledger:
         self._bus = bus
         self._subject = subjects.ledger(trainer)
         self._tail = 0
+        self._numbers: dict[int, tuple[int, int]] = {}
+
+    @property
+    def forks(self) -> tuple[EpochMark, ...]:
+        """Where each epoch after 0 began, and how far the one before it had come."""
+        epochs = sorted(self._numbers)
+        return tuple(EpochMark(new, self._numbers[new][0], self._numbers[old][1]) for old, new in itertools.pairwise(epochs))
 
     def at(self, number: int) -> LedgerEntry | None:
         """The entry that made version `number`, if it is there."""
@@ -90,6 +102,9 @@ class Ledger:
             self.entries[entry.version.number] = entry
         self.last_number = max(self.last_number, entry.version.number)
         self.max_epoch = max(self.max_epoch, entry.version.epoch)
+        number, epoch = entry.version.number, entry.version.epoch
+        first, last = self._numbers.get(epoch, (number, number))
+        self._numbers[epoch] = (min(first, number), max(last, number))
         self._tail = sequence
 
 
@@ -112,3 +127,19 @@ async def take_fence(bus: Bus, trainer: str) -> int:
             continue
         log.info("fence taken trainer=%s fence=%d", trainer, token)
         return token
+
+
+async def mark_epoch(bus: Bus, subjects: Subjects, trainer: str, fork: EpochMark) -> None:
+    """Tell the sample stream of a forked epoch; the fold lets its versions pass from there on. A repeat changes nothing.
+
+    Raises:
+        StreamFull: there is no room, also after a trim.
+    """
+    mark = encode(Mark(name=MARK_EPOCH, detail=msgspec.to_builtins(fork)))
+    id = f"m{trainer}.{fork.epoch}"
+    try:
+        await bus.publish(subjects.marks, mark, id=id)
+    except StreamFull:
+        await trim_if_full(bus)
+        await bus.publish(subjects.marks, mark, id=id)
+    log.info("epoch marked epoch=%d first=%d last_before=%d", fork.epoch, fork.first, fork.last_before)

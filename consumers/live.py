@@ -6,6 +6,7 @@ for each record in stream order:    fold                        (streamrl.consum
     dead letters, grant                                         idempotent
     for each batch that closes:     step
         ledger.append(entry)                                    durable, and the fence: a zombie is refused here
+        epoch marks                                             onto the stream, before weights of a forked epoch; idempotent
         grant                                                   idempotent
         publisher.offer(version)                                never before its ledger entry
         checkpoint -> latest -> position -> trim                never trimmed below what a restart needs
@@ -25,9 +26,11 @@ from msgspec.structs import replace
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
 from streamrl.consumers.calls import Caller
+from streamrl.consumers.carried import fetch_messages, held, oldest_read_again, read_carried
 from streamrl.consumers.checkpoints import Checkpointer, check_stream, ensure_position, read_latest
-from streamrl.consumers.ledger import Ledger, open_ledger, take_fence
-from streamrl.consumers.reader import Incoming, RecordReader, fetch_samples
+from streamrl.consumers.dead import bury
+from streamrl.consumers.ledger import Ledger, mark_epoch, open_ledger, take_fence
+from streamrl.consumers.reader import Incoming, RecordReader, open_samples
 from streamrl.consumers.steps import Stepped, Stepper
 from streamrl.core.assembly import ages, used
 from streamrl.core.fold import Effects
@@ -37,7 +40,6 @@ from streamrl.errors import Conflict, Diverged
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import Grant
-from streamrl.schemas.dead import DeadRecord
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import KEY_GRANTED, SAMPLES, WARMUP_SOURCE, Subjects
 from streamrl.schemas.versions import Version
@@ -61,11 +63,15 @@ def fold_config(config: Config, vocab_size: int = 0) -> FoldConfig:
     """The part of the configuration that the fold depends on; `vocab_size` is the model's, 0 if it is not known."""
     return FoldConfig(
         batch_tasks=config.tasks.batch_tasks,
+        group_size=config.tasks.num_rollouts,
         max_staleness=config.tasks.max_staleness,
         stale=config.tasks.stale,
         drop_zero_spread=config.tasks.drop_zero_spread,
+        late_versions=config.reward.late_versions,
         warmup_steps=config.warmup.max_steps,
         warmup_until=config.warmup.until,
+        hold_ahead=config.tasks.hold_ahead,
+        delay_versions=config.debug.delay_versions,
         vocab_size=vocab_size,
     )
 
@@ -113,6 +119,7 @@ class LiveTrainer:
         self.rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
         self._deadline = float("inf")
         self._granted = 0
+        self._marked: set[int] = set()
 
     def run(self, stop: Callable[[], bool]) -> tuple[FoldState, bool]:
         """Train until the run's end (True) or until `stop` is true (False); the state returned is checkpointed.
@@ -128,17 +135,20 @@ class LiveTrainer:
         latest = call(read_latest(self.bus, name))
         state = FoldState.decode(self.trainer.load(self.run_dir.path / latest.path)) if latest else initial_state(self.fold_config)
         known = latest.stream_identity if latest else ""
-        identity = call(check_stream(self.bus, cursor=state.cursor, oldest_needed=state.oldest_needed, identity=known))
+        carried = read_carried(self.run_dir.path / latest.path) if latest else {}
+        oldest = oldest_read_again(state, carried)
+        identity = call(check_stream(self.bus, cursor=state.cursor, oldest_needed=oldest, identity=known))
         call(ensure_position(self.bus, name, state))
         saver = self._checkpointer(identity)
         if latest:
-            saver.resumed(latest)
+            saver.resumed(latest, carried)
+        self._mark_epochs(ledger, state)
         self._remember_rewards(ledger)
         ledger.forget(state.version.number)
         self._grant(state.grant)
         if ledger.last_number <= state.version.number:
             self._offer(state.version)
-        held = {r.sequence for task in state.pending.values() for r in task.rollouts.values()}
+        pending = carried | call(fetch_messages(self.bus, held(state) - carried.keys()))
         reader = RecordReader(self.bus, call.loop, after=state.cursor, capacity=4 * self.config.tasks.batch_tasks)
         stepper = Stepper(
             reader=reader,
@@ -146,8 +156,9 @@ class LiveTrainer:
             trainer=self.trainer,
             config=self.fold_config,
             state=state,
-            messages=call(fetch_samples(self.bus, sorted(held))),
+            messages=open_samples(pending[sequence] for sequence in held(state)),
             effects=self._take_effects,
+            waiting=saver.while_waiting,
         )
         log.info("training from version=%s cursor=%d ledger=%d fence=%d", state.version, state.cursor, ledger.last_number, fence)
         try:
@@ -192,6 +203,7 @@ class LiveTrainer:
             state = replace(state, version=Version(ledger.max_epoch + 1, state.version.number))
             log.warning("epoch forked version=%s ledger_version=%s ledger_digest=%s", state.version, past.version, past.digest)
         self.call(ledger.append(self._entry(stepped, state, ledger.fence)))
+        self._mark_epochs(ledger, state)
         if stepped.arrays.kind == "rl":
             self.rewards.append(stepped.metrics.get("rollout/raw_reward", 0.0))
         return state
@@ -240,18 +252,16 @@ class LiveTrainer:
             message = incoming.message
             if message is None:  # readable, but judged impossible in the fold
                 message = self.call(self.bus.fetch(SAMPLES, letter.sequence))
-            record = DeadRecord(
-                stream=SAMPLES,
-                sequence=letter.sequence,
-                subject=message.subject,
-                reason=letter.reason,
-                body=bytes(message.body),
-                headers=dict(message.headers),
-            )
-            self.call(self.bus.publish(self.subjects.dead, encode(record), id=f"x{letter.sequence}"))
-            log.warning("message quarantined sequence=%d reason=%s", letter.sequence, letter.reason)
+            self.call(bury(self.bus, self.subjects, message, letter))
         if effects.grant is not None:
             self._grant(effects.grant)
+
+    def _mark_epochs(self, ledger: Ledger, state: FoldState) -> None:
+        """Put onto the stream every epoch of the ledger that is not known from there, before weights of it can be published."""
+        for fork in ledger.forks[len(state.epochs) - 1 :]:
+            if fork.epoch not in self._marked:
+                self.call(mark_epoch(self.bus, self.subjects, self.config.trainer.name, fork))
+                self._marked.add(fork.epoch)
 
     def _grant(self, grant: Grant) -> None:
         """Raise the key `granted`; it never goes down."""

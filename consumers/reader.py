@@ -8,10 +8,11 @@ from collections.abc import Iterable
 
 import msgspec
 
-from streamrl.bus.protocol import Bus, Message
+from streamrl.bus.protocol import Message
+from streamrl.consumers.replay_log import Log
 from streamrl.core.records import Poison, Record, judge
 from streamrl.schemas.columns import SampleBatch
-from streamrl.schemas.subjects import HEADER_TASK, SAMPLES
+from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_SCHEMA, HEADER_TASK, SAMPLES
 
 
 class Incoming(msgspec.Struct, frozen=True):
@@ -24,7 +25,15 @@ class Incoming(msgspec.Struct, frozen=True):
 
 def open_message(message: Message) -> Incoming:
     """Judge one stored message."""
-    record, samples = judge(message.subject, message.sequence, message.body, message.headers.get(HEADER_TASK))
+    headers = message.headers
+    record, samples = judge(
+        message.subject,
+        message.sequence,
+        message.body,
+        headers.get(HEADER_TASK),
+        digest=headers.get(HEADER_DIGEST),
+        schema=headers.get(HEADER_SCHEMA),
+    )
     return Incoming(record, samples, message if isinstance(record, Poison) else None)
 
 
@@ -34,7 +43,7 @@ class RecordReader:
     When the training thread falls behind by `capacity` records the reader stops fetching; `get` unblocks it.
     """
 
-    def __init__(self, bus: Bus, loop: asyncio.AbstractEventLoop, *, after: int, capacity: int) -> None:
+    def __init__(self, bus: Log, loop: asyncio.AbstractEventLoop, *, after: int, capacity: int) -> None:
         self._bus = bus
         self._after = after
         self._queue: queue.Queue[Incoming | BaseException] = queue.Queue(capacity)
@@ -81,12 +90,12 @@ class RecordReader:
                 await asyncio.sleep(0.005)
 
 
-async def fetch_samples(bus: Bus, sequences: Iterable[int]) -> dict[int, SampleBatch]:
+def open_samples(messages: Iterable[Message]) -> dict[int, SampleBatch]:
     """Decoded messages by sequence, for what a resumed state holds pending."""
     found: dict[int, SampleBatch] = {}
-    for sequence in sequences:
-        incoming = open_message(await bus.fetch(SAMPLES, sequence))
+    for message in messages:
+        incoming = open_message(message)
         if incoming.samples is None:
-            raise AssertionError(f"pending message {sequence} holds no samples: {incoming.record}")
-        found[sequence] = incoming.samples
+            raise AssertionError(f"pending message {message.sequence} holds no samples: {incoming.record}")
+        found[message.sequence] = incoming.samples
     return found

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 import numpy as np
 
-from streamrl.consumers.ledger import Ledger
 from streamrl.consumers.reader import Incoming, RecordReader
 from streamrl.core.assembly import ages, assemble, used
 from streamrl.core.batches import TrainBatch
@@ -35,6 +35,14 @@ class Stepped(msgspec.Struct, frozen=True):
     metrics: dict[str, float]
 
 
+class Entries(Protocol):
+    """What has been trained before."""
+
+    def at(self, number: int) -> LedgerEntry | None:
+        """The entry that made version `number`, if there is one."""
+        ...
+
+
 class Stepper:
     """Folds records, closes batches, trains them.
 
@@ -47,12 +55,13 @@ class Stepper:
         self,
         *,
         reader: RecordReader,
-        ledger: Ledger,
+        ledger: Entries,
         trainer: Trainer,
         config: FoldConfig,
         state: FoldState,
         messages: dict[int, SampleBatch],
         effects: Callable[[Effects, Incoming], None],
+        waiting: Callable[[FoldState], None] | None = None,
     ) -> None:
         self.state = state
         self._reader = reader
@@ -61,6 +70,7 @@ class Stepper:
         self._config = config
         self._messages = messages
         self._effects = effects
+        self._waiting = waiting
 
     def next(self, stop: Callable[[], bool]) -> Stepped | None:
         """Train the next batch; None when `stop` came true while waiting for one.
@@ -78,11 +88,13 @@ class Stepper:
                 f"version {past.version} was trained from {_describe(past)}, the stream now gives {len(batch.groups)} groups from task "
                 f"{batch.groups[0].task}, cursor {self.state.cursor}",
                 hint="was the stream, the ledger or the configuration changed by hand?",
+                expected=past,
+                got=used(batch),
             )
         arrays = assemble(batch, self._messages, self.state, self._config)
         waited = time.perf_counter() - began
         result = self._trainer.step(arrays)
-        metrics = dict(result.metrics) | self._measure(batch, arrays)
+        metrics = dict(result.metrics) | measure(batch, arrays, self.state)
         metrics |= {"perf/wait_s": waited, "perf/step_s": time.perf_counter() - began - waited}
         before = self.state
         score = result.metrics.get("train/answer_probability", 0.0)
@@ -103,6 +115,8 @@ class Stepper:
                     raise TrainingError(
                         f"version {past.version} closed at sequence {past.cursor} with {_describe(past)}, the stream gives none there",
                         hint="was the stream, the ledger or the configuration changed by hand?",
+                        expected=past,
+                        got=(),
                     )
                 return batch
             if stop():
@@ -110,6 +124,8 @@ class Stepper:
             incoming = self._reader.get(POLL_S)
             if incoming is not None:
                 self._take(incoming)
+            elif self._waiting is not None:
+                self._waiting(self.state)
 
     def _take(self, incoming: Incoming) -> None:
         sequence = incoming.record.sequence
@@ -125,22 +141,24 @@ class Stepper:
         for sequence in [s for s in self._messages if s not in held]:
             del self._messages[sequence]
 
-    def _measure(self, batch: Batch, arrays: TrainBatch) -> dict[str, float]:
-        on_tokens = arrays.staleness[arrays.loss_mask]
-        parts = ages(batch, self.state)
-        metrics = {
-            "staleness/p50": float(np.percentile(on_tokens, 50)),
-            "staleness/mean": float(on_tokens.mean()),
-            "staleness/max": float(on_tokens.max()),
-            "staleness/in_flight": float(np.mean(parts["in_flight"])),
-            "staleness/queued": float(np.mean(parts["queued"])),
-            "staleness/publish_lag": float(np.mean(parts["publish_lag"])),
-            "rollout/dropped": float(len(self.state.drops)),
-            "rollout/tokens_trained": float(arrays.loss_mask.sum()),
-        }
-        if self.state.reward_count:
-            metrics["rollout/raw_reward"] = self.state.reward_sum / self.state.reward_count
-        return metrics
+
+def measure(batch: Batch, arrays: TrainBatch, state: FoldState) -> dict[str, float]:
+    """Metrics of a batch that was closed on `state`, before it is trained."""
+    on_tokens = arrays.staleness[arrays.loss_mask]
+    parts = ages(batch, state)
+    metrics = {
+        "staleness/p50": float(np.percentile(on_tokens, 50)),
+        "staleness/mean": float(on_tokens.mean()),
+        "staleness/max": float(on_tokens.max()),
+        "staleness/in_flight": float(np.mean(parts["in_flight"])),
+        "staleness/queued": float(np.mean(parts["queued"])),
+        "staleness/publish_lag": float(np.mean(parts["publish_lag"])),
+        "rollout/dropped": float(len(state.drops)),
+        "rollout/tokens_trained": float(arrays.loss_mask.sum()),
+    }
+    if state.reward_count:
+        metrics["rollout/raw_reward"] = state.reward_sum / state.reward_count
+    return metrics
 
 
 def _describe(entry: LedgerEntry) -> str:

@@ -6,7 +6,9 @@ import asyncio
 import logging
 
 from streamrl.consumers.calls import Caller
+from streamrl.consumers.checkpoints import keep_trimmed
 from streamrl.consumers.live import LiveTrainer
+from streamrl.consumers.replay_log import NUMERICS_EVENT
 from streamrl.core.state import FoldState
 from streamrl.data.model import ensure_model, vocab_size
 from streamrl.runtime.worker import Worker
@@ -23,7 +25,12 @@ async def main(worker: Worker) -> None:
 
     The training loop is synchronous and owns its thread: a step of any length leaves heartbeats, publishing and reading alone.
     """
-    state, finished = await asyncio.to_thread(train, worker, asyncio.get_running_loop())
+    trimming = asyncio.create_task(keep_trimmed(worker.bus))
+    try:
+        state, finished = await asyncio.to_thread(train, worker, asyncio.get_running_loop())
+    finally:
+        trimming.cancel()
+        await asyncio.gather(trimming, return_exceptions=True)
     log.info("trainer done version=%s finished=%s", state.version, finished)
     if finished:
         await worker.event("finished", {"version": str(state.version), "steps": state.steps, "warmup_steps": state.warmup_steps})
@@ -37,7 +44,10 @@ def train(worker: Worker, loop: asyncio.AbstractEventLoop) -> tuple[FoldState, b
     config, run_dir = worker.config, worker.run_dir
     model_dir = ensure_model(config, run_dir.model_dir)
     trainer = make_trainer(config, model_dir)
-    fingerprint = fingerprint_digest(numerics_fingerprint(config))
+    numerics = numerics_fingerprint(config)
+    fingerprint = fingerprint_digest(numerics)
+    call = Caller(loop)
+    call(worker.event(NUMERICS_EVENT, {"fingerprint": fingerprint, "values": numerics}))
     publisher = make_publisher(
         config.weights, bus=worker.bus, subjects=worker.subjects, policy="policy", run_dir=run_dir.path, loop=loop, report=worker.metrics
     )
@@ -51,7 +61,7 @@ def train(worker: Worker, loop: asyncio.AbstractEventLoop) -> tuple[FoldState, b
         config=config,
         subjects=worker.subjects,
         bus=worker.bus,
-        call=Caller(loop),
+        call=call,
         trainer=trainer,
         publisher=publisher,
         run_dir=run_dir,

@@ -38,6 +38,7 @@ class WeightWatcher:
         event: gets the kind `weights` and its detail for each version taken or failed.
         committed: awaited after each commit (the engine announces what it serves).
         backoff_s: first pause after a failure.
+        delay_versions: serve the version this many before the newest one (the first, while there are not that many).
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class WeightWatcher:
         event: Callable[[str, dict[str, Any]], Awaitable[None]] | None = None,
         committed: Callable[[Version], Awaitable[None]] | None = None,
         backoff_s: float = 0.5,
+        delay_versions: int = 0,
     ) -> None:
         self._bus = bus
         self._run = subjects.run
@@ -65,7 +67,11 @@ class WeightWatcher:
         self._event = event
         self._committed = committed
         self._backoff_s = backoff_s
+        self._delay_versions = delay_versions
+        self._announced: dict[int, Manifest] = {}
+        """By number, from the one to serve on; empty without a delay."""
         self._newest: Manifest | None = None
+        """The newest of those that may be served."""
         self._changed = asyncio.Event()
         self.serving: Version | None = None
         """The version committed last; None before the first."""
@@ -88,8 +94,11 @@ class WeightWatcher:
         while True:
             try:
                 # The state first: a manifest stored between the two calls is then either the last one or after `end`.
-                end = (await self._bus.state(WEIGHTS)).last
+                state = await self._bus.state(WEIGHTS)
+                end = state.last
                 last = await self._bus.last(self._subject)
+                if last is not None and self._delay_versions:
+                    await self._remember(state.first, last.sequence)
                 if last is not None:
                     await self._consider(last)
                     end = last.sequence
@@ -102,6 +111,14 @@ class WeightWatcher:
                 logger.warning("event=weights_bus_away engine=%s serving=%s error=%s", self._engine, self.serving, error.message)
                 await asyncio.sleep(self._backoff_s)
 
+    async def _remember(self, first: int, before: int) -> None:
+        """Take note of what had been announced earlier than message `before`: with a delay it is still to be served."""
+        async for message in self._bus.read(WEIGHTS, after=first - 1, subject=self._subject):
+            if message.sequence >= before:
+                return
+            manifest = decode(bytes(message.body), Manifest, where=f"{message.subject} sequence {message.sequence}")
+            self._announced[manifest.version.number] = manifest
+
     async def _consider(self, message: Message) -> None:
         where = f"{message.subject} sequence {message.sequence}"
         try:
@@ -113,10 +130,19 @@ class WeightWatcher:
         except SchemaError as error:
             await self._failed(None, error)
             return
+        if self._delay_versions:
+            manifest = self._delayed(manifest)
         # A version that is announced again has new bytes: the old ones were lost.
         if self._newest is None or manifest.version >= self._newest.version:
             self._newest = manifest
             self._changed.set()
+
+    def _delayed(self, newest: Manifest) -> Manifest:
+        """The manifest to serve when `newest` has been announced."""
+        self._announced[newest.version.number] = newest
+        wanted = max(0, newest.version.number - self._delay_versions)
+        self._announced = {number: manifest for number, manifest in self._announced.items() if number >= wanted}
+        return self._announced[min(self._announced)]
 
     async def _follow(self) -> None:
         pause_s = self._backoff_s

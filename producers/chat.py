@@ -9,6 +9,14 @@ async def calculator(task, engine):
         turn = await chat.generate()
     return chat.episode()                           # scored by the run's reward, or chat.episode(reward=1.0)
 ```
+
+A long episode outlives its producer with `await chat.save()` right after a turn: when the process dies and another takes the task over,
+`engine.chat(task)` gives the chat as it was saved, and the function goes on from there:
+
+```python
+    chat = engine.chat(task)
+    turn = chat.turns[-1] if chat.turns else await chat.generate()
+```
 """
 
 from __future__ import annotations
@@ -25,6 +33,7 @@ from streamrl.core.seeds import rollout_seed
 from streamrl.engines.protocol import GenerateRequest
 from streamrl.errors import EngineError, SchemaError
 from streamrl.producers.chat_format import ChatFormat
+from streamrl.producers.chat_saves import ChatSaves, SavedChat, Turn
 from streamrl.producers.completions import complete
 from streamrl.producers.episode import STATUS, Episode, Segment
 from streamrl.producers.protocol import Context
@@ -35,17 +44,6 @@ _CHATS = 1 << 20
 """Chats and turns below this number have seeds of their own."""
 
 
-class Turn(msgspec.Struct, frozen=True):
-    """One completion of the model within a chat."""
-
-    text: str
-    """Decoded, without the stop token."""
-    token_ids: tuple[int, ...]
-    """As sampled; a stop token is the last."""
-    finish_reason: str
-    """`stop` or `length`."""
-
-
 class RolloutEngine:
     """The engine as one rollout sees it. Not shared between rollouts."""
 
@@ -54,6 +52,7 @@ class RolloutEngine:
         """Everything else: seed, options, rollout_index, the raw engine (`context.engine.generate`)."""
         self._format = format
         self._num_chats = 0
+        self._saves = ChatSaves(context)
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -66,7 +65,9 @@ class RolloutEngine:
         return self.context.log
 
     def chat(self, prompt: RolloutTask | str | Sequence[Any], *, sampling: Sampling | None = None) -> Chat:
-        """Begin a token sequence.
+        """Begin a token sequence, or go on with the one that was saved in its place when an earlier producer of the task died.
+
+        Chats are told apart by their order within the rollout, and by their prompt.
 
         Args:
             prompt: the task (its prompt's tokens); or a text, chat messages or token ids, for a sub-agent of this rollout.
@@ -76,7 +77,8 @@ class RolloutEngine:
             SchemaError: an empty prompt.
         """
         number, self._num_chats = self._num_chats, self._num_chats + 1
-        return Chat(self.context, self._format, tuple(self._prompt_ids(prompt)), sampling or self.context.sampling, number)
+        prompt_ids = tuple(self._prompt_ids(prompt))
+        return Chat(self.context, self._format, prompt_ids, sampling or self.context.sampling, number, self._saves)
 
     def _prompt_ids(self, prompt: RolloutTask | str | Sequence[Any]) -> Sequence[int]:
         if isinstance(prompt, RolloutTask):
@@ -91,19 +93,32 @@ class RolloutEngine:
 class Chat:
     """One token sequence under construction: prompt, then turns of the model and messages of the environment."""
 
-    def __init__(self, context: Context, format: ChatFormat, prompt_ids: tuple[int, ...], sampling: Sampling, number: int) -> None:
+    def __init__(
+        self, context: Context, format: ChatFormat, prompt_ids: tuple[int, ...], sampling: Sampling, number: int, saves: ChatSaves
+    ) -> None:
         if not prompt_ids:
             raise SchemaError("a chat needs a prompt of at least one token, got none", hint="pass engine.chat the task")
         self._context = context
         self._format = format
         self._sampling = sampling
         self._number = number
+        self._saves = saves
         self._segments = [Segment(prompt_ids)]
-        self._turns: list[str] = []
+        self._turns: list[Turn] = []
         self._finish_reason = ""
         self._mode = LogprobMode.SAMPLED
         self._engine = ""
         self._started_s = time.time()
+        self.state: Any = None
+        """What the last `save` was given; also in the process that goes on from it."""
+        saved = saves.get(number, prompt_ids)
+        if saved is not None:
+            self._restore(saved)
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The model's turns so far, those of an earlier producer included."""
+        return tuple(self._turns)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -138,11 +153,41 @@ class Chat:
             raise EngineError(
                 f"expected log-probs of mode {self._mode} in every turn, got {completion.logprob_mode} from {completion.engine}"
             )
-        text = completion.text(context.tokenizer)
+        turn = Turn(completion.text(context.tokenizer), tuple(completion.token_ids), completion.finish_reason)
         self._segments.append(completion.segment)
-        self._turns.append(text)
+        self._turns.append(turn)
         self._finish_reason, self._mode, self._engine = completion.finish_reason, completion.logprob_mode, completion.engine
-        return Turn(text, tuple(completion.token_ids), completion.finish_reason)
+        return turn
+
+    async def save(self, state: Any = None) -> None:
+        """Store the chat as it is, so that another process goes on from here if this one dies; the newest save counts.
+
+        Best effort (`Context.checkpoint`), and not to be mixed with `context.checkpoint` in one rollout.
+
+        Args:
+            state: whatever else the producer needs to go on: numbers, texts, bytes, lists, tables. `chat.state` afterwards.
+
+        Raises:
+            SchemaError: the rollout's chats are too large together, or `state` cannot be stored.
+        """
+        self.state = state
+        saved = SavedChat(
+            segments=tuple(self._segments),
+            turns=tuple(self._turns),
+            finish_reason=self._finish_reason,
+            mode=self._mode,
+            engine=self._engine,
+            started_s=self._started_s,
+            state=state,
+        )
+        await self._saves.put(self._number, saved)
+
+    def _restore(self, saved: SavedChat) -> None:
+        self._segments = [msgspec.structs.replace(s, token_ids=tuple(s.token_ids), logprobs=tuple(s.logprobs)) for s in saved.segments]
+        self._turns = list(saved.turns)
+        self._finish_reason, self._mode, self._engine = saved.finish_reason, saved.mode, saved.engine
+        self._started_s, self.state = saved.started_s, saved.state
+        self._context.log.info("event=chat_resumed chat=%d turns=%d tokens=%d", self._number, len(self._turns), len(self.token_ids))
 
     def _room(self, max_new_tokens: int | None) -> Sampling | None:
         wanted = self._sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
@@ -198,7 +243,7 @@ class Chat:
             segments=tuple(self._segments),
             finish_reason=self._finish_reason or "abort",
             status=status or STATUS.get(self._finish_reason, Status.ABORTED),
-            turns=tuple(self._turns),
+            turns=tuple(turn.text for turn in self._turns),
             sampling=self._sampling,
             logprob_mode=self._mode,
             seed=self._context.seed,

@@ -43,8 +43,9 @@ class Counts:
 class Claims:
     """Keeps up to `concurrency` tasks of `source` in flight and hands each to `work`.
 
-    `work` returns once every record of its task is stored. It may raise EngineError (the task is given back with a growing delay) and be
-    cancelled; any other error ends `run`, and with it the process: its leases lapse and others get the tasks.
+    `work` gets a task and the number of its deliveries (1: the first); it returns once every record of the task is stored. It may raise
+    EngineError (the task is given back with a growing delay) and be cancelled; any other error ends `run`, and with it the process: its
+    leases lapse and others get the tasks.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Claims:
         bus: Bus,
         publisher: Publisher,
         source: str,
-        work: Callable[[RolloutTask], Awaitable[None]],
+        work: Callable[[RolloutTask, int], Awaitable[None]],
         *,
         concurrency: int,
         max_deliveries: int,
@@ -136,7 +137,7 @@ class Claims:
         try:
             task = await self._readable(lease)
             if task is not None:
-                await self._work(task)
+                await self._work(task, lease.deliveries)
             finished = True
             await lease.done()
             self.num_done += 1

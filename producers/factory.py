@@ -30,7 +30,8 @@ def policy_tokenizer(worker: Worker) -> tuple[Tokenizer, int]:
 
 def make_pool(worker: Worker) -> EnginePool:
     """The engines of the run's policy, asked over HTTP."""
-    return EnginePool(worker.bus.kv, lambda presence: HttpEngine(presence.address), policy="policy")
+    token = worker.run_dir.engine_token()
+    return EnginePool(worker.bus.kv, lambda presence: HttpEngine(presence.address, token=token), policy="policy")
 
 
 def make_runner(worker: Worker, pool: EnginePool, function: str, *, key: str) -> GroupRunner:

@@ -13,7 +13,7 @@ from streamrl.engines.protocol import Engine
 from streamrl.errors import EngineError, SchemaError
 from streamrl.producers.episode import Episode
 from streamrl.producers.protocol import Context, Failure, Producer, Tokenizer
-from streamrl.producers.threads import ThreadEngine, UserThread
+from streamrl.producers.threads import HomeCall, ThreadEngine, UserThread
 from streamrl.rewards.functions import as_value
 from streamrl.rewards.protocol import Reward, RewardValue
 from streamrl.schemas.tasks import RolloutTask
@@ -35,7 +35,7 @@ class GroupRunner:
 
     Args:
         producer: makes the episodes.
-        reward: scores those whose producer gave none.
+        reward: scores those whose producer gave none; None: their rewards come later (`streamrl.producers.late`).
         engine: what is asked, in the caller's loop.
         tokenizer: of the policy.
         user_producer: whether `producer` is user code.
@@ -49,7 +49,7 @@ class GroupRunner:
         self,
         *,
         producer: Producer,
-        reward: Reward,
+        reward: Reward | None,
         engine: Engine,
         tokenizer: Tokenizer,
         user_producer: bool,
@@ -74,8 +74,21 @@ class GroupRunner:
         if self._thread is not None:
             await self._thread.close()
 
-    async def run(self, task: RolloutTask) -> Group:
-        """Roll out and score one task; raises EngineError when an engine went away, nothing else."""
+    async def run(
+        self,
+        task: RolloutTask,
+        *,
+        resumes: Mapping[int, bytes] | None = None,
+        store: Callable[..., Coroutine[Any, Any, None]] | None = None,
+    ) -> Group:
+        """Roll out and score one task; raises EngineError when an engine went away, nothing else.
+
+        Args:
+            task: the task.
+            resumes: checkpoints of an earlier delivery by rollout.
+            store: gets (rollout, data) of new ones, in the caller's loop; None: they are not stored.
+        """
+        home = asyncio.get_running_loop()
         context = Context(
             engine=self._engine,
             tokenizer=self._tokenizer,
@@ -86,6 +99,8 @@ class GroupRunner:
             log=logger,
             max_len=self._max_len,
             chat_template=self._chat_template,
+            resumes=resumes or {},
+            store=HomeCall(store, home) if store is not None and self._user_producer else store,
         )
         given = await self._guard(task, "producer", lambda: self._call(self._user_producer, self._producer.rollout, task, context))
         episodes, failures = _settle(task, given)
@@ -93,8 +108,9 @@ class GroupRunner:
 
     async def _score(self, task: RolloutTask, episodes: Sequence[Episode], failures: dict[int, Failure]) -> Group:
         rewarded = {episode.rollout for episode in episodes if episode.reward is not None}
-        if any(episode.rollout not in rewarded for episode in episodes):
-            values = await self._guard(task, "reward", lambda: self._values(task, episodes))
+        reward = self._reward
+        if reward is not None and any(episode.rollout not in rewarded for episode in episodes):
+            values = await self._guard(task, "reward", lambda: self._values(reward, task, episodes))
             if isinstance(values, Failure):
                 return Group((), _all_failed(task, values))
             for episode, value in zip(episodes, values, strict=True):
@@ -105,9 +121,9 @@ class GroupRunner:
         kept = tuple(episode for episode in episodes if episode.rollout not in failures)
         return Group(kept, tuple(failures[rollout] for rollout in sorted(failures)))
 
-    async def _values(self, task: RolloutTask, episodes: Sequence[Episode]) -> Sequence[RewardValue | Exception]:
+    async def _values(self, reward: Reward, task: RolloutTask, episodes: Sequence[Episode]) -> Sequence[RewardValue | Exception]:
         # User code may give plain numbers or parts, whatever its annotations say.
-        values: Sequence[Any] = await self._call(self._user_reward, self._reward.score, task, episodes)
+        values: Sequence[Any] = await self._call(self._user_reward, reward.score, task, episodes)
         if len(values) != len(episodes):
             raise SchemaError(f"expected one reward for each of {len(episodes)} episodes, got {len(values)}")
         return [value if isinstance(value, RewardValue | Exception) else as_value(value) for value in values]

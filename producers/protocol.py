@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -54,6 +54,26 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     """Longest sequence in tokens, prompt included; 0: not known."""
     chat_template: bool = True
     """Whether prompts are chat messages; otherwise text is appended as it is."""
+    resumes: Mapping[int, bytes] = {}
+    """By rollout: what an earlier producer of this task stored with `checkpoint` before it died."""
+    store: Callable[[int, bytes], Awaitable[None]] | None = None
+    """Stores a rollout's checkpoint; None where there is nothing to come back to (evaluation)."""
+
+    @property
+    def resume(self) -> bytes | None:
+        """The newest checkpoint of this rollout from an earlier delivery of the task, or None."""
+        return self.resumes.get(self.rollout_index)
+
+    async def checkpoint(self, data: bytes) -> None:
+        """Store `data`, in place of what was stored before: the rollout's `resume` if this producer dies.
+
+        Kept until the task ends. Best effort: while the bus is away, or too much is stored already, it is left out and logged.
+
+        Raises:
+            SchemaError: more than 1 MiB (`streamrl.producers.checkpoints.MAX_BYTES`).
+        """
+        if self.store is not None:
+            await self.store(self.rollout_index, data)
 
     def for_rollout(self, rollout: int) -> Context:
         """The same for one rollout of the group."""

@@ -11,13 +11,14 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from streamrl.bus.protocol import Bus
+from streamrl.bus.protocol import Bus, Receipt
 from streamrl.errors import StreamFull
 from streamrl.producers.protocol import Failure
 from streamrl.schemas.codec import encode
 from streamrl.schemas.columns import SCHEMA_NAME, encode_samples
-from streamrl.schemas.samples import Sample, Tombstone
-from streamrl.schemas.subjects import HEADER_SCHEMA, HEADER_TASK, Subjects
+from streamrl.schemas.digests import body_digest
+from streamrl.schemas.samples import RewardUpdate, Sample, Tombstone
+from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_SCHEMA, HEADER_TASK, Subjects
 from streamrl.schemas.tasks import RolloutTask
 
 logger = logging.getLogger(__name__)
@@ -108,6 +109,11 @@ class Publisher:
         stone = Tombstone(task=index, reason=reason, group_size=group_size, detail=detail, source=source)
         await self._put(self._subjects.tombstones(source), encode(stone), f"d{index}", index)
 
+    async def reward(self, update: RewardUpdate) -> Receipt:
+        """Store a reward that comes by itself; a repeat of the same task, rollout and revision is recognised by its id."""
+        id = f"w{update.task}.{update.rollout}.{update.revision}"
+        return await self._put(self._subjects.rewards, encode(update), id, update.task)
+
     async def _end_rollout(self, task: RolloutTask, failure: Failure) -> None:
         stone = Tombstone(
             task=task.index,
@@ -119,14 +125,16 @@ class Publisher:
         )
         await self._put(self._subjects.tombstones(task.source), encode(stone), f"d{task.index}.{failure.rollout}", task.index)
 
-    async def _put(self, subject: str, body: bytes, id: str, task: int, schema: str = "") -> None:
-        headers = {HEADER_TASK: str(task), HEADER_SCHEMA: schema} if schema else {HEADER_TASK: str(task)}
+    async def _put(self, subject: str, body: bytes, id: str, task: int, schema: str = "") -> Receipt:
+        headers = {HEADER_TASK: str(task), HEADER_DIGEST: body_digest(body)}
+        if schema:
+            headers[HEADER_SCHEMA] = schema
         try:
-            await self._bus.publish(subject, body, id=id, headers=headers)
+            return await self._bus.publish(subject, body, id=id, headers=headers)
         except StreamFull as error:
-            await self._wait_for_room(subject, body, id, headers, error)
+            return await self._wait_for_room(subject, body, id, headers, error)
 
-    async def _wait_for_room(self, subject: str, body: bytes, id: str, headers: dict[str, str], error: StreamFull) -> None:
+    async def _wait_for_room(self, subject: str, body: bytes, id: str, headers: dict[str, str], error: StreamFull) -> Receipt:
         delay_s = _FULL_FIRST_S
         self._counts.num_full += 1
         self._waiting(+1, error)
@@ -135,8 +143,7 @@ class Publisher:
                 await asyncio.sleep(delay_s)
                 delay_s = min(2 * delay_s, _FULL_MAX_S)
                 try:
-                    await self._bus.publish(subject, body, id=id, headers=headers)
-                    return
+                    return await self._bus.publish(subject, body, id=id, headers=headers)
                 except StreamFull:
                     continue
         finally:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from streamrl.errors import SchemaError
+from streamrl.producers.checkpoints import RolloutCheckpoints
 from streamrl.producers.claims import Claims
 from streamrl.producers.demonstrations import demonstration
 from streamrl.producers.episode import samples_of
@@ -103,19 +105,26 @@ def _claims(worker: Worker, source: str, runner: GroupRunner, publisher: Publish
     )
 
 
-def _roll_out(worker: Worker, runner: GroupRunner, publisher: Publisher) -> Callable[[RolloutTask], Awaitable[None]]:
-    async def work(task: RolloutTask) -> None:
-        group = await runner.run(task)
-        await publisher.task(task, samples_of(task, group.episodes, producer=worker.name), group.failures)
+def _roll_out(worker: Worker, runner: GroupRunner, publisher: Publisher) -> Callable[[RolloutTask, int], Awaitable[None]]:
+    checkpoints = RolloutCheckpoints(worker.bus)
+
+    async def work(task: RolloutTask, deliveries: int) -> None:
+        resumes = await checkpoints.load(task.index) if deliveries > 1 else {}
+        try:
+            group = await runner.run(task, resumes=resumes, store=partial(checkpoints.save, task.index))
+            await publisher.task(task, samples_of(task, group.episodes, producer=worker.name), group.failures)
+            await checkpoints.forget(task.index)
+        finally:
+            checkpoints.drop(task.index)
 
     return work
 
 
-def _demonstrate(worker: Worker, publisher: Publisher) -> Callable[[RolloutTask], Awaitable[None]]:
+def _demonstrate(worker: Worker, publisher: Publisher) -> Callable[[RolloutTask, int], Awaitable[None]]:
     tokenizer, end_token = policy_tokenizer(worker)
     max_len = worker.config.model.max_len
 
-    async def work(task: RolloutTask) -> None:
+    async def work(task: RolloutTask, deliveries: int) -> None:
         try:
             sample = demonstration(task, tokenizer, end_token=end_token, max_len=max_len, producer=worker.name)
         except SchemaError as error:

@@ -50,13 +50,8 @@ def plan_tasks(grant: Grant, start: int, stop: int, problems: Problems, config: 
 
 
 def min_version(grant: Grant, index: int, config: Config) -> int:
-    """Lowest version number that may sample task `index`: the one that keeps it within the bound when its turn to be trained comes.
-
-    `index - retired` tasks are open before it, so it is trained `(index - retired) // B` versions after the grant's at the soonest.
-    Never above the grant's version.
-    """
-    ahead = (index - grant.retired) // config.tasks.batch_tasks
-    return min(grant.version, max(0, grant.version + ahead - config.tasks.max_staleness))
+    """Lowest version number that may sample task `index` (`Grant.min_version`)."""
+    return grant.min_version(index, batch_tasks=config.tasks.batch_tasks, max_staleness=config.tasks.max_staleness)
 
 
 def _task(grant: Grant, index: int, base: int, problems: Problems, config: Config) -> RolloutTask:
@@ -203,6 +198,7 @@ async def _report(worker: Worker, feeder: Feeder) -> None:
         await asyncio.sleep(_REPORT_EVERY_S)
         if feeder.stalled != stalled:
             stalled = feeder.stalled
+            worker.state = "stalled: stream full" if stalled else "running"
             await worker.event("stalled" if stalled else "resumed", {"reason": "stream full", "stream": TASKS})
         await worker.metrics({"feeder/issued_total": feeder.num_issued - issued, "bus/full_total": feeder.num_full - full})
         issued, full = feeder.num_issued, feeder.num_full

@@ -59,6 +59,17 @@ class UserThread:
             logger.warning("event=user_code_blocked wait_s=%.1f action=left_behind", wait_s)
 
 
+class HomeCall:
+    """An async function of the worker's loop, to be called in the loop of a `UserThread`."""
+
+    def __init__(self, function: Callable[..., Coroutine[Any, Any, T]], home: asyncio.AbstractEventLoop) -> None:
+        self._function = function
+        self._home = home
+
+    async def __call__(self, *args: Any) -> Any:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._function(*args), self._home))
+
+
 class ThreadEngine:
     """An engine of the worker's loop, to be used in the loop of a `UserThread`."""
 

@@ -25,7 +25,7 @@ def decode(data: bytes | memoryview, kind: type[T], *, where: str = "") -> T:
     """MessagePack to one struct of type `kind`; raises SchemaError that names `where` the bytes came from."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # text that is no UTF-8, or nested without end
         name = getattr(kind, "__name__", str(kind))
         place = f" at {where}" if where else ""
         raise SchemaError(

@@ -20,6 +20,15 @@ class Grant(msgspec.Struct, frozen=True):
     retired: int
     warmup_end: int | None = 0
 
+    def min_version(self, task: int, *, batch_tasks: int, max_staleness: int) -> int:
+        """Lowest version number that may sample `task`: the one that keeps it within the bound when its turn to be trained comes.
+
+        `task - retired` tasks are open before it, so it is trained `(task - retired) // batch_tasks` versions after this grant's at the
+        soonest. Never above the grant's version.
+        """
+        ahead = (task - self.retired) // batch_tasks
+        return min(self.version, max(0, self.version + ahead - max_staleness))
+
 
 class Position(msgspec.Struct, frozen=True):
     """A reader's lease on a stream: nothing at or above `oldest_needed` may be trimmed."""
@@ -39,7 +48,10 @@ class Latest(msgspec.Struct, frozen=True):
     """Relative to the run directory."""
     cursor: int
     oldest_needed: int
+    """Lowest sequence that a restart reads from the stream."""
     stream_identity: str = ""
+    carried: tuple[int, ...] = ()
+    """Sequences below `oldest_needed` of messages that the checkpoint holds itself."""
 
 
 class EnginePresence(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,8 @@ class Drop(msgspec.Struct, frozen=True):
 
     One record names the rollouts of one message; no rollouts means the message as a whole. Reasons: `stale`, `duplicate`,
     `late` (its task had ended), `failed`, `filtered`, `deliveries`, `poison`, `zero_spread`, `empty` (not one token of the
-    group is trained), `superseded_reward`.
+    group is trained), `unrewarded` (its rewards did not come in time), `superseded_reward` (a reward that came after its task
+    had ended, or is no newer than the one that is there).
     """
 
     sequence: int

@@ -120,10 +120,27 @@ class RewardUpdate(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
     reward: float
     revision: int = 1
     reward_parts: dict[str, float] = {}
+    sample: int | None = None
+    """The sample of the rollout that was judged, None for all of them; whichever it is, they share the reward."""
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="mark"):
-    """A note in the stream's order: a resume, a drain, a change of configuration."""
+    """A note in the stream's order: a resume, a drain, a change of configuration; `MARK_EPOCH` alone is more than a note."""
 
     name: str
     detail: dict[str, Any] = {}
+
+
+MARK_EPOCH = "epoch"
+"""Name of the mark whose detail is an EpochMark."""
+
+
+class EpochMark(msgspec.Struct, frozen=True):
+    """A restart has forked the epoch: versions `epoch.first` and on exist; of the epoch before it those up to `last_before` do.
+
+    It stands on the stream before any weights of the epoch are published, so before every token that they sample.
+    """
+
+    epoch: int
+    first: int
+    last_before: int

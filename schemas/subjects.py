@@ -24,6 +24,7 @@ KEY_RUN = "run"
 PREFIX_POSITIONS = "positions/"
 PREFIX_FENCES = "fences/"
 PREFIX_PRESENCE = "presence/"
+PREFIX_CHECKPOINTS = "checkpoints/"
 
 WARMUP_SOURCE = "warmup"
 """Source of the demonstrations that a run may begin with."""
@@ -34,6 +35,8 @@ HEADER_TASK = "Streamrl-Task"
 """Task index of a sample message or tombstone, so that a message with a broken body still retires its task."""
 HEADER_SCHEMA = "Streamrl-Schema"
 """Wire schema of the body, such as `samples/1`."""
+HEADER_DIGEST = "Streamrl-Digest"
+"""`streamrl.schemas.digests.body_digest` of the body as it was published; a message without one is not checked."""
 
 
 def check_name(kind: str, name: str) -> str:

@@ -7,6 +7,7 @@ StreamRLError
 ├── SchemaError            bytes or a struct that are not what their header says
 ├── BusError               the message bus
 │   ├── BusUnavailable     cannot be reached, or refused the credentials
+│   ├── Forbidden          the credentials lack the right to do this
 │   ├── Conflict           compare-and-set lost: somebody else wrote first
 │   ├── StreamFull         a byte budget is used up; publishing waits for a trim
 │   ├── LogTruncated       a reader needs messages that are no longer there
@@ -71,6 +72,10 @@ class BusError(StreamRLError):
 
 class BusUnavailable(BusError):
     """The bus cannot be reached, or it refused the credentials."""
+
+
+class Forbidden(BusError):
+    """The credentials lack a right; `values` has the `subject` that was refused."""
 
 
 class Conflict(BusError):

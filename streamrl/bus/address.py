@@ -24,6 +24,8 @@ class BusAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """NATS .creds file (needs the package `nkeys`)."""
     ca_file: str = ""
     """Certificate authority that signed the server's certificate; empty: the system's."""
+    ca_pem: str = ""
+    """The same as PEM text, so that these credentials are one file that can be taken to another host."""
     inbox_prefix: str = "_INBOX"
     """First token of reply subjects; one prefix per user keeps users from reading each other's replies."""
 

@@ -1,4 +1,4 @@
-"""The embedded nats-server: a child process on loopback that dies with the process that started it."""
+"""The embedded nats-server: a child process that dies with the process that started it; on loopback unless told otherwise."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ import socket
 import subprocess
 import sysconfig
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from streamrl.bus.address import BusAddress
+from streamrl.bus.certificates import Certificate
+from streamrl.bus.permissions import User
 from streamrl.bus.topology import MAX_PAYLOAD_BYTES
+from streamrl.config.hosts import WILDCARDS, bracketed
 from streamrl.errors import LaunchError
 
 logger = logging.getLogger(__name__)
@@ -45,7 +50,7 @@ def find_binary() -> Path:
 
 
 class NatsServer:
-    """One nats-server with JetStream file storage and random credentials.
+    """One nats-server with JetStream file storage and users of its own.
 
     Start it from a thread that lives as long as the server is needed: the kernel ends the server when that thread ends, so that
     no process is left behind however this one dies. It runs in a session of its own; a Ctrl-C in the terminal does not reach it.
@@ -54,12 +59,24 @@ class NatsServer:
         directory: holds the configuration (mode 0600), the log and the store. Starting again on it finds the old messages.
         port: 0 for a free one; it stays the same over `stop` and `start`.
         sync_always: sync every message to disk before it is acknowledged.
-        tls: certificate and key file; the server then accepts TLS only.
+        tls: certificate and key; the server then accepts TLS only.
         token: log in with this token instead of user and password.
+        host: address to listen on.
+        advertise: name or address that clients are told; empty: `host`, or this machine's name if that means every address.
+        users: who may log in, the first of them with `address`; none: one user with all rights and a random password.
     """
 
     def __init__(
-        self, directory: Path, *, port: int = 0, sync_always: bool = False, tls: tuple[Path, Path] | None = None, token: str = ""
+        self,
+        directory: Path,
+        *,
+        port: int = 0,
+        sync_always: bool = False,
+        tls: Certificate | None = None,
+        token: str = "",
+        host: str = HOST,
+        advertise: str = "",
+        users: Sequence[User] = (),
     ) -> None:
         self.directory = directory
         self.log_path = directory / "nats-server.log"
@@ -68,20 +85,28 @@ class NatsServer:
         self._sync_always = sync_always
         self._tls = tls
         self._token = token
+        self._host = host
+        self._advertise = advertise or (socket.gethostname() if host in WILDCARDS else host)
         self._name = f"streamrl-{secrets.token_hex(4)}"
-        self._password = secrets.token_urlsafe(24)
+        self._users = tuple(users) or (User(name="streamrl", password=secrets.token_urlsafe(24)),)
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
 
     @property
     def address(self) -> BusAddress:
-        """Where it listens and how to log in; raises LaunchError before the first start."""
+        """Where it listens and how its first user logs in; raises LaunchError before the first start."""
+        return self.address_of(self._users[0])
+
+    def address_of(self, user: User) -> BusAddress:
+        """Where it listens and how `user` logs in; raises LaunchError before the first start."""
         if self._port == 0:
             raise LaunchError("the nats-server has no port yet", hint="call start first")
-        url = f"{'tls' if self._tls else 'nats'}://{HOST}:{self._port}"
+        url = f"{'tls' if self._tls else 'nats'}://{bracketed(self._advertise)}:{self._port}"
+        authority = self._tls.authority if self._tls else ""
         if self._token:
-            return BusAddress(url=url, token=self._token)
-        return BusAddress(url=url, user="streamrl", password=self._password)
+            return BusAddress(url=url, token=self._token, ca_pem=authority)
+        inbox = user.inbox if user.publish is not None else "_INBOX"
+        return BusAddress(url=url, user=user.name, password=user.password, ca_pem=authority, inbox_prefix=inbox)
 
     @property
     def pid(self) -> int | None:
@@ -104,7 +129,7 @@ class NatsServer:
         self.directory.mkdir(parents=True, exist_ok=True)
         for attempt in range(PORT_TRIES):
             if self._port == 0:
-                self._port = _free_port()
+                self._port = _free_port(self._host)
             self._spawn(binary)
             if self._wait_ready():
                 logger.info("nats-server started pid=%s port=%d store=%s", self.pid, self._port, self.directory)
@@ -118,7 +143,7 @@ class NatsServer:
                 )
             if not self._any_port or attempt == PORT_TRIES - 1:
                 raise LaunchError(
-                    f"port {self._port} on {HOST} is taken by another process",
+                    f"port {self._port} on {self._host} is taken by another process",
                     hint="set bus.port = 0 for any free port, or choose another one; is an older run still up (`streamrl down`)?",
                     port=self._port,
                 )
@@ -172,6 +197,8 @@ class NatsServer:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
+                    # It needs nothing of ours: no secret of the user's surroundings is handed on.
+                    env={},
                     start_new_session=True,
                     preexec_fn=die_with_parent,
                 )
@@ -180,9 +207,9 @@ class NatsServer:
 
     def _config(self) -> str:
         """Configuration text; every value is quoted as JSON, which the server reads."""
-        auth = {"token": self._token} if self._token else {"user": "streamrl", "password": self._password}
+        auth: dict[str, Any] = {"token": self._token} if self._token else {"users": [_login(user) for user in self._users]}
         lines = [
-            f"host: {json.dumps(HOST)}",
+            f"host: {json.dumps(self._host)}",
             f"port: {self._port}",
             f"server_name: {json.dumps(self._name)}",
             f"max_payload: {MAX_PAYLOAD_BYTES}",
@@ -199,7 +226,8 @@ class NatsServer:
             f"authorization {json.dumps(auth)}",
         ]
         if self._tls:
-            lines.append(f"tls {json.dumps({'cert_file': str(self._tls[0]), 'key_file': str(self._tls[1])})}")
+            files = {"cert_file": str(self._tls.path.resolve()), "key_file": str(self._tls.key_path.resolve())}
+            lines.append(f"tls {json.dumps(files)}")
         return "\n".join(lines) + "\n"
 
     def _wait_ready(self) -> bool:
@@ -213,7 +241,8 @@ class NatsServer:
 
     def _greets(self) -> bool:
         try:
-            with socket.create_connection((HOST, self._port), timeout=1.0) as connection, connection.makefile("rb") as stream:
+            here = HOST if self._host in WILDCARDS else self._host
+            with socket.create_connection((here, self._port), timeout=1.0) as connection, connection.makefile("rb") as stream:
                 greeting = stream.readline()
         except OSError:
             return False
@@ -231,10 +260,24 @@ class NatsServer:
         return ""
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
+def _login(user: User) -> dict[str, Any]:
+    """A user as the server's configuration wants it."""
+    login: dict[str, Any] = {"user": user.name, "password": user.password}
+    if user.publish is not None:
+        login["permissions"] = {"publish": {"allow": list(user.publish)}, "subscribe": {"allow": [f"{user.inbox}.>"]}}
+    return login
+
+
+def _free_port(host: str) -> int:
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((host, 0))
+            return probe.getsockname()[1]
+    except OSError as error:
+        raise LaunchError(
+            f"expected bus.host to be an address of this machine, got {host!r}: {error.strerror}",
+            hint="set it to one that `ip address` shows, or to 0.0.0.0",
+        ) from error
 
 
 def _tail(log: str) -> str:

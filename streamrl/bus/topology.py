@@ -112,6 +112,21 @@ class Topology(msgspec.Struct, frozen=True):
         return f"{self.run}.tasks.{check_name('source', source)}"
 
 
+def stream_name(run: str, stream: str) -> str:
+    """The server's name of a stream; unique, because no short name holds a '-'."""
+    return f"{run}-{stream}"
+
+
+def keys_name(run: str) -> str:
+    """Stream behind the run's keys (`nats kv` calls the bucket by the run id)."""
+    return f"KV_{run}"
+
+
+def blobs_name(run: str) -> str:
+    """Stream behind the run's blobs (`nats object` calls the bucket by the run id)."""
+    return f"OBJ_{run}"
+
+
 def check_key(key: str) -> str:
     """Return a key of the key-value store; raises SchemaError unless its parts between slashes are plain names."""
     for part in key.split("/"):

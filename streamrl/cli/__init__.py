@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from streamrl.cli import checks, runs, workers
+from streamrl.cli import checks, dead, records, reward, runs, workers
 from streamrl.errors import StreamRLError
 
 _INTERRUPTED = 130
@@ -37,4 +37,7 @@ def parser() -> argparse.ArgumentParser:
     runs.add_verbs(verbs)
     workers.add_verbs(verbs)
     checks.add_verbs(verbs)
+    records.add_verbs(verbs)
+    dead.add_verbs(verbs)
+    reward.add_verbs(verbs)
     return top

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from streamrl.config.hosts import is_loopback, servers
 from streamrl.config.paths import DATASETS, DIRECTORIES, FILES, FUNCTIONS, parse_dataset
-from streamrl.config.tree import Config, require
+from streamrl.config.tree import BusConfig, Config, require
 from streamrl.errors import ConfigError
 
 _AT_LEAST: dict[str, float] = {
@@ -42,11 +43,12 @@ _AT_LEAST: dict[str, float] = {
     "loss.tis_cap": 0,
     "loss.tis_floor": 0,
     "weights.keep": 0,
+    "reward.late_versions": 0,
     "evaluation.every": 0,
     "evaluation.num_problems": 1,
     "bus.port": 0,
     "bus.patience_s": 0,
-    "bus.samples_bytes": 1,
+    "bus.samples_bytes": 32 << 20,
     "bus.blobs_bytes": 1,
     "bus.ack_wait_s": 1,
     "supervise.max_restarts": 0,
@@ -71,6 +73,7 @@ def check(config: Config) -> None:
         value = field(config, key)
         require(value <= high, key, f"at most {high:g}", value)
     _check_work(config)
+    _check_debug(config)
     _check_model(config)
     _check_bus(config)
 
@@ -144,10 +147,44 @@ def _check_work(config: Config) -> None:
         key="data.heldout",
     )
     _refuse(
+        config.reward.kind == "late" and bool(data.heldout),
+        "reward.kind = late leaves episodes without a reward, but data.heldout asks for an evaluation, which needs one at once",
+        hint="leave data.heldout out, or choose a reward that is computed",
+        key="data.heldout",
+    )
+    _refuse(
         config.trainer.minibatches > tasks.batch_tasks,
         f"trainer.minibatches must be at most tasks.batch_tasks = {tasks.batch_tasks}, got {config.trainer.minibatches}: groups stay whole",
         hint="use fewer minibatches or larger batches",
         key="trainer.minibatches",
+    )
+
+
+def _check_debug(config: Config) -> None:
+    delay, bound, keep = config.debug.delay_versions, config.tasks.max_staleness, config.weights.keep
+    _refuse(
+        delay > bound,
+        f"debug.delay_versions needs tasks.max_staleness >= {delay}, got {bound}: every token would be too old when it is trained on",
+        hint="raise tasks.max_staleness: what it exceeds the delay by is left for rollouts in flight",
+        key="debug.delay_versions",
+    )
+    _refuse(
+        delay > 0 and 0 < keep < delay + 3,
+        f"debug.delay_versions = {delay} needs weights.keep >= {delay + 3}, got {keep}: the bytes of the version to serve would be gone",
+        hint="raise weights.keep, or keep all with weights.keep = 0",
+        key="weights.keep",
+    )
+    _refuse(
+        delay > 0 and bool(config.data.heldout),
+        "debug.delay_versions leaves no engine that serves the version to be evaluated, but data.heldout names held-out rows",
+        hint="leave data.heldout out",
+        key="debug.delay_versions",
+    )
+    _refuse(
+        config.debug.token_delay_s > 0 and config.engine.kind != "table",
+        f"debug.token_delay_s is for engine.kind = table, got {config.engine.kind}",
+        hint="use the table backends, or leave the delay out",
+        key="debug.token_delay_s",
     )
 
 
@@ -205,6 +242,19 @@ def _check_bus(config: Config) -> None:
         "bus.user and bus.password_file go together, got one of them",
         hint="give both or neither",
         key="bus.user",
+    )
+    _refuse(
+        bool(bus.url) and (bus.host != BusConfig().host or bool(bus.advertise)),
+        "bus.host and bus.advertise are the embedded server's, but bus.url names an existing one",
+        hint="leave them out, or leave bus.url out",
+        key="bus.host",
+    )
+    open_to = [host for scheme, host in servers(bus.url) if scheme == "nats" and not is_loopback(host)]
+    _refuse(
+        bool(open_to) and not bus.ca_file and not bus.allow_plaintext,
+        f"bus.url must begin with tls:// for a server on another machine, got plain text to {', '.join(open_to)}",
+        hint="use tls:// (and bus.ca_file), or set bus.allow_plaintext = true on a network that nobody else sees",
+        key="bus.url",
     )
 
 

@@ -37,6 +37,23 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
+def override(config: Config, overrides: Sequence[str]) -> Config:
+    """The same configuration with `a.b=c` put over it, checked anew (files are not looked for); raises ConfigError."""
+    if not overrides:
+        return config
+    given: dict[str, Any] = {}
+    for text in overrides:
+        _place(given, *_parse_override(text))
+    changed = convert(_merge(msgspec.to_builtins(config), resolve(given, Path.cwd())), where="--set")
+    check(changed)
+    return changed
+
+
+def override_keys(overrides: Sequence[str]) -> list[str]:
+    """The dotted keys that overrides name, in order; raises ConfigError for text that is no override."""
+    return [".".join(_parse_override(text)[0]) for text in overrides]
+
+
 def convert(tree: Mapping[str, Any], *, where: str) -> Config:
     """A plain table to the tree, strictly; raises ConfigError that names the key and `where` the table is from."""
     _refuse_unknown(tree, Config, where=where)

@@ -108,7 +108,7 @@ class TasksConfig(Section, frozen=True, kw_only=True):
     max_deliveries: int = 4
     """A task delivered more often ends as a tombstone."""
     hold_ahead: bool = False
-    """Hold the issue of new tasks while one whole batch is ready (lower staleness; needs max_staleness >= 1)."""
+    """Just-in-time pacing: hold the issue of new tasks while one whole batch is ready (lower staleness; needs max_staleness >= 1)."""
 
     def __post_init__(self) -> None:
         require(self.batch_tasks >= 1, "tasks.batch_tasks", "at least 1", self.batch_tasks)
@@ -147,8 +147,10 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     """How episodes are scored."""
 
     kind: str = "exact_match"
-    """`exact_match`, or a custom reward as `file.py:name`, `pkg.mod:name` or `pkg.mod.name`."""
+    """`exact_match`; a custom reward as `file.py:name`, `pkg.mod:name` or `pkg.mod.name`; or `late`: samples are published without one."""
     options: dict[str, Any] = {}
+    late_versions: int = 8
+    """Versions that a complete group waits for rewards that come late; then it is dropped as `unrewarded`. 0: for ever."""
 
 
 class EngineConfig(Section, frozen=True, kw_only=True):
@@ -165,7 +167,9 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     deterministic: bool = False
     """Tokens depend on seed, prompt and weights only, not on what else is being decoded (slower)."""
     host: str = "127.0.0.1"
-    """Address the HTTP server listens on."""
+    """Address the HTTP server listens on; 0.0.0.0: every one of its host."""
+    advertise: str = ""
+    """Host name or address that producers reach the engines at; empty: engine.host, or this host's address on the way to the bus."""
     port: int = 0
     """Port of the first engine; 0: any free one."""
 
@@ -264,12 +268,18 @@ class BusConfig(Section, frozen=True, kw_only=True):
     """NATS .creds file."""
     ca_file: str = ""
     """Certificate authority for TLS."""
+    host: str = "127.0.0.1"
+    """Address the embedded server listens on; 0.0.0.0: every one of its host. Off loopback it speaks TLS only."""
+    advertise: str = ""
+    """Host name or address that other hosts reach the embedded server at; empty: bus.host, or this host's name for 0.0.0.0."""
     port: int = 0
     """Port of the embedded server; 0: any free one."""
+    allow_plaintext: bool = False
+    """Allow a bus off loopback without TLS: whoever sees the network then reads passwords and samples."""
     patience_s: float = 60.0
     """How long an operation is retried while the bus is away."""
     samples_bytes: int = 2_000_000_000
-    """Byte budget of the sample stream."""
+    """Byte budget of the sample stream, at least 32 MiB: what is kept free while it is trimmed must hold the largest message."""
     blobs_bytes: int = 4_000_000_000
     """Byte budget of the blobs."""
     ack_wait_s: float = 30.0
@@ -290,6 +300,22 @@ class SuperviseConfig(Section, frozen=True, kw_only=True):
     """Time workers get to stop by themselves."""
 
 
+class DebugConfig(Section, frozen=True, kw_only=True):
+    """For experiments: things that no run wants for itself."""
+
+    delay_versions: int = 0
+    """k: engines serve the version k before the newest one, on purpose; takes k of the tasks.max_staleness versions."""
+    token_delay_s: float = 0.0
+    """Mean artificial seconds of a token (table engine only); 0: none."""
+    token_delay_sigma: float = 1.0
+    """Spread of the artificial delay over completions, as the standard deviation of its logarithm: 1.5 gives heavy tails."""
+
+    def __post_init__(self) -> None:
+        require(self.delay_versions >= 0, "debug.delay_versions", "at least 0", self.delay_versions)
+        require(self.token_delay_s >= 0, "debug.token_delay_s", "at least 0", self.token_delay_s)
+        require(self.token_delay_sigma >= 0, "debug.token_delay_sigma", "at least 0", self.token_delay_sigma)
+
+
 class Config(Section, frozen=True, kw_only=True):
     """The whole tree."""
 
@@ -308,6 +334,7 @@ class Config(Section, frozen=True, kw_only=True):
     evaluation: EvaluationConfig = EvaluationConfig()
     bus: BusConfig = BusConfig()
     supervise: SuperviseConfig = SuperviseConfig()
+    debug: DebugConfig = DebugConfig()
 
     def __post_init__(self) -> None:
         temperature = self.sampling.temperature

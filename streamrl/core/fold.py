@@ -16,8 +16,9 @@ from __future__ import annotations
 import msgspec
 from msgspec.structs import replace
 
-from streamrl.core.records import Ended, Marked, Poison, Record, Rewarded, Rollouts
-from streamrl.core.state import FoldConfig, FoldState, PendingRollout, PendingTask
+from streamrl.core.pacing import refilled, released
+from streamrl.core.records import Ended, Forked, Marked, Poison, Record, Rewarded, Rollouts
+from streamrl.core.state import Epoch, FoldConfig, FoldState, PendingRollout, PendingTask
 from streamrl.schemas.control import Grant
 from streamrl.schemas.ledger import Drop
 
@@ -30,6 +31,7 @@ class DeadLetter(msgspec.Struct, frozen=True):
 
     sequence: int
     reason: str
+    task: int | None = None
 
 
 class Effects(msgspec.Struct, frozen=True):
@@ -59,7 +61,7 @@ def fold(state: FoldState, record: Record, config: FoldConfig) -> tuple[FoldStat
     """
     if record.sequence <= state.cursor:
         return state, Effects()
-    before = state.granted
+    before, retired = state.granted, state.retired
     dead: tuple[DeadLetter, ...] = ()
     match record:
         case Rollouts():
@@ -69,18 +71,29 @@ def fold(state: FoldState, record: Record, config: FoldConfig) -> tuple[FoldStat
             else:
                 state = _take_rollouts(state, record, config)
         case Ended():
-            problem = _impossible_end(state, record)
+            problem = _impossible_end(state, record, config)
             if problem:
                 state, dead = _poison(state, record.sequence, record.task, problem)
             else:
                 state = _take_end(state, record, config)
         case Rewarded():
-            state = _take_reward(state, record, config)
+            problem = _impossible_reward(state, record, config)
+            if problem:
+                state, dead = _poison(state, record.sequence, record.task, problem, retires=False)
+            else:
+                state = _take_reward(state, record, config)
         case Poison():
             state, dead = _poison(state, record.sequence, record.task, record.reason)
+        case Forked():
+            problem = _impossible_fork(state, record)
+            if problem:
+                state, dead = _poison(state, record.sequence, None, problem)
+            else:
+                state = _fork(state, record)
         case Marked():
             pass
-    state = _credit(replace(state, cursor=record.sequence), config)
+    ended = state.retired - retired
+    state = _granted(replace(state, cursor=record.sequence), refilled(before, state.retired, ended, config))
     return state, Effects(dead, state.grant if state.granted != before else None)
 
 
@@ -118,6 +131,7 @@ def trained(state: FoldState, batch: Batch, config: FoldConfig, *, warm: bool, s
         score: the warm-up's score of this batch; not looked at afterwards.
     """
     state = _retire(state, *(group.task for group in batch.groups))
+    retired = state.retired
     in_warmup = state.warmup_end is None
     if in_warmup:
         smoothed = smooth(state, score)
@@ -129,7 +143,9 @@ def trained(state: FoldState, batch: Batch, config: FoldConfig, *, warm: bool, s
     if config.stale != "wait":
         for task in [t for t in state.pending.values() if t.ready and _too_old(state, t, config)]:
             state = _drop_group(state, task, "stale")
-    return _credit(state, config)
+    for task in [t for t in state.pending.values() if _unrewarded(state, t, config)]:
+        state = _drop_group(state, task, "unrewarded")
+    return _granted(state, released(state.granted, state.retired, state.ready, state.retired - retired, config))
 
 
 def smooth(state: FoldState, score: float) -> float:
@@ -150,22 +166,45 @@ def _impossible(state: FoldState, record: Rollouts, config: FoldConfig) -> str:
     highest = max(r.highest for r in record.rollouts)
     if highest > state.version.number:
         return f"expected tokens of versions up to {state.version.number}, got version {highest}, which had not been trained"
+    for epoch, low, high in {span for r in record.rollouts for span in r.epochs}:
+        if not state.exists(epoch, low, high):
+            known = ", ".join(f"{e.epoch}.{e.first} to {e.epoch}.{'...' if e.last is None else e.last}" for e in state.epochs)
+            return f"expected tokens of versions that there have been ({known}), got {epoch}.{low} to {epoch}.{high}"
     if config.vocab_size and record.top_token >= config.vocab_size:
         return f"expected token ids below the model's {config.vocab_size}, got {record.top_token}"
     if not state.in_warmup(record.task) and any(r.demonstration for r in record.rollouts):
         return f"expected trained tokens that a model sampled, got a demonstration for task {record.task}, which is not of the warm-up"
-    return _impossible_task(state, record.task, record.group_size)
+    return _impossible_task(state, record.task, record.group_size, config)
 
 
-def _impossible_end(state: FoldState, record: Ended) -> str:
-    if record.rollout is not None:
-        return _impossible_task(state, record.task, record.group_size)
-    return _impossible_task(state, record.task, None)
+def _impossible_end(state: FoldState, record: Ended, config: FoldConfig) -> str:
+    return _impossible_task(state, record.task, None if record.rollout is None else record.group_size, config)
 
 
-def _impossible_task(state: FoldState, task: int, group_size: int | None) -> str:
+def _impossible_reward(state: FoldState, record: Rewarded, config: FoldConfig) -> str:
+    task = state.pending.get(record.task)
+    size = task.group_size if task is not None else config.group_size
+    if size and record.rollout >= size:
+        return f"expected a reward for one of {size} rollouts of task {record.task}, got rollout {record.rollout}"
+    rollout = task.rollouts.get(record.rollout) if task is not None else None
+    if rollout is not None and record.sample is not None and record.sample >= rollout.num_samples:
+        return f"expected a reward for one of {rollout.num_samples} samples of rollout {record.rollout}, got sample {record.sample}"
+    return _impossible_task(state, record.task, None, config)
+
+
+def _impossible_fork(state: FoldState, record: Forked) -> str:
+    newest = state.epochs[-1]
+    if record.epoch > newest.epoch + 1 or (record.epoch > newest.epoch and record.last_before < newest.first):
+        return f"expected epoch {newest.epoch + 1} after {newest}, got a mark of epoch {record.epoch} after version {record.last_before}"
+    return ""
+
+
+def _impossible_task(state: FoldState, task: int, group_size: int | None, config: FoldConfig) -> str:
     if task >= state.granted:
         return f"expected a task below {state.granted}, got task {task}, which had not been granted"
+    size = 1 if state.in_warmup(task) else config.group_size
+    if config.group_size and group_size is not None and group_size != size:
+        return f"expected a group of {size}, which the configuration says, got one of {group_size} for task {task}"
     known = state.pending.get(task)
     if known is not None and group_size is not None and known.group_size != group_size:
         return f"expected a group of {known.group_size} as in earlier messages of task {task}, got {group_size}"
@@ -220,10 +259,12 @@ def _take_end(state: FoldState, record: Ended, config: FoldConfig) -> FoldState:
 
 
 def _take_reward(state: FoldState, record: Rewarded, config: FoldConfig) -> FoldState:
-    if state.is_retired(record.task) or record.task >= state.granted:
+    if state.is_retired(record.task):
         return _drop(state, Drop(record.sequence, record.task, (record.rollout,), "superseded_reward"))
     task = state.pending.get(record.task)
     rollout = task.rollouts.get(record.rollout) if task else None
+    if task is not None and record.rollout in task.ended:
+        return _drop(state, Drop(record.sequence, record.task, (record.rollout,), "superseded_reward"))
     if task is None or rollout is None:
         key = f"{record.task}/{record.rollout}"
         known = state.early_rewards.get(key)
@@ -236,16 +277,26 @@ def _take_reward(state: FoldState, record: Rewarded, config: FoldConfig) -> Fold
     return _settle(state, replace(task, rollouts={**task.rollouts, record.rollout: rollout}), config)
 
 
-def _poison(state: FoldState, sequence: int, task: int | None, reason: str) -> tuple[FoldState, tuple[DeadLetter, ...]]:
-    """Quarantine a message; its task, when known and open, ends here."""
-    dead = (DeadLetter(sequence, reason),)
-    open_task = task is not None and task < state.granted and not state.is_retired(task)
+def _poison(
+    state: FoldState, sequence: int, task: int | None, reason: str, *, retires: bool = True
+) -> tuple[FoldState, tuple[DeadLetter, ...]]:
+    """Quarantine a message; its task, when known and open, ends here (unless told not to)."""
+    dead = (DeadLetter(sequence, reason, task),)
+    open_task = retires and task is not None and task < state.granted and not state.is_retired(task)
     if task is None or not open_task:
         return _drop(state, Drop(sequence, -1 if task is None else task, (), "poison", reason)), dead
     known = state.pending.get(task)
     if known is not None:
         state = _drop_group(state, known, "poison", retires=False)
     return _retire(_drop(state, Drop(sequence, task, (), "poison", reason, retires=True)), task), dead
+
+
+def _fork(state: FoldState, record: Forked) -> FoldState:
+    """Take in the next epoch; one that is known changes nothing."""
+    *former, newest = state.epochs
+    if record.epoch <= newest.epoch:
+        return state
+    return replace(state, epochs=(*former, replace(newest, last=record.last_before), Epoch(record.epoch, record.first)))
 
 
 def _settle(state: FoldState, task: PendingTask, config: FoldConfig) -> FoldState:
@@ -274,6 +325,12 @@ def _too_old(state: FoldState, task: PendingTask, config: FoldConfig) -> bool:
         return False
     limit = max(ages) if config.stale == "mask" else min(ages)
     return state.version.number - limit > config.max_staleness
+
+
+def _unrewarded(state: FoldState, task: PendingTask, config: FoldConfig) -> bool:
+    """Whether a complete group has waited for its rewards as long as it may."""
+    waits = config.late_versions > 0 and task.complete and not task.ready
+    return waits and state.version.number - task.arrived >= config.late_versions
 
 
 def _must_wait(state: FoldState, config: FoldConfig) -> bool:
@@ -317,9 +374,8 @@ def _retire(state: FoldState, *tasks: int) -> FoldState:
     return replace(state, pending=pending, ready=ready, watermark=watermark, retired_above=frozenset(above), early_rewards=early)
 
 
-def _credit(state: FoldState, config: FoldConfig) -> FoldState:
-    """Granted = retired + (S + 1) * B, remembered with the version at which it was granted."""
-    granted = max(state.granted, state.retired + (config.max_staleness + 1) * config.batch_tasks)
+def _granted(state: FoldState, granted: int) -> FoldState:
+    """Remember a higher grant with the version at which it was given."""
     if granted == state.granted:
         return state
     kept = tuple(g for g in state.grants if g[0] > state.watermark and g[1] != state.version.number)

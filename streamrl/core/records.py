@@ -13,8 +13,9 @@ import numpy as np
 
 from streamrl.errors import SchemaError
 from streamrl.schemas.codec import decode
-from streamrl.schemas.columns import SampleBatch, decode_samples
-from streamrl.schemas.samples import Mark, RewardUpdate, Tombstone
+from streamrl.schemas.columns import SCHEMA_NAME, SampleBatch, decode_samples
+from streamrl.schemas.digests import body_digest
+from streamrl.schemas.samples import MARK_EPOCH, EpochMark, Mark, RewardUpdate, Tombstone
 from streamrl.schemas.subjects import kind_of
 
 
@@ -31,6 +32,8 @@ class RolloutView(msgspec.Struct, frozen=True):
     reward: float | None
     highest: int = -1
     """Highest version number among all its tokens, trained or not; -1 when there is none."""
+    epochs: tuple[tuple[int, int, int], ...] = ()
+    """(epoch, lowest number, highest number) of all its tokens, by epoch."""
 
     @property
     def demonstration(self) -> bool:
@@ -70,6 +73,16 @@ class Rewarded(msgspec.Struct, frozen=True):
     rollout: int
     reward: float
     revision: int
+    sample: int | None = None
+
+
+class Forked(msgspec.Struct, frozen=True):
+    """From here on there are versions of `epoch`, from `first` on; the epoch before it ended with `last_before`."""
+
+    sequence: int
+    epoch: int
+    first: int
+    last_before: int
 
 
 class Marked(msgspec.Struct, frozen=True):
@@ -80,7 +93,7 @@ class Marked(msgspec.Struct, frozen=True):
 
 
 class Poison(msgspec.Struct, frozen=True):
-    """A message that cannot be read. `task` is known when its headers say so."""
+    """A message that cannot be read. `task` is known when its headers say so, or when its body does and is as it was published."""
 
     sequence: int
     task: int | None
@@ -90,10 +103,21 @@ class Poison(msgspec.Struct, frozen=True):
 TASK_TEXT = re.compile(r"[0-9]{1,18}")
 """A task index as its header has it; 18 digits fit any 64-bit integer."""
 
-Record = Rollouts | Ended | Rewarded | Marked | Poison
+REASON_LENGTH = 400
+"""A reason is cut here: it goes into the ledger, and may quote what it complains of."""
+
+Record = Rollouts | Ended | Rewarded | Forked | Marked | Poison
 
 
-def judge(subject: str, sequence: int, body: bytes | memoryview, task_header: str | None) -> tuple[Record, SampleBatch | None]:
+def judge(
+    subject: str,
+    sequence: int,
+    body: bytes | memoryview,
+    task_header: str | None,
+    *,
+    digest: str | None = None,
+    schema: str | None = None,
+) -> tuple[Record, SampleBatch | None]:
     """One stored message to one record, with the decoded samples when it has some.
 
     Args:
@@ -101,34 +125,58 @@ def judge(subject: str, sequence: int, body: bytes | memoryview, task_header: st
         sequence: its stream sequence.
         body: its bytes.
         task_header: value of the `Streamrl-Task` header, if any.
+        digest: value of the `Streamrl-Digest` header, if any.
+        schema: value of the `Streamrl-Schema` header, if any.
     """
     where = f"{subject} sequence {sequence}"
     kind = kind_of(subject)
+    named = int(task_header) if task_header is not None and TASK_TEXT.fullmatch(task_header) else None
     try:
+        if digest is not None and digest != body_digest(body):
+            raise SchemaError(f"expected a body with digest {digest[:16]!r} (header) at {where}, got one with {body_digest(body)[:16]!r}")
         if kind == "samples":
+            if schema is not None and schema != SCHEMA_NAME:
+                raise SchemaError(f"expected sample schema {SCHEMA_NAME} at {where}, got {schema[:40]!r} (header)")
             batch = decode_samples(body, where=where)
             if task_header is not None and task_header != str(batch.task):
-                raise SchemaError(f"expected samples of task {task_header} (header) at {where}, got task {batch.task}")
+                # With a digest that fits, the body is what was published, and it is the header that was written wrongly.
+                named = named if digest is None else batch.task
+                raise SchemaError(f"expected samples of task {task_header[:20]} (header) at {where}, got task {batch.task}")
             return _rollouts(sequence, batch), batch
-        if kind == "tombstones":
-            stone = decode(body, Tombstone, where=where)
-            record = Ended(sequence, stone.source, stone.task, stone.rollout, stone.group_size, stone.reason, stone.detail)
-            if stone.task < 0 or stone.group_size < 1 or not 0 <= (stone.rollout or 0) < stone.group_size:
-                raise SchemaError(f"expected a rollout below the group size in the tombstone at {where}, got {stone}")
-            return record, None
-        if kind == "rewards":
-            update = decode(body, RewardUpdate, where=where)
-            if not np.isfinite(update.reward):
-                raise SchemaError(f"expected a finite reward at {where}, got {update.reward}")
-            return Rewarded(sequence, update.task, update.rollout, update.reward, update.revision), None
-        if kind == "marks":
-            return Marked(sequence, decode(body, Mark, where=where).name), None
-        raise SchemaError(f"expected samples, tombstones, rewards or marks at {where}, got {kind!r}")
+        return _others(kind, sequence, body, where), None
     except SchemaError as error:
-        named = int(task_header) if task_header is not None and TASK_TEXT.fullmatch(task_header) else None
         # A reward or a mark that cannot be read says nothing about whether its task ended.
-        retires = named if kind in ("samples", "tombstones") else None
-        return Poison(sequence, retires, error.message), None
+        return Poison(sequence, None if kind in ("rewards", "marks") else named, error.message[:REASON_LENGTH]), None
+
+
+def _others(kind: str, sequence: int, body: bytes | memoryview, where: str) -> Ended | Rewarded | Forked | Marked:
+    if kind == "tombstones":
+        stone = decode(body, Tombstone, where=where)
+        if stone.task < 0 or stone.group_size < 1 or not 0 <= (stone.rollout or 0) < stone.group_size:
+            raise SchemaError(f"expected a rollout below the group size in the tombstone at {where}, got {stone}")
+        detail = stone.detail[:REASON_LENGTH]
+        return Ended(sequence, stone.source, stone.task, stone.rollout, stone.group_size, stone.reason[:REASON_LENGTH], detail)
+    if kind == "rewards":
+        update = decode(body, RewardUpdate, where=where)
+        if not np.isfinite(update.reward):
+            raise SchemaError(f"expected a finite reward at {where}, got {update.reward}")
+        if min(update.task, update.rollout, update.sample or 0) < 0 or update.revision < 1:
+            raise SchemaError(f"expected task, rollout and sample of at least 0 and a revision of at least 1 at {where}, got {update}")
+        return Rewarded(sequence, update.task, update.rollout, update.reward, update.revision, update.sample)
+    if kind == "marks":
+        mark = decode(body, Mark, where=where)
+        return _forked(sequence, mark, where) if mark.name == MARK_EPOCH else Marked(sequence, mark.name)
+    raise SchemaError(f"expected samples, tombstones, rewards or marks at {where}, got {kind!r}")
+
+
+def _forked(sequence: int, mark: Mark, where: str) -> Forked:
+    try:
+        fork = msgspec.convert(mark.detail, EpochMark)
+    except msgspec.ValidationError as error:
+        raise SchemaError(f"expected an epoch mark at {where}, got {mark.detail}: {error}") from error
+    if not (fork.epoch >= 1 and 1 <= fork.first <= fork.last_before):
+        raise SchemaError(f"expected a fork of versions that there had been at {where}, got {fork}")
+    return Forked(sequence, fork.epoch, fork.first, fork.last_before)
 
 
 def _rollouts(sequence: int, batch: SampleBatch) -> Rollouts:
@@ -147,6 +195,7 @@ def _rollouts(sequence: int, batch: SampleBatch) -> Rollouts:
         if before is not None:
             oldest = min((v for v in (oldest, before.oldest) if v >= 0), default=-1)
             newest = max(newest, before.newest)
+        spans = _spans(batch, row)
         views[rollout] = RolloutView(
             rollout=rollout,
             num_samples=1 + (before.num_samples if before else 0),
@@ -155,6 +204,23 @@ def _rollouts(sequence: int, batch: SampleBatch) -> Rollouts:
             newest=newest,
             reward=None if np.isnan(reward) else reward,
             highest=max(int(versions[tokens].max()), before.highest if before else -1),
+            epochs=_merged([*before.epochs, *spans] if before else spans),
         )
     in_order = tuple(views[k] for k in sorted(views))
     return Rollouts(sequence, batch.source, batch.task, batch.group_size, in_order, int(batch.tokens.max()))
+
+
+def _spans(batch: SampleBatch, row: int) -> list[tuple[int, int, int]]:
+    """(epoch, number, number) of each of a row's spans that a model sampled."""
+    spans = slice(batch.span_offsets[row], batch.span_offsets[row + 1])
+    pairs = zip(batch.span_epoch[spans].tolist(), batch.span_number[spans].tolist(), strict=True)
+    return [(epoch, number, number) for epoch, number in pairs if number >= 0]
+
+
+def _merged(ranges: list[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
+    """One (epoch, lowest, highest) for each epoch, rising."""
+    merged: dict[int, tuple[int, int]] = {}
+    for epoch, low, high in ranges:
+        lowest, highest = merged.get(epoch, (low, high))
+        merged[epoch] = (min(low, lowest), max(high, highest))
+    return tuple((epoch, *merged[epoch]) for epoch in sorted(merged))

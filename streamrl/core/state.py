@@ -15,15 +15,23 @@ class FoldConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     batch_tasks: int
     """B: groups in a batch."""
+    group_size: int = 0
+    """Rollouts of a task after the warm-up, whose tasks have one; 0: whatever a task's first message says."""
     max_staleness: int
     """S: versions."""
     stale: str = "drop"
     """`drop`, `mask` or `wait`."""
     drop_zero_spread: bool = True
+    late_versions: int = 0
+    """Versions that a complete group waits for its rewards; 0: for ever."""
     warmup_steps: int = 0
     """Longest warm-up in batches; 0: none."""
     warmup_until: float = 1.0
     """The warm-up ends once its smoothed score reaches this."""
+    hold_ahead: bool = False
+    """Hold credits back while one whole batch is ready (`streamrl.core.pacing`)."""
+    delay_versions: int = 0
+    """Versions that engines lag on purpose."""
     vocab_size: int = 0
     """Token ids at or above it are impossible; 0: not checked."""
 
@@ -57,16 +65,32 @@ class PendingTask(msgspec.Struct, frozen=True):
     ended: tuple[int, ...] = ()
 
     @property
+    def complete(self) -> bool:
+        """Whether every rollout has ended."""
+        return len(self.rollouts) + len(self.ended) >= self.group_size
+
+    @property
     def ready(self) -> bool:
-        """Whether every rollout has ended and every sample has its reward (demonstrations need none)."""
-        if len(self.rollouts) + len(self.ended) < self.group_size:
-            return False
-        return all(r.reward is not None or r.demonstration for r in self.rollouts.values())
+        """Whether it is complete and every sample has its reward (demonstrations need none)."""
+        return self.complete and all(r.reward is not None or r.demonstration for r in self.rollouts.values())
+
+    @property
+    def arrived(self) -> int:
+        """Version number at which its newest rollout was folded."""
+        return max((r.arrived for r in self.rollouts.values()), default=0)
 
     @property
     def oldest(self) -> int:
         """Lowest version number of its trained tokens; -1 for demonstrations."""
         return min((r.oldest for r in self.rollouts.values() if r.oldest >= 0), default=-1)
+
+
+class Epoch(msgspec.Struct, frozen=True):
+    """The version numbers that exist under an epoch: from `first` on, to `last` once another epoch has followed it."""
+
+    epoch: int
+    first: int
+    last: int | None = None
 
 
 class FoldState(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +113,8 @@ class FoldState(msgspec.Struct, frozen=True, kw_only=True):
     """(granted, version number at which it was) in rising order, as far back as open tasks need."""
     drops: tuple[Drop, ...] = ()
     """Decided since the last batch; the next ledger entry takes them."""
+    epochs: tuple[Epoch, ...] = (Epoch(0, 0),)
+    """All epochs that the stream's marks have told of, rising from 0 without a gap."""
     early_rewards: dict[str, tuple[int, float]] = {}
     """`task/rollout` -> (revision, reward) of rewards that came before their samples."""
     reward_sum: float = 0.0
@@ -130,6 +156,13 @@ class FoldState(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the task has ended."""
         return task < self.watermark or task in self.retired_above
 
+    def exists(self, epoch: int, lowest: int, highest: int) -> bool:
+        """Whether versions `lowest` to `highest` of an epoch exist, as far as its marks tell; numbers not yet trained count as there."""
+        if epoch >= len(self.epochs):
+            return False
+        known = self.epochs[epoch]
+        return lowest >= known.first and (known.last is None or highest <= known.last)
+
     def encode(self) -> bytes:
         """To MessagePack."""
         return msgspec.msgpack.encode(self)
@@ -143,7 +176,12 @@ class FoldState(msgspec.Struct, frozen=True, kw_only=True):
             raise SchemaError(f"expected a fold state in the checkpoint, got {len(data)} bytes that are none: {error}") from error
 
 
+def window(config: FoldConfig) -> int:
+    """Most tasks that are outstanding at a time, see `streamrl.core.pacing`."""
+    return (config.max_staleness - config.delay_versions + 1) * config.batch_tasks
+
+
 def initial_state(config: FoldConfig) -> FoldState:
-    """The state before the first record: one grant of (S + 1) * B tasks."""
-    granted = (config.max_staleness + 1) * config.batch_tasks
+    """The state before the first record: one grant of the whole window."""
+    granted = window(config)
     return FoldState(granted=granted, grants=((granted, 0),), warmup_end=None if config.warmup_steps else 0)

@@ -6,9 +6,12 @@ from pathlib import Path
 
 from streamrl.config.tree import EngineConfig
 from streamrl.engines.batching import BatchingEngine
+from streamrl.engines.delays import TokenDelay
 
 
-def make_engine(config: EngineConfig, model_dir: Path, *, engine_id: str, policy: str = "policy", max_len: int = 256) -> BatchingEngine:
+def make_engine(
+    config: EngineConfig, model_dir: Path, *, engine_id: str, policy: str = "policy", max_len: int = 256, delay: TokenDelay | None = None
+) -> BatchingEngine:
     """Build (not start) an engine, which is also the host of its weights.
 
     Args:
@@ -17,6 +20,7 @@ def make_engine(config: EngineConfig, model_dir: Path, *, engine_id: str, policy
         engine_id: names the engine.
         policy: name of the policy it serves.
         max_len: longest sequence in tokens, prompt included.
+        delay: artificial time per token; `table` only.
 
     Raises:
         ConfigError: `model_dir` does not fit the kind.
@@ -25,7 +29,7 @@ def make_engine(config: EngineConfig, model_dir: Path, *, engine_id: str, policy
     if config.kind == "table":
         from streamrl.engines.table import TableEngine
 
-        return TableEngine(model_dir, config, engine_id=engine_id, policy=policy, max_len=max_len)
+        return TableEngine(model_dir, config, engine_id=engine_id, policy=policy, max_len=max_len, delay=delay)
     from streamrl.engines.local import LocalEngine
 
     return LocalEngine(model_dir, config, engine_id=engine_id, policy=policy, max_len=max_len)

@@ -35,9 +35,13 @@ class HttpEngine:
         check_every_s: time between two health requests.
         extensions: send our own fields (policy, min_version, session). Off for servers that are not ours: they
             cannot hold a request back, so one with `min_version` > 0 is refused.
+        token: sent with every request, as `Authorization: Bearer`; empty: none.
     """
 
-    def __init__(self, address: str, *, silence_s: float = 20.0, check_every_s: float = 2.0, extensions: bool = True) -> None:
+    def __init__(
+        self, address: str, *, silence_s: float = 20.0, check_every_s: float = 2.0, extensions: bool = True, token: str = ""
+    ) -> None:
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self.address = address.rstrip("/")
         self._silence_s = silence_s
         self._check_every_s = check_every_s
@@ -286,7 +290,8 @@ class HttpEngine:
             raise self._gone("the client was closed")
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0))
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
         return self._session
 
     def _check(self, status: int, data: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
+from streamrl.config.hosts import is_loopback
 from streamrl.engines.protocol import Engine, EngineInfo, GenerateRequest
 from streamrl.engines.server_requests import Group, Numbers, read_groups
 from streamrl.engines.server_results import Completed
@@ -20,7 +22,9 @@ from streamrl.schemas.tasks import Sampling
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+HEALTH = "/health"
 MAX_BODY_BYTES = 256 << 20
 SHUTDOWN_S = 2.0
 """Seconds that open connections get when the server stops."""
@@ -29,8 +33,9 @@ SHUTDOWN_S = 2.0
 class EngineServer:
     """A listening server; made by `serve`."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, token: str = "") -> None:
         self._engine = engine
+        self._credentials = f"Bearer {token}".encode() if token else b""
         self._numbers = Numbers()
         self._ids: dict[str, str] = {}
         """rid of every running completion to the engine's `<request id>.<index>`."""
@@ -41,12 +46,14 @@ class EngineServer:
         """`http://host:port`"""
 
     async def start(self, host: str, port: int) -> None:
-        """Listen; raises EngineError when the engine is not running or the address cannot be had."""
+        """Listen; raises EngineError when the engine is not running, the address cannot be had, or it is open to others without a token."""
+        if not self._credentials and not is_loopback(host):
+            raise EngineError(f"expected a token to listen on {host}, where others can ask too, got none", hint="listen on 127.0.0.1")
         self._policy = (await self._engine.info()).policy
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._admit])
         app.router.add_post("/generate", _answering(self._generate))
         app.router.add_post("/abort_request", _answering(self._abort))
-        app.router.add_get("/health", _answering(self._health))
+        app.router.add_get(HEALTH, _answering(self._health))
         app.router.add_get("/health_generate", _answering(self._health_generate))
         for path in ("/server_info", "/get_server_info"):
             app.router.add_get(path, _answering(self._server_info))
@@ -71,6 +78,16 @@ class EngineServer:
         """Stop listening; open requests are aborted after `SHUTDOWN_S`. The engine runs on."""
         if self._runner is not None:
             await self._runner.cleanup()
+
+    @web.middleware
+    async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Turn away who does not know the token, on every route but /health."""
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if request.path == HEALTH or not self._credentials or hmac.compare_digest(given, self._credentials):
+            return await handler(request)
+        refusal = EngineError("expected the run's token in the header Authorization", hint="it is in credentials/engine-token of the run")
+        log.warning("event=request_refused path=%s peer=%s", request.path, request.remote)
+        return _json(msgspec.json.encode(_error_body(refusal)), 401)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         groups, body = read_groups(await request.read(), self._numbers, self._policy)
@@ -177,9 +194,19 @@ class EngineServer:
         return _json(self._encoder.encode({"model_path": info.policy, "is_generation": True, "weight_version": version}))
 
 
-async def serve(engine: Engine, host: str = "127.0.0.1", port: int = 0) -> EngineServer:
-    """Serve `engine` over HTTP; port 0 takes a free one. Raises EngineError when the address cannot be had."""
-    server = EngineServer(engine)
+async def serve(engine: Engine, host: str = "127.0.0.1", port: int = 0, *, token: str = "") -> EngineServer:
+    """Serve `engine` over HTTP; port 0 takes a free one.
+
+    Args:
+        engine: running.
+        host: address to listen on.
+        port: 0 for any free one.
+        token: asked of every request but those for /health; without one the server takes anybody's, on loopback only.
+
+    Raises:
+        EngineError: the address cannot be had, or is not on loopback and there is no token.
+    """
+    server = EngineServer(engine, token=token)
     await server.start(host, port)
     return server
 
@@ -190,9 +217,7 @@ def _server_info(info: EngineInfo) -> ServerInfo:
     return ServerInfo(**values)
 
 
-def _answering(
-    handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
-) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+def _answering(handler: Handler) -> Handler:
     """Turn our errors into JSON: 400 for what the client got wrong, 503 where the engine cannot serve."""
 
     async def answer(request: web.Request) -> web.StreamResponse:

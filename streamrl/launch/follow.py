@@ -15,7 +15,7 @@ from streamrl.launch.view import LedgerLine, RunView, Totals
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
 from streamrl.schemas.events import Event, MetricReport
-from streamrl.schemas.subjects import EVENTS, KEY_GRANTED, LEDGER, METRICS, PREFIX_PRESENCE, SAMPLES
+from streamrl.schemas.subjects import EVENTS, KEY_GRANTED, LEDGER, METRICS, PREFIX_PRESENCE, SAMPLES, source_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +35,16 @@ class Follower:
         bus: connected.
         view: brought up to date.
         started_s: when this session of the run began, on the monotonic clock; now if None.
+        trainer: whose ledger; those of taps are not the run's.
         carry_totals: store the totals every few seconds (the supervisor does; a look from outside must not).
     """
 
-    def __init__(self, bus: Bus, view: RunView, *, started_s: float | None = None, carry_totals: bool = False) -> None:
+    def __init__(
+        self, bus: Bus, view: RunView, *, started_s: float | None = None, trainer: str = "main", carry_totals: bool = False
+    ) -> None:
         self.view = view
         self._bus = bus
+        self._trainer = trainer
         self._carry_totals = carry_totals
         self._after = {LEDGER: 0, EVENTS: 0, METRICS: 0}
         self._tasks: list[asyncio.Task[None]] = []
@@ -101,6 +105,8 @@ class Follower:
                 await asyncio.sleep(_RETRY_S)
 
     def _ledger(self, message: Message) -> None:
+        if source_of(message.subject) != self._trainer:
+            return
         self.view.ledger(decode(message.body, LedgerLine, where=f"{message.subject} {message.sequence}"))
 
     def _event(self, message: Message) -> None:

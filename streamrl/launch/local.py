@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from streamrl.config.tree import Config
 from streamrl.errors import LaunchError
-from streamrl.runtime.kinds import environment
+from streamrl.runtime.kinds import environment, inherited
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import SUPERVISOR_VARIABLE
 
@@ -75,7 +75,7 @@ class LocalLauncher:
 
         It has its own session, so that Ctrl-C in the terminal reaches the supervisor alone, which then drains in order.
         """
-        surroundings = {**os.environ, **environment(self._config, kind), SUPERVISOR_VARIABLE: str(os.getpid())}
+        surroundings = {**inherited(os.environ, kind), **environment(self._config, kind), SUPERVISOR_VARIABLE: str(os.getpid())}
         command = [*self._command(kind, index)]
         try:
             with self._run.log_path(f"{kind}-{index}").open("ab") as log:

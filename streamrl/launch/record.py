@@ -21,13 +21,13 @@ FREE_KEYS = (
     "data.train",
     "data.heldout",
     "tasks.max_deliveries",
-    "tasks.hold_ahead",
     "producer",
     "engine.workers",
     "engine.slots",
     "engine.threads",
     "engine.deterministic",
     "engine.host",
+    "engine.advertise",
     "engine.port",
     "trainer.ranks",
     "trainer.threads",
@@ -38,6 +38,8 @@ FREE_KEYS = (
     "evaluation",
     "bus",
     "supervise",
+    "debug.token_delay_s",
+    "debug.token_delay_sigma",
 )
 """Keys and sections that may differ when a run is resumed: how fast and where, not what is learned.
 

@@ -13,6 +13,7 @@ from streamrl.bus.address import BusAddress
 from streamrl.bus.server import NatsServer
 from streamrl.config.tree import Config, SuperviseConfig
 from streamrl.errors import LaunchError
+from streamrl.launch.credentials import certificate_of, users_of, write_cluster, write_credentials
 from streamrl.launch.supervisor import describe_exit
 from streamrl.runtime.rundir import RunDir
 
@@ -36,23 +37,32 @@ class Serving:
 
 @contextlib.asynccontextmanager
 async def serving(config: Config, run: RunDir, note: Callable[[str], None]) -> AsyncGenerator[Serving]:
-    """The bus of `run`, its address written to `bus.json`; an embedded server is stopped at the end.
+    """The bus of `run`, its credentials written to the run directory; an embedded server is stopped at the end.
 
     The server is started from the event loop's own thread on purpose: the kernel ends it when the thread that started it ends.
 
     Raises:
-        LaunchError: no binary, the port is taken, or the server does not become ready.
-        ConfigError: a secrets file of the cluster cannot be read.
+        LaunchError: no binary, the port is taken, no certificate can be made, or the server does not become ready.
+        ConfigError: a secrets file cannot be read.
     """
     if config.bus.url:
         address = BusAddress.from_config(config.bus)
-        address.save(run.bus_path)
+        write_cluster(run, address)
         yield Serving(address)
         return
-    server = NatsServer(run.bus_store, port=config.bus.port, sync_always=config.bus.sync_always)
+    bus, users = config.bus, users_of(run)
+    server = NatsServer(
+        run.bus_store,
+        port=bus.port,
+        sync_always=bus.sync_always,
+        tls=certificate_of(run, bus),
+        host=bus.host,
+        advertise=bus.advertise,
+        users=users,
+    )
     address = server.start()
     try:
-        address.save(run.bus_path)
+        write_credentials(run, server, users)
         up = Serving(address)
         keeper = asyncio.create_task(_keep(server, up, config.supervise, note))
         try:

@@ -72,11 +72,11 @@ async def read_status(run: RunDir) -> RunStatus:
     if line.supervisor is None and not config.bus.url:
         return RunStatus(line=line, numbers=None)
     try:
-        async with connected(run, patience_s=5.0) as bus:
+        async with connected(run, role="reader", patience_s=5.0) as bus:
             view = RunView(
                 run.name, steps=config.run.steps, warmup_steps=config.warmup.max_steps, before=await read_totals(bus), joined=True
             )
-            async with Follower(bus, view) as follower:
+            async with Follower(bus, view, trainer=config.trainer.name) as follower:
                 await follower.catch_up()
                 await asyncio.sleep(_RATE_LOOK_S)
                 return RunStatus(line=line, numbers=view.numbers(elapsed_s=view.before.wall_s))

@@ -131,7 +131,7 @@ class Session:
         view = RunView(
             self._run.name, steps=self._config.run.steps, warmup_steps=self._config.warmup.max_steps, before=await read_totals(bus)
         )
-        async with Follower(bus, view, started_s=self._started_s, carry_totals=True) as follower:
+        async with Follower(bus, view, started_s=self._started_s, trainer=self._config.trainer.name, carry_totals=True) as follower:
             show = asyncio.create_task(self._show(view, follower))
             try:
                 state, failure = await self._supervise(view, server)

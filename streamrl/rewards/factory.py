@@ -13,9 +13,12 @@ from streamrl.rewards.exact_match import ExactMatch
 from streamrl.rewards.functions import FunctionReward
 from streamrl.rewards.protocol import Reward
 
+LATE = "late"
+"""`reward.kind` of runs whose rewards come after their samples."""
 
-def make_reward(config: RewardConfig, *, base: Path | None = None) -> Reward:
-    """Build the reward that `config.kind` names.
+
+def make_reward(config: RewardConfig, *, base: Path | None = None) -> Reward | None:
+    """Build the reward that `config.kind` names; None for `late`: somebody else gives the rewards (`streamrl.producers.late`).
 
     `exact_match`, or user code: a function of (task, episode) that gets `options` as keyword arguments; a class, built with `options`,
     whose objects have `async score(task, episodes)`; or such an object.
@@ -23,13 +26,15 @@ def make_reward(config: RewardConfig, *, base: Path | None = None) -> Reward:
     Raises:
         ConfigError: it cannot be found or is none of these.
     """
-    if config.kind == "exact_match":
+    if config.kind in ("exact_match", LATE):
         if config.options:
-            raise ConfigError(f"reward.options must be empty for exact_match, got {sorted(config.options)}", hint="remove reward.options")
-        return ExactMatch()
+            raise ConfigError(f"reward.options must be empty for {config.kind}, got {sorted(config.options)}", hint="remove reward.options")
+        return None if config.kind == LATE else ExactMatch()
     if not any(mark in config.kind for mark in ".:"):
         raise ConfigError(
-            f"reward.kind must be exact_match or name user code, got {config.kind!r}", hint="write it as file.py:name", key="reward.kind"
+            f"reward.kind must be exact_match, late or name user code, got {config.kind!r}",
+            hint="write it as file.py:name",
+            key="reward.kind",
         )
     found: Any = resolve(config.kind, what="reward", key="reward.kind", base=base)
     made: Any = _built(found, config) if inspect.isclass(found) else found
@@ -55,4 +60,4 @@ def _built(found: type[Any], config: RewardConfig) -> Any:
 
 def is_user_code(config: RewardConfig) -> bool:
     """Whether the reward may block and must run in the thread for user code."""
-    return config.kind != "exact_match"
+    return config.kind not in ("exact_match", LATE)

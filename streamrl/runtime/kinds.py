@@ -25,6 +25,9 @@ MAINS: Mapping[str, str] = MappingProxyType(
 )
 """Entry point of each kind. A name, not an import: a process loads its own part only (a producer needs no torch)."""
 
+USER_CODE = ("producer", "evaluator")
+"""Kinds that run the user's functions, which may need keys of services they call."""
+_SECRET_WORDS = frozenset({"TOKEN", "SECRET", "PASSWORD", "PASSWD", "KEY", "CREDENTIALS", "APIKEY"})
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -62,3 +65,13 @@ def environment(config: Config, kind: str) -> dict[str, str]:
     """
     threads = {"engine": config.engine.threads, "trainer": config.trainer.threads}.get(kind, 1)
     return {**dict.fromkeys(_THREAD_VARIABLES, str(threads)), "TOKENIZERS_PARALLELISM": "false"}
+
+
+def inherited(surroundings: Mapping[str, str], kind: str) -> dict[str, str]:
+    """What a worker takes over from its supervisor's environment: all but what sounds like a secret, for kinds that need none.
+
+    A variable counts as one when a word of its name does: HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY.
+    """
+    if kind in USER_CODE:
+        return dict(surroundings)
+    return {name: value for name, value in surroundings.items() if _SECRET_WORDS.isdisjoint(name.upper().split("_"))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 
 from streamrl.config.load import dump, from_json
@@ -29,8 +30,41 @@ class RunDir:
 
     @property
     def bus_path(self) -> Path:
-        """How to reach the bus, with credentials; readable by the owner only."""
+        """How to reach the bus with the operator's credentials; readable by the owner only."""
         return self.path / "bus.json"
+
+    @property
+    def credentials(self) -> Path:
+        """Secrets, one file each, readable by the owner only: the bus for each role, and the token of the engines."""
+        return self.path / "credentials"
+
+    @property
+    def engine_token_path(self) -> Path:
+        """What engines ask of those who send them requests."""
+        return self.credentials / "engine-token"
+
+    @property
+    def tls(self) -> Path:
+        """Certificate of the embedded nats-server."""
+        return self.path / "tls"
+
+    def role_path(self, role: str) -> Path:
+        """How to reach the bus with a role's credentials."""
+        return self.credentials / f"{role}.json"
+
+    def bus_path_of(self, role: str) -> Path:
+        """The credentials that a process of `role` loads: its role's, or `bus_path` where the cluster has no users for roles."""
+        return self.role_path(role) if any(self.credentials.glob("*.json")) else self.bus_path
+
+    def engine_token(self) -> str:
+        """The run's engine token; raises ConfigError when it is not there."""
+        try:
+            return self.engine_token_path.read_text().strip()
+        except OSError as error:
+            raise ConfigError(
+                f"expected the engines' token in {self.engine_token_path}: {error.strerror}",
+                hint="`streamrl up` makes it; copy it to hosts that run engines or producers",
+            ) from error
 
     @property
     def bus_store(self) -> Path:
@@ -91,11 +125,13 @@ class RunDir:
         return self.config_path.is_file()
 
     def create(self) -> None:
-        """Make the directories, closed to other users; raises LaunchError where that is not possible."""
+        """Make the directories, closed to other users, and the engines' token; raises LaunchError where that is not possible."""
         check_name("run name", self.name)
         try:
-            for path in (self.path, self.logs, self.checkpoints, self.hf, self.bus_store):
+            for path in (self.path, self.logs, self.checkpoints, self.hf, self.bus_store, self.credentials):
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not self.engine_token_path.exists():
+                write_private(self.engine_token_path, secrets.token_urlsafe(32).encode() + b"\n")
         except OSError as error:
             raise LaunchError(
                 f"the run directory {self.path} cannot be made: {error.strerror}", hint="choose another place with --set run.dir=DIR"

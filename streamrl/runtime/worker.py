@@ -46,14 +46,16 @@ class Worker:
         bus: connected; closed by the harness after `main`.
         kind: one of `streamrl.runtime.kinds.MAINS`.
         index: number within the kind.
+        bus_url: where the bus is, without secrets; empty for one in process.
     """
 
-    def __init__(self, *, config: Config, run_dir: RunDir, bus: Bus, kind: str, index: int) -> None:
+    def __init__(self, *, config: Config, run_dir: RunDir, bus: Bus, kind: str, index: int, bus_url: str = "") -> None:
         self.config = config
         self.run_dir = run_dir
         self.bus = bus
         self.kind = kind
         self.index = index
+        self.bus_url = bus_url
         self.name = f"{kind}-{index}"
         self.subjects = Subjects(config.run.name)
         self.draining = asyncio.Event()
@@ -137,10 +139,11 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 async def _serve(kind: str, run: RunDir, config: Config, index: int | None, main: Main, supervisor: int) -> None:
-    async with connected(run, name=kind) as bus:
+    async with connected(run, role=kind, name=kind) as bus:
         if index is None:
             index = await free_index(bus, kind, num_workers(config, kind))
-        worker = Worker(config=config, run_dir=run, bus=bus, kind=kind, index=index)
+        url = BusAddress.load(run.bus_path_of(kind)).url
+        worker = Worker(config=config, run_dir=run, bus=bus, kind=kind, index=index, bus_url=url)
         # The supervisor has pointed stderr of its workers at their log files.
         configure_logging(worker.name, file=None if supervisor else run.log_path(worker.name))
         with signals_drain(worker.draining):
@@ -158,11 +161,12 @@ async def _serve(kind: str, run: RunDir, config: Config, index: int | None, main
 
 
 @contextlib.asynccontextmanager
-async def connected(run: RunDir, *, name: str = "", patience_s: float | None = None) -> AsyncGenerator[Bus]:
+async def connected(run: RunDir, *, role: str = "", name: str = "", patience_s: float | None = None) -> AsyncGenerator[Bus]:
     """The bus of a prepared run, closed at the end.
 
     Args:
         run: which run.
+        role: whose rights are enough (`streamrl.bus.permissions.ROLES`); empty: the operator's, who also makes missing streams.
         name: shown in the server's monitoring.
         patience_s: how long the first connection is tried; bus.patience_s if None.
 
@@ -170,7 +174,9 @@ async def connected(run: RunDir, *, name: str = "", patience_s: float | None = N
         ConfigError: the run has no address yet.
         BusUnavailable: its bus does not answer.
     """
-    bus = await connect(BusAddress.load(run.bus_path), run.name, run.load_config().bus, name=name, patience_s=patience_s)
+    path = run.bus_path_of(role) if role else run.bus_path
+    address, config = BusAddress.load(path), run.load_config().bus
+    bus = await connect(address, run.name, config, create=path == run.bus_path, name=name, patience_s=patience_s)
     try:
         yield bus
     finally:

@@ -106,12 +106,13 @@ class Promises:
             self._say(f"the sample stream begins at {first}, but there is no checkpoint")
         if latest and position:
             ahead = position[0]["oldest_needed"] > latest[0]["oldest_needed"] or version_of(position[0]) > version_of(latest[0])
-            same = version_of(position[0]) == version_of(latest[0])
+            same = version_of(position[0]) == version_of(latest[0]) and position[0]["oldest_needed"] == latest[0]["oldest_needed"]
             if ahead or (same and position[1] < latest[1]):
                 self._say(f"the position {_place(position)} moved before the checkpoint {_place(latest)}")
         number = latest[0]["version"]["number"] if latest else 0
+        carried = set(latest[0]["carried"]) if latest else set()
         for entry in books.chain[number:]:
-            lost = [sequence for group in entry["used"] for sequence in group["sequences"] if sequence < first]
+            lost = [sequence for group in entry["used"] for sequence in group["sequences"] if sequence < first and sequence not in carried]
             if lost:
                 self._say(f"a restart from version {number} needs sequence {min(lost)}, the sample stream begins at {first}")
         before = self._key(f"latest/{self.trainer}")
@@ -128,7 +129,13 @@ class Promises:
             )
         if not 1 <= latest["oldest_needed"] <= latest["cursor"] + 1:
             self._say(f"the checkpoint of version {number} needs sequence {latest['oldest_needed']} and has read to {latest['cursor']}")
-        open_later = [s for entry in books.chain[number:] for group in entry["used"] for s in group["sequences"] if s <= latest["cursor"]]
+        open_later = [
+            sequence
+            for entry in books.chain[number:]
+            for group in entry["used"]
+            for sequence in group["sequences"]
+            if sequence <= latest["cursor"] and sequence not in latest["carried"]
+        ]
         if open_later and min(open_later) < latest["oldest_needed"]:
             self._say(
                 f"the checkpoint of version {number} says it needs nothing before {latest['oldest_needed']}, "

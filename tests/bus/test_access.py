@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.bus import BusAddress, connect
+from streamrl.bus.certificates import Certificate
 from streamrl.bus.jetstream.connection import Connection
 from streamrl.bus.server import NatsServer, find_binary
 from streamrl.config.tree import BusConfig
@@ -32,7 +33,7 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
 
 
 async def test_tls_with_a_token(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
-    server = NatsServer(tmp_path / "bus", tls=certificate, token="a-token")
+    server = NatsServer(tmp_path / "bus", tls=Certificate(*certificate, authority=""), token="a-token")
     server.start()
     try:
         token_file = tmp_path / "token"

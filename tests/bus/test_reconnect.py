@@ -17,6 +17,7 @@ from streamrl.bus.jetstream import admin
 from streamrl.bus.jetstream.bus import JetStreamBus
 from streamrl.bus.jetstream.connection import Connection
 from streamrl.bus.server import NatsServer
+from streamrl.bus.topology import blobs_name
 from streamrl.config.tree import BusConfig
 from streamrl.errors import BusUnavailable
 from streamrl.schemas.subjects import Subjects
@@ -170,7 +171,7 @@ async def test_what_a_dead_writer_left_behind_is_removed(own_server: NatsServer,
     await connection.open()
 
     async def messages() -> int:
-        return (await admin.info(connection, admin.blobs_name(RUN))).state.messages
+        return (await admin.info(connection, blobs_name(RUN))).state.messages
 
     before = await messages()
     put = asyncio.create_task(bus.blobs.put("half", os.urandom(100_000_000)))

@@ -15,7 +15,7 @@ from streamrl.launch.summary import Summary, write_summary
 from streamrl.runtime.rundir import RunDir
 
 ROOT = Path(__file__).parents[2]
-VERBS = {"up", "down", "status", "worker", "attach", "doctor", "replay"}
+VERBS = {"up", "down", "status", "worker", "attach", "doctor", "replay", "dead", "reward", "record", "compare", "tap"}
 
 
 @pytest.fixture
@@ -121,8 +121,9 @@ def test_worker_names_the_kinds(stopped_run: RunDir, capsys: pytest.CaptureFixtu
     assert "feeder, producer, evaluator, engine, trainer" in said
 
 
-def test_replay_wants_to_know_what_for(stopped_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "streamrl replay RUN --verify" in refused(capsys, "replay", "demo")
+def test_a_branch_is_not_verified(stopped_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "leave one of them out" in refused(capsys, "replay", "demo", "--verify", "--set", "loss.clip_low=0.1")
+    assert "has no part in" in refused(capsys, "tap", "demo", "--name", "shadow", "--set", "engine.slots=1")
 
 
 def test_down_of_a_run_that_is_not_up_is_no_error(stopped_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

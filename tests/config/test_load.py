@@ -57,7 +57,7 @@ def test_not_utf8(tmp_path):
         ("[taks]\nbatch_tasks = 1\n", "taks", "did you mean tasks?"),
         ("[run]\nmax_staleness = 1\n", "run.max_staleness", "did you mean tasks.max_staleness?"),
         ("[trainer.optimizer]\nlearning_rat = 1\n", "trainer.optimizer.learning_rat", "did you mean trainer.optimizer.learning_rate?"),
-        ("[reward]\nzzz = 1\n", "reward.zzz", "known here: kind, options"),
+        ("[reward]\nzzz = 1\n", "reward.zzz", "known here: kind, options, late_versions"),
     ],
 )
 def test_unknown_key_is_refused_with_a_suggestion(write, text, key, hint):
@@ -168,7 +168,7 @@ def test_named_files_must_exist(write, override, key):
 
 def test_missing_password_file(write):
     with pytest.raises(ConfigError, match=r"bus\.password_file to name a file"):
-        load(write("[bus]\nurl = 'nats://x:4222'\nuser = 'me'\npassword_file = 'secret.txt'\n"))
+        load(write("[bus]\nurl = 'tls://x:4222'\nuser = 'me'\npassword_file = 'secret.txt'\n"))
 
 
 def test_bad_slice(write):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from streamrl.core.assembly import ages, used
 from streamrl.core.fold import Batch, close, fold, is_warm, trained
 from streamrl.core.records import Ended, Poison, Record, Rewarded, Rollouts, RolloutView
-from streamrl.core.state import FoldConfig, FoldState, initial_state
+from streamrl.core.state import FoldConfig, FoldState, initial_state, window
 from streamrl.schemas.control import Grant
 from streamrl.schemas.ledger import Drop, Used
 
@@ -50,11 +50,21 @@ class World:
     checkpoint_every: int = 3
     eager: float = 0.5
     """Chance that the trainer tries to close before it has folded everything that is there."""
+    hold: bool = False
+    delay: int = 0
+    """Versions that engines lag on purpose."""
     seed: int = 0
 
     @property
     def config(self) -> FoldConfig:
-        return FoldConfig(batch_tasks=self.batch, max_staleness=self.staleness, stale=self.stale, warmup_steps=self.warmup_steps)
+        return FoldConfig(
+            batch_tasks=self.batch,
+            max_staleness=self.staleness,
+            stale=self.stale,
+            warmup_steps=self.warmup_steps,
+            hold_ahead=self.hold,
+            delay_versions=self.delay,
+        )
 
 
 @dataclass(frozen=True)
@@ -134,7 +144,7 @@ class Simulation:
         g = self.grant
         while self.issued < g.granted:
             lowest = max(0, g.version + (self.issued - g.retired) // self.world.batch - self.world.staleness)
-            assert lowest <= g.version, "a task would wait for a version that needs it"
+            assert lowest <= max(0, g.version - self.world.delay), "a task would wait for a version that needs it"
             warm = g.warmup_end is None or self.issued < g.warmup_end
             self.queue.append((self.issued, 0 if warm else lowest, 1, warm))
             self.issued += 1
@@ -316,13 +326,17 @@ class Simulation:
             self.at(self.world.feed_lag, self.feed)
 
     def serve(self, number: int) -> None:
-        self.served = max(self.served, number)
+        self.served = max(self.served, number - self.world.delay)
         self.claim()
 
 
 def check_state(state: FoldState, config: FoldConfig) -> None:
     """What holds after every record."""
-    assert state.granted == state.retired + (config.max_staleness + 1) * config.batch_tasks
+    if config.hold_ahead:
+        # Outstanding tasks always make up a batch, so one becomes ready.
+        assert state.retired + config.batch_tasks <= state.granted <= state.retired + window(config)
+    else:
+        assert state.granted == state.retired + window(config)
     assert state.ready == sum(task.ready for task in state.pending.values())
     assert all(task >= state.watermark and not state.is_retired(task) for task in state.pending)
     assert all(task > state.watermark for task in state.retired_above)

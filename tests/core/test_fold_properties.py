@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -39,8 +40,10 @@ WORLDS = st.builds(
     kill=st.sampled_from([0.0, 0.01, 0.05]),
     checkpoint_every=st.integers(1, 4),
     eager=st.sampled_from([0.0, 0.3, 1.0]),
+    hold=st.booleans(),
+    delay=st.sampled_from([0, 0, 0, 1, 2]),
     seed=st.integers(0, 2**32),
-)
+).map(lambda world: replace(world, delay=min(world.delay, world.staleness)))
 RUNS = settings(max_examples=150, deadline=None)
 
 

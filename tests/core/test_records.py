@@ -25,7 +25,8 @@ TOMBSTONES = SUBJECTS.tombstones("main")
 def test_samples_become_one_view_a_rollout() -> None:
     two = [sample(1, sample=k, num_samples=2) for k in range(2)]
     record, batch = judge(SAMPLES, 9, encode_samples([*two, sample(0, reward=None)]), "3")
-    assert record == Rollouts(9, "main", 3, 2, (RolloutView(0, 1, 2, 4, 4, None, 4), RolloutView(1, 2, 4, 4, 4, 1.0, 4)), 8)
+    at = ((0, 4, 4),)
+    assert record == Rollouts(9, "main", 3, 2, (RolloutView(0, 1, 2, 4, 4, None, 4, at), RolloutView(1, 2, 4, 4, 4, 1.0, 4, at)), 8)
     assert batch is not None and batch.num_rows == 3
 
 
@@ -35,6 +36,7 @@ def test_ages_count_trained_tokens_only() -> None:
     record, _ = judge(SAMPLES, 1, encode_samples([sample(0, spans=spans, loss_mask=mask)]), None)
     assert isinstance(record, Rollouts)
     assert (record.rollouts[0].oldest, record.rollouts[0].newest, record.rollouts[0].highest) == (7, 7, 9)
+    assert record.rollouts[0].epochs == ((0, 2, 7), (1, 9, 9))
 
 
 def test_the_oldest_token_of_several_samples() -> None:
@@ -56,7 +58,7 @@ def test_demonstrations_have_no_version() -> None:
 def test_a_rollout_without_trained_tokens_is_no_demonstration() -> None:
     record, _ = judge(SAMPLES, 1, encode_samples([sample(0, loss_mask=np.zeros(4, np.uint8))]), None)
     assert isinstance(record, Rollouts)
-    assert record.rollouts[0] == RolloutView(0, 1, 0, -1, -1, 0.0, 4)
+    assert record.rollouts[0] == RolloutView(0, 1, 0, -1, -1, 0.0, 4, ((0, 4, 4),))
     assert not record.rollouts[0].demonstration
 
 
@@ -79,8 +81,8 @@ def test_the_other_kinds() -> None:
         (SUBJECTS.rewards, b"junk", "12", None, "RewardUpdate"),
         (SUBJECTS.rewards, encode(RewardUpdate(task=1, rollout=0, reward=float("nan"))), "1", None, "finite reward"),
         (SUBJECTS.marks, b"junk", "12", None, "Mark"),
-        ("run.unknown", b"", "12", None, "unknown"),
-        ("run", b"", "12", None, "expected samples"),
+        ("run.unknown", b"", "12", 12, "unknown"),
+        ("run", b"", "12", 12, "expected samples"),
     ],
 )
 def test_what_cannot_be_read_is_poison(subject: str, body: bytes, header: str | None, task: int | None, says: str) -> None:

@@ -18,7 +18,7 @@ from streamrl.schemas.control import EnginePresence, Grant, Latest, Position, Ru
 from streamrl.schemas.dead import DeadRecord
 from streamrl.schemas.events import Event, MetricReport
 from streamrl.schemas.ledger import Drop, LedgerEntry, Used
-from streamrl.schemas.samples import BlobRef, LogprobMode, Mark, RewardUpdate, Sample, Status, Tombstone, VersionSpan
+from streamrl.schemas.samples import BlobRef, EpochMark, LogprobMode, Mark, RewardUpdate, Sample, Status, Tombstone, VersionSpan
 from streamrl.schemas.tasks import RolloutTask, Sampling
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest, PartRef, TensorSpec
@@ -95,6 +95,7 @@ def records() -> dict[str, Any]:
         "tombstone": Tombstone(task=41, reason="failed", rollout=1, group_size=3, detail="tool timed out", source="main"),
         "reward": RewardUpdate(task=41, rollout=2, reward=0.5, revision=2, reward_parts={"answer": 0.5}),
         "mark": Mark(name="resume", detail={"version": "1.17"}),
+        "epoch": EpochMark(1, 13, 15),
         "ledger": LedgerEntry(
             run="golden",
             trainer="main",

@@ -47,7 +47,7 @@ from tests.loop.harness import read_ledger, services
 REWARD = """
 import asyncio
 
-async def reward(task, episode, *, slow_s):
+async def reward(task, episode, *, slow_s=0.0):
     if task.index % 5 == 0:
         await asyncio.sleep(slow_s)
     if task.index % 9 == 4:
@@ -68,7 +68,7 @@ def table_config(tmp_path: Path, **sections: dict[str, object]) -> Config:
         tasks=TasksConfig(batch_tasks=3, num_rollouts=3, max_staleness=2, max_deliveries=50),
         sampling=Sampling(max_new_tokens=5),
         producer=ProducerConfig(concurrency=6),
-        reward=RewardConfig(kind=f"{tmp_path / 'reward.py'}:reward", options={"slow_s": 0.0}),
+        reward=RewardConfig(kind=f"{tmp_path / 'reward.py'}:reward"),
         engine=EngineConfig(kind="table", slots=12),
         trainer=TrainerConfig(backend="table", checkpoint_every=2, keep_checkpoints=2),
         weights=WeightsConfig(transport="bus"),

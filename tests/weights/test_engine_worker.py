@@ -99,8 +99,10 @@ def request_of(num_tokens: int) -> dict[str, Any]:
     return {"input_ids": [0], "return_logprob": True, "sampling_params": {"max_new_tokens": num_tokens, "ignore_eos": True}}
 
 
-async def generate(address: str, num_tokens: int) -> tuple[int, dict[str, Any]]:
-    async with aiohttp.ClientSession() as session, session.post(f"{address}/generate", json=request_of(num_tokens)) as response:
+async def generate(address: str, token: str, num_tokens: int) -> tuple[int, dict[str, Any]]:
+    headers = {"Authorization": f"Bearer {token}"}
+    asked = aiohttp.ClientSession(headers=headers)
+    async with asked as session, session.post(f"{address}/generate", json=request_of(num_tokens)) as response:
         return response.status, await response.json()
 
 
@@ -114,7 +116,7 @@ async def test_an_engine_announces_itself_serves_and_swaps(memory_bus, run_dir):
             await publish(memory_bus, run_dir, worker, number)
             found = await presence(memory_bus, serving=Version(0, number))
             assert (found.engine, found.address, found.swaps_total) == (first.engine, first.address, number)
-            status, answer = await generate(found.address, 3)
+            status, answer = await generate(found.address, run_dir.engine_token(), 3)
             assert (status, answer["output_ids"]) == (200, [number] * 3)
     assert await memory_bus.kv.keys(PREFIX) == []
 
@@ -138,12 +140,13 @@ async def test_draining_lets_running_requests_finish_and_refuses_new_ones(memory
     entries = memory_bus.kv.watch(PREFIX)
     await anext(entries)
     body = {**request_of(45000), "stream": True, "incremental": True}
-    async with aiohttp.ClientSession() as session, session.post(f"{address}/generate", json=body) as response:
+    headers = {"Authorization": f"Bearer {run_dir.engine_token()}"}
+    async with aiohttp.ClientSession() as session, session.post(f"{address}/generate", json=body, headers=headers) as response:
         results = [json.loads((await response.content.readline()).removeprefix(b"data: "))]
         worker.draining.set()
         while (await anext(entries)).value is not None:
             pass
-        status, refusal = await generate(address, 1)
+        status, refusal = await generate(address, run_dir.engine_token(), 1)
         assert status == 400 and "draining" in refusal["error"]["message"]
         lines = [line.removeprefix(b"data: ").strip() async for line in response.content if line.strip()]
     await task
@@ -161,10 +164,13 @@ async def test_a_taken_port_ends_the_worker_with_a_hint(memory_bus, run_dir):
     assert "engine.port" in caught.value.hint
 
 
-def test_a_server_that_listens_everywhere_is_announced_by_name():
+def test_a_server_that_listens_everywhere_is_announced_where_others_reach_it():
     assert engine_worker.reachable("http://127.0.0.1:81", "127.0.0.1") == "http://127.0.0.1:81"
     name, _, port = engine_worker.reachable("http://0.0.0.0:81", "0.0.0.0").rpartition(":")
     assert name not in ("http://0.0.0.0", "http://") and port == "81"
+    assert engine_worker.reachable("http://0.0.0.0:81", "0.0.0.0", bus_url="tls://127.0.0.1:4222") == "http://127.0.0.1:81"
+    assert engine_worker.reachable("http://0.0.0.0:81", "0.0.0.0", advertise="gpu-3") == "http://gpu-3:81"
+    assert engine_worker.reachable("http://0.0.0.0:81", "0.0.0.0", advertise="fd00::3") == "http://[fd00::3]:81"
 
 
 async def test_an_error_in_any_part_ends_all_of_it():

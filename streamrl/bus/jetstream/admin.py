@@ -7,32 +7,20 @@ import logging
 from typing import Any
 
 from streamrl.bus.jetstream.connection import Connection
-from streamrl.bus.jetstream.wire import Simple, StreamInfoReply, decode, error_of
-from streamrl.bus.topology import MEBIBYTE, StreamSpec, Topology
+from streamrl.bus.jetstream.wire import ConsumerReply, Simple, StreamInfoReply, decode, error_of
+from streamrl.bus.topology import MEBIBYTE, StreamSpec, Topology, blobs_name, keys_name, stream_name
 from streamrl.config.tree import BusConfig
 from streamrl.errors import NotFound
+from streamrl.schemas.subjects import MAIN_SOURCE, TASKS, WARMUP_SOURCE
 
 logger = logging.getLogger(__name__)
 
 _NANOSECONDS = 1_000_000_000
 KEYS_BYTES = 64 * MEBIBYTE
+MAX_WAITING = 4096
+"""Claims that may wait at the server at the same time, for one source."""
 KEY_MARKER_S = 120
 """How long the server remembers that a key has expired; a watcher that was away for longer compares all keys anyway."""
-
-
-def stream_name(run: str, stream: str) -> str:
-    """The server's name of a stream; unique, because no short name holds a '-'."""
-    return f"{run}-{stream}"
-
-
-def keys_name(run: str) -> str:
-    """Stream behind the run's keys (`nats kv` calls the bucket by the run id)."""
-    return f"KV_{run}"
-
-
-def blobs_name(run: str) -> str:
-    """Stream behind the run's blobs (`nats object` calls the bucket by the run id)."""
-    return f"OBJ_{run}"
 
 
 def stream_config(topology: Topology, spec: StreamSpec) -> dict[str, Any]:
@@ -83,9 +71,42 @@ async def info(connection: Connection, name: str, request: dict[str, Any] | None
 
 
 async def create(connection: Connection, topology: Topology, config: BusConfig) -> None:
-    """Make the streams that are missing and bring byte budgets up to date. May be called again, and by several at once."""
+    """Make the streams that are missing and bring byte budgets up to date. May be called again, and by several at once.
+
+    The consumers of the run's task sources are made too: those who claim need no right to make any.
+    """
     # Together: making one takes the server some 20 ms of waiting for the disk.
     await asyncio.gather(*(_ensure(connection, wanted) for wanted in all_configs(topology, config)))
+    tasks = stream_name(topology.run, TASKS)
+    sources = (MAIN_SOURCE, WARMUP_SOURCE)
+    await asyncio.gather(
+        *(ensure_task_consumer(connection, tasks, source, topology.task_subject(source), config.ack_wait_s) for source in sources)
+    )
+
+
+async def ensure_task_consumer(connection: Connection, stream: str, source: str, subject: str, ack_wait_s: float) -> None:
+    """Make the durable consumer that the tasks of one source are claimed from, or bring its ack wait up to date.
+
+    Raises:
+        Forbidden: it is missing or has another ack wait, and the credentials do not allow to make it.
+    """
+    ack_wait = int(ack_wait_s * _NANOSECONDS)
+    known = decode((await connection.request(f"$JS.API.CONSUMER.INFO.{stream}.{source}")).data, ConsumerReply)
+    if known.error is None and known.config.get("ack_wait") == ack_wait:
+        return
+    config = {
+        "durable_name": source,
+        "name": source,
+        "filter_subject": subject,
+        "ack_policy": "explicit",
+        "ack_wait": ack_wait,
+        "max_ack_pending": -1,
+        "max_waiting": MAX_WAITING,
+    }
+    answer = await connection.request(f"$JS.API.CONSUMER.CREATE.{stream}.{source}.{subject}", {"stream_name": stream, "config": config})
+    reply = decode(answer.data, ConsumerReply)
+    if reply.error is not None:
+        raise error_of(reply.error, doing=f"make the consumer {source} of {stream}")
 
 
 async def _ensure(connection: Connection, wanted: dict[str, Any]) -> None:

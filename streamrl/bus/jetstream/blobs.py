@@ -29,7 +29,7 @@ from streamrl.bus.jetstream.wire import (
     decode,
     error_of,
 )
-from streamrl.bus.topology import PAYLOAD_ROOM_BYTES
+from streamrl.bus.topology import PAYLOAD_ROOM_BYTES, blobs_name
 from streamrl.errors import BusError, Conflict, NotFound
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class JetStreamBlobs:
         self._connection = connection
         self._outbox = outbox
         self._run = run
-        self._stream = admin.blobs_name(run)
+        self._stream = blobs_name(run)
 
     async def put(self, name: str, data: bytes | memoryview) -> str:
         """Store under a new name. The same bytes under the same name again are no error (a writer that was restarted)."""

@@ -28,9 +28,9 @@ from streamrl.bus.jetstream.wire import (
     unix_seconds,
 )
 from streamrl.bus.protocol import Message, Receipt, StreamState
-from streamrl.bus.topology import Topology, check_headers
+from streamrl.bus.topology import Topology, check_headers, stream_name
 from streamrl.config.tree import BusConfig
-from streamrl.errors import Conflict, LogTruncated, NotFound
+from streamrl.errors import Conflict, Forbidden, LogTruncated, NotFound
 from streamrl.schemas import subjects
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,8 @@ class JetStreamBus:
         self._connection = connection
         self._topology = topology
         self._config = config
+        self._indirect: set[str] = set()
+        """Streams whose single messages these credentials get by way of the stream's leader only."""
         self._outbox = Outbox(connection, config.patience_s)
         self._queue = TaskQueue(connection, self._name(subjects.TASKS), config.ack_wait_s)
         self._keys = JetStreamKeys(connection, self._outbox, topology.run)
@@ -147,14 +149,24 @@ class JetStreamBus:
     async def fetch(self, stream: str, sequence: int) -> Message:
         name = self._name(self._topology.spec(stream).name)
         if sequence >= 1:
-            answer = await self._connection.request(f"$JS.API.DIRECT.GET.{name}", {"seq": sequence})
-            if not (answer.headers or {}).get(STATUS):
+            answer = await self._direct_get(name, sequence)
+            if answer is not None and not (answer.headers or {}).get(STATUS):
                 return _direct(answer)
             # Direct answers may come from a replica that lags; the stream's leader knows.
             stored = await self._stored(stream, {"seq": sequence})
             if stored is not None:
                 return _message(stored)
         raise NotFound(f"expected message {sequence} of stream {stream}, got none", stream=stream, sequence=sequence)
+
+    async def _direct_get(self, name: str, sequence: int) -> Msg | None:
+        """The message as it is, which spares the server its encoding; None where the credentials do not allow that way."""
+        if name in self._indirect:
+            return None
+        try:
+            return await self._connection.request(f"$JS.API.DIRECT.GET.{name}", {"seq": sequence})
+        except Forbidden:
+            self._indirect.add(name)
+            return None
 
     async def last(self, subject: str) -> Message | None:
         stored = await self._stored(self._topology.stream_of(subject).name, {"last_by_subj": subject})
@@ -191,7 +203,7 @@ class JetStreamBus:
         await self._connection.close()
 
     def _name(self, stream: str) -> str:
-        return admin.stream_name(self._topology.run, stream)
+        return stream_name(self._topology.run, stream)
 
 
 def _truncated(stream: str, needed: int, first: int) -> LogTruncated:

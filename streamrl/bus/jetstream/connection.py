@@ -25,7 +25,7 @@ from nats.aio.subscription import Subscription
 from streamrl.bus.address import BusAddress
 from streamrl.bus.jetstream import options
 from streamrl.bus.jetstream.wire import STATUS
-from streamrl.errors import BusError, BusUnavailable
+from streamrl.errors import BusError, BusUnavailable, Forbidden
 
 logger = logging.getLogger(__name__)
 
@@ -233,7 +233,7 @@ class Connection:
         """One request, one answer; raises Interrupted when the connection breaks or the answer is late, and NoResponder."""
         future: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
         reply = self.inbox(partial(_resolve, future))
-        self._waiting[reply] = (subject.lower(), future)
+        self._waiting[reply] = (subject, future)
         timer = asyncio.get_running_loop().call_later(timeout_s, _fail, future, f"no answer from {subject} within {timeout_s} s")
         try:
             await self.send(subject, payload, reply)
@@ -294,11 +294,13 @@ class Connection:
 
     def _deny(self, what: str, subject: str) -> None:
         """A missing permission would else show as a timeout: fail the requests that wait for it."""
-        hint = f"grant the user {self.address.user!r} the right to {what.replace('subscription', 'subscribe')} {subject}"
+        who = f"user {self.address.user!r}" if self.address.user else "the user of these credentials"
+        hint = f"{who} lacks this right: use the credentials of the role whose work it is, or grant it on a server of your own"
         logger.error("bus permission denied subject=%s what=%s user=%s", subject, what, self.address.user)
         for asked, future in self._waiting.values():
-            if asked == subject and not future.done():
-                future.set_exception(BusError(f"the server forbids {what} to {subject}", hint=hint, subject=subject))
+            # The client hands on what the server says in lower case.
+            if asked.lower() == subject and not future.done():
+                future.set_exception(Forbidden(f"the server forbids {what} to {asked}", hint=hint, subject=asked))
         for listener in self.denial_listeners:
             listener(subject, hint)
 

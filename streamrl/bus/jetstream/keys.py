@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 
-from streamrl.bus.jetstream import admin
 from streamrl.bus.jetstream.connection import Connection, Interrupted
 from streamrl.bus.jetstream.outbox import Outbox
 from streamrl.bus.jetstream.pull import opened
@@ -22,7 +21,7 @@ from streamrl.bus.jetstream.wire import (
     error_of,
 )
 from streamrl.bus.protocol import KeyEntry
-from streamrl.bus.topology import check_key, check_ttl
+from streamrl.bus.topology import check_key, check_ttl, keys_name
 from streamrl.errors import Conflict
 
 logger = logging.getLogger(__name__)
@@ -37,7 +36,7 @@ class JetStreamKeys:
     def __init__(self, connection: Connection, outbox: Outbox, run: str) -> None:
         self._connection = connection
         self._outbox = outbox
-        self._stream = admin.keys_name(run)
+        self._stream = keys_name(run)
         self._root = f"$KV.{run}."
 
     async def get(self, key: str) -> KeyEntry | None:

@@ -41,14 +41,14 @@ def options(address: BusAddress, name: str) -> dict[str, Any]:
         if not path.is_file():
             raise ConfigError(f"bus.credentials_file must name a NATS .creds file, got {str(path)!r}", key="bus.credentials_file")
         chosen["user_credentials"] = str(path)
-    if address.ca_file or address.url.startswith("tls://"):
-        chosen["tls"] = _tls(address.ca_file)
+    if address.ca_file or address.ca_pem or address.url.startswith("tls://"):
+        chosen["tls"] = _tls(address.ca_file, address.ca_pem)
     return chosen
 
 
-def _tls(ca_file: str) -> ssl.SSLContext:
+def _tls(ca_file: str, ca_pem: str) -> ssl.SSLContext:
     try:
-        return ssl.create_default_context(cafile=ca_file or None)
+        return ssl.create_default_context(cafile=ca_file or None, cadata=ca_pem or None)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
             f"bus.ca_file must name a certificate authority in PEM format, got {ca_file!r}: {error}", key="bus.ca_file"

@@ -21,7 +21,7 @@ from streamrl.bus.jetstream.connection import Connection, Interrupted
 from streamrl.bus.jetstream.options import unreachable
 from streamrl.bus.jetstream.wire import HEADER_ID, STATUS, PubAck, decode
 from streamrl.bus.topology import check_size, message_bytes
-from streamrl.errors import BusError, BusUnavailable
+from streamrl.errors import BusError, BusUnavailable, Forbidden
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,8 @@ class Outbox:
         `id` is what the server recognises a message by when it is sent again because its acknowledgement was lost.
 
         Raises:
-            BusError: the message is larger than the server takes, or no stream listens to the subject, or a right is missing.
+            BusError: the message is larger than the server takes, or no stream listens to the subject.
+            Forbidden: the credentials lack the right.
             BusUnavailable: the server was away or silent for longer than the patience.
         """
         if self._closed:
@@ -152,7 +153,7 @@ class Outbox:
     def _on_denied(self, subject: str, hint: str) -> None:
         for post in self._sent.values():
             if post.subject.lower() == subject:
-                _settle(post, BusError(f"the server forbids publish to {post.subject}", hint=hint, subject=post.subject))
+                _settle(post, Forbidden(f"the server forbids publish to {post.subject}", hint=hint, subject=post.subject))
 
     def _on_connection(self, up: bool) -> None:
         if not up:

@@ -12,16 +12,16 @@ from typing import Any
 import msgspec
 from nats.aio.msg import Msg
 
+from streamrl.bus.jetstream import admin
 from streamrl.bus.jetstream.connection import Connection, Interrupted, NoResponder, Sink
 from streamrl.bus.jetstream.options import unreachable
-from streamrl.bus.jetstream.wire import STATUS, ConsumerReply, Simple, decode, delivery, error_of
+from streamrl.bus.jetstream.wire import STATUS, Simple, decode, delivery, error_of
+from streamrl.errors import Forbidden
 
 logger = logging.getLogger(__name__)
 
 LATE_S = 2.0
 """How much longer than the server's own limit an answer is waited for."""
-MAX_WAITING = 4096
-"""Claims that may wait at the server at the same time, for one source."""
 ACK_ATTEMPTS = 3
 ACK_S = 1.5
 """How long the answer to one acknowledgement is waited for."""
@@ -34,7 +34,8 @@ class JetStreamLease:
     """One claimed task.
 
     A server that was killed may have forgotten the delivery, not the task: it then leaves acknowledgements unanswered and delivers
-    the task again. `done` notices and removes the task itself.
+    the task again. `done` notices and removes the task itself, where the credentials allow it; else the task is done once more, which
+    the fold drops.
     """
 
     def __init__(self, connection: Connection, stream: str, message: Msg) -> None:
@@ -66,7 +67,11 @@ class JetStreamLease:
     async def done(self) -> None:
         if await self._confirmed(b"+ACK"):
             return
-        answer = await self._connection.request(f"$JS.API.STREAM.MSG.DELETE.{self._stream}", {"seq": self._sequence})
+        try:
+            answer = await self._connection.request(f"$JS.API.STREAM.MSG.DELETE.{self._stream}", {"seq": self._sequence})
+        except Forbidden:
+            logger.warning("bus task left stream=%s seq=%d reason=the_server_forgot_its_delivery", self._stream, self._sequence)
+            return
         reply = decode(answer.data, Simple)
         if reply.error is not None and reply.error.err_code not in GONE:
             raise error_of(reply.error, doing=f"finish task {self._sequence} of {self._stream}")
@@ -143,27 +148,9 @@ class TaskQueue:
 
     async def _ensure(self, subject: str, source: str) -> None:
         """Make the source's consumer, or bring its ack wait up to date; once per connection and source."""
-        if source in self._consumers:
-            return
-        ack_wait = int(self._ack_wait_s * _NANOSECONDS)
-        known = decode((await self._connection.request(f"$JS.API.CONSUMER.INFO.{self._stream}.{source}")).data, ConsumerReply)
-        if known.error is not None or known.config.get("ack_wait") != ack_wait:
-            config = {
-                "durable_name": source,
-                "name": source,
-                "filter_subject": subject,
-                "ack_policy": "explicit",
-                "ack_wait": ack_wait,
-                "max_ack_pending": -1,
-                "max_waiting": MAX_WAITING,
-            }
-            answer = await self._connection.request(
-                f"$JS.API.CONSUMER.CREATE.{self._stream}.{source}.{subject}", {"stream_name": self._stream, "config": config}
-            )
-            reply = decode(answer.data, ConsumerReply)
-            if reply.error is not None:
-                raise error_of(reply.error, doing=f"make the consumer {source} of {self._stream}")
-        self._consumers.add(source)
+        if source not in self._consumers:
+            await admin.ensure_task_consumer(self._connection, self._stream, source, subject, self._ack_wait_s)
+            self._consumers.add(source)
 
     async def _pull(self, source: str, request: Mapping[str, Any], limit_s: float, leases: list[JetStreamLease]) -> None:
         """Ask for tasks and append the leases; returns when the server has no more to give, or the connection breaks."""

@@ -1,0 +1,133 @@
+"""What a branch or a tap remembers: its own fold, its parent's, and which of its versions stands for each of the parent's. Pure.
+
+The stream was sampled by the parent's versions. A branch that closes other batches makes its versions at other places, so a token's version
+is translated: the parent's version n becomes the branch's number at the moment when the parent made n. With unchanged batches that is n.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from streamrl.core.fold import Batch, close, fold, trained
+from streamrl.core.records import Poison, Record, Rollouts, RolloutView
+from streamrl.core.state import FoldConfig, FoldState, initial_state
+from streamrl.errors import SchemaError
+from streamrl.schemas.columns import SampleBatch
+from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.versions import Version
+
+
+class BranchState(msgspec.Struct, frozen=True, kw_only=True):
+    """Immutable, like the fold's state; it is the extra part of a tap's checkpoint."""
+
+    own: FoldState
+    parent: FoldState
+    """Folded by the parent's configuration and advanced by the parent's ledger."""
+    numbers: tuple[int, ...]
+    """Own version number for each of the parent's, from 0 to `parent.version.number`; never falls."""
+    spare: int = 0
+    """Groups that the parent has trained and the branch has not: it trains at its parent's pace."""
+
+    @property
+    def version(self) -> Version:
+        """Own version."""
+        return self.own.version
+
+    @property
+    def cursor(self) -> int:
+        """Sequence of the last folded record."""
+        return self.parent.cursor
+
+    @property
+    def oldest_needed(self) -> int:
+        """Lowest sequence that is read again when going on from here."""
+        return self.own.oldest_needed
+
+    def encode(self) -> bytes:
+        """To MessagePack."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> BranchState:
+        """From MessagePack; raises SchemaError."""
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except msgspec.MsgspecError as error:
+            raise SchemaError(f"expected the state of a tap in the checkpoint, got {len(data)} bytes that are none: {error}") from error
+
+
+def begin(config: FoldConfig, parent_config: FoldConfig, parent: FoldState | None = None) -> BranchState:
+    """The state before the first record, or at a checkpoint of the parent, whose version numbers the branch then continues."""
+    state = parent or initial_state(parent_config)
+    own = state if parent or config == parent_config else replace(initial_state(config), granted=state.granted, grants=state.grants)
+    return BranchState(own=own, parent=state, numbers=tuple(range(state.version.number + 1)))
+
+
+def take(state: BranchState, record: Record, config: FoldConfig, parent_config: FoldConfig) -> BranchState:
+    """Fold one record into both. What the parent judged impossible is so for the branch: it alone knows which versions there were."""
+    parent, effects = fold(state.parent, record, parent_config)
+    reason = next((letter.reason for letter in effects.dead if letter.sequence == record.sequence), None)
+    mine: Record = record
+    if reason is not None and not isinstance(record, Poison):
+        mine = Poison(record.sequence, getattr(record, "task", None), reason)
+    elif isinstance(record, Rollouts):
+        mine = replace(record, rollouts=tuple(_translated(view, state.numbers) for view in record.rollouts))
+    own, _ = fold(state.own, mine, config)
+    own = replace(own, granted=state.own.granted, grants=state.own.grants)
+    return follow(replace(state, own=own, parent=parent))
+
+
+def parent_batch(state: BranchState, entry: LedgerEntry, parent_config: FoldConfig) -> Batch | None:
+    """The batch that made the parent's next version, once the cursor is where its ledger entry says."""
+    return close(state.parent, parent_config) if state.parent.cursor == entry.cursor else None
+
+
+def own_batch(state: BranchState, config: FoldConfig, coming: int) -> Batch | None:
+    """The branch's batch when its parent closes one of `coming` groups, unless it has trained as many groups as its parent already."""
+    batch = close(state.own, config)
+    return batch if batch is not None and len(batch.groups) <= state.spare + coming else None
+
+
+def own_trained(state: BranchState, batch: Batch, config: FoldConfig) -> BranchState:
+    """After the branch's step on `batch`. Its warm-up ends with its parent's: whose demonstrations are on the stream."""
+    before = state.own
+    own = trained(before, batch, config, warm=False)
+    own = replace(own, granted=before.granted, grants=before.grants)
+    return replace(state, own=own, spare=state.spare - len(batch.groups))
+
+
+def parent_trained(state: BranchState, batch: Batch, entry: LedgerEntry, parent_config: FoldConfig) -> BranchState:
+    """The parent makes its next version; the branch's number at this moment stands for it."""
+    score = entry.metrics.get("train/answer_probability", 0.0)
+    parent = replace(trained(state.parent, batch, parent_config, warm=entry.warm, score=score), version=entry.version)
+    numbers = (*state.numbers, state.own.version.number)
+    return follow(replace(state, parent=parent, numbers=numbers, spare=state.spare + len(batch.groups)))
+
+
+def follow(state: BranchState) -> BranchState:
+    """Give the branch its parent's grants, dated by its own version, and the end of its parent's warm-up: both shaped the stream."""
+    own, parent = state.own, state.parent
+    if parent.granted > own.granted:
+        kept = tuple(g for g in own.grants if g[0] > own.watermark and g[1] != own.version.number)
+        own = replace(own, granted=parent.granted, grants=(*kept, (parent.granted, own.version.number)))
+    if own.warmup_end != parent.warmup_end:
+        own = replace(own, warmup_end=parent.warmup_end)
+    return state if own is state.own else replace(state, own=own)
+
+
+def translate(samples: SampleBatch, numbers: tuple[int, ...]) -> SampleBatch:
+    """The same samples with the branch's version numbers; `samples` itself is changed and returned."""
+    table = np.array(numbers, samples.span_number.dtype)
+    sampled = samples.span_number >= 0
+    samples.span_number = np.where(sampled, table[np.where(sampled, samples.span_number, 0)], samples.span_number)
+    return samples
+
+
+def _translated(view: RolloutView, numbers: tuple[int, ...]) -> RolloutView:
+    def own(number: int) -> int:
+        return numbers[number] if number >= 0 else number
+
+    # The parent has judged its epochs; the branch has only its own.
+    return replace(view, oldest=own(view.oldest), newest=own(view.newest), highest=own(view.highest), epochs=())

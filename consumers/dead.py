@@ -1,0 +1,61 @@
+"""Burying: a message that cannot be used goes to the stream `dead`, with the reason, its bytes and its headers."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+
+from streamrl.bus.protocol import Bus, Message
+from streamrl.core.fold import DeadLetter
+from streamrl.errors import Conflict, StreamFull
+from streamrl.schemas.codec import encode
+from streamrl.schemas.dead import DeadRecord
+from streamrl.schemas.subjects import SAMPLES, Subjects
+
+log = logging.getLogger(__name__)
+
+INLINE_BYTES = 512 << 10
+"""A larger record goes into a blob: a message as large as the server takes has no room for a record around it."""
+
+
+async def bury(bus: Bus, subjects: Subjects, message: Message, letter: DeadLetter) -> None:
+    """Keep a message of the sample stream for the operator; returns once it is stored. A repeat is recognised by its id.
+
+    When the stream `dead` or the blobs have no room, the message is logged and not kept: poison must not stop the stream. The ledger has
+    its drop and the reason all the same, and the sample stream its bytes until it is trimmed.
+    """
+    record = DeadRecord(
+        stream=SAMPLES,
+        sequence=message.sequence,
+        subject=message.subject,
+        reason=letter.reason,
+        body=bytes(message.body),
+        headers={_sound(name): _sound(value) for name, value in message.headers.items()},
+        task=letter.task,
+        num_bytes=len(message.body),
+        time_s=message.time_s,
+    )
+    data = encode(record)
+    try:
+        if len(data) > INLINE_BYTES:
+            stub = msgspec.structs.replace(record, body=b"", headers={}, blob=f"dead-{message.sequence}")
+            await _put(bus, stub.blob, data)
+            data = encode(stub)
+        await bus.publish(subjects.dead, data, id=f"x{message.sequence}")
+    except StreamFull as error:
+        log.error("dead letter lost sequence=%d reason=%s error=%s", message.sequence, letter.reason, error.message)
+        return
+    log.warning("message quarantined sequence=%d reason=%s", message.sequence, letter.reason)
+
+
+async def _put(bus: Bus, name: str, data: bytes) -> None:
+    try:
+        await bus.blobs.put(name, data)
+    except Conflict:
+        log.info("dead letter is there already blob=%s", name)
+
+
+def _sound(text: str) -> str:
+    """Text that can be encoded; a foreign client's header may hold half a character."""
+    return text.encode(errors="replace").decode()

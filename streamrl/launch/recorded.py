@@ -1,0 +1,40 @@
+"""`record`: a run, up or not, as files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from streamrl.bus.protocol import Bus
+from streamrl.config.tree import Config
+from streamrl.consumers.record import Recording, record
+from streamrl.consumers.tap_position import hold_stream, keeping_position
+from streamrl.launch.lock import holder
+from streamrl.launch.opened import opened
+from streamrl.launch.source import read_record
+from streamrl.runtime.rundir import RunDir
+
+LEASE_S = 60
+
+
+async def record_run(run: RunDir, out: Path, *, checkpoints: bool = False) -> Recording:
+    """Record everything that the run has at this moment; while it is up, hold its stream against trimming for as long as this takes.
+
+    Raises:
+        ConfigError: `out` exists.
+        LaunchError: the run is being started, or its server cannot be.
+        LogTruncated: the stream was trimmed before it could be held.
+    """
+    config = run.load_config()
+    live = holder(run) is not None or bool(config.bus.url)
+    async with opened(run) as bus:
+        if not live:
+            return await _record(bus, config, run, out, checkpoints)
+        reader = f"record-{os.getpid()}"
+        await hold_stream(bus, reader, lease_s=LEASE_S)
+        async with keeping_position(bus, reader, lease_s=LEASE_S, release=True):
+            return await _record(bus, config, run, out, checkpoints)
+
+
+async def _record(bus: Bus, config: Config, run: RunDir, out: Path, checkpoints: bool) -> Recording:
+    return await record(bus, config, run, out, run_record=await read_record(bus), checkpoints=checkpoints)

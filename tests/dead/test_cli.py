@@ -1,0 +1,172 @@
+"""`streamrl dead` and `streamrl reward` on a run that is up, on one that is not, and on one that cannot be reached."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from streamrl.bus import BusAddress, connect
+from streamrl.bus.server import NatsServer
+from streamrl.cli import main
+from streamrl.config.tree import BusConfig, Config, RunConfig
+from streamrl.consumers.dead import bury
+from streamrl.consumers.ledger import open_ledger
+from streamrl.consumers.reader import open_message
+from streamrl.core.fold import DeadLetter
+from streamrl.core.records import Poison
+from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.digests import body_digest
+from streamrl.schemas.ledger import LedgerEntry, Used
+from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_TASK, SAMPLES, Subjects
+from streamrl.schemas.versions import Version
+from tests.dead.messages import patched, template
+
+pytestmark = pytest.mark.nats
+ROOT = Path(__file__).parents[2]
+GOOD = patched(template((0, 1)), 3, 0)
+CONFIG = BusConfig(patience_s=5.0, samples_bytes=10_000_000, blobs_bytes=10_000_000)
+
+
+async def bad_messages(address: BusAddress, run: str) -> None:
+    """Two letters (sequences 1 and 2) and one entry that trained task 0."""
+    subjects = Subjects(run)
+    bus = await connect(address, run, CONFIG)
+    try:
+        for task in (3, 0):
+            await bus.publish(subjects.samples("main"), GOOD[:-900], headers={HEADER_TASK: str(task), HEADER_DIGEST: body_digest(GOOD)})
+        for sequence in (1, 2):
+            message = await bus.fetch(SAMPLES, sequence)
+            record = open_message(message).record
+            assert isinstance(record, Poison)
+            await bury(bus, subjects, message, DeadLetter(sequence, record.reason, record.task))
+        ledger = await open_ledger(bus, subjects, "main", fence=1)
+        used = (Used(0, (0,), (9,)),)
+        await ledger.append(
+            LedgerEntry(run=run, trainer="main", version=Version(0, 1), source="main", used=used, cursor=2, granted=9, retired=1)
+        )
+    finally:
+        await bus.close()
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.chdir(tmp_path)
+    run = RunDir(tmp_path / "runs" / "demo")
+    run.create()
+    return run
+
+
+@pytest.fixture
+def up(run_dir: RunDir, nats_server: NatsServer) -> Iterator[RunDir]:
+    """A run whose bus answers, as far as the command line can tell; nobody trains it."""
+    import asyncio
+
+    address = nats_server.address
+    password = run_dir.path / "password"
+    password.write_text(address.password)
+    bus = msgspec.structs.replace(CONFIG, url=address.url, user=address.user, password_file=str(password))
+    run_dir.write_config(Config(run=RunConfig(name="demo"), bus=bus))
+    address.save(run_dir.bus_path)
+    asyncio.run(bad_messages(address, "demo"))
+    yield run_dir
+
+    async def remove() -> None:
+        connection = await connect(address, "demo", CONFIG)
+        await connection.remove()
+        await connection.close()
+
+    asyncio.run(remove())
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("error: ") and "\nhint: " in captured.err
+    return captured.err
+
+
+def test_list_show_repair_replay(up: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dead", "list", "demo"]) == 0
+    header, first, second = capsys.readouterr().out.splitlines()
+    assert header.split() == ["SEQ", "TASK", "BYTES", "STORED", "SUBJECT", "REASON"]
+    assert first.split()[:2] == ["1", "3"] and "demo.samples.main" in first and "digest" in first
+    assert second.split()[:2] == ["2", "0"]
+    assert main(["dead", "list", "demo", "--json"]) == 0
+    assert [letter["sequence"] for letter in json.loads(capsys.readouterr().out)] == [1, 2]
+
+    assert main(["dead", "show", "demo", "1", "--out", "body.bin"]) == 0
+    shown = capsys.readouterr().out
+    assert Path("body.bin").read_bytes() == GOOD[:-900]
+    assert "task:      3" in shown and f"header:    {HEADER_TASK}: 3" in shown and "more bytes; --out FILE" in shown and "000000  " in shown
+    assert main(["dead", "show", "demo", "1", "--json"]) == 0
+    assert bytes.fromhex(json.loads(capsys.readouterr().out)["body_hex"]) == GOOD[:256]
+
+    assert "letter 1 would be quarantined again" in refused(capsys, "dead", "replay", "demo", "1")
+    Path("good.bin").write_bytes(GOOD)
+    arguments = ["dead", "replay", "demo", "1", "--body", "good.bin", "--wait", "0.1"]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == "letter 1 published again at sequence 3: waiting, the ledger has not come to it yet\n"
+    assert main([*arguments, "--json"]) == 0
+    (again,) = json.loads(capsys.readouterr().out)
+    assert (again["sequence"], again["duplicate"], again["task"], again["state"]) == (3, True, 3, "waiting")
+
+
+def test_a_replay_for_a_task_that_has_ended_is_late(up: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("good.bin").write_bytes(patched(template((0, 1)), 0, 0))
+    assert main(["dead", "replay", "demo", "2", "--body", "good.bin"]) == 0
+    assert "dropped, it comes after the end of its task 0, which was trained into version 0.1" in capsys.readouterr().out
+
+
+def test_wrong_arguments(up: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "got 7; there are 2: 1, 2" in refused(capsys, "dead", "show", "demo", "7")
+    assert "got 7; there are 2: 1, 2" in refused(capsys, "dead", "replay", "demo", "7")
+    assert "repairs one letter, got 2 sequences" in refused(capsys, "dead", "replay", "demo", "1", "2", "--body", "x")
+    assert "the body x cannot be read: No such file" in refused(capsys, "dead", "replay", "demo", "1", "--body", "x")
+    assert "cannot be written to no/where" in refused(capsys, "dead", "show", "demo", "1", "--out", "no/where")
+    assert "got 'nobody'" in refused(capsys, "dead", "list", "nobody")
+    assert "got 'nobody'" in refused(capsys, "reward", "nobody", "--task", "0", "--rollout", "0", "--reward", "1")
+
+
+def test_reward(up: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["reward", "demo", "--rollout", "1", "--wait", "0.1"]
+    assert main([*base, "--task", "0", "--reward", "0.5", "--part", "format=0.25"]) == 0
+    out = capsys.readouterr().out
+    assert "reward of task 0 rollout 1 stored at sequence 3: dropped" in out and "trained into version 0.1" in out
+    assert main([*base, "--task", "5", "--reward", "-0.5", "--revision", "3", "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert (first["sequence"], first["state"], first["duplicate"]) == (4, "waiting", False)
+    assert main([*base, "--task", "5", "--reward", "1", "--revision", "3"]) == 0
+    assert "revision 3 had been published before, so this one changes nothing" in capsys.readouterr().out
+    assert "must be finite" in refused(capsys, *base, "--task", "5", "--reward", "nan")
+    assert "revision >= 1" in refused(capsys, *base, "--task", "5", "--reward", "1", "--revision", "0")
+    assert "expected --part NAME=VALUE" in refused(capsys, *base, "--task", "5", "--reward", "1", "--part", "format")
+
+
+async def test_a_run_that_is_not_up_is_read_from_its_store(run_dir: RunDir) -> None:
+    run_dir.write_config(Config(run=RunConfig(name="demo"), bus=CONFIG))
+    server = NatsServer(run_dir.bus_store)
+    server.start()
+    try:
+        await bad_messages(server.address, "demo")
+    finally:
+        server.stop()
+    code = f"import sys; from streamrl.cli import main; sys.exit(main(['dead', 'list', {str(run_dir.path)!r}, '--json']))"
+    done = subprocess.run(  # noqa: ASYNC221
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr
+    assert [letter["sequence"] for letter in json.loads(done.stdout)] == [1, 2]
+
+
+def test_a_bus_that_does_not_answer(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    bus = BusConfig(url="nats://127.0.0.1:1", patience_s=0.2)
+    run_dir.write_config(Config(run=RunConfig(name="demo"), bus=bus))
+    BusAddress(url=bus.url).save(run_dir.bus_path)
+    assert "127.0.0.1:1" in refused(capsys, "dead", "list", "demo")

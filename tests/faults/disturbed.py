@@ -1,0 +1,270 @@
+"""A real `streamrl up` under faults: strikes its processes and its wire, and measures how long until the next batch is in the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+
+import msgspec
+
+from streamrl.bus import BusAddress, connect
+from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.subjects import LEDGER, Subjects
+from tests.faults.faults import CHECKPOINT, MESSAGES, Fault
+from tests.faults.processes import send, server_pid, worker_pid
+from tests.faults.shapes import NAME, Shape, open_gate, write_files
+from tests.faults.wire import SERVER, Wire, open_wire
+
+ROOT = Path(__file__).parents[2]
+AIM_S = 10.0
+CATCH_S = 20.0
+RECOVER_S = 120.0
+ON_ITS_WAY_S = 0.05
+"""An entry that the server stores so soon after a strike was sent before it."""
+
+
+class Struck(msgspec.Struct, frozen=True):
+    """What came of a strike."""
+
+    fault: Fault
+    hit: bool
+    """Whether it fell where it was aimed; else it was struck at the end of the patience."""
+    version: int
+    """Entries in the ledger at that time."""
+    recovery_s: float
+    """From the strike to the next ledger entry that was not on its way already; -1: none came."""
+
+
+class Disturbed:
+    """One run that is up. `stop_s` and `away_s`: how long a process stays stopped, and a connection cut."""
+
+    def __init__(self, place: Path, shape: Shape, wire: Wire, up: asyncio.subprocess.Process, *, stop_s: float, away_s: float) -> None:
+        self.run = RunDir(place / "runs" / NAME)
+        self._place = place
+        self._shape = shape
+        self._wire = wire
+        self._up = up
+        self._stop_s = stop_s
+        self._away_s = away_s
+        self._opened = shape.tasks_before
+        self._stored_s: list[float] = []
+        """When the server stored each entry of the ledger."""
+        self._started = [up]
+        self._attached: asyncio.subprocess.Process | None = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def versions(self) -> int:
+        """Entries in the ledger."""
+        return len(self._stored_s)
+
+    async def until(self, holds: Callable[[], object], what: str, within_s: float = 90.0) -> None:
+        """Wait; fails when `up` ends before, or after a time that no healthy machine needs."""
+        deadline = time.monotonic() + within_s
+        while not holds():
+            assert self._up.returncode is None, f"the run ended before {what}:\n{self.said()}"
+            assert time.monotonic() < deadline, f"{what} did not come within {within_s:g} s:\n{self.said()}"
+            await asyncio.sleep(0.02)
+
+    def said(self) -> str:
+        """The last of what `up` has printed."""
+        return (self._place / "out").read_text()[-3000:]
+
+    async def begin(self) -> None:
+        """Wait for the first workers, and follow the ledger from then on, past the wire."""
+        await self.until(lambda: self.run.exists and worker_pid(self.run, "producer"), "the first workers")
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        address = msgspec.structs.replace(BusAddress.load(self.run.bus_path), url=f"nats://{SERVER}:{self._wire.port}")
+        bus = await connect(address, NAME, self.run.load_config().bus, create=False, patience_s=60.0)
+        subject = Subjects(NAME).ledger("main")
+        try:
+            async for message in bus.read(LEDGER, after=0, subject=subject):
+                self._stored_s.append(message.time_s)
+        finally:
+            await bus.close()
+
+    async def _look_away(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+
+    async def start(self, *words: str) -> asyncio.subprocess.Process:
+        """Start another command beside `up`; it is killed at the end if it still runs."""
+        self._started.append(await command(self._place, *words))
+        return self._started[-1]
+
+    async def attach(self) -> None:
+        """Start the producer that belongs to nobody's supervisor."""
+        self._attached = await self.start("attach", "single_turn", "--run", NAME, "--concurrency", "4")
+
+    def pid(self, part: str) -> int | None:
+        """The process of a part."""
+        if part == "attached producer":
+            return None if self._attached is None or self._attached.returncode is not None else self._attached.pid
+        return server_pid(self.run) if part == "nats-server" else worker_pid(self.run, part)
+
+    def open(self, batches: int) -> None:
+        """Hand out more work."""
+        self._opened += batches * self._shape.batch_tasks
+        open_gate(self._place, self._opened)
+
+    async def strike(self, fault: Fault, rng: random.Random) -> Struck:
+        """Strike once, and wait until the part is back and a batch has been trained."""
+        self.open(3)
+        target = self.versions + rng.randrange(3)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(5.0):
+                await self.until(lambda: self.versions >= target, "the moment of the strike")
+        await self.until(lambda: self.pid(fault.part), f"a {fault.part}")
+        self.open(3)
+        hit = await self._aim(fault, rng)
+        before, struck_s = self.versions, time.time()
+        try:
+            await self._apply(fault)
+        finally:
+            self._wire.release()
+        recovery_s = await self._recovered(struck_s)
+        await self.until(lambda: self.pid(fault.part), f"the {fault.part} again")
+        return Struck(fault, hit, before, recovery_s)
+
+    async def _aim(self, fault: Fault, rng: random.Random) -> bool:
+        if not fault.aim:
+            await asyncio.sleep(rng.uniform(0.0, 0.2))
+            return True
+        if fault.aim == CHECKPOINT:
+            return await self._catch_checkpoint()
+        sender, pattern = MESSAGES[fault.aim]
+        await self.until(lambda: self.pid(sender), f"a {sender}")
+        ambush = self._wire.ambush(self.pid(sender) or 0, pattern, fault.where)
+        for _ in range(int(AIM_S)):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ambush.sprung.wait(), 1.0)
+                return True
+            self.open(1)
+        return False
+
+    async def catch_trainer_committing(self) -> int:
+        """Stop the trainer with a ledger entry half sent; returns its process id."""
+        self.open(3)
+        assert await self._aim(Fault("trainer", "SIGSTOP", "commit", "within"), random.Random(0)), "expected the trainer to commit"
+        pid = self.pid("trainer")
+        assert pid is not None and send(pid, signal.SIGSTOP)
+        return pid
+
+    def wake(self, pid: int) -> None:
+        """Let a stopped process go on; the rest of what it was sending gets through."""
+        send(pid, signal.SIGCONT)
+        self._wire.release()
+
+    async def _catch_checkpoint(self) -> bool:
+        """Leave the trainer stopped while the files of a checkpoint are being written.
+
+        It is stopped and looked at again and again: this process may be too slow to see a write and stop it in time.
+        """
+        deadline, look = time.monotonic() + CATCH_S, 0
+        while time.monotonic() < deadline:
+            for _ in range(10):
+                if self._writing():
+                    break
+                await asyncio.sleep(0.001)
+            pid = self.pid("trainer")
+            if pid is not None and send(pid, signal.SIGSTOP):
+                await asyncio.sleep(0.005)
+                if self._writing():
+                    return True
+                send(pid, signal.SIGCONT)
+            look += 1
+            if look % 20 == 0:
+                self.open(1)
+        return False
+
+    def _writing(self) -> bool:
+        return any(".writing-" in name and not name.endswith("-removed") for name in os.listdir(self.run.checkpoints))
+
+    async def _apply(self, fault: Fault) -> None:
+        pid = self.pid(fault.part)
+        assert pid is not None, f"expected a {fault.part} to strike"
+        match fault.kind:
+            case "kill -9":
+                send(pid, signal.SIGKILL)
+                if fault.part == "attached producer" and self._attached is not None:
+                    await self._attached.wait()
+                    await self.attach()
+                else:
+                    await self.until(lambda: self.pid(fault.part) not in (None, pid), f"the successor of the {fault.part}")
+            case "SIGSTOP":
+                send(pid, signal.SIGSTOP)
+                self._wire.release()
+                await asyncio.sleep(self._stop_s)
+                send(pid, signal.SIGCONT)
+            case "cut":
+                cut = asyncio.create_task(self._wire.cut(None if fault.part == "nats-server" else pid, self._away_s))
+                await asyncio.sleep(0)
+                send(pid, signal.SIGCONT)  # a trainer that was caught in a checkpoint goes on without its connection
+                await cut
+
+    async def _recovered(self, struck_s: float) -> float:
+        """Seconds to the first entry that was not on its way already; -1: none came. There is work for one, whatever is dropped."""
+        deadline = time.monotonic() + RECOVER_S
+        self.open(3)
+        while time.monotonic() < deadline:
+            later = [stored_s for stored_s in self._stored_s if stored_s > struck_s + ON_ITS_WAY_S]
+            if later:
+                return later[0] - struck_s
+            assert self._up.returncode is None, f"the run ended before it recovered:\n{self.said()}"
+            await asyncio.sleep(0.02)
+        return -1.0
+
+    async def finish(self) -> None:
+        """Let all the work through, and wait until the run has ended by itself."""
+        self._opened = 10**9
+        open_gate(self._place, self._opened)
+        await self._look_away()
+        code = await asyncio.wait_for(self._up.wait(), 300)
+        assert code == 0, f"expected `streamrl up` to end with 0, got {code}:\n{self.said()}"
+        if self._attached is not None:
+            assert await asyncio.wait_for(self._attached.wait(), 60) == 0, "an attached producer leaves when the run has finished"
+
+    async def end(self) -> None:
+        """Kill what still runs; workers and server die with `up`."""
+        await self._look_away()
+        for process in self._started:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+
+async def command(place: Path, *words: str) -> asyncio.subprocess.Process:
+    """Start `python -m streamrl WORDS` in `place`; its output goes to `out` there."""
+    surroundings = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    with (place / "out").open("ab") as out:
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "streamrl", *words, cwd=place, env=surroundings, stdout=out, stderr=out
+        )
+
+
+@contextlib.asynccontextmanager
+async def disturbed(
+    place: Path, shape: Shape, *, steps: int, stop_s: float, away_s: float, attach: bool = True
+) -> AsyncGenerator[Disturbed]:
+    """A run that is up, with an attached producer. Judge it before this ends: its address leads over the wire."""
+    write_files(place, shape)
+    async with open_wire() as wire:
+        up = await command(place, "up", f"{NAME}.toml", "--json", *shape.arguments(steps, wire.port))
+        found = Disturbed(place, shape, wire, up, stop_s=stop_s, away_s=away_s)
+        try:
+            await found.begin()
+            if attach:
+                await found.attach()
+            yield found
+        finally:
+            await found.end()

@@ -1,0 +1,123 @@
+"""The runs that are disturbed: what is trained, and how work is handed out while faults are struck."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+
+NAME = "demo"
+TOML = """
+[run]
+name = "demo"
+numerics = "bitwise"
+seed = 5
+[data]
+train = "train.jsonl"
+chat_template = false
+max_prompt_tokens = 16
+[model]
+max_len = 24
+[producer]
+concurrency = 6
+[reward]
+kind = "reward.py:gated"
+[weights]
+transport = "bus"
+[bus]
+host = "127.0.0.1"
+advertise = "127.0.0.2"
+ack_wait_s = 1.0
+[supervise]
+backoff_s = 0.1
+max_restarts = 100
+window_s = 2.0
+drain_s = 60.0
+"""
+REWARD = """
+import asyncio
+from pathlib import Path
+
+GATE = Path(__file__).with_name("gate")
+
+
+async def gated(task, episode):
+    while task.index >= int(GATE.read_text()):
+        await asyncio.sleep(0.02)
+    {reward}
+"""
+# One task in nine fails in its reward and ends as a tombstone; few groups have all rewards equal.
+LETTERS = """if task.index % 9 == 4:
+        raise ValueError("no reward for this one")
+    return float(sum(map(ord, episode.completion)) % 7)"""
+EXACT = "return float(episode.completion.strip() == task.label)"
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """One kind of run."""
+
+    name: str
+    batch_tasks: int
+    overrides: dict[str, object]
+    """`--set` values."""
+    reward: str = LETTERS
+    deterministic: bool = False
+    """Whether a disturbed run must give the digests of an undisturbed one."""
+    tasks_before: int = 0
+    """Tasks of the warm-up, which no gate holds: what is handed out is counted from here."""
+
+    def arguments(self, steps: int, port: int) -> list[str]:
+        """The `--set` options of `streamrl up`."""
+        values = {"run.steps": steps, "bus.port": port, "tasks.batch_tasks": self.batch_tasks, **self.overrides}
+        return [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value).strip(chr(34))}")]
+
+
+TABLE: dict[str, object] = {
+    "engine.kind": "table",
+    "engine.slots": 12,
+    "engine.deterministic": True,
+    "trainer.backend": "table",
+    "trainer.checkpoint_every": 3,
+    "sampling.max_new_tokens": 5,
+    "tasks.num_rollouts": 3,
+    "tasks.max_deliveries": 1000,
+}
+STREAM = Shape(name="stream", batch_tasks=3, overrides={**TABLE, "tasks.max_staleness": 2})
+LOCKSTEP = Shape(name="lockstep", batch_tasks=3, overrides={**TABLE, "tasks.max_staleness": 0}, deterministic=True)
+QUICKSTART = Shape(
+    name="quickstart",
+    batch_tasks=16,
+    overrides={
+        "model.hidden": 128,
+        "engine.slots": 64,
+        "producer.concurrency": 32,
+        "sampling.max_new_tokens": 5,
+        "tasks.num_rollouts": 4,
+        "tasks.max_staleness": 1,
+        "tasks.max_deliveries": 1000,
+        "tasks.drop_zero_spread": False,
+        "trainer.checkpoint_every": 4,
+        "warmup.max_steps": 20,
+        "weights.transport": "shm",
+    },
+    reward=EXACT,
+    tasks_before=22 * 16,
+)
+
+
+def write_files(place: Path, shape: Shape) -> None:
+    """What a run of this shape is started from. Nothing gets through the gate yet."""
+    place.mkdir(parents=True, exist_ok=True)
+    rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(10) for b in range(10)]
+    (place / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (place / "reward.py").write_text(REWARD.format(reward=shape.reward))
+    (place / f"{NAME}.toml").write_text(TOML)
+    open_gate(place, 0)
+
+
+def open_gate(place: Path, tasks: int) -> None:
+    """Let the rewards of the first `tasks` tasks through."""
+    draft = place / "gate.new"
+    draft.write_text(str(tasks))
+    draft.rename(place / "gate")

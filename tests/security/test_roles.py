@@ -1,0 +1,219 @@
+"""What each role may and may not do, on a real server: every operation of the bus, asked with every role's credentials."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+
+import pytest
+
+from streamrl.bus.jetstream import admin
+from streamrl.bus.jetstream.bus import JetStreamBus
+from streamrl.bus.permissions import OPERATOR, ROLES
+from streamrl.errors import Forbidden, SchemaError
+from streamrl.schemas.codec import decode
+from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.subjects import Subjects
+from tests.security.conftest import RUN, As
+
+pytestmark = pytest.mark.nats
+
+TO = Subjects(RUN)
+WORKERS = {"trainer", "producer", "engine", "feeder", "evaluator"}
+Operation = Callable[[JetStreamBus], Awaitable[object]]
+
+
+async def first_of(bus: JetStreamBus, stream: str) -> bytes:
+    async with aclosing(bus.read(stream, after=0)) as messages:
+        return (await anext(messages)).body
+
+
+async def first_key(bus: JetStreamBus, prefix: str) -> str:
+    async with aclosing(bus.kv.watch(prefix)) as entries:
+        return (await anext(entries)).key
+
+
+async def claimed(bus: JetStreamBus) -> None:
+    [lease] = await bus.claim("main", max=1, wait_s=2.0)
+    await lease.keep()
+    await lease.retry()
+
+
+def publish(subject: str) -> Operation:
+    return lambda bus: bus.publish(subject, b"x")
+
+
+def put(key: str) -> Operation:
+    return lambda bus: bus.kv.put(key, b"x")
+
+
+def read(stream: str) -> Operation:
+    return lambda bus: first_of(bus, stream)
+
+
+def state(stream: str) -> Operation:
+    return lambda bus: bus.state(stream)
+
+
+def ask(subject: str, body: object = b"") -> Operation:
+    return lambda bus: bus._connection.request(subject, body)
+
+
+STORES: dict[str, tuple[Operation, set[str]]] = {
+    "samples": (publish(TO.samples("main")), {"producer"}),
+    "tombstones": (publish(TO.tombstones("main")), {"producer"}),
+    "rewards": (publish(TO.rewards), {"producer"}),
+    "marks": (publish(TO.marks), {"trainer"}),
+    "tasks": (publish(TO.tasks("main")), {"feeder"}),
+    "ledger": (publish(TO.ledger("main")), {"trainer"}),
+    "weights": (publish(TO.weights("policy")), {"trainer"}),
+    "dead": (publish(TO.dead), {"trainer"}),
+    "metrics": (publish(TO.metrics("x")), WORKERS),
+    "finished": (publish(TO.events("finished")), {"trainer"}),
+    "evaluation": (publish(TO.events("evaluation")), {"evaluator", "trainer"}),
+    "weights taken": (publish(TO.events("weights")), {"engine", "trainer"}),
+    "stalled": (publish(TO.events("stalled")), {"producer", "feeder", "trainer"}),
+    "blob": (lambda bus: bus.blobs.put("new", b"x"), {"trainer"}),
+    "grant": (put("granted"), {"trainer"}),
+    "checkpoint": (put("latest/main"), {"trainer"}),
+    "position": (put("positions/main"), {"trainer"}),
+    "fence": (put("fences/main"), {"trainer"}),
+    "checkpoint of a rollout": (put("checkpoints/7/0"), {"producer"}),
+    "run record": (put("run"), set()),
+    "totals": (put("totals"), set()),
+    "presence of an engine": (put("presence/engines/x"), {"engine"}),
+    "presence of a worker": (put("presence/workers/x"), WORKERS),
+}
+READS: dict[str, tuple[Operation, set[str]]] = {
+    "samples": (read("samples"), {"trainer", "reader"}),
+    "a sample": (lambda bus: bus.fetch("samples", 1), {"trainer", "reader"}),
+    "ledger": (read("ledger"), {"trainer", "evaluator", "reader"}),
+    "the ledger's end": (lambda bus: bus.last(TO.ledger("main")), {"trainer", "evaluator", "reader"}),
+    "weights": (read("weights"), {"trainer", "engine", "reader"}),
+    "events": (read("events"), {"producer", "evaluator", "reader"}),
+    "metrics": (read("metrics"), {"reader"}),
+    "dead letters": (read("dead"), {"reader"}),
+    "a blob": (lambda bus: bus.blobs.get("old"), {"trainer", "engine", "reader"}),
+    "keys": (lambda bus: bus.kv.keys("presence/"), {*WORKERS, "reader"}),
+    "a key": (lambda bus: bus.kv.get("granted"), {*WORKERS, "reader"}),
+    "a watched key": (lambda bus: first_key(bus, "granted"), {*WORKERS, "reader"}),
+    "the queue's end": (state("tasks"), {"feeder", "reader"}),
+    "a queued task": (lambda bus: bus.fetch("tasks", 1), {"feeder"}),
+}
+CHANGES: dict[str, tuple[Operation, set[str]]] = {
+    "claim a task": (claimed, {"producer"}),
+    "trim samples": (lambda bus: admin.purge(bus._connection, f"{RUN}-samples", {"seq": 1}), {"trainer"}),
+    "trim the ledger": (lambda bus: admin.purge(bus._connection, f"{RUN}-ledger", {"seq": 1}), set()),
+    "empty the queue": (lambda bus: admin.purge(bus._connection, f"{RUN}-tasks", {"seq": 1}), set()),
+    "remove a blob": (lambda bus: bus.blobs.delete("old"), {"trainer"}),
+    "remove a sample": (ask(f"$JS.API.STREAM.MSG.DELETE.{RUN}-samples", {"seq": 10**6}), set()),
+    "remove a task": (ask(f"$JS.API.STREAM.MSG.DELETE.{RUN}-tasks", {"seq": 10**6}), set()),
+    "delete a stream": (ask(f"$JS.API.STREAM.DELETE.{RUN}-nothing"), set()),
+    "make a stream": (ask("$JS.API.STREAM.CREATE.other", {"name": "other", "subjects": ["other.>"], "storage": "memory"}), set()),
+    "change a stream": (ask(f"$JS.API.STREAM.UPDATE.{RUN}-nothing", {"name": f"{RUN}-nothing"}), set()),
+    "delete the consumer of the tasks": (ask(f"$JS.API.CONSUMER.DELETE.{RUN}-tasks.other"), set()),
+    "make a consumer of the tasks": (lambda bus: bus.claim("extra", max=1, wait_s=0.0), set()),
+    "list the streams": (ask("$JS.API.STREAM.NAMES"), set()),
+    "stop the account's JetStream": (ask("$JS.API.ACCOUNT.PURGE.$G"), set()),
+}
+OPERATIONS = {
+    **{f"store {name}": operation for name, operation in STORES.items()},
+    **{f"read {name}": operation for name, operation in READS.items()},
+    **CHANGES,
+}
+
+
+async def furnish(operator: JetStreamBus) -> None:
+    """Something to read on every stream."""
+    for subject in (TO.samples("main"), TO.ledger("main"), TO.weights("policy"), TO.dead, TO.metrics("x"), TO.events("finished")):
+        await operator.publish(subject, b"there")
+    await operator.publish(TO.tasks("main"), b"task")
+    await operator.kv.put("granted", b"1")
+    await operator.blobs.put("old", b"bytes")
+
+
+@pytest.mark.parametrize("role", ROLES)
+async def test_a_role_may_do_its_own_work_and_nothing_else(role: str, as_role: As) -> None:
+    await furnish(await as_role(OPERATOR))
+    bus = await as_role(role)
+    wrong: list[str] = []
+    for name, (operation, roles) in OPERATIONS.items():
+        try:
+            async with asyncio.timeout(4):
+                await operation(bus)
+            if role not in roles:
+                wrong.append(f"{role} can {name}")
+        except Forbidden as error:
+            if role in roles:
+                wrong.append(f"{role} cannot {name}: {error.message}")
+            elif f"user '{role}' lacks this right" not in error.hint:
+                wrong.append(f"no hint for {name}: {error.hint}")
+        except TimeoutError:
+            wrong.append(f"{role} gets no answer to {name}")
+    assert wrong == []
+
+
+async def test_every_role_is_refused_something_that_another_may_do() -> None:
+    assert all({role for _, roles in OPERATIONS.values() for role in roles} - {one} for one in ROLES)
+    assert {role for _, roles in OPERATIONS.values() for role in roles} == set(ROLES)
+
+
+async def test_a_role_cannot_listen_to_others(as_role: As) -> None:
+    """Neither to what they publish nor to the replies they get."""
+    operator, producer = await as_role(OPERATOR), await as_role("producer")
+    heard: list[str] = []
+
+    async def hear(message: object) -> None:
+        heard.append(str(message))
+
+    for subject in (f"{RUN}.>", "_INBOX_trainer.>", "$JS.EVENT.>", ">"):
+        await producer._connection._client.subscribe(subject, cb=hear)
+    await producer._connection._client.flush()
+    await operator.publish(TO.ledger("main"), b"x")
+    await producer.publish(TO.samples("main"), b"x")
+    assert heard == []
+
+
+async def test_a_producer_of_a_source_nobody_made_is_told_at_once(as_role: As) -> None:
+    producer = await as_role("producer")
+    async with asyncio.timeout(4):
+        with pytest.raises(Forbidden, match=r"CONSUMER\.CREATE\.run-tasks\.extra"):
+            await producer.claim("extra", max=1, wait_s=0.0)
+
+
+async def test_a_task_whose_delivery_the_server_forgot_is_left_to_be_delivered_again(as_role: As) -> None:
+    """The producer may not delete it from the queue, as the operator's connection does then."""
+    operator, producer = await as_role(OPERATOR), await as_role("producer")
+    await operator.publish(TO.tasks("main"), b"task")
+    [lease] = await producer.claim("main", max=1, wait_s=2.0)
+    lease._reply = lease._reply.replace(f"{RUN}-tasks.main", f"{RUN}-tasks.nobody")
+    await lease.done()
+    assert (await operator.state("tasks")).messages == 1
+
+
+@pytest.mark.parametrize("role", sorted(WORKERS - {"trainer"}))
+async def test_an_answer_cannot_carry_chosen_bytes_to_where_the_role_may_not_publish(role: str, as_role: As) -> None:
+    """NATS does not check where an answer is sent; the ways to have stored bytes sent as they are must all be closed."""
+    operator, bus = await as_role(OPERATOR), await as_role(role)
+    await bus.kv.put("presence/workers/own", b"forged")
+    key, api = f"$KV.{RUN}.presence.workers.own", "$JS.API.CONSUMER"
+    pull = {"name": "pull", "ack_policy": "none", "filter_subject": key}
+    push = {"name": "push", "ack_policy": "none", "filter_subject": key, "deliver_subject": TO.ledger("pushed")}
+    for config in (pull, push):
+        await bus._connection.request(f"{api}.CREATE.KV_{RUN}.{config['name']}.{key}", {"stream_name": f"KV_{RUN}", "config": config})
+    send = bus._connection.send
+    for number, body in enumerate((b'{"batch":1,"no_wait":true}', b'{"batch":1,"expires":500000000}', b"")):
+        await send(f"{api}.MSG.NEXT.KV_{RUN}.pull", body, TO.ledger(f"pulled{number}"))
+    await send(f"$JS.API.DIRECT.GET.KV_{RUN}", b'{"seq":1}', TO.ledger("direct"))
+    await send(f"$JS.API.DIRECT.GET.KV_{RUN}.{key}", b"", TO.ledger("direct"))
+    await send(f"$JS.API.STREAM.MSG.GET.KV_{RUN}", b'{"seq":1}', TO.ledger("asked"))
+    await bus.kv.get("presence/workers/own")
+    await asyncio.sleep(0.7)
+    stored = [(await operator.fetch("ledger", index + 1)) for index in range((await operator.state("ledger")).last)]
+    # A delivered message keeps its own subject, and the ledger is read by subject.
+    for message in (message for message in stored if message.subject != key):
+        assert message.body != b"forged"
+        with pytest.raises(SchemaError):
+            decode(message.body, LedgerEntry)
+    assert TO.ledger("asked") in {message.subject for message in stored}, "or this test asks in vain"

@@ -1,0 +1,95 @@
+"""What the source may not contain, found in its syntax trees: unpickling, code from data, secrets on the wire in the clear."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("streamrl", "producers", "consumers", "schemas", "examples", "scripts")
+PICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "jsonpickle"}
+UNPICKLING_CALLS = {"broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list", "recv_object_list", "read_pickle"}
+
+
+def sources() -> list[Path]:
+    return sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py") if path.is_file())
+
+
+def name_of(node: ast.AST) -> str:
+    """`a.b.c` of a name or an attribute."""
+    if isinstance(node, ast.Attribute):
+        return f"{name_of(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def faults(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, what is wrong)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, f"import {one.name}") for one in node.names if one.name.split(".")[0] in PICKLERS)
+        elif isinstance(node, ast.ImportFrom):
+            if (node.module or "").split(".")[0] in PICKLERS:
+                yield node.lineno, f"from {node.module} import"
+            if node.module == "torch" and any(one.name == "load" for one in node.names):
+                yield node.lineno, "torch.load under another name"
+        elif isinstance(node, ast.Call):
+            yield from faulty_call(node)
+
+
+def faulty_call(call: ast.Call) -> Iterator[tuple[int, str]]:
+    name = name_of(call.func)
+    last = name.rpartition(".")[2]
+    given = {keyword.arg: keyword.value for keyword in call.keywords}
+    if name == "torch.load" and not is_constant(given.get("weights_only"), True):
+        yield call.lineno, "torch.load without weights_only=True"
+    if "allow_pickle" in given and not is_constant(given["allow_pickle"], False):
+        yield call.lineno, "allow_pickle"
+    if last in UNPICKLING_CALLS:
+        yield call.lineno, f"{name} unpickles what other ranks send"
+    if name in ("eval", "exec") or (name == "yaml.load"):
+        yield call.lineno, f"{name} runs what it reads"
+    if is_constant(given.get("shell"), True):
+        yield call.lineno, "shell=True"
+    if last == "_create_unverified_context" or is_constant(given.get("check_hostname"), False):
+        yield call.lineno, "TLS without verification"
+
+
+def is_constant(node: ast.AST | None, value: object) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
+
+
+def test_the_source_unpickles_nothing_and_runs_no_data() -> None:
+    paths = sources()
+    assert len(paths) > 100, "the scan found the wrong folder"
+    found = {
+        f"{path.relative_to(ROOT)}:{line}: {fault}"
+        for path in paths
+        for line, fault in faults(ast.parse(path.read_text(), filename=str(path)))
+    }
+    assert found == set()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "from cloudpickle import loads",
+        "import torch\ntorch.load('x')",
+        "import torch\ntorch.load('x', weights_only=False)",
+        "from torch import load",
+        "np.load('x', allow_pickle=True)",
+        "dist.broadcast_object_list([x])",
+        "eval(text)",
+        "subprocess.run(text, shell=True)",
+        "ssl._create_unverified_context()",
+    ],
+)
+def test_the_scan_finds_what_is_forbidden(text: str) -> None:
+    assert list(faults(ast.parse(text)))
+
+
+def test_the_scan_leaves_good_code_alone() -> None:
+    assert not list(faults(ast.parse("import torch\ntorch.load('x', weights_only=True)\nnp.load('x', allow_pickle=False)\nfile.load()")))
