@@ -10,6 +10,8 @@ from streamrl.config.paths import DATASETS, DIRECTORIES, FILES, FUNCTIONS, parse
 from streamrl.config.tree import BusConfig, Config, require
 from streamrl.errors import ConfigError
 
+MIN_VOCAB_SIZE = 264
+"""The special tokens and the 256 bytes, rounded up to a multiple of 8."""
 _AT_LEAST: dict[str, float] = {
     "run.max_seconds": 0,
     "model.hidden": 1,
@@ -195,6 +197,12 @@ def _check_model(config: Config) -> None:
         f"engine.kind and trainer.backend must both be table or neither, got {config.engine.kind} and {config.trainer.backend}",
         hint="a tabular policy is trained and served by the table backends only",
         key="engine.kind",
+    )
+    _refuse(
+        model.vocab_size != 0 and (model.vocab_size < MIN_VOCAB_SIZE or config.engine.kind == "table"),
+        f"model.vocab_size must be 0 or at least {MIN_VOCAB_SIZE}, and 0 for engine.kind = table, got {model.vocab_size}",
+        hint="byte-pair encoding begins with the 256 bytes and a few special tokens; 0 gives one token a character",
+        key="model.vocab_size",
     )
     _refuse(
         model.heads % model.kv_heads != 0,

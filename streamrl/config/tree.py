@@ -52,7 +52,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     """The policy's architecture and where its weights come from."""
 
     path: str = ""
-    """Hugging Face model directory (config, weights, tokenizer). Empty: a tiny Qwen3 with a character tokenizer is built."""
+    """Hugging Face model directory (config, weights, tokenizer). Empty: a small Qwen3 and its tokenizer are built."""
     hidden: int = 128
     """Width of the built model."""
     layers: int = 2
@@ -65,6 +65,8 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     """Feed-forward width of the built model."""
     max_len: int = 256
     """Longest sequence in tokens, prompt included."""
+    vocab_size: int = 0
+    """Tokens of the built model. 0: one a character; else byte-pair encoding of that many is trained on the training rows."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights."""
 

@@ -35,6 +35,11 @@ def write_tokenizer(directory: Path) -> None:
     backend = tokenizers.Tokenizer(model)
     backend.decoder = tokenizers.decoders.Fuse()
     backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in SPECIALS])
+    save_tokenizer(backend, directory)
+
+
+def save_tokenizer(backend: tokenizers.Tokenizer, directory: Path) -> None:
+    """Write `backend`, whose first ids are SPECIALS, as a Hugging Face tokenizer directory with the chat template of built models."""
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END,

@@ -7,10 +7,11 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from streamrl.config.tree import Config, ModelConfig
+from streamrl.data.byte_pairs import training_texts, write_byte_pairs
 from streamrl.data.characters import END, SPECIALS, VOCAB_SIZE, write_tokenizer
 from streamrl.errors import ConfigError
 
@@ -18,7 +19,8 @@ from streamrl.errors import ConfigError
 def ensure_model(config: Config, directory: Path) -> Path:
     """The model directory of a run: `model.path` where it is set, else `directory`, built there on the first call.
 
-    A directory that exists is complete (it is renamed into place), so calling it again costs nothing.
+    A directory that exists is complete (it is renamed into place), so calling it again costs nothing. With `model.vocab_size` the tokenizer
+    is trained on the rows of `data.train`, which must then be there.
     """
     if config.model.path:
         path = Path(config.model.path)
@@ -36,7 +38,8 @@ def ensure_model(config: Config, directory: Path) -> Path:
     if config.engine.kind == "table":
         _build(directory, lambda target: write_table(target, max_position=config.sampling.max_new_tokens))
     else:
-        _build(directory, lambda target: write_qwen3(target, config.model, seed=config.run.seed))
+        texts = training_texts(config.data) if config.model.vocab_size else ()
+        _build(directory, lambda target: write_qwen3(target, config.model, seed=config.run.seed, texts=texts))
     return directory
 
 
@@ -66,10 +69,16 @@ def write_table(directory: Path, *, max_position: int) -> None:
     (directory / "table.json").write_text(json.dumps(table) + "\n", encoding="utf-8")
 
 
-def write_qwen3(directory: Path, config: ModelConfig, *, seed: int) -> None:
-    """Write a Qwen3 with random weights (safetensors) and the character tokenizer. The global random state is left as it was.
+def write_qwen3(directory: Path, config: ModelConfig, *, seed: int, texts: Iterable[str] = ()) -> None:
+    """Write a Qwen3 with random weights (safetensors) and its tokenizer. The global random state is left as it was.
 
     The defaults give 0.41 million parameters; the head dimension is hidden / heads, embeddings are tied.
+
+    Args:
+        directory: made if it is not there.
+        config: the architecture.
+        seed: of the weights.
+        texts: what the tokenizer is trained on where `config.vocab_size` asks for byte-pair encoding.
     """
     import safetensors.torch
     import torch
@@ -77,7 +86,7 @@ def write_qwen3(directory: Path, config: ModelConfig, *, seed: int) -> None:
 
     end, pad = SPECIALS.index(END), SPECIALS.index("<|pad|>")
     architecture = transformers.Qwen3Config(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=config.vocab_size or VOCAB_SIZE,
         hidden_size=config.hidden,
         num_hidden_layers=config.layers,
         num_attention_heads=config.heads,
@@ -96,7 +105,10 @@ def write_qwen3(directory: Path, config: ModelConfig, *, seed: int) -> None:
         torch.manual_seed(seed)
         model = transformers.Qwen3ForCausalLM(architecture)
     weights = {name: parameter.detach().to(getattr(torch, config.dtype)) for name, parameter in model.named_parameters()}
-    write_tokenizer(directory)
+    if config.vocab_size:
+        write_byte_pairs(directory, texts, vocab_size=config.vocab_size)
+    else:
+        write_tokenizer(directory)
     architecture.save_pretrained(directory)
     transformers.GenerationConfig(eos_token_id=end, pad_token_id=pad).save_pretrained(directory)
     safetensors.torch.save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
