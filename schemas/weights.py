@@ -32,6 +32,59 @@ class PartRef(msgspec.Struct, frozen=True):
     sha256: str = ""
 
 
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes that several ranks stored are in another order than in the version. A row of three numbers: there are many of them."""
+
+    stored: int
+    """First byte in the concatenation of the parts."""
+    start: int
+    """First byte in the version."""
+    nbytes: int
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to a version: its bytes as a whole, or what changed since its parent."""
+
+    version: Version
+    parent: Version | None = None
+    """The version that the changes apply to; None: the parts are the whole version (an anchor)."""
+    parts: tuple[PartRef, ...]
+    """Offsets count from the first part on; with a parent the parts hold changes (`streamrl.weights.delta`)."""
+    pieces: tuple[Piece, ...] = ()
+    """Where the parts' bytes belong; empty: the parts are the version from its first byte to its last. Anchors only."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to fetch."""
+        return sum(part.nbytes for part in self.parts)
+
+
+class TensorSlice(msgspec.Struct, frozen=True):
+    """Elements `first .. first + count` of a tensor in C order: what one rank holds of it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    first: int
+    count: int
+    digest: str
+    """Partial digest, 16 hex digits; those of all slices add up mod 2^64."""
+
+
+class Contribution(msgspec.Struct, frozen=True, kw_only=True):
+    """What one trainer rank stored of a version; rank 0 merges all of them to the manifest."""
+
+    run: str
+    policy: str
+    version: Version
+    slices: tuple[TensorSlice, ...]
+    links: tuple[Link, ...]
+    """The rank's slices as a whole, as changes, or both; without `pieces`: its parts hold the slices in order, each aligned."""
+    transport: str
+    host: str = ""
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """A version: names, shapes, digests, and the parts that hold the bytes."""
 
@@ -47,6 +100,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """`shm` or `bus`; one manifest may be offered on several (see `mirrors`)."""
     mirrors: dict[str, tuple[PartRef, ...]] = {}
     """The same bytes on other transports."""
+    links: dict[str, tuple[Link, ...]] = {}
+    """By transport: all ways to this version and to those it can be made from, oldest first; empty: `parts` are the whole version."""
+    pieces: tuple[Piece, ...] = ()
+    """Where the bytes of `parts` belong, if several ranks stored them; see `Link.pieces`."""
     host: str = ""
     """Host id (for transports that reach one host only)."""
     digest: str

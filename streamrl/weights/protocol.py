@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.schemas.versions import Version
-from streamrl.schemas.weights import Manifest
+from streamrl.schemas.weights import Contribution, Manifest
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,8 +68,28 @@ class WeightHost(Protocol):
         ...
 
 
+class FileSource(msgspec.Struct, frozen=True, tag="file"):
+    """A file of this host that holds the version's concatenation."""
+
+    path: str
+
+
+class SourceHost(WeightHost, Protocol):
+    """A host whose weights live in other processes, which read a version where it lies instead of being handed its bytes."""
+
+    async def stage_from(self, manifest: Manifest, source: FileSource) -> str:
+        """As `stage`; returns once nobody reads the source any more."""
+        ...
+
+
 class WeightTransport(Protocol):
-    """Moves versions; both ends are rank-local. Adapters: `shm` (one host) and `bus` (anywhere the bus reaches)."""
+    """Moves versions; both ends are rank-local. Adapters: `shm` (one host) and `bus` (anywhere the bus reaches).
+
+    A transport that needs both ends at once (`nccl` between the GPUs of two hosts) fits in: `publish` starts sending from a snapshot
+    and returns a manifest without parts, whose `host` and `transport` tell engines where to ask; `fetch` joins, and raises within
+    a bound when the other end is gone, so that the reader takes the same version by a mirror; `holds` says whether the sender
+    still offers it. Bytes that arrive on the device take the way of `source`, with a source of their own kind.
+    """
 
     async def publish(self, version: Version, shards: Iterator[Shard]) -> Manifest:
         """Put the bytes where engines can fetch them; idempotent per version. The caller announces the manifest."""
@@ -83,6 +103,28 @@ class WeightTransport(Protocol):
         """Whether this transport reaches all the bytes of the manifest now: the right host, and nothing of it gone."""
         ...
 
+    async def source(self, manifest: Manifest) -> FileSource:
+        """The version where readers in other processes of this host find it whole; as it is until the next `fetch` or `source`.
+
+        Raises WeightSyncError as `fetch` does. What is read there is to be checked against the manifest's digests.
+        """
+        ...
+
     async def retire(self, older_than: Version) -> None:
-        """Free the bytes of older versions, but for pinned ones."""
+        """Free the bytes of older versions, but for pinned ones and for what a newer or pinned one is made from."""
+        ...
+
+
+class RankTransport(Protocol):
+    """The publishing end on each of several trainer ranks: every rank stores its slices, rank 0 merges and announces."""
+
+    async def contribute(self, version: Version, shards: Iterator[Shard]) -> Contribution:
+        """Store this rank's slices; idempotent per version.
+
+        Raises WeightSyncError for a slice that is not a range of rows of dimension 0.
+        """
+        ...
+
+    def merge(self, contributions: Sequence[Contribution]) -> Manifest:
+        """On rank 0: the manifest of a version that all ranks have contributed to."""
         ...

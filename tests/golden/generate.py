@@ -21,7 +21,7 @@ from streamrl.schemas.ledger import Drop, LedgerEntry, Used
 from streamrl.schemas.samples import BlobRef, EpochMark, LogprobMode, Mark, RewardUpdate, Sample, Status, Tombstone, VersionSpan
 from streamrl.schemas.tasks import RolloutTask, Sampling
 from streamrl.schemas.versions import Version
-from streamrl.schemas.weights import Manifest, PartRef, TensorSpec
+from streamrl.schemas.weights import Link, Manifest, PartRef, Piece, TensorSpec
 
 FOLDER = Path(__file__).parent
 
@@ -129,6 +129,24 @@ def records() -> dict[str, Any]:
             digest="847822ab7c2d7e8c",
             nbytes=48,
             published_s=2.5,
+        ),
+        "manifest-delta": Manifest(
+            run="golden",
+            policy="policy",
+            version=version,
+            kind="delta",
+            parent=Version(1, 16),
+            tensors=(TensorSpec("logits", "float32", (3, 4), 0, 48, "d1430de7c9a85298"),),
+            parts=(part,),
+            transport="bus",
+            links={
+                "bus": (
+                    Link(version=Version(1, 16), parts=(part,), pieces=(Piece(0, 24, 24), Piece(64, 0, 24))),
+                    Link(version=version, parent=Version(1, 16), parts=(part,)),
+                )
+            },
+            digest="847822ab7c2d7e8c",
+            nbytes=48,
         ),
         "grant": Grant(68, 17, 36, None),
         "position": Position("main", "samples", 99, version),
