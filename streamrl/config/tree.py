@@ -149,7 +149,8 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     """How episodes are scored."""
 
     kind: str = "exact_match"
-    """`exact_match`; a custom reward as `file.py:name`, `pkg.mod:name` or `pkg.mod.name`; or `late`: samples are published without one."""
+    """`exact_match`; `gsm8k`: the final number; a custom reward as `file.py:name`, `pkg.mod:name` or `pkg.mod.name`; or `late`: samples are
+    published without one."""
     options: dict[str, Any] = {}
     late_versions: int = 8
     """Versions that a complete group waits for rewards that come late; then it is dropped as `unrewarded`. 0: for ever."""

@@ -11,17 +11,19 @@ from streamrl.config.tree import RewardConfig
 from streamrl.errors import ConfigError
 from streamrl.rewards.exact_match import ExactMatch
 from streamrl.rewards.functions import FunctionReward
+from streamrl.rewards.gsm8k import FinalNumber
 from streamrl.rewards.protocol import Reward
 
 LATE = "late"
 """`reward.kind` of runs whose rewards come after their samples."""
+BUILT_IN = ("exact_match", "gsm8k", LATE)
 
 
 def make_reward(config: RewardConfig, *, base: Path | None = None) -> Reward | None:
     """Build the reward that `config.kind` names; None for `late`: somebody else gives the rewards (`streamrl.producers.late`).
 
-    `exact_match`, or user code: a function of (task, episode) that gets `options` as keyword arguments; a class, built with `options`,
-    whose objects have `async score(task, episodes)`; or such an object.
+    `exact_match`, `gsm8k`, or user code: a function of (task, episode) that gets `options` as keyword arguments; a class, built with
+    `options`, whose objects have `async score(task, episodes)`; or such an object.
 
     Raises:
         ConfigError: it cannot be found or is none of these.
@@ -30,9 +32,11 @@ def make_reward(config: RewardConfig, *, base: Path | None = None) -> Reward | N
         if config.options:
             raise ConfigError(f"reward.options must be empty for {config.kind}, got {sorted(config.options)}", hint="remove reward.options")
         return None if config.kind == LATE else ExactMatch()
+    if config.kind == "gsm8k":
+        return _built(FinalNumber, config)
     if not any(mark in config.kind for mark in ".:"):
         raise ConfigError(
-            f"reward.kind must be exact_match, late or name user code, got {config.kind!r}",
+            f"reward.kind must be {', '.join(BUILT_IN)} or name user code, got {config.kind!r}",
             hint="write it as file.py:name",
             key="reward.kind",
         )
@@ -60,4 +64,4 @@ def _built(found: type[Any], config: RewardConfig) -> Any:
 
 def is_user_code(config: RewardConfig) -> bool:
     """Whether the reward may block and must run in the thread for user code."""
-    return config.kind not in ("exact_match", LATE)
+    return config.kind not in BUILT_IN

