@@ -11,17 +11,17 @@ from fractions import Fraction
 
 import msgspec
 
-_MARKER = re.compile(r"####|\\boxed\s*\{|\\fbox\s*\{|\banswer\s*(?:is|=|:)", re.IGNORECASE)
+_MARKER = re.compile(r"####|\\boxed\s?\{|\\fbox\s?\{|\banswer\s?(?:is|=|:)", re.IGNORECASE)
 _NUMBER = re.compile(
-    r"""(?P<sign>[-+](?:\s*(?=[$€£¥]))?)?  # before a currency sign, as in -$5
-    (?:[$€£¥]\s*)?
+    r"""(?P<sign>[-+](?:\s?(?=[$€£¥]))?)?  # before a currency sign, as in -$5
+    (?:[$€£¥]\s?)?
     (?P<inner>(?<=[$€£¥])[-+])?            # behind it, as in $-5
     (?P<whole>\d{1,3}(?:,\d{3})+(?!\d)|\d+)?
     (?P<decimals>\.\d+)?
-    (?:\s*/\s*(?P<divisor>\d+(?:\.\d+)?))?""",
+    (?:\s?/\s?(?P<divisor>\d+(?:\.\d+)?))?""",
     re.VERBOSE,
 )
-_LATEX_FRACTION = re.compile(r"(?P<sign>[-+]?)\s*\\[dt]?frac\s*\{\s*(?P<top>[-+]?[\d.,]+)\s*\}\s*\{\s*(?P<bottom>[\d.,]+)\s*\}")
+_LATEX_FRACTION = re.compile(r"(?P<sign>[-+]?)\\[dt]?frac\s?\{\s?(?P<top>[-+]?[\d.,]+)\s?\}\s?\{\s?(?P<bottom>[\d.,]+)\s?\}")
 _LATEX_WORDS = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{(?P<inside>[^{}]*)\}")
 _LATEX_SPACES = re.compile(r"\\[,;:!\s]|\\(?:left|right|quad)(?![a-zA-Z])|~")
 _MAX_DIGITS = 60
