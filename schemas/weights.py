@@ -24,12 +24,14 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
 
 class PartRef(msgspec.Struct, frozen=True):
-    """One piece of a version's bytes: `location` is a blob name (bus) or a shared-memory name (shm)."""
+    """One piece of a version's bytes: `location` is a blob name (bus), a shared-memory name (shm) or a lease's name (ipc)."""
 
     location: str
     offset: int
     nbytes: int
     sha256: str = ""
+    handle: bytes = b""
+    """Opens the device memory that holds the piece (ipc); see streamrl.core.cuda_ipc."""
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
@@ -97,7 +99,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     tensors: tuple[TensorSpec, ...]
     parts: tuple[PartRef, ...]
     transport: str
-    """`shm` or `bus`; one manifest may be offered on several (see `mirrors`)."""
+    """`ipc`, `shm` or `bus`; one manifest may be offered on several (see `mirrors`)."""
     mirrors: dict[str, tuple[PartRef, ...]] = {}
     """The same bytes on other transports."""
     links: dict[str, tuple[Link, ...]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 import msgspec
@@ -12,9 +13,58 @@ import numpy.typing as npt
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Contribution, Manifest
 
+HostBytes = npt.NDArray[np.uint8]
+"""[nbytes] uint8."""
+
+
+class Guard(Protocol):
+    """What stands between the readers of published device memory and its owner, who wants to write to it again."""
+
+    def revoke(self, patience_s: float) -> bool:
+        """Take the memory back: no new readers from now on, and at most `patience_s` seconds for those that are reading.
+
+        Returns:
+            False when a reader had not finished; it learns of it before it uses the bytes.
+        """
+        ...
+
+
+class Snapshot(Protocol):
+    """A version's bytes on the trainer's device, laid out as `streamrl.core.concatenation` says, with zeros in the gaps.
+
+    Nothing writes to them while this object is referenced, nor before its guard, if it has one, is revoked.
+    """
+
+    nbytes: int
+
+    def handle(self) -> bytes:
+        """What other processes of this host open the memory with (streamrl.core.cuda_ipc), once the bytes are complete."""
+        ...
+
+    def guard(self, guard: Guard) -> None:
+        """Let the memory be rewritten, when nothing else refers to the snapshot, only after `guard` is revoked."""
+        ...
+
+
+class DeviceBytes(Protocol):
+    """One tensor's bytes in a snapshot. The methods wait for the snapshot's copy, not for the training thread; any thread may call them."""
+
+    snapshot: Snapshot
+    start: int
+    """First byte in the snapshot."""
+    nbytes: int
+
+    def copy_to(self, first: int, out: HostBytes) -> None:
+        """Write bytes `first .. first + len(out)` of this tensor to the host's `out` ([n] uint8)."""
+        ...
+
+    def digest(self, itemsize: int, global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> int:
+        """As `streamrl.core.digest.slice_digest`, computed on the device."""
+        ...
+
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's slice of one parameter, as host bytes (a snapshot: the trainer never writes to it again)."""
+    """One rank's slice of one parameter: a snapshot, on the host or on a device, that the trainer never writes to again."""
 
     name: str
     """Hugging Face parameter name."""
@@ -22,9 +72,17 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     global_shape: tuple[int, ...]
     offset: tuple[int, ...] = ()
     """Index of the slice's first element in each dimension; empty means it begins at 0 everywhere."""
-    data: npt.NDArray[np.uint8]
-    """[nbytes] uint8: the slice's elements in C order."""
+    data: HostBytes | DeviceBytes
+    """The slice's elements in C order."""
     shape: tuple[int, ...]
+
+    def host(self) -> HostBytes:
+        """The bytes on the host; a copy where they lie on a device."""
+        if isinstance(self.data, np.ndarray):
+            return self.data
+        copy = np.empty(self.data.nbytes, np.uint8)
+        self.data.copy_to(0, copy)
+        return copy
 
 
 class Slice(msgspec.Struct, frozen=True):
@@ -74,16 +132,30 @@ class FileSource(msgspec.Struct, frozen=True, tag="file"):
     path: str
 
 
+class DeviceMemory(msgspec.Struct, frozen=True):
+    """Bytes `offset .. offset + nbytes` of a buffer on a device of this host, which `streamrl.core.cuda_ipc.open_shared(handle)` opens."""
+
+    handle: bytes
+    offset: int
+    nbytes: int
+
+
+class CudaSource(msgspec.Struct, frozen=True, tag="cuda"):
+    """Device memory that holds the version's concatenation, in consecutive pieces."""
+
+    memory: tuple[DeviceMemory, ...]
+
+
 class SourceHost(WeightHost, Protocol):
     """A host whose weights live in other processes, which read a version where it lies instead of being handed its bytes."""
 
-    async def stage_from(self, manifest: Manifest, source: FileSource) -> str:
+    async def stage_from(self, manifest: Manifest, source: FileSource | CudaSource) -> str:
         """As `stage`; returns once nobody reads the source any more."""
         ...
 
 
 class WeightTransport(Protocol):
-    """Moves versions; both ends are rank-local. Adapters: `shm` (one host) and `bus` (anywhere the bus reaches).
+    """Moves versions; both ends are rank-local. Adapters: `ipc` (devices of one host), `shm` (one host), `bus` (wherever the bus reaches).
 
     A transport that needs both ends at once (`nccl` between the GPUs of two hosts) fits in: `publish` starts sending from a snapshot
     and returns a manifest without parts, whose `host` and `transport` tell engines where to ask; `fetch` joins, and raises within
@@ -103,10 +175,11 @@ class WeightTransport(Protocol):
         """Whether this transport reaches all the bytes of the manifest now: the right host, and nothing of it gone."""
         ...
 
-    async def source(self, manifest: Manifest) -> FileSource:
-        """The version where readers in other processes of this host find it whole; as it is until the next `fetch` or `source`.
+    def source(self, manifest: Manifest) -> AbstractAsyncContextManager[FileSource | CudaSource]:
+        """The version where readers in other processes of this host find it whole, as it is until the context is left.
 
-        Raises WeightSyncError as `fetch` does. What is read there is to be checked against the manifest's digests.
+        Entering raises WeightSyncError as `fetch` does; so does leaving, when the bytes had to be given up while they were read.
+        What is read there is to be checked against the manifest's digests.
         """
         ...
 
