@@ -1,0 +1,1 @@
+"""Benchmarks of the product, run through the product's own code: `streamrl bench`."""

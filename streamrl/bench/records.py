@@ -1,0 +1,130 @@
+"""What a benchmark writes down while it runs. All times `*_s` are seconds of the host's monotonic clock, equal in all processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+
+class WindowRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A window as it happened."""
+
+    mode: str
+    title: str
+    every_s: float
+    start_s: float
+    end_s: float
+
+
+class UpdateRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One new version on its way into the engine."""
+
+    window: int
+    """Index of its window; -1 for the updates of the checks before the first one."""
+    mode: str
+    version: str
+    publish_s: float
+    """The trainer hands its weights over."""
+    released_s: float
+    """The trainer may write to its weights again."""
+    announced_s: float
+    """The manifest is complete."""
+    staged_s: float
+    """All ranks have it in the idle buffer, digests compared (ours); the pause is confirmed (stock)."""
+    commit_s: float
+    """The last rank serves it (ours); generation is continued (stock)."""
+    done_s: float
+    """The caller knows."""
+    stage_ms: list[float] = []
+    """Of each rank, as measured there."""
+    commit_ms: list[float] = []
+    """Host time of each rank's commit."""
+    nbytes: list[int] = []
+    """Bytes moved to each rank."""
+    forwards: list[int] = []
+    """Of each rank: the number of the forward pass that the commit preceded."""
+    manifest_digest: str = ""
+    served_digest: list[str] = []
+    """Recomputed from what each rank serves, where it was asked for."""
+    error: str = ""
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One request of the load that ended."""
+
+    lane: int
+    start_s: float
+    end_s: float
+    asked: int
+    made: int
+    finish: str
+    retractions: int
+    versions: list[tuple[int, int]] = []
+    """Runs of (version number, tokens) in order."""
+    error: str = ""
+
+
+class Forwards(msgspec.Struct, frozen=True, kw_only=True):
+    """The forward passes of one rank, in order. All arrays [n]."""
+
+    host_s: Floats
+    """When the host had launched it."""
+    gpu_ms: Floats
+    """End of the pass by CUDA events, from an origin of the rank's own (on a CPU: of the host's clock)."""
+    rows: npt.NDArray[np.int64]
+    """Requests in the batch; each of them got one token."""
+    extend: npt.NDArray[np.bool_]
+    """A prefill (of new requests) rather than a decode."""
+    version: npt.NDArray[np.int64]
+
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Chunks that streaming clients received, in order of arrival. All arrays [n]."""
+
+    lane: npt.NDArray[np.int64]
+    request: npt.NDArray[np.int64]
+    """Number of the request in its lane."""
+    at_s: Floats
+    count: npt.NDArray[np.int64]
+    """New tokens in the chunk."""
+
+
+class Check(msgspec.Struct, frozen=True):
+    """A statement about correctness and whether it held."""
+
+    name: str
+    held: bool
+    detail: str = ""
+
+
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The facts of one run; with the other files it is all that a report needs."""
+
+    shape: str
+    nbytes: int
+    """Bytes of a version."""
+    num_tensors: int
+    streams: int
+    probes: int
+    mean_tokens: int
+    tensor_parallel: int
+    device: str
+    num_devices: int
+    trainer_device: str
+    transport: str
+    sglang: str
+    torch: str
+    flags: dict[str, Any]
+    start_server_s: float
+    started_unix_s: float
+    hello: list[dict[str, Any]]
+    """What each rank said of itself when the load began."""
+    windows: list[WindowRecord]
+    checks: list[Check]
+    gpu_memory: list[dict[str, Any]] = []
+    """By nvidia-smi's library: device, used bytes, at which moment."""

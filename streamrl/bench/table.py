@@ -1,0 +1,146 @@
+"""The report as Markdown: aligned, so that it reads as plain text too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from streamrl.bench.plan import Mode
+from streamrl.bench.report import Report, Row, graph_set
+from streamrl.bench.stats import Ratio, Spread
+
+_GIGA = 1e9
+_TITLES = {
+    Mode.STEADY: "no update",
+    Mode.FLIP: "ours: flip, unpaced",
+    Mode.PACED: "ours: flip, paced",
+    Mode.COPY: "ours: copy",
+    Mode.TENSOR: "stock: pause + tensor",
+    Mode.DISK: "stock: pause + disk",
+}
+
+
+def render(report: Report) -> str:
+    """The whole report, ending in a line break."""
+    parts = [
+        _headline(report),
+        table(_update_header(), [_update_cells(row) for row in report.rows if row.updates or row.failed]),
+        table(_gap_header(), [_gap_cells(row) for row in (*report.rows, *([report.noise] if report.noise else []))]),
+        table(["target", "wanted", "got", "met"], [[t.name, t.wanted, t.got, _said(t.met)] for t in report.targets]),
+        table(["check", "held", "over"], [[c.name, _said(c.held), c.detail] for c in report.checks]),
+        _footnotes(report),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table with its columns padded to equal width."""
+    widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
+    lines = [_line(header, widths), "|" + "|".join("-" * (width + 2) for width in widths) + "|"]
+    return "\n".join(lines + [_line(row, widths) for row in rows])
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
+
+
+def _headline(report: Report) -> str:
+    run = report.run
+    return (
+        f"**{run.shape}**, {run.nbytes / _GIGA:.2f} GB in {run.num_tensors} tensors, SGLang {run.sglang}, TP {run.tensor_parallel}, "
+        f"{run.num_devices} x {run.device}; trainer's weights on {run.trainer_device}, transport {run.transport}; "
+        f"{run.streams} streams of {run.mean_tokens} tokens on average, {run.probes} of them streaming."
+    )
+
+
+def _update_header() -> list[str]:
+    return [
+        "one update every",
+        "updates",
+        "publish -> commit ms p50 / p99",
+        "trainer blocked ms",
+        "staging ms p50",
+        "GB/s a rank",
+        "commit ms p50 / max",
+        "GB moved",
+    ]
+
+
+def _update_cells(row: Row) -> list[str]:
+    return [
+        _title(row),
+        f"{row.updates}" + (f" ({row.failed} failed)" if row.failed else ""),
+        f"{_ms(row.publish_to_commit.p50)} / {_ms(row.publish_to_commit.p99)}",
+        _ms(row.blocked.p50),
+        _ms(row.stage.p50),
+        f"{row.gigabytes_per_s:.0f}" if row.gigabytes_per_s >= 10 else f"{row.gigabytes_per_s:.2g}",
+        f"{_ms(row.commit.p50)} / {_ms(row.commit.max)}",
+        f"{row.wire_bytes / _GIGA:.3g}",
+    ]
+
+
+def _gap_header() -> list[str]:
+    return [
+        "window",
+        "s",
+        "passes",
+        "gap ms p50 / p99 / max",
+        "p99 against steady (95 %)",
+        "from publish to commit: p99 / max",
+        "decode only: p50 / p99",
+        "client gap ms p50 / p99 / max",
+        "tokens/s",
+        "against steady (95 %)",
+    ]
+
+
+def _gap_cells(row: Row) -> list[str]:
+    return [
+        _title(row),
+        f"{row.seconds:.0f}",
+        str(row.gap.n),
+        _three(row.gap),
+        _interval(row.gap_p99_ratio),
+        f"{_ms(row.gap_during.p99)} / {_ms(row.gap_during.max)}" if row.gap_during.n else "-",
+        f"{_ms(row.gap_decode.p50)} / {_ms(row.gap_decode.p99)}",
+        _three(row.client_gap),
+        f"{row.tokens_per_s:,.0f}",
+        _interval(row.tokens_ratio),
+    ]
+
+
+def _title(row: Row) -> str:
+    mode, _, every = row.title.partition(", ")
+    if mode not in _TITLES or (mode == Mode.STEADY and every):
+        return row.title
+    return _TITLES[Mode(mode)] + (f", {every}" if every else "")
+
+
+def _three(spread: Spread) -> str:
+    return f"{_ms(spread.p50)} / {_ms(spread.p99)} / {_ms(spread.max)}" if spread.n else "-"
+
+
+def _interval(ratio: Ratio | None) -> str:
+    return f"{ratio.value:.3f} ({ratio.low:.3f}-{ratio.high:.3f})" if ratio else "-"
+
+
+def _ms(value: float) -> str:
+    if math.isnan(value):
+        return "-"
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _said(met: bool | None) -> str:
+    return "not measured" if met is None else "yes" if met else "NO"
+
+
+def _footnotes(report: Report) -> str:
+    seconds, nbytes = graph_set(report.run)
+    buffers = [float(rank.get("buffer_bytes") or 0) for rank in report.run.hello]
+    notes = [f"{report.requests} requests ended, {report.aborted} aborted, {report.retracted} retracted, {report.failed_requests} failed."]
+    if any(buffers):
+        notes.append(f"Second buffer: {max(buffers) / _GIGA:.2f} GB a rank.")
+    if not math.isnan(seconds):
+        notes.append(f"Second graph set: {seconds:.2f} s, {nbytes / _GIGA:.2f} GB a rank.")
+    notes.append(f"Server ready after {report.run.start_server_s:.0f} s.")
+    return " ".join(notes)

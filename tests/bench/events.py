@@ -1,0 +1,100 @@
+"""Raw files of a run that never was, with known numbers in them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from streamrl.bench.plan import parse_plan
+from streamrl.bench.raw import Raw
+from streamrl.bench.records import Check, Forwards, RequestRecord, RunRecord, Tokens, UpdateRecord, WindowRecord
+
+PLAN = "steady:5,paced:10/1,steady:5,flip:3/1,steady:5,tensor:10/0.5,steady:5"
+STEP_MS = 10.0
+PAUSE_MS = 40.0
+ROWS = 16
+
+
+def windows():
+    start = 100.0
+    for window in parse_plan(PLAN):
+        yield WindowRecord(mode=window.mode, title=window.title, every_s=window.every_s, start_s=start, end_s=start + window.seconds)
+        start += window.seconds
+
+
+def updates():
+    number = 0
+    for index, window in enumerate(windows()):
+        if window.mode == "steady":
+            continue
+        for i in range(int((window.end_s - window.start_s) / window.every_s)):
+            number += 1
+            at_s = window.start_s + i * window.every_s + 0.2
+            ours = window.mode != "tensor"
+            yield UpdateRecord(
+                window=index,
+                mode=window.mode,
+                version=f"0.{number}",
+                publish_s=at_s,
+                released_s=at_s + 0.002,
+                announced_s=at_s + 0.003,
+                staged_s=at_s + 0.033,
+                commit_s=at_s + (0.035 if ours else PAUSE_MS / 1e3),
+                done_s=at_s + 0.05,
+                stage_ms=[30.0, 25.0] if ours else [],
+                commit_ms=[0.1, 0.2] if ours else [],
+                nbytes=[3_000_000_000, 3_000_000_000] if ours else [],
+                forwards=[number * 100, number * 100] if ours else [],
+                manifest_digest="ab" if ours else "",
+                served_digest=["ab", "ab"] if ours else [],
+            )
+
+
+def forwards(seed: int) -> Forwards:
+    """Passes every 10 ms with 1 % noise, and a pause in every stock update."""
+    random = np.random.default_rng(seed)
+    pauses = [update.publish_s for update in updates() if update.mode == "tensor"]
+    host, gpu, now = [], [], 99.0
+    while now < 144.0:
+        step = STEP_MS * (1 + 0.01 * random.standard_normal())
+        if pauses and now <= pauses[0] < now + step / 1e3:
+            step += PAUSE_MS
+            pauses.pop(0)
+        now += step / 1e3
+        host.append(now - 0.004)
+        gpu.append((now - 99.0) * 1e3)
+    n = len(host)
+    extend = np.zeros(n, np.bool_)
+    extend[::50] = True
+    return Forwards(host_s=np.array(host), gpu_ms=np.array(gpu), rows=np.full(n, ROWS), extend=extend, version=np.zeros(n, np.int64))
+
+
+def raw() -> Raw:
+    ranks = [forwards(0), forwards(1)]
+    at_s = ranks[0].host_s
+    run = RunRecord(
+        shape="8B",
+        nbytes=6_000_000_000,
+        num_tensors=10,
+        streams=ROWS,
+        probes=1,
+        mean_tokens=1000,
+        tensor_parallel=2,
+        device="test",
+        num_devices=2,
+        trainer_device="cuda:1",
+        transport="ipc",
+        sglang="0",
+        torch="0",
+        flags={},
+        start_server_s=1.0,
+        started_unix_s=0.0,
+        hello=[{"graph_s": 1.5, "graph_bytes": 2e8, "buffer_bytes": 3e9}, {"graph_s": 1.0, "graph_bytes": 1e8, "buffer_bytes": 3e9}],
+        windows=list(windows()),
+        checks=[Check("pushing the same bytes changes no token", True, "64 tokens")],
+    )
+    request = RequestRecord(
+        lane=0, start_s=100.0, end_s=110.0, asked=900, made=900, finish="length", retractions=0, versions=[(1, 400), (2, 500)]
+    )
+    n = len(at_s)
+    tokens = Tokens(lane=np.zeros(n, np.int64), request=np.zeros(n, np.int64), at_s=at_s, count=np.ones(n, np.int64))
+    return Raw(run=run, updates=list(updates()), requests=[request], forwards=ranks, tokens=tokens)

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from streamrl.bench.picture import write_timeline
+from streamrl.bench.raw import read_raw, write_forwards, write_requests, write_run, write_tokens, write_updates
+from streamrl.bench.report import build_report
+from streamrl.bench.stats import blocks_of, clock_offset_s, gaps_of, p50, p99, ratio, spread, token_gaps_ms, within
+from streamrl.bench.table import render
+from streamrl.errors import DataError
+from tests.bench import events
+
+
+@pytest.fixture(scope="module")
+def raw():
+    return events.raw()
+
+
+@pytest.fixture(scope="module")
+def report(raw):
+    return build_report(raw, resamples=100)
+
+
+def row(report, title):
+    return next(one for one in report.rows if one.title == title)
+
+
+def test_steady_windows_have_the_planted_gap_and_speed(report):
+    steady = row(report, "steady")
+    assert steady.gap.p50 == pytest.approx(events.STEP_MS, rel=0.01)
+    assert steady.tokens_per_s == pytest.approx(events.ROWS / events.STEP_MS * 1e3, rel=0.01)
+    assert steady.seconds == 20 and steady.updates == 0 and steady.gap_p99_ratio is None
+
+
+def test_ours_does_not_differ_from_steady(report):
+    ours = row(report, "paced, 1 s")
+    assert ours.updates == 10
+    assert ours.publish_to_commit.p50 == pytest.approx(35)
+    assert ours.blocked.p50 == pytest.approx(2)
+    assert ours.gigabytes_per_s == pytest.approx(100)
+    assert ours.wire_bytes == 6_000_000_000
+    assert ours.commit.max == 0.2
+    assert ours.gap_p99_ratio.low < 1 < ours.gap_p99_ratio.high
+    assert ours.gap_p99_ratio.high - ours.gap_p99_ratio.low < 0.02
+
+
+def test_pauses_of_stock_are_seen(report):
+    stock = row(report, "tensor, 0.5 s")
+    assert stock.gap.max == pytest.approx(events.STEP_MS + events.PAUSE_MS, rel=0.05)
+    assert stock.gap_during.p99 > 40
+    assert stock.gap_p99_ratio.low > 3
+    assert stock.tokens_ratio.high < 0.98
+
+
+def test_noise_row_compares_steady_windows_among_each_other(report):
+    assert report.noise.gap_p99_ratio.value == pytest.approx(1, rel=0.02)
+
+
+def test_targets_and_checks(report):
+    met = {target.name: target.met for target in report.targets}
+    assert all(met.values())
+    assert all(check.held for check in report.checks)
+
+
+@pytest.mark.parametrize(
+    ("change", "check"),
+    [
+        ({"forwards": [100, 101]}, "all ranks commit before the same forward pass"),
+        ({"served_digest": ["ab", "cd"]}, "served digest = manifest digest on every rank"),
+        ({"error": "refused"}, "every update of ours was committed"),
+    ],
+)
+def test_a_planted_fault_fails_its_check(raw, change, check):
+    broken = [msgspec.structs.replace(raw.updates[0], **change), *raw.updates[1:]]
+    report = build_report(msgspec.structs.replace(raw, updates=broken), resamples=10)
+    assert [one.name for one in report.checks if not one.held] == [check]
+
+
+@pytest.mark.parametrize(
+    ("change", "check"),
+    [
+        ({"versions": [(2, 400), (1, 500)]}, "a request's versions never go back"),
+        ({"versions": [(1, 400)]}, "every token is stamped with its version"),
+    ],
+)
+def test_a_planted_request_fails_its_check(raw, change, check):
+    broken = [msgspec.structs.replace(raw.requests[0], **change)]
+    report = build_report(msgspec.structs.replace(raw, requests=broken), resamples=10)
+    assert [one.name for one in report.checks if not one.held] == [check]
+
+
+def test_aborts_and_retractions_miss_the_target(raw):
+    broken = [msgspec.structs.replace(raw.requests[0], finish="abort", retractions=2)]
+    report = build_report(msgspec.structs.replace(raw, requests=broken), resamples=10)
+    assert (report.aborted, report.retracted) == (1, 2)
+    assert [one.name for one in report.targets if not one.met] == ["requests aborted, retracted or failed"]
+
+
+def test_raw_files_give_the_same_report(raw, report, tmp_path):
+    write_run(tmp_path, raw.run)
+    write_updates(tmp_path, raw.updates)
+    write_requests(tmp_path, raw.requests)
+    write_forwards(tmp_path, raw.forwards)
+    chunks = zip(raw.tokens.lane, raw.tokens.request, raw.tokens.at_s, raw.tokens.count, strict=True)
+    write_tokens(tmp_path, list(chunks))
+    again = build_report(read_raw(tmp_path), resamples=100)
+    assert msgspec.json.encode(again) == msgspec.json.encode(report)
+    assert render(again) == render(report)
+
+
+def test_a_missing_file_is_an_error_with_a_hint(tmp_path):
+    with pytest.raises(DataError, match="expected the files of a benchmark") as raised:
+        read_raw(tmp_path)
+    assert "--out" in raised.value.hint
+
+
+def test_the_table_has_a_line_for_each_kind_of_window(report):
+    text = render(report)
+    for name in ("no update", "ours: flip, paced, 1 s", "stock: pause + tensor, 0.5 s"):
+        assert f"| {name} " in text
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in lines}) <= 4
+    assert "NO" not in text.replace("NOT", "")
+
+
+def test_the_picture_is_drawn(raw, tmp_path):
+    write_timeline(raw, tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "timeline.png").stat().st_size > 20_000
+
+
+def test_the_gpu_clock_is_tied_to_the_hosts(raw):
+    # A pass is launched 4 ms before it ends, and its end lies at gpu_ms after second 99.
+    assert clock_offset_s(raw.forwards[0]) == pytest.approx(99 - 0.004)
+
+
+def test_fewer_gaps_give_a_wider_interval():
+    gaps = gaps_of(events.forwards(3))
+    few = ratio(blocks_of(gaps, [(100, 102)]), blocks_of(gaps, [(103, 105)]), p50)
+    many = ratio(blocks_of(gaps, [(100, 110)]), blocks_of(gaps, [(110, 120)]), p50)
+    assert few is not None and many is not None
+    assert few.high - few.low > many.high - many.low
+    assert ratio([], blocks_of(gaps, [(100, 102)]), p99) is None
+
+
+def test_no_gap_is_counted_across_requests_or_lanes(raw):
+    tokens = msgspec.structs.replace(
+        raw.tokens,
+        lane=np.array([0, 1, 0, 1, 0]),
+        request=np.array([0, 0, 0, 0, 1]),
+        at_s=np.array([1.0, 1.1, 1.5, 1.7, 9.0]),
+        count=np.ones(5, np.int64),
+    )
+    assert token_gaps_ms(tokens, 0.0, 10.0) == pytest.approx([500, 600])
+    assert token_gaps_ms(tokens, 1.6, 10.0) == pytest.approx([600])
+
+
+def test_empty_samples_have_no_quantiles():
+    assert np.isnan(spread(np.empty(0)).p99)
+    assert within(np.array([1.0, 2.0, 3.0]), [(2.0, 3.0)]).tolist() == [False, True, False]
