@@ -66,3 +66,24 @@ def answer_probability(batch: TrainBatch, logprobs: npt.NDArray[np.float64]) -> 
     total_N = np.add.reduceat(np.where(batch.loss_mask, logprobs, 0.0), batch.offsets[:-1])
     trained_N = np.add.reduceat(batch.loss_mask.astype(np.int64), batch.offsets[:-1]) > 0
     return float(np.exp(total_N[trained_N]).mean()) if trained_N.any() else 0.0
+
+
+def logprob_differences(batch: TrainBatch, logprobs: npt.NDArray[np.floating]) -> dict[str, float]:
+    """How far trainer and sampler are apart on the trained tokens: the greatest distance, and mean and greatest of fresh tokens.
+
+    A fresh token was sampled by the very version that is trained from (age 0), so for it the distance is what two implementations and
+    their rounding leave; for older ones the policy has moved as well. Without fresh tokens there are no numbers for them.
+
+    Args:
+        batch: of sampled tokens.
+        logprobs: [T] the trainer's before the batch's first update; only those of trained tokens are read.
+    """
+    distance_T = np.abs(logprobs.astype(np.float64) - batch.sampler_logprobs)
+    found: dict[str, float] = {}
+    if batch.loss_mask.any():
+        found["train/train_rollout_logprob_abs_diff_max"] = float(distance_T[batch.loss_mask].max())
+    fresh = batch.loss_mask & (batch.staleness == 0)
+    if fresh.any():
+        found["train/fresh_logprob_abs_diff"] = float(distance_T[fresh].mean())
+        found["train/fresh_logprob_abs_diff_max"] = float(distance_T[fresh].max())
+    return found

@@ -26,7 +26,7 @@ from streamrl.errors import ConfigError, TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.trainers import table_losses
 from streamrl.trainers.checkpoints import BackgroundWriter, recover, write_directory
-from streamrl.trainers.objective import Objective, answer_probability, make_objective
+from streamrl.trainers.objective import Objective, answer_probability, logprob_differences, make_objective
 from streamrl.trainers.protocol import Role, StepResult
 from streamrl.weights.protocol import Shard
 
@@ -104,6 +104,8 @@ class TableTrainer:
         metrics = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
         if batch.kind == "sft":
             metrics["train/answer_probability"] = answer_probability(batch, logprobs)
+        else:
+            metrics |= logprob_differences(batch, old_logprobs)
         return StepResult(digest=self.digest(), metrics={**objective.metrics, **metrics}, finite=finite)
 
     def digest(self) -> str:

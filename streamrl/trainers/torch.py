@@ -23,7 +23,7 @@ from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.trainers.causal_lm import CausalLM
 from streamrl.trainers.checkpoints import BackgroundWriter, write_directory
-from streamrl.trainers.objective import Objective, answer_probability, make_objective
+from streamrl.trainers.objective import Objective, answer_probability, logprob_differences, make_objective
 from streamrl.trainers.optimizer import ClippedAdamW
 from streamrl.trainers.parallel import DataParallel
 from streamrl.trainers.protocol import Role, StepResult
@@ -104,9 +104,11 @@ class TorchTrainer:
                 finite = finite and applied
                 rows.append({**sums, "train/grad_norm": norm, "train/lr": rate})
         metrics = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+        everyones = self._parallel.sum(torch.from_numpy(logprobs)).numpy()
         if batch.kind == "sft":
-            everyones = self._parallel.sum(torch.from_numpy(logprobs)).numpy()
             metrics["train/answer_probability"] = answer_probability(batch, everyones)
+        else:
+            metrics |= logprob_differences(batch, everyones if old_logprobs is None else old_logprobs)
         return StepResult(digest=self.digest(), metrics={**objective.metrics, **metrics}, finite=finite)
 
     def digest(self) -> str:

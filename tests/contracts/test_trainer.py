@@ -101,6 +101,22 @@ def test_a_step_changes_the_parameters_and_says_their_digest(make: MakeTrainer) 
     assert result.digest == digest_of(trainer) != before
 
 
+@pytest.mark.parametrize("minibatches", [1, 3])
+def test_it_says_how_far_the_sampler_was_away(make: MakeTrainer, minibatches: int) -> None:
+    trainer = make(minibatches=minibatches)
+    batch = rollouts(staleness=np.tile([0, 0, 0, 2], 8 * GROUP).astype(np.int32))
+    distance = np.abs(trainer.score(batch, Role.POLICY) - batch.sampler_logprobs)
+    fresh = distance[2::4]
+    found = trainer.step(batch).metrics
+    assert found["train/train_rollout_logprob_abs_diff_max"] == pytest.approx(distance[batch.loss_mask].max(), abs=1e-5)
+    assert found["train/fresh_logprob_abs_diff"] == pytest.approx(fresh.mean(), abs=1e-5)
+    assert found["train/fresh_logprob_abs_diff_max"] == pytest.approx(fresh.max(), abs=1e-5)
+    old = trainer.step(rollouts(1, staleness=np.ones(16 * 8, np.int32))).metrics
+    assert "train/train_rollout_logprob_abs_diff_max" in old
+    assert "train/fresh_logprob_abs_diff" not in old
+    assert not any("fresh" in name or name.endswith("diff_max") for name in trainer.step(demonstrations()).metrics)
+
+
 def test_shards_are_whole_named_snapshots(make: MakeTrainer) -> None:
     trainer = make()
     shards = list(trainer.shards())
