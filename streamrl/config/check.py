@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from streamrl.config.check_engine import check_sglang
 from streamrl.config.hosts import is_loopback, servers
 from streamrl.config.paths import DATASETS, DIRECTORIES, FILES, FUNCTIONS, parse_dataset
 from streamrl.config.tree import BusConfig, Config, require
@@ -77,6 +78,7 @@ def check(config: Config) -> None:
     _check_work(config)
     _check_debug(config)
     _check_model(config)
+    check_sglang(config)
     _check_bus(config)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,8 @@ DATASETS = ("data.train", "data.heldout")
 """`path` or `path@[a:b]`."""
 DIRECTORIES = ("model.path",)
 FILES = ("bus.password_file", "bus.token_file", "bus.credentials_file", "bus.ca_file")
+EXECUTABLES = ("engine.sglang.python",)
+"""A name without a slash is looked up in PATH. Links are kept: they are what makes an interpreter that of its environment."""
 FUNCTIONS = ("producer.function", "reward.kind")
 """`file.py:name` has a path; `pkg.mod:name`, `pkg.mod.name` and built-in names have none."""
 
@@ -49,16 +52,21 @@ def parse_dataset(text: str) -> DatasetPath:
 
 def resolve(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
     """A copy of a raw configuration table with its relative paths made absolute against `base`. Leaves wrong types alone."""
-    resolved = {name: dict(section) if isinstance(section, Mapping) else section for name, section in tree.items()}
-    for key in (*DATASETS, *DIRECTORIES, *FILES, *FUNCTIONS):
-        section, field = key.split(".")
-        table = resolved.get(section)
+    resolved = _copy(tree)
+    for key in (*DATASETS, *DIRECTORIES, *FILES, *EXECUTABLES, *FUNCTIONS):
+        *sections, field = key.split(".")
+        table: Any = resolved
+        for section in sections:
+            table = table.get(section) if isinstance(table, dict) else None
         if not isinstance(table, dict) or not isinstance(table.get(field), str) or not table[field]:
             continue
         text: str = table[field]
         if key in DATASETS:
             dataset = parse_dataset(text)
             table[field] = str(dataset._replace(path=_absolute(dataset.path, base)))
+        elif key in EXECUTABLES:
+            if "/" in text:
+                table[field] = os.path.abspath(base / Path(text).expanduser())
         elif key in FUNCTIONS:
             file, colon, name = text.rpartition(":")
             if colon and file.endswith(".py"):
@@ -66,6 +74,10 @@ def resolve(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
         else:
             table[field] = _absolute(text, base)
     return resolved
+
+
+def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _copy(value) if isinstance(value, Mapping) else value for name, value in tree.items()}
 
 
 def _absolute(text: str, base: Path) -> str:

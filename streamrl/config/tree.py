@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from streamrl.config.engines import EngineConfig
 from streamrl.errors import ConfigError
 from streamrl.schemas.subjects import check_name
 from streamrl.schemas.tasks import Sampling
@@ -154,27 +155,6 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     options: dict[str, Any] = {}
     late_versions: int = 8
     """Versions that a complete group waits for rewards that come late; then it is dropped as `unrewarded`. 0: for ever."""
-
-
-class EngineConfig(Section, frozen=True, kw_only=True):
-    """Generation engines started with the run."""
-
-    kind: Literal["local", "table"] = "local"
-    """`local`: a transformers model in this package's engine. `table`: a tabular policy without any framework."""
-    workers: int = 1
-    """Engine processes."""
-    slots: int = 128
-    """Sequences decoded at once."""
-    threads: int = 1
-    """CPU threads of one engine."""
-    deterministic: bool = False
-    """Tokens depend on seed, prompt and weights only, not on what else is being decoded (slower)."""
-    host: str = "127.0.0.1"
-    """Address the HTTP server listens on; 0.0.0.0: every one of its host."""
-    advertise: str = ""
-    """Host name or address that producers reach the engines at; empty: engine.host, or this host's address on the way to the bus."""
-    port: int = 0
-    """Port of the first engine; 0: any free one."""
 
 
 class OptimizerConfig(Section, frozen=True, kw_only=True):
