@@ -23,9 +23,8 @@ def sglang(text: str, engine: str = "") -> str:
 
 
 def test_any_flag_of_sglang_passes_through(tmp_path: Path):
-    text = sglang(
-        "tensor_parallel = 2\ngpus = [0, 1]\nflags = {mem-fraction-static = 0.8, attention_backend = 'fa3', speculative_algorithm = 'NGRAM'}\n"
-    )
+    flags = "flags = {mem-fraction-static = 0.8, attention_backend = 'fa3', speculative_algorithm = 'NGRAM'}\n"
+    text = sglang(f"tensor_parallel = 2\ngpus = [0, 1]\n{flags}")
     config = load(write(tmp_path, text), ["engine.sglang.flags.log_level=info"]).engine.sglang
     assert config.flags == {"mem-fraction-static": 0.8, "attention_backend": "fa3", "speculative_algorithm": "NGRAM", "log_level": "info"}
     assert config.gpus == (0, 1)
