@@ -24,6 +24,14 @@ MakeBus = Callable[..., Awaitable[Bus]]
 SMALL = BusConfig(patience_s=20.0, ack_wait_s=5.0, samples_bytes=200_000_000, blobs_bytes=200_000_000)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests with the marker `gpu` run where there is one: `pytest -m gpu` on such a machine."""
+    if item.get_closest_marker("gpu") is not None:
+        torch = pytest.importorskip("torch")
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture(scope="session")
 def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     """A real nats-server for the session; do not stop it (start one of your own for that)."""

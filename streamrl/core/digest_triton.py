@@ -1,0 +1,127 @@
+"""The digest's kernel: all regions in one launch, one pass over their bytes, 64-bit integers that wrap; see `streamrl.core.digest_torch`.
+
+The sums are integers, so the order in which blocks add theirs does not matter: the result is exact and reproducible.
+"""
+
+# The CPU builds of torch come without Triton.
+# pyright: reportMissingImports=false, reportUntypedFunctionDecorator=false, reportMissingParameterType=false
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from triton.errors import TritonError
+
+from streamrl.core.digest import MASK
+
+if TYPE_CHECKING:
+    from streamrl.core.digest_torch import Axis, Walk
+
+FAILURES: tuple[type[Exception], ...] = (TritonError, RuntimeError, OSError, subprocess.SubprocessError)
+"""What can keep the kernel from running: it is compiled at first use, with a C compiler for its launcher."""
+COLUMNS = 1024
+ROWS = 4
+REPEAT = 8
+"""A block is ROWS * REPEAT rows of COLUMNS elements."""
+
+
+@triton.jit
+def _add_digests(
+    table, owner, sums, BYTES: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, REPEAT: tl.constexpr
+):
+    region = tl.load(owner + tl.program_id(0)).to(tl.int64)
+    words = table + region * 11
+    if BYTES == 1:
+        data = tl.load(words).to(tl.pointer_type(tl.uint8))
+    elif BYTES == 2:
+        data = tl.load(words).to(tl.pointer_type(tl.uint16))
+    elif BYTES == 4:
+        data = tl.load(words).to(tl.pointer_type(tl.uint32))
+    else:
+        data = tl.load(words).to(tl.pointer_type(tl.uint64))
+    first = tl.load(words + 1)
+    rows = tl.load(words + 2)
+    columns = tl.load(words + 3)
+    count = tl.load(words + 4)
+    row_stride = tl.load(words + 5)
+    column_stride = tl.load(words + 6)
+    row_step = tl.load(words + 7)
+    column_step = tl.load(words + 8)
+    block = tl.program_id(0) - tl.load(words + 9)
+    across = tl.load(words + 10)
+    column = (block % across) * COLUMNS + tl.arange(0, COLUMNS).to(tl.int64)[None, :]
+    begin = (block // across) * (ROWS * REPEAT)
+    place = column if UNIT else column * column_stride
+    column_term = (column * column_step).to(tl.uint64) * 0x9E3779B97F4A7C15
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.uint64)
+    for turn in range(REPEAT):
+        row = begin + turn * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
+        end = tl.where(row < rows, tl.minimum(columns, count - row * columns), 0)
+        inside = column < end
+        bits = tl.load(data + (row * row_stride + place), mask=inside, other=0).to(tl.uint64)
+        z = bits + ((first + row * row_step + 1).to(tl.uint64) * 0x9E3779B97F4A7C15 + column_term)
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+        total += tl.where(inside, z ^ (z >> 31), 0)
+    tl.atomic_add(sums + region, tl.sum(tl.sum(total.to(tl.int64, bitcast=True), axis=1), axis=0), sem="relaxed")
+
+
+def triton_sums(walks: Sequence[Walk]) -> list[int]:
+    """Partial digests mod 2^64 of walks over one CUDA device, none of them empty; `streamrl.core.digest_torch.torch_sums`' equal."""
+    groups: dict[tuple[int, bool], list[tuple[int, list[int]]]] = {}
+    for slot, walk in enumerate(walks):
+        for words, unit in _split(walk.bits.data_ptr(), walk.bits.element_size(), walk.first, walk.axes):
+            groups.setdefault((walk.bits.element_size(), unit), []).append((slot, words))
+    totals = [0] * len(walks)
+    with torch.cuda.device_of(walks[0].bits):
+        started = [
+            (regions, _launch(item, unit, [words for _, words in regions], walks[0].bits.device))
+            for (item, unit), regions in groups.items()
+        ]
+        for regions, sums in started:
+            for (slot, _), value in zip(regions, sums.tolist(), strict=True):
+                totals[slot] += value
+    return [total & MASK for total in totals]
+
+
+def _launch(item: int, unit: bool, regions: list[list[int]], device: torch.device) -> torch.Tensor:
+    """Start the kernel on rows of `_split`; [regions] int64 sums."""
+    table = np.array(regions, np.int64)
+    down = -(-table[:, 2] // (ROWS * REPEAT))
+    across = -(-table[:, 3] // COLUMNS)
+    blocks = down * across
+    table[:, 9] = np.cumsum(blocks) - blocks
+    table[:, 10] = across
+    owner = torch.from_numpy(np.repeat(np.arange(len(regions), dtype=np.int32), blocks)).to(device)
+    sums = torch.zeros(len(regions), dtype=torch.int64, device=device)
+    kernel: Any = _add_digests
+    kernel[(len(owner),)](
+        torch.from_numpy(table).to(device), owner, sums, BYTES=item, UNIT=unit, ROWS=ROWS, COLUMNS=COLUMNS, REPEAT=REPEAT, num_warps=8
+    )
+    return sums
+
+
+def _split(address: int, item: int, first: int, axes: Sequence[Axis]) -> list[tuple[list[int], bool]]:
+    """Table rows for one walk, each of at most two axes, and whether the elements of its columns are neighbours in memory."""
+    if len(axes) > 2:
+        head, rest = axes[0], axes[1:]
+        return [
+            words
+            for index in range(head.size)
+            for words in _split(address + index * head.stride * item, item, first + index * head.step, rest)
+        ]
+    if len(axes) == 2:
+        outer, inner = axes
+        count = outer.size * inner.size
+        return [
+            ([address, first, outer.size, inner.size, count, outer.stride, inner.stride, outer.step, inner.step, 0, 0], inner.stride == 1)
+        ]
+    size, stride, step = (axes[0].size, axes[0].stride, axes[0].step) if axes else (1, 1, 1)
+    rows = -(-size // COLUMNS)
+    return [([address, first, rows, COLUMNS, size, COLUMNS * stride, stride, COLUMNS * step, step, 0, 0], stride == 1)]
