@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# bench_weights.sh QUESTION [options of streamrl bench weights]: one question about weight updates on this host's GPUs.
+#
+#   8b       8B, trainer's weights on the second GPU (one GPU: on the engine's): every mode, about 6 minutes
+#   small    0.6B and 4B on one GPU, trainer's weights beside the engine's
+#   30b      30B-A3B on two GPUs (TP 2), trainer's weights on a third where there is one
+#   graphs   8B with graphs at all of SGLang's default sizes: what the second set costs
+#   wide     8B, 256 streams
+#
+# OUT (default ./out) gets QUESTION-SHAPE.tar.gz (raw files, server's log) and the last lines on the screen are the tables.
+# Make the table and the picture again from the raw files: tar xzf ..., streamrl bench weights --report DIR
+set -uo pipefail
+# shellcheck disable=SC1091
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+question=${1:?usage: bench_weights.sh 8b|small|30b|graphs|wide [options]}
+shift
+out=${OUT:-out}
+mkdir -p "$out"
+gpus=$(nvidia-smi -L | wc -l)
+nvidia-smi --query-gpu=index,name,memory.total,driver_version --format=csv,noheader
+nvidia-smi topo -m | head -$((gpus + 1))
+
+# measure SHAPE SECONDS OPTIONS...: one server, one run; a run that hangs is ended and what it left is kept.
+measure() {
+    local shape=$1 limit=$2 dir=/tmp/bench/$question-$1
+    shift 2
+    rm -rf "$dir" && mkdir -p "$dir"
+    timeout --kill-after=20 "$limit" python3 -m streamrl bench weights --shape "$shape" --out "$dir" "$@" > "$dir/bench.log" 2>&1
+    local code=$?
+    [ $code -eq 0 ] || { echo "== $shape: exit code $code"; tail -n 30 "$dir/bench.log"; tail -n 25 "$dir/server.log"; } 2>/dev/null
+    cp "$dir/table.md" "$out/$question-$shape.md" 2>/dev/null
+    cp "$dir/timeline.png" "$out/$question-$shape.png" 2>/dev/null
+    tar czf "$out/$question-$shape.tar.gz" -C "$(dirname "$dir")" "$(basename "$dir")"
+    tables+=("$dir/table.md")
+}
+
+tables=()
+case $question in
+    8b) measure 8B 540 --plan full --streams 128 --tokens 1500 "$@" ;;
+    wide) measure 8B 420 --plan short --streams 256 --tokens 1200 "$@" ;;
+    small)
+        measure 0.6B 260 --plan short --streams 128 --tokens 1500 "$@"
+        measure 4B 300 --plan short --streams 128 --tokens 1500 "$@"
+        ;;
+    30b) measure 30B-A3B 560 --plan short --streams 128 --tokens 1000 "$@" ;;
+    graphs) measure 8B 540 --plan steady:6,paced:10/1,steady:6 --streams 128 --tokens 1500 --default-graphs "$@" ;;
+    *) echo "bench_weights.sh: expected 8b, small, 30b, graphs or wide, got $question" >&2; exit 2 ;;
+esac
+keep_kernels "$out/triton.tar.gz"
+for table in "${tables[@]}"; do
+    [ -e "$table" ] && echo && cut -c1-260 "$table"
+done

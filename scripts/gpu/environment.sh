@@ -1,0 +1,21 @@
+# Source me: a GPU host without a network gets SGLang and what else is missing from a carried folder, this code from where it lies.
+#
+# KIT (default .kit) holds activate.sh, which unpacks packages and puts them on PYTHONPATH; without it the host's own Python must have
+# SGLang. TRITON (default $KIT/triton.tar.gz) holds compiled kernels of an earlier call, which save a minute of the first start.
+code=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+kit=${KIT:-.kit}
+if [ -e "$kit/activate.sh" ]; then
+    # shellcheck disable=SC1091
+    source "$kit/activate.sh"
+fi
+export PYTHONPATH="$code${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 OMP_NUM_THREADS=4
+triton_cache=${TRITON_CACHE_DIR:-$HOME/.triton/cache}
+if [ -e "${TRITON:-$kit/triton.tar.gz}" ] && [ ! -e "$triton_cache" ]; then
+    mkdir -p "$triton_cache" && tar xzf "${TRITON:-$kit/triton.tar.gz}" -C "$triton_cache"
+fi
+
+# Keep the compiled kernels for the next host, if they are few enough to travel.
+keep_kernels() {
+    [ -d "$triton_cache" ] || return 0
+    tar czf "$1" -C "$triton_cache" . && [ "$(stat -c %s "$1")" -lt 16000000 ] || rm -f "$1"
+}

@@ -1,0 +1,69 @@
+"""What a weight benchmark is asked to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from streamrl.bench.plan import Window, parse_plan
+from streamrl.bench.shapes import Shape, shape_of
+from streamrl.errors import ConfigError
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """As given; 0 and the empty string stand for the default, which `resolve` puts in."""
+
+    shape: str
+    plan: str
+    out: str
+    streams: int = 0
+    probes: int = 0
+    mean_tokens: int = 0
+    tensor_parallel: int = 0
+    trainer_device: str = ""
+    max_gap_ms: float = 2.0
+    warm_s: float = 0.0
+    default_graphs: bool = False
+    python: str = ""
+    flags: dict[str, Any] = {}
+
+    @property
+    def model(self) -> Shape:
+        """The shape by its name."""
+        return shape_of(self.shape)
+
+    @property
+    def windows(self) -> tuple[Window, ...]:
+        """The plan's windows."""
+        return parse_plan(self.plan)
+
+
+def resolve(options: Options, *, num_gpus: int) -> Options:
+    """Put in the defaults for this machine.
+
+    Raises:
+        ConfigError: the shape, the plan or a number cannot be had here.
+    """
+    cpu = num_gpus == 0
+    tensor_parallel = options.tensor_parallel or (1 if cpu else options.model.tensor_parallel)
+    if not cpu and tensor_parallel > num_gpus:
+        raise ConfigError(f"shape {options.shape}: expected {tensor_parallel} GPUs for the engine, got {num_gpus}")
+    if cpu and options.model.dtype != "float32":
+        raise ConfigError(f"shape {options.shape}: expected a GPU, got none", hint="without a GPU use --shape tiny")
+    last = "cpu" if cpu else f"cuda:{min(tensor_parallel, num_gpus - 1)}"
+    filled = msgspec.structs.replace(
+        options,
+        plan=options.plan or ("smoke" if cpu else "full"),
+        streams=options.streams or (8 if cpu else 128),
+        probes=options.probes or (2 if cpu else 4),
+        mean_tokens=options.mean_tokens or (64 if cpu else 1500),
+        tensor_parallel=tensor_parallel,
+        trainer_device=options.trainer_device or last,
+        warm_s=options.warm_s or (1.0 if cpu else 8.0),
+    )
+    if not 0 <= filled.probes <= filled.streams:
+        raise ConfigError(f"expected at most as many probes as streams, got {filled.probes} of {filled.streams}")
+    if not filled.windows:
+        raise ConfigError("expected at least one window, got an empty plan")
+    return filled
