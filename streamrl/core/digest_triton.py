@@ -72,39 +72,61 @@ def _add_digests(
     tl.atomic_add(sums + region, tl.sum(tl.sum(total.to(tl.int64, bitcast=True), axis=1), axis=0), sem="relaxed")
 
 
-def triton_sums(walks: Sequence[Walk]) -> list[int]:
-    """Partial digests mod 2^64 of walks over one CUDA device, none of them empty; `streamrl.core.digest_torch.torch_sums`' equal."""
+class Launch:
+    """The kernel over regions of one element size, with its tables on the device: each run is one launch, and allocates nothing.
+
+    Args:
+        item: bytes of an element.
+        unit: the elements of a region's columns are neighbours in memory.
+        regions: rows of `_split`.
+        device: that holds them.
+    """
+
+    def __init__(self, item: int, unit: bool, regions: list[list[int]], device: torch.device) -> None:
+        table = np.array(regions, np.int64)
+        blocks = -(-table[:, 2] // (ROWS * REPEAT)) * -(-table[:, 3] // COLUMNS)
+        table[:, 9] = np.cumsum(blocks) - blocks
+        table[:, 10] = -(-table[:, 3] // COLUMNS)
+        self._item = item
+        self._unit = unit
+        self._owner = torch.from_numpy(np.repeat(np.arange(len(regions), dtype=np.int32), blocks)).to(device)
+        self._table = torch.from_numpy(table).to(device)
+        self.sums = torch.zeros(len(regions), dtype=torch.int64, device=device)
+        """Of each region after `run`, once the stream has got there."""
+
+    def run(self) -> None:
+        """Compute `sums` anew on the current stream."""
+        self.sums.zero_()
+        kernel: Any = _add_digests
+        kernel[(len(self._owner),)](
+            self._table, self._owner, self.sums, BYTES=self._item, UNIT=self._unit, ROWS=ROWS, COLUMNS=COLUMNS, REPEAT=REPEAT, num_warps=8
+        )
+
+
+def launches(walks: Sequence[Walk]) -> list[tuple[list[int], Launch]]:
+    """What to run to digest walks over one CUDA device, none of them empty: for each launch, the walks that its sums belong to."""
     groups: dict[tuple[int, bool], list[tuple[int, list[int]]]] = {}
     for slot, walk in enumerate(walks):
         for words, unit in _split(walk.bits.data_ptr(), walk.bits.element_size(), walk.first, walk.axes):
             groups.setdefault((walk.bits.element_size(), unit), []).append((slot, words))
+    device = walks[0].bits.device
+    return [
+        ([slot for slot, _ in regions], Launch(item, unit, [words for _, words in regions], device))
+        for (item, unit), regions in groups.items()
+    ]
+
+
+def triton_sums(walks: Sequence[Walk]) -> list[int]:
+    """Partial digests mod 2^64 of walks over one CUDA device, none of them empty; `streamrl.core.digest_torch.torch_sums`' equal."""
     totals = [0] * len(walks)
     with torch.cuda.device_of(walks[0].bits):
-        started = [
-            (regions, _launch(item, unit, [words for _, words in regions], walks[0].bits.device))
-            for (item, unit), regions in groups.items()
-        ]
-        for regions, sums in started:
-            for (slot, _), value in zip(regions, sums.tolist(), strict=True):
+        prepared = launches(walks)
+        for _, launch in prepared:
+            launch.run()
+        for slots, launch in prepared:
+            for slot, value in zip(slots, launch.sums.tolist(), strict=True):
                 totals[slot] += value
     return [total & MASK for total in totals]
-
-
-def _launch(item: int, unit: bool, regions: list[list[int]], device: torch.device) -> torch.Tensor:
-    """Start the kernel on rows of `_split`; [regions] int64 sums."""
-    table = np.array(regions, np.int64)
-    down = -(-table[:, 2] // (ROWS * REPEAT))
-    across = -(-table[:, 3] // COLUMNS)
-    blocks = down * across
-    table[:, 9] = np.cumsum(blocks) - blocks
-    table[:, 10] = across
-    owner = torch.from_numpy(np.repeat(np.arange(len(regions), dtype=np.int32), blocks)).to(device)
-    sums = torch.zeros(len(regions), dtype=torch.int64, device=device)
-    kernel: Any = _add_digests
-    kernel[(len(owner),)](
-        torch.from_numpy(table).to(device), owner, sums, BYTES=item, UNIT=unit, ROWS=ROWS, COLUMNS=COLUMNS, REPEAT=REPEAT, num_warps=8
-    )
-    return sums
 
 
 def _split(address: int, item: int, first: int, axes: Sequence[Axis]) -> list[tuple[list[int], bool]]:
