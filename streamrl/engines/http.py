@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
+from streamrl.engines.extras import read_extras
 from streamrl.engines.protocol import Chunk, EngineInfo, GenerateRequest
 from streamrl.engines.wire import ErrorBody, GenerateBody, MetaInfo, Result, SamplingParams, ServerInfo, spans_in
 from streamrl.errors import EngineError, SchemaError
@@ -109,6 +110,7 @@ class HttpEngine:
             tokens_total=info.tokens_total,
             swaps_total=info.swaps_total,
             last_swap_ms=info.last_swap_ms,
+            counters=info.counters,
         )
 
     def _body(self, request: GenerateRequest) -> bytes:
@@ -211,6 +213,7 @@ class HttpEngine:
             )
         try:
             spans = spans_in(meta, seen, total)
+            extras = read_extras(meta) if meta.finish_reason is not None else {}
         except SchemaError as error:
             raise EngineError(
                 f"expected versions such as 0.17 from {self.address}, got: {error.message}", hint="has it been given weights by streamrl?"
@@ -223,6 +226,7 @@ class HttpEngine:
             finish_reason=self._finish_reason(meta),
             logprob_mode=LogprobMode(meta.logprob_mode) if meta.logprob_mode else LogprobMode.TEMPERATURE,
             engine=meta.engine or self.address,
+            extras=extras,
         )
 
     def _finish_reason(self, meta: MetaInfo) -> str | None:

@@ -47,6 +47,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     logprob_mode: LogprobMode = LogprobMode.SAMPLED
     engine: str = ""
     extras: dict[str, Any] = {}
+    """More about a completion, on its last chunk: see `streamrl.engines.extras`."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +63,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     tokens_total: int = 0
     swaps_total: int = 0
     last_swap_ms: float = 0.0
+    counters: dict[str, float] = {}
+    """Further numbers by declared metric name: totals since the start where the metric's reduction is a sum, else the value now."""
 
 
 class Engine(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from streamrl.engines.extras import write_extras
 from streamrl.engines.protocol import Chunk
 from streamrl.engines.server_requests import Group
 from streamrl.engines.wire import MetaInfo, Result, SpanOut, extend_spans
@@ -46,6 +47,8 @@ class Completed:
             logprob_mode=str(last.logprob_mode) if last else "",
             engine=last.engine if last else "",
         )
+        if last is not None and last.extras:
+            write_extras(last.extras, meta)
         return Result(output_ids=ids, meta_info=meta, index=self._group.first + self._index)
 
     def _finish_reason(self) -> dict[str, Any] | None:

@@ -75,8 +75,24 @@ class MetaInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The newest version among the tokens."""
     weight_versions: list[SpanOut] | None = None
     """Spans over all output tokens so far."""
-    wv: list[Any] | None = None
+    streamrl_versions: list[Any] | None = None
     """One version a token, from the streamrl plugin of SGLang."""
+    output_token_sampling_logprobs: list[float | None] | None = None
+    """SGLang's, when asked for: log-probs after top-p and top-k."""
+    cached_tokens: int = 0
+    """Prompt tokens whose keys and values were in the prefix cache."""
+    num_retractions: int = 0
+    """Times the request lost its keys and values to others and was computed again."""
+    spec_verify_ct: int = 0
+    """Passes that verified drafted tokens (speculative decoding)."""
+    spec_num_proposed_drafts: int = 0
+    spec_num_correct_drafts: int = 0
+    routed_experts: str | None = None
+    """Base64. SGLang sends int32; we send the dtype and the shape that the next two name."""
+    routed_experts_dtype: str = ""
+    routed_experts_shape: tuple[int, int, int] | None = None
+    inexact_versions: bool = False
+    """Ours: some spans may be off by tokens (an engine that updates SGLang without the plugin)."""
     logprob_mode: str = ""
     """Ours: `sampled`. SGLang sends none; its log-probs are those before top-p and top-k."""
     engine: str = ""
@@ -107,6 +123,7 @@ class ServerInfo(msgspec.Struct, kw_only=True):
     tokens_total: int = 0
     swaps_total: int = 0
     last_swap_ms: float = 0.0
+    counters: dict[str, float] = {}
 
 
 class ErrorDetail(msgspec.Struct):
@@ -140,9 +157,9 @@ def spans_in(meta: MetaInfo, start: int, end: int) -> tuple[VersionSpan, ...]:
     """
     if end <= start:
         return ()
-    if meta.wv is not None:
+    if meta.streamrl_versions is not None:
         # Indexed from the end: a server that streams increments sends the new tokens' versions only.
-        names = meta.wv[len(meta.wv) - (end - start) :]
+        names = meta.streamrl_versions[max(0, len(meta.streamrl_versions) - (end - start)) :]
         pieces = [SpanOut(str(name), at, at + 1) for at, name in enumerate(names, start)]
     elif meta.weight_versions:
         pieces = meta.weight_versions
@@ -158,5 +175,7 @@ def spans_in(meta: MetaInfo, start: int, end: int) -> tuple[VersionSpan, ...]:
             length += result.pop().length
         result.append(VersionSpan(length, version))
     if sum(span.length for span in result) != end - start:
-        raise SchemaError(f"expected version spans over output tokens {start} .. {end - 1}, got {meta.weight_versions or meta.wv}")
+        raise SchemaError(
+            f"expected version spans over output tokens {start} .. {end - 1}, got {meta.streamrl_versions or meta.weight_versions}"
+        )
     return tuple(result)

@@ -139,7 +139,7 @@ async def test_sglangs_answers_are_understood_and_get_only_its_own_fields():
         return web.json_response(
             [
                 sglang_result([4, 5, 6], {"type": "stop", "matched": 6}, weight_versions=versions),
-                sglang_result([4, 5], {"type": "length", "length": 2}, wv=["0.5", "0.7"], weight_versions=versions),
+                sglang_result([4, 5], {"type": "length", "length": 2}, streamrl_versions=["0.5", "0.7"], weight_versions=versions),
             ]
         )
 

@@ -1,0 +1,41 @@
+"""What an engine says about a completion beyond its tokens: `Chunk.extras` and the same as fields of `meta_info`.
+
+Keys, all on a completion's last chunk and left out where there is nothing to say: `cached_tokens`, `num_retractions`, `spec_verify_ct`,
+`spec_num_proposed_drafts`, `spec_num_correct_drafts` (numbers), `routed_experts` (`RoutedExperts`) and `inexact_versions` (True).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from streamrl.engines.experts import from_text
+from streamrl.engines.wire import MetaInfo
+
+NUMBERS = ("cached_tokens", "num_retractions", "spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts")
+EXPERTS = "routed_experts"
+INEXACT = "inexact_versions"
+
+
+def read_extras(meta: MetaInfo) -> dict[str, Any]:
+    """The extras in a last result of ours, or of SGLang's own (without routed experts, whose shape it does not say).
+
+    Raises:
+        SchemaError: routed experts that do not fit their shape.
+    """
+    extras: dict[str, Any] = {name: value for name in NUMBERS if (value := getattr(meta, name))}
+    if meta.routed_experts is not None and meta.routed_experts_shape is not None:
+        extras[EXPERTS] = from_text(meta.routed_experts_dtype, meta.routed_experts_shape, meta.routed_experts)
+    if meta.inexact_versions:
+        extras[INEXACT] = True
+    return extras
+
+
+def write_extras(extras: Mapping[str, Any], meta: MetaInfo) -> None:
+    """Put a chunk's extras into the result that is sent."""
+    for name in NUMBERS:
+        if name in extras:
+            setattr(meta, name, extras[name])
+    if (experts := extras.get(EXPERTS)) is not None:
+        meta.routed_experts, meta.routed_experts_dtype, meta.routed_experts_shape = experts.text(), experts.dtype, experts.shape
+    meta.inexact_versions = bool(extras.get(INEXACT))
