@@ -69,10 +69,11 @@ def answer_probability(batch: TrainBatch, logprobs: npt.NDArray[np.float64]) -> 
 
 
 def logprob_differences(batch: TrainBatch, logprobs: npt.NDArray[np.floating]) -> dict[str, float]:
-    """How far trainer and sampler are apart on the trained tokens: the greatest distance, and mean and greatest of fresh tokens.
+    """How far trainer and sampler are apart on the trained tokens: the greatest distance, and mean and greatest of fresh samples.
 
-    A fresh token was sampled by the very version that is trained from (age 0), so for it the distance is what two implementations and
-    their rounding leave; for older ones the policy has moved as well. Without fresh tokens there are no numbers for them.
+    All tokens of a fresh sample were sampled by the very version that is trained from, so what lies between the two log-probabilities is
+    what two implementations and their rounding leave. In other samples the policy has moved since, and a token of age 0 behind older ones
+    was sampled from keys and values of older weights. Without fresh samples there are no numbers for them.
 
     Args:
         batch: of sampled tokens.
@@ -82,8 +83,9 @@ def logprob_differences(batch: TrainBatch, logprobs: npt.NDArray[np.floating]) -
     found: dict[str, float] = {}
     if batch.loss_mask.any():
         found["train/train_rollout_logprob_abs_diff_max"] = float(distance_T[batch.loss_mask].max())
-    fresh = batch.loss_mask & (batch.staleness == 0)
-    if fresh.any():
-        found["train/fresh_logprob_abs_diff"] = float(distance_T[fresh].mean())
-        found["train/fresh_logprob_abs_diff_max"] = float(distance_T[fresh].max())
+    fresh_N = np.maximum.reduceat(batch.staleness, batch.offsets[:-1]) == 0
+    fresh_T = batch.loss_mask & fresh_N[sample_of_token(batch)]
+    if fresh_T.any():
+        found["train/fresh_logprob_abs_diff"] = float(distance_T[fresh_T].mean())
+        found["train/fresh_logprob_abs_diff_max"] = float(distance_T[fresh_T].max())
     return found

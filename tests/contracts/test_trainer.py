@@ -104,9 +104,11 @@ def test_a_step_changes_the_parameters_and_says_their_digest(make: MakeTrainer) 
 @pytest.mark.parametrize("minibatches", [1, 3])
 def test_it_says_how_far_the_sampler_was_away(make: MakeTrainer, minibatches: int) -> None:
     trainer = make(minibatches=minibatches)
-    batch = rollouts(staleness=np.tile([0, 0, 0, 2], 8 * GROUP).astype(np.int32))
+    ages = np.zeros((8 * GROUP, 4), np.int32)
+    ages[::2, 2] = 1  # a swap in the middle of every second sample: its last token is of age 0, but not from one version's weights
+    batch = rollouts(staleness=ages.reshape(-1))
     distance = np.abs(trainer.score(batch, Role.POLICY) - batch.sampler_logprobs)
-    fresh = distance[2::4]
+    fresh = distance.reshape(-1, 4)[1::2, 2:]
     found = trainer.step(batch).metrics
     assert found["train/train_rollout_logprob_abs_diff_max"] == pytest.approx(distance[batch.loss_mask].max(), abs=1e-5)
     assert found["train/fresh_logprob_abs_diff"] == pytest.approx(fresh.mean(), abs=1e-5)
