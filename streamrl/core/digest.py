@@ -54,6 +54,26 @@ def tensor_digest(data: npt.NDArray[np.uint8], itemsize: int, start: int = 0) ->
     return total & MASK
 
 
+def scattered_digest(bits: npt.NDArray[np.unsignedinteger], indices: npt.NDArray[np.int64]) -> int:
+    """Partial digest of single elements.
+
+    Args:
+        bits: [n] unsigned, the elements' little-endian bytes as an integer each.
+        indices: [n] int64, their indices in the whole tensor, in any order.
+
+    Returns:
+        The partial sum, 0 <= value < 2^64. What a change adds to a tensor's digest is that of the new elements less that of the old ones.
+    """
+    total = 0
+    for first in range(0, len(bits), BLOCK):
+        z = indices[first : first + BLOCK].astype(np.uint64)
+        z += np.uint64(1)
+        z *= np.uint64(GAMMA)
+        z += bits[first : first + BLOCK]
+        total += _mixed_sum(z, np.empty_like(z))
+    return total & MASK
+
+
 def slice_digest(
     data: npt.NDArray[np.uint8],
     itemsize: int,

@@ -1,6 +1,6 @@
 """Manifests as pure functions: how shards become one byte string, how it is cut into parts, what of it a reader wants.
 
-A version is the concatenation of its tensors in order of name, each beginning at a multiple of `ALIGNMENT` bytes (the gaps
+A version is the concatenation of its tensors in order of name, each beginning at a multiple of 64 bytes (the gaps
 are zero). It is cut into parts of equal size, each with its own SHA-256, and a part may begin and end in the middle of a tensor.
 """
 
@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from streamrl.core.concatenation import aligned
 from streamrl.core.digest import MASK, combine, digest_text, slice_digest
 from streamrl.errors import SchemaError, WeightSyncError
 from streamrl.schemas.versions import Version
-from streamrl.schemas.weights import Manifest, PartRef, TensorSpec
-from streamrl.weights.protocol import Shard, Slice
+from streamrl.schemas.weights import Link, Manifest, PartRef, TensorSpec
+from streamrl.weights.protocol import HostBytes, Shard, Slice
 
-ALIGNMENT = 64
-"""Bytes; a cache line, and enough for any dtype to be viewed in place."""
 ITEM_BYTES: Mapping[str, int] = {
     "float64": 8,
     "float32": 4,
@@ -57,7 +57,7 @@ class Content:
         specs: list[TensorSpec] = []
         end = 0
         for name in sorted(by_name):
-            spec = _spec(by_name[name], _aligned(end))
+            spec = _spec(by_name[name], aligned(end))
             specs.append(spec)
             end = spec.offset + spec.nbytes
         self.tensors = tuple(specs)
@@ -74,23 +74,28 @@ class Content:
         for spec in self.tensors:
             first, last = max(start, spec.offset), min(end, spec.offset + spec.nbytes)
             if first < last:
-                flat = self._flat(spec)
-                out[first - start : last - start] = flat[first - spec.offset : last - spec.offset]
+                self._copy(spec, first - spec.offset, out[first - start : last - start])
 
-    def _flat(self, spec: TensorSpec) -> npt.NDArray[np.uint8]:
+    def _copy(self, spec: TensorSpec, first: int, out: HostBytes) -> None:
         shards = self._shards[spec.name]
-        if len(shards) == 1:
-            return shards[0].data
+        data = shards[0].data if len(shards) == 1 else self._joined(spec)
+        if isinstance(data, np.ndarray):
+            out[:] = data[first : first + len(out)]
+        else:
+            data.copy_to(first, out)
+
+    def _joined(self, spec: TensorSpec) -> HostBytes:
+        shards = self._shards[spec.name]
         item = ITEM_BYTES[spec.dtype]
         whole = np.empty(spec.shape, dtype=f"V{item}")
         for shard in shards:
             begin = shard.offset or (0,) * len(shard.shape)
             index = tuple(slice(b, b + n) for b, n in zip(begin, shard.shape, strict=True))
-            whole[index] = shard.data.view(f"V{item}").reshape(shard.shape)
+            whole[index] = shard.host().view(f"V{item}").reshape(shard.shape)
         # Kept, so that a tensor that lies in several parts is joined once.
-        joined = msgspec.structs.replace(shards[0], data=whole.reshape(-1).view(np.uint8), shape=spec.shape, offset=())
-        self._shards[spec.name] = [joined]
-        return joined.data
+        data = whole.reshape(-1).view(np.uint8)
+        self._shards[spec.name] = [msgspec.structs.replace(shards[0], data=data, shape=spec.shape, offset=())]
+        return data
 
 
 def build(
@@ -165,7 +170,7 @@ def slices(manifest: Manifest, names: Iterable[str] | None = None) -> tuple[Slic
     for spec in sorted(manifest.tensors, key=lambda spec: spec.offset):
         if spec.name not in chosen or spec.nbytes == 0:
             continue
-        if joined and _aligned(joined[-1].start + joined[-1].nbytes) == spec.offset:
+        if joined and aligned(joined[-1].start + joined[-1].nbytes) == spec.offset:
             start = joined.pop().start
             joined.append(Slice(start, spec.offset + spec.nbytes - start))
         else:
@@ -187,21 +192,67 @@ def cover(manifest: Manifest, wants: Sequence[Slice]) -> Iterator[tuple[PartRef,
         end += part.nbytes
     if end != manifest.nbytes:
         raise WeightSyncError(f"manifest of {where}: expected parts of {manifest.nbytes} bytes in all, got {end}")
-    for want in wants:
-        if want.start < 0 or want.nbytes < 0 or want.start + want.nbytes > end:
-            raise WeightSyncError(f"expected a range within the {end} bytes of {where}, got {want.nbytes} bytes at {want.start}")
+    check_wants(manifest, wants)
     for part in manifest.parts:
         inside = tuple(piece for want in wants if (piece := _overlap(want, part)) is not None)
         if inside:
             yield part, inside
 
 
+def check_wants(manifest: Manifest, wants: Sequence[Slice]) -> None:
+    """Raise WeightSyncError for a wanted range that does not lie in the version."""
+    for want in wants:
+        if want.start < 0 or want.nbytes < 0 or want.start + want.nbytes > manifest.nbytes:
+            raise WeightSyncError(
+                f"expected a range within the {manifest.nbytes} bytes of {manifest.policy} {manifest.version}, got {want.nbytes} bytes "
+                f"at {want.start}"
+            )
+
+
+def with_mirrors(manifest: Manifest, mirrors: Mapping[str, Manifest]) -> Manifest:
+    """The manifest with the same version on other transports, as each of them would announce it."""
+    links = {name: links for mirror in mirrors.values() for name, links in mirror.links.items()}
+    return msgspec.structs.replace(
+        manifest, mirrors={name: mirror.parts for name, mirror in mirrors.items()}, links={**manifest.links, **links}
+    )
+
+
 def offers(manifest: Manifest) -> tuple[Manifest, ...]:
     """The manifest as each transport that has its bytes would have written it, the main one first."""
-    mirrored = (
-        msgspec.structs.replace(manifest, transport=name, parts=parts, mirrors={}) for name, parts in sorted(manifest.mirrors.items())
+    mirrored = [_offer(manifest, name, parts) for name, parts in sorted(manifest.mirrors.items())]
+    links = {name: links for name, links in manifest.links.items() if name == manifest.transport}
+    return (msgspec.structs.replace(manifest, mirrors={}, links=links), *mirrored)
+
+
+def kind_of(link: Link) -> Literal["full", "delta"]:
+    """Kind of a manifest whose parts are this link's."""
+    return "full" if link.parent is None else "delta"
+
+
+def wire_bytes(manifest: Manifest) -> int:
+    """Bytes that were stored for the version, on all transports."""
+    own = [link.parts for links in manifest.links.values() for link in links if link.version == manifest.version]
+    linked = {part.location for parts in own for part in parts}
+    plain = (manifest.parts, *manifest.mirrors.values())
+    return sum(part.nbytes for parts in own for part in parts) + sum(
+        part.nbytes for parts in plain for part in parts if part.location not in linked
     )
-    return (msgspec.structs.replace(manifest, mirrors={}), *mirrored)
+
+
+def _offer(manifest: Manifest, name: str, parts: tuple[PartRef, ...]) -> Manifest:
+    links = manifest.links.get(name, ())
+    # The first link of a version is the one whose parts the manifest names.
+    own = next((link for link in links if link.version == manifest.version), Link(version=manifest.version, parts=parts))
+    return msgspec.structs.replace(
+        manifest,
+        transport=name,
+        parts=parts,
+        pieces=own.pieces,
+        kind=kind_of(own),
+        parent=own.parent,
+        mirrors={},
+        links={name: links} if links else {},
+    )
 
 
 def check_same(known: Manifest, digest: str) -> None:
@@ -212,10 +263,6 @@ def check_same(known: Manifest, digest: str) -> None:
             hint="a trainer that cannot re-derive a published version must begin a new epoch",
             version=str(known.version),
         )
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 def _overlap(want: Slice, part: PartRef) -> Slice | None:
@@ -239,7 +286,10 @@ def _spec(shards: Sequence[Shard], offset: int) -> TensorSpec:
                 f"tensor {first.name!r}: expected {math.prod(shard.shape) * item} bytes for {shard.shape}, got {shard.data.nbytes}"
             )
         try:
-            total += slice_digest(shard.data, item, shard.global_shape, shard.offset, shard.shape)
+            if isinstance(shard.data, np.ndarray):
+                total += slice_digest(shard.data, item, shard.global_shape, shard.offset, shard.shape)
+            else:
+                total += shard.data.digest(item, shard.global_shape, shard.offset, shard.shape)
         except SchemaError as error:
             raise WeightSyncError(f"tensor {first.name!r}: {error.message}") from error
     _check_tiling(shards)

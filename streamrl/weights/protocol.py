@@ -49,10 +49,14 @@ class Snapshot(Protocol):
 class DeviceBytes(Protocol):
     """One tensor's bytes in a snapshot. The methods wait for the snapshot's copy, not for the training thread; any thread may call them."""
 
-    snapshot: Snapshot
     start: int
     """First byte in the snapshot."""
     nbytes: int
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """What it is a part of."""
+        ...
 
     def copy_to(self, first: int, out: HostBytes) -> None:
         """Write bytes `first .. first + len(out)` of this tensor to the host's `out` ([n] uint8)."""

@@ -181,11 +181,12 @@ class Publisher:
                 hint="the parameters changed between the step's digest and the snapshot, or a rank's slices are missing",
                 version=str(offer.version),
             )
-        mirrors = {name: (await mirror.publish(offer.version, iter(offer.shards))).parts for name, mirror in self._mirrors.items()}
-        await self._announce(msgspec.structs.replace(manifest, mirrors=mirrors))
+        mirrors = {name: await mirror.publish(offer.version, iter(offer.shards)) for name, mirror in self._mirrors.items()}
+        manifest = manifests.with_mirrors(manifest, mirrors)
+        await self._announce(manifest)
         await self._retire()
         took_s = time.monotonic() - started
-        nbytes = manifest.nbytes
+        nbytes = manifests.wire_bytes(manifest)
         logger.info("event=weights_published policy=%s version=%s bytes=%d took_s=%.3f", self._policy, offer.version, nbytes, took_s)
         if self._report is not None:
             await self._report({"weights/publish_s": took_s, "weights/bytes_total": float(nbytes)})

@@ -8,6 +8,7 @@ views of it would serve half-trained weights.)
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import hashlib
 import logging
@@ -18,22 +19,29 @@ import secrets
 import shutil
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.subjects import check_name
 from streamrl.schemas.versions import Version
-from streamrl.schemas.weights import Manifest, PartRef
+from streamrl.schemas.weights import Contribution, Link, Manifest, PartRef
 from streamrl.weights import manifest as manifests
+from streamrl.weights import ranks
+from streamrl.weights.changes import Source
+from streamrl.weights.image import HostImage
 from streamrl.weights.pins import Pins
-from streamrl.weights.protocol import Part, Shard, Slice
+from streamrl.weights.protocol import FileSource, Part, Shard, Slice
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"^(?P<policy>[A-Za-z0-9_-]+)\.(?P<epoch>\d+)-(?P<number>\d+)\.[0-9a-f]+\.(?P<state>weights|partial)$")
+_NAME = re.compile(
+    r"^(?P<policy>[A-Za-z0-9_-]+)\.(?P<epoch>\d+)-(?P<number>\d+)\.[0-9a-f]+(?:\.r(?P<rank>\d+))?\.(?P<state>weights|partial)$"
+)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _GONE_HINT = "a version is removed when newer ones are out: take a newer one"
 
@@ -45,15 +53,21 @@ class ShmTransport:
         directory: folder of this run alone; made when first written to.
         pins: whose versions `retire` spares; None: nobody's.
         part_bytes: bytes covered by one checksum.
+        rank: of the trainer's ranks that publish slices from this host; each writes files of its own.
     """
 
-    def __init__(self, *, run: str, policy: str, directory: Path, pins: Pins | None = None, part_bytes: int = 8 << 20) -> None:
+    def __init__(
+        self, *, run: str, policy: str, directory: Path, pins: Pins | None = None, part_bytes: int = 8 << 20, rank: int = 0
+    ) -> None:
         self._run = run
         self._policy = check_name("policy", policy)
         self._directory = directory
         self._pins = pins
         self._part_bytes = part_bytes
         self._published: dict[Version, Manifest] = {}
+        self._rank = rank
+        self._suffix = f".r{rank}" if rank else ""
+        self._contributed: dict[Version, Contribution] = {}
         self._lock_file: int | None = None
 
     async def publish(self, version: Version, shards: Iterator[Shard]) -> Manifest:
@@ -76,14 +90,41 @@ class ShmTransport:
         self._published[version] = built
         return built
 
+    async def contribute(self, version: Version, shards: Iterator[Shard]) -> Contribution:
+        content = await asyncio.to_thread(ranks.RankContent, shards)
+        known = self._contributed.get(version)
+        if known is None:
+            parts = await asyncio.to_thread(self._write, version, content) if content.nbytes else ()
+            known = Contribution(
+                run=self._run,
+                policy=self._policy,
+                version=version,
+                slices=content.slices,
+                links=(Link(version=version, parts=parts),) if parts else (),
+                transport="shm",
+                host=host_id(self._directory),
+            )
+            self._contributed = {version: known}
+        elif known.slices != content.slices:
+            raise WeightSyncError(f"{self._policy} {version}: expected the slices contributed before, got others")
+        return known
+
+    def merge(self, contributions: Sequence[Contribution]) -> Manifest:
+        merged = msgspec.structs.replace(ranks.merge(contributions, published_s=time.time()), links={})
+        self._published[merged.version] = merged
+        return merged
+
     async def fetch(self, manifest: Manifest, wants: Sequence[Slice]) -> AsyncIterator[Part]:
-        """As the protocol says; the parts are views of one mapping, valid for as long as they are referenced."""
-        covered = list(manifests.cover(manifest, wants))
-        if not covered:
+        """As the protocol says; the parts are views of mappings, valid for as long as they are referenced."""
+        manifests.check_wants(manifest, wants)
+        files = _files(manifest)
+        chosen = [(part, pieces) for part in manifest.parts if (pieces := ranks.wanted(manifest.pieces, part, wants))]
+        if not chosen:
             return
-        mapping = memoryview(self._map(manifest))
-        for part, pieces in covered:
-            data = mapping[part.offset : part.offset + part.nbytes]
+        begin = {name: min(part.offset for part in manifest.parts if part.location == name) for name in files}
+        mapped = {name: memoryview(self._map(manifest, name, nbytes)) for name, nbytes in files.items()}
+        for part, pieces in chosen:
+            data = mapped[part.location][part.offset - begin[part.location] :][: part.nbytes]
             if part.sha256 and await asyncio.to_thread(_sha256, data) != part.sha256:
                 raise WeightSyncError(
                     f"{manifest.policy} {manifest.version}: expected sha256 {part.sha256[:12]}... for {part.nbytes} bytes at {part.offset} "
@@ -91,13 +132,29 @@ class ShmTransport:
                     hint="something else has written to the file; a newer version or a restart of the trainer brings good bytes",
                 )
             for piece in pieces:
-                yield Part(piece.start, mapping[piece.start : piece.start + piece.nbytes])
+                first = piece.stored - part.offset
+                yield Part(piece.start, data[first : first + piece.nbytes])
+
+    @contextlib.asynccontextmanager
+    async def source(self, manifest: Manifest) -> AsyncGenerator[FileSource]:
+        """The version's own file; one made of several ranks' files is copied together first."""
+        if not manifest.pieces:
+            if not await self.holds(manifest):
+                raise WeightSyncError(f"{manifest.policy} {manifest.version}: its file is not there", hint=_GONE_HINT)
+            yield FileSource(str(self._directory / next(iter(_files(manifest)))))
+            return
+        with ThreadPoolExecutor(1) as pool, contextlib.closing(HostImage(self._policy, pool)) as image:
+            await asyncio.to_thread(image.lay_out, manifest)
+            whole = Link(version=manifest.version, parts=())
+            async for part in self.fetch(manifest, (Slice(0, manifest.nbytes),)):
+                await asyncio.to_thread(image.write, whole, part.start, part.data)
+            yield FileSource(image.path)
 
     async def holds(self, manifest: Manifest) -> bool:
         if manifest.host != host_id(self._directory) or not manifest.parts:
             return False
         try:
-            return (self._directory / _location(manifest)).stat().st_size >= manifest.nbytes
+            return all((self._directory / name).stat().st_size >= nbytes for name, nbytes in _files(manifest).items())
         except FileNotFoundError:
             return False
 
@@ -119,9 +176,9 @@ class ShmTransport:
                 path.unlink(missing_ok=True)
                 logger.debug("event=weights_retired policy=%s version=%s file=%s", self._policy, version, path.name)
 
-    def _write(self, version: Version, content: manifests.Content) -> tuple[PartRef, ...]:
+    def _write(self, version: Version, content: Source) -> tuple[PartRef, ...]:
         """Write all bytes under a temporary name, then give the file its own; a publisher that dies before leaves nothing to fetch."""
-        name = f"{self._policy}.{version.epoch}-{version.number}.{secrets.token_hex(6)}"
+        name = f"{self._policy}.{version.epoch}-{version.number}.{secrets.token_hex(6)}{self._suffix}"
         partial, final = self._directory / f"{name}.partial", self._directory / f"{name}.weights"
         try:
             self._take_over()
@@ -136,7 +193,7 @@ class ShmTransport:
             partial.unlink(missing_ok=True)
         return parts
 
-    def _write_partial(self, path: Path, location: str, content: manifests.Content) -> tuple[PartRef, ...]:
+    def _write_partial(self, path: Path, location: str, content: Source) -> tuple[PartRef, ...]:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             # Reserving all pages first turns a full file system into ENOSPC here; a write to a mapping would be a SIGBUS.
@@ -159,14 +216,14 @@ class ShmTransport:
         if self._lock_file is not None:
             return
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock_file = os.open(self._directory / f"{self._policy}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        self._lock_file = os.open(self._directory / f"{self._policy}{self._suffix}.lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             logger.warning("event=weights_publisher_alive policy=%s directory=%s action=left_its_files", self._policy, self._directory)
             return
         for path, version, state in self._files():
-            if state == "partial":
+            if state == "partial" and _rank_of(path) == self._rank:
                 path.unlink(missing_ok=True)
                 logger.info("event=weights_leftover_removed policy=%s version=%s file=%s", self._policy, version, path.name)
 
@@ -179,7 +236,7 @@ class ShmTransport:
             if match is not None and match["policy"] == self._policy:
                 yield path, Version(int(match["epoch"]), int(match["number"])), match["state"]
 
-    def _map(self, manifest: Manifest) -> mmap.mmap:
+    def _map(self, manifest: Manifest, name: str, nbytes: int) -> mmap.mmap:
         where = f"{manifest.policy} {manifest.version}"
         here = host_id(self._directory)
         if manifest.host != here:
@@ -187,7 +244,7 @@ class ShmTransport:
                 f"{where}: expected a manifest of this host ({here}), got one of {manifest.host or 'no host'}",
                 hint="shared memory reaches one host only: set weights.transport = 'bus', or weights.also_on_bus = true",
             )
-        path = self._directory / _location(manifest)
+        path = self._directory / name
         try:
             descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:
@@ -196,9 +253,9 @@ class ShmTransport:
             ) from error
         try:
             size = os.fstat(descriptor).st_size
-            if size < manifest.nbytes:
-                raise WeightSyncError(f"{where}: expected {manifest.nbytes} bytes in {path}, got {size}", hint=_GONE_HINT)
-            return mmap.mmap(descriptor, manifest.nbytes, access=mmap.ACCESS_READ)
+            if size < nbytes:
+                raise WeightSyncError(f"{where}: expected {nbytes} bytes in {path}, got {size}", hint=_GONE_HINT)
+            return mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_READ)
         finally:
             os.close(descriptor)
 
@@ -222,14 +279,24 @@ def remove_directory(directory: Path) -> None:
         shutil.rmtree(directory)
 
 
-def _location(manifest: Manifest) -> str:
-    """Name of the manifest's file; refuses anything that is not a plain name of ours, so that no manifest can point elsewhere."""
-    names = {part.location for part in manifest.parts}
-    name = next(iter(names))
-    match = _NAME.match(name)
-    if len(names) != 1 or match is None or match["state"] != "weights":
-        raise WeightSyncError(f"{manifest.policy} {manifest.version}: expected the name of one weights file, got {sorted(names)}")
-    return name
+def _files(manifest: Manifest) -> dict[str, int]:
+    """Names of the manifest's files with the bytes of each; refuses what is not a plain name of ours: no manifest can point elsewhere."""
+    nbytes: dict[str, int] = {}
+    for part in manifest.parts:
+        match = _NAME.match(part.location)
+        if match is None or match["state"] != "weights":
+            raise WeightSyncError(f"{manifest.policy} {manifest.version}: expected the name of one weights file, got {part.location!r}")
+        nbytes[part.location] = nbytes.get(part.location, 0) + part.nbytes
+    if not manifest.pieces:
+        list(manifests.cover(manifest, ()))
+        if len(nbytes) != 1:
+            raise WeightSyncError(f"{manifest.policy} {manifest.version}: expected one weights file, got {sorted(nbytes)}")
+    return nbytes
+
+
+def _rank_of(path: Path) -> int:
+    match = _NAME.match(path.name)
+    return int(match["rank"] or 0) if match else -1
 
 
 def _sha256(data: memoryview) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -62,39 +65,46 @@ class ShmSite:
 
 
 class BusSite:
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, anchor_every: int) -> None:
         self.pins = Pins(bus.kv, POLICY)
         self._blobs = bus.blobs
+        self._anchor_every = anchor_every
+        self._made: list[BusTransport] = []
 
     def transport(self, policy: str = POLICY) -> WeightTransport:
-        return BusTransport(self._blobs, run="r", policy=policy, pins=self.pins, part_bytes=PART_BYTES)
+        made = BusTransport(
+            self._blobs, run="r", policy=policy, pins=self.pins, part_bytes=PART_BYTES, anchor_every=self._anchor_every, threads=2
+        )
+        self._made.append(made)
+        return made
+
+    def close(self) -> None:
+        for made in self._made:
+            made.close()
 
     async def corrupt(self, manifest: Manifest) -> None:
         """The bus checks a blob against its own digest, so the whole blob is replaced by another good one."""
-        part = manifest.parts[1]
+        part = manifest.parts[-1]
         data = bytearray(await self._blobs.get(part.location))
-        data[5] ^= 1
+        data[-5] ^= 1
         await self._blobs.delete(part.location)
         await self._blobs.put(part.location, bytes(data))
 
     async def lose(self, manifest: Manifest) -> None:
-        await self._blobs.delete(manifest.parts[1].location)
+        await self._blobs.delete(manifest.parts[-1].location)
 
 
-def model(seed: int) -> list[Shard]:
-    rng = np.random.default_rng(seed)
+def model(number: int) -> list[Shard]:
+    """Versions that differ in a few elements, as those of a training run do."""
+    rng = np.random.default_rng(0)
     shapes = {"embed.weight": ("bfloat16", (37, 16)), "head": ("float32", (16, 37)), "scale": ("float32", ()), "empty": ("int8", (0, 4))}
     items = {"bfloat16": 2, "float32": 4, "int8": 1}
-    return [
-        Shard(
-            name=name,
-            dtype=dtype,
-            global_shape=shape,
-            shape=shape,
-            data=rng.integers(0, 256, int(np.prod(shape, dtype=int)) * items[dtype], dtype=np.uint8),
-        )
-        for name, (dtype, shape) in shapes.items()
-    ]
+    shards = []
+    for name, (dtype, shape) in shapes.items():
+        data = rng.integers(0, 256, int(np.prod(shape, dtype=int)) * items[dtype], dtype=np.uint8)
+        data[number::131] += number
+        shards.append(Shard(name=name, dtype=dtype, global_shape=shape, shape=shape, data=data))
+    return shards
 
 
 async def read(reader: WeightTransport, manifest: Manifest, wants: Sequence[Slice]) -> dict[int, int]:
@@ -126,15 +136,16 @@ async def nats_bus(tmp_path: Path) -> AsyncIterator[Bus]:
     server.stop()
 
 
-@pytest.fixture(params=["shm", "bus-memory", pytest.param("bus-nats", marks=pytest.mark.nats)])
+NATS = [pytest.param("bus-nats", marks=pytest.mark.nats), pytest.param("deltas-nats", marks=pytest.mark.nats)]
+
+
+@pytest.fixture(params=["shm", "bus-memory", "deltas-memory", *NATS])
 def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
-    bus = request.getfixturevalue("nats_bus" if request.param == "bus-nats" else "memory_bus")
-    if request.param != "shm":
-        yield BusSite(bus)
-        return
-    shm = ShmSite(bus, tmp_path / "weights")
-    yield shm
-    shm.close()
+    kind, _, where = request.param.partition("-")
+    bus = request.getfixturevalue("nats_bus" if where == "nats" else "memory_bus")
+    made = ShmSite(bus, tmp_path / "weights") if kind == "shm" else BusSite(bus, anchor_every=3 if kind == "deltas" else 1)
+    yield made
+    made.close()
 
 
 async def publish(transport: WeightTransport, number: int) -> Manifest:
@@ -178,8 +189,9 @@ async def test_one_version_cannot_have_two_contents(site):
 
 
 async def test_older_versions_are_freed_and_newer_ones_stay(site):
+    """Each version by a publisher of its own: none is made from another."""
     publisher, reader = site.transport(), site.transport()
-    manifests = [await publish(publisher, number) for number in range(4)]
+    manifests = [await publish(site.transport(), number) for number in range(4)]
     await publisher.retire(Version(0, 2))
     assert [await reader.holds(manifest) for manifest in manifests] == [False, False, True, True]
     assert await read(reader, manifests[2], slices(manifests[2]))
@@ -189,17 +201,55 @@ async def test_older_versions_are_freed_and_newer_ones_stay(site):
     await publisher.retire(Version(0, 2))
 
 
+async def test_what_is_kept_can_be_fetched_by_who_holds_nothing(site):
+    publisher = site.transport()
+    manifests = [await publish(publisher, number) for number in range(8)]
+    await site.pins.hold(Version(0, 2), "evaluator-0")
+    await publisher.retire(Version(0, 7))
+    for number in (2, 7):
+        reader = site.transport()
+        assert await reader.holds(manifests[number])
+        data = await read(reader, manifests[number], slices(manifests[number]))
+        for shard in model(number):
+            assert tensor(manifests[number], shard.name, data) == shard.data.tobytes()
+
+
+async def test_a_reader_takes_one_version_after_the_other_and_skips_some(site):
+    publisher, reader = site.transport(), site.transport()
+    for number in range(9):
+        manifest = await publish(publisher, number)
+        if number in (0, 1, 2, 5, 8):
+            data = await read(reader, manifest, slices(manifest))
+            assert all(tensor(manifest, shard.name, data) == shard.data.tobytes() for shard in model(number))
+
+
+async def test_another_process_finds_the_whole_version_in_a_file(site):
+    publisher, reader = site.transport(), site.transport()
+    for number in range(3):
+        manifest = await publish(publisher, number)
+        async with reader.source(manifest) as source:
+            command = [sys.executable, "-c", "import sys; sys.stdout.buffer.write(open(sys.argv[1], 'rb').read())", source.path]
+            data = (await asyncio.to_thread(subprocess.run, command, capture_output=True, check=True)).stdout
+        assert len(data) == manifest.nbytes
+        for shard, spec in zip(sorted(model(number), key=lambda shard: shard.name), manifest.tensors, strict=True):
+            assert data[spec.offset : spec.offset + spec.nbytes] == shard.data.tobytes()
+    await site.lose(manifest)
+    with pytest.raises(WeightSyncError, match=r"policy 0\.2: "):
+        async with site.transport().source(manifest):
+            pass
+
+
 async def test_a_new_epoch_is_newer_than_any_number(site):
     publisher = site.transport()
     old = await publish(publisher, 9)
-    new = await publisher.publish(Version(1, 3), iter(model(3)))
+    new = await site.transport().publish(Version(1, 3), iter(model(3)))
     await publisher.retire(Version(1, 3))
     assert not await publisher.holds(old) and await publisher.holds(new)
 
 
 async def test_pinned_versions_are_not_freed(site):
     publisher = site.transport()
-    manifests = [await publish(publisher, number) for number in range(3)]
+    manifests = [await publish(site.transport(), number) for number in range(3)]
     await site.pins.hold(Version(0, 0), "evaluator-0")
     await publisher.retire(Version(0, 2))
     assert [await publisher.holds(manifest) for manifest in manifests] == [True, False, True]

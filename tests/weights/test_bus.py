@@ -35,14 +35,14 @@ from streamrl.weights.publisher import Publisher
 fill, calls = Content.fill, []
 def dying_fill(self, start, out):
     calls.append(start)
-    if len(calls) == 3:
+    if len(calls) == 6:
         os.kill(os.getpid(), signal.SIGKILL)
     fill(self, start, out)
 Content.fill = dying_fill
 
 async def main():
     bus = await connect(BusAddress.load(Path(sys.argv[1])), "r")
-    transport = BusTransport(bus.blobs, run="r", policy="policy", part_bytes=64)
+    transport = BusTransport(bus.blobs, run="r", policy="policy", part_bytes=16)
     publisher = Publisher(bus, Subjects("r"), transport, policy="policy", loop=asyncio.get_running_loop())
     shard = Shard(name="w", dtype="uint8", global_shape=(256,), shape=(256,), data=np.arange(256, dtype=np.uint8))
     await asyncio.to_thread(publisher.offer, Version(0, 1), Content([shard]).digest, [shard])
@@ -61,7 +61,8 @@ async def test_a_publisher_killed_in_the_middle_announces_nothing_and_its_blobs_
     assert ended.returncode == -signal.SIGKILL
     assert await nats_bus.last("r.weights.policy") is None
     orphans = set(await nats_bus.blobs.names())
-    assert len(orphans) == 2
+    # Three are on their way at once: the sixth was begun when three had been stored.
+    assert 3 <= len(orphans) <= 5
 
     transport = BusTransport(nats_bus.blobs, run="r", policy="policy", part_bytes=64)
     publisher = Publisher(nats_bus, Subjects("r"), transport, policy="policy", loop=asyncio.get_running_loop(), keep=1)
