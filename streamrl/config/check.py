@@ -46,6 +46,8 @@ _AT_LEAST: dict[str, float] = {
     "loss.tis_cap": 0,
     "loss.tis_floor": 0,
     "weights.keep": 0,
+    "weights.ring": 1,
+    "trainer.gpu": 0,
     "reward.late_versions": 0,
     "evaluation.every": 0,
     "evaluation.num_problems": 1,
@@ -162,6 +164,12 @@ def _check_work(config: Config) -> None:
         hint="use fewer minibatches or larger batches",
         key="trainer.minibatches",
     )
+    _refuse(
+        config.weights.transport == "ipc" and config.weights.keep == 0,
+        "weights.keep = 0 keeps every version, but weights.transport = ipc has room for weights.ring of them",
+        hint="set weights.keep to 1 or more, or weights.transport to shm or bus",
+        key="weights.keep",
+    )
 
 
 def _check_debug(config: Config) -> None:
@@ -177,6 +185,12 @@ def _check_debug(config: Config) -> None:
         f"debug.delay_versions = {delay} needs weights.keep >= {delay + 3}, got {keep}: the bytes of the version to serve would be gone",
         hint="raise weights.keep, or keep all with weights.keep = 0",
         key="weights.keep",
+    )
+    _refuse(
+        delay > 0 and config.weights.transport == "ipc" and config.weights.ring < delay + 3,
+        f"debug.delay_versions = {delay} with weights.transport = ipc needs weights.ring >= {delay + 3}, got {config.weights.ring}",
+        hint="raise weights.ring: device memory holds that many versions and no more",
+        key="weights.ring",
     )
     _refuse(
         delay > 0 and bool(config.data.heldout),

@@ -184,6 +184,17 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Processes (gloo on CPU)."""
     threads: int = 1
     """CPU threads of one rank."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model is trained; `auto`: on a GPU if there is one."""
+    gpu: int = 0
+    """Index of the GPU among those this process sees; rank r takes gpu + r."""
+    dtype: Literal["", "float32", "bfloat16"] = ""
+    """Type of the parameters that are trained and published, the same as the engines'; empty: model.dtype. With `bfloat16` the optimizer
+    updates float32 masters and rounds them: 18 bytes a parameter while training, 14 in a checkpoint."""
+    attention: Literal["sdpa", "flash"] = "sdpa"
+    """`sdpa`: torch's kernels. `flash`: FlashAttention, an own package; one sample a row then, so prompts are not shared within a group."""
+    gradient_checkpointing: bool = False
+    """Keep only the layers' inputs of a forward pass and compute the rest again: less memory, a third more work, the same digits."""
     minibatches: int = 1
     """Optimizer steps a batch."""
     micro_tokens: int = 16384
@@ -217,8 +228,11 @@ class LossConfig(Section, frozen=True, kw_only=True):
 class WeightsConfig(Section, frozen=True, kw_only=True):
     """How versions reach the engines."""
 
-    transport: Literal["shm", "bus"] = "shm"
-    """Shared memory of one host, or blobs on the bus."""
+    transport: Literal["shm", "ipc", "bus"] = "shm"
+    """`shm`: shared memory of one host. `ipc`: memory of the trainer's GPU, for engines with GPUs of that host; a trainer without one
+    takes `shm`. `bus`: blobs on the bus."""
+    ring: int = 2
+    """Snapshots that a GPU trainer keeps in device memory, each the size of the parameters; with `ipc` the newest versions to be had."""
     also_on_bus: bool = False
     """Put the bytes on the bus too, for engines that share no memory with the trainer."""
     keep: int = 4

@@ -55,7 +55,7 @@ def open_shared(handle: bytes, device: torch.device) -> Tensor:
         found = msgspec.msgpack.decode(handle, type=Handle)
     except msgspec.DecodeError as error:
         raise WeightSyncError(f"expected a CUDA memory handle, got {len(handle)} other bytes: {error}") from error
-    index = device.index if device.index is not None else torch.cuda.current_device()
+    index = torch.cuda.current_device() if device == torch.device("cuda") else device.index
     torch.cuda.init()
     storage_type: Any = torch.UntypedStorage
     try:

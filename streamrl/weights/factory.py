@@ -13,6 +13,7 @@ from streamrl.bus.protocol import Bus
 from streamrl.config.tree import WeightsConfig
 from streamrl.schemas.subjects import Subjects
 from streamrl.weights.bus import BusTransport
+from streamrl.weights.ipc import IpcTransport, Opener
 from streamrl.weights.pins import Pins
 from streamrl.weights.protocol import WeightTransport
 from streamrl.weights.publisher import Publisher
@@ -43,11 +44,20 @@ def free_weights(config: WeightsConfig, run: str, run_dir: Path) -> None:
         remove_directory(weights_directory(config, run, run_dir))
 
 
-def make_transports(config: WeightsConfig, *, bus: Bus, run: str, policy: str, run_dir: Path) -> Mapping[str, WeightTransport]:
-    """All transports by name, in the order in which a reader prefers them."""
+def make_transports(
+    config: WeightsConfig, *, bus: Bus, run: str, policy: str, run_dir: Path, hands_out_sources: bool = False
+) -> Mapping[str, WeightTransport]:
+    """All transports by name, in the order in which a reader prefers them.
+
+    A reader `hands_out_sources` if its weights live in other processes (`SourceHost`): device memory is opened there, not here.
+    """
     pins = Pins(bus.kv, policy)
+    directory = weights_directory(config, run, run_dir)
+    shm = ShmTransport(run=run, policy=policy, directory=directory, pins=pins)
+    opener = None if hands_out_sources else _cuda_opener
     return {
-        "shm": ShmTransport(run=run, policy=policy, directory=weights_directory(config, run, run_dir), pins=pins),
+        "ipc": IpcTransport(run=run, policy=policy, directory=directory, fallback=shm, opener=opener, pins=pins),
+        "shm": shm,
         "bus": BusTransport(bus.blobs, run=run, policy=policy, pins=pins),
     }
 
@@ -68,3 +78,9 @@ def make_publisher(
     return Publisher(
         bus, subjects, transports[config.transport], policy=policy, loop=loop, keep=config.keep, mirrors=mirrors, report=report
     )
+
+
+def _cuda_opener() -> Opener:
+    from streamrl.weights.ipc_memory import CudaOpener
+
+    return CudaOpener()

@@ -1,0 +1,268 @@
+"""Snapshots of a model on a device: one copy into a ring of buffers, beside the training thread's work, read by others at leisure.
+
+```text
+training stream   step v ──┬──────── forward, backward of v + 1 ─────────┬─ optimizer writes the parameters
+                           │                                             │ (waits for `copied`, long past by then)
+snapshot stream            └─ copy parameters to a free buffer ─ copied ─┘
+reader threads                                                    └─ digest, copy to the host, or hand out a handle to the memory
+```
+A buffer is free when no snapshot of it is referenced any more and its guard, where its memory was handed out, is revoked.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamrl.core import cuda_ipc
+from streamrl.core.concatenation import lay_out
+from streamrl.core.digest_torch import tensor_digests
+from streamrl.errors import TrainingError
+from streamrl.weights.protocol import Guard, HostBytes, Shard
+
+log = logging.getLogger(__name__)
+
+STAGING_BYTES = 64 << 20
+"""Pinned host memory that a buffer's bytes pass through on their way to the host; half of it is filled while the other is emptied."""
+READER_PATIENCE_S = 5.0
+"""How long engines may go on reading a buffer that is needed."""
+HOLDER_PATIENCE_S = 300.0
+"""How long a publisher may hold the last free buffer: a bus takes minutes for a large model."""
+
+
+class Buffer:
+    """One of the ring's buffers: a version's bytes as they are published, and the parameters' views of it."""
+
+    def __init__(self, names: Sequence[str], like: Sequence[Tensor], device: torch.device, share: Callable[[Tensor], bytes]) -> None:
+        self.names = names
+        sizes = {name: tensor.nbytes for name, tensor in zip(names, like, strict=True)}
+        self.starts, self.nbytes = lay_out(sizes)
+        # Zeros once: the gaps between tensors are never written.
+        self.memory = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+        self.views = [
+            self.memory[self.starts[name] : self.starts[name] + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for name, tensor in zip(names, like, strict=True)
+        ]
+        self.held = False
+        """By a snapshot that is referenced."""
+        self.guard: Guard | None = None
+        self.used = 0
+        """When it was last written, as a count of snapshots."""
+        self._share = share
+        self._handle = b""
+
+    def handle(self) -> bytes:
+        """See `Snapshot.handle`; made once, and the same for all versions that pass through this buffer."""
+        self._handle = self._handle or self._share(self.memory)
+        return self._handle
+
+
+class DeviceSnapshot:
+    """Implements `streamrl.weights.protocol.Snapshot`: the bytes of one version, for as long as somebody refers to it."""
+
+    def __init__(self, buffer: Buffer, copied: Any, reader: HostReader) -> None:
+        self.nbytes = buffer.nbytes
+        self._buffer = buffer
+        self._copied = copied
+        self._reader = reader
+        self._digests: dict[str, int] | None = None
+        self._lock = threading.Lock()
+
+    def handle(self) -> bytes:
+        self._wait()
+        return self._buffer.handle()
+
+    def guard(self, guard: Guard) -> None:
+        self._buffer.guard = guard
+
+    def copy_to(self, start: int, out: HostBytes) -> None:
+        """Write bytes `start .. start + len(out)` of the snapshot to the host."""
+        self._wait()
+        self._reader.read(self._buffer.memory[start : start + len(out)], out)
+
+    def digest(self, name: str) -> int:
+        """Digest of a tensor; those of all are computed at once."""
+        with self._lock:
+            if self._digests is None:
+                self._wait()
+                with self._reader.stream():
+                    values = tensor_digests(self._buffer.views)
+                self._digests = dict(zip(self._buffer.names, values, strict=True))
+            return self._digests[name]
+
+    def _wait(self) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+
+
+class SnapshotBytes:
+    """Implements `streamrl.weights.protocol.DeviceBytes`: one whole tensor of a snapshot."""
+
+    def __init__(self, snapshot: DeviceSnapshot, name: str, start: int, nbytes: int) -> None:
+        self.snapshot = snapshot
+        self.start = start
+        self.nbytes = nbytes
+        self._name = name
+
+    def copy_to(self, first: int, out: HostBytes) -> None:
+        self.snapshot.copy_to(self.start + first, out)
+
+    def digest(self, itemsize: int, global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> int:
+        if tuple(global_shape) != tuple(shape):
+            raise TrainingError(f"expected to digest a whole tensor of shape {tuple(global_shape)}, got a slice of shape {tuple(shape)}")
+        return self.snapshot.digest(self._name)
+
+
+class HostReader:
+    """Copies device memory to ordinary host memory through pinned buffers; one read at a time, on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._staging: Tensor | None = None
+        self._lock = threading.Lock()
+
+    def stream(self) -> AbstractContextManager[Any]:
+        """A context in which work goes to the reader's stream."""
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+    def read(self, source: Tensor, out: HostBytes) -> None:
+        """Copy `source` ([n] uint8 on the device) to `out` ([n] uint8); returns when it is there."""
+        target = torch.from_numpy(out)
+        if self._stream is None:
+            target.copy_(source)
+            return
+        with self._lock, torch.cuda.stream(self._stream):
+            if self._staging is None:
+                self._staging = torch.empty((2, STAGING_BYTES // 2), dtype=torch.uint8, pin_memory=True)
+            size = self._staging.shape[1]
+            filled: list[tuple[Tensor, Tensor, Any]] = []
+            for index, first in enumerate(range(0, len(source), size)):
+                piece = source[first : first + size]
+                half = self._staging[index % 2, : len(piece)]
+                half.copy_(piece, non_blocking=True)
+                done: Any = torch.cuda.Event()
+                done.record(self._stream)
+                filled.append((target[first : first + size], half, done))
+                if len(filled) == 2:
+                    _empty(*filled.pop(0))
+            for last in filled:
+                _empty(*last)
+
+
+class SnapshotRing:
+    """Takes snapshots of named parameters; see the module. One thread calls `take` and `settle`.
+
+    Args:
+        parameters: name and tensor, all on `device`; their addresses stay.
+        slots: buffers. With one a snapshot waits for the readers of the one before; every buffer costs the model's bytes.
+        share: gives a buffer's handle.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, Tensor]],
+        device: torch.device,
+        *,
+        slots: int,
+        share: Callable[[Tensor], bytes] = cuda_ipc.share,
+        reader_patience_s: float = READER_PATIENCE_S,
+        holder_patience_s: float = HOLDER_PATIENCE_S,
+    ) -> None:
+        self._names = [name for name, _ in parameters]
+        self._tensors = [tensor.detach() for _, tensor in parameters]
+        self._device = device
+        self._slots = slots
+        self._share = share
+        self._reader_patience_s = reader_patience_s
+        self._holder_patience_s = holder_patience_s
+        self._buffers: list[Buffer] = []
+        self._freed = threading.Condition()
+        self._taken = 0
+        self._reader = HostReader(device)
+        cuda = device.type == "cuda"
+        self._stream: Any = torch.cuda.Stream(device) if cuda else None
+        self._copied: Any = None
+
+    def take(self) -> list[Shard]:
+        """A snapshot of the parameters as they are at this point of the current stream.
+
+        Returns as soon as the copy is under way; it waits only where every buffer is still in use: `reader_patience_s` for
+        engines, then they lose it.
+
+        Raises:
+            TrainingError: publishers held all buffers for `holder_patience_s`.
+        """
+        buffer = self._free_buffer()
+        self._taken += 1
+        buffer.used = self._taken
+        self._copy(buffer)
+        snapshot = DeviceSnapshot(buffer, self._copied, self._reader)
+        weakref.finalize(snapshot, self._release, buffer).atexit = False
+        return [
+            Shard(
+                name=name,
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                global_shape=tuple(tensor.shape),
+                shape=tuple(tensor.shape),
+                data=SnapshotBytes(snapshot, name, buffer.starts[name], tensor.nbytes),
+            )
+            for name, tensor in zip(self._names, self._tensors, strict=True)
+        ]
+
+    def settle(self) -> None:
+        """Let what the current stream does from now on come after the last copy; call it before the parameters are written."""
+        if self._copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+
+    def _copy(self, buffer: Buffer) -> None:
+        if self._stream is None:
+            torch.ops.aten._foreach_copy_(buffer.views, self._tensors)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            torch.ops.aten._foreach_copy_(buffer.views, self._tensors)
+            self._copied = torch.cuda.Event()
+            self._copied.record(self._stream)
+
+    def _free_buffer(self) -> Buffer:
+        until = time.monotonic() + self._holder_patience_s
+        with self._freed:
+            while True:
+                free = [buffer for buffer in self._buffers if not buffer.held]
+                if buffer := next((one for one in free if one.guard is None), None):
+                    break
+                if len(self._buffers) < self._slots:
+                    self._buffers.append(buffer := Buffer(self._names, self._tensors, self._device, self._share))
+                    break
+                if free:
+                    buffer = min(free, key=lambda one: one.used)
+                    break
+                if not self._freed.wait(max(0.0, until - time.monotonic())):
+                    raise TrainingError(
+                        f"expected one of {self._slots} snapshot buffers to become free within {self._holder_patience_s:g} s, none did",
+                        hint="the transport is slower than the trainer: raise weights.ring, or publish less often",
+                    )
+            buffer.held = True
+        if buffer.guard is not None:
+            buffer.guard.revoke(self._reader_patience_s)
+            buffer.guard = None
+        return buffer
+
+    def _release(self, buffer: Buffer) -> None:
+        with self._freed:
+            buffer.held = False
+            self._freed.notify_all()
+
+
+def _empty(target: Tensor, half: Tensor, done: Any) -> None:
+    done.synchronize()
+    target.copy_(half)

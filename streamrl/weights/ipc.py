@@ -1,0 +1,221 @@
+"""Transport `ipc`: a version stays where the trainer's snapshot put it, in device memory, and engines of the host read it there.
+
+```text
+trainer   parameters ─ one device copy ─▶ buffer A or B (a ring) ─ manifest: lease, memory handle
+engine                                      └─ takes the lease, opens the handle, copies over NVLink, checks, lets go
+```
+Publishing moves no bytes: it digests the snapshot on the device and hands out its handle. The ring holds the newest
+`weights.ring` versions; an older one is gone, pinned or not, when the trainer needs its buffer (readers get a few seconds to finish), so
+who wants older versions reads a mirror of another transport. A trainer without a GPU publishes on the fallback, and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from streamrl.errors import WeightSyncError
+from streamrl.schemas.subjects import check_name
+from streamrl.schemas.versions import Version
+from streamrl.schemas.weights import Manifest, PartRef
+from streamrl.weights import manifest as manifests
+from streamrl.weights.ipc_lease import Lease, Owner, ReadLease, is_held
+from streamrl.weights.pins import Pins
+from streamrl.weights.protocol import CudaSource, DeviceMemory, FileSource, HostBytes, Part, Shard, Slice, Snapshot, WeightTransport
+from streamrl.weights.shm import host_id
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES = 64 << 20
+"""Bytes of one part that a host reader gets."""
+
+
+class Opened(Protocol):
+    """Device memory of another process, opened here."""
+
+    def read(self, start: int, out: HostBytes) -> None:
+        """Write its bytes `start .. start + len(out)` to the host."""
+        ...
+
+
+class Opener(Protocol):
+    """Opens handles. Adapter: `streamrl.weights.ipc_memory.CudaOpener`."""
+
+    def usable(self) -> bool:
+        """Whether this process can open device memory at all."""
+        ...
+
+    def open(self, handle: bytes) -> Opened:
+        """The memory, open until its buffer is no longer among those opened last; raises WeightSyncError when it is gone."""
+        ...
+
+
+class IpcTransport:
+    """Both ends of the transport.
+
+    Args:
+        directory: folder of this run alone that trainer and engines of the host share; leases lie in it.
+        fallback: publishes what does not lie on a device.
+        opener: makes what `fetch` reads through, when it is first needed; None: this process only hands out sources (its weights
+            live in other processes).
+        pins: whose versions `retire` spares while the ring has room.
+    """
+
+    def __init__(
+        self,
+        *,
+        run: str,
+        policy: str,
+        directory: Path,
+        fallback: WeightTransport,
+        opener: Callable[[], Opener] | None = None,
+        pins: Pins | None = None,
+    ) -> None:
+        self._run = run
+        self._policy = check_name("policy", policy)
+        self._directory = directory
+        self._fallback = fallback
+        self._make_opener = opener
+        self._opener: Opener | None = None
+        self._pins = pins
+        self._owner: Owner | None = None
+        self._published: dict[Version, tuple[Manifest, Lease]] = {}
+        self._told = False
+
+    async def publish(self, version: Version, shards: Iterator[Shard]) -> Manifest:
+        given = tuple(shards)
+        snapshot = _snapshot(given)
+        if snapshot is None:
+            if not self._told:
+                log.warning(
+                    "event=weights_ipc_unavailable policy=%s reason=trainer_has_no_gpu action=publish_on_the_fallback", self._policy
+                )
+                self._told = True
+            return await self._fallback.publish(version, iter(given))
+        content = await asyncio.to_thread(manifests.Content, given)
+        _check_layout(content, given, snapshot)
+        known = self._published.get(version)
+        if known is not None and await self.holds(known[0]):
+            manifests.check_same(known[0], content.digest)
+            return known[0]
+        handle = await asyncio.to_thread(snapshot.handle)
+        if self._owner is None:
+            self._owner = Owner(self._directory, self._policy)
+        lease = self._owner.publish(version)
+        snapshot.guard(lease)
+        built = manifests.build(
+            content,
+            run=self._run,
+            policy=self._policy,
+            version=version,
+            parts=(PartRef(location=lease.path.name, offset=0, nbytes=content.nbytes, handle=handle),),
+            transport="ipc",
+            host=host_id(self._directory),
+            published_s=time.time(),
+        )
+        self._published = {number: entry for number, entry in self._published.items() if not entry[1].revoked}
+        self._published[version] = built, lease
+        return built
+
+    async def fetch(self, manifest: Manifest, wants: Sequence[Slice]) -> AsyncIterator[Part]:
+        covered = list(manifests.cover(manifest, wants))
+        if not covered:
+            return
+        lease = self._take(manifest)
+        try:
+            memory = await asyncio.to_thread(self._open, manifest)
+            for _, pieces in covered:
+                for piece in pieces:
+                    for cut in manifests.cut(piece.nbytes, PIECE_BYTES):
+                        out = np.empty(cut.nbytes, np.uint8)
+                        await asyncio.to_thread(memory.read, piece.start + cut.start, out)
+                        lease.check()
+                        yield Part(piece.start + cut.start, out.data)
+        finally:
+            lease.release()
+
+    @asynccontextmanager
+    async def source(self, manifest: Manifest) -> AsyncGenerator[FileSource | CudaSource]:
+        """The device memory itself; leaving raises WeightSyncError when the trainer took it back meanwhile."""
+        list(manifests.cover(manifest, ()))
+        lease = self._take(manifest)
+        try:
+            yield CudaSource(tuple(DeviceMemory(part.handle, 0, part.nbytes) for part in manifest.parts))
+            lease.check()
+        finally:
+            lease.release()
+
+    async def holds(self, manifest: Manifest) -> bool:
+        if manifest.transport != "ipc":
+            return await self._fallback.holds(manifest)
+        if manifest.host != host_id(self._directory) or len(manifest.parts) != 1:
+            return False
+        if manifest.version not in self._published and self._make_opener is not None and not await asyncio.to_thread(self._usable):
+            return False
+        return is_held(self._directory, manifest.parts[0].location)
+
+    async def retire(self, older_than: Version) -> None:
+        pinned = await self._pins.versions() if self._pins is not None else frozenset[Version]()
+        for version in [version for version in self._published if version < older_than and version not in pinned]:
+            # Somebody may be reading it: then it goes when the ring needs the buffer.
+            if await asyncio.to_thread(self._published[version][1].revoke, 0):
+                del self._published[version]
+        await self._fallback.retire(older_than)
+
+    def close(self) -> None:
+        """Say that the memory is going."""
+        if self._owner is not None:
+            self._owner.close()
+            self._owner = None
+
+    def _take(self, manifest: Manifest) -> ReadLease:
+        where = f"{manifest.policy} {manifest.version}"
+        here = host_id(self._directory)
+        if manifest.host != here:
+            raise WeightSyncError(
+                f"{where}: expected a manifest of this host ({here}), got one of {manifest.host or 'no host'}",
+                hint="device memory reaches one host only: set weights.transport = 'bus', or weights.also_on_bus = true",
+            )
+        if len(manifest.parts) != 1:
+            raise WeightSyncError(f"{where}: expected one part in device memory, got {len(manifest.parts)}")
+        return ReadLease(self._directory, manifest.parts[0].location, where=where)
+
+    def _usable(self) -> bool:
+        if self._opener is None and self._make_opener is not None:
+            self._opener = self._make_opener()
+        return self._opener is not None and self._opener.usable()
+
+    def _open(self, manifest: Manifest) -> Opened:
+        if not self._usable() or self._opener is None:
+            raise WeightSyncError(
+                f"{manifest.policy} {manifest.version}: expected a CUDA device to read its memory with, got none in this process",
+                hint="set weights.also_on_bus = true for engines without a GPU",
+            )
+        return self._opener.open(manifest.parts[0].handle)
+
+
+def _snapshot(shards: Sequence[Shard]) -> Snapshot | None:
+    """The snapshot that all shards are of; None if they lie on the host."""
+    found = {id(shard.data.snapshot): shard.data.snapshot for shard in shards if not isinstance(shard.data, np.ndarray)}
+    if not found:
+        return None
+    if len(found) > 1 or any(isinstance(shard.data, np.ndarray) for shard in shards):
+        raise WeightSyncError(f"expected all tensors in one snapshot, got {len(found)} and some on the host")
+    return next(iter(found.values()))
+
+
+def _check_layout(content: manifests.Content, shards: Sequence[Shard], snapshot: Snapshot) -> None:
+    """Raise WeightSyncError unless the snapshot's memory is the version's concatenation."""
+    starts = {shard.name: shard.data.start for shard in shards if not isinstance(shard.data, np.ndarray)}
+    for spec in content.tensors:
+        if starts[spec.name] != spec.offset:
+            raise WeightSyncError(f"tensor {spec.name!r}: expected at byte {spec.offset} of the snapshot, got {starts[spec.name]}")
+    if snapshot.nbytes != content.nbytes:
+        raise WeightSyncError(f"expected a snapshot of {content.nbytes} bytes, got {snapshot.nbytes}")

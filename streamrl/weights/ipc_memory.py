@@ -1,0 +1,59 @@
+"""The reading end of transport `ipc` in a process that wants the bytes on the host; torch is imported when it is made."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamrl.core import cuda_ipc
+from streamrl.weights.protocol import HostBytes
+
+STAGING_BYTES = 32 << 20
+
+
+class CudaOpener:
+    """Implements `streamrl.weights.ipc.Opener`: keeps the ring's buffers open between versions, for opening one takes milliseconds.
+
+    Args:
+        keep: buffers that stay open; those of a dead trainer give way to its successor's.
+    """
+
+    def __init__(self, keep: int = 2) -> None:
+        self._keep = keep
+        self._opened: dict[bytes, CudaMemory] = {}
+        self._lock = threading.Lock()
+
+    def usable(self) -> bool:
+        return torch.cuda.is_available()
+
+    def open(self, handle: bytes) -> CudaMemory:
+        with self._lock:
+            memory = self._opened.pop(handle, None) or CudaMemory(cuda_ipc.open_shared(handle, torch.device("cuda")))
+            self._opened[handle] = memory
+            for oldest in list(self._opened)[: -self._keep]:
+                del self._opened[oldest]
+            return memory
+
+
+class CudaMemory:
+    """Device memory, read through pinned host memory on a stream of its own."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+        self._stream: Any = torch.cuda.Stream(memory.device)
+        self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._lock = threading.Lock()
+
+    def read(self, start: int, out: HostBytes) -> None:
+        """Write bytes `start .. start + len(out)` to the host."""
+        target = torch.from_numpy(out)
+        with self._lock, torch.cuda.stream(self._stream):
+            for first in range(0, len(target), STAGING_BYTES):
+                piece = target[first : first + STAGING_BYTES]
+                half = self._staging[: len(piece)]
+                half.copy_(self._memory[start + first : start + first + len(piece)], non_blocking=True)
+                self._stream.synchronize()
+                piece.copy_(half)
