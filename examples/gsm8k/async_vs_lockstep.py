@@ -1,0 +1,76 @@
+"""Run one configuration twice on the same machine, asynchronous and in lockstep, for equally many samples, and compare.
+
+Usage: python examples/gsm8k/async_vs_lockstep.py [TOML] [--dir runs] [--set SECTION.KEY=VALUE ...] [--out FILE.md]
+
+The second run differs in one number: tasks.max_staleness = 0. Without TOML it is tail_local.toml, which needs no GPU; tail.toml has
+SGLang on one GPU and the trainer on another. Both runs are `streamrl up` with all their processes; start-up is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from measured import Totals, read_run, totals
+from report import cell, write_report
+
+ROWS = {
+    "batches": "batches",
+    "rollouts": "samples",
+    "seconds": "seconds",
+    "rollouts/s": "samples_per_s",
+    "tokens/s sampled by the engine": "made_per_s",
+    "tokens/s trained (with prompts)": "trained_per_s",
+    "requests decoded at a time": "engine_running",
+    "trainer busy": "trainer_busy",
+    "trainer waits for a batch": "trainer_waits",
+    "age of trained tokens, mean": "staleness_mean",
+    "age of trained tokens, max": "staleness_max",
+    "rollouts dropped": "dropped",
+    "swaps": "swaps",
+    "publication to commit p50, ms": "lag_ms_p50",
+    "log-prob difference, whole samples of age 0: mean": "fresh_diff_mean",
+    "the same: max": "fresh_diff_max",
+}
+"""Row of the table to field of Totals."""
+
+
+def compare(runs: dict[str, Totals]) -> str:
+    """The table; a ratio where it says which is faster."""
+    first, second = runs.values()
+    lines = [f"| | {' | '.join(runs)} | ratio |", "|---|" + "---|" * 3]
+    for label, field in ROWS.items():
+        one, two = getattr(first, field), getattr(second, field)
+        ratio = f"{one / two:.2f}" if "/s" in label and two else ""
+        lines.append(f"| {label} | {cell(one)} | {cell(two)} | {ratio} |")
+    return "\n".join(lines) + "\n"
+
+
+def up(toml: Path, name: str, directory: str, overrides: list[str]) -> None:
+    sets = [word for text in (f"run.dir={directory}", *overrides) for word in ("--set", text)]
+    subprocess.run([sys.executable, "-m", "streamrl", "up", str(toml), "--plain", "--name", name, *sets], check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("toml", nargs="?", type=Path, default=Path(__file__).parent / "tail_local.toml")
+    parser.add_argument("--dir", default="runs")
+    parser.add_argument("--set", dest="overrides", action="append", default=[])
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    stem = arguments.toml.stem.replace("_", "-")
+    names = {"async": f"{stem}-async", "lockstep": f"{stem}-lockstep"}
+    up(arguments.toml, names["async"], arguments.dir, arguments.overrides)
+    up(arguments.toml, names["lockstep"], arguments.dir, [*arguments.overrides, "tasks.max_staleness=0"])
+    table = compare({label: totals(read_run(name, base=arguments.dir)) for label, name in names.items()})
+    for name in names.values():
+        write_report(name, base=arguments.dir)
+    print(table, end="")
+    if arguments.out is not None:
+        arguments.out.write_text(table, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
