@@ -46,11 +46,13 @@ _AT_LEAST: dict[str, float] = {
     "loss.tis_cap": 0,
     "loss.tis_floor": 0,
     "weights.keep": 0,
+    "weights.anchor_every": 1,
     "weights.ring": 1,
     "trainer.gpu": 0,
     "reward.late_versions": 0,
     "evaluation.every": 0,
     "evaluation.num_problems": 1,
+    "evaluation.engines": 0,
     "bus.port": 0,
     "bus.patience_s": 0,
     "bus.samples_bytes": 32 << 20,
@@ -151,6 +153,12 @@ def _check_work(config: Config) -> None:
         "evaluation.every needs data.heldout, got none: there is nothing to evaluate on",
         hint="name held-out rows in data.heldout, or set evaluation.every = 0",
         key="data.heldout",
+    )
+    _refuse(
+        config.evaluation.engines > 0 and not data.heldout,
+        "evaluation.engines needs data.heldout, got none: the engines would have nothing to do",
+        hint="name held-out rows in data.heldout, or set evaluation.engines = 0",
+        key="evaluation.engines",
     )
     _refuse(
         config.reward.kind == "late" and bool(data.heldout),

@@ -237,9 +237,12 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
     """Put the bytes on the bus too, for engines that share no memory with the trainer."""
     keep: int = 4
     """Newest versions whose bytes are kept; 0: all, every one of them published (with shm as files in the run directory)."""
+    anchor_every: int = 16
+    """On the bus: versions from one that is stored whole to the next at most; those between are what changed. 1: all are whole."""
 
     def __post_init__(self) -> None:
         require(self.keep >= 0, "weights.keep", "at least 0", self.keep)
+        require(self.anchor_every >= 1, "weights.anchor_every", "at least 1", self.anchor_every)
 
 
 class EvaluationConfig(Section, frozen=True, kw_only=True):
@@ -249,7 +252,13 @@ class EvaluationConfig(Section, frozen=True, kw_only=True):
     """Versions between evaluations; they also run when the warm-up has ended and at the end. 0: only those two."""
     num_problems: int = 256
     """At most this many rows."""
+    engines: int = 0
+    """Engine processes for evaluations alone, beside engine.workers: each holds the version that is being evaluated while the others
+    move on. 0: the rollouts' engines are asked, which may take newer versions meanwhile."""
     sampling: Sampling = Sampling(temperature=0.0)
+
+    def __post_init__(self) -> None:
+        require(self.engines >= 0, "evaluation.engines", "at least 0", self.engines)
 
 
 class BusConfig(Section, frozen=True, kw_only=True):

@@ -57,11 +57,11 @@ class WeightBuffers:
         """Refuse a manifest of another model.
 
         Raises:
-            WeightSyncError: no full version, or names, shapes or dtypes do not fit.
+            WeightSyncError: an adapter, or names, shapes or dtypes do not fit.
         """
         where = f"version {manifest.version} of policy {manifest.policy!r}"
-        if manifest.kind != "full":
-            raise WeightSyncError(f"expected a full version, got kind {manifest.kind!r} for {where}", hint="publish full versions")
+        if manifest.kind == "adapter":
+            raise WeightSyncError(f"expected a whole version, got kind {manifest.kind!r} for {where}", hint="publish full versions")
         names = {spec.name for spec in manifest.tensors}
         if names != self._layout.keys():
             missing, unexpected = sorted(self._layout.keys() - names)[:3], sorted(names - self._layout.keys())[:3]

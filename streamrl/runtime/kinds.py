@@ -52,7 +52,7 @@ def num_workers(config: Config, kind: str) -> int:
     if kind == "producer":
         return config.producer.workers
     if kind == "engine":
-        return config.engine.workers
+        return config.engine.workers + config.evaluation.engines
     if kind == "evaluator":
         return 1 if config.data.heldout else 0
     return 1

@@ -91,7 +91,7 @@ def read_blocks(data: memoryview) -> Iterator[Block]:
         body = position + LENGTH_BYTES + int.from_bytes(data[position : position + LENGTH_BYTES], "little")
         try:
             header = msgspec.msgpack.decode(data[position + LENGTH_BYTES : body], type=Header)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise WeightSyncError(f"expected the header of a block of changes at byte {position}, got none: {error}") from error
         _check(header)
         position = body + (header.count * header.item if header.how == "raw" else sum(header.planes))

@@ -58,7 +58,7 @@ def make_transports(
     return {
         "ipc": IpcTransport(run=run, policy=policy, directory=directory, fallback=shm, opener=opener, pins=pins),
         "shm": shm,
-        "bus": BusTransport(bus.blobs, run=run, policy=policy, pins=pins),
+        "bus": BusTransport(bus.blobs, run=run, policy=policy, pins=pins, anchor_every=config.anchor_every),
     }
 
 

@@ -76,10 +76,12 @@ def test_another_models_version_is_refused(change, says):
         WeightBuffers(LAYOUT).wants(publish(values, Version(0, 1)).manifest)
 
 
-def test_a_delta_is_refused():
-    manifest = msgspec.structs.replace(publish(tensors(0), Version(0, 1)).manifest, kind="delta")
-    with pytest.raises(WeightSyncError, match="delta"):
-        WeightBuffers(LAYOUT).wants(manifest)
+def test_an_adapter_is_refused_and_a_version_that_comes_as_changes_is_not():
+    """The transport applies the changes; what it hands over is the whole version."""
+    manifest = publish(tensors(0), Version(0, 1)).manifest
+    assert WeightBuffers(LAYOUT).wants(msgspec.structs.replace(manifest, kind="delta"))
+    with pytest.raises(WeightSyncError, match="adapter"):
+        WeightBuffers(LAYOUT).wants(msgspec.structs.replace(manifest, kind="adapter"))
 
 
 # Through an engine that serves.

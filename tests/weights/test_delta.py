@@ -1,0 +1,185 @@
+"""Changes between two versions: what goes in comes out, bit for bit, whatever the bits mean; and what is damaged is refused."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from streamrl.core.digest import MASK, tensor_digest
+from streamrl.errors import WeightSyncError
+from streamrl.weights import delta
+from streamrl.weights.delta import Block, apply_block, encode_block, read_blocks
+
+ITEMS = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int8": 1, "uint8": 1, "int64": 8}
+NAN_BITS = {2: (0x7FC0, 0x7FC1, 0xFFC0, 0x7F81, 0x8000), 4: (0x7FC00000, 0x7F800001, 0xFFFFFFFF, 0x80000000)}
+
+
+def apply(block: bytes, old: np.ndarray, first: int = 0, whole: int | None = None) -> tuple[np.ndarray, int]:
+    """The newer bytes and what the digest grew by."""
+    tensor = old.copy()
+    total = 0
+    for one in read_blocks(memoryview(block)):
+        total += apply_block(one, tensor)
+    return tensor, total & MASK
+
+
+@st.composite
+def versions(draw: st.DrawFn) -> tuple[int, np.ndarray, np.ndarray]:
+    """Item size, old bytes, new bytes: from no change to everything, in small steps and in any."""
+    item = draw(st.sampled_from(sorted(set(ITEMS.values()))))
+    count = draw(st.integers(1, 400))
+    rng = np.random.default_rng(draw(st.integers(0, 1000)))
+    old = rng.integers(0, 256, count * item, dtype=np.uint8)
+    new = old.copy()
+    bits = new.view(f"<u{item}")
+    chosen = rng.random(count) < draw(st.sampled_from([0.0, 0.02, 0.3, 0.6, 1.0]))
+    if draw(st.booleans()):
+        bits[chosen] += rng.choice(np.array([1, 2**63 * 2 - 1, 3], np.uint64), chosen.sum()).astype(bits.dtype)
+    else:
+        bits[chosen] = rng.integers(0, 2 ** (8 * item) - 1, chosen.sum(), dtype=np.uint64, endpoint=True).astype(bits.dtype)
+    for special in NAN_BITS.get(item, ()):
+        bits[draw(st.integers(0, count - 1))] = special
+    return item, old, new
+
+
+@settings(max_examples=150, deadline=None)
+@given(made=versions())
+def test_every_change_comes_back_bit_for_bit_and_the_digest_with_it(made):
+    item, old, new = made
+    block = encode_block("w", item, 0, old, new)
+    got, change = apply(block, old)
+    np.testing.assert_array_equal(got, new)
+    assert (tensor_digest(old, item) + change) & MASK == tensor_digest(new, item)
+    assert bool(block) == bool((old != new).any())
+
+
+@settings(max_examples=60, deadline=None)
+@given(made=versions(), cut=st.integers(0, 400))
+@example(made=(2, np.arange(20, dtype=np.uint8), np.arange(20, dtype=np.uint8)[::-1].copy()), cut=3)
+def test_blocks_stand_for_themselves(made, cut):
+    item, old, new = made
+    cut = min(cut, len(old) // item)
+    parts = [encode_block("w", item, 0, old[: cut * item], new[: cut * item])] if cut else []
+    parts += [encode_block("w", item, cut, old[cut * item :], new[cut * item :])] if cut < len(old) // item else []
+    got, change = apply(b"".join(reversed(parts)), old)
+    np.testing.assert_array_equal(got, new)
+    assert (tensor_digest(old, item) + change) & MASK == tensor_digest(new, item)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_nans_infinities_and_signed_zeros_are_bits_like_others(dtype):
+    item = ITEMS[dtype]
+    old = torch.tensor([0.0, 1.0, float("inf"), float("nan"), -0.0, 2.0], dtype=getattr(torch, dtype))
+    new = torch.tensor([-0.0, float("nan"), float("-inf"), float("nan"), 0.0, 2.0], dtype=getattr(torch, dtype))
+    unsigned = {2: torch.uint16, 4: torch.uint32}[item]
+    old_bytes, new_bytes = (tensor.view(unsigned).numpy().view(np.uint8).copy() for tensor in (old, new))
+    # Another NaN: equal by no comparison of values, different by bits.
+    new_bytes.view(f"<u{item}")[3] |= 1
+    got, _ = apply(encode_block("w", item, 0, old_bytes, new_bytes), old_bytes)
+    assert got.tobytes() == new_bytes.tobytes()
+    header = next(read_blocks(memoryview(encode_block("w", item, 0, old_bytes, new_bytes)))).header
+    assert header.changed == 5
+
+
+def test_no_change_is_no_bytes_and_noise_is_no_larger_than_itself():
+    rng = np.random.default_rng(0)
+    old, new = rng.integers(0, 256, (2, 1 << 16), dtype=np.uint8)
+    assert encode_block("w", 2, 0, old, old.copy()) == b""
+    block = encode_block("w", 2, 0, old, new)
+    assert len(new) < len(block) < len(new) + 40
+    assert next(read_blocks(memoryview(block))).header.how == "raw"
+
+
+def test_positions_far_apart_and_at_the_ends(monkeypatch):
+    old = np.zeros(2 * delta.BLOCK_ELEMENTS, np.uint8)
+    new = old.copy()
+    new.view("<u2")[[0, 70_000, delta.BLOCK_ELEMENTS - 1]] = (1, 0xFFFF, 0x8000)
+    block = encode_block("w", 2, 0, old, new)
+    assert len(block) < 130
+    np.testing.assert_array_equal(apply(block, old)[0], new)
+
+
+def adam_step(learning_rate: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Parameters in bfloat16 before and after an AdamW step on float32 masters, of a model with 4.5 million parameters."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True, dropout=0.0)
+    model = torch.nn.Sequential(torch.nn.Embedding(4000, 256), torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False))
+    head = torch.nn.Linear(256, 4000, bias=False)
+    masters = [*model.parameters(), *head.parameters()]
+    for master in masters:
+        if master.dim() > 1:
+            torch.nn.init.normal_(master, std=0.02)
+    optimizer = torch.optim.AdamW(masters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def step(lr: float) -> None:
+        optimizer.param_groups[0]["lr"] = lr
+        tokens = torch.randint(4000, (4, 33))
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(head(model(tokens[:, :-1])).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+
+    # A few steps first: the second moments are those of a run that has begun, not of its first step.
+    for _ in range(3):
+        step(1e-4)
+    before = [master.detach().to(torch.bfloat16) for master in masters]
+    step(learning_rate)
+    return before, [master.detach().to(torch.bfloat16) for master in masters]
+
+
+def test_an_adam_step_at_1e_6_is_a_twentieth_of_the_bytes_at_most():
+    before, after = adam_step(1e-6)
+    whole = changes = 0
+    for old, new in zip(before, after, strict=True):
+        old_bytes, new_bytes = (tensor.view(torch.uint16).numpy().reshape(-1).view(np.uint8) for tensor in (old, new))
+        block = encode_block("w", 2, 0, old_bytes, new_bytes)
+        np.testing.assert_array_equal(apply(block, old_bytes)[0], new_bytes)
+        whole += len(new_bytes)
+        changes += len(block)
+    assert whole > 8_000_000
+    assert 0 < changes <= 0.05 * whole
+
+
+@settings(max_examples=150, deadline=None)
+@given(made=versions(), where=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255), keep=st.floats(0, 1))
+def test_damaged_blocks_raise_and_nothing_else(made, where, flip, keep):
+    """The digest of the part, and that of the tensor behind it, refuse what is merely wrong; here nothing may break."""
+    item, old, new = made
+    block = bytearray(encode_block("w", item, 0, old, new))
+    if not block:
+        return
+    block[int(where * len(block))] ^= flip
+    for damaged in (bytes(block), bytes(block[: int(keep * len(block))])):
+        try:
+            got, _ = apply(damaged, old)
+        except WeightSyncError:
+            continue
+        assert len(got) == len(old)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"first": 1}, "within its 128 bytes"),
+        ({"count": 63}, r"one at 63|within its"),
+        ({"item": 3}, "adds up"),
+        ({"count": 0}, "adds up"),
+        ({"changed": 65}, "adds up"),
+        ({"changed": 1}, "does not unpack"),
+        ({"planes": (1, 2)}, "adds up"),
+        ({"how": "dense"}, "adds up"),
+    ],
+)
+def test_headers_that_do_not_fit_are_refused(change, said):
+    old = np.zeros(128, np.uint8)
+    new = old.copy()
+    new.view("<u2")[[3, 63]] = 7
+    [block] = read_blocks(memoryview(encode_block("w", 2, 0, old, new)))
+    header = msgspec.structs.replace(block.header, **change)
+    text = msgspec.msgpack.encode(header)
+    with pytest.raises(WeightSyncError, match=said):
+        for one in read_blocks(memoryview(len(text).to_bytes(4, "little") + text + bytes(block.payload))):
+            apply_block(Block(one.header, one.payload), old.copy())
