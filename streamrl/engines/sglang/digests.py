@@ -1,0 +1,88 @@
+"""What the ranks of a server digest of a version, put together to the version's digest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from streamrl.core.digest import combine, digest_text
+from streamrl.engines.sglang.messages import Prepared, Region
+from streamrl.errors import WeightSyncError
+from streamrl.schemas.weights import Manifest, TensorSpec
+
+
+class DigestBooks:
+    """Which regions of which tensors the ranks hold. Regions that several ranks hold count once and must be equal on all of them.
+
+    Args:
+        tensors: of the version.
+        prepared: each rank's answer.
+
+    Raises:
+        WeightSyncError: the ranks' regions do not cover a tensor exactly once, or no rank takes it and it is no copy of another.
+    """
+
+    def __init__(self, tensors: Sequence[TensorSpec], prepared: Sequence[Prepared]) -> None:
+        known: dict[Region, int] = {}
+        self._ranks = [np.array([known.setdefault(region, len(known)) for region in one.regions], np.int64) for one in prepared]
+        self._regions = list(known)
+        self._owner = np.array([region.tensor for region in self._regions], np.int64)
+        covered = np.zeros(len(tensors), np.int64)
+        np.add.at(covered, self._owner, np.array([region.rows * region.cols for region in self._regions], np.int64))
+        self._taken = covered > 0
+        for spec, count in zip(tensors, covered.tolist(), strict=True):
+            if count not in (0, math.prod(spec.shape)):
+                raise WeightSyncError(f"tensor {spec.name!r}: expected {math.prod(spec.shape)} elements on all ranks together, got {count}")
+
+    def check(self, manifest: Manifest, sums: Sequence[Sequence[int]]) -> str:
+        """The version's digest, 16 hex digits.
+
+        Args:
+            manifest: of the version.
+            sums: of each rank, a partial digest for each of its regions.
+
+        Raises:
+            WeightSyncError: the digest of a tensor is not the manifest's, or ranks differ in what they should share.
+        """
+        values = np.zeros(len(self._regions), np.uint64)
+        seen = np.zeros(len(self._regions), np.bool_)
+        for rank, (index, found) in enumerate(zip(self._ranks, sums, strict=True)):
+            got = np.array(found, np.uint64)
+            if len(got) != len(index):
+                raise WeightSyncError(f"rank {rank}: expected {len(index)} partial digests, got {len(got)}")
+            wrong = index[seen[index] & (values[index] != got)]
+            if len(wrong):
+                name = manifest.tensors[int(self._owner[wrong[0]])].name
+                raise WeightSyncError(f"{manifest.version}: tensor {name!r} differs between rank {rank} and another rank that shares it")
+            values[index], seen[index] = got, True
+        totals = np.zeros(len(manifest.tensors), np.uint64)
+        np.add.at(totals, self._owner, values)
+        return self._compare(manifest, totals.tolist())
+
+    def _compare(self, manifest: Manifest, totals: Sequence[int]) -> str:
+        taken = {
+            (spec.digest, spec.shape): total
+            for spec, total, used in zip(manifest.tensors, totals, self._taken.tolist(), strict=True)
+            if used
+        }
+        sums: dict[str, int] = {}
+        for spec, total, used in zip(manifest.tensors, totals, self._taken.tolist(), strict=True):
+            if not used:
+                # An output head that is tied to the embeddings: the model takes one of the two.
+                twin = taken.get((spec.digest, spec.shape))
+                if twin is None and math.prod(spec.shape):
+                    raise WeightSyncError(
+                        f"{manifest.version}: tensor {spec.name!r} is none that the model takes, nor a copy of one",
+                        hint="trainer and engine must use the same model directory",
+                    )
+                total = twin or 0
+            if digest_text(total) != spec.digest:
+                raise WeightSyncError(
+                    f"{manifest.version}: tensor {spec.name!r}: expected staged bytes with digest {spec.digest}, got {digest_text(total)}",
+                    version=str(manifest.version),
+                    tensor=spec.name,
+                )
+            sums[spec.name] = total
+        return combine(sums)

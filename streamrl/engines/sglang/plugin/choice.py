@@ -1,0 +1,72 @@
+"""How a rank swaps: what was asked for, what its model and its memory allow, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+
+from streamrl.engines.sglang.messages import Settings
+from streamrl.engines.sglang.plugin.model import aliases
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """`flip`, `copy`, `copy_pinned` or `none`, and the reason in words."""
+
+    swap: str
+    why: str
+
+
+def choose(settings: Settings, model_runner: Any) -> Choice:
+    """Decide once the model is loaded and before the KV cache takes the rest of the memory."""
+    obstacle = _obstacle(model_runner)
+    if obstacle:
+        return Choice("none", obstacle)
+    wanted = settings.swap
+    left_behind = aliases(model_runner.model)
+    if left_behind and wanted in ("auto", "flip"):
+        return Choice("copy", f"parameters are also kept as {', '.join(left_behind[:3])}, which a flip would leave behind")
+    if wanted != "auto":
+        return Choice(wanted, "asked for")
+    short = _memory_short(settings, model_runner)
+    return Choice("copy_pinned", short) if short else Choice("flip", "a second buffer fits")
+
+
+def _obstacle(model_runner: Any) -> str:
+    """What rules out every way to change the weights."""
+    args = model_runner.server_args
+    if args.pp_size > 1:
+        return "pipeline parallelism: ranks do not reach a commit before the same forward pass"
+    if args.dp_size > 1:
+        return "data parallelism within a server: start one engine for each replica"
+    quantization = args.quantization or getattr(model_runner.model_config, "quantization", None)
+    if quantization:
+        return f"quantized weights ({quantization}): they are derived from a version's tensors"
+    if getattr(args, "enable_eplb", False):
+        return "expert load balancing moves experts between ranks"
+    parameters = list(model_runner.model.parameters())
+    if len({parameter.device for parameter in parameters}) != 1:
+        return "weights on several devices (offloading)"
+    packed = [name for name, module in model_runner.model.named_modules() if getattr(module, "use_intel_amx_backend", False)]
+    if packed:
+        return f"weights packed for the processor's matrix unit ({packed[0]} ...)"
+    return ""
+
+
+def _memory_short(settings: Settings, model_runner: Any) -> str:
+    """Why a second buffer beside the first would leave too little for the KV cache; empty if it would not."""
+    parameters = list(model_runner.model.parameters())
+    device = parameters[0].device
+    if device.type != "cuda":
+        return ""
+    free, total = torch.cuda.mem_get_info(device)
+    nbytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    kept = (1 - model_runner.mem_fraction_static) * total
+    left = free - nbytes - kept
+    if left >= settings.reserve * total:
+        return ""
+    return (
+        f"a second buffer of {nbytes / 1e9:.1f} GB would leave {max(0.0, left) / 1e9:.1f} GB for the KV cache "
+        f"(mem_fraction_static {model_runner.mem_fraction_static}, {settings.reserve * total / 1e9:.1f} GB wanted)"
+    )

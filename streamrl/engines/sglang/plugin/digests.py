@@ -1,0 +1,119 @@
+"""Digests of a buffer, region by region: on a GPU by prepared kernel launches on the side stream, on a CPU by numpy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from streamrl.core.digest import slice_digest
+from streamrl.core.digest_torch import Axis, Walk
+from streamrl.engines.sglang.plugin.layout import Layout, target_view
+from streamrl.engines.sglang.plugin.pace import Pacer
+from streamrl.engines.sglang.plugin.plan import Copy, cut
+from streamrl.engines.sglang.plugin.side import Side
+
+GROUP_BYTES = 256 << 20
+"""Digested by one launch, in about 0.2 ms on an H200."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Digests(Protocol):
+    """Digests of one buffer."""
+
+    def sums(self, side: Side, pacer: Pacer) -> tuple[int, ...]:
+        """Partial digest of each region, 0 <= value < 2^64. Called inside `side.entered()`; waits for the result."""
+        ...
+
+
+def make_digests(parameters: Sequence[Tensor], layout: Layout) -> Digests:
+    """Of the regions of a layout, as they lie in a buffer."""
+    if parameters and parameters[0].is_cuda:
+        return DeviceDigests(parameters, layout.copies)
+    return HostDigests(parameters, layout.copies)
+
+
+class HostDigests:
+    """Reads the buffer with numpy; about 1 GB/s a core."""
+
+    def __init__(self, parameters: Sequence[Tensor], copies: Sequence[Copy]) -> None:
+        self._regions = [(copy, target_view(parameters, copy)) for copy in copies]
+
+    def sums(self, side: Side, pacer: Pacer) -> tuple[int, ...]:
+        # What a stream is still writing must be there before the host reads it.
+        side.finish()
+        return tuple(region_digest(copy, view) for copy, view in self._regions)
+
+
+def region_digest(copy: Copy, elements: Tensor) -> int:
+    """Partial digest of a copy's elements, [rows, cols] on the host."""
+    data = elements.contiguous().view(-1).view(torch.uint8).numpy()
+    whole = (copy.start // copy.stride + copy.rows + 1, copy.stride)
+    offset = (copy.start // copy.stride, copy.start % copy.stride)
+    if offset[1] + copy.cols > copy.stride:
+        # One row that crosses a multiple of its own length: it has no second dimension.
+        whole, offset = (1, copy.start + copy.cols), (0, copy.start)
+    return slice_digest(data, elements.element_size(), whole, offset, (copy.rows, copy.cols))
+
+
+class DeviceDigests:
+    """Reads the buffer with a kernel, in groups of a bounded size; tables, sums and the host's copy of them are made once."""
+
+    def __init__(self, parameters: Sequence[Tensor], copies: Sequence[Copy]) -> None:
+        # Not at the top: a CPU's environment has no Triton.
+        from streamrl.core.digest_triton import launches
+
+        device = parameters[0].device
+        self._launches = []
+        self._slots: list[Tensor] = []
+        for group in _groups(parameters, copies):
+            walks = [_walk(parameters, copy) for _, copy in group]
+            for slots, launch in launches(walks):
+                self._launches.append(launch)
+                self._slots.append(torch.tensor([group[slot][0] for slot in slots], device=device))
+        self._totals = torch.zeros(len(copies), dtype=torch.int64, device=device)
+        self._host = torch.zeros(len(copies), dtype=torch.int64, pin_memory=True)
+
+    def sums(self, side: Side, pacer: Pacer) -> tuple[int, ...]:
+        self._totals.zero_()
+        for slots, launch in zip(self._slots, self._launches, strict=True):
+            started = time.perf_counter()
+            launch.run()
+            self._totals.index_add_(0, slots, launch.sums)
+            if pacer.bounded:
+                side.finish()
+                pacer.used(time.perf_counter() - started)
+        self._host.copy_(self._totals, non_blocking=True)
+        side.finish()
+        return tuple(self._host.numpy().view(np.uint64).tolist())
+
+
+def _walk(parameters: Sequence[Tensor], copy: Copy) -> Walk:
+    parameter = parameters[copy.parameter]
+    bits = parameter.view(_BITS[parameter.element_size()])
+    bits = bits.as_strided((1,), (1,), bits.storage_offset() + copy.target)
+    inner = Axis(copy.cols, copy.target_step, 1)
+    axes = (inner,) if copy.rows == 1 else (Axis(copy.rows, copy.target_stride, copy.stride), inner)
+    return Walk(bits, copy.start, axes)
+
+
+def _groups(parameters: Sequence[Tensor], copies: Sequence[Copy]) -> list[list[tuple[int, Copy]]]:
+    """Regions, cut where they are larger than a group, in groups; each with the index of its copy."""
+    groups: list[list[tuple[int, Copy]]] = [[]]
+    used = 0
+    for index, copy in enumerate(copies):
+        item = parameters[copy.parameter].element_size()
+        span = (copy.rows - 1) * copy.stride + copy.cols
+        step = max(1, GROUP_BYTES // item * max(1, copy.stride // copy.cols))
+        for first in range(copy.start, copy.start + span, step):
+            for part in cut(copy, first, min(first + step, copy.start + span)):
+                if used and used + part.count * item > GROUP_BYTES:
+                    groups.append([])
+                    used = 0
+                groups[-1].append((index, part))
+                used += part.count * item
+    return [group for group in groups if group]

@@ -1,0 +1,93 @@
+"""The hooks into SGLang, all of them: the only place that imports it. Written against SGLang 0.5.17 and 0.5.23."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from streamrl.engines.sglang.messages import COPY_KEY, EPOCH_KEY, NUMBER_KEY, Settings
+from streamrl.engines.sglang.plugin.channel import Channel
+from streamrl.engines.sglang.plugin.rank import Placement, ServedRank
+from streamrl.engines.sglang.plugin.stamps import one_for_each_token, stamp
+from streamrl.schemas.versions import Version
+
+logger = logging.getLogger(__name__)
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+
+
+def register_hooks(text: str) -> None:
+    """Register with SGLang's hook registry, which applies the hooks when this plugin has returned.
+
+    Args:
+        text: `Settings` as JSON.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    hooks = Hooks(ServedRank(msgspec.json.decode(text, type=Settings)))
+    HookRegistry.register(f"{_MODEL_RUNNER}.load_model", hooks.load_model, HookType.AROUND)
+    HookRegistry.register(f"{_MODEL_RUNNER}.init_cuda_graphs", hooks.init_cuda_graphs, HookType.AROUND)
+    HookRegistry.register(f"{_SCHEDULER}.__init__", hooks.scheduler_init, HookType.AROUND)
+    HookRegistry.register(f"{_SCHEDULER}.run_batch", hooks.run_batch, HookType.AROUND)
+    HookRegistry.register(f"{_SCHEDULER}.set_internal_state", hooks.set_internal_state, HookType.AROUND)
+
+
+class Hooks:
+    """What SGLang calls, for the one rank of this process."""
+
+    def __init__(self, rank: ServedRank) -> None:
+        self._rank = rank
+
+    def load_model(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(runner, *args, **kwargs)
+        if not runner.is_draft_worker:
+            self._rank.model_loaded(runner)
+        return result
+
+    def init_cuda_graphs(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(runner, *args, **kwargs)
+        if not runner.is_draft_worker:
+            self._rank.graphs_captured(runner)
+        return result
+
+    def scheduler_init(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        original(scheduler, *args, **kwargs)
+        place = _placement()
+        self._rank.scheduler_started(place)
+        if not scheduler.spec_algorithm.is_none():
+            one_for_each_token(scheduler.batch_result_processor)
+        Channel(self._rank.settings.dir, place.rank, self._rank.answer)
+        logger.info("event=streamrl_plugin rank=%d dir=%s", place.rank, self._rank.settings.dir)
+
+    def run_batch(self, original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        swap, forwards = self._rank.swap, self._rank.forwards
+        if swap is None:
+            return original(scheduler, batch, *args, **kwargs)
+        version, rows = swap.stamp, len(batch.reqs)
+        launched_s = forwards.launching()
+        extend = batch.forward_mode.is_extend()
+        result = original(scheduler, batch, *args, **kwargs)
+        stamp(result, rows, version)
+        forwards.launch_done(launched_s, scheduler.forward_stream, rows, extend, version)
+        return result
+
+    def set_internal_state(self, original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+        values = request.server_args
+        if NUMBER_KEY not in values:
+            return original(scheduler, request)
+        from sglang.srt.managers.io_struct import SetInternalStateReqOutput
+
+        version = Version(int(values.get(EPOCH_KEY, 0)), int(values[NUMBER_KEY]))
+        return SetInternalStateReqOutput(updated=self._rank.commit(version, scheduler.forward_stream, copy=bool(values.get(COPY_KEY, 0))))
+
+
+def _placement() -> Placement:
+    import sglang
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return Placement(parallel.tp_rank, parallel.tp_size, sglang.__version__)

@@ -1,0 +1,109 @@
+"""The side stream: copies that run beside the forward passes, and the memory that bytes of a file pass through."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from streamrl.engines.sglang.plugin.memory import copy_all
+from streamrl.engines.sglang.plugin.pace import Pacer
+
+
+class Side:
+    """Copies on a stream of their own on a GPU, in the calling thread on a CPU.
+
+    Bytes of a file go through two pinned buffers and two buffers on the device in turn, so that reading the file, the transfer and the
+    copy to the parameters overlap. All of it is used by one thread at a time.
+
+    Args:
+        device: of the parameters that are served.
+        host_only: what is written to lies in host memory.
+    """
+
+    def __init__(self, device: torch.device, *, host_only: bool = False) -> None:
+        self._device = device
+        self._cuda = device.type == "cuda"
+        self._stage_on_host = host_only or not self._cuda
+        self._stream = torch.cuda.Stream(device) if self._cuda else None
+        # Blocking events let the thread sleep: a spinning one would take the interpreter's lock again and again.
+        self._done = torch.cuda.Event(blocking=True) if self._cuda else None
+        self._slot_free = [torch.cuda.Event(blocking=True) for _ in range(2)] if self._cuda else []
+        self._slot_used = [False, False]
+        self._pinned: list[Tensor] = []
+        self.scratch: list[Tensor] = []
+        """Two buffers that a file's bytes are copied to parameters from."""
+
+    def reserve(self, nbytes: int) -> None:
+        """Make both buffers at least so large. Buffers that have been handed out stay as they are."""
+        if self.scratch and self.scratch[0].numel() >= nbytes:
+            return
+        host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._cuda) for _ in range(2)]
+        if self._stage_on_host:
+            self.scratch = host
+        else:
+            self._pinned = host
+            self.scratch = [torch.empty(nbytes, dtype=torch.uint8, device=self._device) for _ in range(2)]
+
+    @contextmanager
+    def entered(self) -> Generator[None]:
+        """Whatever torch is asked to do in here goes to the side stream."""
+        if self._stream is None:
+            with torch.no_grad():
+                yield
+            return
+        with torch.no_grad(), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Let the stream wait for an event of another one."""
+        if event is not None and self._stream is not None:
+            self._stream.wait_event(event)
+
+    def load(self, slot: int, data: Tensor) -> None:
+        """Bring bytes of a file ([n] uint8 on the host) into a buffer; waits until what was in it has been copied on."""
+        count = data.numel()
+        if self._cuda and self._slot_used[slot]:
+            self._slot_free[slot].synchronize()
+        if self._stage_on_host:
+            self.scratch[slot][:count].copy_(data)
+        else:
+            self._pinned[slot][:count].copy_(data)
+            self.scratch[slot][:count].copy_(self._pinned[slot][:count], non_blocking=True)
+        self._loaded = slot
+
+    def copy(self, pairs: tuple[list[Tensor], list[Tensor]], pacer: Pacer, *, by_engine: bool) -> None:
+        """Copy one window; with a pace, wait for it and then for the next forward pass if this one's share is used up.
+
+        Args:
+            pairs: targets and sources.
+            pacer: keeps the pace.
+            by_engine: copy tensor by tensor, which leaves consecutive bytes to the GPU's copy engines. (One call for all of them is
+                a kernel, which reads another GPU's memory with the processors that forward passes need.)
+        """
+        targets, sources = pairs
+        started = time.perf_counter()
+        if by_engine:
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+        else:
+            copy_all(targets, sources)
+        slot = self._loaded
+        if slot is not None and self._stream is not None:
+            self._slot_free[slot].record(self._stream)
+            self._slot_used[slot] = True
+            self._loaded = None
+        if pacer.bounded:
+            self.finish()
+            pacer.used(time.perf_counter() - started)
+
+    _loaded: int | None = None
+
+    def finish(self) -> None:
+        """Wait until the stream has done all it was asked to."""
+        if self._done is not None and self._stream is not None:
+            self._done.record(self._stream)
+            self._done.synchronize()
