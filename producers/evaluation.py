@@ -189,7 +189,12 @@ async def evaluate(worker: Worker, runner: GroupRunner, problems: tuple[Problem,
         "num": len(answers),
         "failed": sum(answer is None for answer in answers),
         "problems": [
-            {"prompt": _shown(problem.prompt), "expected": problem.label, "got": answer.completion if answer else ""}
+            {
+                "prompt": _shown(problem.prompt),
+                "expected": problem.label,
+                "got": answer.completion if answer else "",
+                "reward": _reward(answer),
+            }
             for problem, answer in list(zip(problems, answers, strict=True))[:NUM_SHOWN]
         ],
     }

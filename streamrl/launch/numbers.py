@@ -44,6 +44,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str
     expected: str
     got: str
+    reward: float | None = None
+    """None in runs that did not keep it: then the answer is right if it is the label."""
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
-from streamrl.launch.numbers import Evaluation
+from streamrl.launch.numbers import Evaluation, Problem
 from streamrl.launch.screen import clock, short
 from streamrl.launch.view import REWARD_WINDOW, RunView, counted_median
 
@@ -107,12 +107,16 @@ def problem_table(evaluations: Sequence[Evaluation]) -> Table | None:
     table.add_column(f"version {first.version}")
     table.add_column(f"version {last.version}")
     for before, now in both:
-        table.add_row(_cell(before.prompt), _cell(before.expected), _answer(before.got, before.expected), _answer(now.got, now.expected))
+        table.add_row(_cell(before.prompt), _cell(before.expected), _answer(before), _answer(now))
     return table
 
 
-def _answer(got: str, expected: str) -> str:
-    return f"{_cell(got)} {'[green]right[/green]' if got.strip() == expected.strip() else '[red]wrong[/red]'}"
+def _answer(problem: Problem) -> str:
+    reward = problem.reward
+    if reward is None:
+        reward = float(problem.got.strip() == problem.expected.strip())
+    verdict = {1.0: "[green]right[/green]", 0.0: "[red]wrong[/red]"}.get(reward, f"reward {reward:g}")
+    return f"{_cell(problem.got)} {verdict}"
 
 
 def _cell(text: str) -> str:

@@ -50,6 +50,7 @@ class ProblemDetail(msgspec.Struct, frozen=True):
     prompt: Any = ""
     expected: Any = ""
     got: Any = ""
+    reward: float | None = None
 
 
 class EvaluationDetail(msgspec.Struct, frozen=True):
@@ -346,5 +347,7 @@ def evaluation_of(event: Event) -> Evaluation:
         version = Version.parse(version)
     elif isinstance(version, int):
         version = Version(0, version)
-    problems = tuple(Problem(prompt=str(one.prompt), expected=str(one.expected), got=str(one.got)) for one in detail.problems)
+    problems = tuple(
+        Problem(prompt=str(one.prompt), expected=str(one.expected), got=str(one.got), reward=one.reward) for one in detail.problems
+    )
     return Evaluation(version=version, accuracy=detail.accuracy, num=detail.num, problems=problems, time_s=event.time_s)

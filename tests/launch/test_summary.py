@@ -76,6 +76,19 @@ def test_the_table_shows_the_same_problems_before_and_after(learned_run: RunView
     assert "version 0.100" in text
 
 
+def test_the_reward_says_what_is_right_not_the_text(learned_run: RunView) -> None:
+    answers = [("a", "#### 72", 1.0), ("b", "72", 0.0), ("c", "#### 7", 0.25)]
+    problems = [{"prompt": prompt, "expected": "72", "got": got, "reward": reward} for prompt, got, reward in answers]
+    for number in (19, 100):
+        learned_run.event(Event(kind="evaluation", worker="evaluator-0", detail=evaluation(number, 0.5, problems)))
+    console = Console(width=120, record=True)
+    console.print(problem_table([one for one in learned_run.evaluations if one.problems[0].prompt == "a"]))
+    text = console.export_text()
+    assert "#### 72 right" in text
+    assert " 72 wrong" in text
+    assert "#### 7 reward 0.25" in text
+
+
 def test_markup_in_answers_is_shown_as_it_is(learned_run: RunView) -> None:
     for number in (19, 100):
         problems = [{"prompt": "[bold]x", "expected": "[/red]", "got": "[red]"}]

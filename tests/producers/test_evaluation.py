@@ -117,7 +117,10 @@ async def test_the_held_out_problems_are_asked_when_due(loop: Loop, config: Conf
     [_, _, last] = await evaluations(loop, 3)
     assert (first["version"], first["versions"], first["accuracy"], first["final"]) == ("0.2", ["0.2", "0.2"], 0.0, False)
     assert first["num"] == 9 and first["failed"] == 0
-    assert first["problems"][:2] == [{"prompt": "3+4", "expected": "7", "got": "6"}, {"prompt": "3+4", "expected": "8", "got": "6"}]
+    assert first["problems"][:2] == [
+        {"prompt": "3+4", "expected": "7", "got": "6", "reward": 0.0},
+        {"prompt": "3+4", "expected": "8", "got": "6", "reward": 0.0},
+    ]
     assert len(first["problems"]) == 8
     assert (second["version"], second["versions"], second["accuracy"]) == ("0.4", ["0.5", "0.5"], pytest.approx(7 / 9))
     assert (last["version"], last["final"], last["accuracy"]) == ("0.5", True, pytest.approx(7 / 9))
