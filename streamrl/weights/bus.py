@@ -178,10 +178,12 @@ class BusTransport:
         blocks = await asyncio.to_thread(self._before.replace, version, content, ranges)
         links: list[Link] = []
         nbytes = sum(map(len, blocks or ()))
-        smaller = blocks is not None and (not alone or nbytes < content.nbytes)
         past = [link for link in self._links if link.version < version]
+        due = anchor_due(past, nbytes, content.nbytes if alone else math.inf, self._anchor_every)
+        # Beside an anchor, changes are stored only if they spare its readers most of it.
+        smaller = blocks is not None and (not alone or nbytes < content.nbytes / (2 if due else 1))
         try:
-            if not smaller or anchor_due(past, nbytes, content.nbytes if alone else math.inf, self._anchor_every):
+            if due or not smaller:
                 whole = self._before.bytes.data
                 cut = [whole[piece.start : piece.start + piece.nbytes] for piece in manifests.cut(content.nbytes, limit)]
                 links.append(Link(version=version, parts=await self._store.put(whole_name.prefix, cut, what=what)))
