@@ -6,8 +6,8 @@ from typing import Any
 
 from streamrl.bench.shapes import Shape
 
-_STATIC = {"tiny": 0.2, "0.6B": 0.4, "4B": 0.5, "8B": 0.6, "30B-A3B": 0.48}
-"""SGLang's share of the memory for weights and KV cache; the second buffer and the graphs live in the rest."""
+_STATIC = {"tiny": 0.2, "0.6B": 0.4, "4B": 0.5, "8B": 0.55, "30B-A3B": 0.5}
+"""SGLang's share of the memory, for both sets of weights and the KV cache; graphs, and a trainer on the same GPU, live in the rest."""
 _COMMON: dict[str, Any] = {
     "load_format": "dummy",
     "sampling_backend": "pytorch",

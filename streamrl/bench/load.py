@@ -9,28 +9,28 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from streamrl.bench.raw import write_requests, write_tokens
 from streamrl.bench.records import RequestRecord
+from streamrl.engines.sglang.client import SglangClient
+from streamrl.engines.wire import MetaInfo
+from streamrl.errors import EngineError
 
 _RETRY_S = 0.2
-_READ_BYTES = 1 << 24
-"""A streamed line of a long answer is longer than aiohttp expects."""
 
 
 class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What the load process is told."""
 
-    url: str
+    address: str
+    key: str
     streams: int
     probes: int
     mean_tokens: int
@@ -53,9 +53,9 @@ def wanted_tokens(mean: int, lane: int, number: int) -> int:
 class Load:
     """All lanes and what they saw."""
 
-    def __init__(self, spec: LoadSpec, session: aiohttp.ClientSession) -> None:
+    def __init__(self, spec: LoadSpec, client: SglangClient) -> None:
         self._spec = spec
-        self._session = session
+        self._client = client
         self.requests: list[RequestRecord] = []
         self.chunks: list[tuple[int, int, float, int]] = []
 
@@ -64,59 +64,54 @@ class Load:
         for number in itertools.count():
             asked = wanted_tokens(self._spec.mean_tokens, lane, number)
             start_s = time.monotonic()
-            meta: dict[str, Any] = {}
-            error = ""
             try:
-                meta = await self._ask(lane, number, asked)
-            except (aiohttp.ClientError, json.JSONDecodeError) as failure:
-                error = repr(failure)
+                meta, versions = await self._ask(lane, number, asked)
+                record = _record(meta, versions, lane=lane, start_s=start_s, asked=asked)
+            except EngineError as failure:
+                record = RequestRecord(
+                    lane=lane,
+                    start_s=start_s,
+                    end_s=time.monotonic(),
+                    asked=asked,
+                    made=0,
+                    finish="none",
+                    retractions=0,
+                    error=str(failure),
+                )
                 await asyncio.sleep(_RETRY_S)
-            self.requests.append(_record(meta, lane=lane, start_s=start_s, asked=asked, error=error))
+            self.requests.append(record)
 
-    async def _ask(self, lane: int, number: int, asked: int) -> dict[str, Any]:
+    async def _ask(self, lane: int, number: int, asked: int) -> tuple[MetaInfo, list[int]]:
+        """The result's last part, and the version of every token."""
         prompt = [3 + (lane * 31 + number * 17 + i * 7) % (self._spec.vocab - 3) for i in range(self._spec.prompt_tokens)]
-        body = {
+        body: dict[str, Any] = {
             "input_ids": prompt,
             "sampling_params": {"max_new_tokens": asked, "temperature": 1.0, "ignore_eos": True},
             "return_logprob": True,
-            "stream": lane < self._spec.probes,
         }
-        async with self._session.post(f"{self._spec.url}/generate", json=body) as response:
-            response.raise_for_status()
-            if not body["stream"]:
-                return (await response.json())["meta_info"]
-            return await self._read_stream(response, lane, number)
-
-    async def _read_stream(self, response: aiohttp.ClientResponse, lane: int, number: int) -> dict[str, Any]:
-        meta: dict[str, Any] = {}
-        seen = 0
+        if lane >= self._spec.probes:
+            meta = (await self._client.generate(body)).meta_info
+            return meta, list(meta.streamrl_versions or [])
+        meta = MetaInfo()
         versions: list[int] = []
-        async for line in response.content:
-            if not line.startswith(b"data:") or b"[DONE]" in line:
-                continue
-            at_s = time.monotonic()
-            meta = json.loads(line[5:])["meta_info"]
-            made = int(meta["completion_tokens"])
-            self.chunks.append((lane, number, at_s, made - seen))
-            stamped = meta.get("streamrl_versions") or []
-            # With incremental output a chunk carries the versions of its own tokens, otherwise those of all tokens so far.
-            versions = list(stamped) if len(stamped) == made else versions + list(stamped)
-            seen = made
-        return {**meta, "streamrl_versions": versions}
+        async for part in self._client.stream({**body, "stream": True}):
+            made = part.meta_info.completion_tokens
+            self.chunks.append((lane, number, time.monotonic(), made - meta.completion_tokens))
+            versions += part.meta_info.streamrl_versions or []
+            meta = part.meta_info
+        return meta, versions
 
 
-def _record(meta: dict[str, Any], *, lane: int, start_s: float, asked: int, error: str) -> RequestRecord:
-    finish = meta.get("finish_reason") or {}
+def _record(meta: MetaInfo, versions: Sequence[int], *, lane: int, start_s: float, asked: int) -> RequestRecord:
     return RequestRecord(
         lane=lane,
         start_s=start_s,
         end_s=time.monotonic(),
         asked=asked,
-        made=int(meta.get("completion_tokens", 0)),
-        finish=str(finish.get("type", "none")),
-        retractions=int(meta.get("num_retractions") or 0),
-        versions=version_runs(meta.get("streamrl_versions") or []),
-        error=error,
+        made=meta.completion_tokens,
+        finish=str((meta.finish_reason or {}).get("type", "none")),
+        retractions=meta.num_retractions,
+        versions=version_runs(versions),
     )
 
 
@@ -126,19 +121,18 @@ def version_runs(versions: Sequence[int]) -> list[tuple[int, int]]:
 
 
 async def _serve(spec: LoadSpec) -> Load:
-    connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=_READ_BYTES) as session:
-        load = Load(spec, session)
-        lanes = [asyncio.create_task(load.run_lane(lane)) for lane in range(spec.streams)]
-        closed = asyncio.create_task(asyncio.to_thread(sys.stdin.buffer.read))
-        done, _ = await asyncio.wait([closed, *lanes], return_when=asyncio.FIRST_COMPLETED)
-        for lane in lanes:
-            lane.cancel()
-        await asyncio.gather(*lanes, return_exceptions=True)
-        for task in done - {closed}:
-            task.result()
-        return load
+    client = SglangClient(spec.address, spec.key, name="bench")
+    load = Load(spec, client)
+    lanes = [asyncio.create_task(load.run_lane(lane)) for lane in range(spec.streams)]
+    closed = asyncio.create_task(asyncio.to_thread(sys.stdin.buffer.read))
+    done, _ = await asyncio.wait([closed, *lanes], return_when=asyncio.FIRST_COMPLETED)
+    for lane in lanes:
+        lane.cancel()
+    await asyncio.gather(*lanes, return_exceptions=True)
+    await client.close()
+    for task in done - {closed}:
+        task.result()
+    return load
 
 
 def main(argv: Sequence[str] | None = None) -> int:

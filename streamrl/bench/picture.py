@@ -75,6 +75,8 @@ def _draw_run(axes: Axes, raw: Raw) -> None:
         if update.window >= 0 and not update.error:
             axes.axvline(update.commit_s - origin, ymax=0.03, color=_COLORS[Mode(update.mode)], linewidth=0.8)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_ylim(top=max(tops, default=1.0) * 1.6)
     axes.set_ylabel("ms (GPU events)")
     axes.set_xlabel("s; ticks at the bottom are commits")
@@ -96,19 +98,17 @@ def _draw_update(axes: Axes, forwards: Forwards, update: UpdateRecord) -> None:
     low, high = -max(_LEAD_MS, took_ms * 0.2), took_ms + max(_TAIL_MS, took_ms * 0.3)
     near = np.abs(forwards.host_s - (origin + took_ms / 2e3)) < _NEAR_S + took_ms / 2e3
     ends = (forwards.gpu_ms / 1e3 + clock_offset_s(_select(forwards, near)) - origin) * 1e3 if near.any() else np.empty(0)
+    ours = update.mode in OURS
+    number = int(update.version.rpartition(".")[2])
     for i in range(1, len(ends)):
         if ends[i] < low or ends[i - 1] > high:
             continue
-        new = forwards.host_s[i] >= update.commit_s
+        new = forwards.version[i] >= number if ours else forwards.host_s[i] >= update.commit_s
         color = _PREFILL if forwards.extend[i] else _NEW if new else _OLD
         start = max(ends[i - 1], low)
         axes.barh(0, min(ends[i], high) - start, left=start, height=0.8, color=color, edgecolor="white", linewidth=0.6)
     color = _COLORS[Mode(update.mode)]
-    ours = update.mode in OURS
-    busy = (
-        ((update.announced_s if ours else update.publish_s) - origin) * 1e3,
-        ((update.staged_s if ours else update.commit_s) - origin) * 1e3,
-    )
+    busy = (update.announced_s - origin) * 1e3, ((update.staged_s if ours else update.commit_s) - origin) * 1e3
     axes.barh(1, max(busy[1] - busy[0], 0.3), left=busy[0], height=0.5, color=color)
     axes.axvline(0, color="#495057", linewidth=0.8, linestyle=":")
     axes.axvline(took_ms, color=color, linewidth=1.4)

@@ -44,6 +44,8 @@ class UpdateRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Of each rank, as measured there."""
     commit_ms: list[float] = []
     """Host time of each rank's commit."""
+    device_ms: list[float] = []
+    """Of each rank, where a commit copies: time of the copy on the device."""
     nbytes: list[int] = []
     """Bytes moved to each rank."""
     forwards: list[int] = []
@@ -73,7 +75,7 @@ class Forwards(msgspec.Struct, frozen=True, kw_only=True):
     """The forward passes of one rank, in order. All arrays [n]."""
 
     host_s: Floats
-    """When the host had launched it."""
+    """When the host began to launch it."""
     gpu_ms: Floats
     """End of the pass by CUDA events, from an origin of the rank's own (on a CPU: of the host's clock)."""
     rows: npt.NDArray[np.int64]

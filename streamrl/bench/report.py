@@ -228,10 +228,10 @@ def _targets(raw: Raw, rows: Sequence[Row], *, cut: int) -> list[Target]:
 
 def graph_set(run: RunRecord) -> tuple[float, float]:
     """Seconds and bytes of the second set of graphs, of the rank that needed most; NaN where there is none."""
-    ranks = [rank for rank in run.hello if rank.get("graph_s")]
+    ranks = [rank for rank in run.hello if rank.get("graphs_s")]
     if not ranks:
         return float("nan"), float("nan")
-    return max(float(rank["graph_s"]) for rank in ranks), max(float(rank.get("graph_bytes") or 0) for rank in ranks)
+    return max(float(rank["graphs_s"]) for rank in ranks), max(float(rank.get("graphs_nbytes") or 0) for rank in ranks)
 
 
 def _upper(name: str, got: float, wanted: float) -> Target:

@@ -40,7 +40,7 @@ class Gaps(msgspec.Struct, frozen=True, kw_only=True):
 
     ms: Floats
     at_s: Floats
-    """When the host had launched the pass that ends the gap."""
+    """When the host began to launch the pass that ends the gap."""
     rows: Floats
     """Tokens that the pass made."""
     decode: npt.NDArray[np.bool_]
@@ -132,8 +132,16 @@ def token_gaps_ms(tokens: Tokens, start_s: float, end_s: float) -> Floats:
 
 
 def clock_offset_s(forwards: Forwards) -> float:
-    """What to add to `gpu_ms` / 1000 for the host's clock: no pass ends before its launch, and some end right after it."""
-    return float(np.max(forwards.host_s - forwards.gpu_ms / 1e3)) if len(forwards.host_s) else 0.0
+    """What to add to `gpu_ms` / 1000 for the host's clock, too much by the host's share of a pass (a millisecond or so) at most.
+
+    No pass ends before its launch. And SGLang launches pass i + 2 only once it has the tokens of pass i, mostly at once.
+    """
+    end_s = forwards.gpu_ms / 1e3
+    if len(end_s) == 0:
+        return 0.0
+    least = float(np.max(forwards.host_s - end_s))
+    most = float(np.min(forwards.host_s[2:] - end_s[:-2])) if len(end_s) > 2 else least
+    return max(least, most)
 
 
 def _resample(blocks: Blocks, random: np.random.Generator) -> Floats:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -15,14 +14,16 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 import torch
 from safetensors.torch import save_file
+from torch import multiprocessing
 from torch.multiprocessing import reductions
 
+from streamrl.engines.sglang.client import SglangClient
 from streamrl.errors import EngineError
 
+_TIMEOUT_S = 300.0
 _SESSIONS_FROM = (0, 5, 18)
 """SGLang wants begin_weight_update and end_weight_update around updates from tensors since this version."""
 
@@ -38,9 +39,8 @@ class Paused(msgspec.Struct, frozen=True, kw_only=True):
 class StockEngine:
     """The update endpoints of one SGLang server."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession, *, sglang: str, tensor_parallel: int) -> None:
-        self._url = url
-        self._session = session
+    def __init__(self, client: SglangClient, *, sglang: str, tensor_parallel: int) -> None:
+        self._client = client
         self._tensor_parallel = tensor_parallel
         self._sessions = _numbers(sglang) >= _SESSIONS_FROM
 
@@ -77,10 +77,9 @@ class StockEngine:
         return Paused(pause_s=pause_s, paused_s=paused_s, continued_s=time.monotonic())
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> None:
-        async with self._session.post(f"{self._url}/{path}", json=body) as response:
-            text = await response.text()
-        if response.status != 200 or not _succeeded(text):
-            raise EngineError(f"{path}: expected success from SGLang, got HTTP {response.status}: {text[:300]}")
+        answer = await self._client.post(f"/{path}", body, timeout_s=_TIMEOUT_S, expect=object)
+        if isinstance(answer, dict) and answer.get("success", True) is not True:
+            raise EngineError(f"{path}: expected success from SGLang, got {str(answer)[:300]}")
 
 
 def tensor_payload(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -89,6 +88,9 @@ def tensor_payload(tensors: Mapping[str, torch.Tensor]) -> str:
     The tensors must stay where they are until the update is over.
     """
     reductions.init_reductions()
+    if any(tensor.device.type == "cpu" for tensor in tensors.values()):
+        # Otherwise they travel as file descriptors over a socket of this process, at which SGLang's schedulers die.
+        multiprocessing.set_sharing_strategy("file_system")
     buffer = io.BytesIO()
     ForkingPickler(buffer).dump(list(tensors.items()))
     return base64.b64encode(buffer.getvalue()).decode()
@@ -99,14 +101,6 @@ def write_checkpoint(directory: Path, config: Path, tensors: Mapping[str, torch.
     directory.mkdir(parents=True, exist_ok=True)
     shutil.copy(config, directory / "config.json")
     save_file(dict(tensors), directory / "model.safetensors")
-
-
-def _succeeded(text: str) -> bool:
-    try:
-        answer = json.loads(text)
-    except json.JSONDecodeError:
-        return True
-    return not isinstance(answer, dict) or answer.get("success", True) is True
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -136,7 +136,7 @@ def _said(met: bool | None) -> str:
 
 def _footnotes(report: Report) -> str:
     seconds, nbytes = graph_set(report.run)
-    buffers = [float(rank.get("buffer_bytes") or 0) for rank in report.run.hello]
+    buffers = [float(rank.get("buffer_nbytes") or 0) for rank in report.run.hello]
     notes = [f"{report.requests} requests ended, {report.aborted} aborted, {report.retracted} retracted, {report.failed_requests} failed."]
     if any(buffers):
         notes.append(f"Second buffer: {max(buffers) / _GIGA:.2f} GB a rank.")

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from streamrl.cli import checks, dead, records, reward, runs, workers
+from streamrl.cli import bench, checks, dead, records, reward, runs, workers
 from streamrl.errors import StreamRLError
 
 _INTERRUPTED = 130
@@ -40,4 +40,5 @@ def parser() -> argparse.ArgumentParser:
     records.add_verbs(verbs)
     dead.add_verbs(verbs)
     reward.add_verbs(verbs)
+    bench.add_verbs(verbs)
     return top

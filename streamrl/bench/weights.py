@@ -1,0 +1,202 @@
+"""`streamrl bench weights`: one server, one load, and windows of updates between windows of none."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from streamrl.bench.checks import check_updates
+from streamrl.bench.engine import BenchEngine
+from streamrl.bench.flags import server_flags
+from streamrl.bench.lanes import LoadProcess
+from streamrl.bench.load import LoadSpec
+from streamrl.bench.options import Options, resolve
+from streamrl.bench.plan import Mode, Window
+from streamrl.bench.raw import write_forwards, write_run, write_updates
+from streamrl.bench.records import Check, RunRecord, UpdateRecord, WindowRecord
+from streamrl.bench.shapes import parameters, write_model
+from streamrl.bench.stock import StockEngine
+from streamrl.bench.trainer import SyntheticTrainer
+from streamrl.bench.updates import Updates
+from streamrl.config.engines import EngineConfig, SglangConfig
+from streamrl.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+PROMPT_TOKENS = 64
+_SETTLE_S = 0.3
+"""Between windows: the recorded events are fetched then, which must not be seen in one."""
+_SPREAD_S = 0.3
+_SHM = Path("/dev/shm")
+
+
+def run(options: Options) -> Path:
+    """Measure; returns the directory with the raw files.
+
+    Raises:
+        ConfigError: the options cannot be had on this machine.
+        EngineError: the server did not start, or has died.
+        LaunchError: the load process has died.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    options = resolve(options, num_gpus=torch.cuda.device_count())
+    out = Path(options.out).absolute()
+    if (out / "run.json").exists():
+        raise ConfigError(f"--out: expected a new directory, got {out} with the files of another run", hint="choose another one")
+    out.mkdir(parents=True, exist_ok=True)
+    place = _SHM if _SHM.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="streamrl-bench-", dir=place) as scratch:
+        asyncio.run(_measure(options, out, Path(scratch)))
+    return out
+
+
+def engine_config(options: Options) -> EngineConfig:
+    """The engine's configuration, as a run's TOML would give it."""
+    cpu = not torch.cuda.is_available()
+    flags = server_flags(options.model, streams=options.streams, cpu=cpu, default_graphs=options.default_graphs)
+    sglang = SglangConfig(
+        python=options.python,
+        tensor_parallel=options.tensor_parallel,
+        swap="flip",
+        max_gap_ms=options.max_gap_ms,
+        flags={**flags, **options.flags},
+        record_forwards=True,
+    )
+    return EngineConfig(kind="sglang", slots=options.streams, sglang=sglang)
+
+
+async def _measure(options: Options, out: Path, scratch: Path) -> None:
+    model_dir = scratch / "model"
+    write_model(options.model, model_dir)
+    memory = [_memory("before the server starts")]
+    async with contextlib.AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(
+            BenchEngine.started(
+                engine_config(options),
+                model_dir,
+                max_len=_max_len(options),
+                dtype=options.model.dtype,
+                max_gap_ms=options.max_gap_ms,
+                log_path=out / "server.log",
+            )
+        )
+        memory.append(_memory("server started"))
+        device = torch.device(options.trainer_device)
+        trainer = SyntheticTrainer(options.model, device, scratch / "weights", slots=_slots(options))
+        memory.append(_memory("trainer's weights made"))
+        updates = Updates(
+            trainer,
+            engine,
+            StockEngine(engine.client, sglang=engine.sglang, tensor_parallel=options.tensor_parallel),
+            model_dir=model_dir,
+            scratch=scratch,
+            spread_s=_SPREAD_S if device == engine.device and device.type == "cuda" else 0.0,
+        )
+        checks, first = await check_updates(engine, updates)
+        memory.append(_memory("first versions served"))
+        windows, records = await _load(options, engine, updates, out)
+        write_updates(out, [*first, *records])
+        write_forwards(out, engine.forwards)
+        write_run(out, _facts(options, engine, windows, checks, memory))
+
+
+async def _load(options: Options, engine: BenchEngine, updates: Updates, out: Path) -> tuple[list[WindowRecord], list[UpdateRecord]]:
+    """All windows under load."""
+    spec = LoadSpec(
+        address=engine.client.address,
+        key=engine.key,
+        streams=options.streams,
+        probes=options.probes,
+        mean_tokens=options.mean_tokens,
+        prompt_tokens=PROMPT_TOKENS if options.mean_tokens > PROMPT_TOKENS else 8,
+        vocab=options.model.vocab,
+        out=str(out),
+    )
+    windows: list[WindowRecord] = []
+    records: list[UpdateRecord] = []
+    async with LoadProcess(spec) as load:
+        await asyncio.sleep(options.warm_s)
+        for index, window in enumerate(options.windows):
+            load.check()
+            await engine.fetch_forwards()
+            await asyncio.sleep(_SETTLE_S)
+            record, made = await _window(index, window, updates)
+            windows.append(record)
+            records.extend(made)
+            failed = sum(bool(update.error) for update in made)
+            log.info("event=window index=%d title=%s updates=%d failed=%d", index, window.title, len(made), failed)
+            engine.check()
+        await engine.fetch_forwards()
+    return windows, records
+
+
+async def _window(index: int, window: Window, updates: Updates) -> tuple[WindowRecord, list[UpdateRecord]]:
+    start_s = time.monotonic()
+    made: list[UpdateRecord] = []
+    if window.mode is Mode.STEADY:
+        await asyncio.sleep(window.seconds)
+    else:
+        for number in range(max(1, int(window.seconds / window.every_s))):
+            await asyncio.sleep(start_s + number * window.every_s - time.monotonic())
+            made.append(await updates.apply(window.mode, index))
+        await asyncio.sleep(start_s + window.seconds - time.monotonic())
+    record = WindowRecord(mode=window.mode, title=window.title, every_s=window.every_s, start_s=start_s, end_s=time.monotonic())
+    return record, made
+
+
+def _facts(
+    options: Options, engine: BenchEngine, windows: list[WindowRecord], checks: list[Check], memory: list[dict[str, Any]]
+) -> RunRecord:
+    shape = options.model
+    names = parameters(shape)
+    item = torch.empty(0, dtype=getattr(torch, shape.dtype)).element_size()
+    cuda = torch.cuda.is_available()
+    return RunRecord(
+        shape=shape.name,
+        nbytes=sum(torch.Size(size).numel() for _, size in names) * item,
+        num_tensors=len(names),
+        streams=options.streams,
+        probes=options.probes,
+        mean_tokens=options.mean_tokens,
+        tensor_parallel=options.tensor_parallel,
+        device=torch.cuda.get_device_name(0) if cuda else "CPU",
+        num_devices=torch.cuda.device_count() if cuda else 1,
+        trainer_device=options.trainer_device,
+        transport="shm" if options.trainer_device == "cpu" else "ipc",
+        sglang=engine.sglang,
+        torch=str(torch.__version__),
+        flags=engine_config(options).sglang.flags,
+        start_server_s=engine.start_s,
+        started_unix_s=time.time(),
+        hello=[msgspec.to_builtins(rank) for rank in engine.ranks],
+        windows=windows,
+        checks=checks,
+        gpu_memory=memory,
+    )
+
+
+def _max_len(options: Options) -> int:
+    """Longest sequence of the load, and room for the checks."""
+    return min(options.model.max_positions - 64, PROMPT_TOKENS + 2 * options.mean_tokens + 512)
+
+
+def _slots(options: Options) -> int:
+    """Snapshots a device holds: two, so that one is written while the other is read, or one where two would not fit."""
+    return 1 if options.model.experts else 2
+
+
+def _memory(moment: str) -> dict[str, Any]:
+    """Used bytes of every GPU, by all processes."""
+    used: dict[str, Any] = {"moment": moment}
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        used[f"cuda:{index}"] = total - free
+    return used
