@@ -1,5 +1,8 @@
 """The hooks into SGLang, all of them: the only place that imports it. Written against SGLang 0.5.17 and 0.5.23."""
 
+# SGLang is not installed where types are checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import logging

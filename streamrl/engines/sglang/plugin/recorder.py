@@ -61,9 +61,7 @@ def record(model: nn.Module, entries: Sequence[TensorEntry]) -> Recording:
         WeightSyncError: names, shapes or dtypes do not fit the model, or a parameter gets nothing.
     """
     names = [name for name, _ in model.named_parameters()]
-    shadow: Any = twin(
-        model, lambda parameter: torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-    )
+    shadow: Any = twin(model, _without_data)
     recorder = _Recorder([parameter for _, parameter in shadow.named_parameters()], entries)
     try:
         with torch.no_grad(), recorder:
@@ -150,6 +148,10 @@ class _Recorder(TorchDispatchMode):
         taken = {copy.tensor for copy in self._copies}
         ignored = tuple(entry.name for index, entry in enumerate(self._entries) if index not in taken and math.prod(entry.shape))
         return Recording(() if self._why else tuple(merge(self._copies)), self._why, () if self._why else ignored)
+
+
+def _without_data(parameter: nn.Parameter) -> Tensor:
+    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
 
 
 def _dtype(entry: TensorEntry) -> torch.dtype:
