@@ -270,8 +270,11 @@ class LiveTrainer:
             self._granted = grant.granted
 
     def _offer(self, version: Version, digest: str = "") -> None:
+        if digest:
+            self.publisher.offer(version, digest, self.trainer.shards())
+            return
         shards: tuple[Shard, ...] = tuple(self.trainer.shards())
-        self.publisher.offer(version, digest or Content(shards).digest, shards)
+        self.publisher.offer(version, Content(shards).digest, shards)
 
     def _remember_rewards(self, ledger: Ledger) -> None:
         for _, entry in sorted(ledger.entries.items()):

@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 CHUNK_ELEMENTS = 1 << 25
 """Logits in memory at a time: 128 MiB of float32."""
+GPU_CHUNK_ELEMENTS = 1 << 27
+"""On a GPU: 512 MiB, and some 3 GiB with what is derived from them; 883 tokens of a vocabulary of 151,936."""
 
 
 def token_logprobs(
@@ -69,13 +71,25 @@ def support(logits_MV: Tensor, targets_M: Tensor, top_p_M: Tensor, top_k_M: Tens
     """
     probs = logits_MV.softmax(-1)
     ranked, order = probs.sort(dim=-1, descending=True, stable=True)
-    before = ranked.cumsum(-1) - ranked
+    before = _cumulative(ranked) - ranked
     rank = torch.arange(logits_MV.shape[-1], device=logits_MV.device)[None, :]
     limit = torch.where(top_k_M < 0, logits_MV.shape[-1], top_k_M)[:, None]
     off = (top_p_M >= 1.0)[:, None]
     kept = (rank < limit) & (off | (before < top_p_M[:, None]))
     mask = torch.zeros_like(kept).scatter(-1, order, kept)
     return mask.scatter(-1, targets_M[:, None], True)
+
+
+def _cumulative(probs: Tensor) -> Tensor:
+    """Cumulative sums over the last dimension; where torch's own kernel is not reproducible, and must be, in fixed point."""
+    if not (probs.is_cuda and torch.are_deterministic_algorithms_enabled()):
+        return probs.cumsum(-1)
+    return _fixed_point_cumsum(probs)
+
+
+def _fixed_point_cumsum(probs: Tensor) -> Tensor:
+    scale = float(1 << 52)
+    return ((probs.double() * scale).round().long().cumsum(-1).double() / scale).to(probs.dtype)
 
 
 def _chunk_logprobs(logits_MV: Tensor, targets_M: Tensor, top_p_M: Tensor | None, top_k_M: Tensor | None) -> tuple[Tensor, Tensor]:

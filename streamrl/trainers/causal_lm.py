@@ -10,16 +10,18 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from streamrl.core.batches import TrainBatch
-from streamrl.core.logprobs import token_logprobs
+from streamrl.core.logprobs import CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS, token_logprobs
 from streamrl.core.packing import MicroBatch
 from streamrl.core.reductions import sample_of_token
 from streamrl.errors import ConfigError
@@ -37,28 +39,36 @@ class CausalLM:
         model_dir: Hugging Face model directory.
         dtype: type of the weights.
         device: where they lie.
+        attention: `sdpa` or `flash`; see `TrainerConfig`.
+        checkpoint_layers: keep only the layers' inputs for the backward pass.
 
     Raises:
-        ConfigError: the directory holds no causal language model, or one whose head cannot be called apart.
+        ConfigError: the directory holds no causal language model, one whose head cannot be called apart or, with
+            `checkpoint_layers`, one whose layers are not known; or FlashAttention is not installed.
     """
 
-    def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
-        from transformers import AutoModelForCausalLM
-
-        try:
-            self.module: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="sdpa")
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"no causal language model in {model_dir}: {error}", hint="is model.path a Hugging Face directory?"
-            ) from error
+    def __init__(
+        self,
+        model_dir: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        attention: Literal["sdpa", "flash"] = "sdpa",
+        checkpoint_layers: bool = False,
+    ) -> None:
+        self.module: Any = _load(model_dir, dtype, attention)
         self.module.to(device).eval()
         self.device = device
+        self._chunk_elements = CHUNK_ELEMENTS if device.type == "cpu" else GPU_CHUNK_ELEMENTS
         self.width: int = self.module.config.get_text_config().hidden_size
         self.vocab_size: int = self.module.get_output_embeddings().weight.shape[0]
         self._body = self.module.get_decoder()
         self._takes_positions = "position_ids" in inspect.signature(self._body.forward).parameters
         self._check_head()
-        self.free_masks = self._takes_positions and _all_full_attention(self.module.config) and self._masks_work()
+        maskable = attention == "sdpa" and self._takes_positions and _all_full_attention(self.module.config)
+        self.free_masks = maskable and self._masks_work()
+        if checkpoint_layers:
+            _checkpoint_layers(self._body, self.module.config.get_text_config().num_hidden_layers)
         if not self.free_masks:
             log.info("one_sample_per_row model=%s", type(self.module).__name__)
 
@@ -79,6 +89,7 @@ class CausalLM:
             temperature_M=self._tensor(batch.temperature[sample]),
             top_p_M=self._tensor(batch.top_p[sample]) if truncated else None,
             top_k_M=self._tensor(batch.top_k[sample].astype(np.int64)) if truncated else None,
+            chunk_elements=self._chunk_elements,
         )
 
     def _states(self, micro: MicroBatch) -> Tensor:
@@ -136,6 +147,32 @@ def attention_mask(tree_RL: Tensor, branch_RL: Tensor) -> Tensor:
     same_tree = tree_RL[:, :, None] == tree_RL[:, None, :]
     on_path = (branch_RL[:, None, :] == 0) | (branch_RL[:, :, None] == branch_RL[:, None, :])
     return (causal & same_tree & on_path)[:, None]
+
+
+def _load(model_dir: Path, dtype: torch.dtype, attention: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    kernels = {"sdpa": "sdpa", "flash": "flash_attention_2"}[attention]
+    try:
+        return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation=kernels)
+    except ImportError as error:
+        raise ConfigError(
+            f"trainer.attention = {attention} cannot be used here: {error}", hint="install flash-attn, or set trainer.attention = 'sdpa'"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no causal language model in {model_dir}: {error}", hint="is model.path a Hugging Face directory?") from error
+
+
+def _checkpoint_layers(body: Any, count: int) -> None:
+    """Run every layer under activation checkpointing. transformers' own switch asks for training mode, which would bring dropout."""
+    stacks = [module for module in body.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == count]
+    if not stacks:
+        raise ConfigError(
+            f"trainer.gradient_checkpointing: {type(body).__name__} has no list of {count} layers",
+            hint="switch it off and lower trainer.micro_tokens",
+        )
+    for layer in stacks[0]:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def _all_full_attention(config: Any) -> bool:

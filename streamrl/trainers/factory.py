@@ -45,22 +45,28 @@ def make_trainer(config: Config, model_dir: Path) -> Trainer:
     import torch
     from transformers.utils.logging import disable_progress_bar
 
+    from streamrl.trainers.device import training_device, training_dtype
     from streamrl.trainers.torch import TorchTrainer
 
     disable_progress_bar()  # a worker's log is no terminal
     torch.set_num_threads(config.trainer.threads)
     bitwise = config.run.numerics == "bitwise"
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    rank = torch.distributed.get_rank() if config.trainer.ranks > 1 and torch.distributed.is_initialized() else 0
+    device = training_device(config.trainer, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if bitwise and device.type == "cuda":
         # cuBLAS reads it when its first handle is made; without it torch refuses to be deterministic.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
     return TorchTrainer(
         model_dir,
         trainer=config.trainer,
         loss=config.loss,
         learning_rate=rate,
-        dtype=torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32,
+        dtype=training_dtype(config),
         device=device,
+        snapshots=config.weights.ring,
         # On CPU it costs nothing, so it is always on there.
         deterministic=bitwise or device.type == "cpu",
     )

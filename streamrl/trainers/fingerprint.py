@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from streamrl.config.tree import Config
+from streamrl.config.tree import Config, TrainerConfig
 
 
 def numerics_fingerprint(config: Config) -> dict[str, str]:
@@ -24,14 +24,15 @@ def numerics_fingerprint(config: Config) -> dict[str, str]:
         "ranks": str(trainer.ranks),
         "minibatches": str(trainer.minibatches),
         "micro_tokens": str(trainer.micro_tokens),
-        "dtype": config.model.dtype,
+        "dtype": config.trainer.dtype or config.model.dtype,
+        "attention": trainer.attention,
         "numerics": config.run.numerics,
         "machine": platform.machine(),
         "processor": _processor(),
         "python": ".".join(platform.python_version_tuple()[:2]),
         "numpy": np.__version__,
     }
-    return {**found, **(_torch_numerics() if trainer.backend == "torch" else _numpy_numerics())}
+    return {**found, **(_torch_numerics(trainer) if trainer.backend == "torch" else _numpy_numerics())}
 
 
 def fingerprint_digest(values: Mapping[str, str]) -> str:
@@ -61,15 +62,18 @@ def _numpy_numerics() -> dict[str, str]:
     return {"simd": ",".join(shown.get("SIMD Extensions", {}).get("found", []))}
 
 
-def _torch_numerics() -> dict[str, str]:
+def _torch_numerics(trainer: TrainerConfig) -> dict[str, str]:
     import torch
     import transformers
 
-    cuda = torch.cuda.is_available()
+    from streamrl.trainers.device import training_device
+
+    device = training_device(trainer)
+    cuda = device.type == "cuda"
     return {
         "torch": str(torch.__version__),
         "transformers": transformers.__version__,
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "device": torch.cuda.get_device_name(device) if cuda else "cpu",
         "cuda": str(torch.version.cuda) if cuda else "",
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from streamrl.config.tree import OptimizerConfig
 from streamrl.errors import TrainingError
+from streamrl.trainers.torch_checkpoint import host_copy
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -76,9 +77,9 @@ class ClippedAdamW:
         found: dict[str, Tensor] = {}
         for (name, p), (_, master) in zip(self._parameters, self._masters, strict=True):
             for moment, value in self._adam.state.get(master, {}).items():
-                found[f"{name}.{moment}"] = value.detach().cpu().clone()
+                found[f"{name}.{moment}"] = host_copy(value)
             if master is not p:
-                found[f"{name}.master"] = master.detach().cpu().clone()
+                found[f"{name}.master"] = host_copy(master)
         return found
 
     def restore(self, state: Mapping[str, Tensor]) -> None:

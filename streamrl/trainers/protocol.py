@@ -47,7 +47,7 @@ class Trainer(Protocol):
         ...
 
     def shards(self) -> Iterator[Shard]:
-        """This rank's parameters, copied to the host."""
+        """This rank's parameters: a snapshot of them when the first is drawn at the latest, on the host or on a device."""
         ...
 
     def save(self, path: Path, extra: bytes, *, version: Version) -> Future[None]:

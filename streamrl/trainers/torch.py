@@ -18,6 +18,7 @@ from streamrl.config.tree import LossConfig, TrainerConfig
 from streamrl.core import losses
 from streamrl.core.batches import TrainBatch
 from streamrl.core.digest import combine, tensor_digest
+from streamrl.core.digest_torch import tensor_digests
 from streamrl.core.packing import Indices, MicroBatch, plan_micro_batches, split_ranks
 from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
@@ -27,7 +28,8 @@ from streamrl.trainers.objective import Objective, answer_probability, logprob_d
 from streamrl.trainers.optimizer import ClippedAdamW
 from streamrl.trainers.parallel import DataParallel
 from streamrl.trainers.protocol import Role, StepResult
-from streamrl.trainers.torch_checkpoint import TorchState, read_checkpoint, write_checkpoint
+from streamrl.trainers.torch_checkpoint import TorchState, host_copy, read_checkpoint, write_checkpoint
+from streamrl.trainers.torch_snapshot import SnapshotRing
 from streamrl.weights.protocol import Shard
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
@@ -44,9 +46,10 @@ class TorchTrainer:
         trainer: this backend's section.
         loss: the objective.
         learning_rate: the rate of a batch's optimizer steps.
-        dtype: type of the weights.
+        dtype: type of the parameters; below float32 the optimizer holds float32 masters.
         device: where they lie.
         deterministic: refuse kernels that are not reproducible.
+        snapshots: buffers that `shards` copies to on a GPU.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class TorchTrainer:
         dtype: torch.dtype,
         device: torch.device,
         deterministic: bool,
+        snapshots: int = 2,
     ) -> None:
         self._model_dir = model_dir
         self._config = trainer
@@ -66,8 +70,9 @@ class TorchTrainer:
         self._learning_rate = learning_rate
         self._deterministic = deterministic
         self._parallel = DataParallel(trainer.ranks)
-        self._policy = CausalLM(model_dir, dtype, device)
+        self._policy = CausalLM(model_dir, dtype, device, attention=trainer.attention, checkpoint_layers=trainer.gradient_checkpointing)
         self._parameters = list(self._policy.parameters())
+        self._snapshots = SnapshotRing(self._parameters, device, slots=snapshots) if device.type == "cuda" else None
         self._optimizer = ClippedAdamW(self._parameters, trainer.optimizer)
         self._stage = ""
         self._writer = BackgroundWriter()
@@ -100,6 +105,7 @@ class TorchTrainer:
             for index in range(len(objective.steps)):
                 sums = self._accumulate(batch, objective, index, old_logprobs, logprobs)
                 self._parallel.sum_gradients(self._optimizer.gradients())
+                self._settle()
                 norm, applied = self._optimizer.step(rate)
                 finite = finite and applied
                 rows.append({**sums, "train/grad_norm": norm, "train/lr": rate})
@@ -116,7 +122,13 @@ class TorchTrainer:
         return _digest(self._parameters)
 
     def shards(self) -> Iterator[Shard]:
-        """See `Trainer.shards`; all are copied before this returns. Every rank of a data-parallel group gives the whole."""
+        """See `Trainer.shards`; every rank of a data-parallel group gives the whole.
+
+        On a CPU all are copied before this returns. On a GPU they are when the first is drawn: into a buffer beside the training
+        stream, and the parameters are not written before that is done.
+        """
+        if self._snapshots is not None:
+            return self._snapshots.shards()
         return iter(
             [
                 Shard(
@@ -137,7 +149,7 @@ class TorchTrainer:
             done.set_result(None)
             return done
         state = TorchState(
-            parameters={name: p.detach().cpu().clone() for name, p in self._parameters},
+            parameters={name: host_copy(p) for name, p in self._parameters},
             optimizer=self._optimizer.state(),
             random=_random_state(self._policy.device),
             stage=self._stage,
@@ -161,6 +173,7 @@ class TorchTrainer:
                 f"expected parameters with digest {state.digest} in {path}, got {digest}",
                 hint="its files were changed; take an older checkpoint",
             )
+        self._settle()
         with torch.no_grad():
             for name, p in self._parameters:
                 p.copy_(state.parameters[name])
@@ -182,6 +195,11 @@ class TorchTrainer:
                     shutil.copyfile(source, target)
 
         write_directory(path, write)
+
+    def _settle(self) -> None:
+        """Before the parameters are written: let a snapshot of them be complete."""
+        if self._snapshots is not None:
+            self._snapshots.settle()
 
     def _micro_batches(self, batch: TrainBatch, wanted: npt.NDArray[np.bool_], samples: Indices) -> list[MicroBatch]:
         return plan_micro_batches(
@@ -251,7 +269,10 @@ def host_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
 
 
 def _digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
-    return combine({name: tensor_digest(host_bytes(p), p.element_size()) for name, p in parameters})
+    named = list(parameters)
+    if all(p.is_cuda for _, p in named):
+        return combine(dict(zip([name for name, _ in named], tensor_digests([p for _, p in named]), strict=True)))
+    return combine({name: tensor_digest(host_bytes(p), p.element_size()) for name, p in named})
 
 
 def _like(reference: Tensor, values: npt.NDArray[np.floating]) -> Tensor:

@@ -37,6 +37,11 @@ class TorchState(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
 
 
+def host_copy(tensor: Tensor) -> Tensor:
+    """A copy on the host, of its own memory."""
+    return tensor.detach().to("cpu", copy=True)
+
+
 def write_checkpoint(directory: Path, state: TorchState, extra: bytes) -> None:
     """Write all files of a checkpoint into an existing directory."""
     save_file(state.parameters, directory / "model.safetensors", metadata={"format": "pt"})

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -159,7 +159,7 @@ class HostReader:
 
 
 class SnapshotRing:
-    """Takes snapshots of named parameters; see the module. One thread calls `take` and `settle`.
+    """Takes snapshots of named parameters; see the module. One thread calls `take`, `shards` and `settle`.
 
     Args:
         parameters: name and tensor, all on `device`; their addresses stay.
@@ -217,6 +217,10 @@ class SnapshotRing:
             )
             for name, tensor in zip(self._names, self._tensors, strict=True)
         ]
+
+    def shards(self) -> Iterator[Shard]:
+        """A snapshot that is taken when the first shard is drawn."""
+        yield from self.take()
 
     def settle(self) -> None:
         """Let what the current stream does from now on come after the last copy; call it before the parameters are written."""

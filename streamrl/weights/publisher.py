@@ -78,10 +78,10 @@ class Publisher:
         self._done.add_done_callback(self._notify)
 
     def offer(self, version: Version, digest: str, shards: Iterable[Shard]) -> None:
-        """Take a snapshot of `version` and return; the only work done here is to draw `shards` (the copy to the host).
+        """Take a snapshot of `version` and return; the only work done here is to draw `shards` (the copy to the host, or on the device).
 
-        With `keep` > 0 it replaces a snapshot that still waits (the latest wins). With `keep` = 0 nothing is replaced, and the call
-        waits while `MAX_WAITING` snapshots do.
+        With `keep` > 0 it replaces a snapshot that still waits (the latest wins), and lets go of it before it draws: a trainer has
+        few buffers. With `keep` = 0 nothing is replaced, and the call waits while `MAX_WAITING` snapshots do.
 
         Args:
             version: the version the shards are.
@@ -93,17 +93,17 @@ class Publisher:
                 publisher is closed.
             BusError: the bus refused an earlier manifest.
         """
-        offer = _Offer(version, digest, tuple(shards))
         with self._changed:
             if self._keep == 0:
                 self._changed.wait_for(lambda: len(self._waiting) < MAX_WAITING or self._closing or self._done.done())
             elif self._waiting:
-                replaced = self._waiting.pop()
-                logger.info("event=weights_replaced policy=%s version=%s by=%s", self._policy, replaced.version, version)
+                logger.info("event=weights_replaced policy=%s version=%s by=%s", self._policy, self._waiting.pop().version, version)
             if self._done.done():
                 self._done.result()
             if self._closing:
                 raise WeightSyncError(f"{self._policy} {version}: expected an open publisher, got a closed one")
+        offer = _Offer(version, digest, tuple(shards))
+        with self._changed:
             self._waiting.append(offer)
         self._loop.call_soon_threadsafe(self._wake.set)
 

@@ -90,7 +90,7 @@ def write_qwen3(directory: Path) -> None:
 
 def digest_of(trainer: Trainer) -> str:
     itemsize = {"float32": 4, "bfloat16": 2}
-    return combine({shard.name: tensor_digest(shard.data, itemsize[shard.dtype]) for shard in trainer.shards()})
+    return combine({shard.name: tensor_digest(shard.host(), itemsize[shard.dtype]) for shard in trainer.shards()})
 
 
 def test_a_step_changes_the_parameters_and_says_their_digest(make: MakeTrainer) -> None:
