@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# gsm8k.sh [all|train|tail]: examples/gsm8k on this host's first two GPUs; at most LIMIT seconds (default 530).
+#
+#   train   gsm8k.toml: warm-up by demonstrations, then reinforcement learning for RL_SECONDS (default 130)
+#   tail    tail.toml twice, asynchronous and in lockstep, TAIL_BATCHES each (default 14); the trained policy if there is one
+#   all     both, in this order (default)
+#
+# OUT (default ./out) gets gsm8k.{md,png,csv}, tail.md, tail-{async,lockstep}.png, logs.tar.gz (logs, summaries, all tables) and the compiled
+# kernels (triton.tar.gz). A part that hangs is ended in time for the rest to be kept.
+set -uo pipefail
+# shellcheck disable=SC1091
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+what=${1:-all}
+case $what in all | train | tail) ;; *) echo "gsm8k.sh: expected all, train or tail, got $what" >&2; exit 2 ;; esac
+here=$code/examples/gsm8k
+out=$(mkdir -p "${OUT:-out}" && cd "${OUT:-out}" && pwd)
+work=${WORK:-/tmp/gsm8k}
+runs=$work/runs
+mkdir -p "$work"
+cd "$work" || exit 1
+nvidia-smi --query-gpu=index,name,driver_version --format=csv,noheader
+nvidia-smi topo -m | head -3
+
+# within SECONDS COMMAND...: the command's own end, or an orderly one (Ctrl-C drains a run), or none at all; never past LIMIT in all.
+within() {
+    local limit=$1 left=$((${LIMIT:-530} - SECONDS - 30))
+    shift
+    # In the foreground only the command itself is signalled, and asks its workers to drain.
+    timeout --foreground --signal=INT --kill-after=25 $((left < limit ? left : limit)) "$@"
+    local status=$?
+    [ $status -eq 0 ] || echo "== exit code $status: $*"
+}
+
+show_logs() {
+    for log in "$runs/$1"/logs/*.log; do
+        grep -qE "ERROR|Traceback|WARNING" "$log" 2>/dev/null && echo "== $log" && grep -E -A12 "ERROR|Traceback|WARNING" "$log" | tail -n 25 | cut -c1-240
+    done
+}
+
+if [ "$what" != tail ]; then
+    within "${TRAIN_LIMIT:-330}" python3 -m streamrl up "$here/gsm8k.toml" --plain --set run.dir="$runs" \
+        --set run.max_seconds="${RL_SECONDS:-130}" > train.log 2>&1
+    awk 'NR % 4 == 1' train.log | cut -c1-200 | tail -n 28
+    tail -n 45 train.log | grep -v "^\[" | cut -c1-200
+    show_logs gsm8k
+    python3 "$here/report.py" gsm8k --dir "$runs" --out "$work/report" && {
+        cp report/report.md "$out/gsm8k.md"; cp report/report.png "$out/gsm8k.png"; cp report/versions.csv "$out/gsm8k.csv"; }
+fi
+if [ "$what" != train ]; then
+    policy=$(find "$runs/gsm8k/hf" -mindepth 1 -maxdepth 1 -type d 2>/dev/null | sort | tail -n 1)
+    within "${TAIL_LIMIT:-400}" python3 "$here/async_vs_lockstep.py" "$here/tail.toml" --dir "$runs" --out "$out/tail.md" \
+        --set run.steps="${TAIL_BATCHES:-14}" ${policy:+--set "model.path=$policy"} > tail.log 2>&1
+    awk 'NR % 5 == 1 || /finished/' tail.log | cut -c1-200 | tail -n 20
+    for name in async lockstep; do
+        show_logs "tail-$name"
+        [ -e "$runs/tail-$name/report.md" ] || python3 "$here/report.py" "tail-$name" --dir "$runs" > /dev/null 2>&1
+        cp "$runs/tail-$name/report.png" "$out/tail-$name.png" 2>/dev/null
+        head -n 8 "$runs/tail-$name/report.md" 2>/dev/null
+    done
+    cat "$out/tail.md" 2>/dev/null
+fi
+# Without bus, checkpoints and weights, which are large; the engines' token stays here too.
+(cd "$work" && find . -name '*.log' -o -name 'summary.json' -o -name 'config.json' -path '*/runs/*' -o -name 'report.md' -o -name 'versions.csv') |
+    grep -v -e /hf/ -e /model/ -e /credentials/ | tar czf "$out/logs.tar.gz" -C "$work" -T -
+keep_kernels "$out/triton.tar.gz"
+ls -l "$out"

@@ -1,0 +1,154 @@
+"""The example as a user runs it on a CPU: local engine, table engine, reports; and what its files promise for GPUs."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from streamrl.config.load import load
+from streamrl.config.tree import ModelConfig
+from streamrl.data.model import write_qwen3
+from streamrl.rewards.numbers import final_answer
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "gsm8k"
+SMALL = ("model.hidden=32", "model.layers=1", "model.heads=2", "model.kv_heads=1", "model.intermediate=48")
+
+
+def read(name: str) -> list[dict[str, Any]]:
+    return pq.read_table(EXAMPLE / f"{name}.parquet").to_pylist()
+
+
+def execute(directory: Path, *command: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *command], cwd=directory, env=environment, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports a module of the example, whose folder is no package."""
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    return importlib.import_module
+
+
+@pytest.mark.parametrize(("name", "num"), [("train", 7473), ("test", 1319)])
+def test_every_answer_is_the_final_number_of_its_solution(name: str, num: int) -> None:
+    rows = read(name)
+    assert len(rows) == num
+    for row in rows:
+        answer = final_answer(row["label"])
+        assert answer is not None
+        assert answer.marked
+        assert answer.value == Fraction(row["answer"])
+        assert row["prompt"]
+        assert "<<" not in row["label"]
+
+
+def test_the_short_rows_are_those_of_the_training_file() -> None:
+    short = [json.loads(line) for line in (EXAMPLE / "short.jsonl").read_text().splitlines()]
+    train = read("train")
+    assert all(row in train for row in short)
+    longest = max(len(row["prompt"]) + len(row["label"]) for row in short)
+    assert sum(len(row["prompt"]) + len(row["label"]) < longest for row in train) < len(short)
+
+
+def test_prepare_makes_the_rows(tmp_path: Path) -> None:
+    lines = [
+        {"question": "How many? ", "answer": "He has 6*7 = <<6*7=42>>42 apples.\n#### 42"},
+        {"question": "How much?", "answer": "It is 1,000 + 234 = $<<1000+234=1234>>1,234.\n#### 1,234"},
+    ]
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = tmp_path / "out"
+    out.mkdir()
+    execute(tmp_path, str(EXAMPLE / "prepare.py"), str(tmp_path), str(out))
+    rows = [
+        {"prompt": "How many?", "label": "He has 6*7 = 42 apples.\n#### 42", "answer": "42"},
+        {"prompt": "How much?", "label": "It is 1,000 + 234 = $1,234.\n#### 1,234", "answer": "1234"},
+    ]
+    assert pq.read_table(out / "train.parquet").to_pylist() == rows
+    assert [json.loads(line) for line in (out / "short.jsonl").read_text().splitlines()] == rows
+    (tmp_path / "test.jsonl").write_text(json.dumps({"question": "?", "answer": "no number"}) + "\n")
+    with pytest.raises(AssertionError, match=r"expected a solution that ends in '#### number'"):
+        execute(tmp_path, str(EXAMPLE / "prepare.py"), str(tmp_path), str(out))
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "tail"])
+def test_on_gpus_the_engine_has_one_and_the_trainer_another(name: str) -> None:
+    config = load(EXAMPLE / f"{name}.toml")
+    assert config.engine.kind == "sglang"
+    assert config.engine.sglang.gpus == (1,)
+    assert (config.weights.transport, config.model.dtype) == ("ipc", "bfloat16")
+
+
+def test_real_weights_need_a_path_and_the_overrides_of_the_readme(tmp_path: Path) -> None:
+    """A directory as a download makes it: configuration, weights, tokenizer."""
+    write_qwen3(tmp_path / "Qwen3", ModelConfig(hidden=32, layers=1, heads=2, kv_heads=1, intermediate=48), seed=0)
+    [command] = re.findall(r"```console\n(\$ streamrl up [^`]*model\.path=[^`]*)```", (EXAMPLE / "README.md").read_text())
+    overrides = [text.replace("/models/Qwen3-4B", str(tmp_path / "Qwen3")) for text in re.findall(r"--set (\S+)", command)]
+    config = load(EXAMPLE / "gsm8k.toml", [text.replace("=train.parquet", f"={EXAMPLE}/train.parquet") for text in overrides])
+    assert config.model.path == str(tmp_path / "Qwen3")
+    assert config.warmup.max_steps == 0
+
+
+def test_lengths_belong_to_rows_and_have_a_heavy_tail(example: Any) -> None:
+    length = example("tail").length
+    drawn = np.array([[length(row, k, median=48.0, sigma=1.3, longest=1536) for k in range(8)] for row in range(512)])
+    assert drawn[3, 5] == length(3, 5, median=48.0, sigma=1.3, longest=1536)
+    assert 40 < np.median(drawn) < 57
+    assert drawn.max() == 1536
+    assert drawn.min() >= 1
+    batches = drawn.reshape(16, 32 * 8)
+    assert (batches.max(axis=1) > 8 * batches.mean(axis=1)).all()
+
+
+@pytest.mark.nats
+@pytest.mark.slow
+def test_the_loop_runs_on_a_cpu_and_is_reported(tmp_path: Path) -> None:
+    limits = ("run.steps=4", "warmup.max_steps=6", "evaluation.num_problems=4", "sampling.max_new_tokens=24", "tasks.batch_tasks=8")
+    sets = [word for text in (*SMALL, *limits) for word in ("--set", text)]
+    execute(tmp_path, "-m", "streamrl", "up", str(EXAMPLE / "local.toml"), "--plain", *sets)
+    said = execute(tmp_path, str(EXAMPLE / "report.py"), "gsm8k-local")
+    run = tmp_path / "runs" / "gsm8k-local"
+    assert json.loads((run / "summary.json").read_text())["steps"] == 4
+    assert (run / "report.md").read_text() in said
+    assert "4 batches, 256 rollouts in" in said
+    assert "held-out accuracy:" in said
+    assert (run / "report.png").stat().st_size > 10_000
+    with (run / "versions.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["version"]) for row in rows] == list(range(int(rows[0]["version"]), int(rows[0]["version"]) + 4))
+    assert int(rows[0]["version"]) >= 7
+    for row in rows:
+        assert float(row["|dlogp| all max"]) >= float(row["|dlogp| all mean"]) >= 0
+        assert float(row["trained tok/s"]) > 0
+
+
+@pytest.mark.nats
+@pytest.mark.slow
+def test_async_and_lockstep_train_the_same_rollouts(tmp_path: Path) -> None:
+    sets = ("--set", "run.steps=5", "--set", "debug.token_delay_s=0.004")
+    said = execute(tmp_path, str(EXAMPLE / "async_vs_lockstep.py"), "--out", str(tmp_path / "table.md"), *sets)
+    table = (tmp_path / "table.md").read_text()
+    assert table in said
+    cells = {label: values for label, *values in (line.strip("| ").split(" | ") for line in table.splitlines()[2:])}
+    assert cells["rollouts"][:2] == ["320", "320"]
+    assert cells["age of trained tokens, max"][1].strip() == "0"
+    assert cells["rollouts dropped"][:2] == ["0", "0"]
+    # What the sampler and the trainer say of one token under the same table differs by float32's rounding.
+    assert float(cells["the same: max"][1]) < 1e-5
+    for name in ("tail-local-async", "tail-local-lockstep"):
+        assert (tmp_path / "runs" / name / "report.png").is_file()
