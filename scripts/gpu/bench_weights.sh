@@ -25,8 +25,12 @@ measure() {
     local shape=$1 limit=$2 dir=/tmp/bench/$question-$1
     shift 2
     rm -rf "$dir" && mkdir -p "$dir"
-    timeout --kill-after=20 "$limit" python3 -m streamrl bench weights --shape "$shape" --out "$dir" "$@" > "$dir/bench.log" 2>&1
+    timeout --foreground --kill-after=20 "$limit" python3 -m streamrl bench weights --shape "$shape" --out "$dir" "$@" > "$dir/bench.log" 2>&1
     local code=$?
+    if [ ! -e "$dir/table.md" ] && [ -e "$dir/run.json" ]; then  # it broke off: show what there is
+        sleep 3
+        python3 -m streamrl bench weights --report "$dir" >> "$dir/bench.log" 2>&1
+    fi
     [ $code -eq 0 ] || { echo "== $shape: exit code $code"; tail -n 30 "$dir/bench.log"; tail -n 25 "$dir/server.log"; } 2>/dev/null
     cp "$dir/table.md" "$out/$question-$shape.md" 2>/dev/null
     cp "$dir/timeline.png" "$out/$question-$shape.png" 2>/dev/null

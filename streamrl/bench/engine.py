@@ -7,10 +7,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
-from streamrl.bench.records import Forwards
+from streamrl.bench.records import Forwards, UpdateRecord
 from streamrl.config.engines import EngineConfig
 from streamrl.engines.sglang.client import SglangClient
 from streamrl.engines.sglang.control import RankClient, commit_body
@@ -118,6 +119,17 @@ class BenchEngine:
         """Digest of what is served, from all ranks' memory. Raises WeightSyncError when it is not the manifest's."""
         _, digest = await self._host.served_digest(manifest)
         return digest
+
+    async def with_device_times(self, records: Sequence[UpdateRecord]) -> list[UpdateRecord]:
+        """The records with the time that each rank's copy took on its device, which is known only once it is over."""
+        logs = [await channel.commits() for channel in self._channels]
+        taken = {
+            str(done.version): [
+                one.device_ms for log in logs for one in log.commits if one.version == done.version and one.device_ms is not None
+            ]
+            for done in logs[0].commits
+        }
+        return [msgspec.structs.replace(record, device_ms=taken.get(record.version, [])) for record in records]
 
     async def greedy(self, num_tokens: int) -> list[int]:
         """Tokens of highest probability after a fixed prompt, whose keys and values come from no cache."""

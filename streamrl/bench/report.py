@@ -50,6 +50,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of a rank over its staging time, median over updates."""
     commit: Spread
     """Milliseconds of host time of the slowest rank."""
+    commit_copy: Spread
+    """Where a commit copies: milliseconds of the copy on the slowest rank's device."""
     wire_bytes: int
     """Bytes moved for one update to all ranks, median."""
     gap: Spread
@@ -161,6 +163,7 @@ def _row(raw: Raw, gaps: Gaps, title: str, indices: Sequence[int], others: Seque
         stage=spread(np.array([ms for _, ms in moved])),
         gigabytes_per_s=float(np.median([nbytes / ms / 1e6 for nbytes, ms in moved if ms > 0] or [0.0])),
         commit=spread(np.array([max(u.commit_ms) for u in updates if u.commit_ms])),
+        commit_copy=spread(np.array([max(u.device_ms) for u in updates if u.device_ms])),
         wire_bytes=int(np.median([sum(u.nbytes) for u in updates] or [0])),
         gap=spread(gaps.ms[inside]),
         gap_during=spread(gaps.ms[within(gaps.at_s, during)]),

@@ -74,7 +74,7 @@ def _update_cells(row: Row) -> list[str]:
         _ms(row.blocked.p50),
         _ms(row.stage.p50),
         f"{row.gigabytes_per_s:.0f}" if row.gigabytes_per_s >= 10 else f"{row.gigabytes_per_s:.2g}",
-        f"{_ms(row.commit.p50)} / {_ms(row.commit.max)}",
+        f"{_ms(row.commit.p50)} / {_ms(row.commit.max)}" + (f", GPU {_ms(row.commit_copy.p50)}" if row.commit_copy.n else ""),
         f"{row.wire_bytes / _GIGA:.3g}",
     ]
 

@@ -17,6 +17,7 @@ from streamrl.bench.stock import Paused, StockEngine, tensor_payload, write_chec
 from streamrl.bench.trainer import SyntheticTrainer
 from streamrl.errors import StreamRLError
 from streamrl.schemas.versions import Version
+from streamrl.schemas.weights import Manifest
 
 KEPT = 2
 """Versions whose bytes stay, as a trainer would keep a few."""
@@ -45,6 +46,7 @@ class Updates:
         self._spread_s = spread_s
         self._number = 0
         self._copies: dict[str, torch.Tensor] = {}
+        self._last: Manifest | None = None
 
     async def apply(self, mode: Mode, window: int, *, change: bool = True, digest: bool = False) -> UpdateRecord:
         """Make one update; what fails is in the record's `error`.
@@ -67,6 +69,15 @@ class Updates:
         except StreamRLError as error:
             return _record(window, mode, version, at_s=start_s, error=str(error))
 
+    async def digested(self, record: UpdateRecord) -> UpdateRecord:
+        """The newest version's record with the digest of what every rank serves now."""
+        assert self._last is not None
+        try:
+            digest = await self._engine.served_digest(self._last)
+        except StreamRLError as error:
+            return msgspec.structs.replace(record, error=str(error))
+        return msgspec.structs.replace(record, served_digest=[digest] * self._engine.tensor_parallel)
+
     async def _with_ours(self, mode: Mode, window: int, version: Version, *, digest: bool) -> UpdateRecord:
         published = await self._trainer.publish(version)
         async with self._trainer.transport.source(published.manifest) as source:
@@ -74,6 +85,7 @@ class Updates:
         staged_s = time.monotonic()
         commits = await self._engine.commit(version, copy=mode is Mode.COPY)
         done_s = time.monotonic()
+        self._last = published.manifest
         record = UpdateRecord(
             window=window,
             mode=mode,
@@ -86,13 +98,12 @@ class Updates:
             done_s=done_s,
             stage_ms=[rank.took_ms for rank in staged],
             commit_ms=[commit.host_ms for commit in commits],
-            device_ms=[commit.device_ms for commit in commits if commit.device_ms is not None],
             nbytes=[rank.nbytes for rank in staged],
             forwards=[commit.forward for commit in commits],
             manifest_digest=published.manifest.digest,
         )
         if digest:
-            record = msgspec.structs.replace(record, served_digest=[await self._engine.served_digest(published.manifest)] * len(staged))
+            record = await self.digested(record)
         await self._trainer.retire(Version(0, max(0, version.number - KEPT)))
         return record
 
@@ -110,7 +121,8 @@ class Updates:
             paused = await self._stock.update_from_disk(folder)
             await asyncio.to_thread(shutil.rmtree, folder)
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
-        return _stock_record(window, mode, version, start_s=start_s, ready_s=ready_s, paused=paused, nbytes=nbytes)
+        ranks = [nbytes] * self._engine.tensor_parallel
+        return _stock_record(window, mode, version, start_s=start_s, ready_s=ready_s, paused=paused, nbytes=ranks)
 
     def _payload(self, tensors: dict[str, torch.Tensor]) -> str:
         """Handles of the weights: on the engine's own device if they fit there too, which is where stock's update is fastest."""
@@ -127,7 +139,7 @@ class Updates:
 
 
 def _stock_record(
-    window: int, mode: Mode, version: Version, *, start_s: float, ready_s: float, paused: Paused, nbytes: int
+    window: int, mode: Mode, version: Version, *, start_s: float, ready_s: float, paused: Paused, nbytes: list[int]
 ) -> UpdateRecord:
     return UpdateRecord(
         window=window,
@@ -139,7 +151,7 @@ def _stock_record(
         staged_s=ready_s,
         commit_s=paused.continued_s,
         done_s=paused.continued_s,
-        nbytes=[nbytes],
+        nbytes=nbytes,
     )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -19,7 +19,7 @@ from streamrl.bench.flags import server_flags
 from streamrl.bench.lanes import LoadProcess
 from streamrl.bench.load import LoadSpec
 from streamrl.bench.options import Options, resolve
-from streamrl.bench.plan import Mode, Window
+from streamrl.bench.plan import OURS, Mode, Window
 from streamrl.bench.raw import write_forwards, write_run, write_updates
 from streamrl.bench.records import Check, RunRecord, UpdateRecord, WindowRecord
 from streamrl.bench.shapes import parameters, write_model
@@ -27,7 +27,7 @@ from streamrl.bench.stock import StockEngine
 from streamrl.bench.trainer import SyntheticTrainer
 from streamrl.bench.updates import Updates
 from streamrl.config.engines import EngineConfig, SglangConfig
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, EngineError
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +41,11 @@ _SHM = Path("/dev/shm")
 def run(options: Options) -> Path:
     """Measure; returns the directory with the raw files.
 
+    What was measured until an error or SIGTERM is in the directory too.
+
     Raises:
         ConfigError: the options cannot be had on this machine.
-        EngineError: the server did not start, or has died.
+        EngineError: the server did not start, has died, or the benchmark was told to end.
         LaunchError: the load process has died.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
@@ -54,7 +56,10 @@ def run(options: Options) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     place = _SHM if _SHM.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="streamrl-bench-", dir=place) as scratch:
-        asyncio.run(_measure(options, out, Path(scratch)))
+        try:
+            asyncio.run(_until_told(WeightBench(options, out, Path(scratch))))
+        except asyncio.CancelledError as error:
+            raise EngineError("the benchmark was told to end before its last window", hint=f"see {out} for what it has measured") from error
     return out
 
 
@@ -73,69 +78,124 @@ def engine_config(options: Options) -> EngineConfig:
     return EngineConfig(kind="sglang", slots=options.streams, sglang=sglang)
 
 
-async def _measure(options: Options, out: Path, scratch: Path) -> None:
-    model_dir = scratch / "model"
-    write_model(options.model, model_dir)
-    memory = [_memory("before the server starts")]
-    async with contextlib.AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(
-            BenchEngine.started(
-                engine_config(options),
-                model_dir,
-                max_len=_max_len(options),
-                dtype=options.model.dtype,
-                max_gap_ms=options.max_gap_ms,
-                log_path=out / "server.log",
-            )
-        )
-        memory.append(_memory("server started"))
+async def _until_told(bench: WeightBench) -> None:
+    """Run it; SIGTERM ends it in good order."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await bench.measure()
+
+
+class WeightBench:
+    """One run and what it has seen so far.
+
+    Args:
+        options: resolved.
+        out: for the raw files.
+        scratch: for the model, versions and checkpoints; in memory where the system has such a place.
+    """
+
+    def __init__(self, options: Options, out: Path, scratch: Path) -> None:
+        self._options = options
+        self._out = out
+        self._scratch = scratch
+        self._windows: list[WindowRecord] = []
+        self._updates: list[UpdateRecord] = []
+        self._checks: list[Check] = []
+        self._memory = [_memory("before the server starts")]
+
+    async def measure(self) -> None:
+        """Start the server, check, load, and write the raw files whatever happens once the load runs."""
+        options = self._options
+        model_dir = self._scratch / "model"
+        write_model(options.model, model_dir)
+        async with BenchEngine.started(
+            engine_config(options),
+            model_dir,
+            max_len=_max_len(options),
+            dtype=options.model.dtype,
+            max_gap_ms=options.max_gap_ms,
+            log_path=self._out / "server.log",
+        ) as engine:
+            self._memory.append(_memory("server started"))
+            updates = self._prepare(engine, model_dir)
+            self._memory.append(_memory("trainer's weights made"))
+            self._checks, self._updates = await check_updates(engine, updates)
+            self._memory.append(_memory("first versions served"))
+            try:
+                await self._load(engine, updates)
+            finally:
+                write_updates(self._out, self._updates)
+                write_forwards(self._out, engine.forwards)
+                write_run(self._out, self._facts(engine))
+
+    def _prepare(self, engine: BenchEngine, model_dir: Path) -> Updates:
+        options = self._options
         device = torch.device(options.trainer_device)
-        trainer = SyntheticTrainer(options.model, device, scratch / "weights", slots=_slots(options))
-        memory.append(_memory("trainer's weights made"))
-        updates = Updates(
-            trainer,
+        return Updates(
+            SyntheticTrainer(options.model, device, self._scratch / "weights", slots=_slots(options)),
             engine,
             StockEngine(engine.client, sglang=engine.sglang, tensor_parallel=options.tensor_parallel),
             model_dir=model_dir,
-            scratch=scratch,
+            scratch=self._scratch,
             spread_s=_SPREAD_S if device == engine.device and device.type == "cuda" else 0.0,
         )
-        checks, first = await check_updates(engine, updates)
-        memory.append(_memory("first versions served"))
-        windows, records = await _load(options, engine, updates, out)
-        write_updates(out, [*first, *records])
-        write_forwards(out, engine.forwards)
-        write_run(out, _facts(options, engine, windows, checks, memory))
 
-
-async def _load(options: Options, engine: BenchEngine, updates: Updates, out: Path) -> tuple[list[WindowRecord], list[UpdateRecord]]:
-    """All windows under load."""
-    spec = LoadSpec(
-        address=engine.client.address,
-        key=engine.key,
-        streams=options.streams,
-        probes=options.probes,
-        mean_tokens=options.mean_tokens,
-        prompt_tokens=PROMPT_TOKENS if options.mean_tokens > PROMPT_TOKENS else 8,
-        vocab=options.model.vocab,
-        out=str(out),
-    )
-    windows: list[WindowRecord] = []
-    records: list[UpdateRecord] = []
-    async with LoadProcess(spec) as load:
-        await asyncio.sleep(options.warm_s)
-        for index, window in enumerate(options.windows):
-            load.check()
+    async def _load(self, engine: BenchEngine, updates: Updates) -> None:
+        """All windows under load."""
+        options = self._options
+        spec = LoadSpec(
+            address=engine.client.address,
+            key=engine.key,
+            streams=options.streams,
+            probes=options.probes,
+            mean_tokens=options.mean_tokens,
+            prompt_tokens=PROMPT_TOKENS if options.mean_tokens > PROMPT_TOKENS else 8,
+            vocab=options.model.vocab,
+            out=str(self._out),
+        )
+        async with LoadProcess(spec) as load:
+            await asyncio.sleep(options.warm_s)
+            for index, window in enumerate(options.windows):
+                load.check()
+                await engine.fetch_forwards()
+                await asyncio.sleep(_SETTLE_S)
+                record, made = await _window(index, window, updates)
+                self._windows.append(record)
+                self._updates += await _completed(window, made, engine, updates)
+                failed = sum(bool(update.error) for update in made)
+                log.info("event=window index=%d title=%s updates=%d failed=%d", index, window.title, len(made), failed)
+                engine.check()
             await engine.fetch_forwards()
-            await asyncio.sleep(_SETTLE_S)
-            record, made = await _window(index, window, updates)
-            windows.append(record)
-            records.extend(made)
-            failed = sum(bool(update.error) for update in made)
-            log.info("event=window index=%d title=%s updates=%d failed=%d", index, window.title, len(made), failed)
-            engine.check()
-        await engine.fetch_forwards()
-    return windows, records
+
+    def _facts(self, engine: BenchEngine) -> RunRecord:
+        options = self._options
+        shape = options.model
+        names = parameters(shape)
+        item = torch.empty(0, dtype=getattr(torch, shape.dtype)).element_size()
+        cuda = torch.cuda.is_available()
+        return RunRecord(
+            shape=shape.name,
+            nbytes=sum(torch.Size(size).numel() for _, size in names) * item,
+            num_tensors=len(names),
+            streams=options.streams,
+            probes=options.probes,
+            mean_tokens=options.mean_tokens,
+            tensor_parallel=options.tensor_parallel,
+            device=torch.cuda.get_device_name(0) if cuda else "CPU",
+            num_devices=torch.cuda.device_count() if cuda else 1,
+            trainer_device=options.trainer_device,
+            transport="shm" if options.trainer_device == "cpu" else "ipc",
+            sglang=engine.sglang,
+            torch=str(torch.__version__),
+            flags=engine_config(options).sglang.flags,
+            start_server_s=engine.start_s,
+            started_unix_s=time.time(),
+            hello=[msgspec.to_builtins(rank) for rank in engine.ranks],
+            windows=self._windows,
+            checks=self._checks,
+            gpu_memory=self._memory,
+        )
 
 
 async def _window(index: int, window: Window, updates: Updates) -> tuple[WindowRecord, list[UpdateRecord]]:
@@ -152,35 +212,12 @@ async def _window(index: int, window: Window, updates: Updates) -> tuple[WindowR
     return record, made
 
 
-def _facts(
-    options: Options, engine: BenchEngine, windows: list[WindowRecord], checks: list[Check], memory: list[dict[str, Any]]
-) -> RunRecord:
-    shape = options.model
-    names = parameters(shape)
-    item = torch.empty(0, dtype=getattr(torch, shape.dtype)).element_size()
-    cuda = torch.cuda.is_available()
-    return RunRecord(
-        shape=shape.name,
-        nbytes=sum(torch.Size(size).numel() for _, size in names) * item,
-        num_tensors=len(names),
-        streams=options.streams,
-        probes=options.probes,
-        mean_tokens=options.mean_tokens,
-        tensor_parallel=options.tensor_parallel,
-        device=torch.cuda.get_device_name(0) if cuda else "CPU",
-        num_devices=torch.cuda.device_count() if cuda else 1,
-        trainer_device=options.trainer_device,
-        transport="shm" if options.trainer_device == "cpu" else "ipc",
-        sglang=engine.sglang,
-        torch=str(torch.__version__),
-        flags=engine_config(options).sglang.flags,
-        start_server_s=engine.start_s,
-        started_unix_s=time.time(),
-        hello=[msgspec.to_builtins(rank) for rank in engine.ranks],
-        windows=windows,
-        checks=checks,
-        gpu_memory=memory,
-    )
+async def _completed(window: Window, made: list[UpdateRecord], engine: BenchEngine, updates: Updates) -> list[UpdateRecord]:
+    """The window's records with what is only known afterwards; digesting all that is served would disturb the window itself."""
+    if window.mode not in OURS or not made or made[-1].error:
+        return made
+    *others, last = await engine.with_device_times(made)
+    return [*others, await updates.digested(last)]
 
 
 def _max_len(options: Options) -> int:
@@ -189,7 +226,7 @@ def _max_len(options: Options) -> int:
 
 
 def _slots(options: Options) -> int:
-    """Snapshots a device holds: two, so that one is written while the other is read, or one where two would not fit."""
+    """Snapshots the trainer's device holds: two, so that one is written while the other is read, or one where two would not fit."""
     return 1 if options.model.experts else 2
 
 
