@@ -21,10 +21,11 @@ from streamrl.errors import BusError, EngineError
 from streamrl.runtime.addresses import address_towards
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.codec import encode
-from streamrl.schemas.control import EnginePresence
+from streamrl.schemas.control import EVALUATION_ROLE, ROLLOUT_ROLE, EnginePresence
 from streamrl.schemas.subjects import PREFIX_PRESENCE
 from streamrl.schemas.versions import Version
 from streamrl.weights.factory import make_transports
+from streamrl.weights.pins import Pins
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,8 @@ async def _serve(worker: Worker, engine: BatchingEngine) -> None:
             event=worker.event,
             committed=presence.swapped,
             delay_versions=config.debug.delay_versions,
+            pins=Pins(worker.bus.kv, engine.policy) if presence.role == EVALUATION_ROLE else None,
+            role=presence.role,
         )
         await until_drained(worker.draining, watcher.run(), presence.keep())
         await presence.withdraw()
@@ -122,6 +125,7 @@ class Presence:
         self._worker = worker
         self._engine = engine
         self._address = address
+        self.role = role_of(worker.config, worker.index)
         self._key = f"{PREFIX_PRESENCE}engines/{engine.engine_id}"
         self._tokens_reported = 0
 
@@ -151,6 +155,7 @@ class Presence:
             running=info.running,
             waiting=info.waiting,
             slots=info.slots,
+            role=self.role,
             tokens_total=info.tokens_total,
             swaps_total=info.swaps_total,
         )
@@ -170,6 +175,12 @@ class Presence:
                 "engine/waiting_requests": float(info.waiting),
             }
         )
+
+
+def role_of(config: Config, index: int) -> str:
+    """What the engine of this index is for: those behind the run's own serve evaluations, and any that joins later serves rollouts."""
+    first = config.engine.workers
+    return EVALUATION_ROLE if first <= index < first + config.evaluation.engines else ROLLOUT_ROLE
 
 
 def token_delay(config: Config) -> TokenDelay | None:

@@ -3,12 +3,17 @@
 What is due is decided by the ledger and by the event `finished`; when several evaluations are due the newest alone is done. A result is
 the event `evaluation` with {version, versions: [oldest, newest that answered], accuracy, num, failed, final, problems}. `accuracy` is the
 mean of the run's reward; `problems` are the first eight with {prompt, expected, got}.
+
+With engines of its own (`evaluation.engines`) the version is pinned while it is evaluated: they take it, and hold it until all problems
+are answered, while the rollouts' engines move on. Without, the rollouts' engines answer at this version or later ones.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,11 +26,13 @@ from streamrl.producers.factory import make_pool, make_runner, policy_tokenizer
 from streamrl.producers.groups import Group, GroupRunner
 from streamrl.producers.protocol import Failure
 from streamrl.schemas.codec import decode
+from streamrl.schemas.control import EVALUATION_ROLE, ROLLOUT_ROLE
 from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import EVENTS, LEDGER
 from streamrl.schemas.tasks import RolloutTask
 from streamrl.schemas.versions import Version
+from streamrl.weights.pins import Pins
 
 if TYPE_CHECKING:
     from streamrl.runtime.worker import Worker
@@ -55,9 +62,15 @@ class Schedule:
         self._done = done
         self._due = 0 if not warmup and done < 0 else -1
         self._last: int | None = None
+        self._epochs: dict[int, int] = {}
 
-    def trained(self, number: int, *, warm: bool) -> None:
+    def version(self, number: int) -> Version:
+        """The version of this number that was trained last."""
+        return Version(self._epochs.get(number, 0), number)
+
+    def trained(self, number: int, *, warm: bool, epoch: int = 0) -> None:
         """A version has been trained; called in order, from the first of the run."""
+        self._epochs[number] = epoch
         if self._first is None and warm:
             self._first = number
             self._due = max(self._due, number)
@@ -88,7 +101,7 @@ async def main(worker: Worker) -> None:
     done = Version.parse(before["version"]).number if before else -1
     schedule = Schedule(every=config.evaluation.every, warmup=config.warmup.max_steps > 0, done=done)
     changed = asyncio.Event()
-    pool = make_pool(worker)
+    pool = make_pool(worker, role=EVALUATION_ROLE if config.evaluation.engines else ROLLOUT_ROLE)
     runner = make_runner(worker, pool, config.producer.function, key="producer.function")
     try:
         async with asyncio.TaskGroup() as group:
@@ -118,7 +131,7 @@ async def _follow(
     async def entries() -> None:
         async for message in bus.read(LEDGER, after=0, subject=ledger):
             entry = decode(message.body, LedgerEntry, where=f"ledger sequence {message.sequence}")
-            schedule.trained(entry.version.number, warm=entry.warm)
+            schedule.trained(entry.version.number, warm=entry.warm, epoch=entry.version.epoch)
             if message.sequence >= upto:
                 caught_up.set()
                 changed.set()
@@ -159,11 +172,22 @@ async def _evaluate_all(
             await changed.wait()
             continue
         number, final = due
-        detail = await evaluate(worker, runner, problems, number)
+        async with _pinned(worker, schedule.version(number)):
+            detail = await evaluate(worker, runner, problems, number)
         logger.info("event=evaluated version=%s accuracy=%.4f num=%d final=%s", detail["version"], detail["accuracy"], detail["num"], final)
         await worker.event(EVALUATION, {**detail, "final": final})
         if final:
             return
+
+
+@contextlib.asynccontextmanager
+async def _pinned(worker: Worker, version: Version) -> AsyncGenerator[None]:
+    """Have the engines for evaluations hold this version, if there are any; a worker that dies lets go of it after a while."""
+    if not worker.config.evaluation.engines:
+        yield
+        return
+    async with Pins(worker.bus.kv, "policy").held(version, worker.name, role=EVALUATION_ROLE):
+        yield
 
 
 async def evaluate(worker: Worker, runner: GroupRunner, problems: tuple[Problem, ...], number: int) -> dict[str, Any]:

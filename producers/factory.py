@@ -12,6 +12,7 @@ from streamrl.producers.functions import is_user_code, make_producer
 from streamrl.producers.groups import GroupRunner
 from streamrl.rewards.factory import is_user_code as is_user_reward
 from streamrl.rewards.factory import make_reward
+from streamrl.schemas.control import ROLLOUT_ROLE
 
 if TYPE_CHECKING:
     from streamrl.runtime.worker import Worker
@@ -28,10 +29,10 @@ def policy_tokenizer(worker: Worker) -> tuple[Tokenizer, int]:
     return tokenizer, tokenizer.stop_ids[0]
 
 
-def make_pool(worker: Worker) -> EnginePool:
-    """The engines of the run's policy, asked over HTTP."""
+def make_pool(worker: Worker, *, role: str = ROLLOUT_ROLE) -> EnginePool:
+    """The engines of the run's policy that have this role, asked over HTTP."""
     token = worker.run_dir.engine_token()
-    return EnginePool(worker.bus.kv, lambda presence: HttpEngine(presence.address, token=token), policy="policy")
+    return EnginePool(worker.bus.kv, lambda presence: HttpEngine(presence.address, token=token), policy="policy", role=role)
 
 
 def make_runner(worker: Worker, pool: EnginePool, function: str, *, key: str) -> GroupRunner:

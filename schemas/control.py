@@ -54,6 +54,12 @@ class Latest(msgspec.Struct, frozen=True):
     """Sequences below `oldest_needed` of messages that the checkpoint holds itself."""
 
 
+ROLLOUT_ROLE = "rollout"
+"""Role of engines that serve the newest version."""
+EVALUATION_ROLE = "evaluation"
+"""Role of engines that serve pinned versions only."""
+
+
 class EnginePresence(msgspec.Struct, frozen=True, kw_only=True):
     """An engine that can be asked; the key expires unless it is put again."""
 
@@ -66,7 +72,7 @@ class EnginePresence(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0
     waiting: int = 0
     slots: int = 0
-    role: str = "rollout"
+    role: str = ROLLOUT_ROLE
     tokens_total: int = 0
     swaps_total: int = 0
 

@@ -25,6 +25,7 @@ PREFIX_POSITIONS = "positions/"
 PREFIX_FENCES = "fences/"
 PREFIX_PRESENCE = "presence/"
 PREFIX_CHECKPOINTS = "checkpoints/"
+PREFIX_PINS = "pins/"
 
 WARMUP_SOURCE = "warmup"
 """Source of the demonstrations that a run may begin with."""

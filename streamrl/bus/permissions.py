@@ -5,9 +5,9 @@
 | operator  | everything                                                 | everything               | makes and deletes streams    |
 | trainer   | ledger, weights, marks, blobs, dead, grant, positions, ... | samples, ledger, weights | trims samples, retires blobs |
 | producer  | samples, tombstones, rewards, checkpoints of rollouts      | events                   | claims tasks                 |
-| engine    | presence of engines                                        | weights, blobs           |                              |
+| engine    | presence of engines, pins                                  | weights, blobs           |                              |
 | feeder    | tasks                                                      |                          |                              |
-| evaluator | event `evaluation`                                         | ledger, events           |                              |
+| evaluator | event `evaluation`, pins                                   | ledger, events           |                              |
 | reader    | nothing                                                    | everything but tasks     |                              |
 
 Every worker also reads the keys and stores its own metrics, events and presence. Reading is asking JetStream's API, which is a
@@ -85,6 +85,7 @@ def allowed(role: str, run: str) -> tuple[str, ...]:
             *worker,
             f"{run}.events.weights",
             f"$KV.{run}.presence.engines.*",
+            f"$KV.{run}.pins.*.*.*",
             *_reads(stream_name(run, WEIGHTS)),
             *_reads(blobs),
         ],
@@ -92,6 +93,7 @@ def allowed(role: str, run: str) -> tuple[str, ...]:
         "evaluator": [
             *worker,
             f"{run}.events.evaluation",
+            f"$KV.{run}.pins.*.*.*",
             *_reads(stream_name(run, LEDGER)),
             *_reads(stream_name(run, EVENTS)),
         ],

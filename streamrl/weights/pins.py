@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+
+import msgspec
+
 from streamrl.bus.protocol import KeyValue
-from streamrl.errors import SchemaError
-from streamrl.schemas.subjects import check_name
+from streamrl.errors import BusError, SchemaError
+from streamrl.schemas.subjects import PREFIX_PINS, check_name
 from streamrl.schemas.versions import Version
 
-PREFIX_PINS = "pins/"
+logger = logging.getLogger(__name__)
+
+TTL_S = 60.0
+"""How long a pin outlives its holder."""
+
+
+class Pin(msgspec.Struct, frozen=True):
+    """One pin, or its end."""
+
+    version: Version
+    holder: str
+    role: str = ""
+    """Engines of this role are to serve the version; empty: its bytes are kept, and that is all."""
+    live: bool = True
+    """False when it was released or has expired."""
 
 
 class Pins:
@@ -17,29 +38,60 @@ class Pins:
         self._kv = kv
         self._prefix = f"{PREFIX_PINS}{check_name('policy', policy)}/"
 
-    async def hold(self, version: Version, holder: str, *, ttl_s: float = 60.0) -> None:
+    async def hold(self, version: Version, holder: str, *, ttl_s: float = TTL_S, role: str = "") -> None:
         """Keep the version's bytes for `ttl_s` seconds (>= 1) from now; call it again to keep them longer.
 
         A version that is being retired at this moment may still go: fetch it after pinning, and take a newer one if that fails.
         """
-        await self._kv.put(self._key(version, holder), b"", ttl_s=ttl_s)
+        await self._kv.put(self._key(version, holder), role.encode(), ttl_s=ttl_s)
 
     async def release(self, version: Version, holder: str) -> None:
         """Let go; no error if the pin has expired."""
         await self._kv.delete(self._key(version, holder))
 
+    @contextlib.asynccontextmanager
+    async def held(self, version: Version, holder: str, *, ttl_s: float = TTL_S, role: str = "") -> AsyncGenerator[None]:
+        """Hold the pin until the context is left, and let go. A holder that dies holds it for `ttl_s` seconds more."""
+        await self.hold(version, holder, ttl_s=ttl_s, role=role)
+        renewing = asyncio.create_task(self._renew(version, holder, ttl_s, role))
+        try:
+            yield
+        finally:
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
+            with contextlib.suppress(BusError):
+                await self.release(version, holder)
+
     async def versions(self) -> frozenset[Version]:
         """All versions pinned by anybody."""
         keys = await self._kv.keys(self._prefix)
-        return frozenset(_version(key.removeprefix(self._prefix)) for key in keys)
+        return frozenset(self._read(key).version for key in keys)
+
+    async def watch(self) -> AsyncIterator[Pin]:
+        """The present pins, then every change, for ever."""
+        async for entry in self._kv.watch(self._prefix):
+            try:
+                pin = self._read(entry.key)
+            except SchemaError as error:
+                logger.warning("event=pin_unreadable key=%s error=%s", entry.key, error.message)
+                continue
+            yield msgspec.structs.replace(pin, live=entry.value is not None, role=(entry.value or b"").decode(errors="replace"))
+
+    async def _renew(self, version: Version, holder: str, ttl_s: float, role: str) -> None:
+        while True:
+            await asyncio.sleep(ttl_s / 3)
+            try:
+                await self.hold(version, holder, ttl_s=ttl_s, role=role)
+            except BusError as error:
+                # The pin lasts for two more tries; a bus that stays away longer keeps the version by itself: nobody can retire it.
+                logger.warning("event=pin_not_renewed version=%s holder=%s error=%s", version, holder, error.message)
 
     def _key(self, version: Version, holder: str) -> str:
         return f"{self._prefix}{version.epoch}-{version.number}/{check_name('holder of a pin', holder)}"
 
-
-def _version(rest: str) -> Version:
-    text = rest.split("/", 1)[0]
-    epoch, _, number = text.partition("-")
-    if not (epoch.isdigit() and number.isdigit()):
-        raise SchemaError(f"expected the key of a pin such as 0-17/evaluator-0, got {rest!r}")
-    return Version(int(epoch), int(number))
+    def _read(self, key: str) -> Pin:
+        text, _, holder = key.removeprefix(self._prefix).partition("/")
+        epoch, _, number = text.partition("-")
+        if not (epoch.isdigit() and number.isdigit()):
+            raise SchemaError(f"expected the key of a pin such as 0-17/evaluator-0, got {key.removeprefix(self._prefix)!r}")
+        return Pin(Version(int(epoch), int(number)), holder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -150,6 +150,7 @@ class CudaSource(msgspec.Struct, frozen=True, tag="cuda"):
     memory: tuple[DeviceMemory, ...]
 
 
+@runtime_checkable
 class SourceHost(WeightHost, Protocol):
     """A host whose weights live in other processes, which read a version where it lies instead of being handed its bytes."""
 

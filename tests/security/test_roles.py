@@ -15,6 +15,8 @@ from streamrl.errors import Forbidden, SchemaError
 from streamrl.schemas.codec import decode
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import Subjects
+from streamrl.schemas.versions import Version
+from streamrl.weights.pins import Pins
 from tests.security.conftest import RUN, As
 
 pytestmark = pytest.mark.nats
@@ -84,6 +86,7 @@ STORES: dict[str, tuple[Operation, set[str]]] = {
     "totals": (put("totals"), set()),
     "presence of an engine": (put("presence/engines/x"), {"engine"}),
     "presence of a worker": (put("presence/workers/x"), WORKERS),
+    "pin": (lambda bus: Pins(bus.kv, "policy").hold(Version(0, 3), "holder", role="evaluation"), {"engine", "evaluator"}),
 }
 READS: dict[str, tuple[Operation, set[str]]] = {
     "samples": (read("samples"), {"trainer", "reader"}),
@@ -98,10 +101,12 @@ READS: dict[str, tuple[Operation, set[str]]] = {
     "keys": (lambda bus: bus.kv.keys("presence/"), {*WORKERS, "reader"}),
     "a key": (lambda bus: bus.kv.get("granted"), {*WORKERS, "reader"}),
     "a watched key": (lambda bus: first_key(bus, "granted"), {*WORKERS, "reader"}),
+    "pinned versions": (lambda bus: Pins(bus.kv, "policy").versions(), {*WORKERS, "reader"}),
     "the queue's end": (state("tasks"), {"feeder", "reader"}),
     "a queued task": (lambda bus: bus.fetch("tasks", 1), {"feeder"}),
 }
 CHANGES: dict[str, tuple[Operation, set[str]]] = {
+    "release a pin": (lambda bus: Pins(bus.kv, "policy").release(Version(0, 4), "holder"), {"engine", "evaluator"}),
     "claim a task": (claimed, {"producer"}),
     "trim samples": (lambda bus: admin.purge(bus._connection, f"{RUN}-samples", {"seq": 1}), {"trainer"}),
     "trim the ledger": (lambda bus: admin.purge(bus._connection, f"{RUN}-ledger", {"seq": 1}), set()),
@@ -130,6 +135,7 @@ async def furnish(operator: JetStreamBus) -> None:
         await operator.publish(subject, b"there")
     await operator.publish(TO.tasks("main"), b"task")
     await operator.kv.put("granted", b"1")
+    await Pins(operator.kv, "policy").hold(Version(0, 4), "holder")
     await operator.blobs.put("old", b"bytes")
 
 
