@@ -8,6 +8,7 @@ locked for as long as the publisher's process lives, tells readers whether the m
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -23,7 +24,7 @@ from streamrl.schemas.versions import Version
 log = logging.getLogger(__name__)
 
 NAME = re.compile(r"^(?P<policy>[A-Za-z0-9_-]+)\.(?P<owner>[0-9a-f]{12})\.(?P<epoch>\d+)-(?P<number>\d+)\.[0-9a-f]{8}\.lease$")
-_OWNER = re.compile(r"^(?P<policy>[A-Za-z0-9_-]+)\.(?P<owner>[0-9a-f]{12})\.owner$")
+_OURS = re.compile(r"^(?P<policy>[A-Za-z0-9_-]+)\.(?P<owner>[0-9a-f]{12})\.(owner|.*\.(lease|closing))$")
 POLL_S = 0.0005
 """How often a publisher looks whether the last reader has finished."""
 
@@ -79,14 +80,20 @@ class Lease:
         with self._lock:
             if self._revoked:
                 return True
-            until = time.monotonic() + patience_s
-            while not (alone := self._alone()) and time.monotonic() < until:
-                time.sleep(POLL_S)
+            alone = self._alone()
             if not alone and patience_s == 0:
                 return False
+            # Under another name nobody finds it any more; those who hold it see no difference.
+            closing = self.path.with_suffix(".closing")
+            with contextlib.suppress(FileNotFoundError):  # the run's folder has been removed
+                self.path.rename(closing)
+            until = time.monotonic() + patience_s
+            while not alone and time.monotonic() < until:
+                time.sleep(POLL_S)
+                alone = self._alone()
             if not alone:
                 log.warning("event=weights_reader_sent_away version=%s lease=%s waited_s=%.1f", self.version, self.path.name, patience_s)
-            self.path.unlink(missing_ok=True)
+            closing.unlink(missing_ok=True)
             os.close(self._descriptor)
             self._revoked = True
             return alone
@@ -178,7 +185,7 @@ def _alive(owner: Path) -> bool:
 
 def _remove_dead(directory: Path, policy: str) -> None:
     for path in sorted(directory.iterdir()):
-        match = NAME.match(path.name) or _OWNER.match(path.name)
+        match = _OURS.match(path.name)
         if match is None or match["policy"] != policy:
             continue
         if not _alive(directory / f"{policy}.{match['owner']}.owner"):

@@ -1,0 +1,47 @@
+"""An engine's process: takes a version's lease, says so, and then reads it, hangs, or dies, as it is told.
+
+`python -m tests.weights.ipc_reader DIRECTORY < manifest`: prints `leased`, waits for a line (`read` or `release`), prints the digest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from streamrl.core.digest import combine, tensor_digest
+from streamrl.errors import WeightSyncError
+from streamrl.schemas.weights import Manifest
+from streamrl.weights.ipc import IpcTransport
+from streamrl.weights.manifest import ITEM_BYTES, slices
+from streamrl.weights.protocol import CudaSource
+from streamrl.weights.shm import ShmTransport
+from tests.weights.host_memory import MappedOpener
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+async def main(directory: Path, manifest: Manifest) -> None:
+    shm = ShmTransport(run="r", policy="policy", directory=directory)
+    transport = IpcTransport(run="r", policy="policy", directory=directory, fallback=shm, opener=MappedOpener)
+    try:
+        async with transport.source(manifest) as source:
+            assert isinstance(source, CudaSource)
+            say("leased")
+            await asyncio.to_thread(sys.stdin.readline)
+        content = np.empty(manifest.nbytes, np.uint8)
+        async for part in transport.fetch(manifest, slices(manifest)):
+            content[part.start : part.start + len(part.data)] = np.frombuffer(part.data, np.uint8)
+        say(combine({t.name: tensor_digest(content[t.offset : t.offset + t.nbytes], ITEM_BYTES[t.dtype]) for t in manifest.tensors}))
+    except WeightSyncError as error:
+        say(f"error {error.message}")
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1]), msgspec.msgpack.decode(bytes.fromhex(sys.stdin.readline()), type=Manifest)))

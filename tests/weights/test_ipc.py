@@ -1,0 +1,283 @@
+"""Transport `ipc` with the snapshots of a trainer on the host: who may read a buffer, and when it is written again.
+
+The ring, the leases and the processes are real; only the device is not (`tests.weights.host_memory`; the device's own tests are in
+`test_ipc_gpu.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from streamrl.core.digest import combine, tensor_digest
+from streamrl.errors import WeightSyncError
+from streamrl.schemas.versions import Version
+from streamrl.schemas.weights import Manifest
+from streamrl.trainers.torch_snapshot import SnapshotRing
+from streamrl.weights.ipc import IpcTransport
+from streamrl.weights.manifest import Content, slices
+from streamrl.weights.pins import Pins
+from streamrl.weights.protocol import CudaSource, Shard
+from streamrl.weights.shm import ShmTransport
+from tests.weights.host_memory import MappedOpener, share
+
+CPU = torch.device("cpu")
+
+
+class Trainer:
+    """Parameters that change with every version, and their snapshots."""
+
+    def __init__(self, directory: Path, *, slots: int = 2, patience_s: float = 30.0, pins: Pins | None = None) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.parameters = {
+            "b.weight": torch.randn(37, 16, generator=generator).bfloat16(),
+            "a.scale": torch.randn((), generator=generator),
+            "head": torch.randn(16, 300, generator=generator),
+            "empty": torch.zeros(0, 4),
+        }
+        named = list(self.parameters.items())
+        self.ring = SnapshotRing(named, CPU, slots=slots, share=share, reader_patience_s=patience_s, holder_patience_s=2.0)
+        self.directory = directory
+        self.transport = reader(directory, pins=pins)
+
+    def digest(self) -> str:
+        return combine(
+            {name: tensor_digest(p.reshape(-1).view(torch.uint8).numpy(), p.element_size()) for name, p in self.parameters.items()}
+        )
+
+    def step(self) -> None:
+        self.ring.settle()
+        for parameter in self.parameters.values():
+            parameter.mul_(-1.5)
+
+    async def publish(self, number: int) -> Manifest:
+        shards = await asyncio.to_thread(self.ring.take)
+        return await self.transport.publish(Version(0, number), iter(shards))
+
+
+def reader(directory: Path, *, usable: bool = True, pins: Pins | None = None, sources: bool = False) -> IpcTransport:
+    shm = ShmTransport(run="r", policy="policy", directory=directory)
+    opener: Callable[[], MappedOpener] | None = None if sources else lambda: MappedOpener(usable=usable)
+    return IpcTransport(run="r", policy="policy", directory=directory, fallback=shm, opener=opener, pins=pins)
+
+
+async def read(transport: IpcTransport, manifest: Manifest) -> str:
+    content = np.zeros(manifest.nbytes, np.uint8)
+    async for part in transport.fetch(manifest, slices(manifest)):
+        content[part.start : part.start + len(part.data)] = np.frombuffer(part.data, np.uint8)
+    items = {"bfloat16": 2, "float32": 4}
+    return combine({t.name: tensor_digest(content[t.offset : t.offset + t.nbytes], items[t.dtype]) for t in manifest.tensors})
+
+
+@asynccontextmanager
+async def engine(directory: Path, manifest: Manifest) -> AsyncIterator[Process]:
+    """A process that has taken the version's lease."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.weights.ipc_reader", str(directory), stdin=PIPE, stdout=PIPE
+    )
+    assert process.stdin is not None
+    try:
+        process.stdin.write(msgspec.msgpack.encode(manifest).hex().encode() + b"\n")
+        assert await answer(process) == "leased"
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def answer(process: Process) -> str:
+    assert process.stdout is not None
+    return (await process.stdout.readline()).decode().strip()
+
+
+async def let_go(process: Process) -> None:
+    assert process.stdin is not None
+    process.stdin.write(b"\n")
+    await process.stdin.drain()
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Trainer:
+    return Trainer(tmp_path / "weights")
+
+
+async def test_another_process_reads_the_snapshot_and_not_the_parameters(trainer: Trainer) -> None:
+    manifest = await trainer.publish(1)
+    digest = trainer.digest()
+    trainer.step()
+    assert manifest.digest == digest != trainer.digest()
+    assert (manifest.transport, len(manifest.parts)) == ("ipc", 1)
+    wire = msgspec.msgpack.decode(msgspec.msgpack.encode(manifest), type=Manifest)
+    async with engine(trainer.directory, wire) as process:
+        await let_go(process)
+        assert await answer(process) == digest
+
+
+async def test_the_ring_holds_the_newest_versions(trainer: Trainer) -> None:
+    other = reader(trainer.directory)
+    manifests: list[Manifest] = []
+    for number in range(4):
+        manifests.append(await trainer.publish(number))
+        trainer.step()
+    assert [await other.holds(manifest) for manifest in manifests] == [False, False, True, True]
+    assert [await read(other, manifest) for manifest in manifests[2:]] == [manifest.digest for manifest in manifests[2:]]
+    assert len({manifest.digest for manifest in manifests}) == 4
+    with pytest.raises(WeightSyncError, match=r"policy 0\.1: its device memory holds a newer version") as caught:
+        await read(other, manifests[1])
+    assert "newer" in caught.value.hint
+
+
+async def test_a_buffer_is_not_written_while_an_engine_reads_it(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, slots=1)
+    first = await trainer.publish(1)
+    async with engine(tmp_path, first) as process:
+        before = memory(first)
+        trainer.step()
+        second = asyncio.create_task(trainer.publish(2))
+        while await reader(tmp_path).holds(first):
+            await asyncio.sleep(0.01)
+        # No new reader begins, and what the old one reads stays.
+        assert not second.done()
+        assert memory(first) == before
+        await let_go(process)
+        manifest = await second
+        assert (await answer(process)).startswith("error policy 0.1: its device memory holds a newer version")
+    assert memory(first) != before
+    assert await read(reader(tmp_path), manifest) == trainer.digest() == manifest.digest
+
+
+def memory(manifest: Manifest) -> bytes:
+    out = np.empty(manifest.nbytes, np.uint8)
+    MappedOpener().open(manifest.parts[0].handle).read(0, out)
+    return out.tobytes()
+
+
+async def test_a_dead_reader_holds_nothing_up(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, slots=1, patience_s=1e9)
+    async with engine(tmp_path, await trainer.publish(1)) as process:
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+        trainer.step()
+        assert await read(reader(tmp_path), await trainer.publish(2)) == trainer.digest()
+
+
+async def test_a_stuck_reader_loses_the_buffer_and_learns_of_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = Trainer(tmp_path, slots=1, patience_s=0.1)
+    async with engine(tmp_path, await trainer.publish(1)) as process:
+        process.send_signal(signal.SIGSTOP)
+        trainer.step()
+        manifest = await trainer.publish(2)
+        process.send_signal(signal.SIGCONT)
+        await let_go(process)
+        assert await answer(process) == "error policy 0.1: expected to read it to the end, its memory was taken back"
+    assert "event=weights_reader_sent_away version=0.1" in caplog.text
+    assert await read(reader(tmp_path), manifest) == manifest.digest
+
+
+async def test_a_version_that_is_taken_back_between_two_parts_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.weights.ipc.PIECE_BYTES", 500)
+    trainer = Trainer(tmp_path, slots=1, patience_s=0.05)
+    first = await trainer.publish(1)
+    parts = reader(tmp_path).fetch(first, slices(first))
+    got = await anext(parts)
+    assert bytes(got.data) == memory(first)[got.start : got.start + 500]
+    trainer.step()
+    await trainer.publish(2)
+    with pytest.raises(WeightSyncError, match="taken back"):
+        await anext(parts)
+
+
+async def test_a_source_is_checked_when_it_is_left(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, slots=1, patience_s=0.05)
+    manifest = await trainer.publish(1)
+    outside = reader(tmp_path, sources=True)
+    assert await outside.holds(manifest)
+    async with outside.source(manifest) as source:
+        assert isinstance(source, CudaSource)
+        assert [(m.offset, m.nbytes) for m in source.memory] == [(0, manifest.nbytes)]
+    with pytest.raises(WeightSyncError, match="taken back"):
+        async with outside.source(manifest):
+            await trainer.publish(2)
+    with pytest.raises(WeightSyncError, match="CUDA device to read its memory with, got none"):
+        await read(outside, await trainer.publish(3))
+
+
+async def test_a_dead_trainers_memory_is_not_held_and_its_files_go(tmp_path: Path) -> None:
+    old = Trainer(tmp_path)
+    manifest = await old.publish(1)
+    old.transport.close()
+    other = reader(tmp_path)
+    assert not await other.holds(manifest)
+    with pytest.raises(WeightSyncError, match="its trainer has ended"):
+        await read(other, manifest)
+    new = await Trainer(tmp_path).publish(1)
+    assert await other.holds(new)
+    assert sorted(name.rpartition(".")[2] for name in os.listdir(tmp_path)) == ["lease", "owner"]
+
+
+async def test_publishing_again_is_the_same_version(trainer: Trainer) -> None:
+    manifest = await trainer.publish(1)
+    assert await trainer.publish(1) == manifest
+    trainer.step()
+    with pytest.raises(WeightSyncError, match="expected the published digest"):
+        await trainer.publish(1)
+
+
+async def test_older_versions_are_freed_but_for_pinned_and_read_ones(tmp_path: Path, memory_bus) -> None:
+    pins = Pins(memory_bus.kv, "policy")
+    trainer = Trainer(tmp_path, slots=4, pins=pins)
+    manifests = [await trainer.publish(number) for number in range(4)]
+    await pins.hold(Version(0, 0), "evaluator-0")
+    async with trainer.transport.source(manifests[1]):
+        await trainer.transport.retire(Version(0, 3))
+        assert [await trainer.transport.holds(manifest) for manifest in manifests] == [True, True, False, True]
+    await trainer.transport.retire(Version(0, 3))
+    assert [await trainer.transport.holds(manifest) for manifest in manifests] == [True, False, False, True]
+
+
+async def test_a_trainer_without_a_device_publishes_on_the_fallback_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    transport = reader(tmp_path)
+    shard = Shard(name="w", dtype="float32", global_shape=(2,), shape=(2,), data=np.arange(8, dtype=np.uint8))
+    for number in range(2):
+        manifest = await transport.publish(Version(0, number), iter([shard]))
+        assert manifest.transport == "shm"
+        assert await transport.holds(manifest)
+    assert caplog.text.count("event=weights_ipc_unavailable") == 1
+
+
+async def test_memory_that_cannot_be_reached_from_here_is_not_held(trainer: Trainer) -> None:
+    manifest = await trainer.publish(1)
+    assert not await reader(trainer.directory, usable=False).holds(manifest)
+    elsewhere = msgspec.structs.replace(manifest, host="another")
+    assert not await reader(trainer.directory).holds(elsewhere)
+    with pytest.raises(WeightSyncError, match="got one of another"):
+        await read(reader(trainer.directory), elsewhere)
+    crooked = msgspec.structs.replace(manifest, parts=(msgspec.structs.replace(manifest.parts[0], location="../x.lease"),))
+    with pytest.raises(WeightSyncError, match="expected the name of a lease"):
+        await read(reader(trainer.directory), crooked)
+
+
+def test_host_transports_read_the_snapshot(trainer: Trainer) -> None:
+    content = Content(trainer.ring.take())
+    digest = trainer.digest()
+    trainer.step()
+    out = np.full(content.nbytes, 0xFF, np.uint8)
+    for start in range(0, content.nbytes, 1000):
+        content.fill(start, out[start : start + 1000])
+    assert content.digest == digest
+    host = Content([msgspec.structs.replace(s, data=s.host()) for s in Trainer(trainer.directory).ring.take()])
+    same = np.empty(host.nbytes, np.uint8)
+    host.fill(0, same)
+    assert np.array_equal(out, same) and host.tensors == content.tensors
