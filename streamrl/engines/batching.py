@@ -41,6 +41,7 @@ class BatchingEngine:
     def __init__(self, model: DecodeModel, *, slots: int, engine_id: str, policy: str, delay: TokenDelay | None = None) -> None:
         self.engine_id = engine_id
         self.policy = policy
+        self.detail: dict[str, Any] = {}
         self._model = model
         self._slots = slots
         self._buffers = WeightBuffers(model.layout)

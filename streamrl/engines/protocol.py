@@ -10,6 +10,7 @@ import msgspec
 from streamrl.schemas.samples import LogprobMode, VersionSpan
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
+from streamrl.weights.protocol import WeightHost
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,3 +83,22 @@ class Engine(Protocol):
         ...
 
     async def info(self) -> EngineInfo: ...
+
+
+class HostedEngine(Engine, WeightHost, Protocol):
+    """An engine with its weights in one life, as the engine worker holds it. Adapters: `local`, `table` and `sglang`."""
+
+    engine_id: str
+    """Names it in chunks, logs and errors."""
+    policy: str
+    """The policy it serves."""
+    detail: dict[str, Any]
+    """What people may want to know about it once it runs."""
+
+    async def start(self) -> None:
+        """Once in its life; raises EngineError."""
+        ...
+
+    async def stop(self) -> None:
+        """End it; open requests fail with EngineError. Ends also what never started."""
+        ...

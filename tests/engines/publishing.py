@@ -14,6 +14,10 @@ from streamrl.schemas.weights import Manifest, PartRef, TensorSpec
 from streamrl.weights.protocol import Commit, Part, WeightHost
 
 
+ALIGNMENT = 64
+"""Bytes, as in streamrl.weights.manifest."""
+
+
 class Published(msgspec.Struct, frozen=True):
     manifest: Manifest
     data: bytes
@@ -29,6 +33,7 @@ def publish(tensors: Mapping[str, npt.NDArray[np.float32]], version: Version) ->
     data = b""
     digests: dict[str, int] = {}
     for name, tensor in tensors.items():
+        data += bytes(-len(data) % ALIGNMENT)
         raw = np.ascontiguousarray(tensor).tobytes()
         digests[name] = tensor_digest(np.frombuffer(raw, np.uint8), tensor.itemsize)
         specs.append(TensorSpec(name, str(tensor.dtype), tensor.shape, len(data), len(raw), digest_text(digests[name])))

@@ -1,0 +1,254 @@
+"""From our requests to SGLang's and from its results to our chunks: plain functions and one small state per completion.
+
+Which distribution the log-probs belong to: SGLang's own (`output_token_logprobs`) are those after temperature and before top-p and
+top-k, which is what was drawn from where neither restricts. Where one does, `return_sampling_mask` brings those after it as well
+(0.5.17 and 0.5.23), so every token has the log-prob of the distribution it was really drawn from. A greedy token has the one under
+temperature 1, as in our other engines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from streamrl.engines.experts import Routing, from_sglang
+from streamrl.engines.extras import EXPERTS, INEXACT, NUMBERS
+from streamrl.engines.protocol import Chunk, GenerateRequest
+from streamrl.engines.sglang.messages import version_of
+from streamrl.engines.wire import MetaInfo, Result, spans_in
+from streamrl.errors import EngineError, SchemaError
+from streamrl.schemas.samples import LogprobMode, VersionSpan
+from streamrl.schemas.tasks import Sampling
+from streamrl.schemas.versions import Version
+
+FINISH_REASONS = ("stop", "length", "abort")
+
+
+class Style(msgspec.Struct, frozen=True, kw_only=True):
+    """What all requests to one server have in common."""
+
+    engine: str
+    seeded: bool
+    """The server draws by seed (`--enable-deterministic-inference`)."""
+    isolate: bool
+    """Prompts share cached prefixes within a version only."""
+    routing: Routing | None = None
+    """The model's experts, if the server returns them."""
+    stamped: bool = True
+    """Every token comes with the version that sampled it."""
+
+
+def body_of(request: GenerateRequest, rid: str, index: int, style: Style, *, limit: int, serving: Version, stream: bool) -> dict[str, Any]:
+    """The JSON body for completion `index` of a request.
+
+    Args:
+        request: checked.
+        rid: id at the server; no other running id may begin with it (an abort takes all that do).
+        index: of the completion.
+        style: of the server.
+        limit: most new tokens.
+        serving: version served now.
+        stream: ask for tokens as they come.
+    """
+    sampling = request.sampling
+    params: dict[str, Any] = {
+        "max_new_tokens": limit,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+    }
+    if style.seeded:
+        # Signed 64 bits there.
+        params["sampling_seed"] = request.seeds[index] & 0x7FFF_FFFF_FFFF_FFFF
+    body: dict[str, Any] = {
+        "rid": rid,
+        "input_ids": list(request.prompt_ids),
+        "sampling_params": params,
+        "return_logprob": True,
+        "stream": stream,
+    }
+    if truncates(sampling):
+        body["return_sampling_mask"] = True
+    if style.isolate:
+        body["extra_key"] = str(serving)
+    if style.routing is not None:
+        body["return_routed_experts"] = True
+    return body
+
+
+def truncates(sampling: Sampling) -> bool:
+    """Whether tokens are drawn from a part of the vocabulary."""
+    return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
+
+
+def must_cut(sampling: Sampling) -> bool:
+    """Whether we have to stop at a token ourselves: SGLang's `ignore_eos` ignores the request's own stop tokens too."""
+    return sampling.ignore_eos and bool(sampling.stop_token_ids)
+
+
+class Row:
+    """One completion while its results come in.
+
+    Args:
+        request: what was asked.
+        index: of the completion.
+        style: of the server.
+        began: version served when it was sent.
+    """
+
+    def __init__(self, request: GenerateRequest, index: int, style: Style, began: Version) -> None:
+        self._request = request
+        self._index = index
+        self._style = style
+        self._began = began
+        self._truncated = truncates(request.sampling)
+        self._stops = frozenset(request.sampling.stop_token_ids) if must_cut(request.sampling) else frozenset[int]()
+        self._inexact = False
+        self.tokens = 0
+        """Tokens handed on so far."""
+        self.cut = False
+        """It ended at a stop token that the server goes on after: to be aborted there."""
+
+    def take(self, result: Result) -> Chunk | None:
+        """The chunk for a result; None when it brings neither tokens nor an end.
+
+        Raises:
+            EngineError: a token without a log-prob or without a version.
+        """
+        meta = result.meta_info
+        reason = self._reason(meta)
+        fresh = meta.completion_tokens - self.tokens
+        if reason == "abort" and self._style.stamped and fresh > len(meta.streamrl_versions or ()):
+            # Aborted while it waited to be computed again: SGLang gives back its tokens, but not what it knows about them.
+            fresh = 0
+        ids = result.output_ids[len(result.output_ids) - fresh :] if fresh > 0 else []
+        logprobs = self._logprobs(meta, len(ids))
+        if len(ids) != max(0, fresh) or len(logprobs) != len(ids):
+            raise self._wrong(f"{max(0, fresh)} new tokens with log-probs", f"{len(ids)} tokens and {len(logprobs)} log-probs")
+        spans = self._spans(meta, len(ids))
+        stop = next((at for at, token in enumerate(ids) if token in self._stops), None)
+        if stop is not None:
+            self.cut = reason is None
+            reason = "stop"
+            ids, logprobs, spans = ids[: stop + 1], logprobs[: stop + 1], _first(spans, stop + 1)
+        self.tokens += len(ids)
+        if not ids and reason is None:
+            return None
+        return Chunk(
+            completion=self._index,
+            token_ids=tuple(ids),
+            logprobs=tuple(logprobs),
+            spans=spans,
+            finish_reason=reason,
+            logprob_mode=LogprobMode.SAMPLED,
+            engine=self._style.engine,
+            extras=self._extras(meta) if reason is not None else {},
+        )
+
+    def _reason(self, meta: MetaInfo) -> str | None:
+        if meta.finish_reason is None:
+            return None
+        kind = meta.finish_reason.get("type")
+        if kind not in FINISH_REASONS:
+            raise self._wrong(f"a finish reason of {FINISH_REASONS}", str(meta.finish_reason))
+        if kind == "abort" and meta.finish_reason.get("status_code"):
+            raise EngineError(
+                f"SGLang at engine {self._style.engine} gave request {self._request.request_id!r} up: {meta.finish_reason.get('message')}",
+                hint="see the server's log",
+            )
+        return kind
+
+    def _logprobs(self, meta: MetaInfo, count: int) -> list[float]:
+        drawn_from = [row[0] for row in meta.output_token_logprobs or ()]
+        if self._truncated:
+            drawn_from = list(meta.output_token_sampling_logprobs or ())
+        newest = drawn_from[max(0, len(drawn_from) - count) :] if count else []
+        return [value for value in newest if value is not None and math.isfinite(value)]
+
+    def _spans(self, meta: MetaInfo, count: int) -> tuple[VersionSpan, ...]:
+        if not count:
+            return ()
+        try:
+            if self._style.stamped:
+                if len(meta.streamrl_versions or ()) < count:
+                    raise SchemaError(f"got {len(meta.streamrl_versions or ())} versions for {count} tokens")
+                return _stamped(meta.streamrl_versions or (), count)
+            return self._guessed(meta, count)
+        except SchemaError as error:
+            raise self._wrong("the version that sampled each token", error.message) from error
+
+    def _guessed(self, meta: MetaInfo, count: int) -> tuple[VersionSpan, ...]:
+        """Versions from SGLang's own words. They are exact for a completion during which nothing was committed.
+
+        Its spans (0.5.18 and later) begin a token early where a pass was under way at the update. Without spans, all tokens get the version
+        that was served when the request was sent, so that none counts as younger than it is.
+        """
+        if meta.finish_reason is not None and meta.weight_versions:
+            self._inexact |= len(meta.weight_versions) > 1
+            return spans_in(meta, self.tokens, self.tokens + count)
+        newest = Version.parse(str(meta.weight_version))
+        self._inexact |= newest != self._began
+        return (VersionSpan(count, min(self._began, newest)),)
+
+    def _extras(self, meta: MetaInfo) -> dict[str, Any]:
+        extras: dict[str, Any] = {name: value for name in NUMBERS if (value := getattr(meta, name))}
+        if self._inexact:
+            extras[INEXACT] = True
+        if self._style.routing is not None and meta.routed_experts is not None:
+            tokens = len(self._request.prompt_ids) + meta.completion_tokens - 1
+            try:
+                extras[EXPERTS] = from_sglang(meta.routed_experts, self._style.routing, tokens=tokens)
+            except SchemaError as error:
+                raise self._wrong("routed experts of the whole sequence", error.message) from error
+        return extras
+
+    def _wrong(self, expected: str, got: str) -> EngineError:
+        return EngineError(
+            f"expected {expected} from SGLang at engine {self._style.engine} for {self._request.request_id!r}, got {got}",
+            hint="is this version of SGLang one that streamrl was tried with (0.5.17 to 0.5.23)?",
+        )
+
+
+def _stamped(stamps: Sequence[int], count: int) -> tuple[VersionSpan, ...]:
+    """Spans of the last `count` tokens."""
+    return _merged([VersionSpan(1, version_of(stamp)) for stamp in stamps[len(stamps) - count :]])
+
+
+def _first(spans: Sequence[VersionSpan], count: int) -> tuple[VersionSpan, ...]:
+    """The spans of the first `count` tokens."""
+    kept: list[VersionSpan] = []
+    for span in spans:
+        length = min(span.length, count)
+        if length <= 0:
+            break
+        kept.append(VersionSpan(length, span.version))
+        count -= length
+    return tuple(kept)
+
+
+def joined(chunks: Sequence[Chunk]) -> Chunk:
+    """All chunks of one completion as one."""
+    return msgspec.structs.replace(
+        chunks[-1],
+        token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
+        logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
+        spans=_merged([span for chunk in chunks for span in chunk.spans]),
+    )
+
+
+def aborted(index: int, style: Style) -> Chunk:
+    """The only chunk of a completion that was cut before it was sent."""
+    return Chunk(completion=index, token_ids=(), logprobs=(), spans=(), finish_reason="abort", engine=style.engine)
+
+
+def _merged(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
+    merged: list[VersionSpan] = []
+    for span in spans:
+        length = merged.pop().length if merged and merged[-1].version == span.version else 0
+        merged.append(VersionSpan(length + span.length, span.version))
+    return tuple(merged)

@@ -1,0 +1,43 @@
+"""What an SGLang engine has done so far."""
+
+from __future__ import annotations
+
+from streamrl.engines.extras import INEXACT
+from streamrl.engines.protocol import Chunk
+
+_METRICS = {
+    "cached_tokens": "engine/cached_tokens_total",
+    "num_retractions": "engine/retractions_total",
+    "spec_verify_ct": "engine/verify_passes_total",
+    "spec_num_proposed_drafts": "engine/drafted_tokens_total",
+    "spec_num_correct_drafts": "engine/accepted_drafts_total",
+}
+
+
+class Counts:
+    """Counters since the engine's start."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        """Tokens sampled."""
+        self.swaps = 0
+        self.last_swap_ms = 0.0
+        self.left = 0
+        """Completions that nobody waits for and that the server has not dropped yet."""
+        self.totals: dict[str, float] = {}
+        """By metric name."""
+
+    def add(self, chunk: Chunk, prompt_tokens: int) -> None:
+        """Count a chunk; the last one of a completion also says how it went."""
+        self.tokens += len(chunk.token_ids)
+        if chunk.finish_reason is None:
+            return
+        self._add("engine/prompt_tokens_total", prompt_tokens)
+        for name, metric in _METRICS.items():
+            self._add(metric, chunk.extras.get(name, 0))
+        if chunk.extras.get(INEXACT):
+            self._add("engine/inexact_completions_total", 1)
+
+    def _add(self, metric: str, amount: float) -> None:
+        if amount:
+            self.totals[metric] = self.totals.get(metric, 0.0) + amount

@@ -1,0 +1,179 @@
+"""One request on its way through an SGLang server: a task for each completion, which waits its turn, asks and hands on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import aclosing
+from enum import Enum
+from typing import Any
+
+from streamrl.engines.protocol import Chunk, GenerateRequest
+from streamrl.engines.sglang.answers import Row, Style, aborted, body_of, joined, must_cut
+from streamrl.engines.sglang.client import SglangClient
+from streamrl.errors import EngineError, StreamRLError
+from streamrl.schemas.versions import Version
+
+ABORT_S = 10.0
+ABORT_AGAIN_S = 0.25
+"""SGLang ignores an abort that overtakes its request, so it is said again until the completion has ended."""
+
+
+class Stage(Enum):
+    """Where a completion is."""
+
+    WAITING = "waiting"
+    SENT = "sent"
+    ENDED = "ended"
+
+
+class Completion:
+    """One completion of a job."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        # Random and of one length: an abort of SGLang takes all ids that begin with the one it names.
+        self.rid = secrets.token_hex(16)
+        self.stage = Stage.WAITING
+        self.cut = asyncio.Event()
+        """Set when it is to end early."""
+        self.ended = asyncio.Event()
+
+
+class Job:
+    """A request being served.
+
+    Args:
+        request: checked.
+        limit: most new tokens of each completion.
+        client: of the server.
+        style: of the server.
+        turn: awaited before anything is sent; gives the version served then.
+        counted: told every chunk and the prompt's length, also when nobody waits for it any more.
+    """
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        *,
+        limit: int,
+        client: SglangClient,
+        style: Style,
+        turn: Callable[[int], Coroutine[Any, Any, Version]],
+        counted: Callable[[Chunk, int], None],
+    ) -> None:
+        self.request = request
+        self.queue: asyncio.Queue[Chunk | StreamRLError] = asyncio.Queue()
+        """At most one chunk a token; drained by `generate`."""
+        self.completions = tuple(Completion(index) for index in range(len(request.seeds)))
+        self._limit = limit
+        self._client = client
+        self._style = style
+        self._turn = turn
+        self._counted = counted
+        self._tasks: list[asyncio.Task[None]] = []
+        self._cutter: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin all completions."""
+        self._tasks = [asyncio.create_task(self._run(completion)) for completion in self.completions]
+
+    def cut(self, index: int | None = None) -> None:
+        """End completion `index`, or all of them, with what they have."""
+        for completion in self.completions if index is None else self.completions[index : index + 1]:
+            completion.cut.set()
+        if self._cutter is None or self._cutter.done():
+            self._cutter = asyncio.create_task(self._say_so())
+
+    async def over(self) -> None:
+        """Wait until nothing of it runs any more."""
+        await asyncio.gather(*self._tasks, *([self._cutter] if self._cutter else []), return_exceptions=True)
+
+    async def drop(self) -> None:
+        """Leave it at once: the server is gone."""
+        for task in (*self._tasks, *([self._cutter] if self._cutter else [])):
+            task.cancel()
+        await self.over()
+
+    def count(self, stage: Stage) -> int:
+        """Completions at this stage."""
+        return sum(completion.stage is stage for completion in self.completions)
+
+    async def _run(self, completion: Completion) -> None:
+        try:
+            await self._serve(completion)
+        except StreamRLError as error:
+            self.queue.put_nowait(error)
+        finally:
+            completion.stage = Stage.ENDED
+            completion.ended.set()
+
+    async def _serve(self, completion: Completion) -> None:
+        request = self.request
+        serving = await self._turn_or_cut(completion)
+        if serving is None:
+            self.queue.put_nowait(aborted(completion.index, self._style))
+            return
+        completion.stage = Stage.SENT
+        row = Row(request, completion.index, self._style, serving)
+        streams = request.stream or must_cut(request.sampling)
+        body = body_of(request, completion.rid, completion.index, self._style, limit=self._limit, serving=serving, stream=streams)
+        parts: list[Chunk] = []
+        async for chunk in self._chunks(row, body, streams):
+            self._counted(chunk, len(request.prompt_ids))
+            if request.stream:
+                self.queue.put_nowait(chunk)
+            parts.append(chunk)
+        if not parts or parts[-1].finish_reason is None:
+            raise EngineError(
+                f"expected a whole completion of {request.request_id!r} from SGLang at engine {self._style.engine}, got a part",
+                hint="see the server's log",
+                unavailable=True,
+            )
+        if not request.stream:
+            self.queue.put_nowait(joined(parts))
+        if row.cut:
+            await self._abort(completion)
+
+    async def _chunks(self, row: Row, body: dict[str, Any], streams: bool) -> AsyncIterator[Chunk]:
+        if not streams:
+            if (chunk := row.take(await self._client.generate(body))) is not None:
+                yield chunk
+            return
+        async with aclosing(self._client.stream(body)) as results:  # type: ignore[type-var]  # it is an async generator
+            async for result in results:
+                if (chunk := row.take(result)) is not None:
+                    yield chunk
+                    if chunk.finish_reason is not None:
+                        return
+
+    async def _turn_or_cut(self, completion: Completion) -> Version | None:
+        """The version served when its turn has come; None when it is cut before."""
+        turn = asyncio.ensure_future(self._turn(self.request.min_version))
+        cut = asyncio.ensure_future(completion.cut.wait())
+        try:
+            await asyncio.wait((turn, cut), return_when=asyncio.FIRST_COMPLETED)
+            return None if cut.done() else turn.result()
+        finally:
+            turn.cancel()
+            cut.cancel()
+            await asyncio.gather(turn, cut, return_exceptions=True)
+
+    async def _abort(self, completion: Completion) -> None:
+        body = {"rid": completion.rid}
+        with contextlib.suppress(EngineError):
+            # A server that does not answer is looked after by its watch.
+            await self._client.command("/abort_request", body, timeout_s=ABORT_S)
+
+    async def _say_so(self) -> None:
+        """Abort at the server what is to be cut, until all of it has ended."""
+        while pending := [one for one in self.completions if one.cut.is_set() and not one.ended.is_set()]:
+            for completion in pending:
+                if completion.stage is Stage.SENT:
+                    await self._abort(completion)
+            waits = [asyncio.ensure_future(one.ended.wait()) for one in pending]
+            await asyncio.wait(waits, timeout=ABORT_AGAIN_S)
+            for wait in waits:
+                wait.cancel()

@@ -1,0 +1,82 @@
+"""A real SGLang on this machine's CPU, one server for all tests of this folder: it takes half a minute to start.
+
+It needs an environment of its own: `make sglang-cpu` makes `.venv-sglang`; SGLANG_PYTHON names another one's interpreter. Without any the
+tests are skipped, unless STREAMRL_REQUIRE_SGLANG is set (as in CI).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import pytest_asyncio
+
+from streamrl.config.engines import EngineConfig
+from streamrl.engines.sglang.engine import SglangEngine
+from streamrl.engines.sglang.server import SglangServer
+from tests.sglang.cpu import MAX_LEN, cpu_config, find_python, write_model
+
+
+@pytest.fixture(scope="session")
+def sglang_python() -> str:
+    python = find_python()
+    if python is None:
+        reason = "no SGLang here: `make sglang-cpu` makes .venv-sglang, or name an interpreter in SGLANG_PYTHON"
+        if os.environ.get("STREAMRL_REQUIRE_SGLANG"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return python
+
+
+@pytest.fixture(scope="session")
+def sglang_config(sglang_python: str) -> EngineConfig:
+    return cpu_config(sglang_python)
+
+
+@pytest.fixture(scope="session")
+def shared_server(sglang_config: EngineConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
+    """A running server with a tiny Qwen3, tied to no event loop. It serves what the test before left: use higher epochs."""
+    folder = tmp_path_factory.mktemp("sglang")
+    server = SglangServer(sglang_config, write_model("qwen3", folder), name="tests", max_len=MAX_LEN, dtype="float32")
+
+    async def start() -> None:
+        await server.start()
+        await server.detach()
+
+    asyncio.run(start())
+    try:
+        yield server
+    finally:
+        asyncio.run(server.stop())
+
+
+@pytest.fixture(scope="session")
+def epochs() -> Iterator[int]:
+    """Epochs that nobody has used on the shared server; the next one is `next(epochs)`."""
+    return itertools.count(0, 100)
+
+
+@pytest_asyncio.fixture
+async def sglang_server(shared_server: SglangServer) -> AsyncIterator[SglangServer]:
+    """The shared server, watched by the test's event loop."""
+    shared_server.attach()
+    try:
+        yield shared_server
+    finally:
+        await shared_server.detach()
+
+
+@pytest_asyncio.fixture
+async def sglang_engine(sglang_server: SglangServer, sglang_config: EngineConfig) -> AsyncIterator[SglangEngine]:
+    """A new engine over the shared server; it serves nothing yet."""
+    engine = SglangEngine(
+        sglang_config, sglang_server.model_dir, sglang_server, engine_id="engine-0", policy="policy", max_len=MAX_LEN, owned=False
+    )
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
