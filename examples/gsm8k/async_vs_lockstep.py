@@ -31,8 +31,8 @@ ROWS = {
     "rollouts dropped": "dropped",
     "swaps": "swaps",
     "publication to commit p50, ms": "lag_ms_p50",
-    "log-prob difference, whole samples of age 0: mean": "fresh_diff_mean",
-    "the same: max": "fresh_diff_max",
+    "log-prob difference under the same weights: mean": "rounding_mean",
+    "the same: max": "rounding_max",
 }
 """Row of the table to field of Totals."""
 

@@ -57,11 +57,19 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def window(self) -> tuple[float, float]:
-        """When reinforcement learning began (the warm-up's last batch, else the first version served) and its last batch."""
+        """When reinforcement learning could begin (the warm-up had ended, an engine served), and when its last batch was trained."""
         first, last = self.learned[0], self.learned[-1]
         before = [entry.time_s for entry in self.entries if entry.version.number < first.version.number]
-        served = [swap.time_s for swap in self.swaps]
-        return max(before) if before else min(served, default=first.time_s), last.time_s
+        served = min((swap.time_s for swap in self.swaps), default=first.time_s)
+        return min(max([served, *before]), first.time_s), last.time_s
+
+    @property
+    def waited_s(self) -> float:
+        """Time in that window in which the trainer waited for a batch: the first wait may have begun before it."""
+        waits = values(self.learned, "perf/wait_s")
+        first = self.learned[0]
+        within = first.time_s - self.window[0] - first.metrics["perf/step_s"]
+        return sum(waits[1:]) + max(0.0, min(waits[0], within))
 
     def tokens_made(self, times: list[float]) -> np.ndarray:
         """Tokens that all engines together had sampled at each of `times`; linear between their reports."""
@@ -160,10 +168,10 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     lag_ms_p50: float | None
     """From a version's publication to its commit."""
     lag_ms_p99: float | None
-    fresh_diff_mean: float | None
-    """Distance of the two log-probabilities in samples wholly of age 0, mean over versions."""
-    fresh_diff_max: float | None
-    fresh_versions: int
+    rounding_mean: float | None
+    """Distance of the two log-probabilities where both had the same weights, mean over versions."""
+    rounding_max: float | None
+    rounding_versions: int
     """Versions that had such samples."""
     diff_mean: float
     diff_max: float
@@ -180,7 +188,7 @@ def totals(run: Measured) -> Totals:
     swaps = [swap for swap in run.swaps if begin <= swap.time_s <= end]
     running = [one.running for one in run.made if begin <= one.time_s <= end]
     first, last = run.tokens_made([begin, end])
-    fresh = values(learned, "train/fresh_logprob_abs_diff")
+    rounding = values(learned, "train/same_weights_logprob_abs_diff")
     rewards = values(learned, "rollout/raw_reward")
     samples = sum(entry.num_samples for entry in learned)
     return Totals(
@@ -191,7 +199,7 @@ def totals(run: Measured) -> Totals:
         made_per_s=float(last - first) / seconds,
         trained_per_s=sum(entry.num_tokens for entry in learned) / seconds,
         trainer_busy=sum(values(learned, "perf/step_s")) / seconds,
-        trainer_waits=sum(values(learned, "perf/wait_s")) / seconds,
+        trainer_waits=run.waited_s / seconds,
         engine_running=_mean(running),
         staleness_mean=_mean(values(learned, "staleness/mean")) or 0.0,
         staleness_max=max(values(learned, "staleness/max"), default=0.0),
@@ -204,9 +212,9 @@ def totals(run: Measured) -> Totals:
         commit_ms_max=_percentile([swap.commit_ms for swap in swaps], 100),
         lag_ms_p50=_percentile([1e3 * swap.lag_s for swap in swaps], 50),
         lag_ms_p99=_percentile([1e3 * swap.lag_s for swap in swaps], 99),
-        fresh_diff_mean=_mean(fresh),
-        fresh_diff_max=max(values(learned, "train/fresh_logprob_abs_diff_max"), default=None),
-        fresh_versions=len(fresh),
+        rounding_mean=_mean(rounding),
+        rounding_max=max(values(learned, "train/same_weights_logprob_abs_diff_max"), default=None),
+        rounding_versions=len(rounding),
         diff_mean=_mean(values(learned, "train/train_rollout_logprob_abs_diff")) or 0.0,
         diff_max=max(values(learned, "train/train_rollout_logprob_abs_diff_max"), default=0.0),
         reward_first=_mean(rewards[:20]) or 0.0,

@@ -32,8 +32,8 @@ COLUMNS = {
     "age max": "staleness/max",
     "wait s": "perf/wait_s",
     "step s": "perf/step_s",
-    "|dlogp| age 0 mean": "train/fresh_logprob_abs_diff",
-    "|dlogp| age 0 max": "train/fresh_logprob_abs_diff_max",
+    "|dlogp| same weights mean": "train/same_weights_logprob_abs_diff",
+    "|dlogp| same weights max": "train/same_weights_logprob_abs_diff_max",
     "|dlogp| all mean": "train/train_rollout_logprob_abs_diff",
     "|dlogp| all max": "train/train_rollout_logprob_abs_diff_max",
 }
@@ -78,7 +78,7 @@ def markdown(run: Measured, numbers: Totals, table: Sequence[dict[str, float | N
 def summary_lines(numbers: Totals) -> list[str]:
     """The totals in words."""
     n = numbers
-    fresh = f"mean {cell(n.fresh_diff_mean)}, max {cell(n.fresh_diff_max)} over {n.fresh_versions} versions"
+    rounding = f"mean {cell(n.rounding_mean)}, max {cell(n.rounding_max)} over {n.rounding_versions} versions"
     return [
         f"{n.batches} batches, {n.samples} rollouts in {n.seconds:.1f} s: {n.samples_per_s:.1f} rollouts/s; reward {n.reward_first:.3f} -> "
         f"{n.reward_last:.3f} (first and last 20 batches)",
@@ -88,7 +88,8 @@ def summary_lines(numbers: Totals) -> list[str]:
         f"max {n.staleness_max:g}; {n.dropped} rollouts dropped",
         f"{n.swaps} swaps: publication to commit p50 {cell(n.lag_ms_p50)} ms, p99 {cell(n.lag_ms_p99)} ms; commit p50 "
         f"{cell(n.commit_ms_p50)} ms, max {cell(n.commit_ms_max)} ms",
-        f"|log-prob of trainer - of sampler|: samples wholly of age 0 {fresh}; all tokens mean {cell(n.diff_mean)}, max {cell(n.diff_max)}",
+        f"|log-prob of trainer - of sampler|: under the same weights {rounding}; all tokens mean {cell(n.diff_mean)}, "
+        f"max {cell(n.diff_max)}",
     ]
 
 
@@ -125,8 +126,8 @@ def draw(run: Measured, table: Sequence[dict[str, float | None]], path: Path) ->
     for column, color, marks in (
         ("|dlogp| all max", _GREY, "."),
         ("|dlogp| all mean", _GREY, ""),
-        ("|dlogp| age 0 max", _RED, "."),
-        ("|dlogp| age 0 mean", _RED, ""),
+        ("|dlogp| same weights max", _RED, "."),
+        ("|dlogp| same weights mean", _RED, ""),
     ):
         plot(distances, table, column, color, label=column.replace("|dlogp| ", "").replace("all", "all tokens"), marks=marks)
     distances.set_yscale("log")

@@ -34,6 +34,7 @@ _AT_LEAST: dict[str, float] = {
     "trainer.threads": 1,
     "trainer.minibatches": 1,
     "trainer.micro_tokens": 1,
+    "trainer.check_logprobs": 0,
     "trainer.checkpoint_every": 1,
     "trainer.keep_checkpoints": 1,
     "trainer.optimizer.learning_rate": 0,

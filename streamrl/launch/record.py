@@ -36,6 +36,7 @@ FREE_KEYS = (
     "trainer.attention",
     "trainer.gradient_checkpointing",
     "trainer.micro_tokens",
+    "trainer.check_logprobs",
     "trainer.checkpoint_every",
     "trainer.keep_checkpoints",
     "weights",

@@ -67,6 +67,7 @@ def make_trainer(config: Config, model_dir: Path) -> Trainer:
         dtype=training_dtype(config),
         device=device,
         snapshots=config.weights.ring,
+        recheck_versions=config.tasks.max_staleness + 1,
         # On CPU it costs nothing, so it is always on there.
         deterministic=bitwise or device.type == "cpu",
     )

@@ -13,6 +13,10 @@ from streamrl.core.packing import Indices, split_groups
 from streamrl.core.reductions import sample_of_token, token_weights
 from streamrl.errors import TrainingError
 
+DISTANCE = "train/same_weights_logprob_abs_diff"
+DISTANCE_MAX = "train/same_weights_logprob_abs_diff_max"
+"""Metrics of the distance between trainer and sampler where both had the same weights."""
+
 
 class Objective(msgspec.Struct, frozen=True, kw_only=True):
     """One batch, ready for its optimizer steps."""
@@ -69,11 +73,11 @@ def answer_probability(batch: TrainBatch, logprobs: npt.NDArray[np.float64]) -> 
 
 
 def logprob_differences(batch: TrainBatch, logprobs: npt.NDArray[np.floating]) -> dict[str, float]:
-    """How far trainer and sampler are apart on the trained tokens: the greatest distance, and mean and greatest of fresh samples.
+    """How far trainer and sampler are apart on the trained tokens: the greatest distance, and mean and greatest under the same weights.
 
-    All tokens of a fresh sample were sampled by the very version that is trained from, so what lies between the two log-probabilities is
-    what two implementations and their rounding leave. In other samples the policy has moved since, and a token of age 0 behind older ones
-    was sampled from keys and values of older weights. Without fresh samples there are no numbers for them.
+    Those are of samples that the very version that is trained from has sampled, from the first token to the last: what is left is what two
+    implementations and their rounding leave. In other samples the policy has moved since, and a token of age 0 behind older ones was
+    sampled from keys and values of older weights. Without such samples there are no numbers for them.
 
     Args:
         batch: of sampled tokens.
@@ -86,6 +90,6 @@ def logprob_differences(batch: TrainBatch, logprobs: npt.NDArray[np.floating]) -
     fresh_N = np.maximum.reduceat(batch.staleness, batch.offsets[:-1]) == 0
     fresh_T = batch.loss_mask & fresh_N[sample_of_token(batch)]
     if fresh_T.any():
-        found["train/fresh_logprob_abs_diff"] = float(distance_T[fresh_T].mean())
-        found["train/fresh_logprob_abs_diff_max"] = float(distance_T[fresh_T].max())
+        found[DISTANCE] = float(distance_T[fresh_T].mean())
+        found[DISTANCE_MAX] = float(distance_T[fresh_T].max())
     return found

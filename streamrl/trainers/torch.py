@@ -28,6 +28,7 @@ from streamrl.trainers.objective import Objective, answer_probability, logprob_d
 from streamrl.trainers.optimizer import ClippedAdamW
 from streamrl.trainers.parallel import DataParallel
 from streamrl.trainers.protocol import Role, StepResult
+from streamrl.trainers.recheck import Recheck
 from streamrl.trainers.torch_checkpoint import TorchState, host_copy, read_checkpoint, write_checkpoint
 from streamrl.trainers.torch_snapshot import SnapshotRing
 from streamrl.weights.protocol import Shard
@@ -63,6 +64,7 @@ class TorchTrainer:
         device: torch.device,
         deterministic: bool,
         snapshots: int = 2,
+        recheck_versions: int = 1,
     ) -> None:
         self._model_dir = model_dir
         self._config = trainer
@@ -74,6 +76,7 @@ class TorchTrainer:
         self._parameters = list(self._policy.parameters())
         self._snapshots = SnapshotRing(self._parameters, device, slots=snapshots) if device.type == "cuda" else None
         self._optimizer = ClippedAdamW(self._parameters, trainer.optimizer)
+        self._recheck = Recheck(self._parameters, samples=trainer.check_logprobs, versions=recheck_versions)
         self._stage = ""
         self._writer = BackgroundWriter()
 
@@ -83,12 +86,7 @@ class TorchTrainer:
             raise TrainingError(f"expected role policy or proximal, got {role}", hint="this trainer holds one model, the policy")
         wanted = np.ones(batch.num_tokens, np.bool_)
         wanted[batch.offsets[:-1]] = False
-        own = split_ranks(batch, np.arange(batch.num_samples), self._parallel.ranks)[self._parallel.rank]
-        found = torch.zeros(batch.num_tokens)
-        with torch.no_grad(), _reproducible(self._deterministic):
-            for micro in self._micro_batches(batch, wanted, own):
-                found[torch.from_numpy(micro.target)] = self._policy.predict(micro, batch)[0].float().cpu()
-        return self._parallel.sum(found).numpy()
+        return self._logprobs(batch, wanted, np.arange(batch.num_samples))
 
     def step(self, batch: TrainBatch) -> StepResult:
         """See `Trainer.step`. Metrics are means over the batch's optimizer steps, weighted as the loss is."""
@@ -97,6 +95,7 @@ class TorchTrainer:
             self._optimizer.reset()
             self._stage = batch.kind
         rate = self._learning_rate(batch)
+        self._recheck.keep(batch.version.number)
         old_logprobs = self.score(batch, Role.PROXIMAL) if batch.kind == "rl" and len(objective.steps) > 1 else None
         logprobs = np.zeros(batch.num_tokens)
         rows: list[dict[str, float]] = []
@@ -115,6 +114,7 @@ class TorchTrainer:
             metrics["train/answer_probability"] = answer_probability(batch, everyones)
         else:
             metrics |= logprob_differences(batch, everyones if old_logprobs is None else old_logprobs)
+            metrics |= self._recheck.measure(batch, self._logprobs)
         return StepResult(digest=self.digest(), metrics={**objective.metrics, **metrics}, finite=finite)
 
     def digest(self) -> str:
@@ -195,6 +195,15 @@ class TorchTrainer:
                     shutil.copyfile(source, target)
 
         write_directory(path, write)
+
+    def _logprobs(self, batch: TrainBatch, wanted: npt.NDArray[np.bool_], samples: Indices) -> npt.NDArray[np.float32]:
+        """Log-probs [T] of the `wanted` tokens of `samples` under the current parameters, 0 elsewhere."""
+        own = split_ranks(batch, samples, self._parallel.ranks)[self._parallel.rank]
+        found = torch.zeros(batch.num_tokens)
+        with torch.no_grad(), _reproducible(self._deterministic):
+            for micro in self._micro_batches(batch, wanted, own):
+                found[torch.from_numpy(micro.target)] = self._policy.predict(micro, batch)[0].float().cpu()
+        return self._parallel.sum(found).numpy()
 
     def _settle(self) -> None:
         """Before the parameters are written: let a snapshot of them be complete."""

@@ -111,12 +111,12 @@ def test_it_says_how_far_the_sampler_was_away(make: MakeTrainer, minibatches: in
     fresh = distance.reshape(-1, 4)[1::2, 2:]
     found = trainer.step(batch).metrics
     assert found["train/train_rollout_logprob_abs_diff_max"] == pytest.approx(distance[batch.loss_mask].max(), abs=1e-5)
-    assert found["train/fresh_logprob_abs_diff"] == pytest.approx(fresh.mean(), abs=1e-5)
-    assert found["train/fresh_logprob_abs_diff_max"] == pytest.approx(fresh.max(), abs=1e-5)
+    assert found["train/same_weights_logprob_abs_diff"] == pytest.approx(fresh.mean(), abs=1e-5)
+    assert found["train/same_weights_logprob_abs_diff_max"] == pytest.approx(fresh.max(), abs=1e-5)
     old = trainer.step(rollouts(1, staleness=np.ones(16 * 8, np.int32))).metrics
     assert "train/train_rollout_logprob_abs_diff_max" in old
-    assert "train/fresh_logprob_abs_diff" not in old
-    assert not any("fresh" in name or name.endswith("diff_max") for name in trainer.step(demonstrations()).metrics)
+    assert "train/same_weights_logprob_abs_diff" not in old
+    assert not any("same_weights" in name or name.endswith("diff_max") for name in trainer.step(demonstrations()).metrics)
 
 
 def test_shards_are_whole_named_snapshots(make: MakeTrainer) -> None:

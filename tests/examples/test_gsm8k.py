@@ -134,6 +134,8 @@ def test_the_loop_runs_on_a_cpu_and_is_reported(tmp_path: Path) -> None:
     assert int(rows[0]["version"]) >= 7
     for row in rows:
         assert float(row["|dlogp| all max"]) >= float(row["|dlogp| all mean"]) >= 0
+        # Float32 on both sides: what is left of the distance under the same weights is rounding.
+        assert float(row["|dlogp| same weights max"]) < 1e-3
         assert float(row["trained tok/s"]) > 0
 
 

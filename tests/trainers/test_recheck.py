@@ -1,0 +1,101 @@
+"""Rounding told from drift: samples scored again with the very weights that sampled them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from streamrl.config.tree import Config, OptimizerConfig, TasksConfig, TrainerConfig
+from streamrl.core.batches import TrainBatch
+from streamrl.trainers.factory import make_trainer
+from streamrl.trainers.protocol import Role
+from streamrl.trainers.recheck import single_age
+from streamrl.trainers.torch import TorchTrainer
+
+MEAN, MAX = "train/same_weights_logprob_abs_diff", "train/same_weights_logprob_abs_diff_max"
+Rollouts = Callable[..., TrainBatch]
+
+
+def make(directory: Path, dtype: Any = "float32", **trainer: Any) -> TorchTrainer:
+    options = {"optimizer": OptimizerConfig(learning_rate=0.02), "check_logprobs": 5, "dtype": dtype, **trainer}
+    found = make_trainer(Config(trainer=TrainerConfig(**options), tasks=TasksConfig(max_staleness=2)), directory)
+    assert isinstance(found, TorchTrainer)
+    return found
+
+
+def sampled(batch: TrainBatch, trainer: TorchTrainer) -> TrainBatch:
+    """The batch as if `trainer`, as it is now, had sampled its trained tokens."""
+    return replace(batch, sampler_logprobs=np.where(batch.loss_mask, trainer.score(batch, Role.POLICY), 0.0).astype(np.float32))
+
+
+def aged(batch: TrainBatch, age: int) -> TrainBatch:
+    return replace(batch, staleness=np.where(batch.loss_mask, age, 0).astype(np.int32))
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 0.05)])
+@pytest.mark.parametrize("age", [0, 1, 2])
+def test_the_drift_is_left_out_whatever_the_age(model_dir: Path, rollouts: Rollouts, dtype: str, bound: float, age: int) -> None:
+    trainer = make(model_dir, dtype)
+    batches: list[TrainBatch] = []
+    for step in range(3):
+        batches.append(sampled(rollouts(step + 10), trainer))
+        if step < 2:
+            trainer.step(rollouts(step))
+    # Sampled by version 2 - age, trained from version 2.
+    old = aged(replace(batches[2 - age], version=rollouts(2).version), age)
+    found = trainer.step(old).metrics
+    assert found[MEAN] <= found[MAX] < bound
+    if age:
+        assert found["train/train_rollout_logprob_abs_diff_max"] > 10 * found[MAX]
+
+
+def test_a_wrong_version_shows(model_dir: Path, rollouts: Rollouts) -> None:
+    trainer = make(model_dir)
+    batch = sampled(rollouts(10), trainer)
+    trainer.step(rollouts(0))
+    trainer.step(rollouts(1))
+    found = trainer.step(aged(replace(batch, version=rollouts(2).version), 1)).metrics
+    assert found[MAX] > 0.05
+
+
+def test_it_changes_no_bit(model_dir: Path, rollouts: Rollouts) -> None:
+    plain, checked = make(model_dir, check_logprobs=0), make(model_dir)
+    for step in range(4):
+        batch = aged(rollouts(step), min(step, 2))
+        one, other = plain.step(batch), checked.step(batch)
+        assert one.digest == other.digest
+        # Without it there are numbers only where the newest weights sampled.
+        assert (MEAN in one.metrics) == (step == 0)
+        assert MEAN in other.metrics
+
+
+def test_versions_that_are_not_kept_give_no_number(model_dir: Path, rollouts: Rollouts, tmp_path: Path) -> None:
+    trainer = make(model_dir)
+    assert MEAN not in trainer.step(aged(rollouts(3), 1)).metrics
+    saved = trainer.save(tmp_path / "at", b"", version=rollouts(4).version)
+    trainer.step(aged(rollouts(4), 1))
+    trainer.step(aged(rollouts(5), 2))
+    saved.result()
+    trainer.load(tmp_path / "at")
+    # Back at version 4: what was kept of 5 is not mistaken for it, 3 and 4 are still known.
+    batch = sampled(rollouts(4), trainer)
+    assert trainer.step(aged(batch, 0)).metrics[MAX] < 1e-5
+
+
+def test_samples_of_several_versions_have_no_age_of_their_own(rollouts: Rollouts) -> None:
+    batch = aged(rollouts(0), 2)
+    ages = batch.staleness.copy()
+    first = int(np.flatnonzero(batch.loss_mask)[0])
+    ages[first] = 1
+    mask = batch.loss_mask.copy()
+    last = batch.offsets[-2]
+    mask[last:] = False
+    found = single_age(replace(batch, staleness=ages, loss_mask=mask))
+    assert found[0] == -1
+    assert found[-1] == -1
+    assert (found[1:-1] == 2).all()
