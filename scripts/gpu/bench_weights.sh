@@ -40,14 +40,14 @@ measure() {
 
 tables=()
 case $question in
-    8b) measure 8B 540 --plan full --streams 128 --tokens 1500 "$@" ;;
+    8b) measure 8B 510 --plan full --streams 128 --tokens 1500 "$@" ;;
     wide) measure 8B 420 --plan short --streams 256 --tokens 1200 "$@" ;;
     small)
         measure 0.6B 260 --plan short --streams 128 --tokens 1500 "$@"
         measure 4B 300 --plan short --streams 128 --tokens 1500 "$@"
         ;;
-    30b) measure 30B-A3B 560 --plan short --streams 128 --tokens 1000 "$@" ;;
-    graphs) measure 8B 540 --plan steady:6,paced:10/1,steady:6 --streams 128 --tokens 1500 --default-graphs "$@" ;;
+    30b) measure 30B-A3B 520 --plan short --streams 128 --tokens 1000 "$@" ;;
+    graphs) measure 8B 520 --plan steady:6,paced:10/1,steady:6 --streams 128 --tokens 1500 --default-graphs "$@" ;;
     *) echo "bench_weights.sh: expected 8b, small, 30b, graphs or wide, got $question" >&2; exit 2 ;;
 esac
 keep_kernels "$out/triton.tar.gz"

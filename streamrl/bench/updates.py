@@ -57,17 +57,19 @@ class Updates:
             change: change the trainer's weights first; otherwise the same bytes go out under a new number.
             digest: have every rank digest what it serves afterwards (costs a pass over all weights).
         """
-        if change:
-            await asyncio.to_thread(self._trainer.step, spread_s=self._spread_s)
         self._number += 1
         version = Version(0, self._number)
         start_s = time.monotonic()
         try:
+            if change:
+                await asyncio.to_thread(self._trainer.step, spread_s=self._spread_s)
+            start_s = time.monotonic()
             if mode in STOCK:
                 return await self._with_stock(mode, window, version)
             return await self._with_ours(mode, window, version, digest=digest)
-        except StreamRLError as error:
-            return _record(window, mode, version, at_s=start_s, error=str(error))
+        except (StreamRLError, OSError, RuntimeError) as error:
+            # A device or a disk that is full (torch says so by RuntimeError) ends this update, and the others show what they show.
+            return _record(window, mode, version, at_s=start_s, error=f"{type(error).__name__}: {error}")
 
     async def digested(self, record: UpdateRecord) -> UpdateRecord:
         """The newest version's record with the digest of what every rank serves now."""
@@ -108,10 +110,10 @@ class Updates:
         return record
 
     async def _with_stock(self, mode: Mode, window: int, version: Version) -> UpdateRecord:
-        tensors = self._trainer.tensors
+        tensors = await asyncio.to_thread(self._beside_engine) if mode is Mode.TENSOR else self._trainer.tensors
         start_s = time.monotonic()
         if mode is Mode.TENSOR:
-            payload = await asyncio.to_thread(self._payload, tensors)
+            payload = await asyncio.to_thread(tensor_payload, tensors)
             ready_s = time.monotonic()
             paused = await self._stock.update_from_tensor(payload)
         else:
@@ -124,9 +126,9 @@ class Updates:
         ranks = [nbytes] * self._engine.tensor_parallel
         return _stock_record(window, mode, version, start_s=start_s, ready_s=ready_s, paused=paused, nbytes=ranks)
 
-    def _payload(self, tensors: dict[str, torch.Tensor]) -> str:
-        """Handles of the weights: on the engine's own device if they fit there too, which is where stock's update is fastest."""
-        device = self._engine.device
+    def _beside_engine(self) -> dict[str, torch.Tensor]:
+        """The weights on the engine's own device if they fit there too: stock's best case, so moving them is not counted as its time."""
+        tensors, device = self._trainer.tensors, self._engine.device
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
         elsewhere = any(tensor.device != device for tensor in tensors.values())
         if device.type == "cuda" and elsewhere and self._engine.tensor_parallel == 1:
@@ -135,7 +137,7 @@ class Updates:
             for name, copy in self._copies.items():
                 copy.copy_(tensors[name])
             torch.cuda.synchronize(device)
-        return tensor_payload(self._copies or tensors)
+        return self._copies or tensors
 
 
 def _stock_record(

@@ -55,9 +55,10 @@ def run(options: Options) -> Path:
         raise ConfigError(f"--out: expected a new directory, got {out} with the files of another run", hint="choose another one")
     out.mkdir(parents=True, exist_ok=True)
     place = _SHM if _SHM.is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="streamrl-bench-", dir=place) as scratch:
+    prefix = "streamrl-bench-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=place) as scratch, tempfile.TemporaryDirectory(prefix=prefix) as disk:
         try:
-            asyncio.run(_until_told(WeightBench(options, out, Path(scratch))))
+            asyncio.run(_until_told(WeightBench(options, out, Path(scratch), Path(disk))))
         except asyncio.CancelledError as error:
             raise EngineError("the benchmark was told to end before its last window", hint=f"see {out} for what it has measured") from error
     return out
@@ -92,13 +93,15 @@ class WeightBench:
     Args:
         options: resolved.
         out: for the raw files.
-        scratch: for the model, versions and checkpoints; in memory where the system has such a place.
+        scratch: for the model and versions; in memory where the system has such a place.
+        disk: for checkpoints.
     """
 
-    def __init__(self, options: Options, out: Path, scratch: Path) -> None:
+    def __init__(self, options: Options, out: Path, scratch: Path, disk: Path) -> None:
         self._options = options
         self._out = out
         self._scratch = scratch
+        self._disk = disk
         self._windows: list[WindowRecord] = []
         self._updates: list[UpdateRecord] = []
         self._checks: list[Check] = []
@@ -137,7 +140,7 @@ class WeightBench:
             engine,
             StockEngine(engine.client, sglang=engine.sglang, tensor_parallel=options.tensor_parallel),
             model_dir=model_dir,
-            scratch=self._scratch,
+            scratch=self._disk,
             spread_s=_SPREAD_S if device == engine.device and device.type == "cuda" else 0.0,
         )
 

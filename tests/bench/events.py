@@ -88,7 +88,10 @@ def raw() -> Raw:
         flags={},
         start_server_s=1.0,
         started_unix_s=0.0,
-        hello=[{"graphs_s": 1.5, "graphs_nbytes": 2e8, "buffer_nbytes": 3e9}, {"graphs_s": 1.0, "graphs_nbytes": 1e8, "buffer_nbytes": 3e9}],
+        hello=[
+            {"graphs_s": 1.5, "graphs_nbytes": 2e8, "buffer_nbytes": 3e9},
+            {"graphs_s": 1.0, "graphs_nbytes": 1e8, "buffer_nbytes": 3e9},
+        ],
         windows=list(windows()),
         checks=[Check("pushing the same bytes changes no token", True, "64 tokens")],
     )

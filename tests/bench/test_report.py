@@ -91,6 +91,11 @@ def test_a_planted_request_fails_its_check(raw, change, check):
     assert [one.name for one in report.checks if not one.held] == [check]
 
 
+def test_no_speed_is_judged_on_a_cpu(raw):
+    report = build_report(msgspec.structs.replace(raw, run=msgspec.structs.replace(raw.run, device="CPU")), resamples=10)
+    assert [target.name for target in report.targets if target.met is not None] == ["requests aborted, retracted or failed"]
+
+
 def test_aborts_and_retractions_miss_the_target(raw):
     broken = [msgspec.structs.replace(raw.requests[0], finish="abort", retractions=2)]
     report = build_report(msgspec.structs.replace(raw, requests=broken), resamples=10)

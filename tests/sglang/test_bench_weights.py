@@ -1,0 +1,71 @@
+"""`streamrl bench weights` from end to end: a real SGLang, a real load, every way to update. No time is asserted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PLAN = "steady:0.5,paced:1.5/0.5,steady:0.5,flip:1/0.5,steady:0.5,copy:1/0.5,steady:0.5,tensor:1/1,steady:0.5,disk:1/1,steady:0.5"
+
+
+def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "streamrl", "bench", "weights", *map(str, arguments)]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=170)
+
+
+@pytest.fixture(scope="module")
+def measured(sglang_python, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    out = tmp_path_factory.mktemp("bench") / "out"
+    return out, bench("--shape", "tiny", "--plan", PLAN, "--python", sglang_python, "--tokens", "32", "--out", out, "--json")
+
+
+@pytest.mark.slow
+def test_every_way_to_update_is_measured(measured):
+    out, ended = measured
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    report = json.loads(ended.stdout)
+    assert [check["name"] for check in report["checks"] if not check["held"]] == []
+    rows = {row["title"]: row for row in report["rows"]}
+    assert {title: row["updates"] for title, row in rows.items()} == {
+        "steady": 0,
+        "paced, 0.5 s": 3,
+        "flip, 0.5 s": 2,
+        "copy, 0.5 s": 2,
+        "tensor, 1 s": 1,
+        "disk, 1 s": 1,
+    }
+    assert all(row["failed"] == 0 and row["gap"]["n"] > 0 and row["tokens_per_s"] > 0 for row in rows.values())
+    assert report["requests"] > 0
+    assert (report["aborted"], report["retracted"], report["failed_requests"]) == (0, 0, 0)
+    nbytes = report["run"]["nbytes"]
+    assert all(rows[title]["wire_bytes"] == nbytes for title in rows if title != "steady")
+    updates = [json.loads(line) for line in (out / "updates.jsonl").read_text().splitlines()]
+    ours = [update for update in updates if update["mode"] not in ("tensor", "disk")]
+    assert len(ours) == 13
+    assert all(update["publish_s"] < update["announced_s"] < update["staged_s"] < update["commit_s"] for update in ours)
+
+
+@pytest.mark.slow
+def test_report_needs_the_raw_files_only(measured, tmp_path):
+    out, _ = measured
+    for name in ("run.json", "updates.jsonl", "requests.jsonl", "forwards.npz", "tokens.npz"):
+        shutil.copy(out / name, tmp_path)
+    ended = bench("--report", tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == (tmp_path / "table.md").read_text() == (out / "table.md").read_text()
+    assert (tmp_path / "timeline.png").read_bytes() == (out / "timeline.png").read_bytes()
+    assert (tmp_path / "report.json").read_text() == (out / "report.json").read_text()
+
+
+def test_a_shape_that_needs_a_gpu_is_refused_without_one(tmp_path):
+    ended = bench("--shape", "8B", "--out", tmp_path / "out")
+    assert ended.returncode == 1
+    assert "expected a GPU" in ended.stderr and "--shape tiny" in ended.stderr
+    assert not (tmp_path / "out").exists()
