@@ -5,17 +5,24 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from streamrl.config.tree import Config, EvaluationConfig, WarmupConfig
+from streamrl.config.tree import Config, EngineConfig, EvaluationConfig, WarmupConfig, WeightsConfig
+from streamrl.consumers import engine_worker
 from streamrl.producers.evaluation import Schedule, main
+from streamrl.runtime.kinds import num_workers
 from streamrl.schemas.codec import decode, encode
+from streamrl.schemas.control import EnginePresence
 from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import EVENTS
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
+from streamrl.weights.factory import make_publisher
+from streamrl.weights.manifest import Content
+from streamrl.weights.protocol import Shard
 from tests.producers.conftest import Loop
 from tests.producers.policies import script, serve_logits
 
@@ -144,3 +151,65 @@ async def test_a_restarted_evaluator_does_what_is_left(loop: Loop, config: Confi
         async with loop.serving(main, again):
             await trained(loop, config, 3, warm=True)
             assert [(e["version"], e["final"]) for e in await evaluations(loop, 3)][2] == ("0.3", False)
+
+
+async def test_engines_of_its_own_answer_at_the_version_that_is_due_while_the_others_serve_the_newest(loop: Loop, config: Config) -> None:
+    """Everything but the trainer is real: both engine workers, the weights and the pins on the bus."""
+    config = replace(
+        config, evaluation=replace(config.evaluation, engines=1), weights=WeightsConfig(transport="bus", keep=0, anchor_every=3)
+    )
+    publisher = make_publisher(
+        config.weights,
+        bus=loop.bus,
+        subjects=loop.subjects,
+        policy="policy",
+        run_dir=loop.run_dir.path,
+        loop=asyncio.get_running_loop(),
+    )
+    for number in range(6):
+        logits = script(loop.tokenizer, {(0, "<|assistant|>"): str(number)})
+        data = np.ascontiguousarray(logits).view(np.uint8).reshape(-1)
+        shard = Shard(name="logits", dtype="float32", global_shape=logits.shape, shape=logits.shape, data=data)
+        await asyncio.to_thread(publisher.offer, Version(0, number), Content([shard]).digest, [shard])
+    await asyncio.to_thread(publisher.close)
+
+    worker = loop.worker(kind="evaluator", config=config)
+    engines = [loop.worker(index, kind="engine", config=config) for index in (0, 1)]
+    async with loop.serving(engine_worker.main, engines[0]), loop.serving(engine_worker.main, engines[1]):
+        service = asyncio.create_task(main(worker))
+        await serving(loop, {"rollout": Version(0, 5), "evaluation": None})
+        await trained(loop, config, 1, warm=False)
+        await trained(loop, config, 2, warm=True)
+        [first] = await evaluations(loop, 1)
+        await serving(loop, {"rollout": Version(0, 5), "evaluation": Version(0, 2)})
+        await trained(loop, config, 3, warm=True)
+        await trained(loop, config, 4, warm=True)
+        [_, second] = await evaluations(loop, 2)
+        await trained(loop, config, 5, warm=True)
+        await worker.event("finished", {"version": "0.5"})
+        async with asyncio.timeout(20):
+            await service
+    [_, _, last] = await evaluations(loop, 3)
+    for detail, number in ((first, 2), (second, 4), (last, 5)):
+        assert (detail["version"], detail["versions"]) == (f"0.{number}", [f"0.{number}"] * 2)
+        assert [problem["got"] for problem in detail["problems"]] == [str(number)] * 8
+    assert not await loop.bus.kv.keys("pins/")
+
+
+async def serving(loop: Loop, expected: dict[str, Version | None]) -> None:
+    """Wait until the engine of each role announces that it serves this version."""
+    async with asyncio.timeout(30):
+        while True:
+            entries = [await loop.bus.kv.get(key) for key in await loop.bus.kv.keys("presence/engines/")]
+            found = [decode(entry.value, EnginePresence) for entry in entries if entry and entry.value]
+            if {presence.role: presence.serving for presence in found} == expected:
+                return
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(("index", "role"), [(0, "rollout"), (1, "rollout"), (2, "evaluation"), (3, "evaluation"), (4, "rollout")])
+def test_the_engines_behind_the_runs_own_are_for_evaluations(index: int, role: str) -> None:
+    """One that joins by hand gets an index behind all of them, and serves rollouts."""
+    config = Config(engine=EngineConfig(workers=2), evaluation=EvaluationConfig(engines=2))
+    assert engine_worker.role_of(config, index) == role
+    assert num_workers(config, "engine") == 4

@@ -1,0 +1,293 @@
+"""Pinned versions: the lease that keeps their bytes, the choice of what to serve, and two engines of which one stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamrl.bus.protocol import Bus
+from streamrl.config.tree import EngineConfig
+from streamrl.consumers.weight_choice import choose_latest, choose_pinned
+from streamrl.consumers.weights import WeightWatcher
+from streamrl.engines.protocol import GenerateRequest
+from streamrl.engines.table import TableEngine
+from streamrl.errors import WeightSyncError
+from streamrl.schemas.control import EVALUATION_ROLE
+from streamrl.schemas.subjects import WEIGHTS, Subjects
+from streamrl.schemas.tasks import Sampling
+from streamrl.schemas.versions import Version
+from streamrl.weights.bus import BusTransport
+from streamrl.weights.manifest import Content
+from streamrl.weights.pins import Pin, Pins
+from streamrl.weights.protocol import Shard
+from streamrl.weights.publisher import Publisher
+
+SUBJECTS = Subjects("r")
+VOCAB, POSITIONS = 24, 3
+
+
+def v(number: int, epoch: int = 0) -> Version:
+    return Version(epoch, number)
+
+
+def test_the_newest_is_served_or_the_one_so_many_before_it():
+    announced = [v(number) for number in (0, 1, 2, 4, 5)]
+    assert choose_latest([]) is None
+    assert choose_latest(announced) == v(5)
+    assert [choose_latest(announced, delay) for delay in (1, 2, 3, 9)] == [v(4), v(4), v(2), v(0)]
+    assert choose_latest([*announced, v(4, 1)], 0) == v(4, 1)
+
+
+def test_a_pin_is_served_until_it_is_let_go():
+    announced = {v(number) for number in (0, 1, 2, 5)}
+    assert choose_pinned(announced, [], None) is None
+    assert choose_pinned(announced, [v(1)], None) == v(1)
+    assert choose_pinned(announced, [v(1)], v(1)) is None
+    # The lower pin first; the other one when it is gone.
+    assert choose_pinned(announced, [v(5), v(1)], None) == v(1)
+    assert choose_pinned(announced, [v(5), v(1)], v(1)) is None
+    assert choose_pinned(announced, [v(5)], v(1)) == v(5)
+    # A version that was replaced before it was published; one that is still to come.
+    assert choose_pinned(announced, [v(3)], v(1)) == v(5)
+    assert choose_pinned(announced, [v(6)], v(1)) is None
+    # There is no way back, and who asks for it blocks nobody.
+    assert choose_pinned(announced, [v(1)], v(2)) is None
+    assert choose_pinned(announced, [v(1), v(5)], v(2)) == v(5)
+    # A version of an epoch that was forked at a lower number is no stand-in.
+    assert choose_pinned({v(3, 1)}, [v(5)], v(2)) is None
+    assert choose_pinned({v(3, 1), v(5, 1)}, [v(5)], v(2)) == v(5, 1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    announced=st.sets(st.integers(0, 20), max_size=12),
+    pins=st.sets(st.integers(0, 20), max_size=4),
+    serving=st.none() | st.integers(0, 20),
+)
+def test_an_engine_with_pins_never_goes_back_and_never_moves_without_one(announced, pins, serving):
+    served = None if serving is None else v(serving)
+    chosen = choose_pinned([v(n) for n in announced], [v(n) for n in pins], served)
+    if chosen is not None:
+        assert pins and chosen.number in announced
+        assert served is None or chosen > served
+        assert any(pin <= chosen.number for pin in pins)
+
+
+async def until(pins: Pins, expected: set[Version]) -> None:
+    async with asyncio.timeout(10):
+        while await pins.versions() != expected:
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.nats
+async def test_a_pin_lasts_as_long_as_its_holder_and_no_longer(nats_bus: Bus):
+    pins = Pins(nats_bus.kv, "policy")
+    async with pins.held(v(3), "evaluator-0", ttl_s=1.0, role="evaluation"):
+        await asyncio.sleep(2.5)
+        assert await pins.versions() == {v(3)}
+    assert await pins.versions() == frozenset()
+    # A holder that dies renews nothing.
+    await pins.hold(v(4), "evaluator-0", ttl_s=1.0)
+    await until(pins, set())
+
+
+@pytest.mark.nats
+async def test_pins_are_seen_as_they_come_and_go(nats_bus: Bus):
+    pins = Pins(nats_bus.kv, "policy")
+    seen: asyncio.Queue[Pin] = asyncio.Queue()
+
+    async def watch() -> None:
+        async for pin in pins.watch():
+            await seen.put(pin)
+
+    async with asyncio.timeout(20):
+        await pins.hold(v(1), "a", role="evaluation")
+        await nats_bus.kv.put("pins/policy/no-version/a", b"")
+        watching = asyncio.create_task(watch())
+        assert await seen.get() == Pin(v(1), "a", "evaluation")
+        await pins.hold(v(2), "b", ttl_s=1.0)
+        assert await seen.get() == Pin(v(2), "b")
+        await pins.release(v(1), "a")
+        gone = {await seen.get(), await seen.get()}
+        assert gone == {Pin(v(1), "a", live=False), Pin(v(2), "b", live=False)}
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+
+
+def table(number: int) -> list[Shard]:
+    """Logits under which every token is almost surely `number`."""
+    logits = np.zeros((POSITIONS, VOCAB, VOCAB), np.float32)
+    logits[:, :, number] = 50.0
+    return [Shard(name="logits", dtype="float32", global_shape=logits.shape, shape=logits.shape, data=logits.reshape(-1).view(np.uint8))]
+
+
+class Served:
+    """A table engine with its watcher, as an engine worker has them."""
+
+    def __init__(self, bus: Bus, model_dir: Path, name: str, role: str) -> None:
+        self.engine = TableEngine(model_dir, EngineConfig(kind="table", slots=4), engine_id=name, policy="policy", max_len=1000)
+        self.transport = BusTransport(bus.blobs, run="r", policy="policy", threads=1)
+        self.committed: asyncio.Queue[Version] = asyncio.Queue()
+        self.failed: asyncio.Queue[str] = asyncio.Queue()
+        self.watcher = WeightWatcher(
+            bus,
+            SUBJECTS,
+            self.engine,
+            {"bus": self.transport},
+            policy="policy",
+            engine=name,
+            event=self._event,
+            committed=self.committed.put,
+            backoff_s=0.05,
+            pins=Pins(bus.kv, "policy") if role == EVALUATION_ROLE else None,
+            role=role,
+        )
+
+    async def _event(self, _: str, detail: dict[str, Any]) -> None:
+        if "error" in detail:
+            await self.failed.put(detail["error"])
+
+    async def token(self) -> int:
+        request = GenerateRequest(request_id="q", prompt_ids=(0,), sampling=Sampling(max_new_tokens=1, ignore_eos=True), seeds=(7,))
+        [token] = [token async for chunk in self.engine.generate(request) for token in chunk.token_ids]
+        return token
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        await self.engine.start()
+        task = asyncio.create_task(self.watcher.run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            self.transport.close()
+            await self.engine.stop()
+
+
+class Trainer:
+    """The publishing side; one version is kept."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.pins = Pins(bus.kv, "policy")
+        self.transport = BusTransport(bus.blobs, run="r", policy="policy", pins=self.pins, part_bytes=500, anchor_every=3, threads=1)
+        self._bus = bus
+        self._publisher = Publisher(bus, SUBJECTS, self.transport, policy="policy", loop=asyncio.get_running_loop(), keep=1)
+
+    async def publish(self, *numbers: int) -> None:
+        for number in numbers:
+            after = (await self._bus.state(WEIGHTS)).last
+            await asyncio.to_thread(self._publisher.offer, v(number), Content(table(number)).digest, table(number))
+            async for _ in self._bus.read(WEIGHTS, after=after):
+                break
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._publisher.close)
+        self.transport.close()
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    (tmp_path / "table.json").write_bytes(msgspec.json.encode({"vocab": VOCAB, "max_position": POSITIONS, "eos": VOCAB - 1}))
+    return tmp_path
+
+
+@pytest.fixture
+async def trainer(nats_bus: Bus) -> AsyncIterator[Trainer]:
+    one = Trainer(nats_bus)
+    yield one
+    await one.close()
+
+
+@pytest.fixture
+async def serve(nats_bus: Bus, model_dir: Path) -> AsyncIterator[Callable[[str, str], Any]]:
+    async with AsyncExitStack() as stack:
+
+        async def one(name: str, role: str) -> Served:
+            served = Served(nats_bus, model_dir, name, role)
+            await stack.enter_async_context(served.running())
+            return served
+
+        yield one
+
+
+@pytest.mark.nats
+async def test_an_evaluation_holds_a_version_while_others_move_on(trainer: Trainer, serve):
+    """One version is kept, the anchor is three versions apart: the pin alone keeps what version 4 is made from."""
+    async with asyncio.timeout(60):
+        rollout, evaluation = await serve("engine-0", "rollout"), await serve("engine-1", EVALUATION_ROLE)
+        await trainer.publish(*range(5))
+        while await rollout.committed.get() != v(4):
+            pass
+        assert evaluation.watcher.serving is None
+        async with trainer.pins.held(v(4), "evaluator-0", role=EVALUATION_ROLE):
+            assert await evaluation.committed.get() == v(4)
+            await trainer.publish(*range(5, 12))
+            while await rollout.committed.get() != v(11):
+                pass
+            assert (await rollout.token(), await evaluation.token()) == (11, 4)
+            # One that starts now finds the bytes; the versions between are gone.
+            late = await serve("engine-2", EVALUATION_ROLE)
+            assert await late.committed.get() == v(4)
+            assert await late.token() == 4
+        # It stays until the next one asks for another version.
+        await trainer.publish(12)
+        assert await rollout.committed.get() == v(12)
+        assert await evaluation.token() == 4
+        async with trainer.pins.held(v(12), "evaluator-0", role=EVALUATION_ROLE):
+            assert await evaluation.committed.get() == v(12)
+        await trainer.publish(13)
+        assert {v(4)}.isdisjoint(await stored(trainer))
+
+
+async def stored(trainer: Trainer) -> set[Version]:
+    names = [name.split("/")[2].split("-") for name in await trainer._bus.blobs.names()]
+    return {Version(int(epoch), int(number)) for epoch, number in names}
+
+
+@pytest.mark.nats
+async def test_a_pinned_version_that_was_never_published_or_is_gone_stands_for_the_next(trainer: Trainer, serve):
+    async with asyncio.timeout(60):
+        evaluation = await serve("engine-1", EVALUATION_ROLE)
+        await trainer.publish(0, 1, 3)
+        async with trainer.pins.held(v(2), "evaluator-0", role=EVALUATION_ROLE):
+            assert await evaluation.committed.get() == v(3)
+        await trainer.publish(*range(4, 10))
+        # Version 4 was retired before anybody pinned it; the newest is there, and what it is made from.
+        async with trainer.pins.held(v(4), "evaluator-0", role=EVALUATION_ROLE):
+            taken = await evaluation.committed.get()
+            assert taken > v(4) and await evaluation.token() == taken.number
+            assert "policy 0.4: expected its bytes on bus" in await evaluation.failed.get()
+
+
+@pytest.mark.nats
+async def test_damaged_changes_leave_what_is_served_alone(trainer: Trainer, serve, nats_bus: Bus):
+    async with asyncio.timeout(60):
+        rollout = await serve("engine-0", "rollout")
+        await trainer.publish(0, 1)
+        while await rollout.committed.get() != v(1):
+            pass
+        before = await rollout.token()
+        manifest = await trainer.transport.publish(v(2), iter(table(2)))
+        for part in manifest.parts:
+            data = bytearray(await nats_bus.blobs.get(part.location))
+            data[-1] ^= 1
+            await nats_bus.blobs.delete(part.location)
+            await nats_bus.blobs.put(part.location, bytes(data))
+        await nats_bus.publish(SUBJECTS.weights("policy"), msgspec.msgpack.encode(manifest))
+        assert "sha256" in await rollout.failed.get()
+        assert (rollout.watcher.serving, await rollout.token()) == (v(1), before)
+        with pytest.raises(WeightSyncError):
+            await anext(aiter(rollout.transport.fetch(manifest, rollout.engine.wants(manifest))))
+        await trainer.publish(3)
+        assert await rollout.committed.get() == v(3)
+        assert await rollout.token() == 3
