@@ -1,0 +1,80 @@
+"""Choices of the torch trainer that decide where and how it computes: type, device, attention, activation checkpointing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from streamrl.config.tree import Config, ModelConfig, OptimizerConfig, TrainerConfig
+from streamrl.core.batches import TrainBatch
+from streamrl.core.logprobs import _fixed_point_cumsum
+from streamrl.errors import ConfigError
+from streamrl.schemas.versions import Version
+from streamrl.trainers.causal_lm import CausalLM
+from streamrl.trainers.factory import make_trainer
+from streamrl.trainers.fingerprint import numerics_fingerprint
+from streamrl.trainers.protocol import Trainer
+
+
+def make(directory: Path, **trainer: Any) -> Trainer:
+    options = {"optimizer": OptimizerConfig(learning_rate=1e-5), "device": "cpu", **trainer}
+    return make_trainer(Config(trainer=TrainerConfig(**options)), directory)
+
+
+def test_bfloat16_parameters_have_float32_masters(model_dir: Path, rollouts: Callable[..., TrainBatch], tmp_path: Path) -> None:
+    trainer = make(model_dir, dtype="bfloat16")
+    for step in range(3):
+        trainer.step(rollouts(step))
+    assert {shard.dtype for shard in trainer.shards()} == {"bfloat16"}
+    trainer.save(tmp_path / "at", b"", version=Version(0, 3)).result()
+    parameters, optimizer = load_file(tmp_path / "at" / "model.safetensors"), load_file(tmp_path / "at" / "optimizer.safetensors")
+    for name, parameter in parameters.items():
+        assert optimizer[f"{name}.exp_avg"].dtype == optimizer[f"{name}.exp_avg_sq"].dtype == torch.float32
+        assert torch.equal(optimizer[f"{name}.master"].bfloat16(), parameter)
+    # Steps of 1e-5 are below the rounding of most bfloat16 values: only the masters hold them.
+    assert any(not torch.equal(optimizer[f"{name}.master"], parameter.float()) for name, parameter in parameters.items())
+    resumed = make(model_dir, dtype="bfloat16")
+    resumed.load(tmp_path / "at")
+    assert [resumed.step(rollouts(s)) for s in range(3, 6)] == [trainer.step(rollouts(s)) for s in range(3, 6)]
+
+
+def test_the_trainers_type_wins_over_the_models(model_dir: Path) -> None:
+    fingerprint = numerics_fingerprint(Config(model=ModelConfig(dtype="bfloat16"), trainer=TrainerConfig(dtype="float32", device="cpu")))
+    assert (fingerprint["dtype"], fingerprint["device"]) == ("float32", "cpu")
+    config = Config(model=ModelConfig(dtype="bfloat16"), trainer=TrainerConfig(device="cpu"))
+    assert {shard.dtype for shard in make_trainer(config, model_dir).shards()} == {"bfloat16"}
+
+
+def test_activation_checkpointing_changes_no_bit(model_dir: Path, rollouts: Callable[..., TrainBatch]) -> None:
+    plain, saving = make(model_dir), make(model_dir, gradient_checkpointing=True)
+    for step in range(2):
+        assert saving.step(rollouts(step)) == plain.step(rollouts(step))
+
+
+def test_checkpointed_layers_are_run_again_for_the_gradient(model_dir: Path, rollouts: Callable[..., TrainBatch]) -> None:
+    trainer: Any = make(model_dir, gradient_checkpointing=True)
+    seen: list[int] = []
+    for layer in trainer._policy._body.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: seen.append(1))
+    trainer.step(rollouts())
+    assert len(seen) == 2 * 2
+
+
+def test_what_is_not_there_is_refused(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="attention = flash cannot be used here") as caught:
+        CausalLM(model_dir, torch.float32, torch.device("cpu"), attention="flash")
+    assert "sdpa" in caught.value.hint
+    missing = torch.cuda.device_count() + 3
+    with pytest.raises(ConfigError, match=rf"expected GPU {missing} for rank 0 of the trainer, this process sees {missing - 3}"):
+        make(model_dir, device="cuda", gpu=missing)
+
+
+def test_fixed_point_sums_are_cumulative_sums() -> None:
+    probs = torch.randn(5, 4000, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    assert torch.allclose(_fixed_point_cumsum(probs), probs.double().cumsum(-1).float(), atol=1e-7)
+    assert _fixed_point_cumsum(probs).dtype == probs.dtype

@@ -1,0 +1,100 @@
+"""The ring of snapshot buffers, on the host: what is kept, what is reused, and who is waited for."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from streamrl.errors import TrainingError
+from streamrl.trainers.torch_snapshot import SnapshotRing
+from streamrl.weights.protocol import Shard
+
+CPU = torch.device("cpu")
+
+
+class Readers:
+    """A guard whose readers finish when they are asked to."""
+
+    def __init__(self) -> None:
+        self.asked: list[float] = []
+
+    def revoke(self, patience_s: float) -> bool:
+        self.asked.append(patience_s)
+        return True
+
+
+def ring(slots: int, parameter: torch.Tensor, patience_s: float = 5.0) -> SnapshotRing:
+    parameters = [("w", parameter), ("bias", parameter[0])]
+    return SnapshotRing(parameters, CPU, slots=slots, reader_patience_s=1.5, holder_patience_s=patience_s)
+
+
+def values(shards: list[Shard]) -> list[float]:
+    return [shard.host().view("<f4")[0] for shard in shards]
+
+
+def test_a_snapshot_keeps_its_values_and_frees_its_buffer() -> None:
+    parameter = torch.zeros(2, 3)
+    snapshots = ring(2, parameter)
+    held = snapshots.take()
+    for step in range(1, 5):
+        parameter.fill_(step)
+        assert values(snapshots.take()) == [step, step]
+        assert values(held) == [0, 0]
+    assert len(snapshots._buffers) == 2
+
+
+def test_shards_are_taken_when_they_are_drawn() -> None:
+    parameter = torch.zeros(2, 3)
+    shards = ring(1, parameter).shards()
+    parameter.fill_(7)
+    assert values(list(shards)) == [7, 7]
+
+
+def test_a_published_buffer_is_rewritten_only_after_its_readers_were_asked() -> None:
+    parameter = torch.zeros(2, 3)
+    snapshots = ring(2, parameter)
+    first, second = Readers(), Readers()
+    for guard in (first, second):
+        snapshot = snapshots.take()[0].data.snapshot  # type: ignore[union-attr]
+        snapshot.guard(guard)
+        del snapshot
+        assert (first.asked, second.asked) == ([], [])
+    snapshots.take()
+    assert (first.asked, second.asked) == ([1.5], [])  # the older version goes
+    snapshots.take()
+    assert (first.asked, second.asked) == ([1.5], [])  # a buffer without readers goes first
+
+
+def test_a_guarded_buffer_that_is_still_referenced_is_not_asked_for() -> None:
+    snapshots = ring(1, torch.zeros(2, 3), patience_s=0.01)
+    held = snapshots.take()
+    guard = Readers()
+    held[0].data.snapshot.guard(guard)  # type: ignore[union-attr]
+    with pytest.raises(TrainingError, match=r"expected one of 1 snapshot buffers to become free within 0\.01 s"):
+        snapshots.take()
+    assert guard.asked == []
+
+
+def test_a_snapshot_waits_for_the_publisher_of_the_one_before() -> None:
+    parameter = torch.zeros(2, 3)
+    snapshots = ring(1, parameter)
+    held = [snapshots.take()]
+    taken: list[list[Shard]] = []
+    waiting = threading.Thread(target=lambda: taken.append(snapshots.take()))
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    parameter.fill_(2)
+    held.clear()
+    gc.collect()
+    waiting.join()
+    assert values(taken[0]) == [2, 2]
+
+
+def test_tensors_are_digested_whole() -> None:
+    shard = ring(1, torch.zeros(2, 3)).take()[0]
+    with pytest.raises(TrainingError, match="expected to digest a whole tensor"):
+        shard.data.digest(4, (2, 3), (0, 0), (1, 3))  # type: ignore[union-attr]

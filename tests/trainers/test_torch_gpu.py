@@ -1,0 +1,216 @@
+"""The torch trainer on a GPU: digests and snapshots there, bitwise numerics, the layouts and the memory of a 0.6B model.
+
+Run with `pytest -m gpu -s tests/trainers/test_torch_gpu.py` (`-s` shows what was measured).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from streamrl.config.tree import Config, OptimizerConfig, RunConfig, TrainerConfig
+from streamrl.core.batches import TrainBatch
+from streamrl.core.digest import combine, tensor_digest
+from streamrl.core.logprobs import GPU_CHUNK_ELEMENTS, support, token_logprobs
+from streamrl.core.packing import plan_micro_batches
+from streamrl.schemas.versions import Version
+from streamrl.trainers.causal_lm import CausalLM
+from streamrl.trainers.factory import make_trainer
+from streamrl.trainers.protocol import Role, Trainer
+from streamrl.weights.manifest import Content
+
+# As the trainer's process does before torch begins: cuBLAS reads it once.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+VOCAB = 151_936
+GIB = 1 << 30
+MakeBatch = Callable[..., TrainBatch]
+
+
+def make(directory: Path, *, numerics: Any = "fast", **trainer: Any) -> Trainer:
+    options = {"dtype": "bfloat16", "device": "cuda", "optimizer": OptimizerConfig(learning_rate=1e-4), **trainer}
+    return make_trainer(Config(run=RunConfig(numerics=numerics), trainer=TrainerConfig(**options)), directory)
+
+
+def host_digest(trainer: Any) -> str:
+    """Of the parameters, by way of the host."""
+    return combine(
+        {name: tensor_digest(p.detach().cpu().reshape(-1).view(torch.uint8).numpy(), p.element_size()) for name, p in trainer._parameters}
+    )
+
+
+def say(text: str) -> None:
+    print(f"\n[measured] {text}", flush=True)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of Qwen3-0.6B's shape."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    config = Qwen3Config(vocab_size=VOCAB, **sizes, intermediate_size=3072, tie_word_embeddings=True, max_position_embeddings=32768)
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Qwen3ForCausalLM(config)
+    path = tmp_path_factory.mktemp("qwen3-0.6b")
+    model.to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def groups(make_batch: MakeBatch) -> Callable[..., TrainBatch]:
+    """`groups(count, prompt, answer)`: groups of 4 rollouts with a common prompt and answers of about `answer` tokens."""
+
+    def make(count: int, prompt: int, answer: int, vocab: int = VOCAB, **same: Any) -> TrainBatch:
+        rng = np.random.default_rng(count)
+        samples: list[dict[str, Any]] = []
+        for task in range(count):
+            question = rng.integers(2, vocab, prompt + task).tolist()
+            for rollout in range(4):
+                tokens = rng.integers(2, vocab, int(rng.integers(answer // 2, answer + 1))).tolist()
+                mu = (-np.log(vocab) + 0.1 * rng.standard_normal(len(tokens))).tolist()
+                row = {"prompt": question, "answer": tokens, "mu": mu, "reward": float(rollout == task % 4), "task": task}
+                samples.append({**row, "rollout": rollout, **same})
+        return make_batch(samples)
+
+    return make
+
+
+def test_digests_and_snapshots_follow_the_steps(make_model: Any, rollouts: Callable[..., TrainBatch]) -> None:
+    trainer = make(make_model())
+    assert trainer.step(rollouts()).digest == host_digest(trainer)
+    for step in range(1, 6):
+        result = trainer.step(rollouts(step))
+        shards = list(trainer.shards())
+        later = trainer.step(rollouts(step + 10))
+        content = Content(shards)
+        assert content.digest == result.digest != later.digest
+        assert later.digest == host_digest(trainer)
+        assert {shard.dtype for shard in shards} == {"bfloat16"}
+        host = {s.name: tensor_digest(s.host(), 2) for s in shards}
+        assert combine(host) == result.digest
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.8, "top_k": 6, "temperature": 0.7}])
+def test_bitwise_numerics_give_equal_bits_also_from_a_checkpoint(
+    make_model: Any, rollouts: Callable[..., TrainBatch], tmp_path: Path, sampling: dict[str, Any]
+) -> None:
+    directory = make_model()
+    one, two = (make(directory, numerics="bitwise", minibatches=2) for _ in range(2))
+    for step in range(3):
+        assert one.step(rollouts(step, **sampling)) == two.step(rollouts(step, **sampling))
+    one.save(tmp_path / "at", b"extra", version=Version(0, 3)).result()
+    resumed = make(directory, numerics="bitwise", minibatches=2)
+    assert resumed.load(tmp_path / "at") == b"extra"
+    for step in range(3, 6):
+        assert resumed.step(rollouts(step, **sampling)).digest == two.step(rollouts(step, **sampling)).digest
+
+
+def test_parameters_are_the_rounded_masters(make_model: Any, rollouts: Callable[..., TrainBatch]) -> None:
+    trainer: Any = make(make_model(), optimizer=OptimizerConfig(learning_rate=1e-6))
+    for step in range(5):
+        trainer.step(rollouts(step))
+    masters = dict(trainer._optimizer._masters)
+    assert all(masters[name].dtype == torch.float32 and torch.equal(masters[name].bfloat16(), p) for name, p in trainer._parameters)
+    assert any(not torch.equal(masters[name], p.float()) for name, p in trainer._parameters)
+
+
+def test_a_small_model_learns_the_same_on_both_devices(model_dir: Path, rollouts: Callable[..., TrainBatch]) -> None:
+    there, here = make(model_dir, dtype="float32"), make(model_dir, dtype="float32", device="cpu")
+    for step in range(3):
+        a, b = there.step(rollouts(step)).metrics, here.step(rollouts(step)).metrics
+        assert a == pytest.approx(b, rel=2e-3, abs=1e-4)
+    assert np.abs(there.score(rollouts(9), Role.POLICY) - here.score(rollouts(9), Role.POLICY)).max() < 1e-3
+
+
+@pytest.mark.parametrize(("dtype", "most", "mean"), [(torch.float32, 2e-3, 1e-4), (torch.bfloat16, 0.3, 0.03)])
+def test_layouts_agree_at_the_shape_of_0_6b(
+    qwen: Path, groups: Callable[..., TrainBatch], dtype: torch.dtype, most: float, mean: float
+) -> None:
+    batch = groups(3, 300, 400, temperature=0.8)
+    policy = CausalLM(qwen, dtype, torch.device("cuda"))
+    assert policy.free_masks
+    wanted = np.ones(batch.num_tokens, np.bool_)
+    wanted[batch.offsets[:-1]] = False
+    found: list[np.ndarray] = []
+    for share, several in ((True, True), (False, True), (False, False)):
+        plans = plan_micro_batches(
+            batch, wanted, np.arange(batch.num_samples), budget=8192, share_prefixes=share, several_per_row=several, width=policy.width
+        )
+        values = np.zeros(batch.num_tokens, np.float32)
+        with torch.no_grad():
+            for plan in plans:
+                values[plan.target] = policy.predict(plan, batch)[0].float().cpu().numpy()
+        found.append(values)
+    for other in found[1:]:
+        distance = np.abs(other - found[0])
+        say(f"layouts {dtype}: max {distance.max():.2e}, mean {distance.mean():.2e} nats")
+        assert distance.max() < most and distance.mean() < mean
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_log_probs_of_a_large_vocabulary_stay_small(truncated: bool) -> None:
+    """16,384 tokens of 151,936: all logits at once would be 9.3 GiB in float32, and several times that with the gradient."""
+    tokens = 16_384 if not truncated else 4096
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(tokens, 1024, device="cuda", generator=generator, dtype=torch.bfloat16, requires_grad=True)
+    weight = (0.02 * torch.randn(VOCAB, 1024, device="cuda", generator=generator)).bfloat16().requires_grad_()
+    targets = torch.randint(0, VOCAB, (tokens,), device="cuda", generator=generator)
+    ones = torch.ones(tokens, device="cuda")
+    options: dict[str, Any] = {}
+    if truncated:
+        options = {"top_p_M": 0.9 * ones, "top_k_M": torch.full((tokens,), 50, device="cuda")}
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    logprobs, entropy = token_logprobs(
+        hidden, targets, lambda h: h @ weight.T, vocab_size=VOCAB, temperature_M=ones, chunk_elements=GPU_CHUNK_ELEMENTS, **options
+    )
+    logprobs.sum().backward()
+    end.record()
+    end.synchronize()
+    peak = (torch.cuda.max_memory_allocated() - before) / GIB
+    say(f"log-probs of {tokens} tokens, truncated={truncated}: peak {peak:.1f} GiB, {begin.elapsed_time(end):.0f} ms with gradient")
+    assert peak < (12 if truncated else 7)
+    sample = slice(0, 64)
+    full = (hidden[sample].detach() @ weight.detach().T).float()
+    if truncated:
+        full = full.masked_fill(~support(full, targets[sample], options["top_p_M"][sample], options["top_k_M"][sample]), -torch.inf)
+    expected = full.log_softmax(-1).gather(-1, targets[sample, None])[:, 0]
+    assert (logprobs[sample].detach() - expected).abs().max() < 0.05
+    assert torch.isfinite(hidden.grad).all() and torch.isfinite(entropy).all()
+
+
+def test_layer_checkpointing_saves_memory_and_changes_little(qwen: Path, groups: Callable[..., TrainBatch]) -> None:
+    batch = groups(2, 500, 1500)
+    peaks: dict[bool, float] = {}
+    results: dict[bool, Any] = {}
+    for checkpointing in (False, True):
+        trainer = make(qwen, numerics="bitwise", gradient_checkpointing=checkpointing)
+        trainer.step(batch)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        results[checkpointing] = trainer.step(batch)
+        end.record()
+        end.synchronize()
+        peaks[checkpointing] = torch.cuda.max_memory_allocated() / GIB
+        say(
+            f"0.6B step of {batch.num_tokens} tokens, checkpointing={checkpointing}: {begin.elapsed_time(end):.0f} ms, "
+            f"peak {peaks[checkpointing]:.1f} GiB"
+        )
+        del trainer
+        torch.cuda.empty_cache()
+    assert peaks[True] < peaks[False] - 2
+    assert results[True].digest == results[False].digest
