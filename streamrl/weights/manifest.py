@@ -6,6 +6,7 @@ are zero). It is cut into parts of equal size, each with its own SHA-256, and a 
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
@@ -71,7 +72,9 @@ class Content:
         """Write bytes `start .. start + len(out)` of the concatenation into `out` ([n] uint8)."""
         end = start + len(out)
         out[:] = 0
-        for spec in self.tensors:
+        # A version of a mixture of experts has tens of thousands of tensors, and is filled in thousands of blocks.
+        low = max(0, bisect.bisect_right(self.tensors, start, key=_offset) - 1)
+        for spec in self.tensors[low : bisect.bisect_left(self.tensors, end, key=_offset)]:
             first, last = max(start, spec.offset), min(end, spec.offset + spec.nbytes)
             if first < last:
                 self._copy(spec, first - spec.offset, out[first - start : last - start])
@@ -237,6 +240,10 @@ def wire_bytes(manifest: Manifest) -> int:
     return sum(part.nbytes for parts in own for part in parts) + sum(
         part.nbytes for parts in plain for part in parts if part.location not in linked
     )
+
+
+def _offset(spec: TensorSpec) -> int:
+    return spec.offset
 
 
 def _offer(manifest: Manifest, name: str, parts: tuple[PartRef, ...]) -> Manifest:

@@ -1,0 +1,298 @@
+"""Several trainer ranks publish one version: what they store is the version that one process would have published, or it is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamrl.bus.memory.bus import MemoryBus
+from streamrl.bus.protocol import Bus
+from streamrl.bus.server import NatsServer
+from streamrl.errors import WeightSyncError
+from streamrl.schemas.codec import decode
+from streamrl.schemas.versions import Version
+from streamrl.schemas.weights import Contribution, Link, PartRef, Piece
+from streamrl.weights.bus import BusTransport
+from streamrl.weights.manifest import Content, slices
+from streamrl.weights.protocol import Shard, WeightTransport
+from streamrl.weights.ranks import RankContent, merge, placed
+from streamrl.weights.shm import ShmTransport
+
+MODEL = {
+    "embed": ("bfloat16", (301, 8)),
+    "norm": ("float32", (5,)),
+    "scale": ("float32", ()),
+    "w.up": ("bfloat16", (64, 3, 4)),
+    "none": ("int8", (0, 4)),
+}
+ITEMS = {"bfloat16": 2, "float32": 4, "int8": 1}
+
+
+def model(number: int) -> list[Shard]:
+    """Version `number`: a few elements differ from one to the next."""
+    shards = []
+    for name, (dtype, shape) in MODEL.items():
+        data = np.random.default_rng(0).integers(0, 256, int(np.prod(shape, dtype=int)) * ITEMS[dtype], dtype=np.uint8)
+        data[number::97] += number
+        shards.append(Shard(name=name, dtype=dtype, global_shape=shape, shape=shape, data=data))
+    return shards
+
+
+def rows_of(shards: Sequence[Shard], rank: int, ranks: int) -> list[Shard]:
+    """A rank's rows, as FSDP2 shards them: the last ranks may have none. What has no rows is rank 0's."""
+    own = []
+    for shard in shards:
+        if not shard.shape:
+            own += [shard] if rank == 0 else []
+            continue
+        rows = -(-shard.shape[0] // ranks)
+        low, high = (min(shard.shape[0], edge * rows) for edge in (rank, rank + 1))
+        item = shard.data.nbytes // shard.shape[0] if shard.shape[0] else 0
+        own.append(
+            msgspec.structs.replace(
+                shard,
+                data=shard.data[low * item : high * item],
+                shape=(high - low, *shard.shape[1:]),
+                offset=(low, *(0,) * (len(shard.shape) - 1)),
+            )
+        )
+    return own
+
+
+def whole(number: int) -> bytes:
+    content = Content(model(number))
+    out = np.empty(content.nbytes, np.uint8)
+    content.fill(0, out)
+    return out.tobytes()
+
+
+def contribution(shards: Sequence[Shard], limit: int, stored: dict[str, bytes], name: str) -> Contribution:
+    """What a rank stores, with its bytes in `stored`."""
+    content = RankContent(shards)
+    parts = []
+    for start in range(0, content.nbytes, limit):
+        out = np.empty(min(limit, content.nbytes - start), np.uint8)
+        content.fill(start, out)
+        parts.append(PartRef(location=f"{name}/{start}", offset=start, nbytes=len(out)))
+        stored[f"{name}/{start}"] = out.tobytes()
+    links = (Link(version=Version(0, 1), parts=tuple(parts)),) if parts else ()
+    return Contribution(run="r", policy="policy", version=Version(0, 1), slices=content.slices, links=links, transport="bus")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tensors=st.dictionaries(
+        st.text("abc.", min_size=1, max_size=4),
+        st.tuples(st.sampled_from(sorted(ITEMS)), st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)),
+        min_size=1,
+        max_size=6,
+    ).filter(lambda model: any(np.prod(shape) for _, shape in model.values())),
+    ranks=st.integers(1, 5),
+    limit=st.integers(1, 150),
+)
+def test_what_ranks_store_is_what_one_process_would_have_published(tensors, ranks, limit):
+    rng = np.random.default_rng(ranks)
+    shards = [
+        Shard(
+            name=name,
+            dtype=dtype,
+            global_shape=shape,
+            shape=shape,
+            data=rng.integers(0, 256, int(np.prod(shape)) * ITEMS[dtype], dtype=np.uint8),
+        )
+        for name, (dtype, shape) in tensors.items()
+    ]
+    content = Content(shards)
+    stored: dict[str, bytes] = {}
+    manifest = merge([contribution(rows_of(shards, rank, ranks), limit, stored, str(rank)) for rank in range(ranks)])
+    assert (manifest.tensors, manifest.digest, manifest.nbytes) == (content.tensors, content.digest, content.nbytes)
+    expected = np.empty(content.nbytes, np.uint8)
+    content.fill(0, expected)
+    got = np.zeros(content.nbytes, np.uint8)
+    taken = np.zeros(content.nbytes, int)
+    for part in manifest.parts:
+        for piece in placed(manifest.pieces, part.offset, part.nbytes):
+            first = piece.stored - part.offset
+            got[piece.start : piece.start + piece.nbytes] = np.frombuffer(stored[part.location], np.uint8)[first : first + piece.nbytes]
+            taken[piece.start : piece.start + piece.nbytes] += 1
+    np.testing.assert_array_equal(got, expected)
+    assert taken.max() == 1
+
+
+def test_pieces_are_found_wherever_a_part_is_cut():
+    pieces = (Piece(0, 100, 10), Piece(64, 0, 10), Piece(128, 50, 30))
+    assert list(placed(pieces, 0, 200)) == list(pieces)
+    assert list(placed(pieces, 5, 60)) == [Piece(5, 105, 5), Piece(64, 0, 1)]
+    assert list(placed(pieces, 10, 54)) == []
+    assert list(placed(pieces, 130, 4)) == [Piece(130, 52, 4)]
+    assert list(placed((), 7, 3)) == [Piece(7, 7, 3)]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda made: made[:1], "expected slices of all 2408 elements, got 1208"),
+        (lambda made: [made[0], made[0]], "expected a slice from element 1208 on, got one from 0 on"),
+        (lambda made: [made[0], msgspec.structs.replace(made[1], version=Version(0, 2))], "one run, policy, version, transport and host"),
+        (lambda made: [made[0], msgspec.structs.replace(made[1], host="other")], "other"),
+        (lambda made: [made[0], msgspec.structs.replace(made[1], links=())], "rank 0 a whole version; rank 1 nothing"),
+        (lambda made: [], "at least one rank"),
+    ],
+)
+def test_contributions_that_make_no_version_are_refused(change, said):
+    made = [contribution(rows_of(model(1), rank, 2), 100, {}, str(rank)) for rank in range(2)]
+    with pytest.raises(WeightSyncError, match=said):
+        merge(change(made))
+
+
+def test_ranks_whose_changes_begin_at_different_versions_are_refused():
+    made = []
+    for rank, parent in ((0, 0), (1, 0)):
+        one = contribution(rows_of(model(1), rank, 2), 100, {}, str(rank))
+        made.append(msgspec.structs.replace(one, links=(msgspec.structs.replace(one.links[0], parent=Version(0, parent)),)))
+    assert merge(made).kind == "delta"
+    older = msgspec.structs.replace(made[1].links[0], version=Version(0, 3), parent=Version(0, 2))
+    with pytest.raises(WeightSyncError, match=r"rank 0 changes since 0\.0; rank 1 changes since 0\.2") as caught:
+        merge([made[0], msgspec.structs.replace(made[1], links=(older,))])
+    assert "restart them together" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("shape", "offset", "local"), [((8, 4), (0, 2), (8, 2)), ((8, 4), (0, 0), (8, 2)), ((2, 3, 4), (0, 1, 0), (2, 1, 4))]
+)
+def test_columns_are_refused_with_a_way_out(shape, offset, local):
+    data = np.zeros(4 * int(np.prod(local)), np.uint8)
+    with pytest.raises(WeightSyncError, match="'w': expected a range of rows") as caught:
+        RankContent([Shard(name="w", dtype="float32", global_shape=shape, offset=offset, shape=local, data=data)])
+    assert "full_tensor()" in caught.value.hint
+
+
+def test_two_slices_of_one_rank_and_wrong_sizes_are_refused():
+    [one, *_] = model(1)
+    with pytest.raises(WeightSyncError, match="one slice of a rank, got two"):
+        RankContent([one, one])
+    with pytest.raises(WeightSyncError, match="expected bytes for"):
+        RankContent([msgspec.structs.replace(one, data=one.data[:-1])])
+    with pytest.raises(WeightSyncError, match="'float31'"):
+        RankContent([msgspec.structs.replace(one, dtype="float31")])
+    with pytest.raises(WeightSyncError, match="within shape"):
+        RankContent([msgspec.structs.replace(one, offset=(1, 0))])
+
+
+async def test_a_rank_repeats_itself_without_effect_and_never_contradicts_itself(tmp_path):
+    for transport in (
+        BusTransport(MemoryBus("r").blobs, run="r", policy="policy"),
+        ShmTransport(run="r", policy="policy", directory=tmp_path, rank=1),
+    ):
+        first = await transport.contribute(Version(0, 1), iter(model(1)))
+        assert await transport.contribute(Version(0, 1), iter(model(1))) == first
+        with pytest.raises(WeightSyncError, match="expected the slices contributed before"):
+            await transport.contribute(Version(0, 1), iter(model(2)))
+        transport.close()
+
+
+RANK = """
+import asyncio, os, sys
+from pathlib import Path
+from streamrl.bus import BusAddress, connect
+from streamrl.schemas.codec import encode
+from streamrl.schemas.versions import Version
+from streamrl.weights.bus import BusTransport
+from streamrl.weights.shm import ShmTransport
+from tests.weights.test_ranks import model, rows_of
+
+folder, kind, rank, ranks = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+
+async def main():
+    bus = await connect(BusAddress.load(folder / "bus.json"), "r")
+    if kind == "bus":
+        transport = BusTransport(bus.blobs, run="r", policy="policy", part_bytes=500, anchor_every=3, threads=1)
+    else:
+        transport = ShmTransport(run="r", policy="policy", directory=folder / "weights", part_bytes=500, rank=rank)
+    for number in range(5):
+        made = await transport.contribute(Version(0, number), iter(rows_of(model(number), rank, ranks)))
+        path = folder / f"{kind}-{rank}-{number}"
+        path.with_suffix(".new").write_bytes(encode(made))
+        path.with_suffix(".new").rename(path)
+    # The lock of the shm transport is held until the other end is done.
+    sys.stdin.read()
+    await bus.close()
+
+asyncio.run(main())
+"""
+
+
+def start(command: list[str]) -> subprocess.Popen[bytes]:
+    """A process that ends when its standard input does."""
+    return subprocess.Popen(command, stdin=subprocess.PIPE)
+
+
+async def read_all(transport: WeightTransport, manifest) -> bytes:
+    data = bytearray(manifest.nbytes)
+    async for part in transport.fetch(manifest, slices(manifest)):
+        data[part.start : part.start + len(part.data)] = part.data
+    return bytes(data)
+
+
+@pytest.mark.nats
+@pytest.mark.parametrize("kind", ["shm", "bus"])
+async def test_two_processes_hand_over_their_slices(nats: NatsServer, nats_bus: Bus, tmp_path: Path, kind: str):
+    """Rank 0 announces; a follower and a late joiner read; by bus most of it are changes."""
+    nats.address.save(tmp_path / "bus.json")
+    command = [sys.executable, "-c", RANK, str(tmp_path), kind]
+    processes = [start([*command, str(rank), "2"]) for rank in range(2)]
+
+    def transport() -> BusTransport | ShmTransport:
+        if kind == "bus":
+            return BusTransport(nats_bus.blobs, run="r", policy="policy", anchor_every=3, threads=1)
+        return ShmTransport(run="r", policy="policy", directory=tmp_path / "weights")
+
+    follower, merging = transport(), transport()
+    made = []
+    try:
+        async with asyncio.timeout(60):
+            for number in range(5):
+                paths = [tmp_path / f"{kind}-{rank}-{number}" for rank in range(2)]
+                while not all(path.exists() for path in paths):
+                    assert all(process.poll() is None for process in processes)
+                    await asyncio.sleep(0.02)
+                manifest = merging.merge([decode(path.read_bytes(), Contribution) for path in paths])
+                assert manifest.digest == Content(model(number)).digest
+                assert await follower.holds(manifest)
+                assert await read_all(follower, manifest) == whole(number)
+                joiner = transport()
+                assert await read_all(joiner, manifest) == whole(number)
+                async with joiner.source(manifest) as source:
+                    assert await asyncio.to_thread(Path(source.path).read_bytes) == whole(number)
+                joiner.close()
+                made.append(manifest)
+    finally:
+        for process in processes:
+            process.communicate(timeout=20)
+    assert [process.returncode for process in processes] == [0, 0]
+    if kind == "bus":
+        assert [manifest.kind for manifest in made] == ["full", "delta", "delta", "full", "delta"]
+    part = made[-1].parts[-1]
+    if kind == "shm":
+        assert len({part.location for part in made[-1].parts}) == 2
+        path = tmp_path / "weights" / part.location
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    else:
+        await nats_bus.blobs.delete(part.location)
+    with pytest.raises(WeightSyncError, match=r"sha256|got none of that name"):
+        await read_all(transport(), made[-1])
+    await merging.retire(Version(0, 4))
+    assert [await merging.holds(manifest) for manifest in made[:3]] == [False] * 3
+    follower.close()
+    merging.close()
