@@ -109,7 +109,7 @@ def torch_sums(walks: Sequence[Walk]) -> list[int]:
 
 
 def _sums(device: torch.device, walks: Sequence[Walk]) -> list[int]:
-    if device.type == "cuda" and _kernel_works(device):
+    if device.type == "cuda" and kernel_works(device):
         from streamrl.core.digest_triton import triton_sums
 
         return triton_sums(walks)
@@ -117,7 +117,7 @@ def _sums(device: torch.device, walks: Sequence[Walk]) -> list[int]:
 
 
 @cache
-def _kernel_works(device: torch.device) -> bool:
+def kernel_works(device: torch.device) -> bool:
     """Whether Triton is here, compiles the kernel and gives what the torch operations give; tried once."""
     try:
         from streamrl.core.digest_triton import FAILURES, triton_sums

@@ -42,7 +42,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Told to the client only: requests carry the version as their prefix cache's key."""
     record: bool = False
     """Keep an event of every forward pass for `Forwards`."""
-    reserve: float = 0.15
+    reserve: float = 0.05
     """`auto`: part of the device's memory that must stay free for the KV cache beside two buffers."""
 
 

@@ -4,37 +4,58 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from streamrl.core.digest import slice_digest
-from streamrl.core.digest_torch import Axis, Walk
+from streamrl.core.digest import MASK, slice_digest
+from streamrl.core.digest_torch import Axis, Walk, kernel_works, torch_sums
 from streamrl.engines.sglang.plugin.layout import Layout, target_view
 from streamrl.engines.sglang.plugin.pace import Pacer
 from streamrl.engines.sglang.plugin.plan import Copy, cut
 from streamrl.engines.sglang.plugin.side import Side
 
+if TYPE_CHECKING:
+    from streamrl.core.digest_triton import Launch
+
 GROUP_BYTES = 256 << 20
 """Digested by one launch, in about 0.2 ms on an H200."""
+ALL = 1 << 62
+"""Beyond the end of every source."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Digests(Protocol):
-    """Digests of one buffer."""
+    """Digests of one buffer, all of whose methods are called inside `side.entered()`."""
 
-    def sums(self, side: Side, pacer: Pacer) -> tuple[int, ...]:
-        """Partial digest of each region, 0 <= value < 2^64. Called inside `side.entered()`; waits for the result."""
+    def begin(self) -> None:
+        """The buffer gets new bytes from here on."""
+        ...
+
+    def advance(self, side: Side, before: int, pacer: Pacer) -> None:
+        """All source bytes before `before` have been asked to be copied: digest what came from them while others follow."""
+        ...
+
+    def result(self, side: Side, pacer: Pacer) -> tuple[int, ...]:
+        """Partial digest of each region, 0 <= value < 2^64; waits for it."""
         ...
 
 
 def make_digests(parameters: Sequence[Tensor], layout: Layout) -> Digests:
     """Of the regions of a layout, as they lie in a buffer."""
-    if parameters and parameters[0].is_cuda:
-        return DeviceDigests(parameters, layout.copies)
-    return HostDigests(parameters, layout.copies)
+    if not parameters[0].is_cuda:
+        return HostDigests(parameters, layout.copies)
+    if not kernel_works(parameters[0].device):
+        return TorchDigests(parameters, layout.copies)
+    return DeviceDigests(parameters, layout)
+
+
+def sums(digests: Digests, side: Side, pacer: Pacer) -> tuple[int, ...]:
+    """Of the buffer as it is."""
+    digests.begin()
+    return digests.result(side, pacer)
 
 
 class HostDigests:
@@ -43,7 +64,13 @@ class HostDigests:
     def __init__(self, parameters: Sequence[Tensor], copies: Sequence[Copy]) -> None:
         self._regions = [(copy, target_view(parameters, copy)) for copy in copies]
 
-    def sums(self, side: Side, pacer: Pacer) -> tuple[int, ...]:
+    def begin(self) -> None:
+        pass
+
+    def advance(self, side: Side, before: int, pacer: Pacer) -> None:
+        pass
+
+    def result(self, side: Side, pacer: Pacer) -> tuple[int, ...]:
         # What a stream is still writing must be there before the host reads it.
         side.finish()
         return tuple(region_digest(copy, view) for copy, view in self._regions)
@@ -60,34 +87,60 @@ def region_digest(copy: Copy, elements: Tensor) -> int:
     return slice_digest(data, elements.element_size(), whole, offset, (copy.rows, copy.cols))
 
 
+class TorchDigests:
+    """Where the kernel cannot be had: torch operations, which allocate and take several times as long."""
+
+    def __init__(self, parameters: Sequence[Tensor], copies: Sequence[Copy]) -> None:
+        self._walks = [_walk(parameters, copy) for copy in copies]
+
+    def begin(self) -> None:
+        pass
+
+    def advance(self, side: Side, before: int, pacer: Pacer) -> None:
+        pass
+
+    def result(self, side: Side, pacer: Pacer) -> tuple[int, ...]:
+        side.finish()
+        return tuple(value & MASK for value in torch_sums(self._walks))
+
+
 class DeviceDigests:
     """Reads the buffer with a kernel, in groups of a bounded size; tables, sums and the host's copy of them are made once."""
 
-    def __init__(self, parameters: Sequence[Tensor], copies: Sequence[Copy]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], layout: Layout) -> None:
         # Not at the top: a CPU's environment has no Triton.
         from streamrl.core.digest_triton import launches
 
         device = parameters[0].device
-        self._launches = []
-        self._slots: list[Tensor] = []
-        for group in _groups(parameters, copies):
-            walks = [_walk(parameters, copy) for _, copy in group]
-            for slots, launch in launches(walks):
-                self._launches.append(launch)
-                self._slots.append(torch.tensor([group[slot][0] for slot in slots], device=device))
-        self._totals = torch.zeros(len(copies), dtype=torch.int64, device=device)
-        self._host = torch.zeros(len(copies), dtype=torch.int64, pin_memory=True)
+        self._launches: list[tuple[int, Tensor, Launch]] = []
+        """End in the source, the regions that the sums belong to, and the launch."""
+        end = 0
+        for group in _groups(parameters, layout.copies):
+            end = max(end, *(layout.end_byte(copy) for _, copy in group))
+            for slots, launch in launches([_walk(parameters, copy) for _, copy in group]):
+                self._launches.append((end, torch.tensor([group[slot][0] for slot in slots], device=device), launch))
+        self._next = 0
+        self._totals = torch.zeros(len(layout.copies), dtype=torch.int64, device=device)
+        self._host = torch.zeros(len(layout.copies), dtype=torch.int64, pin_memory=True)
 
-    def sums(self, side: Side, pacer: Pacer) -> tuple[int, ...]:
+    def begin(self) -> None:
+        self._next = 0
         self._totals.zero_()
-        for slots, launch in zip(self._slots, self._launches, strict=True):
+
+    def advance(self, side: Side, before: int, pacer: Pacer) -> None:
+        while self._next < len(self._launches) and self._launches[self._next][0] <= before:
             started = time.perf_counter()
-            launch.run()
-            self._totals.index_add_(0, slots, launch.sums)
-            if pacer.bounded:
-                side.finish()
-                pacer.used(time.perf_counter() - started)
-        self._host.copy_(self._totals, non_blocking=True)
+            _, slots, launch = self._launches[self._next]
+            with side.checking():
+                launch.run()
+                self._totals.index_add_(0, slots, launch.sums)
+            self._next += 1
+            side.paced(started, pacer)
+
+    def result(self, side: Side, pacer: Pacer) -> tuple[int, ...]:
+        self.advance(side, ALL, pacer)
+        with side.checking():
+            self._host.copy_(self._totals, non_blocking=True)
         side.finish()
         return tuple(self._host.numpy().view(np.uint64).tolist())
 

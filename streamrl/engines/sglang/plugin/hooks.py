@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import torch
 
 from streamrl.engines.sglang.messages import COPY_KEY, EPOCH_KEY, NUMBER_KEY, Settings
 from streamrl.engines.sglang.plugin.channel import Channel
@@ -60,7 +61,7 @@ class Hooks:
     def scheduler_init(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> None:
         original(scheduler, *args, **kwargs)
         place = _placement()
-        self._rank.scheduler_started(place)
+        self._rank.scheduler_started(place, [scheduler.forward_stream, scheduler.copy_stream])
         if not scheduler.spec_algorithm.is_none():
             one_for_each_token(scheduler.batch_result_processor)
         Channel(self._rank.settings.dir, place.rank, self._rank.answer)
@@ -75,7 +76,7 @@ class Hooks:
         extend = batch.forward_mode.is_extend()
         result = original(scheduler, batch, *args, **kwargs)
         stamp(result, rows, version)
-        forwards.launch_done(launched_s, scheduler.forward_stream, rows, extend, version)
+        forwards.launch_done(launched_s, _stream(scheduler), rows, extend, version)
         return result
 
     def set_internal_state(self, original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
@@ -85,7 +86,14 @@ class Hooks:
         from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
         version = Version(int(values.get(EPOCH_KEY, 0)), int(values[NUMBER_KEY]))
-        return SetInternalStateReqOutput(updated=self._rank.commit(version, scheduler.forward_stream, copy=bool(values.get(COPY_KEY, 0))))
+        return SetInternalStateReqOutput(updated=self._rank.commit(version, _stream(scheduler), copy=bool(values.get(COPY_KEY, 0))))
+
+
+def _stream(scheduler: Any) -> Any:
+    """The stream that forward passes run on: without overlap scheduling it is the one that the scheduler's thread is in."""
+    if scheduler.enable_overlap or scheduler.device != "cuda":
+        return scheduler.forward_stream
+    return torch.cuda.current_stream()
 
 
 def _placement() -> Placement:

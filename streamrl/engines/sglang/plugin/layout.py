@@ -41,6 +41,10 @@ class Layout:
             return tuple(copy.region() for copy in self.copies)
         return tuple(Region(index, 0, 1, n, n) for index, n in enumerate(math.prod(entry.shape) for entry in self.entries))
 
+    def end_byte(self, copy: Copy) -> int:
+        """After the last byte that a copy reads of the concatenation."""
+        return self._offsets[copy.tensor] + (copy.start + (copy.rows - 1) * copy.stride + copy.cols) * self._items[copy.tensor]
+
     def cut(self, sources: Sequence[tuple[int, int]]) -> list[Window]:
         """The plan in windows.
 

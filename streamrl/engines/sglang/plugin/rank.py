@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -85,12 +86,17 @@ class ServedRank:
             self._graphs = GraphSets(model_runner, self._buffers)
         self.swap = Swap(self._buffers, self._graphs)
 
-    def scheduler_started(self, place: Placement) -> None:
-        """The scheduler is about to serve."""
+    def scheduler_started(self, place: Placement, streams: Sequence[Any]) -> None:
+        """The scheduler is about to serve.
+
+        Args:
+            place: of this rank.
+            streams: that it uses.
+        """
         self._place = place
         if self.swap is not None:
             self.forwards = ForwardCounter(keep=self.settings.record, device=self.swap.device)
-            self._stager = Stager(self.swap, lambda: self.forwards.launched)
+            self._stager = Stager(self.swap, lambda: self.forwards.launched, streams)
 
     def commit(self, version: Version, stream: Any, *, copy: bool = False) -> bool:
         """From the scheduler's thread, between two forward passes: serve a staged version. False when it is refused."""

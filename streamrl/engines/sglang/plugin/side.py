@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,32 +22,37 @@ class Side:
 
     Args:
         device: of the parameters that are served.
+        streams: that SGLang uses; torch hands out streams from a small pool, in turn.
         host_only: what is written to lies in host memory.
     """
 
-    def __init__(self, device: torch.device, *, host_only: bool = False) -> None:
+    def __init__(self, device: torch.device, streams: Sequence[Any], *, host_only: bool = False) -> None:
         self._device = device
         self._cuda = device.type == "cuda"
         self._stage_on_host = host_only or not self._cuda
-        self._stream = torch.cuda.Stream(device) if self._cuda else None
+        self._stream = _stream_beside(device, streams) if self._cuda else None
+        self._checks = _stream_beside(device, [*streams, self._stream]) if self._cuda else None
         # Blocking events let the thread sleep: a spinning one would take the interpreter's lock again and again.
         self._done = torch.cuda.Event(blocking=True) if self._cuda else None
+        self._copied = torch.cuda.Event() if self._cuda else None
         self._slot_free = [torch.cuda.Event(blocking=True) for _ in range(2)] if self._cuda else []
         self._slot_used = [False, False]
         self._pinned: list[Tensor] = []
+        self._loaded: int | None = None
         self.scratch: list[Tensor] = []
         """Two buffers that a file's bytes are copied to parameters from."""
 
-    def reserve(self, nbytes: int) -> None:
-        """Make both buffers at least so large. Buffers that have been handed out stay as they are."""
+    def reserve(self, nbytes: int) -> bool:
+        """Make both buffers at least so large; True when they are new ones, so that views of the old ones are of no use."""
         if self.scratch and self.scratch[0].numel() >= nbytes:
-            return
+            return False
         host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._cuda) for _ in range(2)]
         if self._stage_on_host:
             self.scratch = host
         else:
             self._pinned = host
             self.scratch = [torch.empty(nbytes, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        return True
 
     @contextmanager
     def entered(self) -> Generator[None]:
@@ -56,6 +62,17 @@ class Side:
                 yield
             return
         with torch.no_grad(), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield
+
+    @contextmanager
+    def checking(self) -> Generator[None]:
+        """What is asked for in here runs beside later copies, once the copies asked for so far are done."""
+        if self._checks is None or self._stream is None or self._copied is None:
+            yield
+            return
+        self._copied.record(self._stream)
+        self._checks.wait_event(self._copied)
+        with torch.cuda.stream(self._checks):
             yield
 
     def wait(self, event: torch.cuda.Event | None) -> None:
@@ -96,14 +113,24 @@ class Side:
             self._slot_free[slot].record(self._stream)
             self._slot_used[slot] = True
             self._loaded = None
+        self.paced(started, pacer)
+
+    def paced(self, started: float, pacer: Pacer) -> None:
+        """With a pace: wait for what was asked for since `started` (time.perf_counter()), and account for it."""
         if pacer.bounded:
             self.finish()
             pacer.used(time.perf_counter() - started)
 
-    _loaded: int | None = None
-
     def finish(self) -> None:
-        """Wait until the stream has done all it was asked to."""
-        if self._done is not None and self._stream is not None:
+        """Wait until all that was asked for is done."""
+        if self._done is not None and self._stream is not None and self._checks is not None:
+            self._stream.wait_stream(self._checks)
             self._done.record(self._stream)
             self._done.synchronize()
+
+
+def _stream_beside(device: torch.device, streams: Sequence[Any]) -> torch.cuda.Stream:
+    taken = {stream.cuda_stream for stream in streams}
+    while (stream := torch.cuda.Stream(device)).cuda_stream in taken:
+        pass
+    return stream

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from streamrl.engines.sglang.messages import Prepare, Prepared, Served, Stage, Staged, TensorEntry
-from streamrl.engines.sglang.plugin.digests import Digests, make_digests
+from streamrl.engines.sglang.plugin.digests import Digests, make_digests, sums
 from streamrl.engines.sglang.plugin.fallback import DerivedLoad
 from streamrl.engines.sglang.plugin.layout import ALIGNMENT, Layout, source_view, target_view
 from streamrl.engines.sglang.plugin.pace import Pacer
@@ -38,14 +39,15 @@ class Stager:
     Args:
         swap: the rank's two buffers and which of them is idle.
         forwards: forward passes launched so far.
+        streams: that SGLang uses.
     """
 
-    def __init__(self, swap: Swap, forwards: Callable[[], int]) -> None:
+    def __init__(self, swap: Swap, forwards: Callable[[], int], streams: Sequence[Any]) -> None:
         self._swap = swap
         self._forwards = forwards
-        self._side = Side(swap.device, host_only=swap.buffers.pinned)
+        self._side = Side(swap.device, streams, host_only=swap.buffers.pinned)
         self._layouts: dict[str, Layout] = {}
-        self._bindings: dict[tuple[object, ...], list[Pairs]] = {}
+        self._bindings: dict[tuple[object, ...], list[tuple[int, Pairs]]] = {}
         self._scratch_windows: dict[str, list[Window]] = {}
         self._digests: dict[tuple[str, int], Digests] = {}
         self._devices = DeviceImages(swap.device)
@@ -83,19 +85,13 @@ class Stager:
         started = time.perf_counter()
         layout = self._layout(request.layout)
         idle = self._swap.begin_staging()
-        digests: tuple[int, ...] = ()
         with self._side.entered():
             self._side.wait(self._swap.released)
-            if not layout.recorded:
-                digests = self._derive(layout, idle, request)
-            else:
-                pacer = Pacer(request.pace.max_gap_ms, self._forwards)
-                by_engine = isinstance(request.source, CudaSource)
-                for pairs in self._windows(request.layout, layout, idle, request.source):
-                    self._side.copy(pairs, pacer, by_engine=by_engine)
-                if request.verify:
-                    digests = self._digests[request.layout, idle].sums(self._side, pacer)
-            self._side.finish()
+            try:
+                digests = self._replay(layout, idle, request) if layout.recorded else self._derive(layout, idle, request)
+            finally:
+                # Nobody may read the source any more when this returns, whatever happened.
+                self._side.finish()
         self._swap.end_staging(request.version)
         nbytes = sum(piece.numel() * piece.element_size() for piece in self._swap.buffers.sets[idle])
         return Staged(version=request.version, took_ms=(time.perf_counter() - started) * 1e3, nbytes=nbytes, digests=digests)
@@ -112,9 +108,21 @@ class Stager:
         while True:
             version, active = self._swap.serving, self._swap.buffers.active
             with self._side.entered():
-                sums = self._digests[layout_key, active].sums(self._side, Pacer(0.0, self._forwards))
+                found = sums(self._digests[layout_key, active], self._side, Pacer(0.0, self._forwards))
             if (version, active) == (self._swap.serving, self._swap.buffers.active):
-                return Served(version=version, digests=sums)
+                return Served(version=version, digests=found)
+
+    def _replay(self, layout: Layout, idle: int, request: Stage) -> tuple[int, ...]:
+        """Copy by the plan, and digest what has been copied while the rest follows."""
+        pacer = Pacer(request.pace.max_gap_ms, self._forwards)
+        by_engine = isinstance(request.source, CudaSource)
+        digests = self._digests[request.layout, idle]
+        digests.begin()
+        for first_byte, pairs in self._windows(request.layout, layout, idle, request.source):
+            if request.verify:
+                digests.advance(self._side, first_byte, pacer)
+            self._side.copy(pairs, pacer, by_engine=by_engine)
+        return digests.result(self._side, pacer) if request.verify else ()
 
     def _layout(self, key: str) -> Layout:
         layout = self._layouts.get(key)
@@ -125,16 +133,16 @@ class Stager:
     def _make(self, key: str, layout: Layout) -> None:
         cut = layout.cut([(0, layout.nbytes)])
         self._scratch_windows[key] = cut
-        self._side.reserve(max(window.end_byte - _base(window) for window in cut))
-        for index in (0, 1):
-            self._digests[key, index] = make_digests(self._swap.buffers.sets[index], layout)
         with self._side.entered():
+            if self._side.reserve(max(window.end_byte - _base(window) for window in cut)):
+                self._bindings.clear()
             for index in (0, 1):
+                self._digests[key, index] = digests = make_digests(self._swap.buffers.sets[index], layout)
                 # Compiles the kernel, so that no update waits for it.
-                self._digests[key, index].sums(self._side, Pacer(0.0, self._forwards))
+                sums(digests, self._side, Pacer(0.0, self._forwards))
 
-    def _windows(self, key: str, layout: Layout, idle: int, source: FileSource | CudaSource) -> Iterator[Pairs]:
-        """Targets and sources to copy, one window after the other."""
+    def _windows(self, key: str, layout: Layout, idle: int, source: FileSource | CudaSource) -> Iterator[tuple[int, Pairs]]:
+        """Windows to copy, one after the other: first source byte, targets and sources."""
         if isinstance(source, CudaSource):
             yield from self._bound_to_device(key, layout, idle, self._devices.spans(source))
             return
@@ -144,23 +152,26 @@ class Stager:
             self._side.load(index % 2, image.bytes[_base(window) : window.end_byte])
             yield pairs
 
-    def _bound_to_scratch(self, key: str, layout: Layout, idle: int) -> list[Pairs]:
+    def _bound_to_scratch(self, key: str, layout: Layout, idle: int) -> list[tuple[int, Pairs]]:
         known = self._bindings.get((key, idle))
         if known is None:
             slots = self._side.scratch
             known = [
-                self._pairs(layout, window, idle, slots[index % 2], _base(window))
+                (window.first_byte, self._pairs(layout, window, idle, slots[index % 2], _base(window)))
                 for index, window in enumerate(self._scratch_windows[key])
             ]
             self._bindings[key, idle] = known
         return known
 
-    def _bound_to_device(self, key: str, layout: Layout, idle: int, spans: Sequence[DeviceSpan]) -> list[Pairs]:
+    def _bound_to_device(self, key: str, layout: Layout, idle: int, spans: Sequence[DeviceSpan]) -> list[tuple[int, Pairs]]:
         identity = (key, idle, *((span.first, span.end, span.data.data_ptr()) for span in spans))
         known = self._bindings.get(identity)
         if known is None:
             cut = layout.cut([(span.first, span.end) for span in spans])
-            known = [self._pairs(layout, window, idle, spans[window.source].data, spans[window.source].first) for window in cut]
+            known = []
+            for window in cut:
+                span = spans[window.source]
+                known.append((window.first_byte, self._pairs(layout, window, idle, span.data, span.first)))
             self._bindings[identity] = known
             if len(self._bindings) > KEPT_BINDINGS:
                 del self._bindings[next(iter(self._bindings))]
