@@ -6,19 +6,21 @@
 #   30b      30B-A3B on two GPUs (TP 2), trainer's weights on a third where there is one
 #   graphs   8B with graphs at all of SGLang's default sizes: what the second set costs
 #   wide     8B, 256 streams
+#   tiny     a tiny model on the CPU: whether this script and its surroundings work at all
 #
 # OUT (default ./out) gets QUESTION-SHAPE.tar.gz (raw files, server's log) and the last lines on the screen are the tables.
 # Make the table and the picture again from the raw files: tar xzf ..., streamrl bench weights --report DIR
 set -uo pipefail
 # shellcheck disable=SC1091
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-question=${1:?usage: bench_weights.sh 8b|small|30b|graphs|wide [options]}
+question=${1:?usage: bench_weights.sh 8b|small|30b|graphs|wide|tiny [options]}
 shift
 out=${OUT:-out}
 mkdir -p "$out"
-gpus=$(nvidia-smi -L | wc -l)
-nvidia-smi --query-gpu=index,name,memory.total,driver_version --format=csv,noheader
-nvidia-smi topo -m | head -$((gpus + 1))
+if [ "$question" != tiny ]; then
+    nvidia-smi --query-gpu=index,name,memory.total,driver_version --format=csv,noheader
+    nvidia-smi topo -m | grep -E '^(GPU|\s+GPU)' | cut -c1-80
+fi
 
 # measure SHAPE SECONDS OPTIONS...: one server, one run; a run that hangs is ended and what it left is kept.
 measure() {
@@ -48,9 +50,10 @@ case $question in
         ;;
     30b) measure 30B-A3B 520 --plan short --streams 128 --tokens 1000 "$@" ;;
     graphs) measure 8B 520 --plan steady:6,paced:10/1,steady:6 --streams 128 --tokens 1500 --default-graphs "$@" ;;
-    *) echo "bench_weights.sh: expected 8b, small, 30b, graphs or wide, got $question" >&2; exit 2 ;;
+    tiny) CUDA_VISIBLE_DEVICES="" measure tiny 240 "$@" ;;
+    *) echo "bench_weights.sh: expected 8b, small, 30b, graphs, wide or tiny, got $question" >&2; exit 2 ;;
 esac
 keep_kernels "$out/triton.tar.gz"
 for table in "${tables[@]}"; do
-    [ -e "$table" ] && echo && cut -c1-260 "$table"
+    [ -e "$table" ] && echo && cut -c1-330 "$table"
 done

@@ -69,14 +69,14 @@ def _update_header() -> list[str]:
 
 def _update_cells(row: Row) -> list[str]:
     return [
-        _title(row),
+        title_text(row),
         f"{row.updates}" + (f" ({row.failed} failed)" if row.failed else ""),
-        f"{_ms(row.publish_to_commit.p50)} / {_ms(row.publish_to_commit.p99)}",
-        f"{_ms(row.announced_to_commit.p50)} / {_ms(row.announced_to_commit.p99)}",
-        _ms(row.blocked.p50),
-        _ms(row.stage.p50),
+        f"{ms_text(row.publish_to_commit.p50)} / {ms_text(row.publish_to_commit.p99)}",
+        f"{ms_text(row.announced_to_commit.p50)} / {ms_text(row.announced_to_commit.p99)}",
+        ms_text(row.blocked.p50),
+        ms_text(row.stage.p50),
         f"{row.gigabytes_per_s:.0f}" if row.gigabytes_per_s >= 10 else f"{row.gigabytes_per_s:.2g}",
-        f"{_ms(row.commit.p50)} / {_ms(row.commit.max)}" + (f", GPU {_ms(row.commit_copy.p50)}" if row.commit_copy.n else ""),
+        f"{ms_text(row.commit.p50)} / {ms_text(row.commit.max)}" + (f", GPU {ms_text(row.commit_copy.p50)}" if row.commit_copy.n else ""),
         f"{row.wire_bytes / _GIGA:.3g}",
     ]
 
@@ -98,35 +98,39 @@ def _gap_header() -> list[str]:
 
 def _gap_cells(row: Row) -> list[str]:
     return [
-        _title(row),
+        title_text(row),
         f"{row.seconds:.0f}",
         str(row.gap.n),
-        _three(row.gap),
-        _interval(row.gap_p99_ratio),
-        f"{_ms(row.gap_during.p99)} / {_ms(row.gap_during.max)}" if row.gap_during.n else "-",
-        f"{_ms(row.gap_decode.p50)} / {_ms(row.gap_decode.p99)}",
-        _three(row.client_gap),
+        three_text(row.gap),
+        interval_text(row.gap_p99_ratio),
+        f"{ms_text(row.gap_during.p99)} / {ms_text(row.gap_during.max)}" if row.gap_during.n else "-",
+        f"{ms_text(row.gap_decode.p50)} / {ms_text(row.gap_decode.p99)}",
+        three_text(row.client_gap),
         f"{row.tokens_per_s:,.0f}",
-        _interval(row.tokens_ratio),
+        interval_text(row.tokens_ratio),
     ]
 
 
-def _title(row: Row) -> str:
+def title_text(row: Row) -> str:
+    """What the windows are called in tables."""
     mode, _, every = row.title.partition(", ")
     if mode not in _TITLES or (mode == Mode.STEADY and every):
         return row.title
     return _TITLES[Mode(mode)] + (f", {every}" if every else "")
 
 
-def _three(spread: Spread) -> str:
-    return f"{_ms(spread.p50)} / {_ms(spread.p99)} / {_ms(spread.max)}" if spread.n else "-"
+def three_text(spread: Spread) -> str:
+    """Median, 99th percentile and greatest value."""
+    return f"{ms_text(spread.p50)} / {ms_text(spread.p99)} / {ms_text(spread.max)}" if spread.n else "-"
 
 
-def _interval(ratio: Ratio | None) -> str:
+def interval_text(ratio: Ratio | None) -> str:
+    """A ratio and its 95 % interval."""
     return f"{ratio.value:.3f} ({ratio.low:.3f}-{ratio.high:.3f})" if ratio else "-"
 
 
-def _ms(value: float) -> str:
+def ms_text(value: float) -> str:
+    """Milliseconds with three digits or so."""
     if math.isnan(value):
         return "-"
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -14,7 +14,8 @@ def add_verbs(verbs: Any) -> None:
     bench = verbs.add_parser("bench", help="measure the product on this machine")
     kinds = bench.add_subparsers(title="what to measure", metavar="WHAT", required=True)
     weights = kinds.add_parser("weights", help="new weights for a decoding SGLang: ours and SGLang's own ways, beside steady decoding")
-    weights.add_argument("--report", metavar="DIR", help="measure nothing: make table and picture again from the raw files in DIR")
+    weights.add_argument("--report", metavar="DIR", nargs="+", help="measure nothing: make tables and pictures again from raw files")
+    weights.add_argument("--docs", metavar="FILE", help="with --report: put one table of all runs between the marks in a document")
     weights.add_argument("--out", metavar="DIR", help="new directory for raw files, table and picture (default bench-SHAPE)")
     weights.add_argument("--shape", default="tiny", help="model: tiny (CPU), 0.6B, 4B, 8B or 30B-A3B; random weights (default tiny)")
     weights.add_argument("--plan", default="", help="full, short, smoke, or windows like steady:5,paced:10/1,steady:5")
@@ -39,7 +40,10 @@ def run_bench_weights(arguments: argparse.Namespace) -> int:
     from streamrl.bench.outcome import report_from
 
     if arguments.report:
-        return report_from(Path(arguments.report), as_json=arguments.json)
+        document = Path(arguments.docs) if arguments.docs else None
+        return report_from([Path(directory) for directory in arguments.report], as_json=arguments.json, document=document)
+    if arguments.docs:
+        raise ConfigError("--docs: expected it together with --report")
     from streamrl.bench.options import Options
     from streamrl.bench.weights import run
 
@@ -58,7 +62,7 @@ def run_bench_weights(arguments: argparse.Namespace) -> int:
         python=arguments.python,
         flags=dict(_flag(text) for text in arguments.flag),
     )
-    return report_from(run(options), as_json=arguments.json)
+    return report_from([run(options)], as_json=arguments.json)
 
 
 def _flag(text: str) -> tuple[str, Any]:

@@ -8,6 +8,7 @@ from streamrl.bench.picture import write_timeline
 from streamrl.bench.raw import read_raw, write_forwards, write_requests, write_run, write_tokens, write_updates
 from streamrl.bench.report import build_report
 from streamrl.bench.stats import blocks_of, clock_offset_s, gaps_of, p50, p99, ratio, spread, token_gaps_ms, within
+from streamrl.bench.summary import BEGIN, END, render_summary, write_summary
 from streamrl.bench.table import render
 from streamrl.errors import DataError
 from tests.bench import events
@@ -165,3 +166,17 @@ def test_no_gap_is_counted_across_requests_or_lanes(raw):
 def test_empty_samples_have_no_quantiles():
     assert np.isnan(spread(np.empty(0)).p99)
     assert within(np.array([1.0, 2.0, 3.0]), [(2.0, 3.0)]).tolist() == [False, True, False]
+
+
+def test_several_runs_share_one_table_in_a_document(report, tmp_path):
+    document = tmp_path / "weights.md"
+    document.write_text(f"# Weights\n\n{BEGIN}\nold\n{END}\n\nMore.\n")
+    write_summary(document, render_summary([report, report]))
+    text = document.read_text()
+    assert text.startswith(f"# Weights\n\n{BEGIN}\n\n| model") and text.endswith(f"{END}\n\nMore.\n") and "old" not in text
+    lines = [line for line in text.splitlines() if line.startswith("| 8B, TP 2")]
+    assert len(lines) == 2 * len(report.rows)
+    assert [line.split("|")[2].strip() for line in lines[:2]] == ["no update", "ours: flip, unpaced, 1 s"]
+    document.write_text("# No marks\n")
+    with pytest.raises(DataError, match="expected the marks"):
+        write_summary(document, "text")

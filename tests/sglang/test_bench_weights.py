@@ -59,7 +59,7 @@ def test_report_needs_the_raw_files_only(measured, tmp_path):
         shutil.copy(out / name, tmp_path)
     ended = bench("--report", tmp_path)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == (tmp_path / "table.md").read_text() == (out / "table.md").read_text()
+    assert ended.stdout.strip() == (tmp_path / "table.md").read_text().strip() == (out / "table.md").read_text().strip()
     assert (tmp_path / "timeline.png").read_bytes() == (out / "timeline.png").read_bytes()
     assert (tmp_path / "report.json").read_text() == (out / "report.json").read_text()
 
