@@ -7,15 +7,15 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
 
 from streamrl.config.hosts import WILDCARDS, bracketed
 from streamrl.config.tree import Config
 from streamrl.consumers.weights import WeightWatcher
 from streamrl.data.model import ensure_model
-from streamrl.engines.batching import BatchingEngine
 from streamrl.engines.delays import TokenDelay
 from streamrl.engines.factory import make_engine
-from streamrl.engines.protocol import Chunk, Engine, EngineInfo, GenerateRequest
+from streamrl.engines.protocol import Chunk, Engine, EngineInfo, GenerateRequest, HostedEngine
 from streamrl.engines.server import serve
 from streamrl.errors import BusError, EngineError
 from streamrl.runtime.addresses import address_towards
@@ -24,6 +24,7 @@ from streamrl.schemas.codec import encode
 from streamrl.schemas.control import EVALUATION_ROLE, ROLLOUT_ROLE, EnginePresence
 from streamrl.schemas.subjects import PREFIX_PRESENCE
 from streamrl.schemas.versions import Version
+from streamrl.telemetry.names import Reduction, metric
 from streamrl.weights.factory import make_transports
 from streamrl.weights.pins import Pins
 
@@ -39,28 +40,53 @@ POLL_S = 0.05
 async def main(worker: Worker) -> None:
     """Serve until the worker drains: no new requests then, running ones get a while to finish.
 
-    Each start is a new engine with an id of its own: nobody takes its counters for those of the one that died.
+    Each start is a new engine with an id of its own: nobody takes its counters for those of the one that died. Where the engine is
+    a server of its own that dies, a new one is started `engine.sglang.restarts` times.
 
     Raises:
         ConfigError: the model directory does not fit the configuration.
-        EngineError: the port is taken, or decoding failed.
+        EngineError: the port is taken, the server did not start, or decoding failed.
         BusError: the bus stayed away.
     """
     config = worker.config
-    engine_id = f"{worker.name}-{secrets.token_hex(3)}"
     # Off the loop: importing torch takes seconds, and the worker's heartbeats go on.
     model_dir = await asyncio.to_thread(ensure_model, config, worker.run_dir.model_dir)
+    restarts = config.engine.sglang.restarts if config.engine.kind == "sglang" else 0
+    for left in range(restarts, -1, -1):
+        try:
+            return await _one_life(worker, model_dir)
+        except EngineError as error:
+            if not error.values.get("died") or not left or worker.draining.is_set():
+                raise
+            logger.error("event=engine_restarting worker=%s left=%d message=%s", worker.name, left, error.message)
+            await worker.metrics({"engine/restarts_total": 1.0})
+            await worker.event("engine", {"worker": worker.name, "died": error.message, "restarts_left": left})
+
+
+async def _one_life(worker: Worker, model_dir: Path) -> None:
+    config = worker.config
     engine = await asyncio.to_thread(
-        make_engine, config.engine, model_dir, engine_id=engine_id, max_len=config.model.max_len, delay=token_delay(config)
+        make_engine,
+        config.engine,
+        model_dir,
+        engine_id=f"{worker.name}-{secrets.token_hex(3)}",
+        max_len=config.model.max_len,
+        delay=token_delay(config),
+        dtype=config.trainer.dtype or config.model.dtype,
+        index=worker.index,
+        log_path=worker.run_dir.log_path(f"{worker.name}-server"),
     )
-    await engine.start()
     try:
-        await _serve(worker, engine)
+        # A server takes minutes to start; a worker that is told to drain meanwhile does not wait for it.
+        await until_drained(worker.draining, engine.start(), ends_with_work=True)
+        if not worker.draining.is_set():
+            await worker.event("engine", {"engine": engine.engine_id, "kind": config.engine.kind, **engine.detail})
+            await _serve(worker, engine)
     finally:
         await engine.stop()
 
 
-async def _serve(worker: Worker, engine: BatchingEngine) -> None:
+async def _serve(worker: Worker, engine: HostedEngine) -> None:
     config = worker.config
     door = Door(engine, engine.engine_id)
     port = config.engine.port + worker.index if config.engine.port else 0
@@ -69,7 +95,12 @@ async def _serve(worker: Worker, engine: BatchingEngine) -> None:
         address = reachable(server.address, config.engine.host, advertise=config.engine.advertise, bus_url=worker.bus_url)
         presence = Presence(worker, engine, address)
         transports = make_transports(
-            config.weights, bus=worker.bus, run=worker.subjects.run, policy=engine.policy, run_dir=worker.run_dir.path
+            config.weights,
+            bus=worker.bus,
+            run=worker.subjects.run,
+            policy=engine.policy,
+            run_dir=worker.run_dir.path,
+            hands_out_sources=config.engine.kind == "sglang",
         )
         watcher = WeightWatcher(
             worker.bus,
@@ -85,8 +116,10 @@ async def _serve(worker: Worker, engine: BatchingEngine) -> None:
             pins=Pins(worker.bus.kv, engine.policy) if presence.role == EVALUATION_ROLE else None,
             role=presence.role,
         )
-        await until_drained(worker.draining, watcher.run(), presence.keep())
-        await presence.withdraw()
+        try:
+            await until_drained(worker.draining, watcher.run(), presence.keep())
+        finally:
+            await presence.withdraw()
         door.close()
         await _finish(engine, DRAIN_FRACTION * config.supervise.drain_s)
     finally:
@@ -119,15 +152,19 @@ class Door:
 
 
 class Presence:
-    """Keeps the key `presence/engines/<id>` alive, and publishes the engine's load with every beat."""
+    """Keeps the key `presence/engines/<id>` alive from the first commit on, and publishes the engine's load with every beat.
 
-    def __init__(self, worker: Worker, engine: BatchingEngine, address: str) -> None:
+    Nobody asks an engine before it serves anything: one that joins late takes the newest version first.
+    """
+
+    def __init__(self, worker: Worker, engine: HostedEngine, address: str) -> None:
         self._worker = worker
         self._engine = engine
         self._address = address
         self.role = role_of(worker.config, worker.index)
         self._key = f"{PREFIX_PRESENCE}engines/{engine.engine_id}"
-        self._tokens_reported = 0
+        self._reported: dict[str, float] = {}
+        """Totals as of the last report, by metric."""
 
     async def keep(self) -> None:
         """Beat until cancelled; raises EngineError once decoding has failed."""
@@ -142,11 +179,14 @@ class Presence:
         await self._put(await self._engine.info())
 
     async def withdraw(self) -> None:
-        """Ask for no more requests; call it when `keep` has ended."""
-        with contextlib.suppress(BusError):
-            await self._worker.bus.kv.delete(self._key)
+        """Ask for no more requests; call it when `keep` has ended. The key expires by itself if the bus is away."""
+        with contextlib.suppress(BusError, TimeoutError):
+            await asyncio.wait_for(self._worker.bus.kv.delete(self._key), PRESENCE_TTL_S)
 
     async def _put(self, info: EngineInfo) -> None:
+        self._worker.state = "running" if info.serving is not None else "waiting for weights"
+        if info.serving is None:
+            return
         presence = EnginePresence(
             engine=info.engine,
             address=self._address,
@@ -166,15 +206,16 @@ class Presence:
             logger.warning("event=presence_lost engine=%s error=%s", info.engine, error.message)
 
     async def _report(self, info: EngineInfo) -> None:
-        made = info.tokens_total - self._tokens_reported
-        self._tokens_reported = info.tokens_total
-        await self._worker.metrics(
-            {
-                "engine/tokens_total": float(made),
-                "engine/running_requests": float(info.running),
-                "engine/waiting_requests": float(info.waiting),
-            }
-        )
+        values = {
+            "engine/tokens_total": float(info.tokens_total),
+            "engine/running_requests": float(info.running),
+            "engine/waiting_requests": float(info.waiting),
+            **info.counters,
+        }
+        totals = {name: value for name, value in values.items() if metric(name).reduction is Reduction.SUM}
+        made = {name: value - self._reported.get(name, 0.0) for name, value in totals.items()}
+        self._reported = totals
+        await self._worker.metrics(values | made)
 
 
 def role_of(config: Config, index: int) -> str:
@@ -203,8 +244,11 @@ def reachable(address: str, host: str, *, advertise: str = "", bus_url: str = ""
     return f"http://{bracketed(advertise or address_towards(bus_url))}:{address.rpartition(':')[2]}"
 
 
-async def until_drained(draining: asyncio.Event, *work: Coroutine[None, None, None]) -> None:
-    """Run `work` until `draining` is set; an error in any of it is raised at once. All of it has ended on return."""
+async def until_drained(draining: asyncio.Event, *work: Coroutine[None, None, None], ends_with_work: bool = False) -> None:
+    """Run `work` until `draining` is set; an error in any of it is raised at once. All of it has ended on return.
+
+    Work is endless unless it `ends_with_work`: then the first that is done ends it all.
+    """
     drained = asyncio.create_task(draining.wait())
     tasks = [asyncio.create_task(one) for one in work]
     try:
@@ -217,7 +261,7 @@ async def until_drained(draining: asyncio.Event, *work: Coroutine[None, None, No
         await asyncio.gather(drained, *tasks, return_exceptions=True)
 
 
-async def _finish(engine: BatchingEngine, bound_s: float) -> None:
+async def _finish(engine: HostedEngine, bound_s: float) -> None:
     """Wait until nothing is being decoded. Requests that wait for a version do not count: it may never come."""
     running = (await engine.info()).running
     for _ in range(round(bound_s / POLL_S)):

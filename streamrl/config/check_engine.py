@@ -71,20 +71,20 @@ def check_sglang(config: Config) -> None:
 
 
 def _check_gpus(config: Config) -> None:
-    sglang, workers = config.engine.sglang, config.engine.workers
+    sglang, workers = config.engine.sglang, config.engine.workers + config.evaluation.engines
     wanted = sglang.tensor_parallel * max(1, workers)
     if any(gpu < 0 for gpu in sglang.gpus) or len(set(sglang.gpus)) != len(sglang.gpus):
         _fail("engine.sglang.gpus must be different numbers from 0 on, got {}", list(sglang.gpus), "name each GPU once", "sglang.gpus")
     if sglang.gpus and len(sglang.gpus) != wanted:
         _fail(
-            f"engine.sglang.gpus must name {wanted} GPUs (engine.workers * engine.sglang.tensor_parallel), got {{}}",
+            f"engine.sglang.gpus must name {wanted} GPUs ({max(1, workers)} engines * engine.sglang.tensor_parallel), got {{}}",
             list(sglang.gpus),
             "name tensor_parallel GPUs for each engine",
             "sglang.gpus",
         )
     if not sglang.gpus and workers > 1 and sglang.flags.get("device") != "cpu":
         _fail(
-            f"engine.workers = {workers} needs engine.sglang.gpus, got {{}}: all engines would take the first GPU",
+            f"{workers} engines need engine.sglang.gpus, got {{}}: all of them would take the first GPU",
             [],
             f"name {wanted} GPUs, {sglang.tensor_parallel} for each engine",
             "sglang.gpus",

@@ -5,13 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 from streamrl.config.tree import EngineConfig
-from streamrl.engines.batching import BatchingEngine
 from streamrl.engines.delays import TokenDelay
+from streamrl.engines.protocol import HostedEngine
 
 
 def make_engine(
-    config: EngineConfig, model_dir: Path, *, engine_id: str, policy: str = "policy", max_len: int = 256, delay: TokenDelay | None = None
-) -> BatchingEngine:
+    config: EngineConfig,
+    model_dir: Path,
+    *,
+    engine_id: str,
+    policy: str = "policy",
+    max_len: int = 256,
+    delay: TokenDelay | None = None,
+    dtype: str = "float32",
+    index: int = 0,
+    log_path: Path | None = None,
+) -> HostedEngine:
     """Build (not start) an engine, which is also the host of its weights.
 
     Args:
@@ -21,6 +30,9 @@ def make_engine(
         policy: name of the policy it serves.
         max_len: longest sequence in tokens, prompt included.
         delay: artificial time per token; `table` only.
+        dtype: type of the published weights; `sglang` only.
+        index: number of the engine worker, which decides its GPUs; `sglang` only.
+        log_path: what a server of its own writes; `sglang` only.
 
     Raises:
         ConfigError: `model_dir` does not fit the kind.
@@ -30,6 +42,12 @@ def make_engine(
         from streamrl.engines.table import TableEngine
 
         return TableEngine(model_dir, config, engine_id=engine_id, policy=policy, max_len=max_len, delay=delay)
+    if config.kind == "sglang":
+        from streamrl.engines.sglang.engine import SglangEngine
+        from streamrl.engines.sglang.server import SglangServer
+
+        server = SglangServer(config, model_dir, name=engine_id, max_len=max_len, dtype=dtype, index=index, log_path=log_path)
+        return SglangEngine(config, model_dir, server, engine_id=engine_id, policy=policy, max_len=max_len)
     from streamrl.engines.local import LocalEngine
 
     return LocalEngine(model_dir, config, engine_id=engine_id, policy=policy, max_len=max_len)

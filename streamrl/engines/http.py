@@ -305,7 +305,7 @@ class HttpEngine:
             detail = msgspec.json.decode(data, type=ErrorBody).error
         except msgspec.DecodeError:
             raise EngineError(f"expected status 200 from {self.address}, got {status}: {data[:200]!r}", hint="see its log") from None
-        raise EngineError(detail.message, hint=detail.hint)
+        raise EngineError(detail.message, hint=detail.hint, unavailable=status == 503)
 
     def _gone(self, reason: str) -> EngineError:
         return EngineError(f"engine at {self.address} has gone: {reason}", hint="is its process running?", unavailable=True)

@@ -81,6 +81,7 @@ _DECLARED = (
     Metric("engine/server_running_requests", _MEAN, "requests", "completions in the server's batch"),
     Metric("engine/server_waiting_requests", _MEAN, "requests", "completions in the server's own queue"),
     Metric("engine/kv_cache_used", _MEAN, "fraction", "part of the server's KV cache in use"),
+    Metric("engine/restarts_total", _SUM, "restarts", "servers started for ones that had died"),
     Metric("engine/swaps_total", _SUM, "swaps", "weight versions committed"),
     Metric("engine/swap_ms", _MAX, "ms", "time of a commit between two forward passes"),
     Metric("weights/publish_s", _MEAN, "s", "time from a version's snapshot to its manifest"),

@@ -52,7 +52,7 @@ def test_an_interpreter_is_found_from_the_file_and_its_links_are_kept(tmp_path: 
         (sglang("env = {STREAMRL_PLUGIN = '{}'}\n"), "set by the worker", "leave it out"),
         (sglang("gpus = [0, 0]\n"), "different numbers", "once"),
         (sglang("gpus = [0]\ntensor_parallel = 2\n"), "must name 2 GPUs", "for each engine"),
-        (sglang("", engine="workers = 2\n"), "needs engine.sglang.gpus", "name 2 GPUs"),
+        (sglang("", engine="workers = 2\n"), "2 engines need engine.sglang.gpus", "name 2 GPUs"),
         (sglang("max_gap_ms = -1\n"), "engine.sglang.max_gap_ms must be at least 0", "--set"),
         ("[engine.sglang]\ntensor_parallel = 2\n", "is for engine.kind = sglang, got 'local'", "leave the section out"),
     ],

@@ -109,13 +109,14 @@ async def generate(address: str, token: str, num_tokens: int) -> tuple[int, dict
 async def test_an_engine_announces_itself_serves_and_swaps(memory_bus, run_dir):
     worker = worker_of(memory_bus, run_dir)
     async with running(worker):
-        first = await presence(memory_bus, serving=None)
+        await publish(memory_bus, run_dir, worker, 0)
+        first = await presence(memory_bus, serving=Version(0, 0))
         assert (first.slots, first.policy) == (4, "policy")
         assert first.engine.startswith("engine-0-")
         for number in (1, 2):
             await publish(memory_bus, run_dir, worker, number)
             found = await presence(memory_bus, serving=Version(0, number))
-            assert (found.engine, found.address, found.swaps_total) == (first.engine, first.address, number)
+            assert (found.engine, found.address, found.swaps_total) == (first.engine, first.address, number + 1)
             status, answer = await generate(found.address, run_dir.engine_token(), 3)
             assert (status, answer["output_ids"]) == (200, [number] * 3)
     assert await memory_bus.kv.keys(PREFIX) == []
@@ -156,9 +157,23 @@ async def test_draining_lets_running_requests_finish_and_refuses_new_ones(memory
     assert results[-1]["meta_info"]["finish_reason"]["type"] == "length"
 
 
+async def test_nobody_hears_of_an_engine_before_it_serves_anything(memory_bus, run_dir):
+    worker = worker_of(memory_bus, run_dir)
+    async with running(worker):
+        async with asyncio.timeout(30):
+            while worker.state != "waiting for weights":
+                await asyncio.sleep(0.01)
+        assert await memory_bus.kv.keys(PREFIX) == []
+        await publish(memory_bus, run_dir, worker, 3)
+        await presence(memory_bus, serving=Version(0, 3))
+        assert worker.state == "running"
+
+
 async def test_a_taken_port_ends_the_worker_with_a_hint(memory_bus, run_dir):
-    async with running(worker_of(memory_bus, run_dir)):
-        port = int((await presence(memory_bus, serving=None)).address.rpartition(":")[2])
+    worker = worker_of(memory_bus, run_dir)
+    await publish(memory_bus, run_dir, worker, 1)
+    async with running(worker):
+        port = int((await presence(memory_bus, serving=Version(0, 1))).address.rpartition(":")[2])
         with pytest.raises(EngineError, match=f"listen on 127.0.0.1:{port}") as caught:
             await engine_worker.main(worker_of(memory_bus, run_dir, config(port=port)))
     assert "engine.port" in caught.value.hint
