@@ -52,12 +52,15 @@ def write_timeline(raw: Raw, path: Path) -> None:
         _draw_update(axes, raw.forwards[0], update)
     if shown:
         grid[-1].set_xlabel("ms since the trainer handed its weights over")
+        _name_colors(grid[1])
     title = f"{raw.run.shape}, {raw.run.streams} streams, SGLang {raw.run.sglang} on {raw.run.num_devices} x {raw.run.device}"
     grid[0].set_title(f"{title}: time between forward passes", loc="left", fontsize=12, fontweight="bold")
     figure.savefig(path, metadata={"Software": None})
 
 
 def _draw_run(axes: Axes, raw: Raw) -> None:
+    from matplotlib.ticker import LogLocator
+
     gaps = gaps_of(raw.forwards[0])
     origin = raw.run.windows[0].start_s
     named: set[str] = set()
@@ -75,8 +78,9 @@ def _draw_run(axes: Axes, raw: Raw) -> None:
         if update.window >= 0 and not update.error:
             axes.axvline(update.commit_s - origin, ymax=0.03, color=_COLORS[Mode(update.mode)], linewidth=0.8)
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("")
     axes.set_ylim(top=max(tops, default=1.0) * 1.6)
     axes.set_ylabel("ms (GPU events)")
     axes.set_xlabel("s; ticks at the bottom are commits")
@@ -117,6 +121,14 @@ def _draw_update(axes: Axes, forwards: Forwards, update: UpdateRecord) -> None:
     commit = f", commit {max(update.commit_ms):.2f} ms" if update.commit_ms else ""
     axes.set_title(f"{_NAMES[Mode(update.mode)]}: {took_ms:.0f} ms{commit}", loc="left", fontsize=9, color=color)
     _plain(axes)
+
+
+def _name_colors(axes: Axes) -> None:
+    from matplotlib.patches import Patch
+
+    named = ((_OLD, "old version"), (_NEW, "new version"), (_PREFILL, "prefill of new requests"))
+    handles = [Patch(color=color, label=label) for color, label in named]
+    axes.legend(handles=handles, frameon=False, fontsize=8, ncols=3, loc="lower right", bbox_to_anchor=(1.0, 0.98))
 
 
 def _select(forwards: Forwards, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Forwards:
