@@ -26,7 +26,7 @@ from streamrl.schemas.subjects import check_name
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest, PartRef
 from streamrl.weights import manifest as manifests
-from streamrl.weights.ipc_lease import Lease, Owner, ReadLease, is_held
+from streamrl.weights.ipc_lease import Lease, Owner, ReadLease, is_held, owner_of
 from streamrl.weights.pins import Pins
 from streamrl.weights.protocol import CudaSource, DeviceMemory, FileSource, HostBytes, Part, Shard, Slice, Snapshot, WeightTransport
 from streamrl.weights.shm import host_id
@@ -52,8 +52,8 @@ class Opener(Protocol):
         """Whether this process can open device memory at all."""
         ...
 
-    def open(self, handle: bytes) -> Opened:
-        """The memory, open until its buffer is no longer among those opened last; raises WeightSyncError when it is gone."""
+    def open(self, handle: bytes, owner: str) -> Opened:
+        """The memory of a publisher, open until another one's is opened; raises WeightSyncError when it is gone."""
         ...
 
 
@@ -147,7 +147,7 @@ class IpcTransport:
         list(manifests.cover(manifest, ()))
         lease = self._take(manifest)
         try:
-            yield CudaSource(tuple(DeviceMemory(part.handle, 0, part.nbytes) for part in manifest.parts))
+            yield CudaSource(tuple(DeviceMemory(part.handle, 0, part.nbytes, owner_of(part.location)) for part in manifest.parts))
             lease.check()
         finally:
             lease.release()
@@ -198,7 +198,7 @@ class IpcTransport:
                 f"{manifest.policy} {manifest.version}: expected a CUDA device to read its memory with, got none in this process",
                 hint="set weights.also_on_bus = true for engines without a GPU",
             )
-        return self._opener.open(manifest.parts[0].handle)
+        return self._opener.open(manifest.parts[0].handle, owner_of(manifest.parts[0].location))
 
 
 def _snapshot(shards: Sequence[Shard]) -> Snapshot | None:

@@ -145,6 +145,12 @@ class ReadLease:
         return os.fstat(self._descriptor).st_nlink > 0
 
 
+def owner_of(name: str) -> str:
+    """Which publisher a lease is of; empty for a name that is none of ours."""
+    match = NAME.match(name)
+    return match["owner"] if match is not None else ""
+
+
 def is_held(directory: Path, name: str) -> bool:
     """Whether a lease can be taken now, and the publisher of its memory lives."""
     match = NAME.match(name)

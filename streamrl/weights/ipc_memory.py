@@ -15,27 +15,24 @@ STAGING_BYTES = 32 << 20
 
 
 class CudaOpener:
-    """Implements `streamrl.weights.ipc.Opener`: keeps the ring's buffers open between versions, for opening one takes milliseconds.
+    """Implements `streamrl.weights.ipc.Opener`: keeps the ring's buffers open between versions, for opening one takes milliseconds."""
 
-    Args:
-        keep: buffers that stay open; those of a dead trainer give way to its successor's.
-    """
-
-    def __init__(self, keep: int = 2) -> None:
-        self._keep = keep
+    def __init__(self) -> None:
+        self._owner = ""
         self._opened: dict[bytes, CudaMemory] = {}
         self._lock = threading.Lock()
 
     def usable(self) -> bool:
         return torch.cuda.is_available()
 
-    def open(self, handle: bytes) -> CudaMemory:
+    def open(self, handle: bytes, owner: str) -> CudaMemory:
         with self._lock:
-            memory = self._opened.pop(handle, None) or CudaMemory(cuda_ipc.open_shared(handle, torch.device("cuda")))
-            self._opened[handle] = memory
-            for oldest in list(self._opened)[: -self._keep]:
-                del self._opened[oldest]
-            return memory
+            if owner != self._owner:
+                self._opened.clear()
+                self._owner = owner
+            if handle not in self._opened:
+                self._opened[handle] = CudaMemory(cuda_ipc.open_shared(handle, torch.device("cuda")))
+            return self._opened[handle]
 
 
 class CudaMemory:

@@ -142,6 +142,8 @@ class DeviceMemory(msgspec.Struct, frozen=True):
     handle: bytes
     offset: int
     nbytes: int
+    owner: str = ""
+    """Process that the buffer belongs to. Buffers of another that are still open keep the memory of a dead one from being freed."""
 
 
 class CudaSource(msgspec.Struct, frozen=True, tag="cuda"):

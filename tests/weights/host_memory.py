@@ -30,7 +30,7 @@ class MappedOpener:
     def usable(self) -> bool:
         return self._usable
 
-    def open(self, handle: bytes) -> Mapped:
+    def open(self, handle: bytes, owner: str) -> Mapped:
         try:
             return Mapped(np.memmap(handle.decode(), dtype=np.uint8, mode="r"))
         except OSError as error:

@@ -160,7 +160,7 @@ async def test_a_buffer_is_not_written_while_an_engine_reads_it(tmp_path: Path) 
 
 def memory(manifest: Manifest) -> bytes:
     out = np.empty(manifest.nbytes, np.uint8)
-    MappedOpener().open(manifest.parts[0].handle).read(0, out)
+    MappedOpener().open(manifest.parts[0].handle, "").read(0, out)
     return out.tobytes()
 
 
@@ -206,7 +206,9 @@ async def test_a_source_is_checked_when_it_is_left(tmp_path: Path) -> None:
     assert await outside.holds(manifest)
     async with outside.source(manifest) as source:
         assert isinstance(source, CudaSource)
-        assert [(m.offset, m.nbytes) for m in source.memory] == [(0, manifest.nbytes)]
+        (memory,) = source.memory
+        assert (memory.offset, memory.nbytes, memory.handle) == (0, manifest.nbytes, manifest.parts[0].handle)
+        assert (tmp_path / f"policy.{memory.owner}.owner").exists()
     with pytest.raises(WeightSyncError, match="taken back"):
         async with outside.source(manifest):
             await trainer.publish(2)

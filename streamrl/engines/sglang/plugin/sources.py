@@ -56,13 +56,14 @@ class DeviceSpan:
 
 
 class DeviceImages:
-    """Trainers' device memory, opened once for each buffer: a trainer publishes from a few buffers in turn."""
+    """Trainers' device memory, opened once for each buffer: a trainer publishes from a few buffers in turn.
 
-    KEPT = 16
+    A dead trainer's buffers are closed when its successor's are opened: until then they keep its memory from being freed.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._open: dict[bytes, Tensor] = {}
+        self._open: dict[tuple[str, bytes], Tensor] = {}
 
     def spans(self, source: CudaSource) -> Sequence[DeviceSpan]:
         """The memory of a source, in the order of the concatenation.
@@ -70,23 +71,23 @@ class DeviceImages:
         Raises:
             WeightSyncError: memory that cannot be opened here.
         """
+        owners = {memory.owner for memory in source.memory}
+        self._open = {key: data for key, data in self._open.items() if key[0] in owners}
         spans: list[DeviceSpan] = []
         first = 0
         for memory in source.memory:
-            data = self._opened(memory.handle)[memory.offset : memory.offset + memory.nbytes]
+            data = self._opened(memory.owner, memory.handle)[memory.offset : memory.offset + memory.nbytes]
             if data.numel() != memory.nbytes:
                 raise WeightSyncError(f"expected {memory.nbytes} bytes at {memory.offset} of a device buffer, got {data.numel()}")
             spans.append(DeviceSpan(first, data))
             first += memory.nbytes
         return spans
 
-    def _opened(self, handle: bytes) -> Tensor:
-        known = self._open.get(handle)
+    def _opened(self, owner: str, handle: bytes) -> Tensor:
+        known = self._open.get((owner, handle))
         if known is None:
             # Not at the top: streams and handles of CUDA are of no use on a CPU.
             from streamrl.core.cuda_ipc import open_shared
 
-            known = self._open[handle] = open_shared(handle, self._device)
-            if len(self._open) > self.KEPT:
-                del self._open[next(iter(self._open))]
+            known = self._open[owner, handle] = open_shared(handle, self._device)
         return known
