@@ -1,0 +1,174 @@
+"""Requests to SGLang and its results, without a server."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from streamrl.engines.experts import Routing, from_sglang, from_text, read_routing
+from streamrl.engines.extras import read_extras, write_extras
+from streamrl.engines.protocol import Chunk, GenerateRequest
+from streamrl.engines.sglang.answers import Row, Style, body_of, joined
+from streamrl.engines.sglang.messages import stamp_of, version_of
+from streamrl.engines.wire import MetaInfo, Result
+from streamrl.errors import EngineError, SchemaError
+from streamrl.schemas.samples import LogprobMode, VersionSpan
+from streamrl.schemas.tasks import Sampling
+from streamrl.schemas.versions import Version
+
+OLD, NEW = Version(0, 3), Version(1, 3)
+STYLE = Style(engine="e", seeded=False, isolate=True)
+
+
+def request_of(**sampling: Any) -> GenerateRequest:
+    return GenerateRequest(request_id="r", prompt_ids=(5, 6), seeds=(1, 2**63 + 9), sampling=Sampling(**{"max_new_tokens": 8} | sampling))
+
+
+def result(ids: list[int], total: int, reason: str | None = None, **meta: Any) -> Result:
+    rows = [[-0.5, token, None] for token in ids]
+    body = {
+        "output_ids": ids,
+        "meta_info": {
+            "completion_tokens": total,
+            "output_token_logprobs": rows,
+            "finish_reason": None if reason is None else {"type": reason},
+            "streamrl_versions": [stamp_of(OLD)] * len(ids),
+        }
+        | meta,
+    }
+    return msgspec.json.decode(json.dumps(body), type=Result)
+
+
+def test_a_stamp_keeps_epoch_and_number():
+    assert stamp_of(Version(0, 7)) == 7
+    for version in (Version(0, 0), OLD, NEW, Version(9, 2**31)):
+        assert version_of(stamp_of(version)) == version
+        assert json.loads(json.dumps(stamp_of(version))) == stamp_of(version)
+    with pytest.raises(SchemaError):
+        version_of(-1)
+
+
+def test_a_request_asks_for_what_is_needed_and_no_more():
+    body = body_of(request_of(), "id", 1, STYLE, limit=5, serving=NEW, stream=False)
+    assert body["sampling_params"]["max_new_tokens"] == 5
+    assert body["extra_key"] == "1.3"
+    assert "return_sampling_mask" not in body and "return_routed_experts" not in body and "sampling_seed" not in body["sampling_params"]
+    style = msgspec.structs.replace(STYLE, seeded=True, isolate=False, routing=Routing(2, 2, 8))
+    body = body_of(request_of(top_p=0.9), "id", 1, style, limit=5, serving=NEW, stream=True)
+    assert body["sampling_params"]["sampling_seed"] == 9, "SGLang's seeds are signed"
+    assert body["return_sampling_mask"] and body["return_routed_experts"] and "extra_key" not in body
+
+
+def test_every_token_gets_its_stamped_version():
+    row = Row(request_of(), 0, STYLE, OLD)
+    chunk = row.take(result([4, 5, 6], 3, "length", streamrl_versions=[stamp_of(OLD), stamp_of(OLD), stamp_of(NEW)]))
+    assert chunk is not None
+    assert chunk.spans == (VersionSpan(2, OLD), VersionSpan(1, NEW))
+    assert (chunk.token_ids, chunk.logprobs, chunk.finish_reason) == ((4, 5, 6), (-0.5,) * 3, "length")
+    assert chunk.logprob_mode is LogprobMode.SAMPLED
+
+
+def test_a_stream_gives_each_token_once():
+    row = Row(request_of(), 1, STYLE, OLD)
+    parts = [row.take(result([4], 1)), row.take(result([], 1)), row.take(result([5, 6], 3)), row.take(result([], 3, "abort"))]
+    assert parts[1] is None, "neither tokens nor an end"
+    chunks = [part for part in parts if part is not None]
+    assert [chunk.token_ids for chunk in chunks] == [(4,), (5, 6), ()]
+    whole = joined(chunks)
+    assert (whole.completion, whole.token_ids, whole.finish_reason) == (1, (4, 5, 6), "abort")
+    assert whole.spans == (VersionSpan(3, OLD),)
+
+
+def test_what_truncated_sampling_drew_from_has_its_own_log_probs():
+    row = Row(request_of(top_k=2), 0, STYLE, OLD)
+    chunk = row.take(result([4, 5], 2, "length", output_token_sampling_logprobs=[-0.1, -0.2]))
+    assert chunk is not None and chunk.logprobs == (-0.1, -0.2)
+    with pytest.raises(EngineError, match="0 log-probs"):
+        Row(request_of(top_k=2), 0, STYLE, OLD).take(result([4, 5], 2, "length"))
+
+
+def test_a_stop_token_ends_a_completion_that_ignores_the_end_token():
+    row = Row(request_of(ignore_eos=True, stop_token_ids=(9,)), 0, STYLE, OLD)
+    assert row.take(result([4], 1)) is not None
+    chunk = row.take(result([8, 9, 7], 4))
+    assert chunk is not None and row.cut
+    assert (chunk.token_ids, chunk.finish_reason, chunk.spans) == ((8, 9), "stop", (VersionSpan(2, OLD),))
+
+
+@pytest.mark.parametrize(
+    ("broken", "says"),
+    [
+        ({"streamrl_versions": [3]}, "version that sampled each token"),
+        ({"streamrl_versions": None}, "version that sampled each token"),
+        ({"streamrl_versions": [-1, -1]}, "version that sampled each token"),
+        ({"output_token_logprobs": [[None, 4, None], [-0.5, 5, None]]}, "1 log-probs"),
+        ({"finish_reason": {"type": "magic"}}, "finish reason"),
+        ({"finish_reason": {"type": "abort", "status_code": 503, "message": "queue is full"}}, "queue is full"),
+    ],
+)
+def test_a_token_without_provenance_is_an_error(broken: dict[str, Any], says: str):
+    with pytest.raises(EngineError, match=says) as caught:
+        Row(request_of(), 0, STYLE, OLD).take(result([4, 5], 2, "length", **broken))
+    assert caught.value.hint
+
+
+def test_an_abort_in_the_queue_gives_no_tokens_of_unknown_version():
+    chunk = Row(request_of(), 0, STYLE, OLD).take(result([4, 5], 2, "abort", streamrl_versions=None))
+    assert chunk is not None and (chunk.token_ids, chunk.spans, chunk.finish_reason) == ((), (), "abort")
+
+
+def test_versions_without_the_plugin_are_exact_or_marked():
+    style = msgspec.structs.replace(STYLE, stamped=False)
+    meta = {"streamrl_versions": None, "weight_version": "0.3"}
+    chunk = Row(request_of(), 0, style, OLD).take(result([4, 5], 2, "length", **meta))
+    assert chunk is not None and chunk.spans == (VersionSpan(2, OLD),) and chunk.extras == {}
+    chunk = Row(request_of(), 0, style, OLD).take(result([4, 5], 2, "length", **meta | {"weight_version": "1.3"}))
+    assert chunk is not None and chunk.spans == (VersionSpan(2, OLD),), "never younger than it may be"
+    assert chunk.extras == {"inexact_versions": True}
+    spans = [{"version": "0.3", "start": 0, "end": 1}, {"version": "1.3", "start": 1, "end": 2}]
+    chunk = Row(request_of(), 0, style, OLD).take(result([4, 5], 2, "length", **meta | {"weight_versions": spans}))
+    assert chunk is not None and chunk.spans == (VersionSpan(1, OLD), VersionSpan(1, NEW))
+    assert chunk.extras == {"inexact_versions": True}
+
+
+@pytest.mark.parametrize(("experts", "dtype"), [(8, "uint8"), (256, "uint8"), (257, "uint16")])
+def test_routed_experts_become_compact(experts: int, dtype: str):
+    ids = np.arange(3 * 2 * 2, dtype=np.int32).reshape(3, 2, 2) % experts
+    ids[2, 1, 1] = experts - 1
+    text = base64.b64encode(ids.astype("<i4").tobytes()).decode()
+    found = from_sglang(text, Routing(2, 2, experts), tokens=3)
+    assert (found.dtype, found.shape) == (dtype, (3, 2, 2))
+    np.testing.assert_array_equal(found.array(), ids)
+    meta = MetaInfo(finish_reason={"type": "length"})
+    write_extras({"routed_experts": found, "cached_tokens": 7}, meta)
+    again = read_extras(msgspec.json.decode(msgspec.json.encode(meta), type=MetaInfo))
+    assert again == {"routed_experts": found, "cached_tokens": 7}
+    with pytest.raises(SchemaError, match="12 numbers"):
+        from_sglang(text, Routing(2, 2, experts), tokens=4)
+    with pytest.raises(SchemaError, match="expected experts 0"):
+        from_sglang(text, Routing(2, 2, experts - 1), tokens=3)
+    with pytest.raises(SchemaError, match="bytes of"):
+        from_text(dtype, (4, 2, 2), found.text())
+
+
+def test_a_completion_brings_its_experts_and_counters():
+    ids = np.zeros((4, 2, 2), "<i4")
+    style = msgspec.structs.replace(STYLE, routing=Routing(2, 2, 8))
+    meta = {"routed_experts": base64.b64encode(ids.tobytes()).decode(), "cached_tokens": 1, "spec_verify_ct": 2, "num_retractions": 0}
+    chunk = Row(request_of(), 0, style, OLD).take(result([4, 5, 6], 3, "length", **meta))
+    assert isinstance(chunk, Chunk)
+    assert chunk.extras.pop("routed_experts").shape == (4, 2, 2), "two prompt tokens and two of three output tokens"
+    assert chunk.extras == {"cached_tokens": 1, "spec_verify_ct": 2}
+
+
+def test_the_routing_is_read_from_the_model(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 4, "num_experts": 128, "num_experts_per_tok": 8}')
+    assert read_routing(tmp_path) == Routing(4, 8, 128)
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 4}')
+    assert read_routing(tmp_path) is None

@@ -1,0 +1,79 @@
+"""How an SGLang server is started, without starting one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from streamrl.config.engines import EngineConfig, SglangConfig
+from streamrl.engines.sglang.command import arguments, environment, holds_weights, visible_devices, write_site
+
+SECRET = Path("/nowhere/server.yaml")
+
+
+def words(has_weights: bool = True, deterministic: bool = False, **sglang: Any) -> list[str]:
+    config = EngineConfig(kind="sglang", slots=16, deterministic=deterministic, sglang=SglangConfig(**sglang))
+    found = arguments(config, Path("/m"), port=81, max_len=100, dtype="bfloat16", has_weights=has_weights, secret_file=SECRET)
+    return list(found)
+
+
+def value_of(flag: str, argv: list[str]) -> str:
+    return argv[argv.index(flag) + 1]
+
+
+def test_the_configuration_becomes_flags():
+    argv = words(tensor_parallel=2)
+    assert value_of("--model-path", argv) == "/m" and value_of("--dtype", argv) == "bfloat16"
+    assert value_of("--host", argv) == "127.0.0.1" and value_of("--tp-size", argv) == "2"
+    assert value_of("--max-running-requests", argv) == "16" and int(value_of("--context-length", argv)) > 100
+    assert "--load-format" not in argv and "--enable-deterministic-inference" not in argv
+    assert "--enable-deterministic-inference" in words(deterministic=True)
+    assert value_of("--load-format", words(has_weights=False)) == "dummy"
+    assert value_of("--load-format", words(has_weights=False, flags={"load_format": "auto"})) == "auto"
+
+
+def test_any_value_becomes_words():
+    argv = words(flags={"a-b": 1.5, "on": True, "off": False, "many": [1, 2], "table": {"x": 1}, "--c_d": "e f"})
+    assert value_of("--a-b", argv) == "1.5" and "--on" in argv and "--off" not in argv
+    assert argv[argv.index("--many") + 1 : argv.index("--many") + 3] == ["1", "2"]
+    assert json.loads(value_of("--table", argv)) == {"x": 1} and value_of("--c-d", argv) == "e f"
+
+
+def test_an_engine_takes_its_gpus_first_and_sees_the_others():
+    config = SglangConfig(tensor_parallel=2, gpus=(0, 3, 2, 1))
+    assert visible_devices(config, None, index=0, num_gpus=5) == "0,3,1,2,4"
+    assert visible_devices(config, None, index=1, num_gpus=5) == "2,1,0,3,4"
+    assert visible_devices(config, None, index=2, num_gpus=5) == "0,3,1,2,4", "an engine that joins on another host"
+    assert visible_devices(config, "GPU-a,GPU-b,GPU-c,GPU-d", index=1, num_gpus=9) == "GPU-c,GPU-b,GPU-a,GPU-d"
+    assert visible_devices(SglangConfig(), "1", index=0, num_gpus=5) == "", "left as it is"
+
+
+def test_the_plugin_is_told_by_the_environment_alone(tmp_path: Path):
+    def env(plugin: dict[str, Any] | None, **surroundings: str) -> dict[str, str]:
+        return environment(SglangConfig(env={"A": "own"}), surroundings, site=tmp_path, plugin=plugin, index=0, num_gpus=0)
+
+    asleep = env(None, STREAMRL_PLUGIN="of somebody else", A="inherited", PYTHONPATH="/x")
+    assert "STREAMRL_PLUGIN" not in asleep and asleep["A"] == "own" and asleep["PYTHONPATH"] == f"{tmp_path}:/x"
+    awake = env({"dir": "/d"}, SGLANG_PLUGINS="mine")
+    assert json.loads(awake["STREAMRL_PLUGIN"]) == {"dir": "/d"} and awake["SGLANG_PLUGINS"] == "mine,streamrl"
+
+
+def test_any_interpreter_finds_the_plugin_and_keeps_its_own_packages(tmp_path: Path):
+    site = write_site(tmp_path)
+    code = (
+        "import importlib.metadata as m\n"
+        "(point,) = m.entry_points(group='sglang.srt.plugins', name='streamrl')\n"
+        "print(point.load().__module__)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(site)}, cwd=tmp_path, capture_output=True, text=True)
+    assert found.stdout.strip() == "streamrl.engines.sglang.plugin", found.stderr
+
+
+def test_weights_are_found_by_their_files(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    assert not holds_weights(tmp_path)
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"")
+    assert holds_weights(tmp_path)
