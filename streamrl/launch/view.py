@@ -11,7 +11,7 @@ import msgspec
 
 from streamrl.errors import SchemaError
 from streamrl.launch.numbers import EngineLine, Evaluation, Point, Problem, RunNumbers, WorkerLine
-from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
+from streamrl.schemas.control import EVALUATION_ROLE, ROLLOUT_ROLE, EnginePresence, Grant, WorkerPresence
 from streamrl.schemas.events import Event, MetricReport
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.metrics import Fold
@@ -270,7 +270,7 @@ class RunView:
         reinforced = self.reward_points
         rewards = [point.reward for point in reinforced if point.reward is not None]
         number = newest.version.number if newest else 0
-        behind = [number - engine.serving.number for engine in self._engines.values() if engine.serving]
+        behind = [number - engine.serving.number for engine in self._engines.values() if engine.serving and engine.role == ROLLOUT_ROLE]
         return RunNumbers(
             run=self.run,
             phase=self.phase(),
@@ -311,6 +311,8 @@ class RunView:
 def engine_line(name: str, engine: EnginePresence) -> EngineLine:
     """One engine for the table."""
     serving = str(engine.serving) if engine.serving else "-"
+    if engine.role == EVALUATION_ROLE:
+        serving += " (pinned)"
     return EngineLine(engine=name, serving=serving, running=engine.running, waiting=engine.waiting, slots=engine.slots)
 
 

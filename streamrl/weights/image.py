@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -38,6 +39,7 @@ class HostImage:
         self._digests: dict[str, int] | None = None
         """Of what the image holds, by tensor; None: to be computed."""
         self._descriptor: int | None = None
+        self._release: Callable[[], object] = _nothing
         self._bytes: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self.held: Version | None = None
         """The version whose bytes these are; None: of none."""
@@ -135,9 +137,8 @@ class HostImage:
         """Free the memory. Who has mapped the file keeps its mapping."""
         self.held, self._digests, self._tensors = None, None, {}
         self._bytes = np.empty(0, np.uint8)
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        self._release()
+        self._descriptor = None
 
     def _tensor(self, spec: TensorSpec) -> npt.NDArray[np.uint8]:
         return self._bytes[spec.offset : spec.offset + spec.nbytes]
@@ -160,9 +161,15 @@ class HostImage:
 
     def _create(self, nbytes: int) -> None:
         self._descriptor = os.memfd_create(f"streamrl-{self._name}", os.MFD_CLOEXEC)
+        # The memory is the descriptor's: an image that is dropped unclosed must not keep it.
+        self._release = weakref.finalize(self, os.close, self._descriptor)
         # Reserving all pages first turns a lack of memory into an error here; a write to a mapping would be a SIGBUS.
         os.posix_fallocate(self._descriptor, 0, nbytes)
         self._bytes = np.frombuffer(mmap.mmap(self._descriptor, nbytes), dtype=np.uint8)
+
+
+def _nothing() -> None:
+    """Nothing is held yet."""
 
 
 def _place(spec: TensorSpec) -> tuple[str, tuple[int, ...], int]:

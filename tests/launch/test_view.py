@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from streamrl.errors import SchemaError
 from streamrl.launch.view import RATE_WINDOW_S, RunView, Totals, counted_median
@@ -100,6 +101,16 @@ def test_versions_seen_in_engines_are_remembered_once_they_change() -> None:
     for number in (0, 0, 2, 3, 3):
         view.engine("engine-0", presence(number=number))
     assert view.swap_numbers == {2, 3}
+
+
+def test_engines_that_hold_a_pinned_version_are_not_behind(entry: MakeEntry) -> None:
+    view = RunView("demo")
+    view.ledger(as_line(entry(9)))
+    view.engine("engine-0", presence(number=8))
+    view.engine("engine-1", replace(presence(number=2), role="evaluation"))
+    numbers = view.numbers(elapsed_s=1.0)
+    assert numbers.engines_behind == 1.0
+    assert [engine.serving for engine in numbers.engines] == ["0.8", "0.2 (pinned)"]
 
 
 def test_stream_lag_is_what_came_after_the_newest_batch(entry: MakeEntry) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import signal
 import subprocess
 import sys
@@ -307,6 +309,28 @@ async def test_changes_go_to_a_mirror_while_shared_memory_has_whole_versions(mak
     assert (local.transport, local.kind, local.links) == ("shm", "full", {})
     assert (mirror.transport, mirror.kind, mirror.parent) == ("bus", "delta", Version(0, 1))
     assert await reader.take(mirror) == bytes_of(2)
+
+
+async def test_memory_of_an_image_goes_with_it(make, memory_bus):
+    """Closed or dropped: an engine that is started anew in its process must not keep the image of the one before."""
+    [manifest] = await publish(make(), 0)
+    gc.collect()
+    before = images()
+    for how in ("closed", "dropped"):
+        one = Reader(memory_bus)
+        await one.take(manifest)
+        assert images() > before
+        if how == "closed":
+            one.transport.close()
+        del one
+        gc.collect()
+        assert images() == before
+
+
+def images() -> int:
+    """Descriptors of images that this process has open."""
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return sum("streamrl-policy" in os.readlink(link) for link in links if os.path.lexists(link))
 
 
 KILLED = """
