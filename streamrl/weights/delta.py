@@ -28,7 +28,7 @@ from streamrl.errors import WeightSyncError
 BLOCK_ELEMENTS = 1 << 21
 """2 Mi elements: enough work for a thread, and temporary arrays of a few megabytes."""
 LEVEL = 1
-"""Of zstd. Higher levels take up to six times as long to save less than 3 % of these bytes: what is left is entropy."""
+"""Of zstd: entropy coding is all that these planes leave to do. Levels 3 to 15 took 3 to 400 times as long for more bytes, not fewer."""
 GAP_BYTES = 4
 LENGTH_BYTES = 4
 
