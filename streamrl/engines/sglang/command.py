@@ -57,6 +57,8 @@ def arguments(
         "skip_tokenizer_init": True,
         "skip_server_warmup": True,
         "incremental_streaming_output": True,
+        # An idle scheduler polls else, and keeps the interpreter from the thread that stages weights.
+        "sleep_on_idle": True,
         "enable_deterministic_inference": config.deterministic,
     }
     if not has_weights:
