@@ -71,6 +71,8 @@ class ServerHost:
         self._turn = asyncio.Lock()
         self._heard = [0] * size
         """Index of the last commit heard of, by rank."""
+        self._staged: Version | None = None
+        """Staged on all ranks, and its bytes found good."""
         self.serving: Version | None = None
         self.commits: list[tuple[Committed, ...]] = []
         """What the last commits did, on each rank; at most 64."""
@@ -97,14 +99,21 @@ class ServerHost:
             EngineError: the server does not answer.
         """
         async with self._turn:
+            self._staged = None
             layout = await self._prepared(manifest)
             request = Stage(version=manifest.version, layout=layout, source=source, pace=self.pace, verify=self._verify)
             staged = await _all([client.stage(request) for client in self._clients])
-        digest = self._books[layout].check(manifest, [one.digests for one in staged]) if self._verify else manifest.digest
+            digest = self._books[layout].check(manifest, [one.digests for one in staged]) if self._verify else manifest.digest
+            self._staged = manifest.version
         return Staging(digest, tuple(staged))
 
     async def commit(self, version: Version) -> Commit:
         async with self._turn:
+            if self._staged != version and (self.serving is None or version > self.serving):
+                raise WeightSyncError(
+                    f"cannot commit {version}: expected it to be staged with its digest, got {self._staged or 'nothing'}",
+                    version=str(version),
+                )
             before = await _all([client.commits(heard) for client, heard in zip(self._clients, self._heard, strict=True)])
             for rank, log in enumerate(before):
                 self._heard[rank] = max([self._heard[rank], *(done.index for done in log.commits)])
