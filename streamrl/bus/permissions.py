@@ -84,6 +84,7 @@ def allowed(role: str, run: str) -> tuple[str, ...]:
         "engine": [
             *worker,
             f"{run}.events.weights",
+            f"{run}.events.engine",
             f"$KV.{run}.presence.engines.*",
             f"$KV.{run}.pins.*.*.*",
             *_reads(stream_name(run, WEIGHTS)),

@@ -75,6 +75,7 @@ STORES: dict[str, tuple[Operation, set[str]]] = {
     "finished": (publish(TO.events("finished")), {"trainer"}),
     "evaluation": (publish(TO.events("evaluation")), {"evaluator", "trainer"}),
     "weights taken": (publish(TO.events("weights")), {"engine", "trainer"}),
+    "engine started": (publish(TO.events("engine")), {"engine", "trainer"}),
     "stalled": (publish(TO.events("stalled")), {"producer", "feeder", "trainer"}),
     "blob": (lambda bus: bus.blobs.put("new", b"x"), {"trainer"}),
     "grant": (put("granted"), {"trainer"}),

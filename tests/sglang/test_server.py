@@ -1,0 +1,160 @@
+"""The server process: what is said when it does not start, that it dies with its worker, and what happens when it dies."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from streamrl.config.engines import EngineConfig
+from streamrl.engines.protocol import GenerateRequest
+from streamrl.engines.sglang.engine import SglangEngine
+from streamrl.engines.sglang.server import SglangServer
+from streamrl.errors import EngineError
+from streamrl.schemas.samples import LogprobMode
+from streamrl.schemas.tasks import Sampling
+from streamrl.schemas.versions import Version
+from tests.engines import models
+from tests.engines.models import ask, build
+from tests.engines.publishing import load, publish
+from tests.sglang.cpu import MAX_LEN, ROOT, cpu_config, write_model
+
+PROMPT = (5, 9, 11, 7)
+
+
+def group_of(pid: int) -> set[int]:
+    """Processes of a group that still live."""
+    found = set()
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            try:
+                text = (path / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(text[2]) == pid and text[0] != "Z":
+                found.add(int(path.name))
+    return found
+
+
+def command_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def server_of(config: EngineConfig, folder: Path) -> SglangServer:
+    return SglangServer(config, write_model("qwen3", folder / "model"), name="e", max_len=MAX_LEN, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("python", "hint"),
+    [(sys.executable, "SGLang is not installed there"), ("/no/such/python", "make an environment with SGLang")],
+)
+async def test_an_interpreter_without_sglang_is_named_with_a_hint(tmp_path: Path, python: str, hint: str):
+    server = server_of(cpu_config(python), tmp_path)
+    with pytest.raises(EngineError) as caught:
+        await server.start()
+    assert hint in caught.value.hint
+    await server.stop()
+    assert not server.directory.exists()
+
+
+async def test_a_flag_that_sglang_does_not_know_is_shown_with_its_own_words(sglang_python: str, tmp_path: Path):
+    server = server_of(cpu_config(sglang_python, flags={"atention_backend": "x"}), tmp_path)
+    with pytest.raises(EngineError, match="--atention-backend") as caught:
+        await server.start()
+    assert "engine.sglang.flags" in caught.value.hint
+    await server.stop()
+
+
+def test_no_process_outlives_a_killed_worker(sglang_python: str, tmp_path: Path):
+    code = (
+        "import asyncio, sys\n"
+        "from pathlib import Path\n"
+        "from tests.sglang.cpu import cpu_config\n"
+        "from tests.sglang.test_server import server_of\n"
+        f"server = server_of(cpu_config({sglang_python!r}), Path({str(tmp_path)!r}))\n"
+        "async def main():\n"
+        "    start = asyncio.create_task(server.start())\n"
+        "    while server.pid is None: await asyncio.sleep(0.01)\n"
+        "    print(server.pid, flush=True)\n"
+        "    await start\n"
+        "asyncio.run(main())\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environ, cwd=ROOT)
+    assert worker.stdout is not None
+    pid = int(worker.stdout.readline())
+    assert group_of(pid)
+    worker.kill()
+    worker.wait()
+    deadline = time.monotonic() + 30
+    while group_of(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert group_of(pid) == set()
+    worker.stdout.close()
+
+
+async def test_the_key_is_asked_for_and_stands_in_no_command_line(sglang_server: SglangServer):
+    import aiohttp
+
+    async with aiohttp.ClientSession() as session, session.get(sglang_server.client.address + "/server_info") as response:
+        assert response.status == 401
+    lines = [command_of(pid) for pid in group_of(sglang_server.pid or 0)]
+    assert lines and not any(sglang_server.key.encode() in line for line in lines)
+    assert (sglang_server.directory / "server.yaml").stat().st_mode & 0o777 == 0o600
+    assert sglang_server.directory.stat().st_mode & 0o777 == 0o700
+
+
+async def test_truncated_sampling_gives_the_log_probs_of_what_was_drawn_from(sglang_engine: SglangEngine, epochs):
+    """Against the definition of the other engines (streamrl.engines.sampling): the kept set, renormalised."""
+    version = Version(next(epochs), 0)
+    model = build("qwen3", seed=5)
+    await load(sglang_engine, publish(models.tensors(model), version))
+    sampling = Sampling(max_new_tokens=24, ignore_eos=True, temperature=0.8, top_p=0.7, top_k=9)
+    request = GenerateRequest(request_id="t", prompt_ids=PROMPT, seeds=(1, 2, 3), sampling=sampling)
+    for answer in await ask(sglang_engine, request):
+        expected = truncated(model, answer.ids, sampling)
+        assert max(abs(a - b) for a, b in zip(answer.logprobs, expected, strict=True)) < 2e-5
+    async for chunk in sglang_engine.generate(msgspec.structs.replace(request, request_id="u")):
+        assert chunk.logprob_mode is LogprobMode.SAMPLED
+
+
+def truncated(model, ids: list[int], sampling: Sampling) -> list[float]:
+    import numpy as np
+    import torch
+
+    from streamrl.engines.model import Draws
+    from streamrl.engines.sampling import distribution
+
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[*PROMPT, *ids]]), use_cache=False).logits[0, len(PROMPT) - 1 : -1].numpy()
+    n = len(ids)
+    draws = Draws(
+        temperature=np.full(n, sampling.temperature, np.float32),
+        top_p=np.full(n, sampling.top_p, np.float32),
+        top_k=np.full(n, sampling.top_k, np.int64),
+        uniform=np.zeros(n),
+    )
+    return distribution(logits, draws)[np.arange(n), ids].tolist()
+
+
+async def test_cached_prefixes_are_counted_and_kept_apart_by_version(sglang_engine: SglangEngine, epochs):
+    epoch = next(epochs)
+    prompt = tuple(3 + k % 50 for k in range(200))
+
+    async def cached(name: str) -> int:
+        request = GenerateRequest(request_id=name, prompt_ids=prompt, seeds=(1,), sampling=Sampling(max_new_tokens=2, ignore_eos=True))
+        (chunk,) = [chunk async for chunk in sglang_engine.generate(request)]
+        return chunk.extras.get("cached_tokens", 0)
+
+    await load(sglang_engine, publish(models.tensors(build("qwen3", seed=1)), Version(epoch, 0)))
+    assert await cached("a") == 0
+    assert await cached("b") > 150, "the same version computed it"
+    await load(sglang_engine, publish(models.tensors(build("qwen3", seed=2)), Version(epoch, 1)))
+    assert await cached("c") == 0, "other weights computed it"
+    counters = (await sglang_engine.info()).counters
+    assert counters["engine/prompt_tokens_total"] == 600 and 150 < counters["engine/cached_tokens_total"] < 200
