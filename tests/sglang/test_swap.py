@@ -106,7 +106,7 @@ async def test_idle_engine_commits_at_once(sglang_server, updates, one, other):
 async def test_same_bytes_change_no_token(sglang_server, updates, one):
     await updates.put(one)
     alone = await ask(sglang_server, [9, 8, 7, 6], 300)
-    task = asyncio.create_task(ask(sglang_server, [9, 8, 7, 6], 300, extra_key="again"))
+    task = asyncio.create_task(ask(sglang_server, [9, 8, 7, 6], 300))
     for _ in range(3):
         await asyncio.sleep(0.1)
         manifest, _ = await updates.put(one)
@@ -157,6 +157,7 @@ async def test_sampled_tokens_keep_their_versions_in_a_stream(sglang_server, upd
         "sampling_params": {"max_new_tokens": 150, "temperature": 1.0, "ignore_eos": True},
         "return_logprob": True,
         "stream": True,
+        "extra_key": "in a stream",
     }
     ids: list[int] = []
     stamps: list[int] = []

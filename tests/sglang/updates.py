@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,8 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 async def ask(server: SglangServer, prompt: Sequence[int], tokens: int, **more: Any) -> Answer:
-    """One greedy answer of exactly `tokens` tokens."""
+    """One greedy answer of exactly `tokens` tokens; from the prefix cache it takes only what requests with its `extra_key` left there."""
+    more.setdefault("extra_key", secrets.token_hex(8))
     sampling = {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
     body = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True, **more}
     meta = (await server.client.post("/generate", body, timeout_s=120.0, expect=dict[str, Any]))["meta_info"]
