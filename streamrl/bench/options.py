@@ -7,8 +7,11 @@ from typing import Any
 import msgspec
 
 from streamrl.bench.plan import Window, parse_plan
-from streamrl.bench.shapes import Shape, shape_of
+from streamrl.bench.shapes import Shape, num_elements, shape_of
 from streamrl.errors import ConfigError
+
+LARGE = 20e9
+"""Parameters of which a GPU of 141 GB holds two copies in 16 bits, and not three."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +54,11 @@ def resolve(options: Options, *, num_gpus: int) -> Options:
         raise ConfigError(f"shape {options.shape}: expected {tensor_parallel} GPUs for the engine, got {num_gpus}")
     if cpu and options.model.dtype != "float32":
         raise ConfigError(f"shape {options.shape}: expected a GPU, got none", hint="without a GPU use --shape tiny")
+    if not cpu and num_gpus <= tensor_parallel and num_elements(options.model) > LARGE:
+        raise ConfigError(
+            f"shape {options.shape}: expected a GPU for the trainer's weights beside the engine's {tensor_parallel}, got {num_gpus} in all",
+            hint="weights and a snapshot of them do not fit beside the engine's two sets",
+        )
     last = "cpu" if cpu else f"cuda:{min(tensor_parallel, num_gpus - 1)}"
     filled = msgspec.structs.replace(
         options,

@@ -18,7 +18,7 @@ from streamrl.bench.engine import BenchEngine
 from streamrl.bench.flags import server_flags
 from streamrl.bench.lanes import LoadProcess
 from streamrl.bench.load import LoadSpec
-from streamrl.bench.options import Options, resolve
+from streamrl.bench.options import LARGE, Options, resolve
 from streamrl.bench.plan import OURS, Mode, Window
 from streamrl.bench.raw import write_forwards, write_run, write_updates
 from streamrl.bench.records import Check, RunRecord, UpdateRecord, WindowRecord
@@ -35,8 +35,6 @@ PROMPT_TOKENS = 64
 _SETTLE_S = 0.3
 """Between windows: the recorded events are fetched then, which must not be seen in one."""
 _SPREAD_S = 0.3
-_LARGE = 20e9
-"""Parameters of which a GPU of 141 GB holds two copies in 16 bits, and not three."""
 _SHM = Path("/dev/shm")
 
 
@@ -232,7 +230,7 @@ def _max_len(options: Options) -> int:
 
 def _slots(options: Options) -> int:
     """Snapshots the trainer's device holds: two, so that one is written while the other is read, or one where two would not fit."""
-    return 1 if num_elements(options.model) > _LARGE else 2
+    return 1 if num_elements(options.model) > LARGE else 2
 
 
 def _memory(moment: str) -> dict[str, Any]:

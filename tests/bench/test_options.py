@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from streamrl.bench.flags import server_flags
+from streamrl.bench.load import version_runs, wanted_tokens
+from streamrl.bench.options import Options, resolve
+from streamrl.bench.shapes import SHAPES, shape_of
+from streamrl.bench.weights import engine_config
+from streamrl.config.check_engine import FIXED, OURS
+from streamrl.errors import ConfigError
+
+
+def asked(shape: str, **values) -> Options:
+    return msgspec.structs.replace(Options(shape=shape, plan="", out="out"), **values)
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_gpus", "trainer", "tensor_parallel"),
+    [
+        ("tiny", 0, "cpu", 1),
+        ("8B", 1, "cuda:0", 1),
+        ("8B", 2, "cuda:1", 1),
+        ("30B-A3B", 4, "cuda:2", 2),
+    ],
+)
+def test_the_trainer_gets_a_gpu_that_the_engine_leaves_free(shape, num_gpus, trainer, tensor_parallel):
+    found = resolve(asked(shape), num_gpus=num_gpus)
+    assert (found.trainer_device, found.tensor_parallel) == (trainer, tensor_parallel)
+    assert found.windows and found.streams >= found.probes > 0 and found.mean_tokens > 0 and found.warm_s > 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "values", "num_gpus", "said"),
+    [
+        ("8B", {}, 0, "expected a GPU"),
+        ("30B-A3B", {}, 1, "expected 2 GPUs"),
+        ("30B-A3B", {}, 2, "for the trainer's weights"),
+        ("8B", {"streams": 2, "probes": 3}, 1, "at most as many probes"),
+        ("9B", {}, 1, "out of tiny"),
+        ("8B", {"plan": "steady:1,flip:1"}, 1, "/SECONDS"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_before_anything_starts(shape, values, num_gpus, said):
+    with pytest.raises(ConfigError, match=said):
+        resolve(asked(shape, **values), num_gpus=num_gpus)
+
+
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_no_flag_is_one_that_a_run_would_refuse(shape):
+    for cpu in (False, True):
+        flags = server_flags(shape_of(shape), streams=64, cpu=cpu, default_graphs=False)
+        assert not set(flags) & {*OURS, *FIXED}
+
+
+def test_flags_of_the_caller_win():
+    options = resolve(asked("tiny", flags={"mem_fraction_static": 0.7}), num_gpus=0)
+    assert engine_config(options).sglang.flags["mem_fraction_static"] == 0.7
+
+
+def test_lanes_ask_for_mixed_lengths_and_do_not_end_in_step():
+    first = [wanted_tokens(1000, lane, 0) for lane in range(128)]
+    later = [wanted_tokens(1000, lane, number) for lane in range(128) for number in range(1, 20)]
+    assert min(first) < 100 and max(first) > 900 and len(set(first)) > 100
+    assert min(later) >= 400 and max(later) <= 1600
+    assert sum(later) / len(later) == pytest.approx(1000, rel=0.03)
+
+
+def test_versions_are_kept_as_runs():
+    assert version_runs([3, 3, 4, 3]) == [(3, 2), (4, 1), (3, 1)]
+    assert version_runs([]) == []
