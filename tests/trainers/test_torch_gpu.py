@@ -1,6 +1,6 @@
 """The torch trainer on a GPU: digests and snapshots there, bitwise numerics, the layouts and the memory of a 0.6B model.
 
-Run with `pytest -m gpu -s tests/trainers/test_torch_gpu.py` (`-s` shows what was measured).
+`scripts/gpu/tests.sh` runs them and shows what was measured.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An engine on a GPU: `python -m tests.weights.ipc_gpu_reader DIRECTORY GPU`; `device|host|hold MANIFEST` in, digests out."""
+"""An engine on a GPU: `python ipc_gpu_reader.py DIRECTORY GPU`; `device|host|hold MANIFEST` in, digests out."""
 
 from __future__ import annotations
 

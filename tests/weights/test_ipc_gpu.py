@@ -1,4 +1,4 @@
-"""Snapshots on a GPU and transport `ipc` between processes, and between GPUs where there are two. Run with `pytest -m gpu`."""
+"""Snapshots on a GPU and transport `ipc` between processes, and between GPUs where there are two. `scripts/gpu/tests.sh` runs them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Trainer:
 @asynccontextmanager
 async def engine(directory: Path, gpu: int) -> AsyncIterator[Process]:
     """A process with a GPU of its own (also the trainer's) that answers each manifest with the digest of what it read."""
-    command = [sys.executable, "-m", "tests.weights.ipc_gpu_reader", str(directory), str(gpu)]
+    command = [sys.executable, str(Path(__file__).with_name("ipc_gpu_reader.py")), str(directory), str(gpu)]
     process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
     try:
         yield process
@@ -73,9 +73,13 @@ async def ask(process: Process, manifest: Manifest, way: str) -> str:
 
 
 @pytest.mark.parametrize("gpu", [0, 1])
-async def test_engines_read_snapshots_while_the_trainer_goes_on(tmp_path: Path, gpu: int) -> None:
+def test_engines_read_snapshots_while_the_trainer_goes_on(tmp_path: Path, gpu: int) -> None:
     if gpu >= torch.cuda.device_count():
         pytest.skip("needs two GPUs")
+    asyncio.run(read_while_training(tmp_path, gpu))
+
+
+async def read_while_training(tmp_path: Path, gpu: int) -> None:
     trainer = Trainer(tmp_path)
     async with engine(tmp_path, gpu) as process:
         seen: list[str] = []
@@ -93,7 +97,11 @@ async def test_engines_read_snapshots_while_the_trainer_goes_on(tmp_path: Path, 
         assert (await ask(process, gone, "device")).startswith("error expected a CUDA memory handle")
 
 
-async def test_a_killed_engine_and_a_killed_trainer(tmp_path: Path) -> None:
+def test_a_killed_engine_and_a_killed_trainer(tmp_path: Path) -> None:
+    asyncio.run(kill_both(tmp_path))
+
+
+async def kill_both(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, slots=1)
     async with engine(tmp_path, 0) as process:
         assert await ask(process, await trainer.publish(1), "hold") == "held"
@@ -137,11 +145,11 @@ def test_the_training_stream_does_not_wait_for_a_snapshot(tmp_path: Path) -> Non
     assert Content(shards).digest == trainer.digest()
 
 
-async def test_host_transports_get_the_same_bytes(tmp_path: Path) -> None:
+def test_host_transports_get_the_same_bytes(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path)
     shm = ShmTransport(run="r", policy="policy", directory=tmp_path / "host")
     digest = trainer.digest()
-    manifest = await shm.publish(Version(0, 1), trainer.ring.shards())
+    manifest = asyncio.run(shm.publish(Version(0, 1), trainer.ring.shards()))
     trainer.step()
     assert manifest.digest == digest
     data = np.fromfile(tmp_path / "host" / manifest.parts[0].location, np.uint8)
