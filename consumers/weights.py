@@ -143,12 +143,11 @@ class WeightWatcher:
 
     async def _listen_to_pins(self, pins: Pins) -> None:
         async for pin in pins.watch():
-            key = (pin.version, pin.holder)
-            if pin.live and pin.role == self._role:
-                self._pinned.add(key)
-            else:
-                self._pinned.discard(key)
-            self._changed.set()
+            wanted = pin.live and pin.role == self._role
+            # Renewals, and this engine's own pins, change nothing: they must not end the pause after a failure.
+            if wanted != ((pin.version, pin.holder) in self._pinned):
+                self._pinned ^= {(pin.version, pin.holder)}
+                self._changed.set()
 
     async def _remember(self, first: int, before: int) -> None:
         """Take note of what had been announced earlier than message `before`: it may still be to be served."""

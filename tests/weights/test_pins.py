@@ -21,10 +21,12 @@ from streamrl.consumers.weights import WeightWatcher
 from streamrl.engines.protocol import GenerateRequest
 from streamrl.engines.table import TableEngine
 from streamrl.errors import WeightSyncError
+from streamrl.schemas.codec import encode
 from streamrl.schemas.control import EVALUATION_ROLE
 from streamrl.schemas.subjects import WEIGHTS, Subjects
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
+from streamrl.schemas.weights import Manifest
 from streamrl.weights.bus import BusTransport
 from streamrl.weights.manifest import Content
 from streamrl.weights.pins import Pin, Pins
@@ -133,7 +135,7 @@ def table(number: int) -> list[Shard]:
 class Served:
     """A table engine with its watcher, as an engine worker has them."""
 
-    def __init__(self, bus: Bus, model_dir: Path, name: str, role: str) -> None:
+    def __init__(self, bus: Bus, model_dir: Path, name: str, role: str, backoff_s: float) -> None:
         self.engine = TableEngine(model_dir, EngineConfig(kind="table", slots=4), engine_id=name, policy="policy", max_len=1000)
         self.transport = BusTransport(bus.blobs, run="r", policy="policy", threads=1)
         self.committed: asyncio.Queue[Version] = asyncio.Queue()
@@ -147,7 +149,7 @@ class Served:
             engine=name,
             event=self._event,
             committed=self.committed.put,
-            backoff_s=0.05,
+            backoff_s=backoff_s,
             pins=Pins(bus.kv, "policy") if role == EVALUATION_ROLE else None,
             role=role,
         )
@@ -209,11 +211,11 @@ async def trainer(nats_bus: Bus) -> AsyncIterator[Trainer]:
 
 
 @pytest.fixture
-async def serve(nats_bus: Bus, model_dir: Path) -> AsyncIterator[Callable[[str, str], Any]]:
+async def serve(nats_bus: Bus, model_dir: Path) -> AsyncIterator[Callable[..., Any]]:
     async with AsyncExitStack() as stack:
 
-        async def one(name: str, role: str) -> Served:
-            served = Served(nats_bus, model_dir, name, role)
+        async def one(name: str, role: str, backoff_s: float = 0.05) -> Served:
+            served = Served(nats_bus, model_dir, name, role, backoff_s)
             await stack.enter_async_context(served.running())
             return served
 
@@ -269,6 +271,34 @@ async def test_a_pinned_version_that_was_never_published_or_is_gone_stands_for_t
             assert "policy 0.4: expected its bytes on bus" in await evaluation.failed.get()
 
 
+async def publish_damaged(trainer: Trainer, bus: Bus, number: int) -> Manifest:
+    """Announce a version all of whose parts have a wrong bit."""
+    manifest = await trainer.transport.publish(v(number), iter(table(number)))
+    for part in manifest.parts:
+        data = bytearray(await bus.blobs.get(part.location))
+        data[-1] ^= 1
+        await bus.blobs.delete(part.location)
+        await bus.blobs.put(part.location, bytes(data))
+    await bus.publish(SUBJECTS.weights("policy"), encode(manifest))
+    return manifest
+
+
+@pytest.mark.nats
+async def test_an_engines_own_pins_do_not_end_its_pause_after_a_failure(trainer: Trainer, serve, nats_bus: Bus):
+    async with asyncio.timeout(60):
+        evaluation = await serve("engine-1", EVALUATION_ROLE, backoff_s=100.0)
+        await publish_damaged(trainer, nats_bus, 1)
+        async with trainer.pins.held(v(1), "evaluator-0", role=EVALUATION_ROLE):
+            assert "sha256" in await evaluation.failed.get()
+            # The engine has let go of its own pin, and has seen that: what it sees comes in order.
+            await until(trainer.pins, {v(1)})
+            await trainer.pins.hold(v(1), "evaluator-1", role=EVALUATION_ROLE)
+            assert "sha256" in await evaluation.failed.get()
+            await until(trainer.pins, {v(1)})
+            await asyncio.sleep(0.3)
+            assert evaluation.failed.empty()
+
+
 @pytest.mark.nats
 async def test_damaged_changes_leave_what_is_served_alone(trainer: Trainer, serve, nats_bus: Bus):
     async with asyncio.timeout(60):
@@ -277,13 +307,7 @@ async def test_damaged_changes_leave_what_is_served_alone(trainer: Trainer, serv
         while await rollout.committed.get() != v(1):
             pass
         before = await rollout.token()
-        manifest = await trainer.transport.publish(v(2), iter(table(2)))
-        for part in manifest.parts:
-            data = bytearray(await nats_bus.blobs.get(part.location))
-            data[-1] ^= 1
-            await nats_bus.blobs.delete(part.location)
-            await nats_bus.blobs.put(part.location, bytes(data))
-        await nats_bus.publish(SUBJECTS.weights("policy"), msgspec.msgpack.encode(manifest))
+        manifest = await publish_damaged(trainer, nats_bus, 2)
         assert "sha256" in await rollout.failed.get()
         assert (rollout.watcher.serving, await rollout.token()) == (v(1), before)
         with pytest.raises(WeightSyncError):
