@@ -70,14 +70,16 @@ class Content:
 
     def fill(self, start: int, out: npt.NDArray[np.uint8]) -> None:
         """Write bytes `start .. start + len(out)` of the concatenation into `out` ([n] uint8)."""
-        end = start + len(out)
-        out[:] = 0
+        done, end = start, start + len(out)
         # A version of a mixture of experts has tens of thousands of tensors, and is filled in thousands of blocks.
         low = max(0, bisect.bisect_right(self.tensors, start, key=_offset) - 1)
         for spec in self.tensors[low : bisect.bisect_left(self.tensors, end, key=_offset)]:
             first, last = max(start, spec.offset), min(end, spec.offset + spec.nbytes)
             if first < last:
+                out[done - start : first - start] = 0
                 self._copy(spec, first - spec.offset, out[first - start : last - start])
+                done = last
+        out[done - start :] = 0
 
     def _copy(self, spec: TensorSpec, first: int, out: HostBytes) -> None:
         shards = self._shards[spec.name]
