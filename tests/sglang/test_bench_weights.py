@@ -17,7 +17,7 @@ PLAN = "steady:0.5,paced:1.5/0.5,steady:0.5,flip:1/0.5,steady:0.5,copy:1/0.5,ste
 def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "streamrl", "bench", "weights", *map(str, arguments)]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=170)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=380)
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +27,7 @@ def measured(sglang_python, tmp_path_factory) -> tuple[Path, subprocess.Complete
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # a server's start takes minutes on a crowded machine
 def test_every_way_to_update_is_measured(measured):
     out, ended = measured
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
@@ -53,6 +54,7 @@ def test_every_way_to_update_is_measured(measured):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_report_needs_the_raw_files_only(measured, tmp_path):
     out, _ = measured
     for name in ("run.json", "updates.jsonl", "requests.jsonl", "forwards.npz", "tokens.npz"):
