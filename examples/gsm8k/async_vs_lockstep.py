@@ -1,14 +1,16 @@
 """Run one configuration twice on the same machine, asynchronous and in lockstep, for equally many samples, and compare.
 
-Usage: python examples/gsm8k/async_vs_lockstep.py [TOML] [--dir runs] [--set SECTION.KEY=VALUE ...] [--out FILE.md]
+Usage: python examples/gsm8k/async_vs_lockstep.py [TOML] [--dir runs] [--set SECTION.KEY=VALUE ...] [--out FILE.md] [--read]
 
 The second run differs in one number: tasks.max_staleness = 0. Without TOML it is tail_local.toml, which needs no GPU; tail.toml has
-SGLang on one GPU and the trainer on another. Both runs are `streamrl up` with all their processes; start-up is not counted.
+SGLang on one GPU and the trainer on another. Both runs are `streamrl up` with all their processes; start-up is not counted. With --read
+nothing is run: the two runs are there, as far as they came.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -50,7 +52,16 @@ def compare(runs: dict[str, Totals]) -> str:
 
 def up(toml: Path, name: str, directory: str, overrides: list[str]) -> None:
     sets = [word for text in (f"run.dir={directory}", *overrides) for word in ("--set", text)]
-    subprocess.run([sys.executable, "-m", "streamrl", "up", str(toml), "--plain", "--name", name, *sets], check=True)
+    process = subprocess.Popen([sys.executable, "-m", "streamrl", "up", str(toml), "--plain", "--name", name, *sets])
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        # The run drains; what it has trained is kept.
+        process.send_signal(signal.SIGINT)
+        process.wait()
+        raise
+    if code != 0:
+        sys.exit(f"{name} ended with exit code {code}")
 
 
 def main() -> None:
@@ -59,11 +70,13 @@ def main() -> None:
     parser.add_argument("--dir", default="runs")
     parser.add_argument("--set", dest="overrides", action="append", default=[])
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--read", action="store_true")
     arguments = parser.parse_args()
     stem = arguments.toml.stem.replace("_", "-")
     names = {"async": f"{stem}-async", "lockstep": f"{stem}-lockstep"}
-    up(arguments.toml, names["async"], arguments.dir, arguments.overrides)
-    up(arguments.toml, names["lockstep"], arguments.dir, [*arguments.overrides, "tasks.max_staleness=0"])
+    if not arguments.read:
+        up(arguments.toml, names["async"], arguments.dir, arguments.overrides)
+        up(arguments.toml, names["lockstep"], arguments.dir, [*arguments.overrides, "tasks.max_staleness=0"])
     table = compare({label: totals(read_run(name, base=arguments.dir)) for label, name in names.items()})
     for name in names.values():
         write_report(name, base=arguments.dir)

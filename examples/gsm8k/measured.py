@@ -185,7 +185,7 @@ def totals(run: Measured) -> Totals:
     learned = run.learned
     begin, end = run.window
     seconds = max(end - begin, 1e-9)
-    swaps = [swap for swap in run.swaps if begin <= swap.time_s <= end]
+    swaps = [swap for swap in run.swaps if begin < swap.time_s <= end]  # without the version that an engine began with
     running = [one.running for one in run.made if begin <= one.time_s <= end]
     first, last = run.tokens_made([begin, end])
     rounding = values(learned, "train/same_weights_logprob_abs_diff")

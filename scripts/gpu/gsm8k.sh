@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # gsm8k.sh [all|train|tail]: examples/gsm8k on this host's first two GPUs; at most LIMIT seconds (default 530).
 #
-#   train   gsm8k.toml: warm-up by demonstrations, then reinforcement learning for RL_SECONDS (default 130)
-#   tail    tail.toml twice, asynchronous and in lockstep, TAIL_BATCHES each (default 14); the trained policy if there is one
+#   train   gsm8k.toml: warm-up by demonstrations, then reinforcement learning for RL_SECONDS (default 110)
+#   tail    tail.toml twice, asynchronous and in lockstep, TAIL_BATCHES each (default 10); the trained policy if there is one
 #   all     both, in this order (default)
 #
 # OUT (default ./out) gets gsm8k.{md,png,csv}, tail.md, tail-{async,lockstep}.png, logs.tar.gz (logs, summaries, all tables) and the compiled
@@ -33,13 +33,14 @@ within() {
 
 show_logs() {
     for log in "$runs/$1"/logs/*.log; do
-        grep -qE "ERROR|Traceback|WARNING" "$log" 2>/dev/null && echo "== $log" && grep -E -A12 "ERROR|Traceback|WARNING" "$log" | tail -n 25 | cut -c1-240
+        found=$(grep -E -A12 "ERROR|Traceback|WARNING" "$log" 2>/dev/null | grep -v event=waiting_for_engine | tail -n 25 | cut -c1-240)
+        [ -n "$found" ] && echo "== $log" && echo "$found"
     done
 }
 
 if [ "$what" != tail ]; then
     within "${TRAIN_LIMIT:-330}" python3 -m streamrl up "$here/gsm8k.toml" --plain --set run.dir="$runs" \
-        --set run.max_seconds="${RL_SECONDS:-130}" > train.log 2>&1
+        --set run.max_seconds="${RL_SECONDS:-110}" > train.log 2>&1
     awk 'NR % 4 == 1' train.log | cut -c1-200 | tail -n 28
     tail -n 45 train.log | grep -v "^\[" | cut -c1-200
     show_logs gsm8k
@@ -49,7 +50,8 @@ fi
 if [ "$what" != train ]; then
     policy=$(find "$runs/gsm8k/hf" -mindepth 1 -maxdepth 1 -type d 2>/dev/null | sort | tail -n 1)
     within "${TAIL_LIMIT:-400}" python3 "$here/async_vs_lockstep.py" "$here/tail.toml" --dir "$runs" --out "$out/tail.md" \
-        --set run.steps="${TAIL_BATCHES:-14}" ${policy:+--set "model.path=$policy"} > tail.log 2>&1
+        --set run.steps="${TAIL_BATCHES:-10}" ${policy:+--set "model.path=$policy"} > tail.log 2>&1
+    [ -e "$out/tail.md" ] || python3 "$here/async_vs_lockstep.py" "$here/tail.toml" --dir "$runs" --out "$out/tail.md" --read > /dev/null
     awk 'NR % 5 == 1 || /finished/' tail.log | cut -c1-200 | tail -n 20
     for name in async lockstep; do
         show_logs "tail-$name"
