@@ -190,7 +190,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Index of the GPU among those this process sees; rank r takes gpu + r."""
     dtype: Literal["", "float32", "bfloat16"] = ""
     """Type of the parameters that are trained and published, the same as the engines'; empty: model.dtype. With `bfloat16` the optimizer
-    updates float32 masters and rounds them: 18 bytes a parameter while training, 14 in a checkpoint."""
+    updates float32 masters and rounds them: 20 bytes a parameter while training, 14 in a checkpoint."""
     attention: Literal["sdpa", "flash"] = "sdpa"
     """`sdpa`: torch's kernels. `flash`: FlashAttention, an own package; one sample a row then, so prompts are not shared within a group."""
     gradient_checkpointing: bool = False
