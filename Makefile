@@ -1,5 +1,6 @@
 # make up    install once, then train the quickstart until it has visibly learned (about a minute on two cores)
-# make test  lint, layer rules, types and tests
+# make test  lint, layer rules, types and tests; those on the real SGLang too where make sglang-cpu has made its environment
+# make sglang-cpu  .venv-sglang: SGLang on this machine's CPU, for the tests and for engine.sglang.python (3 minutes, 2.7 GB)
 # make chaos two hours of kill -9, SIGSTOP and cut connections (CHAOS_ARGS="--minutes 10"), and the tables of docs/reliability.md
 #
 # TORCH=cpu|cuda|torch==X picks the build of torch; without it a machine with a GPU gets CUDA, any other CPU.
@@ -9,17 +10,25 @@ VENV ?= .venv
 RUN ?= quickstart
 ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist worksteal
+SGLANG_VENV ?= .venv-sglang
 CHAOS_ARGS ?= --minutes 120
-export VENV
+export VENV SGLANG_VENV
 
-.PHONY: up test lint chaos clean torch
+.PHONY: up test test-sglang lint chaos clean torch sglang-cpu
 .DEFAULT_GOAL := up
 
 up: $(VENV)/.installed
 	$(VENV)/bin/streamrl up examples/quickstart/quickstart.toml --name $(RUN) $(ARGS)
 
+# The tests on SGLang share one server: they run after the others, one after the other, or are skipped with the reason.
 test: lint
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) --ignore=tests/sglang
+	$(MAKE) test-sglang
+
+test-sglang: $(VENV)/.installed-dev
+	$(VENV)/bin/python -m pytest tests/sglang $(SGLANG_PYTEST_ARGS)
+
+sglang-cpu: $(SGLANG_VENV)/.installed
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
@@ -33,11 +42,14 @@ chaos: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m tests.chaos.report runs/chaos/*.jsonl && exit $$code
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 # Set-up is done once and stamped; TORCH=... on the command line asks for it again.
 $(VENV)/.installed: pyproject.toml scripts/install.sh $(if $(TORCH),torch)
 	scripts/install.sh
+
+$(SGLANG_VENV)/.installed: scripts/install.sh $(wildcard scripts/sglang_cpu/*.txt scripts/sglang_cpu/stubs/*.py)
+	scripts/install.sh sglang-cpu
 
 $(VENV)/.installed-dev: pyproject.toml scripts/install.sh $(if $(TORCH),torch)
 	scripts/install.sh dev

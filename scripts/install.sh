@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Make .venv and install streamrl into it, editable.  Usage: scripts/install.sh [dev]
+# Or make .venv-sglang with SGLang for CPUs, for tests and trials without a GPU.  Usage: scripts/install.sh sglang-cpu
 #   PYTHON  interpreter to build the environment from (3.11 or later); default: the newest of python3, python3.13 ... python3.11
 #   TORCH   cpu | cuda | a requirement such as torch==2.12.1; default: cuda where nvidia-smi finds a GPU, else cpu
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 venv=${VENV:-.venv}
+sglang_version=0.5.23
 cpu_torch=2.13.0
 cpu_index=https://download.pytorch.org/whl/cpu
 
@@ -67,6 +69,23 @@ needs_torch() {
     [ -n "${TORCH:-}" ] || ! "$venv/bin/python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'
 }
 
+# An environment of its own: SGLang wants exact versions of torch, transformers and others, and of them the builds for CUDA.
+install_sglang_cpu() {
+    venv=${SGLANG_VENV:-.venv-sglang}
+    TORCH=cpu
+    [ -x "$venv/bin/pip" ] || make_venv
+    if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then install_torch; fi
+    echo "installing SGLang $sglang_version for CPUs; this takes two or three minutes and 2.7 GB"
+    pip install --requirement scripts/sglang_cpu/requirements.txt
+    pip install --no-deps "sglang==$sglang_version"
+    cp scripts/sglang_cpu/stubs/*.py "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    touch "$venv/.installed"
+}
+
+if [ "${1:-}" = sglang-cpu ]; then
+    install_sglang_cpu
+    exit
+fi
 [ -x "$venv/bin/pip" ] || make_venv
 if needs_torch; then install_torch; fi
 echo "installing streamrl${1:+ with the extra '$1'}; this takes a minute or two"

@@ -188,6 +188,8 @@ class Row:
         Its spans (0.5.18 and later) begin a token early where a pass was under way at the update. Without spans, all tokens get the version
         that was served when the request was sent, so that none counts as younger than it is.
         """
+        # A plugin that was there and could not swap stamps that it knows nothing.
+        meta.streamrl_versions = None
         if meta.finish_reason is not None and meta.weight_versions:
             self._inexact |= len(meta.weight_versions) > 1
             return spans_in(meta, self.tokens, self.tokens + count)
