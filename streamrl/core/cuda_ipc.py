@@ -55,6 +55,11 @@ def open_shared(handle: bytes, device: torch.device) -> Tensor:
         found = msgspec.msgpack.decode(handle, type=Handle)
     except msgspec.DecodeError as error:
         raise WeightSyncError(f"expected a CUDA memory handle, got {len(handle)} other bytes: {error}") from error
+    if not torch.cuda.is_available():
+        raise WeightSyncError(
+            f"expected a CUDA device to open {found.nbytes} shared bytes with, got none in this process",
+            hint="set weights.also_on_bus = true for engines without a GPU",
+        )
     index = torch.cuda.current_device() if device == torch.device("cuda") else device.index
     torch.cuda.init()
     storage_type: Any = torch.UntypedStorage
