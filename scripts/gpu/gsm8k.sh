@@ -5,6 +5,7 @@
 #   tail    tail.toml twice, asynchronous and in lockstep, TAIL_BATCHES each (default 10); the trained policy if there is one
 #   all     both, in this order (default)
 #
+# ARGS ("--set a.b=c ...") is handed to every run.
 # OUT (default ./out) gets gsm8k.{md,png,csv}, tail.md, tail-{async,lockstep}.png, logs.tar.gz (logs, summaries, all tables) and the compiled
 # kernels (triton.tar.gz). A part that hangs is ended in time for the rest to be kept.
 set -uo pipefail
@@ -40,7 +41,7 @@ show_logs() {
 
 if [ "$what" != tail ]; then
     within "${TRAIN_LIMIT:-330}" python3 -m streamrl up "$here/gsm8k.toml" --plain --set run.dir="$runs" \
-        --set run.max_seconds="${RL_SECONDS:-110}" > train.log 2>&1
+        --set run.max_seconds="${RL_SECONDS:-110}" ${ARGS:-} > train.log 2>&1
     awk 'NR % 4 == 1' train.log | cut -c1-200 | tail -n 28
     tail -n 45 train.log | grep -v "^\[" | cut -c1-200
     show_logs gsm8k
@@ -50,7 +51,7 @@ fi
 if [ "$what" != train ]; then
     policy=$(find "$runs/gsm8k/hf" -mindepth 1 -maxdepth 1 -type d 2>/dev/null | sort | tail -n 1)
     within "${TAIL_LIMIT:-400}" python3 "$here/async_vs_lockstep.py" "$here/tail.toml" --dir "$runs" --out "$out/tail.md" \
-        --set run.steps="${TAIL_BATCHES:-10}" ${policy:+--set "model.path=$policy"} > tail.log 2>&1
+        --set run.steps="${TAIL_BATCHES:-10}" ${policy:+--set "model.path=$policy"} ${ARGS:-} > tail.log 2>&1
     [ -e "$out/tail.md" ] || python3 "$here/async_vs_lockstep.py" "$here/tail.toml" --dir "$runs" --out "$out/tail.md" --read > /dev/null
     awk 'NR % 5 == 1 || /finished/' tail.log | cut -c1-200 | tail -n 20
     for name in async lockstep; do
