@@ -13,7 +13,6 @@ from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest, PartRef, TensorSpec
 from streamrl.weights.protocol import Commit, Part, WeightHost
 
-
 ALIGNMENT = 64
 """Bytes, as in streamrl.weights.manifest."""
 
