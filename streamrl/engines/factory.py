@@ -17,7 +17,7 @@ def make_engine(
     policy: str = "policy",
     max_len: int = 256,
     delay: TokenDelay | None = None,
-    dtype: str = "float32",
+    dtype: str = "",
     index: int = 0,
     log_path: Path | None = None,
 ) -> HostedEngine:
@@ -30,7 +30,7 @@ def make_engine(
         policy: name of the policy it serves.
         max_len: longest sequence in tokens, prompt included.
         delay: artificial time per token; `table` only.
-        dtype: type of the published weights; `sglang` only.
+        dtype: type of the published weights; empty: the model's (`local`), float32 (`sglang`).
         index: number of the engine worker, which decides its GPUs; `sglang` only.
         log_path: what a server of its own writes; `sglang` only.
 
@@ -46,8 +46,8 @@ def make_engine(
         from streamrl.engines.sglang.engine import SglangEngine
         from streamrl.engines.sglang.server import SglangServer
 
-        server = SglangServer(config, model_dir, name=engine_id, max_len=max_len, dtype=dtype, index=index, log_path=log_path)
+        server = SglangServer(config, model_dir, name=engine_id, max_len=max_len, dtype=dtype or "float32", index=index, log_path=log_path)
         return SglangEngine(config, model_dir, server, engine_id=engine_id, policy=policy, max_len=max_len)
     from streamrl.engines.local import LocalEngine
 
-    return LocalEngine(model_dir, config, engine_id=engine_id, policy=policy, max_len=max_len)
+    return LocalEngine(model_dir, config, engine_id=engine_id, policy=policy, max_len=max_len, dtype=dtype)

@@ -23,6 +23,7 @@ class LocalEngine(BatchingEngine):
         max_len: longest sequence in tokens, prompt included.
         forward: see `LocalModel`.
         device: a torch device; empty: the first GPU, or the CPU where there is none.
+        dtype: type of the weights, as they are published; empty: the one in `config.json`.
 
     Raises:
         ConfigError: no usable configuration in `model_dir`.
@@ -39,6 +40,7 @@ class LocalEngine(BatchingEngine):
         max_len: int,
         forward: Literal["auto", "functional", "modules"] = "auto",
         device: str = "",
+        dtype: str = "",
     ) -> None:
         model = LocalModel(
             model_dir,
@@ -48,5 +50,6 @@ class LocalEngine(BatchingEngine):
             deterministic=config.deterministic,
             forward=forward,
             device=torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")),
+            dtype=getattr(torch, dtype) if dtype else None,
         )
         super().__init__(model, slots=config.slots, engine_id=engine_id, policy=policy)

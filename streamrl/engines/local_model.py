@@ -53,6 +53,7 @@ class LocalModel:
         deterministic: compute every row alone, so that nothing it is batched with changes a bit of it.
         forward: `functional` where the architecture is known, else `modules`; `auto` chooses.
         device: where the weights and the cache lie.
+        dtype: type of the weights; None: the configuration's.
 
     Raises:
         ConfigError: no usable configuration in `model_dir`.
@@ -69,6 +70,7 @@ class LocalModel:
         deterministic: bool,
         forward: Literal["auto", "functional", "modules"],
         device: torch.device,
+        dtype: torch.dtype | None = None,
     ) -> None:
         config = _read_config(model_dir)
         check_config(config)
@@ -78,7 +80,7 @@ class LocalModel:
         self._device = device
         self._threads = threads
         self._deterministic = deterministic
-        dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+        dtype = dtype or (config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32)
         model = _empty_model(config, dtype, device)
         parameters = dict(model.named_parameters())
         known = supports(config, list(parameters))
