@@ -188,6 +188,13 @@ async def test_one_version_cannot_have_two_contents(site):
         await publisher.publish(Version(0, 1), iter(model(2)))
 
 
+async def test_not_even_when_its_bytes_are_lost(site):
+    publisher = site.transport()
+    await site.lose(await publish(publisher, 1))
+    with pytest.raises(WeightSyncError, match="expected the published digest"):
+        await publisher.publish(Version(0, 1), iter(model(2)))
+
+
 async def test_older_versions_are_freed_and_newer_ones_stay(site):
     """Each version by a publisher of its own: none is made from another."""
     publisher, reader = site.transport(), site.transport()
