@@ -236,13 +236,6 @@ def _check_model(config: Config) -> None:
         key="model.heads",
     )
     _refuse(
-        config.engine.kind == "local" and not model.path and config.trainer.dtype not in ("", model.dtype),
-        f"trainer.dtype must be model.dtype = {model.dtype} with engine.kind = local, got {config.trainer.dtype}: the engines would refuse "
-        "every version",
-        hint="set model.dtype to the type that is to be trained and served, and leave trainer.dtype out",
-        key="trainer.dtype",
-    )
-    _refuse(
         longest > model.max_len,
         f"model.max_len must hold data.max_prompt_tokens + sampling.max_new_tokens = {longest}, got {model.max_len}",
         hint="raise model.max_len, or lower one of the two",

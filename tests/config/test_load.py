@@ -187,7 +187,6 @@ def test_bad_slice(write):
         ("[evaluation]\nengines = 1\n", "evaluation.engines needs data.heldout"),
         ("[evaluation]\nengines = -1\n", "evaluation.engines must be at least 0"),
         ("[weights]\nanchor_every = 0\n", "weights.anchor_every must be at least 1"),
-        ("[trainer]\ndtype = 'bfloat16'\n", "trainer.dtype must be model.dtype = float32 with engine.kind = local"),
         ("[trainer]\nminibatches = 65\n", "trainer.minibatches must be at most tasks.batch_tasks"),
         ("[engine]\nkind = 'table'\n", "engine.kind and trainer.backend must both be table"),
         ("[model]\nheads = 3\n", "model.heads must be a multiple of model.kv_heads"),
