@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from streamrl.bus.protocol import Bus
+from streamrl.errors import ConfigError
 from streamrl.launch.opened import opened
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
@@ -92,6 +93,10 @@ async def _read(run: RunDir) -> Measured:
         weights = [decode(body, Event, where=EVENTS) for _, body in await _all(bus, EVENTS, subjects.events("weights"))]
         evaluations = [decode(body, Event, where=EVENTS) for _, body in await _all(bus, EVENTS, subjects.events("evaluation"))]
         reports = [decode(body, MetricReport, where=METRICS) for _, body in await _all(bus, METRICS)]
+    if all(entry.source == WARMUP_SOURCE for entry in ledger):
+        raise ConfigError(
+            f"expected batches of reinforcement learning in {run.name}, got {len(ledger)} of the warm-up", hint="let it run for longer"
+        )
     return Measured(
         run=run.name,
         entries=tuple(sorted(ledger, key=lambda entry: entry.version)),

@@ -26,6 +26,7 @@ nvidia-smi topo -m | head -3
 within() {
     local limit=$1 left=$((${LIMIT:-530} - SECONDS - 30))
     shift
+    [ "$left" -ge 20 ] || { echo "== no time left for: $*"; return; }
     # In the foreground only the command itself is signalled, and asks its workers to drain.
     timeout --foreground --signal=INT --kill-after=25 $((left < limit ? left : limit)) "$@"
     local status=$?
@@ -34,7 +35,7 @@ within() {
 
 show_logs() {
     for log in "$runs/$1"/logs/*.log; do
-        found=$(grep -E -A12 "ERROR|Traceback|WARNING" "$log" 2>/dev/null | grep -v event=waiting_for_engine | tail -n 25 | cut -c1-240)
+        found=$(grep -E -A12 "ERROR|Traceback|WARNING" "$log" 2>/dev/null | grep -vE " INFO |event=waiting_for_engine" | tail -n 25 | cut -c1-240)
         [ -n "$found" ] && echo "== $log" && echo "$found"
     done
 }
