@@ -27,7 +27,8 @@ class SglangConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     verify: bool = True
     """Check each staged version on the engine's device against its manifest's digest."""
     flags: dict[str, Any] = {}
-    """Any other flag of SGLang's launch_server, as `mem_fraction_static = 0.8`; true gives `--flag`, false leaves it out."""
+    """Any other flag of SGLang's launch_server, as `mem_fraction_static = 0.8`; true gives `--flag`, false leaves it out. With
+    `enable_return_routed_experts` completions bring the experts of each token."""
     env: dict[str, str] = {}
     """Environment variables of the server; no secrets, the configuration is stored with the run."""
     start_timeout_s: float = 900.0

@@ -60,7 +60,7 @@ def test_a_request_asks_for_what_is_needed_and_no_more():
     assert body["extra_key"] == "1.3"
     assert "return_sampling_mask" not in body and "return_routed_experts" not in body and "sampling_seed" not in body["sampling_params"]
     style = msgspec.structs.replace(STYLE, seeded=True, isolate=False, routing=Routing(2, 2, 8))
-    body = body_of(request_of(top_p=0.9), "id", 1, style, limit=5, serving=NEW, stream=True)
+    body = body_of(request_of(top_p=0.9, top_k=50), "id", 1, style, limit=5, serving=NEW, stream=True)
     assert body["sampling_params"]["sampling_seed"] == 9, "SGLang's seeds are signed"
     assert body["return_sampling_mask"] and body["return_routed_experts"] and "extra_key" not in body
 
@@ -91,6 +91,26 @@ def test_what_truncated_sampling_drew_from_has_its_own_log_probs():
     assert chunk is not None and chunk.logprobs == (-0.1, -0.2)
     with pytest.raises(EngineError, match="0 log-probs"):
         Row(request_of(top_k=2), 0, STYLE, OLD).take(result([4, 5], 2, "length"))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "drafts", "asks", "mode"),
+    [
+        ({}, False, False, LogprobMode.SAMPLED),
+        ({"top_p": 0.9}, False, False, LogprobMode.TEMPERATURE),
+        ({"top_p": 0.9, "top_k": 50}, False, True, LogprobMode.SAMPLED),
+        ({"top_k": 5000}, False, False, LogprobMode.TEMPERATURE),
+        ({"top_k": 50}, True, False, LogprobMode.TEMPERATURE),
+        ({"top_k": 50, "temperature": 0.0}, True, False, LogprobMode.SAMPLED),
+    ],
+)
+def test_the_mode_says_which_distribution_the_log_probs_belong_to(sampling: dict[str, Any], drafts: bool, asks: bool, mode: LogprobMode):
+    style = msgspec.structs.replace(STYLE, drafts=drafts)
+    request = request_of(**sampling)
+    assert body_of(request, "id", 0, style, limit=5, serving=NEW, stream=False).get("return_sampling_mask", False) is asks
+    chunk = Row(request, 0, style, OLD).take(result([4], 1, "length", output_token_sampling_logprobs=[-0.1] if asks else None))
+    assert chunk is not None and chunk.logprob_mode is mode
+    assert chunk.logprobs == ((-0.1,) if asks else (-0.5,))
 
 
 def test_a_stop_token_ends_a_completion_that_ignores_the_end_token():

@@ -119,8 +119,12 @@ async def test_truncated_sampling_gives_the_log_probs_of_what_was_drawn_from(sgl
     for answer in await ask(sglang_engine, request):
         expected = truncated(model, answer.ids, sampling)
         assert max(abs(a - b) for a, b in zip(answer.logprobs, expected, strict=True)) < 2e-5
-    async for chunk in sglang_engine.generate(msgspec.structs.replace(request, request_id="u")):
-        assert chunk.logprob_mode is LogprobMode.SAMPLED
+    # SGLang does not say what top-p alone kept: these are from before it, and marked so.
+    sampling = Sampling(max_new_tokens=24, ignore_eos=True, temperature=0.8, top_p=0.7)
+    async for chunk in sglang_engine.generate(msgspec.structs.replace(request, request_id="u", sampling=sampling)):
+        assert chunk.logprob_mode is LogprobMode.TEMPERATURE
+        expected = truncated(model, list(chunk.token_ids), Sampling(temperature=0.8))
+        assert max(abs(a - b) for a, b in zip(chunk.logprobs, expected, strict=True)) < 2e-5
 
 
 def truncated(model, ids: list[int], sampling: Sampling) -> list[float]:

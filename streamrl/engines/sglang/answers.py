@@ -1,9 +1,11 @@
 """From our requests to SGLang's and from its results to our chunks: plain functions and one small state per completion.
 
 Which distribution the log-probs belong to: SGLang's own (`output_token_logprobs`) are those after temperature and before top-p and
-top-k, which is what was drawn from where neither restricts. Where one does, `return_sampling_mask` brings those after it as well
-(0.5.17 and 0.5.23), so every token has the log-prob of the distribution it was really drawn from. A greedy token has the one under
-temperature 1, as in our other engines.
+top-k, which is what was drawn from where neither restricts. Where one does, `return_sampling_mask` brings those after it as well, if
+top-k is set (to at most 4,096) and nothing is drafted: SGLang refuses it otherwise. So every token has the log-prob of the
+distribution it was really drawn from, but with top-p alone, or top-p and top-k beside speculative decoding: those are marked as
+`temperature`, and the trainer compares them with its own from before top-p and top-k. A greedy token has the one under temperature
+1, as in our other engines.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from streamrl.schemas.samples import LogprobMode, VersionSpan
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 
+MOST_MASKED = 4096
+"""Largest top-k for which SGLang 0.5.23 returns what was drawn from, unless `sampling_mask_max_tokens` says otherwise."""
 FINISH_REASONS = ("stop", "length", "abort")
 
 
@@ -39,6 +43,8 @@ class Style(msgspec.Struct, frozen=True, kw_only=True):
     """The model's experts, if the server returns them."""
     stamped: bool = True
     """Every token comes with the version that sampled it."""
+    drafts: bool = False
+    """The server decodes speculatively."""
 
 
 def body_of(request: GenerateRequest, rid: str, index: int, style: Style, *, limit: int, serving: Version, stream: bool) -> dict[str, Any]:
@@ -72,7 +78,7 @@ def body_of(request: GenerateRequest, rid: str, index: int, style: Style, *, lim
         "return_logprob": True,
         "stream": stream,
     }
-    if truncates(sampling):
+    if truncates(sampling) and says_support(sampling, style):
         body["return_sampling_mask"] = True
     if style.isolate:
         body["extra_key"] = str(serving)
@@ -84,6 +90,11 @@ def body_of(request: GenerateRequest, rid: str, index: int, style: Style, *, lim
 def truncates(sampling: Sampling) -> bool:
     """Whether tokens are drawn from a part of the vocabulary."""
     return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
+
+
+def says_support(sampling: Sampling, style: Style) -> bool:
+    """Whether the server can say what a restricted draw was made from."""
+    return 0 < sampling.top_k <= MOST_MASKED and not style.drafts
 
 
 def must_cut(sampling: Sampling) -> bool:
@@ -106,7 +117,9 @@ class Row:
         self._index = index
         self._style = style
         self._began = began
-        self._truncated = truncates(request.sampling)
+        restricted = truncates(request.sampling)
+        self._restricted = restricted and says_support(request.sampling, style)
+        self._mode = LogprobMode.TEMPERATURE if restricted and not self._restricted else LogprobMode.SAMPLED
         self._stops = frozenset(request.sampling.stop_token_ids) if must_cut(request.sampling) else frozenset[int]()
         self._inexact = False
         self.tokens = 0
@@ -145,7 +158,7 @@ class Row:
             logprobs=tuple(logprobs),
             spans=spans,
             finish_reason=reason,
-            logprob_mode=LogprobMode.SAMPLED,
+            logprob_mode=self._mode,
             engine=self._style.engine,
             extras=self._extras(meta) if reason is not None else {},
         )
@@ -165,7 +178,7 @@ class Row:
 
     def _logprobs(self, meta: MetaInfo, count: int) -> list[float]:
         drawn_from = [row[0] for row in meta.output_token_logprobs or ()]
-        if self._truncated:
+        if self._restricted:
             drawn_from = list(meta.output_token_sampling_logprobs or ())
         newest = drawn_from[max(0, len(drawn_from) - count) :] if count else []
         return [value for value in newest if value is not None and math.isfinite(value)]

@@ -17,7 +17,6 @@ from streamrl.config.engines import EngineConfig, SglangConfig
 
 SPARE_TOKENS = 8
 """SGLang keeps a few positions of its context length for itself; requests are cut at the model's longest length by us."""
-GRAPH_OFF = ("cuda_graph_backend_decode", "cuda_graph_backend_prefill")
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN_NAME = "streamrl"
 PLUGIN_TARGET = "streamrl.engines.sglang.plugin:register"
@@ -60,6 +59,8 @@ def arguments(
         # An idle scheduler polls else, and keeps the interpreter from the thread that stages weights.
         "sleep_on_idle": True,
         "enable_deterministic_inference": config.deterministic,
+        # A line for every request otherwise.
+        "log_level_http": "warning",
     }
     if not has_weights:
         flags["load_format"] = "dummy"

@@ -87,13 +87,15 @@ class SglangEngine:
         if self._owned:
             await self._server.start()
         self._host = await connect_host(self._server, self._config, self._model_dir, engine=self.engine_id)
-        routed = bool(sglang.flags.get("enable_return_routed_experts") or sglang.flags.get("enable-return-routed-experts"))
+        flags = {name.lstrip("-").replace("-", "_"): value for name, value in sglang.flags.items()}
+        routed = bool(flags.get("enable_return_routed_experts"))
         self._style = Style(
             engine=self.engine_id,
             seeded=self._config.deterministic,
             isolate=sglang.isolate_prefixes,
             routing=await asyncio.to_thread(read_routing, self._model_dir) if routed else None,
             stamped=self._host.stamped,
+            drafts=bool(flags.get("speculative_algorithm")),
         )
         self.detail = {"sglang": self._server.version, "server_pid": self._server.pid, "start_s": self._server.start_s, **self._host.detail}
         self._ended = None
