@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -18,6 +19,9 @@ from torch import Tensor
 
 from streamrl.core.digest import GAMMA, MASK
 from streamrl.errors import SchemaError
+
+if TYPE_CHECKING:
+    from streamrl.core.digest_triton import Launch
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +56,39 @@ class Walk(msgspec.Struct, frozen=True):
     bits: Tensor
     first: int
     axes: tuple[Axis, ...]
+
+
+class Digester:
+    """Digests whole tensors that stay where they are, again and again: what the kernel needs is laid out on the device once.
+
+    Args:
+        tensors: on one device; neither their memory nor their strides may change.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._walks = [walk(Region(tensor, tuple(tensor.shape))) for tensor in tensors]
+        self._some = [index for index, one in enumerate(self._walks) if one.bits.numel()]
+        self._prepared: list[tuple[list[int], Launch]] | None = None
+
+    def digests(self) -> list[int]:
+        """As `tensor_digests` of the tensors as they are now, on the current stream."""
+        found = [0] * len(self._walks)
+        if not self._some:
+            return found
+        device = self._walks[self._some[0]].bits.device
+        for index, value in zip(self._some, self._sums(device), strict=True):
+            found[index] = value
+        return found
+
+    def _sums(self, device: torch.device) -> list[int]:
+        walks = [self._walks[index] for index in self._some]
+        if device.type != "cuda" or not kernel_works(device):
+            return torch_sums(walks)
+        from streamrl.core.digest_triton import launches, run_launches
+
+        with torch.cuda.device(device):
+            self._prepared = self._prepared or launches(walks)
+            return run_launches(self._prepared, len(walks))
 
 
 def tensor_digests(tensors: Sequence[Tensor]) -> list[int]:

@@ -31,45 +31,46 @@ REPEAT = 8
 """A block is ROWS * REPEAT rows of COLUMNS elements."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _add_digests(
-    table, owner, sums, BYTES: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, REPEAT: tl.constexpr
+    table, owner, sums, blocks, BYTES: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, REPEAT: tl.constexpr
 ):
-    region = tl.load(owner + tl.program_id(0)).to(tl.int64)
-    words = table + region * 11
-    if BYTES == 1:
-        data = tl.load(words).to(tl.pointer_type(tl.uint8))
-    elif BYTES == 2:
-        data = tl.load(words).to(tl.pointer_type(tl.uint16))
-    elif BYTES == 4:
-        data = tl.load(words).to(tl.pointer_type(tl.uint32))
-    else:
-        data = tl.load(words).to(tl.pointer_type(tl.uint64))
-    first = tl.load(words + 1)
-    rows = tl.load(words + 2)
-    columns = tl.load(words + 3)
-    count = tl.load(words + 4)
-    row_stride = tl.load(words + 5)
-    column_stride = tl.load(words + 6)
-    row_step = tl.load(words + 7)
-    column_step = tl.load(words + 8)
-    block = tl.program_id(0) - tl.load(words + 9)
-    across = tl.load(words + 10)
-    column = (block % across) * COLUMNS + tl.arange(0, COLUMNS).to(tl.int64)[None, :]
-    begin = (block // across) * (ROWS * REPEAT)
-    place = column if UNIT else column * column_stride
-    column_term = (column * column_step).to(tl.uint64) * 0x9E3779B97F4A7C15
-    total = tl.zeros((ROWS, COLUMNS), dtype=tl.uint64)
-    for turn in range(REPEAT):
-        row = begin + turn * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
-        end = tl.where(row < rows, tl.minimum(columns, count - row * columns), 0)
-        inside = column < end
-        bits = tl.load(data + (row * row_stride + place), mask=inside, other=0).to(tl.uint64)
-        z = bits + ((first + row * row_step + 1).to(tl.uint64) * 0x9E3779B97F4A7C15 + column_term)
-        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
-        z = (z ^ (z >> 27)) * 0x94D049BB133111EB
-        total += tl.where(inside, z ^ (z >> 31), 0)
-    tl.atomic_add(sums + region, tl.sum(tl.sum(total.to(tl.int64, bitcast=True), axis=1), axis=0), sem="relaxed")
+    for index in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        region = tl.load(owner + index).to(tl.int64)
+        words = table + region * 11
+        if BYTES == 1:
+            data = tl.load(words).to(tl.pointer_type(tl.uint8))
+        elif BYTES == 2:
+            data = tl.load(words).to(tl.pointer_type(tl.uint16))
+        elif BYTES == 4:
+            data = tl.load(words).to(tl.pointer_type(tl.uint32))
+        else:
+            data = tl.load(words).to(tl.pointer_type(tl.uint64))
+        first = tl.load(words + 1)
+        rows = tl.load(words + 2)
+        columns = tl.load(words + 3)
+        count = tl.load(words + 4)
+        row_stride = tl.load(words + 5)
+        column_stride = tl.load(words + 6)
+        row_step = tl.load(words + 7)
+        column_step = tl.load(words + 8)
+        block = index - tl.load(words + 9)
+        across = tl.load(words + 10)
+        column = (block % across) * COLUMNS + tl.arange(0, COLUMNS).to(tl.int64)[None, :]
+        begin = (block // across) * (ROWS * REPEAT)
+        place = column if UNIT else column * column_stride
+        column_term = (column * column_step).to(tl.uint64) * 0x9E3779B97F4A7C15
+        total = tl.zeros((ROWS, COLUMNS), dtype=tl.uint64)
+        for turn in range(REPEAT):
+            row = begin + turn * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
+            end = tl.where(row < rows, tl.minimum(columns, count - row * columns), 0)
+            inside = column < end
+            bits = tl.load(data + (row * row_stride + place), mask=inside, other=0).to(tl.uint64)
+            z = bits + ((first + row * row_step + 1).to(tl.uint64) * 0x9E3779B97F4A7C15 + column_term)
+            z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+            z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+            total += tl.where(inside, z ^ (z >> 31), 0)
+        tl.atomic_add(sums + region, tl.sum(tl.sum(total.to(tl.int64, bitcast=True), axis=1), axis=0), sem="relaxed")
 
 
 class Launch:
@@ -94,12 +95,26 @@ class Launch:
         self.sums = torch.zeros(len(regions), dtype=torch.int64, device=device)
         """Of each region after `run`, once the stream has got there."""
 
-    def run(self) -> None:
-        """Compute `sums` anew on the current stream."""
+    def run(self, width: int = 0) -> None:
+        """Compute `sums` anew on the current stream.
+
+        Args:
+            width: blocks of threads that work at once; 0: as many as fit, which leaves other kernels to wait for all of them.
+        """
         self.sums.zero_()
         kernel: Any = _add_digests
-        kernel[(len(self._owner),)](
-            self._table, self._owner, self.sums, BYTES=self._item, UNIT=self._unit, ROWS=ROWS, COLUMNS=COLUMNS, REPEAT=REPEAT, num_warps=8
+        blocks = len(self._owner)
+        kernel[(min(blocks, width) if width else blocks,)](
+            self._table,
+            self._owner,
+            self.sums,
+            blocks,
+            BYTES=self._item,
+            UNIT=self._unit,
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
+            REPEAT=REPEAT,
+            num_warps=8,
         )
 
 
@@ -118,14 +133,18 @@ def launches(walks: Sequence[Walk]) -> list[tuple[list[int], Launch]]:
 
 def triton_sums(walks: Sequence[Walk]) -> list[int]:
     """Partial digests mod 2^64 of walks over one CUDA device, none of them empty; `streamrl.core.digest_torch.torch_sums`' equal."""
-    totals = [0] * len(walks)
     with torch.cuda.device_of(walks[0].bits):
-        prepared = launches(walks)
-        for _, launch in prepared:
-            launch.run()
-        for slots, launch in prepared:
-            for slot, value in zip(slots, launch.sums.tolist(), strict=True):
-                totals[slot] += value
+        return run_launches(launches(walks), len(walks))
+
+
+def run_launches(prepared: Sequence[tuple[list[int], Launch]], count: int) -> list[int]:
+    """Partial digests mod 2^64 of the `count` walks that the launches were made for, on the current stream; waits for them."""
+    totals = [0] * count
+    for _, launch in prepared:
+        launch.run()
+    for slots, launch in prepared:
+        for slot, value in zip(slots, launch.sums.tolist(), strict=True):
+            totals[slot] += value
     return [total & MASK for total in totals]
 
 

@@ -18,7 +18,7 @@ from streamrl.config.tree import LossConfig, TrainerConfig
 from streamrl.core import losses
 from streamrl.core.batches import TrainBatch
 from streamrl.core.digest import combine, tensor_digest
-from streamrl.core.digest_torch import tensor_digests
+from streamrl.core.digest_torch import Digester
 from streamrl.core.packing import Indices, MicroBatch, plan_micro_batches, split_ranks
 from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
@@ -74,7 +74,9 @@ class TorchTrainer:
         self._parallel = DataParallel(trainer.ranks)
         self._policy = CausalLM(model_dir, dtype, device, attention=trainer.attention, checkpoint_layers=trainer.gradient_checkpointing)
         self._parameters = list(self._policy.parameters())
-        self._snapshots = SnapshotRing(self._parameters, device, slots=snapshots) if device.type == "cuda" else None
+        cuda = device.type == "cuda"
+        self._snapshots = SnapshotRing(self._parameters, device, slots=snapshots) if cuda else None
+        self._digester = Digester([p for _, p in self._parameters]) if cuda else None
         self._optimizer = ClippedAdamW(self._parameters, trainer.optimizer)
         self._recheck = Recheck(self._parameters, samples=trainer.check_logprobs, versions=recheck_versions)
         self._stage = ""
@@ -119,7 +121,9 @@ class TorchTrainer:
 
     def digest(self) -> str:
         """Digest of the parameters as they are now, 16 hex digits."""
-        return _digest(self._parameters)
+        if self._digester is None:
+            return _digest(self._parameters)
+        return combine(dict(zip([name for name, _ in self._parameters], self._digester.digests(), strict=True)))
 
     def shards(self) -> Iterator[Shard]:
         """See `Trainer.shards`; every rank of a data-parallel group gives the whole.
@@ -278,10 +282,7 @@ def host_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
 
 
 def _digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
-    named = list(parameters)
-    if all(p.is_cuda for _, p in named):
-        return combine(dict(zip([name for name, _ in named], tensor_digests([p for _, p in named]), strict=True)))
-    return combine({name: tensor_digest(host_bytes(p), p.element_size()) for name, p in named})
+    return combine({name: tensor_digest(host_bytes(p), p.element_size()) for name, p in parameters})
 
 
 def _like(reference: Tensor, values: npt.NDArray[np.floating]) -> Tensor:

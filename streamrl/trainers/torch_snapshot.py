@@ -24,7 +24,7 @@ from torch import Tensor
 
 from streamrl.core import cuda_ipc
 from streamrl.core.concatenation import lay_out
-from streamrl.core.digest_torch import tensor_digests
+from streamrl.core.digest_torch import Digester
 from streamrl.errors import TrainingError
 from streamrl.weights.protocol import Guard, HostBytes, Shard
 
@@ -58,6 +58,7 @@ class Buffer:
         """When it was last written, as a count of snapshots."""
         self._share = share
         self._handle = b""
+        self.digester = Digester(self.views)
 
     def handle(self) -> bytes:
         """See `Snapshot.handle`; made once, and the same for all versions that pass through this buffer."""
@@ -94,7 +95,7 @@ class DeviceSnapshot:
             if self._digests is None:
                 self._wait()
                 with self._reader.stream():
-                    values = tensor_digests(self._buffer.views)
+                    values = self._buffer.digester.digests()
                 self._digests = dict(zip(self._buffer.names, values, strict=True))
             return self._digests[name]
 
@@ -179,6 +180,7 @@ class SnapshotRing:
     ) -> None:
         self._names = [name for name, _ in parameters]
         self._tensors = [tensor.detach() for _, tensor in parameters]
+        self._described = [(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes) for tensor in self._tensors]
         self._device = device
         self._slots = slots
         self._share = share
@@ -210,12 +212,12 @@ class SnapshotRing:
         return [
             Shard(
                 name=name,
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                global_shape=tuple(tensor.shape),
-                shape=tuple(tensor.shape),
-                data=SnapshotBytes(snapshot, name, buffer.starts[name], tensor.nbytes),
+                dtype=dtype,
+                global_shape=shape,
+                shape=shape,
+                data=SnapshotBytes(snapshot, name, buffer.starts[name], nbytes),
             )
-            for name, tensor in zip(self._names, self._tensors, strict=True)
+            for name, (dtype, shape, nbytes) in zip(self._names, self._described, strict=True)
         ]
 
     def shards(self) -> Iterator[Shard]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from streamrl.core import digest_torch
 from streamrl.core.digest import MASK, slice_digest, tensor_digest
-from streamrl.core.digest_torch import Region, region_digests, tensor_digests, torch_sums, walk
+from streamrl.core.digest_torch import Digester, Region, region_digests, tensor_digests, torch_sums, walk
 from streamrl.errors import SchemaError
 
 DTYPES = [torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64, torch.int64]
@@ -69,6 +69,16 @@ def test_a_parameter_larger_than_a_block() -> None:
     assert tensor_digests([tensor]) == [tensor_digest(host(tensor.detach()), 4)]
 
 
+def test_a_digester_follows_its_tensors() -> None:
+    tensors = [made((5, 7), torch.bfloat16), made((), torch.float32, 1), made((0, 3), torch.uint8), made((4, 6), torch.float32, 2).t()]
+    digester = Digester(tensors)
+    for _ in range(3):
+        assert digester.digests() == tensor_digests(tensors)
+        tensors[0].view(torch.int16).add_(1)
+        tensors[3].neg_()
+    assert Digester([]).digests() == Digester(tensors[2:3]).digests()[:0] == []
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 def test_shards_of_tensor_parallel_ranks_add_up(axis: int) -> None:
     whole = made((64, 96), torch.bfloat16)
@@ -108,6 +118,16 @@ class TestKernel:
     def test_many_tensors_of_every_kind_in_one_call(self) -> None:
         tensors = [made((n,), dtype, seed=n) for n in (1, 2, 1023, 1024, 1025, 32_768, 32_769, 1_000_003) for dtype in DTYPES]
         assert tensor_digests([t.cuda() for t in tensors]) == [tensor_digest(host(t), t.element_size()) for t in tensors]
+
+    def test_a_digester_follows_its_tensors(self) -> None:
+        tensors = [made((300, 700), torch.bfloat16).cuda(), made((40, 60), torch.float32).cuda().t(), made((0,), torch.int64).cuda()]
+        digester = Digester(tensors)
+        seen: list[list[int]] = []
+        for _ in range(3):
+            seen.append(digester.digests())
+            assert seen[-1] == tensor_digests([t.cpu() for t in tensors])
+            tensors[0].view(torch.int16).add_(1)
+        assert seen[0][0] != seen[1][0] != seen[2][0]
 
     def test_more_elements_than_32_bits_count(self) -> None:
         tensor = torch.randint(0, 256, (3, 1 << 30), dtype=torch.uint8, device="cuda")
