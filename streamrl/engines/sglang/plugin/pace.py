@@ -13,11 +13,11 @@ IDLE_S = 0.05
 class Pacer:
     """Bounds the copying that goes on beside one forward pass.
 
-    A copy can delay a forward pass by at most the time that both run, so with at most `budget_ms` of copying beside each pass no
-    token's gap grows by more than that.
+    A copy can delay a forward pass by at most the time that both run times the share of the GPU that the copy takes, so with at most
+    `budget_ms` of that beside each pass no token's gap grows by more than that.
 
     Args:
-        budget_ms: milliseconds of copying for each forward pass; 0: no bound.
+        budget_ms: milliseconds of copying, times its share, for each forward pass; 0: no bound.
         forwards: forward passes launched so far.
     """
 
