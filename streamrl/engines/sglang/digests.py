@@ -29,8 +29,15 @@ class DigestBooks:
         self._ranks = [np.array([known.setdefault(region, len(known)) for region in one.regions], np.int64) for one in prepared]
         self._regions = list(known)
         self._owner = np.array([region.tensor for region in self._regions], np.int64)
+        counts = np.array([region.rows * region.cols for region in self._regions], np.int64)
+        # A rank that derives its weights digests whole tensors as they arrive, which leaves nothing to be told by the others' parts.
+        whole = counts == np.array([math.prod(tensors[region.tensor].shape) for region in self._regions], np.int64)
+        has_whole = np.zeros(len(tensors), np.bool_)
+        has_whole[self._owner[whole]] = True
+        self._counts = whole | ~has_whole[self._owner]
+        """Regions that make up their tensor."""
         covered = np.zeros(len(tensors), np.int64)
-        np.add.at(covered, self._owner, np.array([region.rows * region.cols for region in self._regions], np.int64))
+        np.add.at(covered, self._owner[self._counts], counts[self._counts])
         self._taken = covered > 0
         for spec, count in zip(tensors, covered.tolist(), strict=True):
             if count not in (0, math.prod(spec.shape)):
@@ -58,7 +65,7 @@ class DigestBooks:
                 raise WeightSyncError(f"{manifest.version}: tensor {name!r} differs between rank {rank} and another rank that shares it")
             values[index], seen[index] = got, True
         totals = np.zeros(len(manifest.tensors), np.uint64)
-        np.add.at(totals, self._owner, values)
+        np.add.at(totals, self._owner[self._counts], values[self._counts])
         return self._compare(manifest, totals.tolist())
 
     def _compare(self, manifest: Manifest, totals: Sequence[int]) -> str:

@@ -107,7 +107,7 @@ class _Recorder(TorchDispatchMode):
 
     def _copied(self, target: Tensor, source: Tensor) -> None:
         parameter = self._parameter.get(memory_key(target))
-        if parameter is None:
+        if parameter is None or not target.numel():
             return
         tensor = self._tensor.get(memory_key(source))
         name = self._entries[tensor].name if tensor is not None else "a tensor"
