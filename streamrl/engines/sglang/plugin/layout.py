@@ -23,6 +23,7 @@ class Layout:
     def __init__(self, entries: Sequence[TensorEntry], recording: Recording) -> None:
         self.entries = entries
         self.copies = recording.copies
+        self.fills = recording.fills
         self.why = recording.why
         self.ignored = recording.ignored
         self.nbytes = max((entry.offset + entry.nbytes for entry in entries), default=0)

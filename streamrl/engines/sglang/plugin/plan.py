@@ -47,6 +47,13 @@ class Copy(msgspec.Struct, frozen=True):
         return Region(self.tensor, self.start, self.rows, self.cols, self.stride)
 
 
+class Fill(msgspec.Struct, frozen=True):
+    """Padding: elements of a parameter that load_weights sets to a value. `place` says where (its source side means nothing)."""
+
+    place: Copy
+    value: float
+
+
 class Piece(msgspec.Struct, frozen=True):
     """Part of a copy that lies in one source and one window."""
 
@@ -111,6 +118,30 @@ def canonical(
     if stride < cols:
         return None
     return Copy(tensor, source[0], stride, rows, cols, parameter, target[0], target_stride, step)
+
+
+def apart(one: Copy, other: Copy) -> bool:
+    """Whether two copies certainly write to no element both."""
+    if one.parameter != other.parameter:
+        return True
+    if one.target_step != 1 or other.target_step != 1:
+        return False
+    low, high = max(one.target, other.target), min(_target_end(one), _target_end(other))
+    if low >= high:
+        return True
+    strides = {copy.target_stride for copy in (one, other) if copy.rows > 1}
+    if len(strides) != 1:
+        return False
+    (stride,) = strides
+    columns = [(copy.target % stride, copy.target % stride + copy.cols) for copy in (one, other)]
+    if any(end > stride for _, end in columns):
+        return False
+    rows = [(copy.target // stride, copy.target // stride + copy.rows) for copy in (one, other)]
+    return any(a[1] <= b[0] or b[1] <= a[0] for a, b in (columns, rows))
+
+
+def _target_end(copy: Copy) -> int:
+    return copy.target + (copy.rows - 1) * copy.target_stride + copy.cols
 
 
 def merge(copies: Sequence[Copy]) -> list[Copy]:

@@ -20,7 +20,7 @@ from streamrl.engines.sglang.messages import TensorEntry
 from streamrl.engines.sglang.plugin.expand import expand
 from streamrl.engines.sglang.plugin.memory import memory_key
 from streamrl.engines.sglang.plugin.model import twin
-from streamrl.engines.sglang.plugin.plan import Copy, canonical, merge
+from streamrl.engines.sglang.plugin.plan import Copy, Fill, apart, canonical, merge
 from streamrl.errors import WeightSyncError
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -48,6 +48,8 @@ class Recording(msgspec.Struct, frozen=True):
     """Why it cannot; empty when it can."""
     ignored: tuple[str, ...]
     """Tensors it took nothing from."""
+    fills: tuple[Fill, ...] = ()
+    """Padding that no copy overwrites."""
 
 
 def record(model: nn.Module, entries: Sequence[TensorEntry]) -> Recording:
@@ -83,6 +85,7 @@ class _Recorder(TorchDispatchMode):
         self._parameters = parameters
         self._parameter = {memory_key(parameter): index for index, parameter in enumerate(parameters)}
         self._copies: list[Copy] = []
+        self._fills: list[Fill] = []
         self._written = [0] * len(parameters)
         self._why = ""
 
@@ -95,8 +98,7 @@ class _Recorder(TorchDispatchMode):
             self._copied(args[0], args[1])
             return args[0]
         if func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
-            # Padding. Both buffers have it from the model's first load.
-            self._wrote(args[0])
+            self._filled(args[0], float(args[1]) if len(args) > 1 else 0.0)
             return args[0]
         if func is torch.ops.aten._to_copy.default and self._moved_only(args[0], kwargs or {}):
             return args[0]
@@ -133,6 +135,16 @@ class _Recorder(TorchDispatchMode):
                 self._copies.append(copy)
         self._wrote(target)
 
+    def _filled(self, target: Tensor, value: float) -> None:
+        parameter = self._parameter.get(memory_key(target))
+        if parameter is None or not target.numel():
+            return
+        where = (int(target.storage_offset()), target.stride())
+        place = canonical(0, parameter, target.shape, where, where)
+        if place is not None:
+            self._fills.append(Fill(place, value))
+        self._wrote(target)
+
     def _wrote(self, target: Tensor) -> None:
         parameter = self._parameter.get(memory_key(target))
         if parameter is not None:
@@ -147,7 +159,14 @@ class _Recorder(TorchDispatchMode):
                 )
         taken = {copy.tensor for copy in self._copies}
         ignored = tuple(entry.name for index, entry in enumerate(self._entries) if index not in taken and math.prod(entry.shape))
-        return Recording(() if self._why else tuple(merge(self._copies)), self._why, () if self._why else ignored)
+        if self._why:
+            return Recording((), self._why, ())
+        copies = merge(self._copies)
+        onto: dict[int, list[Copy]] = {}
+        for copy in copies:
+            onto.setdefault(copy.parameter, []).append(copy)
+        fills = tuple(fill for fill in self._fills if all(apart(fill.place, copy) for copy in onto.get(fill.place.parameter, ())))
+        return Recording(tuple(copies), "", ignored, fills)
 
 
 def _without_data(parameter: nn.Parameter) -> Tensor:

@@ -137,6 +137,9 @@ class Stager:
             if self._side.reserve(max(window.end_byte - _base(window) for window in cut)):
                 self._bindings.clear()
             for index in (0, 1):
+                # The weights loaded first have this padding already, unless they were dummies.
+                for fill in layout.fills:
+                    target_view(self._swap.buffers.sets[index], fill.place).fill_(fill.value)
                 self._digests[key, index] = digests = make_digests(self._swap.buffers.sets[index], layout)
                 # Compiles the kernel, so that no update waits for it.
                 sums(digests, self._side, Pacer(0.0, self._forwards))

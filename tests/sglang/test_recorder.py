@@ -1,0 +1,219 @@
+"""Recording load_weights on models that load as SGLang's do, without SGLang."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from streamrl.core.digest import tensor_digest
+from streamrl.engines.sglang.digests import DigestBooks
+from streamrl.engines.sglang.messages import Pace, Prepare, Prepared, Region, Stage, TensorEntry
+from streamrl.engines.sglang.plugin.buffers import Buffers
+from streamrl.engines.sglang.plugin.expand import expand
+from streamrl.engines.sglang.plugin.model import aliases, twin
+from streamrl.engines.sglang.plugin.pace import Pacer
+from streamrl.engines.sglang.plugin.recorder import record
+from streamrl.engines.sglang.plugin.staging import Stager
+from streamrl.engines.sglang.plugin.swap import Swap
+from streamrl.errors import WeightSyncError
+from streamrl.schemas.versions import Version
+from streamrl.weights.manifest import Content, build
+from streamrl.weights.protocol import FileSource, Shard
+
+
+class Fused(nn.Module):
+    """Rank `rank` of two: q and v fused by rows, a projection sliced by columns, embeddings with padding rows."""
+
+    def __init__(self, rank: int = 0) -> None:
+        super().__init__()
+        self.rank = rank
+        self.qv = nn.Parameter(torch.zeros(8, 6))
+        self.down = nn.Parameter(torch.zeros(6, 4))
+        self.embed = nn.Parameter(torch.full((7, 6), 9.0))
+        self.norm = nn.Parameter(torch.zeros(6))
+        self.cached = dict(self.named_parameters())
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            if name in ("q", "v"):
+                rows = tensor.narrow(0, 4 * self.rank, 4)
+                self.cached["qv"].data.narrow(0, 0 if name == "q" else 4, 4).copy_(rows)
+            elif name == "down":
+                self.cached["down"].data.copy_(tensor.to(self.down.device)[:, 4 * self.rank : 4 * self.rank + 4])
+            elif name == "embed":
+                self.cached["embed"][:5].data.copy_(tensor)
+                self.cached["embed"][5:].data.fill_(0)
+            elif name == "norm":
+                self.cached["norm"].data.copy_(tensor)
+
+
+class Derived(Fused):
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        super().load_weights((name, tensor + 1 if name == "norm" else tensor) for name, tensor in weights)
+
+
+def tensors(seed: int = 0) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    shapes = {"q": (8, 6), "v": (8, 6), "down": (6, 8), "embed": (5, 6), "norm": (6,), "unused": (3,)}
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+def content(named: dict[str, Tensor]) -> Content:
+    return Content(shard(name, tensor) for name, tensor in named.items())
+
+
+def shard(name: str, tensor: Tensor) -> Shard:
+    shape = tuple(tensor.shape)
+    data = tensor.reshape(-1).view(torch.uint8).numpy()
+    return Shard(name=name, dtype=str(tensor.dtype)[6:], global_shape=shape, shape=shape, data=data)
+
+
+def entries(named: dict[str, Tensor]) -> tuple[TensorEntry, ...]:
+    return tuple(TensorEntry(s.name, s.dtype, s.shape, s.offset, s.nbytes) for s in content(named).tensors)
+
+
+def stager(model: nn.Module) -> tuple[Stager, Swap]:
+    buffers = Buffers(model, pinned=False)
+    buffers.fill()
+    swap = Swap(buffers, None)
+    return Stager(swap, lambda: 0, []), swap
+
+
+def write(named: dict[str, Tensor], path) -> FileSource:
+    whole = content(named)
+    data = torch.zeros(whole.nbytes, dtype=torch.uint8).numpy()
+    whole.fill(0, data)
+    data.tofile(path)
+    return FileSource(str(path))
+
+
+@pytest.mark.parametrize("kind", [Fused, Derived])
+def test_staged_buffer_is_what_load_weights_gives(kind, tmp_path):
+    named = tensors()
+    manifest = build(content(named), run="r", policy="p", version=Version(0, 1), parts=(), transport="shm")
+    ranks, sums = [], []
+    for rank in (0, 1):
+        model = kind(rank)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        worker, swap = stager(model)
+        prepared = worker.prepare(Prepare(layout="one", tensors=entries(named)))
+        assert prepared.recorded == (kind is Fused)
+        staged = worker.stage(Stage(version=Version(0, 1), layout="one", source=write(named, tmp_path / "one"), pace=Pace(max_gap_ms=1)))
+        expected = kind(rank)
+        expected.load_weights(named.items())
+        for name, found, wanted in zip(swap.buffers.names, swap.buffers.sets[1], expected.parameters(), strict=True):
+            assert torch.equal(found, wanted), name
+        if kind is Derived:
+            assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        # Padding is the only thing that recording may set in the served weights.
+        assert all(torch.equal(a[:5], b[:5]) for a, b in zip(before, model.parameters(), strict=True))
+        ranks.append(prepared)
+        sums.append(staged.digests)
+    if kind is Fused:
+        assert all("unused" in prepared.ignored for prepared in ranks)
+        with pytest.raises(WeightSyncError, match="unused"):
+            DigestBooks(manifest.tensors, ranks).check(manifest, sums)
+        named.pop("unused")
+        manifest = build(content(named), run="r", policy="p", version=Version(0, 1), parts=(), transport="shm")
+        ranks, sums = [], []
+        for rank in (0, 1):
+            worker, _ = stager(kind(rank))
+            ranks.append(worker.prepare(Prepare(layout="two", tensors=entries(named))))
+            request = Stage(version=Version(0, 1), layout="two", source=write(named, tmp_path / "two"))
+            sums.append(worker.stage(request).digests)
+    books = DigestBooks(manifest.tensors, ranks)
+    assert books.check(manifest, sums) == manifest.digest
+    wrong = [list(one) for one in sums]
+    wrong[1][0] ^= 1
+    with pytest.raises(WeightSyncError):
+        books.check(manifest, wrong)
+
+
+def test_recording_writes_to_no_parameter():
+    model = Fused()
+    recording = record(model, entries(tensors()))
+    assert not recording.why
+    assert all(float(parameter.detach().sum()) in (0.0, 9.0 * 42) for parameter in model.parameters())
+    assert model.cached["qv"] is model.qv
+
+
+def test_twin_has_its_own_parameters_and_shares_the_rest():
+    model = nn.Sequential(Fused(), nn.LayerNorm(3))
+    model.register_buffer("table", torch.ones(2))
+    other = twin(model, lambda parameter: parameter.detach().clone() + 1)
+    assert [name for name, _ in other.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert other[0].cached["norm"] is other[0].norm
+    assert other.table is model.table
+    other.load_state_dict({**model.state_dict(), "0.norm": torch.full((6,), 5.0)})
+    assert float(model[0].norm.detach().sum()) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda named: named.pop("norm"), "parameter norm"),
+        (lambda named: named.update(norm=torch.zeros(7)), "fit Fused"),
+        (lambda named: named.update(norm=named["norm"].half()), "expected float32 for norm, got float16"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(change, match):
+    named = tensors()
+    change(named)
+    with pytest.raises(WeightSyncError, match=match):
+        record(Fused(), entries(named))
+
+
+def test_memory_kept_outside_the_parameters_is_noticed():
+    model = Fused()
+    assert aliases(model) == []
+    model.fast = model.qv.data.t()
+    assert aliases(model) == [".fast"]
+
+
+def test_fused_experts_are_given_by_their_names():
+    gate_up, down = torch.arange(24.0).view(2, 4, 3), torch.arange(12.0).view(2, 3, 2)
+    given = dict(expand("model.layers.0.mlp.experts.gate_up_proj", gate_up)) | dict(expand("model.layers.0.mlp.experts.down_proj", down))
+    assert sorted(given) == [f"model.layers.0.mlp.experts.{e}.{n}_proj.weight" for e in (0, 1) for n in ("down", "gate", "up")]
+    assert torch.equal(given["model.layers.0.mlp.experts.1.up_proj.weight"], gate_up[1, 2:])
+    assert dict(expand("model.norm.weight", down)) == {"model.norm.weight": down}
+
+
+def test_pace_waits_for_the_next_forward_pass():
+    launched = 0
+
+    def forwards() -> int:
+        nonlocal launched
+        launched += 1 if asked else 0
+        return launched
+
+    asked = False
+    pacer = Pacer(2.0, forwards)
+    pacer.used(0.001)
+    asked = True
+    before = launched
+    pacer.used(0.0015)
+    assert launched > before
+    assert not Pacer(0.0, forwards).bounded
+
+
+def test_shared_regions_must_agree_and_cover_once():
+    data = torch.arange(6, dtype=torch.float32)
+    named = {"a": data}
+    manifest = build(content(named), run="r", policy="p", version=Version(0, 1), parts=(), transport="shm")
+
+    def rank(*regions: Region) -> Prepared:
+        return Prepared(recorded=True, why="", regions=regions, ignored=(), took_s=0.0)
+
+    def part(first: int, count: int) -> int:
+        return tensor_digest(data[first : first + count].view(torch.uint8).numpy(), 4, first)
+
+    left, right = Region(0, 0, 1, 4, 4), Region(0, 4, 1, 2, 2)
+    books = DigestBooks(manifest.tensors, [rank(left), rank(left, right)])
+    assert books.check(manifest, [[part(0, 4)], [part(0, 4), part(4, 2)]]) == manifest.digest
+    with pytest.raises(WeightSyncError, match="differs between"):
+        books.check(manifest, [[part(0, 4) ^ 1], [part(0, 4), part(4, 2)]])
+    with pytest.raises(WeightSyncError, match="elements on all ranks"):
+        DigestBooks(manifest.tensors, [rank(left), rank(Region(0, 3, 1, 3, 3))])
