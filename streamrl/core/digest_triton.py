@@ -25,16 +25,24 @@ if TYPE_CHECKING:
 
 FAILURES: tuple[type[Exception], ...] = (TritonError, RuntimeError, OSError, subprocess.SubprocessError)
 """What can keep the kernel from running: it is compiled at first use, with a C compiler for its launcher."""
-COLUMNS = 1024
-ROWS = 4
-REPEAT = 8
-"""A block is ROWS * REPEAT rows of COLUMNS elements."""
+WIDE, NARROW = 2048, 512
+"""Elements that a row of a block takes; narrow ones for regions of short rows."""
+REPEAT = 16
+"""Rows of a block."""
+
+
+@triton.jit
+def _mixed(z):
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)
 
 
 @triton.jit(do_not_specialize=["blocks"])
 def _add_digests(
-    table, owner, sums, blocks, BYTES: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, REPEAT: tl.constexpr
+    table, owner, sums, blocks, BYTES: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS: tl.constexpr, REPEAT: tl.constexpr
 ):
+    lane = tl.arange(0, COLUMNS)
     for index in range(tl.program_id(0), blocks, tl.num_programs(0)):
         region = tl.load(owner + index).to(tl.int64)
         words = table + region * 11
@@ -56,21 +64,36 @@ def _add_digests(
         column_step = tl.load(words + 8)
         block = index - tl.load(words + 9)
         across = tl.load(words + 10)
-        column = (block % across) * COLUMNS + tl.arange(0, COLUMNS).to(tl.int64)[None, :]
-        begin = (block // across) * (ROWS * REPEAT)
-        place = column if UNIT else column * column_stride
-        column_term = (column * column_step).to(tl.uint64) * 0x9E3779B97F4A7C15
-        total = tl.zeros((ROWS, COLUMNS), dtype=tl.uint64)
-        for turn in range(REPEAT):
-            row = begin + turn * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
-            end = tl.where(row < rows, tl.minimum(columns, count - row * columns), 0)
-            inside = column < end
-            bits = tl.load(data + (row * row_stride + place), mask=inside, other=0).to(tl.uint64)
-            z = bits + ((first + row * row_step + 1).to(tl.uint64) * 0x9E3779B97F4A7C15 + column_term)
-            z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
-            z = (z ^ (z >> 27)) * 0x94D049BB133111EB
-            total += tl.where(inside, z ^ (z >> 31), 0)
-        tl.atomic_add(sums + region, tl.sum(tl.sum(total.to(tl.int64, bitcast=True), axis=1), axis=0), sem="relaxed")
+        column = (block % across) * COLUMNS
+        row = (block // across) * REPEAT
+        place = row * row_stride + column * column_stride
+        if ALIGNED:
+            place = tl.multiple_of(place, 16 // BYTES)
+            row_stride = tl.multiple_of(row_stride, 16 // BYTES)
+            data = tl.multiple_of(data, 16)
+        offset = lane if UNIT else lane.to(tl.int64) * column_stride
+        # The element's index times gamma, which every row moves on by as much; 64-bit integers wrap.
+        term = (lane.to(tl.int64) * column_step).to(tl.uint64) * 0x9E3779B97F4A7C15
+        term += (first + 1 + row * row_step + column * column_step).to(tl.uint64) * 0x9E3779B97F4A7C15
+        row_term = row_step.to(tl.uint64) * 0x9E3779B97F4A7C15
+        total = tl.zeros((COLUMNS,), dtype=tl.uint64)
+        last = row + REPEAT
+        if (last <= rows) & (column + COLUMNS <= columns) & ((last - 1) * columns + column + COLUMNS <= count):
+            for _ in range(REPEAT):
+                bits = tl.load(data + place + offset).to(tl.uint64)
+                total += _mixed(bits + term)
+                place += row_stride
+                term += row_term
+        else:
+            for turn in range(REPEAT):
+                # Columns of this row that are left; none below the last row.
+                left = tl.where(row + turn < rows, tl.minimum(columns, count - (row + turn) * columns) - column, 0)
+                inside = lane < left
+                bits = tl.load(data + place + offset, mask=inside, other=0).to(tl.uint64)
+                total += tl.where(inside, _mixed(bits + term), 0)
+                place += row_stride
+                term += row_term
+        tl.atomic_add(sums + region, tl.sum(total.to(tl.int64, bitcast=True), axis=0), sem="relaxed")
 
 
 class Launch:
@@ -79,17 +102,21 @@ class Launch:
     Args:
         item: bytes of an element.
         unit: the elements of a region's columns are neighbours in memory.
+        columns: `WIDE` or `NARROW`.
         regions: rows of `_split`.
         device: that holds them.
     """
 
-    def __init__(self, item: int, unit: bool, regions: list[list[int]], device: torch.device) -> None:
+    def __init__(self, item: int, unit: bool, columns: int, regions: list[list[int]], device: torch.device) -> None:
         table = np.array(regions, np.int64)
-        blocks = -(-table[:, 2] // (ROWS * REPEAT)) * -(-table[:, 3] // COLUMNS)
+        across = -(-table[:, 3] // columns)
+        blocks = -(-table[:, 2] // REPEAT) * across
         table[:, 9] = np.cumsum(blocks) - blocks
-        table[:, 10] = -(-table[:, 3] // COLUMNS)
+        table[:, 10] = across
         self._item = item
         self._unit = unit
+        self._columns = columns
+        self._aligned = unit and not (table[:, 0] % 16).any() and not (table[:, 5] * item % 16).any()
         self._owner = torch.from_numpy(np.repeat(np.arange(len(regions), dtype=np.int32), blocks)).to(device)
         self._table = torch.from_numpy(table).to(device)
         self.sums = torch.zeros(len(regions), dtype=torch.int64, device=device)
@@ -111,23 +138,24 @@ class Launch:
             blocks,
             BYTES=self._item,
             UNIT=self._unit,
-            ROWS=ROWS,
-            COLUMNS=COLUMNS,
+            ALIGNED=self._aligned,
+            COLUMNS=self._columns,
             REPEAT=REPEAT,
-            num_warps=8,
+            num_warps=self._columns // 256,
         )
 
 
 def launches(walks: Sequence[Walk]) -> list[tuple[list[int], Launch]]:
     """What to run to digest walks over one CUDA device, none of them empty: for each launch, the walks that its sums belong to."""
-    groups: dict[tuple[int, bool], list[tuple[int, list[int]]]] = {}
+    groups: dict[tuple[int, bool, int], list[tuple[int, list[int]]]] = {}
     for slot, walk in enumerate(walks):
-        for words, unit in _split(walk.bits.data_ptr(), walk.bits.element_size(), walk.first, walk.axes):
-            groups.setdefault((walk.bits.element_size(), unit), []).append((slot, words))
+        item = walk.bits.element_size()
+        for words, unit, columns in _split(walk.bits.data_ptr(), item, walk.first, walk.axes):
+            groups.setdefault((item, unit, columns), []).append((slot, words))
     device = walks[0].bits.device
     return [
-        ([slot for slot, _ in regions], Launch(item, unit, [words for _, words in regions], device))
-        for (item, unit), regions in groups.items()
+        ([slot for slot, _ in regions], Launch(item, unit, columns, [words for _, words in regions], device))
+        for (item, unit, columns), regions in groups.items()
     ]
 
 
@@ -148,8 +176,8 @@ def run_launches(prepared: Sequence[tuple[list[int], Launch]], count: int) -> li
     return [total & MASK for total in totals]
 
 
-def _split(address: int, item: int, first: int, axes: Sequence[Axis]) -> list[tuple[list[int], bool]]:
-    """Table rows for one walk, each of at most two axes, and whether the elements of its columns are neighbours in memory."""
+def _split(address: int, item: int, first: int, axes: Sequence[Axis]) -> list[tuple[list[int], bool, int]]:
+    """Table rows for one walk, each of at most two axes; whether their columns are neighbours in memory; the width of their blocks."""
     if len(axes) > 2:
         head, rest = axes[0], axes[1:]
         return [
@@ -159,10 +187,9 @@ def _split(address: int, item: int, first: int, axes: Sequence[Axis]) -> list[tu
         ]
     if len(axes) == 2:
         outer, inner = axes
-        count = outer.size * inner.size
-        return [
-            ([address, first, outer.size, inner.size, count, outer.stride, inner.stride, outer.step, inner.step, 0, 0], inner.stride == 1)
-        ]
+        words = [address, first, outer.size, inner.size, outer.size * inner.size, outer.stride, inner.stride, outer.step, inner.step, 0, 0]
+        padded = -(-inner.size // WIDE) * WIDE
+        return [(words, inner.stride == 1, WIDE if 4 * padded <= 5 * inner.size else NARROW)]
     size, stride, step = (axes[0].size, axes[0].stride, axes[0].step) if axes else (1, 1, 1)
-    rows = -(-size // COLUMNS)
-    return [([address, first, rows, COLUMNS, size, COLUMNS * stride, stride, COLUMNS * step, step, 0, 0], stride == 1)]
+    words = [address, first, -(-size // WIDE), WIDE, size, WIDE * stride, stride, WIDE * step, step, 0, 0]
+    return [(words, stride == 1, WIDE)]

@@ -115,6 +115,14 @@ class TestKernel:
             expected = [slice_digest(host(cut(whole, o, s, [])), dtype.itemsize, whole.shape, o, s) for o, s in cuts for _ in range(2)]
             assert found == expected
 
+    @pytest.mark.parametrize(("first", "last"), [(0, 2048), (8, 4104), (5, 405), (0, 384), (1, 5000), (4999, 5000)])
+    def test_rows_of_every_length_and_alignment(self, first: int, last: int) -> None:
+        for dtype in (torch.bfloat16, torch.float32):
+            whole = made((40, 5000), dtype)
+            part = whole[3:37, first:last]
+            expected = slice_digest(host(part), dtype.itemsize, (60, 9000), (7, first + 100), tuple(part.shape))
+            assert region_digests([Region(whole.cuda()[3:37, first:last], (60, 9000), (7, first + 100))]) == [expected]
+
     def test_many_tensors_of_every_kind_in_one_call(self) -> None:
         tensors = [made((n,), dtype, seed=n) for n in (1, 2, 1023, 1024, 1025, 32_768, 32_769, 1_000_003) for dtype in DTYPES]
         assert tensor_digests([t.cuda() for t in tensors]) == [tensor_digest(host(t), t.element_size()) for t in tensors]
