@@ -132,6 +132,28 @@ def test_staged_buffer_is_what_load_weights_gives(kind, tmp_path):
         books.check(manifest, wrong)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("budget_ms", [0.0, 0.5])
+def test_staging_on_a_gpu(tmp_path, budget_ms):
+    named = tensors()
+    del named["unused"]
+    for rank in (0, 1):
+        worker, swap = stager(Fused(rank).cuda())
+        worker.prepare(Prepare(layout="one", tensors=entries(named)))
+        host, _ = stager(Fused(rank))
+        host.prepare(Prepare(layout="one", tensors=entries(named)))
+        for number in (1, 2):
+            request = Stage(
+                version=Version(0, number), layout="one", source=write(named, tmp_path / str(number)), pace=Pace(max_gap_ms=budget_ms)
+            )
+            assert worker.stage(request).digests == host.stage(request).digests
+        expected = Fused(rank)
+        expected.load_weights(named.items())
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(swap.buffers.sets[1], expected.parameters(), strict=True))
+        assert swap.commit(Version(0, 2), forward=0, stream=torch.cuda.current_stream()).committed
+        assert worker.served("one").digests == host.stage(request).digests
+
+
 def test_recording_writes_to_no_parameter():
     model = Fused()
     recording = record(model, entries(tensors()))

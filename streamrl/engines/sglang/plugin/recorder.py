@@ -98,7 +98,7 @@ class _Recorder(TorchDispatchMode):
             self._copied(args[0], args[1])
             return args[0]
         if func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
-            self._filled(args[0], float(args[1]) if len(args) > 1 else 0.0)
+            self._filled(*args)
             return args[0]
         if func is torch.ops.aten._to_copy.default and self._moved_only(args[0], kwargs or {}):
             return args[0]
@@ -135,14 +135,14 @@ class _Recorder(TorchDispatchMode):
                 self._copies.append(copy)
         self._wrote(target)
 
-    def _filled(self, target: Tensor, value: float) -> None:
+    def _filled(self, target: Tensor, value: float = 0.0) -> None:
         parameter = self._parameter.get(memory_key(target))
         if parameter is None or not target.numel():
             return
         where = (int(target.storage_offset()), target.stride())
         place = canonical(0, parameter, target.shape, where, where)
         if place is not None:
-            self._fills.append(Fill(place, value))
+            self._fills.append(Fill(place, float(value)))
         self._wrote(target)
 
     def _wrote(self, target: Tensor) -> None:
