@@ -15,16 +15,13 @@ from streamrl.core.digest_torch import Axis, Walk, kernel_works, torch_sums
 from streamrl.engines.sglang.plugin.layout import Layout, target_view
 from streamrl.engines.sglang.plugin.pace import Pacer
 from streamrl.engines.sglang.plugin.plan import Copy, cut
-from streamrl.engines.sglang.plugin.side import CHECK_SHARE, Side
+from streamrl.engines.sglang.plugin.side import Side
 
 if TYPE_CHECKING:
     from streamrl.core.digest_triton import Launch
 
 GROUP_BYTES = 256 << 20
 """Digested by one launch."""
-NARROW = 24
-"""Blocks of threads that a bounded pace leaves to a digest, of over a thousand that fit an H200. A digest as wide as the GPU takes 16 GB in
-35 ms, and every forward pass waits for all of it; this one takes ten times as long, and forward passes run beside it."""
 ALL = 1 << 62
 """Beyond the end of every source."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -135,10 +132,10 @@ class DeviceDigests:
             started = time.perf_counter()
             _, slots, launch = self._launches[self._next]
             with side.checking():
-                launch.run(NARROW if pacer.bounded else 0)
+                launch.run()
                 self._totals.index_add_(0, slots, launch.sums)
             self._next += 1
-            side.paced(started, pacer, share=CHECK_SHARE)
+            side.paced(started, pacer)
 
     def result(self, side: Side, pacer: Pacer) -> tuple[int, ...]:
         self.advance(side, ALL, pacer)

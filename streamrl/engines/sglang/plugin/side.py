@@ -15,8 +15,6 @@ from streamrl.engines.sglang.plugin.pace import Pacer
 
 ENGINE_SHARE = 0.1
 """Of an H200 that a copy by its copy engines takes: bytes from another GPU come at 360 GB/s, its memory writes 4,800."""
-CHECK_SHARE = 0.1
-"""Of an H200 that a narrow digest takes, see `streamrl.engines.sglang.plugin.digests.NARROW`."""
 
 
 class Side:
