@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 
 import pytest
@@ -13,6 +14,7 @@ from streamrl.engines.sglang.digests import DigestBooks
 from streamrl.engines.sglang.messages import Pace, Prepare, Prepared, Region, Stage, TensorEntry
 from streamrl.engines.sglang.plugin.buffers import Buffers
 from streamrl.engines.sglang.plugin.expand import expand
+from streamrl.engines.sglang.plugin.forwards import Forwards
 from streamrl.engines.sglang.plugin.model import aliases, twin
 from streamrl.engines.sglang.plugin.pace import Pacer
 from streamrl.engines.sglang.plugin.recorder import record
@@ -79,7 +81,7 @@ def stager(model: nn.Module) -> tuple[Stager, Swap]:
     buffers = Buffers(model, pinned=False)
     buffers.fill()
     swap = Swap(buffers, None)
-    return Stager(swap, lambda: 0, []), swap
+    return Stager(swap, Forwards(keep=False, device=torch.device("cpu")), []), swap
 
 
 def write(named: dict[str, Tensor], path) -> FileSource:
@@ -204,21 +206,18 @@ def test_fused_experts_are_given_by_their_names():
 
 
 def test_pace_waits_for_the_next_forward_pass():
-    launched = 0
-
-    def forwards() -> int:
-        nonlocal launched
-        launched += 1 if asked else 0
-        return launched
-
-    asked = False
-    pacer = Pacer(2.0, forwards)
+    passes = Forwards(keep=False, device=torch.device("cpu"))
+    pacer = Pacer(2.0, passes)
     pacer.used(0.001)
-    asked = True
-    before = launched
+    thread = threading.Timer(0.005, lambda: passes.launch_done(passes.launching(), None, 1, False, 0))
+    thread.start()
     pacer.used(0.0015)
-    assert launched > before
-    assert not Pacer(0.0, forwards).bounded
+    assert passes.launched == 1
+    thread.join()
+    # Nobody is decoding: the wait ends by itself.
+    pacer.used(0.01)
+    assert passes.launched == 1
+    assert not Pacer(0.0, passes).bounded
 
 
 def test_shared_regions_must_agree_and_cover_once():

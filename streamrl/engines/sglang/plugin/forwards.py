@@ -26,6 +26,8 @@ class Forwards:
 
     def __init__(self, *, keep: bool, device: torch.device) -> None:
         self.launched = 0
+        self._wanted = False
+        self._next = threading.Event()
         self._keep = keep
         self._cuda = device.type == "cuda"
         self._first: Any = None
@@ -39,6 +41,10 @@ class Forwards:
 
     def launch_done(self, launched_s: float, stream: Any, batch: int, extend: bool, version: int) -> None:
         """It has been launched on `stream` with `batch` requests."""
+        if self._wanted:
+            # Only now: who is woken asks for the interpreter, which launching needs.
+            self._wanted = False
+            self._next.set()
         if not self._keep:
             return
         if self._cuda:
@@ -49,6 +55,13 @@ class Forwards:
         if self._first is None:
             self._first = done
         self._events.append((self.launched, launched_s, done, batch, extend, version))
+
+    def wait(self, seen: int, timeout_s: float) -> None:
+        """Sleep until more than `seen` passes have been launched, or for `timeout_s`; one thread at a time."""
+        self._next.clear()
+        self._wanted = True
+        if self.launched == seen:
+            self._next.wait(timeout_s)
 
     def take(self) -> ForwardLog:
         """The passes kept since the last call that have ended on the device, and forget them."""

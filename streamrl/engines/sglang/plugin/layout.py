@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from streamrl.engines.sglang.messages import Region, TensorEntry
-from streamrl.engines.sglang.plugin.plan import Copy, Window, windows
+from streamrl.engines.sglang.plugin.plan import WINDOW_BYTES, Copy, Window, windows
 from streamrl.engines.sglang.plugin.recorder import DTYPES, Recording
 from streamrl.errors import WeightSyncError
 
@@ -46,16 +46,17 @@ class Layout:
         """After the last byte that a copy reads of the concatenation."""
         return self._offsets[copy.tensor] + (copy.start + (copy.rows - 1) * copy.stride + copy.cols) * self._items[copy.tensor]
 
-    def cut(self, sources: Sequence[tuple[int, int]]) -> list[Window]:
+    def cut(self, sources: Sequence[tuple[int, int]], window_bytes: int = WINDOW_BYTES) -> list[Window]:
         """The plan in windows.
 
         Args:
             sources: first byte and end of each source in the concatenation.
+            window_bytes: source bytes that a window may span.
 
         Raises:
             WeightSyncError: they do not hold all the bytes that the plan wants.
         """
-        result = windows(self.copies, self._offsets, self._items, sources)
+        result = windows(self.copies, self._offsets, self._items, sources, window_bytes)
         wanted = sum(copy.count for copy in self.copies)
         found = sum(piece.copy.count for window in result for piece in window.pieces)
         if wanted != found:

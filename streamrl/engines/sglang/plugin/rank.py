@@ -96,7 +96,7 @@ class ServedRank:
         self._place = place
         if self.swap is not None:
             self.forwards = ForwardCounter(keep=self.settings.record, device=self.swap.device)
-            self._stager = Stager(self.swap, lambda: self.forwards.launched, streams)
+            self._stager = Stager(self.swap, self.forwards, streams)
 
     def commit(self, version: Version, stream: Any, *, copy: bool = False) -> bool:
         """From the scheduler's thread, between two forward passes: serve a staged version. False when it is refused."""

@@ -40,6 +40,10 @@ class Side:
         self._copied = torch.cuda.Event() if self._cuda else None
         self._slot_free = [torch.cuda.Event(blocking=True) for _ in range(2)] if self._cuda else []
         self._slot_used = [False, False]
+        self.unlike: tuple[Tensor, ...] = _unlike(device) if self._cuda else ()
+        """A target and a source; with them in a window torch copies its tensors one by one, and those of consecutive bytes by the GPU's
+        copy engines. Otherwise it copies all of them by a kernel, which reads another GPU's memory with the processors that forward
+        passes need. Either way it is one call, and the interpreter's lock is given away for all of it."""
         self._pinned: list[Tensor] = []
         self._loaded: int | None = None
         self.scratch: list[Tensor] = []
@@ -101,16 +105,11 @@ class Side:
         Args:
             pairs: targets and sources.
             pacer: keeps the pace.
-            by_engine: copy tensor by tensor, which leaves consecutive bytes to the GPU's copy engines. (One call for all of them is
-                a kernel, which reads another GPU's memory with the processors that forward passes need.)
+            by_engine: the pairs end with `unlike`.
         """
         targets, sources = pairs
         started = time.perf_counter()
-        if by_engine:
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source, non_blocking=True)
-        else:
-            copy_all(targets, sources)
+        copy_all(targets, sources)
         slot = self._loaded
         if slot is not None and self._stream is not None:
             self._slot_free[slot].record(self._stream)
@@ -136,6 +135,11 @@ class Side:
             self._stream.wait_stream(self._checks)
             self._done.record(self._stream)
             self._done.synchronize()
+
+
+def _unlike(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Two tensors whose strides differ: what rules out one kernel for a list of copies."""
+    return torch.zeros((2, 2), dtype=torch.uint8, device=device), torch.zeros((2, 2), dtype=torch.uint8, device=device).t()
 
 
 def _stream_beside(device: torch.device, streams: Sequence[Any]) -> torch.cuda.Stream:

@@ -8,7 +8,7 @@ them is kept short, because the scheduler's thread wants the lock back for the n
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -17,8 +17,8 @@ from streamrl.engines.sglang.messages import Prepare, Prepared, Served, Stage, S
 from streamrl.engines.sglang.plugin.digests import Digests, make_digests, sums
 from streamrl.engines.sglang.plugin.fallback import DerivedLoad
 from streamrl.engines.sglang.plugin.layout import ALIGNMENT, Layout, source_view, target_view
-from streamrl.engines.sglang.plugin.pace import Pacer
-from streamrl.engines.sglang.plugin.plan import Window
+from streamrl.engines.sglang.plugin.pace import Pacer, Passes
+from streamrl.engines.sglang.plugin.plan import DEVICE_WINDOW_BYTES, Window
 from streamrl.engines.sglang.plugin.recorder import record
 from streamrl.engines.sglang.plugin.side import Side
 from streamrl.engines.sglang.plugin.sources import DeviceImages, DeviceSpan, HostImage
@@ -38,13 +38,13 @@ class Stager:
 
     Args:
         swap: the rank's two buffers and which of them is idle.
-        forwards: forward passes launched so far.
+        passes: forward passes.
         streams: that SGLang uses.
     """
 
-    def __init__(self, swap: Swap, forwards: Callable[[], int], streams: Sequence[Any]) -> None:
+    def __init__(self, swap: Swap, passes: Passes, streams: Sequence[Any]) -> None:
         self._swap = swap
-        self._forwards = forwards
+        self._passes = passes
         self._side = Side(swap.device, streams, host_only=swap.buffers.pinned)
         self._layouts: dict[str, Layout] = {}
         self._bindings: dict[tuple[object, ...], list[tuple[int, Pairs]]] = {}
@@ -108,13 +108,13 @@ class Stager:
         while True:
             version, active = self._swap.serving, self._swap.buffers.active
             with self._side.entered():
-                found = sums(self._digests[layout_key, active], self._side, Pacer(0.0, self._forwards))
+                found = sums(self._digests[layout_key, active], self._side, Pacer(0.0, self._passes))
             if (version, active) == (self._swap.serving, self._swap.buffers.active):
                 return Served(version=version, digests=found)
 
     def _replay(self, layout: Layout, idle: int, request: Stage) -> tuple[int, ...]:
         """Copy by the plan, and digest what has been copied while the rest follows."""
-        pacer = Pacer(request.pace.max_gap_ms, self._forwards)
+        pacer = Pacer(request.pace.max_gap_ms, self._passes)
         by_engine = isinstance(request.source, CudaSource)
         digests = self._digests[request.layout, idle]
         digests.begin()
@@ -142,7 +142,7 @@ class Stager:
                     target_view(self._swap.buffers.sets[index], fill.place).fill_(fill.value)
                 self._digests[key, index] = digests = make_digests(self._swap.buffers.sets[index], layout)
                 # Compiles the kernel, so that no update waits for it.
-                sums(digests, self._side, Pacer(0.0, self._forwards))
+                sums(digests, self._side, Pacer(0.0, self._passes))
 
     def _windows(self, key: str, layout: Layout, idle: int, source: FileSource | CudaSource) -> Iterator[tuple[int, Pairs]]:
         """Windows to copy, one after the other: first source byte, targets and sources."""
@@ -170,11 +170,12 @@ class Stager:
         identity = (key, idle, *((span.first, span.end, span.data.data_ptr()) for span in spans))
         known = self._bindings.get(identity)
         if known is None:
-            cut = layout.cut([(span.first, span.end) for span in spans])
+            cut = layout.cut([(span.first, span.end) for span in spans], DEVICE_WINDOW_BYTES)
             known = []
             for window in cut:
                 span = spans[window.source]
-                known.append((window.first_byte, self._pairs(layout, window, idle, span.data, span.first)))
+                targets, sources = self._pairs(layout, window, idle, span.data, span.first)
+                known.append((window.first_byte, ([*targets, *self._side.unlike[:1]], [*sources, *self._side.unlike[1:]])))
             self._bindings[identity] = known
             if len(self._bindings) > KEPT_BINDINGS:
                 del self._bindings[next(iter(self._bindings))]
