@@ -1,4 +1,4 @@
-"""The engine contract on the real SGLang, weights through the plugin; the tests are those of tests/contracts/test_engine.py."""
+"""The engine contract on the real SGLang behind our HTTP server; the tests are those of tests/contracts/test_engine.py."""
 
 from __future__ import annotations
 
@@ -13,19 +13,15 @@ from tests.contracts.test_engine import *  # noqa: F403
 from tests.contracts.test_engine import Site
 
 
-@pytest.fixture(params=["sglang", "http-sglang"])
-async def bare(request: pytest.FixtureRequest, sglang_engine: SglangEngine, epochs: Iterator[int]) -> AsyncIterator[Site]:
-    """A site that serves no weights yet."""
+@pytest.fixture
+async def bare(sglang_engine: SglangEngine, epochs: Iterator[int]) -> AsyncIterator[Site]:
+    """A site that serves no weights yet, asked over HTTP as producers do."""
     assert sglang_engine.detail["swap"] == "flip"
-    # Seeds need --enable-deterministic-inference, which SGLang has for GPUs only.
-    values = {"host": sglang_engine, "kind": "sglang", "seeded": False, "first_epoch": next(epochs), "chunk_by_token": False}
-    if request.param == "sglang":
-        yield Site(engine=sglang_engine, **values)
-        return
     server = await serve(sglang_engine)
     client = HttpEngine(server.address)
     try:
-        yield Site(engine=client, **values)
+        # Seeds need --enable-deterministic-inference, which SGLang has for GPUs only.
+        yield Site(client, sglang_engine, "sglang", seeded=False, first_epoch=next(epochs), chunk_by_token=False)
     finally:
         await client.close()
         await server.stop()

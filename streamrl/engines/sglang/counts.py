@@ -15,15 +15,17 @@ _METRICS = {
 
 
 class Counts:
-    """Counters since the engine's start."""
+    """Counters since the engine's start, and its load now."""
 
     def __init__(self) -> None:
         self.tokens = 0
         """Tokens sampled."""
         self.swaps = 0
         self.last_swap_ms = 0.0
-        self.left = 0
-        """Completions that nobody waits for and that the server has not dropped yet."""
+        self.waiting = 0
+        """Completions whose turn has not come."""
+        self.sent = 0
+        """Completions at the server, with those that nobody waits for and that it has not dropped yet."""
         self.totals: dict[str, float] = {}
         """By metric name."""
 

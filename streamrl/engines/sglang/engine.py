@@ -16,7 +16,7 @@ from streamrl.engines.requests import check_request
 from streamrl.engines.sglang.answers import Style
 from streamrl.engines.sglang.counts import Counts
 from streamrl.engines.sglang.hosts import Connected, Host, connect_host
-from streamrl.engines.sglang.jobs import Job, Stage
+from streamrl.engines.sglang.jobs import Job
 from streamrl.engines.sglang.server import SglangServer
 from streamrl.errors import ConfigError, EngineError
 from streamrl.schemas.versions import Version
@@ -136,13 +136,13 @@ class SglangEngine:
                 f"expected a new request id, got {request.request_id!r}, which is running at engine {self.engine_id}",
                 hint="give every request its own id",
             )
-        if self._waiting() + len(request.seeds) > MAX_WAITING:
+        if self._counts.waiting + len(request.seeds) > MAX_WAITING:
             raise EngineError(
                 f"expected at most {MAX_WAITING} waiting completions at engine {self.engine_id}, got one request more",
                 hint="lower producer.concurrency, or start more engines",
             )
         limit = min(request.sampling.max_new_tokens, self._max_len - len(request.prompt_ids))
-        job = Job(request, limit=limit, client=self._server.client, style=self._style, turn=self._turn, counted=self._counts.add)
+        job = Job(request, limit=limit, client=self._server.client, style=self._style, turn=self._turn, counts=self._counts)
         self._jobs[request.request_id] = job
         unfinished = len(job.completions)
         try:
@@ -171,14 +171,13 @@ class SglangEngine:
         """Load and counters now; raises EngineError once the server has ended."""
         if self._ended is not None:
             raise self._ended
-        sent, slots = self._sent(), self._config.slots
-        counts = self._counts
+        counts, slots = self._counts, self._config.slots
         return EngineInfo(
             engine=self.engine_id,
             policy=self.policy,
             serving=self._serving,
-            running=min(sent, slots),
-            waiting=self._waiting() + max(0, sent - slots),
+            running=min(counts.sent, slots),
+            waiting=counts.waiting + max(0, counts.sent - slots),
             slots=slots,
             max_len=self._max_len,
             tokens_total=counts.tokens,
@@ -243,24 +242,10 @@ class SglangEngine:
             await self._swapped.wait()
         return self._serving
 
-    def _waiting(self) -> int:
-        return sum(job.count(Stage.WAITING) for job in self._jobs.values())
-
-    def _sent(self) -> int:
-        return sum(job.count(Stage.SENT) for job in self._jobs.values()) + self._counts.left
-
     def _leave(self, job: Job) -> None:
         """Have a job's unfinished completions dropped by the server, in the background."""
-
-        async def leave() -> None:
-            self._counts.left += (count := job.count(Stage.SENT))
-            try:
-                job.cut()
-                await job.over()
-            finally:
-                self._counts.left -= count
-
-        task = asyncio.create_task(leave())
+        job.cut()
+        task = asyncio.create_task(job.over())
         self._left.add(task)
         task.add_done_callback(self._left.discard)
 

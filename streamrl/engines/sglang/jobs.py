@@ -13,6 +13,7 @@ from typing import Any
 from streamrl.engines.protocol import Chunk, GenerateRequest
 from streamrl.engines.sglang.answers import Row, Style, aborted, body_of, joined, must_cut
 from streamrl.engines.sglang.client import SglangClient
+from streamrl.engines.sglang.counts import Counts
 from streamrl.errors import EngineError, StreamRLError
 from streamrl.schemas.versions import Version
 
@@ -51,7 +52,7 @@ class Job:
         client: of the server.
         style: of the server.
         turn: awaited before anything is sent; gives the version served then.
-        counted: told every chunk and the prompt's length, also when nobody waits for it any more.
+        counts: of the engine; told everything, also when nobody waits for it any more.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Job:
         client: SglangClient,
         style: Style,
         turn: Callable[[int], Coroutine[Any, Any, Version]],
-        counted: Callable[[Chunk, int], None],
+        counts: Counts,
     ) -> None:
         self.request = request
         self.queue: asyncio.Queue[Chunk | StreamRLError] = asyncio.Queue()
@@ -72,12 +73,13 @@ class Job:
         self._client = client
         self._style = style
         self._turn = turn
-        self._counted = counted
+        self._counts = counts
         self._tasks: list[asyncio.Task[None]] = []
         self._cutter: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begin all completions."""
+        self._counts.waiting += len(self.completions)
         self._tasks = [asyncio.create_task(self._run(completion)) for completion in self.completions]
 
     def cut(self, index: int | None = None) -> None:
@@ -97,9 +99,14 @@ class Job:
             task.cancel()
         await self.over()
 
-    def count(self, stage: Stage) -> int:
-        """Completions at this stage."""
-        return sum(completion.stage is stage for completion in self.completions)
+    def _move(self, completion: Completion, stage: Stage) -> None:
+        if completion.stage is Stage.WAITING:
+            self._counts.waiting -= 1
+        if completion.stage is Stage.SENT:
+            self._counts.sent -= 1
+        if stage is Stage.SENT:
+            self._counts.sent += 1
+        completion.stage = stage
 
     async def _run(self, completion: Completion) -> None:
         try:
@@ -107,7 +114,7 @@ class Job:
         except StreamRLError as error:
             self.queue.put_nowait(error)
         finally:
-            completion.stage = Stage.ENDED
+            self._move(completion, Stage.ENDED)
             completion.ended.set()
 
     async def _serve(self, completion: Completion) -> None:
@@ -116,13 +123,13 @@ class Job:
         if serving is None:
             self.queue.put_nowait(aborted(completion.index, self._style))
             return
-        completion.stage = Stage.SENT
+        self._move(completion, Stage.SENT)
         row = Row(request, completion.index, self._style, serving)
         streams = request.stream or must_cut(request.sampling)
         body = body_of(request, completion.rid, completion.index, self._style, limit=self._limit, serving=serving, stream=streams)
         parts: list[Chunk] = []
         async for chunk in self._chunks(row, body, streams):
-            self._counted(chunk, len(request.prompt_ids))
+            self._counts.add(chunk, len(request.prompt_ids))
             if request.stream:
                 self.queue.put_nowait(chunk)
             parts.append(chunk)

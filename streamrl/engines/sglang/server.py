@@ -78,7 +78,7 @@ class SglangServer:
         log_path: Path | None = None,
     ) -> None:
         self._config = config
-        self.model_dir = model_dir
+        self.model_dir = model_dir.absolute()
         self._name = name
         self._max_len = max_len
         self._dtype = dtype
