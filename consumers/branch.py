@@ -80,6 +80,7 @@ def branch(
     directory: Path,
     overrides: Sequence[str],
     fingerprint: str,
+    num_tokens: int = 0,
     progress: Callable[[LedgerEntry], None] | None = None,
 ) -> list[LedgerEntry]:
     """Train the branch to the end of the span; call from the training thread. Returns its ledger.
@@ -95,6 +96,7 @@ def branch(
         directory: the branch's own.
         overrides: what was changed, for branch.json.
         fingerprint: digest of this process's numerics fingerprint.
+        num_tokens: vocabulary of the model; 0: token ids are not checked.
         progress: called with every entry.
 
     Raises:
@@ -104,7 +106,7 @@ def branch(
     past: PastLedger = call(read_past(log, Subjects(parent.run.name), parent.trainer.name))
     start = find_start(past, checkpoints, parent.trainer.name, span.first)
     before = FoldState.decode(trainer.load(start.path)) if start.path else None
-    mine, theirs = fold_config(config), fold_config(parent)
+    mine, theirs = fold_config(config, num_tokens), fold_config(parent, num_tokens)
     state = begin(mine, theirs, before)
     stretch = past.between(start.version.number, span.last)
     if not stretch:

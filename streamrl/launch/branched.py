@@ -13,6 +13,7 @@ from streamrl.config.load import override
 from streamrl.consumers.branch import branch, check_overrides
 from streamrl.consumers.calls import Caller
 from streamrl.consumers.replay import Range
+from streamrl.data.model import vocab_size
 from streamrl.errors import ConfigError
 from streamrl.launch.plot import write_plot
 from streamrl.launch.source import Source
@@ -72,6 +73,7 @@ async def train_branch(
             directory=run.path,
             overrides=overrides,
             fingerprint=fingerprint_digest(numerics_fingerprint(config)),
+            num_tokens=vocab_size(source.model_dir),
             progress=progress,
         )
         if entries:

@@ -103,7 +103,7 @@ async def position(bus: Bus) -> Position | None:
 
 
 async def newest(bus: Bus, w: World) -> int:
-    message = await bus.last(w.run_subjects.ledger("shadow"))
+    message = await bus.last(w.subjects.ledger("shadow"))
     return 0 if message is None else decode(message.body, LedgerEntry).version.number
 
 
