@@ -11,8 +11,10 @@ DIR/ recording.json    what it is (`Recording`)
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,7 +81,7 @@ async def record(bus: Log, config: Config, run: RunDir, out: Path, *, run_record
         checkpoints: copy the trainer's checkpoints too.
 
     Raises:
-        ConfigError: `out` exists.
+        ConfigError: `out` exists, or cannot be written.
         LogTruncated: the stream was trimmed while it was read.
     """
     scratch = _scratch(out)
@@ -98,14 +100,17 @@ async def record(bus: Log, config: Config, run: RunDir, out: Path, *, run_record
             streams={SAMPLES: samples, LEDGER: ledger, EVENTS: events},
             samples=rows,
             entries=entries,
-            model=_copy_model(config, run, scratch),
+            model=await asyncio.to_thread(_copy_model, config, run, scratch),
             initial_digest=await read_initial_digest(bus),
             record=run_record,
         )
         if checkpoints:
-            _copy_checkpoints(run.checkpoints, scratch / "checkpoints", f"{config.trainer.name}-")
+            await asyncio.to_thread(_copy_checkpoints, run.checkpoints, scratch / "checkpoints", f"{config.trainer.name}-")
         (scratch / RECORDING_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
         scratch.rename(out)
+    except OSError as error:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise ConfigError(f"the recording {out} cannot be written: {error}", hint="choose another --out; is the disk full?") from error
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
@@ -117,10 +122,11 @@ def _scratch(out: Path) -> Path:
     """An empty directory beside `out`."""
     if out.exists():
         raise ConfigError(f"expected a directory that does not exist yet for the recording, got {out}", hint="choose another --out")
-    scratch = out.with_name(f".{out.name}.writing")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    return scratch
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    except OSError as error:
+        raise ConfigError(f"the recording {out} cannot be made: {error.strerror}", hint="choose another --out") from error
 
 
 async def _facts(bus: Log, stream: str) -> StreamFacts:

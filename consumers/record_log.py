@@ -29,7 +29,7 @@ class RecordedLog:
         path: the directory.
 
     Raises:
-        SchemaError: it holds no recording, or one of another format.
+        SchemaError: it holds no recording, one of another format, or one with a file that is missing or damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,11 +45,17 @@ class RecordedLog:
             )
         self._files: dict[str, pq.ParquetFile] = {}
         self._cached: tuple[str, int, pa.Table] | None = None
+        for name in (*_FILES.values(), "samples.parquet"):
+            self._file(name)
 
     @cached_property
     def config(self) -> Config:
         """The run's configuration."""
-        return from_json((self.path / "config.json").read_text(encoding="utf-8"), where=str(self.path / "config.json"))
+        path = self.path / "config.json"
+        try:
+            return from_json(path.read_text(encoding="utf-8"), where=str(path))
+        except OSError as error:
+            raise _unreadable(path, error) from error
 
     @property
     def model_dir(self) -> Path:
@@ -141,7 +147,10 @@ class RecordedLog:
 
     def _file(self, name: str) -> pq.ParquetFile:
         if name not in self._files:
-            self._files[name] = pq.ParquetFile(self.path / name)
+            try:
+                self._files[name] = pq.ParquetFile(self.path / name)
+            except (OSError, pa.ArrowException) as error:
+                raise _unreadable(self.path / name, error) from error
         return self._files[name]
 
     def _group(self, file: str, group: int) -> pa.Table:
@@ -159,6 +168,10 @@ def _ipc(rows: pa.Table, schema: pa.Schema) -> bytes:
     with pa.ipc.new_stream(sink, schema) as writer:
         writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
     return sink.getvalue().to_pybytes()
+
+
+def _unreadable(path: Path, error: Exception) -> SchemaError:
+    return SchemaError(f"expected a file of a recording at {path}: {error}", hint="is the recording whole? copy or record it again")
 
 
 def _missing(stream: str, needed: int, facts: StreamFacts) -> LogTruncated:

@@ -85,11 +85,12 @@ def replay(
 
     Raises:
         LogTruncated: the sample stream does not go back far enough.
-        ConfigError: the ledger has no version of the span.
+        ConfigError: the ledger does not have all versions of the span.
     """
     span = span or Range()
     subjects = Subjects(config.run.name)
     past = call(read_past(log, subjects, config.trainer.name))
+    check_span(past, span, f"the ledger of run {config.run.name!r}")
     start = find_start(past, checkpoints, config.trainer.name, span.first)
     known_cause = ("config", config_difference) if config_difference else None
     if start.path is None and known_cause is None:
@@ -97,11 +98,6 @@ def replay(
     rules = fold_config(config, num_tokens)
     state = FoldState.decode(trainer.load(start.path)) if start.path else initial_state(rules)
     entries = past.between(state.version.number, span.last)
-    if not entries:
-        raise ConfigError(
-            f"expected a version above {state.version.number} to replay, the ledger of {config.trainer.name!r} ends before it",
-            hint="choose --from and --to among the versions that the run has trained",
-        )
     pending = call(read_pending(log, state, start.path))
     ours = fingerprint_digest(numerics)
     others = sorted({entry.fingerprint for entry in entries} - {ours})
@@ -146,6 +142,20 @@ def replay(
         problem=problem,
         digest=digest,
     )
+
+
+def check_span(past: PastLedger, span: Range, where: str) -> None:
+    """Raise ConfigError unless the span has a version and all of its versions are in the ledger."""
+    newest = max(past.entries, default=0)
+    hint = f"it has the versions 0 to {newest}; leave --to out for all after --from"
+    if newest == 0:
+        raise ConfigError(f"expected a version to train again, {where} is empty", hint="let the run train first")
+    if not 0 <= span.first < newest:
+        raise ConfigError(f"expected --from below {newest}, with which {where} ends, got {span.first}", hint=hint)
+    if span.last is not None and not span.first < span.last <= newest:
+        raise ConfigError(
+            f"expected --to above --from, {span.first}, and at most {newest}, with which {where} ends, got {span.last}", hint=hint
+        )
 
 
 def find_start(past: PastLedger, checkpoints: Path | None, trainer: str, at_most: int) -> Start:

@@ -43,6 +43,7 @@ def run_attach(arguments: argparse.Namespace) -> int:
     """Claim tasks of a running run and roll them out with the user's function until Ctrl-C."""
     import msgspec
 
+    from streamrl.launch.opened import check_up
     from streamrl.producers.rollouts import attach
     from streamrl.runtime.rundir import RunDir
     from streamrl.runtime.worker import run_worker
@@ -54,4 +55,6 @@ def run_attach(arguments: argparse.Namespace) -> int:
         num_tasks = await attach(worker, arguments.function, source=arguments.source)
         print(f"{worker.name} has left run {worker.run_dir.name} after {num_tasks} tasks")
 
-    return run_worker("producer", RunDir.find(arguments.run, base=arguments.dir), main=main)
+    run = RunDir.find(arguments.run, base=arguments.dir)
+    check_up(run)
+    return run_worker("producer", run, main=main)

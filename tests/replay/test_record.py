@@ -119,6 +119,6 @@ async def test_a_failed_recording_leaves_nothing(recorded: Recorded, tmp_path: P
         raise OSError("no space left")
 
     monkeypatch.setattr(record_module, "_copy_model", fail)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(ConfigError, match="no space"):
         await record(RecordedLog(recorded.path), recorded.config, recorded.run, tmp_path / "out", run_record=None)
     assert not os.listdir(tmp_path)
