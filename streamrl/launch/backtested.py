@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrl.config.load import override, override_keys
-from streamrl.consumers.backtest import Outcome, backtest
+from streamrl.consumers.backtest import Outcome, backtest, check_supported
 from streamrl.consumers.backtest_model import read_history
 from streamrl.consumers.live import fold_config
 from streamrl.consumers.replay_log import read_past
@@ -43,12 +43,13 @@ async def backtest_grid(source: Source, overrides: Sequence[str]) -> BacktestRep
     """Simulate every combination of the values given (`tasks.max_staleness=1,2,4`); without any, of the usual bounds and policies.
 
     Raises:
-        ConfigError: another key than those of `KEYS`, or a value that it cannot have.
+        ConfigError: another key than those of `KEYS`, or a value that it cannot have; or the run's engines lagged on purpose.
         TrainingError: the run has trained nothing.
     """
     num_tokens = vocab_size(source.model_dir)
     configs = _grid(source, overrides, num_tokens)
     own = fold_config(source.config, num_tokens)
+    check_supported(own)
     past = await read_past(source.log, Subjects(source.config.run.name), source.config.trainer.name)
     history = await read_history(source.log, past, own)
     entries = past.between(0, None)
