@@ -4,6 +4,7 @@
 DIR/ recording.json    what it is (`Recording`)
      config.json       the configuration
      samples.parquet  messages.parquet  ledger.parquet  events.parquet      (streamrl.consumers.record_columns)
+     blobs/            drops of ledger entries that were too many for a message
      model/            the initial weights, when the run had them built; else recording.json names their directory
      checkpoints/      when asked for
 ```
@@ -29,17 +30,23 @@ from streamrl.config.tree import Config
 from streamrl.consumers import record_columns as columns
 from streamrl.consumers.reader import open_message
 from streamrl.consumers.replay_log import Log, read_initial_digest
+from streamrl.consumers.spilled_drops import whole
 from streamrl.errors import ConfigError
 from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.codec import decode
 from streamrl.schemas.control import RunRecord
+from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import EVENTS, LEDGER, SAMPLES
 
 log = logging.getLogger(__name__)
 
 FORMAT = "recording/1"
 RECORDING_FILE = "recording.json"
+BLOBS = "blobs"
 ROWS_BYTES = 32 << 20
 """A row group is written once this much has come together."""
+_DROP_BYTES = 100
+"""About what a drop takes as a row's value."""
 
 
 class StreamFacts(msgspec.Struct, frozen=True):
@@ -88,7 +95,7 @@ async def record(bus: Log, config: Config, run: RunDir, out: Path, *, run_record
     try:
         # The ledger first: whatever its entries were made of is on the sample stream by then.
         ledger = await _facts(bus, LEDGER)
-        entries = await _write(bus, LEDGER, ledger, scratch / "ledger.parquet", columns.ledger_schema(), columns.ledger_row)
+        entries = await _write_ledger(bus, ledger, scratch)
         samples = await _facts(bus, SAMPLES)
         rows = await _write_samples(bus, samples, scratch)
         events = await _facts(bus, EVENTS)
@@ -143,6 +150,28 @@ async def _write(bus: Log, stream: str, facts: StreamFacts, path: Path, schema: 
                 if message.sequence >= facts.last:
                     break
         return table.num_rows
+
+
+async def _write_ledger(bus: Log, facts: StreamFacts, directory: Path) -> int:
+    """The ledger to ledger.parquet, and the blobs that its entries name; returns the entries."""
+    with Table(directory / "ledger.parquet", columns.ledger_schema()) as table:
+        if facts.first <= facts.last:
+            async for message in bus.read(LEDGER, after=facts.first - 1):
+                entry = decode(message.body, LedgerEntry, where=f"{message.subject} sequence {message.sequence}")
+                if not isinstance(entry.spilled, msgspec.UnsetType):
+                    path = blob_path(directory, entry.spilled.blob)
+                    path.parent.mkdir(exist_ok=True)
+                    path.write_bytes(await bus.blobs.get(entry.spilled.blob))
+                    entry = await whole(bus.blobs, entry)
+                table.add(columns.ledger_row(message, entry), len(message.body) + _DROP_BYTES * len(entry.drops))
+                if message.sequence >= facts.last:
+                    break
+        return table.num_rows
+
+
+def blob_path(recording: Path, name: str) -> Path:
+    """Where a recording keeps a blob."""
+    return recording / BLOBS / name.replace("/", "~")
 
 
 async def _write_samples(bus: Log, facts: StreamFacts, directory: Path) -> int:

@@ -14,12 +14,26 @@ import pyarrow.parquet as pq
 from streamrl.bus.protocol import Message, StreamState
 from streamrl.config.load import from_json
 from streamrl.config.tree import Config
-from streamrl.consumers.record import FORMAT, RECORDING_FILE, Recording, StreamFacts
+from streamrl.consumers.record import FORMAT, RECORDING_FILE, Recording, StreamFacts, blob_path
 from streamrl.errors import LogTruncated, NotFound, SchemaError
 from streamrl.schemas.columns import arrow_schema
 from streamrl.schemas.subjects import EVENTS, HEADER_DIGEST, LEDGER, SAMPLES, kind_of
 
 _FILES = {SAMPLES: "messages.parquet", LEDGER: "ledger.parquet", EVENTS: "events.parquet"}
+
+
+class RecordedBlobs:
+    """The blobs of a recording; satisfies `streamrl.consumers.spilled_drops.BlobReader`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    async def get(self, name: str) -> bytes:
+        """One blob; raises NotFound."""
+        path = blob_path(self._path, name)
+        if not path.is_file():
+            raise NotFound(f"expected blob {name!r} in the recording {self._path}, got none", hint="record the run again", name=name)
+        return path.read_bytes()
 
 
 class RecordedLog:
@@ -43,6 +57,7 @@ class RecordedLog:
                 f"expected a recording of format {FORMAT} in {path}, got {self.recording.format}",
                 hint="it was made by another version of streamrl",
             )
+        self.blobs = RecordedBlobs(path)
         self._files: dict[str, pq.ParquetFile] = {}
         self._cached: tuple[str, int, pa.Table] | None = None
         for name in (*_FILES.values(), "samples.parquet"):

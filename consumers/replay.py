@@ -16,6 +16,7 @@ from streamrl.consumers.reader import RecordReader, open_message
 from streamrl.consumers.replay_log import Log, PastLedger, read_fingerprints, read_past
 from streamrl.consumers.replay_pending import read_pending
 from streamrl.consumers.replay_report import Comparison, Difference, ReplayReport, differing_groups
+from streamrl.consumers.spilled_drops import whole
 from streamrl.consumers.steps import Stepper
 from streamrl.core.records import Poison
 from streamrl.core.state import FoldState, initial_state
@@ -118,7 +119,7 @@ def replay(
             stepped = stepper.next(lambda: False)
             assert stepped is not None and stepped.past is not None
             digest = stepped.result.digest
-            same = comparison.add(stepped, entry)
+            same = comparison.add(stepped, call(whole(log.blobs, entry)))
             if progress is not None:
                 progress(entry, same)
     except TrainingError as error:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import json
 import sys
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 if not __package__:  # run as a script: the folder above `tests` is not on the path
     sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -19,7 +22,7 @@ if not __package__:  # run as a script: the folder above `tests` is not on the p
 from tests.audit.books import Books, Settings
 from tests.audit.msgpack import unpack
 from tests.audit.promises import Entry, Promises
-from tests.audit.raw import Raw, read_run
+from tests.audit.raw import Raw, Stored, read_run
 from tests.audit.stream import read_message
 
 
@@ -58,7 +61,8 @@ def examine(raw: Raw, *, complete: bool = False) -> Report:
     settings = Settings(b=tasks["batch_tasks"], s=tasks["max_staleness"], stale=tasks["stale"])
     trainer = config["trainer"]["name"]
     subject = f"{raw.run}.ledger.{trainer}"
-    entries = [Entry(stored, unpack(stored.body)) for stored in raw.ledger.messages if stored.subject == subject]
+    problems: list[str] = []
+    entries = [Entry(stored, _entry(stored, raw.blobs, problems)) for stored in raw.ledger.messages if stored.subject == subject]
     promises = Promises(raw, trainer, entries)
     messages = {stored.sequence: read_message(stored) for stored in raw.samples.messages}
     books = Books(settings, messages, raw.samples.first, promises.chain())
@@ -68,7 +72,7 @@ def examine(raw: Raw, *, complete: bool = False) -> Report:
     promises.weights()
     promises.tasks(books)
     promises.dead(books)
-    problems = promises.problems + books.problems
+    problems += promises.problems + books.problems
     if complete:
         steps = sum(entry["source"] != "warmup" for entry in books.chain)
         if steps < config["run"]["steps"]:
@@ -85,6 +89,26 @@ def examine(raw: Raw, *, complete: bool = False) -> Report:
         "oldest": max((max(entry["staleness"], default=0) for entry in books.chain), default=0),
     }
     return Report(problems, counts)
+
+
+def _entry(stored: Stored, blobs: dict[str, bytes], problems: list[str]) -> dict[str, Any]:
+    """A ledger entry with its drops, which may be in a blob."""
+    entry = unpack(stored.body)
+    spilled = entry.get("spilled")
+    if spilled is None:
+        return entry
+    where = f"ledger sequence {stored.sequence}: blob {spilled['blob']}"
+    body = blobs.get(spilled["blob"])
+    if body is None:
+        problems.append(f"{where} is not there")
+        return entry
+    if hashlib.sha256(body).hexdigest() != spilled["sha256"]:
+        problems.append(f"{where} has not the digest that the entry says")
+        return entry
+    drops = unpack(zlib.decompress(body))
+    if len(drops) != spilled["number"] or entry["drops"]:
+        problems.append(f"{where} has {len(drops)} drops and the entry {len(entry['drops'])}, expected {spilled['number']} and 0")
+    return entry | {"drops": drops}
 
 
 def main() -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import json
 from dataclasses import dataclass, field
 
 import nats
@@ -11,6 +13,8 @@ import nats.js.errors
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+
+from tests.audit.msgpack import unpack
 
 FETCH = 64
 FETCH_TIMEOUT_S = 2.0
@@ -52,6 +56,8 @@ class Raw:
     """The newest value of each live key, read before the ledger; `sequence` is its revision. `granted` was read after the queue."""
     later: dict[str, Stored]
     """The same keys, read after the samples."""
+    blobs: dict[str, bytes] = field(default_factory=dict)
+    """Those that the ledger's entries name, by name; one that is not there is left out."""
 
 
 async def read_run(url: str, user: str, password: str, run: str) -> Raw:
@@ -71,11 +77,12 @@ async def read_run(url: str, user: str, password: str, run: str) -> Raw:
         samples = await _stream(jetstream, f"{run}-samples")
         later = await _keys(jetstream, run)
         dead = await _stream(jetstream, f"{run}-dead")
+        blobs = await _blobs(jetstream, run, ledger)
     finally:
         await _close(client)
     if granted is not None:
         keys["granted"] = granted
-    return Raw(run, tasks, samples, ledger, weights, dead, keys, later)
+    return Raw(run, tasks, samples, ledger, weights, dead, keys, later, blobs)
 
 
 async def _close(client: Client) -> None:
@@ -100,9 +107,15 @@ async def _stream(jetstream: JetStreamContext, name: str) -> Stream:
     return found
 
 
-async def _read(jetstream: JetStreamContext, name: str) -> list[Stored]:
-    """Every message that is there, and perhaps some that come meanwhile."""
-    config = ConsumerConfig(ack_policy=AckPolicy.NONE, deliver_policy=DeliverPolicy.ALL, mem_storage=True, inactive_threshold=30.0)
+async def _read(jetstream: JetStreamContext, name: str, subject: str | None = None) -> list[Stored]:
+    """Every message that is there (of one subject), and perhaps some that come meanwhile."""
+    config = ConsumerConfig(
+        ack_policy=AckPolicy.NONE,
+        deliver_policy=DeliverPolicy.ALL,
+        mem_storage=True,
+        inactive_threshold=30.0,
+        filter_subject=subject,
+    )
     consumer = await jetstream.add_consumer(name, config)
     subscription = await jetstream.pull_subscribe_bind(consumer=consumer.name, stream=name)
     messages: list[Stored] = []
@@ -136,6 +149,24 @@ async def _queue(jetstream: JetStreamContext, name: str) -> Stream:
         assert message.seq is not None
         found.messages.append(Stored(message.seq, message.subject or "", message.data or b"", dict(message.headers or {}), 0.0))
         sequence = message.seq + 1
+    return found
+
+
+async def _blobs(jetstream: JetStreamContext, run: str, ledger: Stream) -> dict[str, bytes]:
+    """Blobs that entries name: NATS's object-store layout, whose chunks may lie in any order and have their index in their message id."""
+    found: dict[str, bytes] = {}
+    for stored in ledger.messages:
+        name = (unpack(stored.body).get("spilled") or {}).get("blob")
+        if name is None:
+            continue
+        try:
+            token = base64.urlsafe_b64encode(name.encode()).decode()
+            described = await jetstream.get_last_msg(f"OBJ_{run}", f"$O.{run}.M.{token}")
+        except nats.js.errors.NotFoundError:
+            continue
+        chunks = await _read(jetstream, f"OBJ_{run}", f"$O.{run}.C.{json.loads(described.data or b'')['nuid']}")
+        chunks.sort(key=lambda chunk: int(chunk.headers["Nats-Msg-Id"].rpartition(".")[2]))
+        found[name] = b"".join(chunk.body for chunk in chunks)
     return found
 
 
