@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from streamrl.errors import ConfigError
 from streamrl.runtime.kinds import MAINS
+from streamrl.schemas.subjects import MAIN_SOURCE, WARMUP_SOURCE
 
 if TYPE_CHECKING:
     from streamrl.runtime.worker import Worker
@@ -36,6 +38,8 @@ def run_worker_verb(arguments: argparse.Namespace) -> int:
     from streamrl.runtime.worker import run_worker
 
     kind = check_kind(arguments.kind)
+    if arguments.index is not None and arguments.index < 0:
+        raise ConfigError(f"expected --index of at least 0, got {arguments.index}", hint="leave it out for the first free one")
     return run_worker(kind, RunDir.find(arguments.run, base=arguments.dir), arguments.index)
 
 
@@ -56,5 +60,9 @@ def run_attach(arguments: argparse.Namespace) -> int:
         print(f"{worker.name} has left run {worker.run_dir.name} after {num_tasks} tasks")
 
     run = RunDir.find(arguments.run, base=arguments.dir)
+    if arguments.source not in (MAIN_SOURCE, WARMUP_SOURCE):
+        raise ConfigError(
+            f"expected --source {MAIN_SOURCE} or {WARMUP_SOURCE}, got {arguments.source!r}", hint=f"leave it out for {MAIN_SOURCE}"
+        )
     check_up(run)
     return run_worker("producer", run, main=main)

@@ -95,6 +95,8 @@ WRONG = (
     (("compare", "demo", "demo", "--out", "/dev/null/both.png"), "cannot be written"),
     (("tap", "demo", "--name", "shadow"), "nobody supervises run 'demo'"),
     (("attach", "single_turn", "--run", "demo"), "nobody supervises run 'demo'"),
+    (("attach", "single_turn", "--run", "demo", "--source", "mian"), "expected --source main or warmup"),
+    (("worker", "engine", "--run", "demo", "--index", "-3"), "expected --index of at least 0"),
     (("reward", "demo", "--task", "0", "--rollout", "0", "--reward", "1", "--part", "=1"), "--part NAME=VALUE"),
 )
 
