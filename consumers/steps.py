@@ -159,7 +159,7 @@ def measure(batch: Batch, arrays: TrainBatch, state: FoldState) -> dict[str, flo
         "staleness/in_flight": float(np.mean(parts["in_flight"])),
         "staleness/queued": float(np.mean(parts["queued"])),
         "staleness/publish_lag": float(np.mean(parts["publish_lag"])),
-        "rollout/dropped": float(len(state.drops)),
+        "rollout/dropped": float(state.num_drops),
         "rollout/tokens_trained": float(arrays.loss_mask.sum()),
     }
     if state.reward_count:

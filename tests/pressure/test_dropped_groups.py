@@ -10,6 +10,7 @@ from streamrl.consumers.reader import RecordReader
 from streamrl.consumers.replay_log import PastLedger
 from streamrl.consumers.steps import FORGET_AT, Stepper
 from streamrl.core.state import FoldConfig, initial_state
+from streamrl.schemas.columns import SampleBatch
 from tests.dead.messages import GROUP, RUN, SUBJECTS, patched, template
 
 TASKS = 400
@@ -22,6 +23,7 @@ async def test_groups_without_spread_leave_no_messages_behind() -> None:
         for rollout in range(GROUP):  # a group of two messages, whose rewards are equal
             await bus.publish(SUBJECTS.samples("main"), patched(template((rollout,), reward=1.0), task, 0))
     reader = RecordReader(bus, asyncio.get_running_loop(), after=0, capacity=8)
+    messages: dict[int, SampleBatch] = {}
     held: list[int] = []
     stepper = Stepper(
         reader=reader,
@@ -29,8 +31,8 @@ async def test_groups_without_spread_leave_no_messages_behind() -> None:
         trainer=None,  # type: ignore[arg-type]  # no batch closes
         config=CONFIG,
         state=initial_state(CONFIG),
-        messages={},
-        effects=lambda effects, incoming: held.append(len(stepper._messages)),
+        messages=messages,
+        effects=lambda effects, incoming: held.append(len(messages)),
     )
     try:
         assert await asyncio.to_thread(stepper.next, lambda: stepper.state.cursor == GROUP * TASKS) is None
