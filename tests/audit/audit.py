@@ -38,7 +38,7 @@ class Report:
         return not self.problems
 
 
-async def audit(url: str, user: str, password: str, run: str, *, complete: bool = False) -> Report:
+async def audit(url: str, user: str, password: str, run: str, *, complete: bool = False, directory: Path | None = None) -> Report:
     """Read a run's streams and check them.
 
     Args:
@@ -47,8 +47,9 @@ async def audit(url: str, user: str, password: str, run: str, *, complete: bool 
         password: of the user.
         run: run id.
         complete: the run has ended; it must have trained the steps that its configuration asks for.
+        directory: the run's. A trainer whose stream was full has messages in its checkpoints that the stream has no more.
     """
-    return examine(await read_run(url, user, password, run), complete=complete)
+    return examine(await read_run(url, user, password, run, directory), complete=complete)
 
 
 def examine(raw: Raw, *, complete: bool = False) -> Report:
@@ -119,8 +120,10 @@ def main() -> int:
     parser.add_argument("--password", default="")
     parser.add_argument("--run", required=True)
     parser.add_argument("--complete", action="store_true", help="the run has ended: it must have trained all its steps")
+    parser.add_argument("--directory", type=Path, help="the run's, whose checkpoints may carry messages of a stream that was full")
     given = parser.parse_args()
-    report = asyncio.run(audit(given.url, given.user, given.password, given.run, complete=given.complete))
+    found = audit(given.url, given.user, given.password, given.run, complete=given.complete, directory=given.directory)
+    report = asyncio.run(found)
     sys.stdout.write("".join(f"{name}: {count}\n" for name, count in report.counts.items()))
     sys.stdout.write("".join(f"problem: {problem}\n" for problem in report.problems))
     sys.stdout.write("every promise held\n" if report.ok else f"{len(report.problems)} problems\n")

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import nats
 import nats.errors
@@ -58,10 +59,12 @@ class Raw:
     """The same keys, read after the samples."""
     blobs: dict[str, bytes] = field(default_factory=dict)
     """Those that the ledger's entries name, by name; one that is not there is left out."""
+    carried: list[Stored] = field(default_factory=list)
+    """Messages of the sample stream that the newest checkpoints carry, so that they may have been trimmed."""
 
 
-async def read_run(url: str, user: str, password: str, run: str) -> Raw:
-    """Everything an audit needs.
+async def read_run(url: str, user: str, password: str, run: str, directory: Path | None = None) -> Raw:
+    """Everything an audit needs; `directory` is the run's, whose checkpoints may carry messages.
 
     The run may go on meanwhile, so the order counts: what a message speaks of is read after it. Weights before the ledger, checkpoints
     before the ledger, the ledger and the queue before the samples, grants after the queue, positions after the trim that they allow.
@@ -82,7 +85,14 @@ async def read_run(url: str, user: str, password: str, run: str) -> Raw:
         await _close(client)
     if granted is not None:
         keys["granted"] = granted
-    return Raw(run, tasks, samples, ledger, weights, dead, keys, later, blobs)
+    carried = _carried(directory, [*keys.items(), *later.items()]) if directory is not None else []
+    return Raw(run, tasks, samples, ledger, weights, dead, keys, later, blobs, carried)
+
+
+def _carried(directory: Path, keys: list[tuple[str, Stored]]) -> list[Stored]:
+    files = {directory / unpack(key.body)["path"] / "carried.msgpack" for name, key in keys if name.startswith("latest/")}
+    found = [message for file in files if file.exists() for message in unpack(file.read_bytes())]
+    return [Stored(m["sequence"], m["subject"], m["body"], m["headers"], m["time_s"]) for m in found]
 
 
 async def _close(client: Client) -> None:
