@@ -21,6 +21,7 @@ from streamrl.core.assembly import ages
 from streamrl.core.fold import Batch, close, fold, trained
 from streamrl.core.records import Record, Rollouts, RolloutView
 from streamrl.core.state import FoldConfig, initial_state
+from streamrl.errors import ConfigError
 from streamrl.schemas.ledger import Drop
 
 
@@ -46,8 +47,19 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     total_s: float
 
 
+def check_supported(config: FoldConfig) -> None:
+    """Raise ConfigError for rules that a back-test does not model."""
+    if config.delay_versions:
+        raise ConfigError(
+            f"a back-test does not model engines that lag on purpose, got debug.delay_versions = {config.delay_versions}",
+            hint="back-test a run without it; `replay --set tasks.max_staleness=...` trains this one's samples under another bound",
+            key="debug.delay_versions",
+        )
+
+
 def backtest(history: History, config: FoldConfig) -> Outcome:
-    """One bound and policy over a recorded history."""
+    """One bound and policy over a recorded history; raises ConfigError for rules that it does not model."""
+    check_supported(config)
     return Simulation(history, config).run()
 
 
@@ -128,9 +140,9 @@ class Simulation:
         if isinstance(record, Rollouts):
             record = replace(record, rollouts=tuple(self._translated(view, arrival, late) for view in record.rollouts))
             self._rollouts += len(record.rollouts)
-        before = len(self._state.drops)
+        before = self._state.num_drops
         self._state, effects = fold(self._state, record, self._config)
-        self._count(self._state.drops[before:])
+        self._count(self._state.drops_after(before))
         if effects.grant is not None:
             self._granted(now)
 

@@ -81,6 +81,9 @@ async def read_history(log: Log, past: PastLedger, config: FoldConfig) -> Histor
     last = (await log.state(SAMPLES)).last
     if last:
         async for message in log.read(SAMPLES, after=0):
+            # What came after the run's last batch, such as a reward hours later, is no part of what its trainer had to choose from.
+            if message.sequence > entries[-1].cursor and message.time_s > made_s[-1]:
+                break
             incoming = open_message(message)
             if not arrivals:
                 grants.append((state.granted, message.time_s))

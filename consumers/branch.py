@@ -19,7 +19,7 @@ from streamrl.consumers.branch_steps import BranchStepper
 from streamrl.consumers.calls import Caller
 from streamrl.consumers.live import fold_config
 from streamrl.consumers.reader import RecordReader
-from streamrl.consumers.replay import Range, find_start
+from streamrl.consumers.replay import Range, check_span, find_start
 from streamrl.consumers.replay_log import Log, PastLedger, read_past
 from streamrl.consumers.replay_pending import read_pending
 from streamrl.consumers.steps import Stepped
@@ -80,6 +80,7 @@ def branch(
     directory: Path,
     overrides: Sequence[str],
     fingerprint: str,
+    num_tokens: int = 0,
     progress: Callable[[LedgerEntry], None] | None = None,
 ) -> list[LedgerEntry]:
     """Train the branch to the end of the span; call from the training thread. Returns its ledger.
@@ -95,23 +96,20 @@ def branch(
         directory: the branch's own.
         overrides: what was changed, for branch.json.
         fingerprint: digest of this process's numerics fingerprint.
+        num_tokens: vocabulary of the model; 0: token ids are not checked.
         progress: called with every entry.
 
     Raises:
         LogTruncated: the parent's stream does not go back far enough.
-        ConfigError: the parent has no version in the span.
+        ConfigError: the parent does not have all versions of the span.
     """
     past: PastLedger = call(read_past(log, Subjects(parent.run.name), parent.trainer.name))
+    check_span(past, span, f"the ledger of run {parent.run.name!r}")
     start = find_start(past, checkpoints, parent.trainer.name, span.first)
     before = FoldState.decode(trainer.load(start.path)) if start.path else None
-    mine, theirs = fold_config(config), fold_config(parent)
+    mine, theirs = fold_config(config, num_tokens), fold_config(parent, num_tokens)
     state = begin(mine, theirs, before)
     stretch = past.between(start.version.number, span.last)
-    if not stretch:
-        raise ConfigError(
-            f"expected a version above {start.version} to branch over, the ledger of run {parent.run.name!r} ends before it",
-            hint="choose --from and --to among the versions that the run has trained",
-        )
     pending = call(read_pending(log, state.own, start.path))
     note = BranchFile(
         branch=config.run.name,
@@ -176,6 +174,12 @@ def entry_of(stepped: Stepped, config: Config, beside: LedgerEntry, fingerprint:
         fence=fence,
         time_s=time.time(),
     )
+
+
+def ledger_size(directory: Path) -> int:
+    """Bytes of the ledger that a branch has written; 0 while it has none."""
+    path = directory / LEDGER_FILE
+    return path.stat().st_size if path.is_file() else 0
 
 
 def read_branch_ledger(directory: Path) -> list[LedgerEntry]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from streamrl.consumers.branch_state import BranchState, own_batch, own_trained, parent_batch, parent_trained, take, translate
 from streamrl.consumers.reader import Incoming, RecordReader
-from streamrl.consumers.steps import POLL_S, Entries, Stepped, measure
+from streamrl.consumers.steps import FORGET_AT, POLL_S, Entries, Stepped, measure
 from streamrl.core.assembly import assemble, used
 from streamrl.core.fold import Batch
 from streamrl.core.state import FoldConfig
@@ -55,6 +55,7 @@ class BranchStepper:
         self._parent_config = parent_config
         self._same = config == parent_config
         self._messages = messages
+        self._forget_at = FORGET_AT
 
     def next(self, wait: Callable[[], bool]) -> Stepped | None:
         """Train the branch's next batch.
@@ -111,11 +112,14 @@ class BranchStepper:
             task = self.state.own.pending.get(incoming.samples.task)
             if task is not None and any(r.sequence == sequence for r in task.rollouts.values()):
                 self._messages[sequence] = translate(incoming.samples, numbers)
+        if len(self._messages) >= self._forget_at:
+            self._forget()
 
     def _forget(self) -> None:
         held = {r.sequence for task in self.state.own.pending.values() for r in task.rollouts.values()}
         for sequence in [s for s in self._messages if s not in held]:
             del self._messages[sequence]
+        self._forget_at = max(FORGET_AT, 2 * len(self._messages))
 
     def _wrong(self, entry: LedgerEntry, batch: Batch | None) -> TrainingError:
         got = used(batch) if batch is not None else ()

@@ -31,8 +31,7 @@ log = logging.getLogger(__name__)
 TRIM_ABOVE = 0.7
 """The sample stream is trimmed once it fills more than this share of its byte budget; the rest holds more than the largest message."""
 LOOK_EVERY_S = 0.25
-
-
+"""The stream's state is asked for no more often than this, however short the steps."""
 TRIM_EVERY_S = 1.0
 """Between two looks at whether it is."""
 
@@ -88,6 +87,8 @@ class Checkpointer:
         self._carried: dict[int, Message] = {}
         """What is held and may be gone from the stream, by sequence."""
         self._look_at_s = 0.0
+        self._nearly_full = False
+        """What the last look found."""
 
     def resumed(self, latest: Latest | None, carried: Mapping[int, Message] | None = None) -> None:
         """Tell it which checkpoint the trainer goes on from, and which messages that one carries.
@@ -114,10 +115,8 @@ class Checkpointer:
         Called often while the training thread waits for records; looks at the stream a few times a second.
         """
         self.poll()
-        now = time.monotonic()
-        if self._saving is not None or now < self._look_at_s or state.cursor <= self._saved_cursor:
+        if self._saving is not None or time.monotonic() < self._look_at_s or state.cursor <= self._saved_cursor:
             return
-        self._look_at_s = now + LOOK_EVERY_S
         if self._pressed():
             self.begin(state, carry=True)
 
@@ -164,6 +163,7 @@ class Checkpointer:
         position = Position(self._name, SAMPLES, latest.oldest_needed, latest.version)
         self._call(self._bus.kv.put(PREFIX_POSITIONS + self._name, encode(position), ttl_s=self._lease_s))
         self._saving, self._saved, self._saved_cursor = None, latest.version, latest.cursor
+        self._nearly_full = False  # perhaps: the position has moved, the next look tells
         log.info(
             "checkpoint complete version=%s cursor=%d carried=%d path=%s", latest.version, latest.cursor, len(saving.carried), latest.path
         )
@@ -175,9 +175,13 @@ class Checkpointer:
         prune(self._run_path / "checkpoints", keep=self._keep, prefix=f"{self._name}-")
 
     def _pressed(self) -> bool:
-        """Whether the stream is so full that only a newer position can let it be trimmed."""
-        state = self._call(self._bus.state(SAMPLES))
-        return state.max_bytes > 0 and state.bytes > TRIM_ABOVE * state.max_bytes
+        """Whether the stream was so full at the last look that only a newer position could let it be trimmed."""
+        now = time.monotonic()
+        if now >= self._look_at_s:
+            self._look_at_s = now + LOOK_EVERY_S
+            state = self._call(self._bus.state(SAMPLES))
+            self._nearly_full = state.max_bytes > 0 and state.bytes > TRIM_ABOVE * state.max_bytes
+        return self._nearly_full
 
 
 def latest_key(trainer: str) -> str:

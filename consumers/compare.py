@@ -97,7 +97,7 @@ def _by_number(entries: Sequence[LedgerEntry]) -> dict[int, LedgerEntry]:
 
 def _side(name: str, entries: dict[int, LedgerEntry]) -> Side:
     learned = {number: entry for number, entry in entries.items() if entry.source != WARMUP_SOURCE}
-    stale = sum(len(drop.rollouts) for entry in entries.values() for drop in entry.drops if drop.reason == "stale")
+    stale = sum(entry.dropped["stale"] for entry in entries.values())
     return Side(name=name, batches=len(learned), stale_rollouts=stale, curves={metric: _curve(learned, metric) for _, metric in ROWS})
 
 

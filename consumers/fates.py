@@ -11,6 +11,8 @@ import msgspec
 from streamrl.bus.protocol import Bus
 from streamrl.consumers.dead_letters import DeadLetters
 from streamrl.consumers.ledger import Ledger, open_ledger
+from streamrl.consumers.spilled_drops import whole
+from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import Subjects
 
 POLL_S = 0.2
@@ -43,6 +45,8 @@ class Fates:
         self._bus = bus
         self._subjects = subjects
         self._trainer = trainer
+        self._whole: dict[str, LedgerEntry] = {}
+        """Entries whose drops were in a blob, by its name."""
 
     async def of_task(self, task: int) -> str:
         """How a task has ended, or an empty string if it has not by the ledger."""
@@ -64,7 +68,12 @@ class Fates:
             await asyncio.sleep(POLL_S)
 
     async def _ledger(self) -> Ledger:
-        return await open_ledger(self._bus, self._subjects, self._trainer)
+        ledger = await open_ledger(self._bus, self._subjects, self._trainer)
+        for number, entry in ledger.entries.items():
+            if not isinstance(entry.spilled, msgspec.UnsetType):
+                blob = entry.spilled.blob
+                self._whole[blob] = ledger.entries[number] = self._whole.get(blob) or await whole(self._bus.blobs, entry)
+        return ledger
 
     async def _look(self, sequence: int, task: int | None) -> Fate:
         ledger = await self._ledger()

@@ -9,6 +9,7 @@ import msgspec
 
 from streamrl.bus.protocol import Bus
 from streamrl.consumers.checkpoints import trim_if_full
+from streamrl.consumers.spilled_drops import spill
 from streamrl.errors import Conflict, Fenced, StreamFull, TrainingError
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.ledger import LedgerEntry
@@ -62,13 +63,15 @@ class Ledger:
                 return
 
     async def append(self, entry: LedgerEntry) -> None:
-        """Make an entry durable.
+        """Make an entry durable; drops that would not fit a message go into a blob first.
 
         Raises:
+            StreamFull: there is no room for that blob.
             Fenced: a newer trainer has appended; this one must exit.
             TrainingError: an older trainer slipped an entry in before it was fenced; start again from the checkpoint to train by it.
         """
         version = entry.version
+        entry = await spill(self._bus.blobs, entry)
         try:
             receipt = await self._bus.publish(
                 self._subject,

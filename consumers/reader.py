@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 from collections.abc import Iterable
 
@@ -13,6 +14,9 @@ from streamrl.consumers.replay_log import Log
 from streamrl.core.records import Poison, Record, judge
 from streamrl.schemas.columns import SampleBatch
 from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_SCHEMA, HEADER_TASK, SAMPLES
+
+WAKE_S = 0.05
+"""Longest time between two looks for room in a full queue."""
 
 
 class Incoming(msgspec.Struct, frozen=True):
@@ -47,6 +51,9 @@ class RecordReader:
         self._bus = bus
         self._after = after
         self._queue: queue.Queue[Incoming | BaseException] = queue.Queue(capacity)
+        self._loop = loop
+        self._room = asyncio.Event()
+        self._full = False
         self._task = asyncio.run_coroutine_threadsafe(self._pump(), loop)
 
     def get(self, timeout_s: float) -> Incoming | None:
@@ -60,6 +67,9 @@ class RecordReader:
             item = self._queue.get(timeout=timeout_s)
         except queue.Empty:
             return None
+        if self._full and self._queue.qsize() <= self._queue.maxsize // 2:
+            self._full = False
+            self._loop.call_soon_threadsafe(self._room.set)
         if isinstance(item, BaseException):
             raise item
         return item
@@ -87,7 +97,10 @@ class RecordReader:
             try:
                 return self._queue.put_nowait(item)
             except queue.Full:
-                await asyncio.sleep(0.005)
+                self._room.clear()
+                self._full = True
+                with contextlib.suppress(TimeoutError):  # the other thread may have made room just before it was told to say so
+                    await asyncio.wait_for(self._room.wait(), WAKE_S)
 
 
 def open_samples(messages: Iterable[Message]) -> dict[int, SampleBatch]:

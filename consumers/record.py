@@ -4,6 +4,7 @@
 DIR/ recording.json    what it is (`Recording`)
      config.json       the configuration
      samples.parquet  messages.parquet  ledger.parquet  events.parquet      (streamrl.consumers.record_columns)
+     blobs/            drops of ledger entries that were too many for a message
      model/            the initial weights, when the run had them built; else recording.json names their directory
      checkpoints/      when asked for
 ```
@@ -11,8 +12,10 @@ DIR/ recording.json    what it is (`Recording`)
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,17 +30,23 @@ from streamrl.config.tree import Config
 from streamrl.consumers import record_columns as columns
 from streamrl.consumers.reader import open_message
 from streamrl.consumers.replay_log import Log, read_initial_digest
+from streamrl.consumers.spilled_drops import whole
 from streamrl.errors import ConfigError
 from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.codec import decode
 from streamrl.schemas.control import RunRecord
+from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import EVENTS, LEDGER, SAMPLES
 
 log = logging.getLogger(__name__)
 
 FORMAT = "recording/1"
 RECORDING_FILE = "recording.json"
+BLOBS = "blobs"
 ROWS_BYTES = 32 << 20
 """A row group is written once this much has come together."""
+_DROP_BYTES = 100
+"""About what a drop takes as a row's value."""
 
 
 class StreamFacts(msgspec.Struct, frozen=True):
@@ -79,14 +88,14 @@ async def record(bus: Log, config: Config, run: RunDir, out: Path, *, run_record
         checkpoints: copy the trainer's checkpoints too.
 
     Raises:
-        ConfigError: `out` exists.
+        ConfigError: `out` exists, or cannot be written.
         LogTruncated: the stream was trimmed while it was read.
     """
     scratch = _scratch(out)
     try:
         # The ledger first: whatever its entries were made of is on the sample stream by then.
         ledger = await _facts(bus, LEDGER)
-        entries = await _write(bus, LEDGER, ledger, scratch / "ledger.parquet", columns.ledger_schema(), columns.ledger_row)
+        entries = await _write_ledger(bus, ledger, scratch)
         samples = await _facts(bus, SAMPLES)
         rows = await _write_samples(bus, samples, scratch)
         events = await _facts(bus, EVENTS)
@@ -98,14 +107,17 @@ async def record(bus: Log, config: Config, run: RunDir, out: Path, *, run_record
             streams={SAMPLES: samples, LEDGER: ledger, EVENTS: events},
             samples=rows,
             entries=entries,
-            model=_copy_model(config, run, scratch),
+            model=await asyncio.to_thread(_copy_model, config, run, scratch),
             initial_digest=await read_initial_digest(bus),
             record=run_record,
         )
         if checkpoints:
-            _copy_checkpoints(run.checkpoints, scratch / "checkpoints", f"{config.trainer.name}-")
+            await asyncio.to_thread(_copy_checkpoints, run.checkpoints, scratch / "checkpoints", f"{config.trainer.name}-")
         (scratch / RECORDING_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
         scratch.rename(out)
+    except OSError as error:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise ConfigError(f"the recording {out} cannot be written: {error}", hint="choose another --out; is the disk full?") from error
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
@@ -117,10 +129,11 @@ def _scratch(out: Path) -> Path:
     """An empty directory beside `out`."""
     if out.exists():
         raise ConfigError(f"expected a directory that does not exist yet for the recording, got {out}", hint="choose another --out")
-    scratch = out.with_name(f".{out.name}.writing")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    return scratch
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    except OSError as error:
+        raise ConfigError(f"the recording {out} cannot be made: {error.strerror}", hint="choose another --out") from error
 
 
 async def _facts(bus: Log, stream: str) -> StreamFacts:
@@ -137,6 +150,28 @@ async def _write(bus: Log, stream: str, facts: StreamFacts, path: Path, schema: 
                 if message.sequence >= facts.last:
                     break
         return table.num_rows
+
+
+async def _write_ledger(bus: Log, facts: StreamFacts, directory: Path) -> int:
+    """The ledger to ledger.parquet, and the blobs that its entries name; returns the entries."""
+    with Table(directory / "ledger.parquet", columns.ledger_schema()) as table:
+        if facts.first <= facts.last:
+            async for message in bus.read(LEDGER, after=facts.first - 1):
+                entry = decode(message.body, LedgerEntry, where=f"{message.subject} sequence {message.sequence}")
+                if not isinstance(entry.spilled, msgspec.UnsetType):
+                    path = blob_path(directory, entry.spilled.blob)
+                    path.parent.mkdir(exist_ok=True)
+                    path.write_bytes(await bus.blobs.get(entry.spilled.blob))
+                    entry = await whole(bus.blobs, entry)
+                table.add(columns.ledger_row(message, entry), len(message.body) + _DROP_BYTES * len(entry.drops))
+                if message.sequence >= facts.last:
+                    break
+        return table.num_rows
+
+
+def blob_path(recording: Path, name: str) -> Path:
+    """Where a recording keeps a blob."""
+    return recording / BLOBS / name.replace("/", "~")
 
 
 async def _write_samples(bus: Log, facts: StreamFacts, directory: Path) -> int:

@@ -108,9 +108,8 @@ def message_row(message: Message, record: Record, samples: SampleBatch | None) -
     }
 
 
-def ledger_row(message: Message) -> dict[str, Any]:
-    """The row of ledger.parquet; raises SchemaError for a message that is no entry."""
-    entry = decode(message.body, LedgerEntry, where=f"{message.subject} sequence {message.sequence}")
+def ledger_row(message: Message, entry: LedgerEntry) -> dict[str, Any]:
+    """The row of ledger.parquet. `entry` is the message's, with its drops in it also when they were spilled."""
     same = ("trainer", "source", "cursor", "granted", "retired", "warm", "digest", "fingerprint", "num_samples", "num_tokens")
     return {
         **_identity(message),

@@ -14,12 +14,26 @@ import pyarrow.parquet as pq
 from streamrl.bus.protocol import Message, StreamState
 from streamrl.config.load import from_json
 from streamrl.config.tree import Config
-from streamrl.consumers.record import FORMAT, RECORDING_FILE, Recording, StreamFacts
+from streamrl.consumers.record import FORMAT, RECORDING_FILE, Recording, StreamFacts, blob_path
 from streamrl.errors import LogTruncated, NotFound, SchemaError
 from streamrl.schemas.columns import arrow_schema
 from streamrl.schemas.subjects import EVENTS, HEADER_DIGEST, LEDGER, SAMPLES, kind_of
 
 _FILES = {SAMPLES: "messages.parquet", LEDGER: "ledger.parquet", EVENTS: "events.parquet"}
+
+
+class RecordedBlobs:
+    """The blobs of a recording; satisfies `streamrl.consumers.spilled_drops.BlobReader`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    async def get(self, name: str) -> bytes:
+        """One blob; raises NotFound."""
+        path = blob_path(self._path, name)
+        if not path.is_file():
+            raise NotFound(f"expected blob {name!r} in the recording {self._path}, got none", hint="record the run again", name=name)
+        return path.read_bytes()
 
 
 class RecordedLog:
@@ -29,7 +43,7 @@ class RecordedLog:
         path: the directory.
 
     Raises:
-        SchemaError: it holds no recording, or one of another format.
+        SchemaError: it holds no recording, one of another format, or one with a file that is missing or damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,13 +57,20 @@ class RecordedLog:
                 f"expected a recording of format {FORMAT} in {path}, got {self.recording.format}",
                 hint="it was made by another version of streamrl",
             )
+        self.blobs = RecordedBlobs(path)
         self._files: dict[str, pq.ParquetFile] = {}
         self._cached: tuple[str, int, pa.Table] | None = None
+        for name in (*_FILES.values(), "samples.parquet"):
+            self._file(name)
 
     @cached_property
     def config(self) -> Config:
         """The run's configuration."""
-        return from_json((self.path / "config.json").read_text(encoding="utf-8"), where=str(self.path / "config.json"))
+        path = self.path / "config.json"
+        try:
+            return from_json(path.read_text(encoding="utf-8"), where=str(path))
+        except OSError as error:
+            raise _unreadable(path, error) from error
 
     @property
     def model_dir(self) -> Path:
@@ -141,7 +162,10 @@ class RecordedLog:
 
     def _file(self, name: str) -> pq.ParquetFile:
         if name not in self._files:
-            self._files[name] = pq.ParquetFile(self.path / name)
+            try:
+                self._files[name] = pq.ParquetFile(self.path / name)
+            except (OSError, pa.ArrowException) as error:
+                raise _unreadable(self.path / name, error) from error
         return self._files[name]
 
     def _group(self, file: str, group: int) -> pa.Table:
@@ -159,6 +183,10 @@ def _ipc(rows: pa.Table, schema: pa.Schema) -> bytes:
     with pa.ipc.new_stream(sink, schema) as writer:
         writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
     return sink.getvalue().to_pybytes()
+
+
+def _unreadable(path: Path, error: Exception) -> SchemaError:
+    return SchemaError(f"expected a file of a recording at {path}: {error}", hint="is the recording whole? copy or record it again")
 
 
 def _missing(stream: str, needed: int, facts: StreamFacts) -> LogTruncated:

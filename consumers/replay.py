@@ -16,6 +16,7 @@ from streamrl.consumers.reader import RecordReader, open_message
 from streamrl.consumers.replay_log import Log, PastLedger, read_fingerprints, read_past
 from streamrl.consumers.replay_pending import read_pending
 from streamrl.consumers.replay_report import Comparison, Difference, ReplayReport, differing_groups
+from streamrl.consumers.spilled_drops import whole
 from streamrl.consumers.steps import Stepper
 from streamrl.core.records import Poison
 from streamrl.core.state import FoldState, initial_state
@@ -85,11 +86,12 @@ def replay(
 
     Raises:
         LogTruncated: the sample stream does not go back far enough.
-        ConfigError: the ledger has no version of the span.
+        ConfigError: the ledger does not have all versions of the span.
     """
     span = span or Range()
     subjects = Subjects(config.run.name)
     past = call(read_past(log, subjects, config.trainer.name))
+    check_span(past, span, f"the ledger of run {config.run.name!r}")
     start = find_start(past, checkpoints, config.trainer.name, span.first)
     known_cause = ("config", config_difference) if config_difference else None
     if start.path is None and known_cause is None:
@@ -97,11 +99,6 @@ def replay(
     rules = fold_config(config, num_tokens)
     state = FoldState.decode(trainer.load(start.path)) if start.path else initial_state(rules)
     entries = past.between(state.version.number, span.last)
-    if not entries:
-        raise ConfigError(
-            f"expected a version above {state.version.number} to replay, the ledger of {config.trainer.name!r} ends before it",
-            hint="choose --from and --to among the versions that the run has trained",
-        )
     pending = call(read_pending(log, state, start.path))
     ours = fingerprint_digest(numerics)
     others = sorted({entry.fingerprint for entry in entries} - {ours})
@@ -122,7 +119,7 @@ def replay(
             stepped = stepper.next(lambda: False)
             assert stepped is not None and stepped.past is not None
             digest = stepped.result.digest
-            same = comparison.add(stepped, entry)
+            same = comparison.add(stepped, call(whole(log.blobs, entry)))
             if progress is not None:
                 progress(entry, same)
     except TrainingError as error:
@@ -146,6 +143,20 @@ def replay(
         problem=problem,
         digest=digest,
     )
+
+
+def check_span(past: PastLedger, span: Range, where: str) -> None:
+    """Raise ConfigError unless the span has a version and all of its versions are in the ledger."""
+    newest = max(past.entries, default=0)
+    hint = f"it has the versions 0 to {newest}; leave --to out for all after --from"
+    if newest == 0:
+        raise ConfigError(f"expected a version to train again, {where} is empty", hint="let the run train first")
+    if not 0 <= span.first < newest:
+        raise ConfigError(f"expected --from below {newest}, with which {where} ends, got {span.first}", hint=hint)
+    if span.last is not None and not span.first < span.last <= newest:
+        raise ConfigError(
+            f"expected --to above --from, {span.first}, and at most {newest}, with which {where} ends, got {span.last}", hint=hint
+        )
 
 
 def find_start(past: PastLedger, checkpoints: Path | None, trainer: str, at_most: int) -> Start:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from streamrl.bus.protocol import Message, StreamState
+from streamrl.consumers.spilled_drops import BlobReader
 from streamrl.schemas.codec import decode
 from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import LedgerEntry
@@ -18,6 +19,11 @@ NUMERICS_EVENT = "numerics"
 
 class Log(Protocol):
     """Streams that can be read. The methods are those of `streamrl.bus.protocol.Bus`."""
+
+    @property
+    def blobs(self) -> BlobReader:
+        """The drops of ledger entries that were too many for a message."""
+        ...
 
     def read(self, stream: str, *, after: int, subject: str | None = None) -> AsyncIterator[Message]:
         """Every message above `after` in order; a bus then waits for more, a recording raises LogTruncated."""
@@ -59,7 +65,7 @@ class PastLedger:
 
 
 async def read_past(log: Log, subjects: Subjects, trainer: str) -> PastLedger:
-    """Everything that a trainer's ledger has at this moment."""
+    """Everything that a trainer's ledger has at this moment, spilled drops left where they are."""
     subject = subjects.ledger(trainer)
     newest = await log.last(subject)
     entries: list[LedgerEntry] = []

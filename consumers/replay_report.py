@@ -11,6 +11,8 @@ from streamrl.core.assembly import ages
 from streamrl.schemas.ledger import LedgerEntry, Used
 
 COMPARED = ("train/loss", "train/grad_norm", "train/tis", "train/entropy_loss", "train/answer_probability")
+QUOTED = 400
+"""Letters of a value that a report quotes; an entry may have any number of drops."""
 """Metrics that follow the digits; those of other numerics stay close, and are compared by tolerance."""
 
 
@@ -150,8 +152,13 @@ def differing_books(stepped: Stepped, past: LedgerEntry) -> str:
     for name in ("rollout/raw_reward", "rollout/tokens_trained", "staleness/mean"):
         if name in past.metrics and name in stepped.metrics:
             pairs.append((name, past.metrics[name], stepped.metrics[name]))
-    found = [f"{name}: {theirs!r} in the ledger, {ours!r} here" for name, theirs, ours in pairs if theirs != ours]
+    found = [f"{name}: {_short(theirs)} in the ledger, {_short(ours)} here" for name, theirs, ours in pairs if theirs != ours]
     return "; ".join(found)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= QUOTED else f"{text[:QUOTED]}... ({len(text)} letters)"
 
 
 def differing_groups(expected: Sequence[Used], got: Sequence[Used]) -> str:

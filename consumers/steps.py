@@ -21,6 +21,8 @@ from streamrl.trainers.protocol import StepResult, Trainer
 
 POLL_S = 0.05
 """How often a wait for records looks whether it should stop."""
+FORGET_AT = 64
+"""Messages held for pending groups are looked through for dropped ones at this many, and then at twice what was left."""
 
 
 class Stepped(msgspec.Struct, frozen=True):
@@ -69,6 +71,7 @@ class Stepper:
         self._trainer = trainer
         self._config = config
         self._messages = messages
+        self._forget_at = FORGET_AT
         self._effects = effects
         self._waiting = waiting
 
@@ -134,12 +137,15 @@ class Stepper:
             task = self.state.pending.get(incoming.samples.task)
             if task is not None and any(r.sequence == sequence for r in task.rollouts.values()):
                 self._messages[sequence] = incoming.samples
+        if len(self._messages) >= self._forget_at:  # groups of several messages may have been dropped, and no batch closes for long
+            self._forget()
         self._effects(effects, incoming)
 
     def _forget(self) -> None:
         held = {r.sequence for task in self.state.pending.values() for r in task.rollouts.values()}
         for sequence in [s for s in self._messages if s not in held]:
             del self._messages[sequence]
+        self._forget_at = max(FORGET_AT, 2 * len(self._messages))
 
 
 def measure(batch: Batch, arrays: TrainBatch, state: FoldState) -> dict[str, float]:
@@ -153,7 +159,7 @@ def measure(batch: Batch, arrays: TrainBatch, state: FoldState) -> dict[str, flo
         "staleness/in_flight": float(np.mean(parts["in_flight"])),
         "staleness/queued": float(np.mean(parts["queued"])),
         "staleness/publish_lag": float(np.mean(parts["publish_lag"])),
-        "rollout/dropped": float(len(state.drops)),
+        "rollout/dropped": float(state.num_drops),
         "rollout/tokens_trained": float(arrays.loss_mask.sum()),
     }
     if state.reward_count:

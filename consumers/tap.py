@@ -34,7 +34,7 @@ from streamrl.consumers.tap_ledger import FollowedLedger
 from streamrl.consumers.tap_position import hold_stream, keeping_position
 from streamrl.core.assembly import used
 from streamrl.core.state import FoldState
-from streamrl.data.model import ensure_model
+from streamrl.data.model import ensure_model, vocab_size
 from streamrl.errors import ConfigError, Diverged, TrainingError
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import Worker
@@ -82,7 +82,8 @@ async def tap(worker: Worker, settings: TapSettings) -> BranchState:
     loop = asyncio.get_running_loop()
 
     def work() -> BranchState:
-        trainer = make_trainer(config, ensure_model(config, worker.run_dir.model_dir))
+        model_dir = ensure_model(config, worker.run_dir.model_dir)
+        trainer = make_trainer(config, model_dir)
         live = Tap(
             config=config,
             parent=worker.config,
@@ -92,6 +93,7 @@ async def tap(worker: Worker, settings: TapSettings) -> BranchState:
             trainer=trainer,
             run_dir=worker.run_dir,
             fingerprint=fingerprint_digest(numerics_fingerprint(config)),
+            num_tokens=vocab_size(model_dir),
         )
         return live.run(worker.draining.is_set)
 
@@ -115,9 +117,12 @@ class Tap:
         trainer: Trainer,
         run_dir: RunDir,
         fingerprint: str,
+        num_tokens: int = 0,
     ) -> None:
         self.config = config
         self.parent = parent
+        self.rules = fold_config(config, num_tokens)
+        self.parent_rules = fold_config(parent, num_tokens)
         self.settings = settings
         self.bus = bus
         self.call = call
@@ -160,8 +165,8 @@ class Tap:
             reader=reader,
             parent=parent,
             trainer=self.trainer,
-            config=fold_config(self.config),
-            parent_config=fold_config(self.parent),
+            config=self.rules,
+            parent_config=self.parent_rules,
             state=state,
             messages={sequence: translate(samples, state.numbers) for sequence, samples in pending.samples.items()},
         )
@@ -181,7 +186,7 @@ class Tap:
         past = self.call(read_past(self.bus, self.subjects, self.parent.trainer.name))
         start = find_start(past, self.run_dir.checkpoints, self.parent.trainer.name, self.settings.first)
         before = FoldState.decode(self.trainer.load(start.path)) if start.path else None
-        return begin(fold_config(self.config), fold_config(self.parent), before), start.path
+        return begin(self.rules, self.parent_rules, before), start.path
 
     def _wait(self, stepper: BranchStepper, saver: Checkpointer, stop: Callable[[], bool]) -> bool:
         saver.while_waiting(stepper.state)  # a full stream may wait for this very position

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 import msgspec
 
 from streamrl.schemas.versions import Version
@@ -23,6 +26,27 @@ class Drop(msgspec.Struct, frozen=True):
     detail: str = ""
     retires: bool = False
     """True on the one record that ends its task without training it."""
+
+
+def count_drops(drops: Iterable[Drop]) -> Counter[str]:
+    """Rollouts by reason; a message as a whole counts as one."""
+    counts = Counter[str]()
+    for drop in drops:
+        counts[drop.reason] += max(1, len(drop.rollouts))
+    return counts
+
+
+class SpilledDrops(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the drops of an entry are that would not fit the message: a zlib stream of the MessagePack array of them."""
+
+    blob: str
+    """Name among the run's blobs."""
+    sha256: str
+    """Of the blob, hex."""
+    number: int
+    """Drops in it."""
+    reasons: dict[str, int]
+    """What `count_drops` gives of them, for those who only count."""
 
 
 class Used(msgspec.Struct, frozen=True):
@@ -68,3 +92,10 @@ class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
     """Fencing token of the trainer that wrote it."""
     time_s: float = 0.0
     """Unix seconds; for people only."""
+    spilled: SpilledDrops | msgspec.UnsetType = msgspec.UNSET
+    """Set when the drops are in a blob; `drops` is empty then. Not on the wire when unset."""
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """What `count_drops` gives of its drops, wherever they are."""
+        return count_drops(self.drops) if isinstance(self.spilled, msgspec.UnsetType) else Counter(self.spilled.reasons)

@@ -17,7 +17,9 @@ def add_verbs(verbs: Any) -> None:
     weights.add_argument("--report", metavar="DIR", nargs="+", help="measure nothing: make tables and pictures again from raw files")
     weights.add_argument("--docs", metavar="FILE", help="with --report: put one table of all runs between the marks in a document")
     weights.add_argument("--out", metavar="DIR", help="new directory for raw files, table and picture (default bench-SHAPE)")
-    weights.add_argument("--shape", default="tiny", help="model: tiny or tiny-moe (CPU), 0.6B, 4B, 8B or 30B-A3B; random weights (default tiny)")
+    weights.add_argument(
+        "--shape", default="tiny", help="model: tiny or tiny-moe (CPU), 0.6B, 4B, 8B or 30B-A3B; random weights (default tiny)"
+    )
     weights.add_argument("--plan", default="", help="full, short, smoke, or windows like steady:5,paced:10/1,steady:5")
     weights.add_argument("--streams", type=int, default=0, help="requests decoding at once (default 128; on a CPU 8)")
     weights.add_argument("--probes", type=int, default=0, help="how many of them stream, for the gaps a client sees (default 4)")

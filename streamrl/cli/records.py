@@ -27,7 +27,7 @@ def add_verbs(verbs: Any) -> None:
     replay = verbs.add_parser("replay", help="train a run's log again: compare, branch, or back-test")
     replay.add_argument("run", metavar="RUN|DIR", help="name or directory of the run, or a recording of one")
     replay.add_argument("--verify", action="store_true", help="fail unless every version comes out as in the ledger")
-    replay.add_argument("--from", dest="first", default="0", metavar="V", help="begin at the nearest checkpoint at or below this version")
+    replay.add_argument("--from", dest="first", metavar="V", help="begin at the nearest checkpoint at or below this version")
     replay.add_argument("--to", dest="last", metavar="V", help="end with this version")
     replay.add_argument("--tolerance", type=float, help="deviation of metrics that passes where the numerics fingerprint is another one")
     _overrides(replay, "train a branch of the run with this value; may be repeated")
@@ -73,11 +73,29 @@ def run_record(arguments: argparse.Namespace) -> int:
 
 def run_replay(arguments: argparse.Namespace) -> int:
     """Replay a run: compare with its ledger, or branch, or back-test."""
+    _check_flags(arguments)
     if arguments.policy_only:
         return asyncio.run(_backtest(arguments))
-    if arguments.overrides and arguments.verify:
-        raise ConfigError("--verify compares with the run's own ledger, --set trains something else", hint="leave one of them out")
     return asyncio.run(_branch(arguments) if arguments.overrides else _replay(arguments))
+
+
+def _check_flags(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for flags that another one leaves without a meaning."""
+    given = {
+        "--verify": arguments.verify,
+        "--from": arguments.first is not None,
+        "--to": arguments.last is not None,
+        "--tolerance": arguments.tolerance is not None,
+        "--name": arguments.name is not None,
+    }
+    if arguments.policy_only:
+        what, apart = "--policy-only back-tests the whole run", set(given)
+    elif arguments.overrides:
+        what, apart = "--set trains something else than the run's own ledger has", {"--verify", "--tolerance"}
+    else:
+        what, apart = "without --set nothing is branched", {"--name"}
+    if wrong := [flag for flag in given if given[flag] and flag in apart]:
+        raise ConfigError(f"{what}, and takes no {' or '.join(wrong)}", hint=f"leave out {' and '.join(wrong)}")
 
 
 def run_compare(arguments: argparse.Namespace) -> int:
@@ -101,6 +119,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
 def run_tap(arguments: argparse.Namespace) -> int:
     """Tap a run until it ends or Ctrl-C."""
     from streamrl.consumers.tap import TapSettings, tap, tap_config
+    from streamrl.launch.opened import check_up
     from streamrl.runtime.rundir import RunDir
     from streamrl.runtime.worker import run_worker
 
@@ -108,6 +127,7 @@ def run_tap(arguments: argparse.Namespace) -> int:
     first = _number(arguments.first)
     settings = TapSettings(name=arguments.name, overrides=tuple(arguments.overrides), first=first, lease_s=arguments.lease_s)
     tap_config(run.load_config(), settings)
+    check_up(run)
 
     async def main(worker: Worker) -> None:
         state = await tap(worker, settings)
@@ -177,7 +197,7 @@ async def _backtest(arguments: argparse.Namespace) -> int:
 def _span(arguments: argparse.Namespace) -> Any:
     from streamrl.consumers.replay import Range
 
-    return Range(first=_number(arguments.first), last=None if arguments.last is None else _number(arguments.last))
+    return Range(first=_number(arguments.first or "0"), last=None if arguments.last is None else _number(arguments.last))
 
 
 def _number(text: str) -> int:

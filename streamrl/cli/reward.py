@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 from streamrl.errors import ConfigError
@@ -75,6 +76,9 @@ async def _publish(run: RunDir, arguments: argparse.Namespace, parts: dict[str, 
 def _part(text: str) -> tuple[str, float]:
     name, _, number = text.partition("=")
     try:
-        return name, float(number)
+        value = float(number)
     except ValueError:
-        raise ConfigError(f"expected --part NAME=VALUE with a number, got {text!r}", hint="for example --part format=0.5") from None
+        value = float("nan")
+    if not name or not math.isfinite(value):
+        raise ConfigError(f"expected --part NAME=VALUE with a finite number, got {text!r}", hint="for example --part format=0.5")
+    return name, value

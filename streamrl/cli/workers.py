@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from streamrl.errors import ConfigError
 from streamrl.runtime.kinds import MAINS
+from streamrl.schemas.subjects import MAIN_SOURCE, WARMUP_SOURCE
 
 if TYPE_CHECKING:
     from streamrl.runtime.worker import Worker
@@ -36,6 +38,8 @@ def run_worker_verb(arguments: argparse.Namespace) -> int:
     from streamrl.runtime.worker import run_worker
 
     kind = check_kind(arguments.kind)
+    if arguments.index is not None and arguments.index < 0:
+        raise ConfigError(f"expected --index of at least 0, got {arguments.index}", hint="leave it out for the first free one")
     return run_worker(kind, RunDir.find(arguments.run, base=arguments.dir), arguments.index)
 
 
@@ -43,6 +47,7 @@ def run_attach(arguments: argparse.Namespace) -> int:
     """Claim tasks of a running run and roll them out with the user's function until Ctrl-C."""
     import msgspec
 
+    from streamrl.launch.opened import check_up
     from streamrl.producers.rollouts import attach
     from streamrl.runtime.rundir import RunDir
     from streamrl.runtime.worker import run_worker
@@ -54,4 +59,10 @@ def run_attach(arguments: argparse.Namespace) -> int:
         num_tasks = await attach(worker, arguments.function, source=arguments.source)
         print(f"{worker.name} has left run {worker.run_dir.name} after {num_tasks} tasks")
 
-    return run_worker("producer", RunDir.find(arguments.run, base=arguments.dir), main=main)
+    run = RunDir.find(arguments.run, base=arguments.dir)
+    if arguments.source not in (MAIN_SOURCE, WARMUP_SOURCE):
+        raise ConfigError(
+            f"expected --source {MAIN_SOURCE} or {WARMUP_SOURCE}, got {arguments.source!r}", hint=f"leave it out for {MAIN_SOURCE}"
+        )
+    check_up(run)
+    return run_worker("producer", run, main=main)

@@ -50,8 +50,13 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
 
 
 def override_keys(overrides: Sequence[str]) -> list[str]:
-    """The dotted keys that overrides name, in order; raises ConfigError for text that is no override."""
-    return [".".join(_parse_override(text)[0]) for text in overrides]
+    """The dotted keys that overrides name, in order; raises ConfigError for text that is no override and for a key that there is not."""
+    keys = [_parse_override(text)[0] for text in overrides]
+    for parts in keys:
+        named: dict[str, Any] = {}
+        _place(named, parts, None)
+        _refuse_unknown(named, Config, where="--set")
+    return [".".join(parts) for parts in keys]
 
 
 def convert(tree: Mapping[str, Any], *, where: str) -> Config:

@@ -139,7 +139,7 @@ def trained(state: FoldState, batch: Batch, config: FoldConfig, *, warm: bool, s
         state = replace(state, warmup_score=smoothed, warmup_steps=state.warmup_steps + 1, warmup_end=end)
     elif state.in_warmup(batch.groups[0].task):
         state = replace(state, warmup_steps=state.warmup_steps + 1)
-    state = replace(state, version=state.version.next(), drops=(), reward_sum=0.0, reward_count=0)
+    state = replace(state, version=state.version.next(), newest_drops=(), older_drops=(), reward_sum=0.0, reward_count=0)
     if config.stale != "wait":
         for task in [t for t in state.pending.values() if t.ready and _too_old(state, t, config)]:
             state = _drop_group(state, task, "stale")
@@ -356,7 +356,7 @@ def _drop_group(state: FoldState, task: PendingTask, reason: str, *, retires: bo
 
 
 def _drop(state: FoldState, drop: Drop) -> FoldState:
-    return replace(state, drops=(*state.drops, drop))
+    return state.with_drop(drop)
 
 
 def _retire(state: FoldState, *tasks: int) -> FoldState:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
+from msgspec.structs import replace
 
 from streamrl.errors import SchemaError
 from streamrl.schemas.control import Grant
 from streamrl.schemas.ledger import Drop
 from streamrl.schemas.versions import Version
+
+DROPS_CHUNK = 256
 
 
 class FoldConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +98,7 @@ class Epoch(msgspec.Struct, frozen=True):
     last: int | None = None
 
 
-class FoldState(msgspec.Struct, frozen=True, kw_only=True):
+class FoldState(msgspec.Struct, frozen=True, kw_only=True, rename={"newest_drops": "drops"}):
     """Immutable; every decision makes a new one. msgspec encodes it.
 
     Tasks below `watermark` and in `retired_above` have ended (trained or dropped); `pending` have begun to end; all others are open.
@@ -111,8 +116,10 @@ class FoldState(msgspec.Struct, frozen=True, kw_only=True):
     granted: int = 0
     grants: tuple[tuple[int, int], ...] = ()
     """(granted, version number at which it was) in rising order, as far back as open tasks need."""
-    drops: tuple[Drop, ...] = ()
-    """Decided since the last batch; the next ledger entry takes them."""
+    newest_drops: tuple[Drop, ...] = ()
+    """The last of `drops`, about DROPS_CHUNK at most: a tuple that grew with every drop would be copied whole for each."""
+    older_drops: tuple[tuple[Drop, ...], ...] = ()
+    """Those before them."""
     epochs: tuple[Epoch, ...] = (Epoch(0, 0),)
     """All epochs that the stream's marks have told of, rising from 0 without a gap."""
     early_rewards: dict[str, tuple[int, float]] = {}
@@ -126,6 +133,34 @@ class FoldState(msgspec.Struct, frozen=True, kw_only=True):
     """Batches trained in the warm-up."""
     warmup_score: float = 0.0
     """Smoothed score of the warm-up."""
+
+    @property
+    def drops(self) -> tuple[Drop, ...]:
+        """Decided since the last batch; the next ledger entry takes them."""
+        return self.drops_after(0)
+
+    @property
+    def num_drops(self) -> int:
+        """How many `drops` there are."""
+        return sum(map(len, self.older_drops)) + len(self.newest_drops)
+
+    def drops_after(self, number: int) -> tuple[Drop, ...]:
+        """`drops` without the first `number`."""
+        if not self.older_drops:
+            return self.newest_drops[number:]
+        chunks, begin = [self.newest_drops], self.num_drops - len(self.newest_drops)
+        for chunk in reversed(self.older_drops):
+            if begin <= number:
+                break
+            chunks.append(chunk)
+            begin -= len(chunk)
+        return tuple(itertools.chain.from_iterable(reversed(chunks)))[number - begin :]
+
+    def with_drop(self, drop: Drop) -> FoldState:
+        """One more of `drops`."""
+        if len(self.newest_drops) < DROPS_CHUNK:
+            return replace(self, newest_drops=(*self.newest_drops, drop))
+        return replace(self, newest_drops=(drop,), older_drops=(*self.older_drops, self.newest_drops))
 
     @property
     def retired(self) -> int:

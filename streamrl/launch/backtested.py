@@ -11,11 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrl.config.load import override, override_keys
-from streamrl.consumers.backtest import Outcome, backtest
+from streamrl.consumers.backtest import Outcome, backtest, check_supported
 from streamrl.consumers.backtest_model import read_history
 from streamrl.consumers.live import fold_config
 from streamrl.consumers.replay_log import read_past
 from streamrl.core.state import FoldConfig
+from streamrl.data.model import vocab_size
 from streamrl.errors import ConfigError
 from streamrl.launch.source import Source
 from streamrl.schemas.subjects import Subjects
@@ -42,11 +43,13 @@ async def backtest_grid(source: Source, overrides: Sequence[str]) -> BacktestRep
     """Simulate every combination of the values given (`tasks.max_staleness=1,2,4`); without any, of the usual bounds and policies.
 
     Raises:
-        ConfigError: another key than those of `KEYS`, or a value that it cannot have.
+        ConfigError: another key than those of `KEYS`, or a value that it cannot have; or the run's engines lagged on purpose.
         TrainingError: the run has trained nothing.
     """
-    configs = _grid(source, overrides)
-    own = fold_config(source.config)
+    num_tokens = vocab_size(source.model_dir)
+    configs = _grid(source, overrides, num_tokens)
+    own = fold_config(source.config, num_tokens)
+    check_supported(own)
     past = await read_past(source.log, Subjects(source.config.run.name), source.config.trainer.name)
     history = await read_history(source.log, past, own)
     entries = past.between(0, None)
@@ -81,7 +84,7 @@ def print_backtest(report: BacktestReport) -> None:
     print(f"the ledger of {report.run}: staleness mean {report.recorded_staleness_mean:.2f}, {waited}")
 
 
-def _grid(source: Source, overrides: Sequence[str]) -> list[FoldConfig]:
+def _grid(source: Source, overrides: Sequence[str], num_tokens: int) -> list[FoldConfig]:
     for key in override_keys(overrides):
         if key not in KEYS:
             raise ConfigError(
@@ -93,4 +96,4 @@ def _grid(source: Source, overrides: Sequence[str]) -> list[FoldConfig]:
     if "tasks.stale" not in values:
         values["tasks.stale"] = list(POLICIES)
     combinations = itertools.product(*([f"{key}={value.strip()}" for value in many] for key, many in values.items()))
-    return [fold_config(override(source.config, chosen)) for chosen in combinations]
+    return [fold_config(override(source.config, chosen), num_tokens) for chosen in combinations]

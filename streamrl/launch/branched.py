@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,10 +11,11 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from streamrl.config.load import override
-from streamrl.consumers.branch import branch, check_overrides
+from streamrl.consumers.branch import branch, check_overrides, ledger_size
 from streamrl.consumers.calls import Caller
 from streamrl.consumers.replay import Range
-from streamrl.errors import ConfigError
+from streamrl.data.model import vocab_size
+from streamrl.errors import ConfigError, StreamRLError
 from streamrl.launch.plot import write_plot
 from streamrl.launch.source import Source
 from streamrl.launch.summary import Summary, summarize, write_summary
@@ -53,7 +55,6 @@ async def train_branch(
     changed = override(source.config, overrides)
     run = _new_directory(base, name, source.config.run.name)
     config = replace(changed, run=replace(changed.run, name=run.name, dir=str(base)))
-    run.path.mkdir(mode=0o700, parents=True)
     run.write_config(config)
     call = Caller(asyncio.get_running_loop())
     began = time.monotonic()
@@ -72,13 +73,20 @@ async def train_branch(
             directory=run.path,
             overrides=overrides,
             fingerprint=fingerprint_digest(numerics_fingerprint(config)),
+            num_tokens=vocab_size(source.model_dir),
             progress=progress,
         )
         if entries:
             export_policy(trainer, run.hf / f"v{entries[-1].version.number:08d}")
         return entries
 
-    entries = await asyncio.to_thread(work)
+    try:
+        entries = await asyncio.to_thread(work)
+    except StreamRLError:
+        # What was refused before its first version leaves nothing behind; else the ledger so far is worth looking at.
+        if not ledger_size(run.path):
+            shutil.rmtree(run.path, ignore_errors=True)
+        raise
     view = RunView(run.name, steps=config.run.steps, warmup_steps=config.warmup.max_steps)
     for entry in entries:
         view.ledger(decode(encode(entry), LedgerLine))
@@ -96,6 +104,12 @@ def _new_directory(base: Path, name: str | None, parent: str) -> RunDir:
             number += 1
         name = f"{parent}-branch-{number}"
     run = RunDir(base / check_name("run name", name))
-    if run.path.exists():
-        raise ConfigError(f"expected a name that no run has for the branch, got {name!r}: {run.path} exists", hint="choose another --name")
+    try:
+        run.path.mkdir(mode=0o700, parents=True)
+    except FileExistsError as error:
+        raise ConfigError(
+            f"expected a name that no run has for the branch, got {name!r}: {run.path} exists", hint="choose another --name"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"the branch's directory {run.path} cannot be made: {error.strerror}", hint="choose another --dir") from error
     return run

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from streamrl.consumers.compare import CompareReport
+from streamrl.errors import ConfigError
 from streamrl.launch.plot import smooth
 
 _A, _B = "#1f6f8b", "#d1495b"
@@ -18,7 +19,7 @@ _SMOOTHING = 15
 
 
 def write_comparison(report: CompareReport, path: Path) -> None:
-    """Draw four panels of both runs into the PNG `path`."""
+    """Draw four panels of both runs into the PNG `path`; raises ConfigError where it cannot be written."""
     # Imported here: it takes half a second, and only this verb needs it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -38,4 +39,7 @@ def write_comparison(report: CompareReport, path: Path) -> None:
             axes.legend(frameon=False, fontsize=9)
         if metric in ("staleness/mean", "train/tis"):
             axes.set_xlabel("version (batches trained)")
-    figure.savefig(path, metadata={"Software": None})
+    try:
+        figure.savefig(path, metadata={"Software": None}, format="png")
+    except OSError as error:
+        raise ConfigError(f"the picture cannot be written to {path}: {error.strerror}", hint="choose another file with --out") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -9,10 +10,13 @@ from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
 from streamrl.consumers.record import Recording, record
 from streamrl.consumers.tap_position import hold_stream, keeping_position
+from streamrl.errors import BusUnavailable
 from streamrl.launch.lock import holder
 from streamrl.launch.opened import opened
 from streamrl.launch.source import read_record
 from streamrl.runtime.rundir import RunDir
+
+logger = logging.getLogger(__name__)
 
 LEASE_S = 60
 
@@ -26,10 +30,24 @@ async def record_run(run: RunDir, out: Path, *, checkpoints: bool = False) -> Re
         LogTruncated: the stream was trimmed before it could be held.
     """
     config = run.load_config()
-    live = holder(run) is not None or bool(config.bus.url)
+    if not config.bus.url and holder(run) is None:
+        return await _at_rest(config, run, out, checkpoints)
+    try:
+        return await _live(config, run, out, checkpoints)
+    except BusUnavailable as error:
+        if config.bus.url or holder(run) is not None:
+            raise
+        logger.warning("the run has ended while it was recorded; beginning again on its store run=%s error=%s", run.name, error.message)
+    return await _at_rest(config, run, out, checkpoints)
+
+
+async def _at_rest(config: Config, run: RunDir, out: Path, checkpoints: bool) -> Recording:
     async with opened(run) as bus:
-        if not live:
-            return await _record(bus, config, run, out, checkpoints)
+        return await _record(bus, config, run, out, checkpoints)
+
+
+async def _live(config: Config, run: RunDir, out: Path, checkpoints: bool) -> Recording:
+    async with opened(run) as bus:
         reader = f"record-{os.getpid()}"
         await hold_stream(bus, reader, lease_s=LEASE_S)
         async with keeping_position(bus, reader, lease_s=LEASE_S, release=True):

@@ -29,6 +29,12 @@ class DropLine(msgspec.Struct, frozen=True):
     rollouts: tuple[int, ...] = ()
 
 
+class SpilledLine(msgspec.Struct, frozen=True):
+    """What a view needs of `SpilledDrops`."""
+
+    reasons: dict[str, int]
+
+
 class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
     """What a view needs of a `LedgerEntry`: decoding skips the sequences of every rollout, which are most of its bytes."""
 
@@ -42,6 +48,7 @@ class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
     warm: bool = False
     metrics: dict[str, float] = {}
     time_s: float = 0.0
+    spilled: SpilledLine | None = None
 
 
 class ProblemDetail(msgspec.Struct, frozen=True):
@@ -170,6 +177,8 @@ class RunView:
         self.ages.update(ages)
         for drop in entry.drops:
             self.drops[drop.reason] += max(1, len(drop.rollouts))
+        if entry.spilled is not None:
+            self.drops.update(entry.spilled.reasons)
         self._num_trained_tokens += entry.num_tokens
         self.points.append(
             Point(

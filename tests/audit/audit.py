@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import json
 import sys
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 if not __package__:  # run as a script: the folder above `tests` is not on the path
     sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -19,7 +22,7 @@ if not __package__:  # run as a script: the folder above `tests` is not on the p
 from tests.audit.books import Books, Settings
 from tests.audit.msgpack import unpack
 from tests.audit.promises import Entry, Promises
-from tests.audit.raw import Raw, read_run
+from tests.audit.raw import Raw, Stored, read_run
 from tests.audit.stream import read_message
 
 
@@ -35,7 +38,7 @@ class Report:
         return not self.problems
 
 
-async def audit(url: str, user: str, password: str, run: str, *, complete: bool = False) -> Report:
+async def audit(url: str, user: str, password: str, run: str, *, complete: bool = False, directory: Path | None = None) -> Report:
     """Read a run's streams and check them.
 
     Args:
@@ -44,8 +47,9 @@ async def audit(url: str, user: str, password: str, run: str, *, complete: bool 
         password: of the user.
         run: run id.
         complete: the run has ended; it must have trained the steps that its configuration asks for.
+        directory: the run's. A trainer whose stream was full has messages in its checkpoints that the stream has no more.
     """
-    return examine(await read_run(url, user, password, run), complete=complete)
+    return examine(await read_run(url, user, password, run, directory), complete=complete)
 
 
 def examine(raw: Raw, *, complete: bool = False) -> Report:
@@ -58,7 +62,8 @@ def examine(raw: Raw, *, complete: bool = False) -> Report:
     settings = Settings(b=tasks["batch_tasks"], s=tasks["max_staleness"], stale=tasks["stale"])
     trainer = config["trainer"]["name"]
     subject = f"{raw.run}.ledger.{trainer}"
-    entries = [Entry(stored, unpack(stored.body)) for stored in raw.ledger.messages if stored.subject == subject]
+    problems: list[str] = []
+    entries = [Entry(stored, _entry(stored, raw.blobs, problems)) for stored in raw.ledger.messages if stored.subject == subject]
     promises = Promises(raw, trainer, entries)
     messages = {stored.sequence: read_message(stored) for stored in raw.samples.messages}
     books = Books(settings, messages, raw.samples.first, promises.chain())
@@ -68,7 +73,7 @@ def examine(raw: Raw, *, complete: bool = False) -> Report:
     promises.weights()
     promises.tasks(books)
     promises.dead(books)
-    problems = promises.problems + books.problems
+    problems += promises.problems + books.problems
     if complete:
         steps = sum(entry["source"] != "warmup" for entry in books.chain)
         if steps < config["run"]["steps"]:
@@ -87,6 +92,26 @@ def examine(raw: Raw, *, complete: bool = False) -> Report:
     return Report(problems, counts)
 
 
+def _entry(stored: Stored, blobs: dict[str, bytes], problems: list[str]) -> dict[str, Any]:
+    """A ledger entry with its drops, which may be in a blob."""
+    entry = unpack(stored.body)
+    spilled = entry.get("spilled")
+    if spilled is None:
+        return entry
+    where = f"ledger sequence {stored.sequence}: blob {spilled['blob']}"
+    body = blobs.get(spilled["blob"])
+    if body is None:
+        problems.append(f"{where} is not there")
+        return entry
+    if hashlib.sha256(body).hexdigest() != spilled["sha256"]:
+        problems.append(f"{where} has not the digest that the entry says")
+        return entry
+    drops = unpack(zlib.decompress(body))
+    if len(drops) != spilled["number"] or entry["drops"]:
+        problems.append(f"{where} has {len(drops)} drops and the entry {len(entry['drops'])}, expected {spilled['number']} and 0")
+    return entry | {"drops": drops}
+
+
 def main() -> int:
     """Print what was found; 1 when there is a problem."""
     parser = argparse.ArgumentParser(description="Audit a run from its raw streams.")
@@ -95,8 +120,10 @@ def main() -> int:
     parser.add_argument("--password", default="")
     parser.add_argument("--run", required=True)
     parser.add_argument("--complete", action="store_true", help="the run has ended: it must have trained all its steps")
+    parser.add_argument("--directory", type=Path, help="the run's, whose checkpoints may carry messages of a stream that was full")
     given = parser.parse_args()
-    report = asyncio.run(audit(given.url, given.user, given.password, given.run, complete=given.complete))
+    found = audit(given.url, given.user, given.password, given.run, complete=given.complete, directory=given.directory)
+    report = asyncio.run(found)
     sys.stdout.write("".join(f"{name}: {count}\n" for name, count in report.counts.items()))
     sys.stdout.write("".join(f"problem: {problem}\n" for problem in report.problems))
     sys.stdout.write("every promise held\n" if report.ok else f"{len(report.problems)} problems\n")

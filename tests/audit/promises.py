@@ -10,6 +10,7 @@ from typing import Any
 from tests.audit.books import Books
 from tests.audit.msgpack import unpack
 from tests.audit.raw import Raw, Stored
+from tests.audit.stream import read_message
 
 VersionKey = tuple[int, int]
 
@@ -183,11 +184,11 @@ class Promises:
             self._say(f"{granted} tasks are granted, the ledger had granted {books.chain[-2]['granted']} one version ago")
 
     def _complete(self, books: Books) -> set[int]:
-        """Tasks with nothing more to come: ended as a whole, or with every rollout on the stream."""
+        """Tasks with nothing more to come: ended as a whole, or with every rollout on the stream or carried by a checkpoint."""
         seen: dict[int, set[int]] = defaultdict(set)
         sizes: dict[int, int] = {}
         found = set()
-        for message in books.messages.values():
+        for message in (*books.messages.values(), *(read_message(stored) for stored in self.raw.carried)):
             if message.task is None or message.task >= self.raw.tasks.last:
                 continue
             if message.ends_task:

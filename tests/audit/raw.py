@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import nats
 import nats.errors
@@ -11,6 +14,8 @@ import nats.js.errors
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+
+from tests.audit.msgpack import unpack
 
 FETCH = 64
 FETCH_TIMEOUT_S = 2.0
@@ -52,10 +57,14 @@ class Raw:
     """The newest value of each live key, read before the ledger; `sequence` is its revision. `granted` was read after the queue."""
     later: dict[str, Stored]
     """The same keys, read after the samples."""
+    blobs: dict[str, bytes] = field(default_factory=dict)
+    """Those that the ledger's entries name, by name; one that is not there is left out."""
+    carried: list[Stored] = field(default_factory=list)
+    """Messages of the sample stream that the newest checkpoints carry, so that they may have been trimmed."""
 
 
-async def read_run(url: str, user: str, password: str, run: str) -> Raw:
-    """Everything an audit needs.
+async def read_run(url: str, user: str, password: str, run: str, directory: Path | None = None) -> Raw:
+    """Everything an audit needs; `directory` is the run's, whose checkpoints may carry messages.
 
     The run may go on meanwhile, so the order counts: what a message speaks of is read after it. Weights before the ledger, checkpoints
     before the ledger, the ledger and the queue before the samples, grants after the queue, positions after the trim that they allow.
@@ -71,11 +80,19 @@ async def read_run(url: str, user: str, password: str, run: str) -> Raw:
         samples = await _stream(jetstream, f"{run}-samples")
         later = await _keys(jetstream, run)
         dead = await _stream(jetstream, f"{run}-dead")
+        blobs = await _blobs(jetstream, run, ledger)
     finally:
         await _close(client)
     if granted is not None:
         keys["granted"] = granted
-    return Raw(run, tasks, samples, ledger, weights, dead, keys, later)
+    carried = _carried(directory, [*keys.items(), *later.items()]) if directory is not None else []
+    return Raw(run, tasks, samples, ledger, weights, dead, keys, later, blobs, carried)
+
+
+def _carried(directory: Path, keys: list[tuple[str, Stored]]) -> list[Stored]:
+    files = {directory / unpack(key.body)["path"] / "carried.msgpack" for name, key in keys if name.startswith("latest/")}
+    found = [message for file in files if file.exists() for message in unpack(file.read_bytes())]
+    return [Stored(m["sequence"], m["subject"], m["body"], m["headers"], m["time_s"]) for m in found]
 
 
 async def _close(client: Client) -> None:
@@ -100,9 +117,15 @@ async def _stream(jetstream: JetStreamContext, name: str) -> Stream:
     return found
 
 
-async def _read(jetstream: JetStreamContext, name: str) -> list[Stored]:
-    """Every message that is there, and perhaps some that come meanwhile."""
-    config = ConsumerConfig(ack_policy=AckPolicy.NONE, deliver_policy=DeliverPolicy.ALL, mem_storage=True, inactive_threshold=30.0)
+async def _read(jetstream: JetStreamContext, name: str, subject: str | None = None) -> list[Stored]:
+    """Every message that is there (of one subject), and perhaps some that come meanwhile."""
+    config = ConsumerConfig(
+        ack_policy=AckPolicy.NONE,
+        deliver_policy=DeliverPolicy.ALL,
+        mem_storage=True,
+        inactive_threshold=30.0,
+        filter_subject=subject,
+    )
     consumer = await jetstream.add_consumer(name, config)
     subscription = await jetstream.pull_subscribe_bind(consumer=consumer.name, stream=name)
     messages: list[Stored] = []
@@ -136,6 +159,24 @@ async def _queue(jetstream: JetStreamContext, name: str) -> Stream:
         assert message.seq is not None
         found.messages.append(Stored(message.seq, message.subject or "", message.data or b"", dict(message.headers or {}), 0.0))
         sequence = message.seq + 1
+    return found
+
+
+async def _blobs(jetstream: JetStreamContext, run: str, ledger: Stream) -> dict[str, bytes]:
+    """Blobs that entries name: NATS's object-store layout, whose chunks may lie in any order and have their index in their message id."""
+    found: dict[str, bytes] = {}
+    for stored in ledger.messages:
+        name = (unpack(stored.body).get("spilled") or {}).get("blob")
+        if name is None:
+            continue
+        try:
+            token = base64.urlsafe_b64encode(name.encode()).decode()
+            described = await jetstream.get_last_msg(f"OBJ_{run}", f"$O.{run}.M.{token}")
+        except nats.js.errors.NotFoundError:
+            continue
+        chunks = await _read(jetstream, f"OBJ_{run}", f"$O.{run}.C.{json.loads(described.data or b'')['nuid']}")
+        chunks.sort(key=lambda chunk: int(chunk.headers["Nats-Msg-Id"].rpartition(".")[2]))
+        found[name] = b"".join(chunk.body for chunk in chunks)
     return found
 
 

@@ -14,12 +14,14 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.bus import BusAddress
-from streamrl.bus.protocol import Bus
+from streamrl.bus.protocol import Bus, Message
 from streamrl.config.tree import TasksConfig
+from streamrl.consumers.carried import write_carried
 from streamrl.schemas.codec import encode
 from streamrl.schemas.control import Grant, Latest, Position
 from streamrl.schemas.ledger import Drop, LedgerEntry, Used
 from streamrl.schemas.samples import Tombstone
+from streamrl.schemas.subjects import HEADER_TASK, Subjects
 from streamrl.schemas.versions import Version
 from tests.audit.audit import audit
 from tests.audit.forge import Forged, entry, good_run, manifest, rows
@@ -65,6 +67,19 @@ async def test_a_run_trimmed_below_its_position_passes(nats_bus: Bus, nats_addre
     forged = good_run()
     forged.trim = 9
     assert await problems(forged, nats_bus, nats_address, run_id) == []
+
+
+async def test_what_a_checkpoint_carries_is_not_lost(nats_bus: Bus, nats_address: BusAddress, run_id: str, tmp_path: Path) -> None:
+    """The rest of task 7, whose message was trimmed from a full stream."""
+    forged = good_run()
+    forged.queued.discard(7)
+    await forged.put(nats_bus, run_id)
+    (tmp_path / "checkpoints" / "main").mkdir(parents=True)
+    subject = Subjects(run_id).samples("main")
+    reads = {"url": nats_address.url, "user": nats_address.user, "password": nats_address.password, "run": run_id}
+    assert any("task 7 is lost" in problem for problem in (await audit(**reads, directory=tmp_path)).problems)
+    write_carried(tmp_path / "checkpoints" / "main", [Message(subject, 99, rows(7), {HEADER_TASK: "7"})])
+    assert (await audit(**reads, directory=tmp_path)).problems == []
 
 
 async def test_a_forked_epoch_passes(nats_bus: Bus, nats_address: BusAddress, run_id: str) -> None:

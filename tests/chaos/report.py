@@ -91,7 +91,7 @@ def report(logs: Sequence[Sequence[Line]]) -> str:
     sessions = [line for lines in logs for line in lines if isinstance(line, SessionLine)]
     moments = [strike for strike in strikes if strike.line.moment != "random" and not strike.line.moment.startswith("random (")]
     aimless = [strike for strike in strikes if strike.line.moment.startswith("random")]
-    hardware = ", ".join(dict.fromkeys(f"{line.hardware}, Python {line.python}" for line in sessions))
+    hardware = " and ".join(dict.fromkeys(f"{line.hardware}, Python {line.python}" for line in sessions))
     together = f" ({len(sessions)} sessions)" if len(sessions) > 1 else ""
     parts = [
         f"{len(strikes)} faults in {len(runs)} runs{together}, {', '.join(dict.fromkeys(line.date for line in sessions))}, on {hardware}:"
@@ -103,7 +103,8 @@ def report(logs: Sequence[Sequence[Line]]) -> str:
         "",
         "### Inside writes",
         "",
-        "*Before*, *within* and *after* in turn; one strike in four falls on the nats-server, the others on the sender.",
+        "*Before*, *within* and *after* in turn; one strike in four falls on who is sent to (the nats-server; for requests the engine), "
+        "the others on the sender.",
         "",
         *by_moment,
         "",

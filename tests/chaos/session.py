@@ -97,7 +97,7 @@ class Session:
     async def _strike(self, run: Disturbed, fault: Fault, number: int, shape: Shape) -> list[str]:
         struck = await run.strike(fault, self._rng)
         moment = fault.moment if struck.hit else f"random (missed: {fault.moment})"
-        held_s = {"kill -9": 0.0, "SIGSTOP": self._given.stop_s, "cut": self._given.away_s}[fault.kind]
+        held_s = {"kill -9": 0.0, "SIGSTOP": self._given.stop_s}.get(fault.kind, self._given.away_s)
         recovered = struck.recovery_s >= 0
         self.write(
             FaultLine(

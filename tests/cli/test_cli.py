@@ -122,7 +122,7 @@ def test_worker_names_the_kinds(stopped_run: RunDir, capsys: pytest.CaptureFixtu
 
 
 def test_a_branch_is_not_verified(stopped_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "leave one of them out" in refused(capsys, "replay", "demo", "--verify", "--set", "loss.clip_low=0.1")
+    assert "takes no --verify" in refused(capsys, "replay", "demo", "--verify", "--set", "loss.clip_low=0.1")
     assert "has no part in" in refused(capsys, "tap", "demo", "--name", "shadow", "--set", "engine.slots=1")
 
 

@@ -23,6 +23,10 @@ def view(
     return RolloutView(rollout, samples, tokens, oldest, newest, reward, newest if highest is None else highest)
 
 
+def config(batch: int = 2, staleness: int = 1, **options: object) -> FoldConfig:
+    return FoldConfig(batch_tasks=batch, max_staleness=staleness, **options)  # type: ignore[arg-type]
+
+
 class Stream:
     """Numbers records and folds them into `state`."""
 

@@ -1,19 +1,14 @@
-"""The fold, rule by rule."""
+"""The fold, rule by rule: assembly, ends, poison, credits, the warm-up. Age: test_fold_staleness.py; rewards: test_fold_rewards.py."""
 
 from __future__ import annotations
 
 import pytest
 
 from streamrl.core.records import Poison, Rollouts
-from streamrl.core.state import FoldConfig, FoldState, initial_state
-from streamrl.errors import SchemaError
+from streamrl.core.state import FoldConfig, initial_state
 from streamrl.schemas.control import Grant
 from streamrl.schemas.versions import Version
-from tests.core.stream import Stream, tasks_of, view
-
-
-def config(batch: int = 2, staleness: int = 1, **options: object) -> FoldConfig:
-    return FoldConfig(batch_tasks=batch, max_staleness=staleness, **options)  # type: ignore[arg-type]
+from tests.core.stream import Stream, config, tasks_of, view
 
 
 def test_initial_grant_is_s_plus_one_batches() -> None:
@@ -208,52 +203,6 @@ def test_a_demonstration_outside_the_warm_up_is_poison() -> None:
     assert "not of the warm-up" in effects.dead[0].reason and s.state.retired == 1
 
 
-def test_a_reward_that_comes_late_completes_its_group() -> None:
-    s = Stream(config(1))
-    s.rollouts(0, view(0, reward=0.0), view(1))
-    assert s.close() is None
-    s.reward(0, 1, 0.5)
-    assert s.train().groups[0].rollouts[1].reward == 0.5
-
-
-def test_a_reward_that_comes_early_is_kept() -> None:
-    s = Stream(config(1))
-    s.reward(0, 1, 0.5, revision=2)
-    s.reward(0, 1, 0.25, revision=1)
-    assert s.dropped == [(2, 0, (1,), "superseded_reward", False)]
-    s.rollouts(0, view(0, reward=0.0), view(1, reward=0.75))
-    batch = s.train()
-    assert (batch.groups[0].rollouts[1].reward, batch.groups[0].rollouts[1].revision) == (0.5, 2)
-    assert s.state.early_rewards == {}
-
-
-def test_the_highest_revision_counts() -> None:
-    s = Stream(config(1))
-    s.rollouts(0, view(0, reward=0.0), view(1, reward=1.0))
-    s.reward(0, 1, 2.0, revision=3)
-    s.reward(0, 1, 9.0, revision=2)
-    assert s.dropped == [(3, 0, (1,), "superseded_reward", False)]
-    assert s.train().groups[0].rollouts[1].reward == 2.0
-    s.reward(0, 1, 4.0, revision=4)
-    assert s.dropped == [(4, 0, (1,), "superseded_reward", False)]
-
-
-def test_a_revision_can_take_the_spread_away() -> None:
-    s = Stream(config())
-    s.group(0, (0.0, 1.0))
-    s.reward(0, 0, 1.0)
-    assert s.dropped == [(1, 0, (0, 1), "zero_spread", True)]
-    assert s.state.ready == 0 and s.state.pending == {}
-
-
-def test_early_rewards_vanish_with_their_task() -> None:
-    s = Stream(config())
-    s.reward(0, 1, 1.0)
-    s.reward(1, 0, 1.0)
-    s.end(0)
-    assert s.state.early_rewards == {"1/0": (1, 1.0)}
-
-
 def test_zero_spread_groups_are_dropped_unless_told_not_to() -> None:
     s = Stream(config())
     effects = s.group(0, (1.0, 1.0))
@@ -275,82 +224,6 @@ def test_a_group_without_a_trained_token_is_dropped() -> None:
     s = Stream(config())
     s.rollouts(0, view(0, oldest=-1, highest=0, tokens=0, reward=0.0), view(1, oldest=-1, highest=0, tokens=0, reward=1.0))
     assert s.dropped == [(1, 0, (0, 1), "empty", True)]
-
-
-def advance(s: Stream, versions: int, first_task: int) -> None:
-    """Train `versions` batches of fresh tasks; batch_tasks must be 1."""
-    for k in range(versions):
-        s.group(first_task + k, oldest=s.state.version.number)
-        s.train()
-
-
-def test_drop_takes_a_stale_group_when_it_arrives() -> None:
-    s = Stream(config(1, 1))
-    advance(s, 2, 1)
-    s.group(0, oldest=0, newest=2)
-    assert s.dropped == [(3, 0, (0, 1), "stale", True)]
-    s.group(3, oldest=1)
-    assert tasks_of(s.close()) == (3,)
-
-
-def test_drop_takes_a_group_that_grew_stale_while_it_waited() -> None:
-    s = Stream(config(2, 1))
-    for task in (0, 1, 2):
-        s.group(task)
-    s.train()
-    assert list(s.state.pending) == [2] and s.state.drops == ()
-    s.group(3, oldest=0)
-    s.group(4, oldest=0)
-    assert tasks_of(s.train()) == (2, 3)
-    assert s.dropped == [(5, 4, (0, 1), "stale", True)]
-    assert s.state.granted == s.state.retired + 4
-
-
-def test_mask_keeps_a_group_with_one_token_inside_the_bound() -> None:
-    s = Stream(config(1, 1, stale="mask"))
-    advance(s, 2, 1)
-    s.group(0, oldest=0, newest=1)
-    assert tasks_of(s.train()) == (0,)
-    s.rollouts(3, view(0, oldest=0, newest=1, highest=3, reward=0.0), view(1, oldest=1, reward=1.0))
-    assert s.dropped == [(4, 3, (0, 1), "stale", True)], "a newer token that is not trained does not help"
-
-
-def test_wait_closes_nothing_while_an_old_task_is_unfinished() -> None:
-    s = Stream(config(1, 1, stale="wait"))
-    s.group(1)
-    s.train()
-    s.group(2, oldest=1)
-    assert s.close() is None, "task 0 was granted at version 0 = v - S"
-    s.group(0)
-    assert tasks_of(s.train()) == (0,)
-    assert tasks_of(s.close()) == (2,)
-
-
-def test_wait_never_drops_for_age() -> None:
-    s = Stream(config(1, 0, stale="wait"))
-    advance(s, 3, 0)
-    s.group(3, oldest=0)
-    assert tasks_of(s.close()) == (3,)
-
-
-def test_wait_counts_a_tombstone_as_finished() -> None:
-    s = Stream(config(1, 1, stale="wait"))
-    s.group(1)
-    s.train()
-    s.group(2, oldest=1)
-    s.end(0)
-    assert tasks_of(s.close()) == (2,)
-
-
-def test_the_oldest_groups_go_first() -> None:
-    s = Stream(config(2, 3))
-    for task in range(2):
-        s.group(task)
-    s.train()
-    s.group(4, oldest=1)
-    s.group(3, oldest=0, newest=1)
-    s.group(2, oldest=1)
-    assert tasks_of(s.close()) == (2, 3), "by oldest token first, then by task"
 
 
 def test_lockstep_grants_one_batch_at_a_time() -> None:
@@ -427,24 +300,3 @@ def test_demonstrations_need_neither_reward_nor_spread() -> None:
     s = Stream(config(1, 1, warmup_steps=3))
     s.rollouts(0, view(0, oldest=-1, reward=1.0), view(1, oldest=-1), source="warmup")
     assert tasks_of(s.close()) == (0,)
-
-
-def test_state_survives_encoding() -> None:
-    s = Stream(config(2, 2))
-    s.group(4)
-    s.group(1)
-    s.train()
-    s.rollouts(0, view(1, reward=None, oldest=1), group=3)
-    s.end(0, 2, group=3)
-    s.reward(2, 0, 0.5)
-    s.group(3, oldest=1)
-    s.end(5)
-    state = FoldState.decode(s.state.encode())
-    assert state == s.state and state.encode() == s.state.encode()
-    assert state.pending[0].ended == (2,) and state.retired_above == frozenset({1, 4, 5})
-
-
-@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93\x01\x02\x03", b"\x81\xa7version\xa1x"])
-def test_a_damaged_state_is_a_schema_error(data: bytes) -> None:
-    with pytest.raises(SchemaError, match="fold state"):
-        FoldState.decode(data)

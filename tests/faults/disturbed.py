@@ -1,4 +1,4 @@
-"""A real `streamrl up` under faults: strikes its processes and its wire, and measures how long until the next batch is in the ledger."""
+"""A real `streamrl up` under faults: strikes its processes and its wires, and measures how long until the next batch is in the ledger."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import msgspec
 from streamrl.bus import BusAddress, connect
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.subjects import LEDGER, Subjects
-from tests.faults.faults import CHECKPOINT, MESSAGES, Fault
+from tests.faults.faults import CHECKPOINT, MESSAGES, REQUESTS, Fault
 from tests.faults.processes import send, server_pid, worker_pid
 from tests.faults.shapes import NAME, Shape, open_gate, write_files
 from tests.faults.wire import SERVER, Wire, open_wire
@@ -43,13 +43,19 @@ class Struck(msgspec.Struct, frozen=True):
 
 
 class Disturbed:
-    """One run that is up. `stop_s` and `away_s`: how long a process stays stopped, and a connection cut."""
+    """One run that is up. `wire` leads to the nats-server, `http` to the engine.
 
-    def __init__(self, place: Path, shape: Shape, wire: Wire, up: asyncio.subprocess.Process, *, stop_s: float, away_s: float) -> None:
+    `stop_s` and `away_s`: how long a process stays stopped, and a connection cut.
+    """
+
+    def __init__(
+        self, place: Path, shape: Shape, wire: Wire, http: Wire, up: asyncio.subprocess.Process, *, stop_s: float, away_s: float
+    ) -> None:
         self.run = RunDir(place / "runs" / NAME)
         self._place = place
         self._shape = shape
         self._wire = wire
+        self._http = http
         self._up = up
         self._stop_s = stop_s
         self._away_s = away_s
@@ -131,7 +137,7 @@ class Disturbed:
         try:
             await self._apply(fault)
         finally:
-            self._wire.release()
+            self._release()
         recovery_s = await self._recovered(struck_s)
         await self.until(lambda: self.pid(fault.part), f"the {fault.part} again")
         return Struck(fault, hit, before, recovery_s)
@@ -142,9 +148,10 @@ class Disturbed:
             return True
         if fault.aim == CHECKPOINT:
             return await self._catch_checkpoint()
-        sender, pattern = MESSAGES[fault.aim]
+        sender, pattern = (MESSAGES | REQUESTS)[fault.aim]
         await self.until(lambda: self.pid(sender), f"a {sender}")
-        ambush = self._wire.ambush(self.pid(sender) or 0, pattern, fault.where)
+        wire = self._http if fault.aim in REQUESTS else self._wire
+        ambush = wire.ambush(self.pid(sender) or 0, pattern, fault.where)
         for _ in range(int(AIM_S)):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ambush.sprung.wait(), 1.0)
@@ -163,7 +170,11 @@ class Disturbed:
     def wake(self, pid: int) -> None:
         """Let a stopped process go on; the rest of what it was sending gets through."""
         send(pid, signal.SIGCONT)
+        self._release()
+
+    def _release(self) -> None:
         self._wire.release()
+        self._http.release()
 
     async def _catch_checkpoint(self) -> bool:
         """Leave the trainer stopped while the files of a checkpoint are being written.
@@ -203,7 +214,7 @@ class Disturbed:
                     await self.until(lambda: self.pid(fault.part) not in (None, pid), f"the successor of the {fault.part}")
             case "SIGSTOP":
                 send(pid, signal.SIGSTOP)
-                self._wire.release()
+                self._release()
                 await asyncio.sleep(self._stop_s)
                 send(pid, signal.SIGCONT)
             case "cut":
@@ -211,6 +222,8 @@ class Disturbed:
                 await asyncio.sleep(0)
                 send(pid, signal.SIGCONT)  # a trainer that was caught in a checkpoint goes on without its connection
                 await cut
+            case "HTTP cut":
+                await self._http.cut(None if fault.part == "engine" else pid, self._away_s)
 
     async def _recovered(self, struck_s: float) -> float:
         """Seconds to the first entry that was not on its way already; -1: none came. There is work for one, whatever is dropped."""
@@ -258,9 +271,9 @@ async def disturbed(
 ) -> AsyncGenerator[Disturbed]:
     """A run that is up, with an attached producer. Judge it before this ends: its address leads over the wire."""
     write_files(place, shape)
-    async with open_wire() as wire:
-        up = await command(place, "up", f"{NAME}.toml", "--json", *shape.arguments(steps, wire.port))
-        found = Disturbed(place, shape, wire, up, stop_s=stop_s, away_s=away_s)
+    async with open_wire() as wire, open_wire() as http:
+        up = await command(place, "up", f"{NAME}.toml", "--json", *shape.arguments(steps, wire.port, http.port))
+        found = Disturbed(place, shape, wire, http, up, stop_s=stop_s, away_s=away_s)
         try:
             await found.begin()
             if attach:

@@ -13,7 +13,11 @@ from tests.faults.shapes import NAME
 from tests.faults.wire import Where
 
 PARTS = ("trainer", "engine", "producer", "attached producer", "feeder", "nats-server")
-KINDS = ("kill -9", "SIGSTOP", "cut")
+Kind = Literal["kill -9", "SIGSTOP", "cut", "HTTP cut"]
+KINDS: tuple[Kind, ...] = ("kill -9", "SIGSTOP", "cut", "HTTP cut")
+"""`cut` is from the nats-server, `HTTP cut` from the engine."""
+ON_HTTP = ("producer", "attached producer", "engine")
+"""Parts that have connections to be cut by `HTTP cut`; with the engine everybody's are cut at once."""
 CHECKPOINT = "checkpoint"
 MESSAGES: dict[str, tuple[str, bytes]] = {
     "commit": ("trainer", f"PUB {NAME}.ledger.".encode()),
@@ -28,6 +32,11 @@ MESSAGES: dict[str, tuple[str, bytes]] = {
     "presence": ("engine", f"PUB $KV.{NAME}.presence.engines.".encode()),
 }
 """Aims on the wire: who sends the message, and how its line begins. One aim more, the writing of a checkpoint, is seen in its files."""
+REQUESTS: dict[str, tuple[str, bytes]] = {
+    "request": ("producer", b"POST /generate"),
+    "attached request": ("attached producer", b"POST /generate"),
+}
+"""Aims on the wire to the engine. `after`: the engine has the request, and nothing of its answer gets through."""
 WHERE: tuple[Where, ...] = ("before", "within", "after")
 
 
@@ -35,7 +44,7 @@ class Fault(msgspec.Struct, frozen=True):
     """One strike. Without an aim it falls at a random moment under load."""
 
     part: str
-    kind: Literal["kill -9", "SIGSTOP", "cut"]
+    kind: Kind
     aim: str = ""
     where: Where = "within"
 
@@ -48,22 +57,24 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 def matrix(rng: random.Random) -> list[Fault]:
-    """Every part with every fault once, at random moments, in random order."""
-    faults = [Fault(part, kind) for part in PARTS for kind in KINDS]  # type: ignore[arg-type]
+    """Every part with every fault that it can have once, at random moments, in random order."""
+    faults = [Fault(part, kind) for part in PARTS for kind in KINDS if kind != "HTTP cut" or part in ON_HTTP]
     rng.shuffle(faults)
     return faults
 
 
 def aimed(rng: random.Random, *, bus_weights: bool = True) -> list[Fault]:
-    """Every aim once with every fault, against the sender or the server; every third of `before`, `within`, `after` in turn."""
+    """Every aim once with every fault, against the sender or who is sent to; every third of `before`, `within`, `after` in turn."""
     found: list[Fault] = []
     where = itertools.cycle(rng.sample(WHERE, 3))
-    for aim, kind in itertools.product((*MESSAGES, CHECKPOINT), KINDS):
+    for aim, kind in itertools.product((*MESSAGES, CHECKPOINT), KINDS[:3]):
         if aim == "weights bytes" and not bus_weights:
             continue
         sender = "trainer" if aim == CHECKPOINT else MESSAGES[aim][0]
         part = "nats-server" if aim != CHECKPOINT and rng.random() < 0.25 else sender
-        found.append(Fault(part, kind, aim, next(where)))  # type: ignore[arg-type]
+        found.append(Fault(part, kind, aim, next(where)))
+    for aim, kind in itertools.product(REQUESTS, ("kill -9", "SIGSTOP", "HTTP cut")):
+        found.append(Fault("engine" if rng.random() < 0.25 else REQUESTS[aim][0], kind, aim, next(where)))
     rng.shuffle(found)
     return found
 

@@ -25,6 +25,9 @@ concurrency = 6
 kind = "reward.py:gated"
 [weights]
 transport = "bus"
+[engine]
+host = "127.0.0.1"
+advertise = "127.0.0.2"
 [bus]
 host = "127.0.0.1"
 advertise = "127.0.0.2"
@@ -67,9 +70,10 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     tasks_before: int = 0
     """Tasks of the warm-up, which no gate holds: what is handed out is counted from here."""
 
-    def arguments(self, steps: int, port: int) -> list[str]:
+    def arguments(self, steps: int, port: int, engine_port: int) -> list[str]:
         """The `--set` options of `streamrl up`."""
-        values = {"run.steps": steps, "bus.port": port, "tasks.batch_tasks": self.batch_tasks, **self.overrides}
+        ports = {"bus.port": port, "engine.port": engine_port}
+        values = {"run.steps": steps, **ports, "tasks.batch_tasks": self.batch_tasks, **self.overrides}
         return [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value).strip(chr(34))}")]
 
 

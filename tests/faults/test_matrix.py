@@ -29,6 +29,9 @@ AIMED = [
     Fault("attached producer", "SIGSTOP", "attached samples", "within"),
     Fault("feeder", "cut", "task", "after"),
     Fault("engine", "kill -9", "presence", "before"),
+    Fault("producer", "HTTP cut", "request", "within"),
+    Fault("attached producer", "HTTP cut", "attached request", "after"),
+    Fault("engine", "HTTP cut", "request", "before"),
 ]
 
 
@@ -41,7 +44,7 @@ async def strike_all(run: Disturbed, faults: list[Fault], rng: random.Random) ->
 
 async def test_every_fault_at_a_random_moment(tmp_path: Path) -> None:
     rng = random.Random(4)
-    async with disturbed(tmp_path, STREAM, steps=150, stop_s=STOP_S, away_s=AWAY_S) as run:
+    async with disturbed(tmp_path, STREAM, steps=180, stop_s=STOP_S, away_s=AWAY_S) as run:
         await strike_all(run, matrix(rng), rng)
         verdict = await judge(run.run)
     assert verdict.problems == []
@@ -52,12 +55,12 @@ async def test_faults_inside_writes_leave_a_lockstep_run_as_it_would_have_been(t
     rng = random.Random(5)
 
     async def calm() -> dict[str, str]:
-        async with disturbed(tmp_path / "calm", LOCKSTEP, steps=120, stop_s=0.0, away_s=0.0, attach=False) as run:
+        async with disturbed(tmp_path / "calm", LOCKSTEP, steps=140, stop_s=0.0, away_s=0.0, attach=False) as run:
             await run.finish()
             return (await judge(run.run)).digests
 
     async def struck() -> dict[str, str]:
-        async with disturbed(tmp_path / "struck", LOCKSTEP, steps=120, stop_s=STOP_S, away_s=AWAY_S) as run:
+        async with disturbed(tmp_path / "struck", LOCKSTEP, steps=140, stop_s=STOP_S, away_s=AWAY_S) as run:
             outcome = await strike_all(run, AIMED, rng)
             verdict = await judge(run.run)
         assert [each.fault for each in outcome if not each.hit] == []
@@ -65,7 +68,7 @@ async def test_faults_inside_writes_leave_a_lockstep_run_as_it_would_have_been(t
         return verdict.digests
 
     undisturbed, disturbed_digests = await asyncio.gather(calm(), struck())
-    assert len(set(undisturbed.values())) == 120
+    assert len(set(undisturbed.values())) == 140
     assert disturbed_digests == undisturbed
 
 

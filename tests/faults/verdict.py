@@ -33,7 +33,7 @@ async def judge(run: RunDir) -> Verdict:
     server.start()
     try:
         address = server.address
-        report = await audit(address.url, address.user, address.password, NAME, complete=True)
+        report = await audit(address.url, address.user, address.password, NAME, complete=True, directory=run.path)
         bus = await connect(address, NAME, run.load_config().bus)
         entries = await read_ledger(bus, NAME)
         await bus.close()

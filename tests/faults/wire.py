@@ -1,7 +1,8 @@
-"""The wire between a run and its nats-server: a TCP proxy that can be cut for one process, and held at a chosen message.
+"""The wires between a run and its nats-server, and between producers and the engine: TCP proxies that can be cut for one process, and held
+at a chosen message.
 
-The server listens on 127.0.0.1 and tells its clients (`bus.advertise`) 127.0.0.2, where the proxy has the same port. Whose connection is
-whose, the kernel says.
+The server listens on 127.0.0.1 and tells its clients (`bus.advertise`, `engine.advertise`) 127.0.0.2, where the proxy has the same port.
+Whose connection is whose, the kernel says.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from streamrl.schemas.columns import encode_samples
 from streamrl.schemas.control import EnginePresence, Grant, Latest, Position, RunRecord, WorkerPresence
 from streamrl.schemas.dead import DeadRecord
 from streamrl.schemas.events import Event, MetricReport
-from streamrl.schemas.ledger import Drop, LedgerEntry, Used
+from streamrl.schemas.ledger import Drop, LedgerEntry, SpilledDrops, Used
 from streamrl.schemas.samples import BlobRef, EpochMark, LogprobMode, Mark, RewardUpdate, Sample, Status, Tombstone, VersionSpan
 from streamrl.schemas.tasks import RolloutTask, Sampling
 from streamrl.schemas.versions import Version
@@ -116,6 +116,17 @@ def records() -> dict[str, Any]:
             metrics={"train/loss": 0.25},
             fence=3,
             time_s=1.5,
+        ),
+        "ledger_spilled": LedgerEntry(
+            run="golden",
+            trainer="main",
+            version=version,
+            source="main",
+            used=(),
+            cursor=104,
+            granted=68,
+            retired=36,
+            spilled=SpilledDrops(blob="ledger/main/1-17/4", sha256="cd" * 32, number=90_000, reasons={"late": 90_001}),
         ),
         "manifest": Manifest(
             run="golden",

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import importlib
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -29,13 +30,17 @@ class Nursery:
         self._process = process
         self.pid = 0
         """Process id of the child that runs, or ran last."""
+        self.running = False
 
     async def run(self, request: Request) -> int:
         """Run a child to its end; returns its exit code."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(msgspec.json.encode(request) + b"\n")
         self.pid = int(await self._process.stdout.readline())
-        return int(await self._process.stdout.readline())
+        self.running = True
+        code = int(await self._process.stdout.readline())
+        self.running = False
+        return code
 
 
 @contextlib.asynccontextmanager
@@ -45,11 +50,15 @@ async def nursery(log: Path) -> AsyncIterator[Nursery]:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", __name__, cwd=ROOT, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=file
         )
+    made = Nursery(process)
     try:
-        yield Nursery(process)
+        yield made
     finally:
         assert process.stdin is not None
         process.stdin.close()
+        if made.running:  # a test that failed left it; the nursery ends only after its child
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(made.pid, signal.SIGKILL)
         await process.wait()
 
 

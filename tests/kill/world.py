@@ -120,7 +120,7 @@ class World:
 
     async def audit(self, *, complete: bool = True) -> Report:
         address = self.server.address
-        return await audit(address.url, address.user, address.password, self.config.run.name, complete=complete)
+        return await audit(address.url, address.user, address.password, self.config.run.name, complete=complete, directory=self.run.path)
 
     async def replay(self) -> ReplayReport:
         return await verify(self.config, self.bus, self.run.model_dir)

@@ -75,7 +75,7 @@ async def publish(bus: Bus, w: World, task: RolloutTask, rollout: int) -> int:
         reward=float(rollout),
         sampling=task.sampling,
     )
-    await Publisher(bus, w.run_subjects).task(task, samples_of(task, [episode], producer="by-hand"), [])
+    await Publisher(bus, w.subjects).task(task, samples_of(task, [episode], producer="by-hand"), [])
     return (await bus.state(SAMPLES)).last
 
 

@@ -4,7 +4,9 @@ import asyncio
 import os
 from pathlib import Path
 
+import duckdb
 import numpy as np
+import pandas
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
@@ -93,8 +95,6 @@ def test_the_tables_open_elsewhere(recorded: Recorded) -> None:
 
 
 def test_duckdb_and_pandas_open_them(recorded: Recorded) -> None:
-    duckdb = pytest.importorskip("duckdb")
-    pandas = pytest.importorskip("pandas")
     query = f"""
         select l.number, avg(s.reward), sum(len(s.tokens))
         from (select number, unnest(tasks) as task from '{recorded.path}/ledger.parquet' where source = 'main') l
@@ -119,6 +119,6 @@ async def test_a_failed_recording_leaves_nothing(recorded: Recorded, tmp_path: P
         raise OSError("no space left")
 
     monkeypatch.setattr(record_module, "_copy_model", fail)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(ConfigError, match="no space"):
         await record(RecordedLog(recorded.path), recorded.config, recorded.run, tmp_path / "out", run_record=None)
     assert not os.listdir(tmp_path)

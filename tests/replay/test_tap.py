@@ -103,7 +103,7 @@ async def position(bus: Bus) -> Position | None:
 
 
 async def newest(bus: Bus, w: World) -> int:
-    message = await bus.last(w.run_subjects.ledger("shadow"))
+    message = await bus.last(w.subjects.ledger("shadow"))
     return 0 if message is None else decode(message.body, LedgerEntry).version.number
 
 
@@ -126,36 +126,38 @@ async def held(bus: Bus) -> Position | None:
 @pytest.mark.nats
 async def test_a_killed_tap_holds_the_stream_resumes_and_lapses(tmp_path: Path, own_server: object, children: object) -> None:  # noqa: F811
     config = table_config(tmp_path, run={"name": "live", "steps": 100_000}, bus={"samples_bytes": 300_000}, **FIXED)
-    async with world(config, own_server, children) as w, w.around("engine", "producer", "feeder", "trainer"):  # type: ignore[arg-type]
-        async with tap_process(w.run, 60) as process:
-            await until_trained(w, 1, process)
-            process.send_signal(signal.SIGKILL)
-            await process.wait()
-        known = await newest(w.bus, w)
-        assert await w.bus.kv.get("latest/shadow") is not None, "it has a checkpoint before its first entry, so that none is lost"
-        # Nobody renews the lease now, and it lasts: the stream fills up to what the dead tap needs.
-        for _ in range(20):
-            assert await held(w.bus) is not None
-            await asyncio.sleep(0.05)
-        async with tap_process(w.run, 3) as process:
-            await until_trained(w, known + 10, process)
-            process.send_signal(signal.SIGKILL)
-            await process.wait()
-        last = await held(w.bus)
-        assert last is not None
-        async with asyncio.timeout(80):
-            while (await w.bus.state("samples")).first <= last.oldest_needed:
-                await asyncio.sleep(0.1)
-        assert await position(w.bus) is None, "trimming went on because the lease had lapsed"
-        with locked(w.run):  # as a supervisor holds it while the run is up
-            recording = await record_run(w.run, tmp_path / "recording", checkpoints=True)
-        assert not [key for key in await w.bus.kv.keys("positions/") if "record" in key], "a recording lets go at its end"
-        messages = pq.read_table(tmp_path / "recording" / "messages.parquet")
-        facts = recording.streams["samples"]
-        assert messages.column("sequence").to_pylist() == list(range(facts.first, facts.last + 1))
-        shadow = await read_ledger(w.bus, "live", "shadow")
-        begin = shadow[0].version.number
-        main = {e.version: e for e in await read_ledger(w.bus, "live")}
-        assert [e.version.number for e in shadow] == list(range(begin, begin + len(shadow))), "once, without a gap"
-        assert all(e.digest == main[e.version].digest and e.used == main[e.version].used for e in shadow)
-        assert {e.fence for e in shadow} == {1, 2} and {e.fence for e in main.values()} == {1}
+    async with world(config, own_server, children) as w:  # type: ignore[arg-type]
+        # The lock as a supervisor holds it while the run is up.
+        with locked(w.run):
+            async with w.around("engine", "producer", "feeder", "trainer"):
+                async with tap_process(w.run, 60) as process:
+                    await until_trained(w, 1, process)
+                    process.send_signal(signal.SIGKILL)
+                    await process.wait()
+                known = await newest(w.bus, w)
+                assert await w.bus.kv.get("latest/shadow") is not None, "it has a checkpoint before its first entry, so that none is lost"
+                # Nobody renews the lease now, and it lasts: the stream fills up to what the dead tap needs.
+                for _ in range(20):
+                    assert await held(w.bus) is not None
+                    await asyncio.sleep(0.05)
+                async with tap_process(w.run, 3) as process:
+                    await until_trained(w, known + 10, process)
+                    process.send_signal(signal.SIGKILL)
+                    await process.wait()
+                last = await held(w.bus)
+                assert last is not None
+                async with asyncio.timeout(80):
+                    while (await w.bus.state("samples")).first <= last.oldest_needed:
+                        await asyncio.sleep(0.1)
+                assert await position(w.bus) is None, "trimming went on because the lease had lapsed"
+                recording = await record_run(w.run, tmp_path / "recording", checkpoints=True)
+                assert not [key for key in await w.bus.kv.keys("positions/") if "record" in key], "a recording lets go at its end"
+                messages = pq.read_table(tmp_path / "recording" / "messages.parquet")
+                facts = recording.streams["samples"]
+                assert messages.column("sequence").to_pylist() == list(range(facts.first, facts.last + 1))
+                shadow = await read_ledger(w.bus, "live", "shadow")
+                begin = shadow[0].version.number
+                main = {e.version: e for e in await read_ledger(w.bus, "live")}
+                assert [e.version.number for e in shadow] == list(range(begin, begin + len(shadow))), "once, without a gap"
+                assert all(e.digest == main[e.version].digest and e.used == main[e.version].used for e in shadow)
+                assert {e.fence for e in shadow} == {1, 2} and {e.fence for e in main.values()} == {1}

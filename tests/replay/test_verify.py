@@ -16,7 +16,7 @@ from streamrl.config.tree import Config
 from streamrl.consumers.record_log import RecordedLog
 from streamrl.consumers.replay import Range, verify
 from streamrl.consumers.replay_report import ReplayReport
-from streamrl.errors import ConfigError, LogTruncated
+from streamrl.errors import ConfigError, LogTruncated, StreamRLError
 from streamrl.launch.source import opened_source
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.ledger import LedgerEntry
@@ -87,8 +87,25 @@ async def test_a_stretch_begins_at_the_nearest_checkpoint(recorded: Recorded, fi
 
 
 async def test_nothing_to_replay_is_said(recorded: Recorded) -> None:
-    with pytest.raises(ConfigError, match="expected a version above"):
-        await replayed(recorded.path, Range(first=20, last=3))
+    newest = recorded.ledger[-1].version.number
+    for span, said in (
+        (Range(first=20, last=3), "expected --to above --from, 20"),
+        (Range(last=newest + 1), f"at most {newest}"),
+        (Range(first=newest), f"expected --from below {newest}"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            await replayed(recorded.path, span)
+
+
+async def test_a_recording_that_is_not_whole_is_refused_at_once(copy: Path) -> None:
+    for name in ("config.json", "ledger.parquet", "samples.parquet"):
+        whole = (copy / name).read_bytes()
+        for damage in (lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:40])):
+            damage(copy / name)
+            with pytest.raises(StreamRLError, match=name):
+                _ = RecordedLog(copy).config
+            (copy / name).write_bytes(whole)
+    assert RecordedLog(copy).config.run.name == "parent"
 
 
 async def test_a_trimmed_recording_needs_a_checkpoint(copy: Path) -> None:

@@ -1,0 +1,81 @@
+"""The fold's policies for age: what is dropped, what is waited for, what goes first."""
+
+from __future__ import annotations
+
+from tests.core.stream import Stream, config, tasks_of, view
+
+
+def advance(s: Stream, versions: int, first_task: int) -> None:
+    """Train `versions` batches of fresh tasks; batch_tasks must be 1."""
+    for k in range(versions):
+        s.group(first_task + k, oldest=s.state.version.number)
+        s.train()
+
+
+def test_drop_takes_a_stale_group_when_it_arrives() -> None:
+    s = Stream(config(1, 1))
+    advance(s, 2, 1)
+    s.group(0, oldest=0, newest=2)
+    assert s.dropped == [(3, 0, (0, 1), "stale", True)]
+    s.group(3, oldest=1)
+    assert tasks_of(s.close()) == (3,)
+
+
+def test_drop_takes_a_group_that_grew_stale_while_it_waited() -> None:
+    s = Stream(config(2, 1))
+    for task in (0, 1, 2):
+        s.group(task)
+    s.train()
+    assert list(s.state.pending) == [2] and s.state.drops == ()
+    s.group(3, oldest=0)
+    s.group(4, oldest=0)
+    assert tasks_of(s.train()) == (2, 3)
+    assert s.dropped == [(5, 4, (0, 1), "stale", True)]
+    assert s.state.granted == s.state.retired + 4
+
+
+def test_mask_keeps_a_group_with_one_token_inside_the_bound() -> None:
+    s = Stream(config(1, 1, stale="mask"))
+    advance(s, 2, 1)
+    s.group(0, oldest=0, newest=1)
+    assert tasks_of(s.train()) == (0,)
+    s.rollouts(3, view(0, oldest=0, newest=1, highest=3, reward=0.0), view(1, oldest=1, reward=1.0))
+    assert s.dropped == [(4, 3, (0, 1), "stale", True)], "a newer token that is not trained does not help"
+
+
+def test_wait_closes_nothing_while_an_old_task_is_unfinished() -> None:
+    s = Stream(config(1, 1, stale="wait"))
+    s.group(1)
+    s.train()
+    s.group(2, oldest=1)
+    assert s.close() is None, "task 0 was granted at version 0 = v - S"
+    s.group(0)
+    assert tasks_of(s.train()) == (0,)
+    assert tasks_of(s.close()) == (2,)
+
+
+def test_wait_never_drops_for_age() -> None:
+    s = Stream(config(1, 0, stale="wait"))
+    advance(s, 3, 0)
+    s.group(3, oldest=0)
+    assert tasks_of(s.close()) == (3,)
+
+
+def test_wait_counts_a_tombstone_as_finished() -> None:
+    s = Stream(config(1, 1, stale="wait"))
+    s.group(1)
+    s.train()
+    s.group(2, oldest=1)
+    s.end(0)
+    assert tasks_of(s.close()) == (2,)
+
+
+def test_the_oldest_groups_go_first() -> None:
+    s = Stream(config(2, 3))
+    for task in range(2):
+        s.group(task)
+    s.train()
+    s.group(4, oldest=1)
+    s.group(3, oldest=0, newest=1)
+    s.group(2, oldest=1)
+    assert tasks_of(s.close()) == (2, 3), "by oldest token first, then by task"

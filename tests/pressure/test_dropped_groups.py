@@ -1,0 +1,43 @@
+"""Memory while no batch closes for long: what was held for a dropped group is let go."""
+
+from __future__ import annotations
+
+import asyncio
+
+from streamrl.bus.memory import MemoryBus
+from streamrl.config.tree import BusConfig
+from streamrl.consumers.reader import RecordReader
+from streamrl.consumers.replay_log import PastLedger
+from streamrl.consumers.steps import FORGET_AT, Stepper
+from streamrl.core.state import FoldConfig, initial_state
+from streamrl.schemas.columns import SampleBatch
+from tests.dead.messages import GROUP, RUN, SUBJECTS, patched, template
+
+TASKS = 400
+CONFIG = FoldConfig(batch_tasks=2, group_size=GROUP, max_staleness=1, drop_zero_spread=True)
+
+
+async def test_groups_without_spread_leave_no_messages_behind() -> None:
+    bus = MemoryBus(RUN, BusConfig())
+    for task in range(TASKS):
+        for rollout in range(GROUP):  # a group of two messages, whose rewards are equal
+            await bus.publish(SUBJECTS.samples("main"), patched(template((rollout,), reward=1.0), task, 0))
+    reader = RecordReader(bus, asyncio.get_running_loop(), after=0, capacity=8)
+    messages: dict[int, SampleBatch] = {}
+    held: list[int] = []
+    stepper = Stepper(
+        reader=reader,
+        ledger=PastLedger([]),
+        trainer=None,  # type: ignore[arg-type]  # no batch closes
+        config=CONFIG,
+        state=initial_state(CONFIG),
+        messages=messages,
+        effects=lambda effects, incoming: held.append(len(messages)),
+    )
+    try:
+        assert await asyncio.to_thread(stepper.next, lambda: stepper.state.cursor == GROUP * TASKS) is None
+    finally:
+        reader.close()
+        await bus.close()
+    assert stepper.state.retired == TASKS
+    assert max(held) <= FORGET_AT

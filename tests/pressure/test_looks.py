@@ -1,0 +1,65 @@
+"""How often a trainer asks for the state of the sample stream."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.protocol import StreamState
+from streamrl.consumers.calls import Caller
+from streamrl.consumers.checkpoints import LOOK_EVERY_S, Checkpointer, read_latest
+from streamrl.consumers.live import fold_config
+from streamrl.core.state import initial_state
+from streamrl.data.model import ensure_model
+from streamrl.schemas.versions import Version
+from streamrl.trainers.factory import make_trainer
+from tests.kill.world import table_config
+from tests.loop.harness import make_run
+
+
+class Counting(MemoryBus):
+    """Counts how often its state is asked for."""
+
+    looks = 0
+
+    async def state(self, stream: str) -> StreamState:
+        self.looks += 1
+        return await super().state(stream)
+
+
+async def test_short_steps_look_at_the_stream_a_few_times_a_second_and_still_make_room(tmp_path: Path) -> None:
+    run, config = make_run(tmp_path, table_config(tmp_path, bus={"samples_bytes": 20_000}))
+    bus = Counting(config.run.name, config.bus)
+    saver = Checkpointer(
+        bus=bus,
+        call=Caller(asyncio.get_running_loop()),
+        trainer=make_trainer(config, ensure_model(config, run.model_dir)),
+        name="main",
+        run_path=run.path,
+        every=10**9,
+        keep=2,
+        identity="",
+    )
+    state = initial_state(fold_config(config))
+
+    def step(number: int) -> None:
+        saver.after_step(replace(state, version=Version(0, number), cursor=9))
+
+    began = time.monotonic()
+    for number in range(1, 301):
+        await asyncio.to_thread(step, number)
+    assert 1 <= bus.looks <= 1 + (time.monotonic() - began) / LOOK_EVERY_S
+    assert await read_latest(bus, "main") is None
+    for _ in range(9):
+        await bus.publish(f"{config.run.name}.samples.main", b"x" * 2000)
+    async with asyncio.timeout(30):
+        while (latest := await read_latest(bus, "main")) is None:
+            number += 1
+            await asyncio.to_thread(step, number)
+    assert latest.cursor == 9
+    assert (await bus.state("samples")).first == 10, "the stream was trimmed up to the position of the checkpoint"
+    await bus.close()
