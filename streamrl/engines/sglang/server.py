@@ -131,6 +131,7 @@ class SglangServer:
                 break
             except EngineError as error:
                 await self._kill()
+                await self.client.close()
                 if not error.values.get("port") or attempt == STARTS - 1:
                     raise
                 log.warning("event=sglang_port_taken engine=%s", self._name)
