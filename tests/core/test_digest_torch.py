@@ -128,7 +128,11 @@ class TestKernel:
         assert tensor_digests([t.cuda() for t in tensors]) == [tensor_digest(host(t), t.element_size()) for t in tensors]
 
     def test_a_digester_follows_its_tensors(self) -> None:
-        tensors = [made((300, 700), torch.bfloat16).cuda(), made((40, 60), torch.float32).cuda().t(), made((0,), torch.int64).cuda()]
+        tensors = [
+            made((300, 700), torch.bfloat16).cuda(),
+            made((40, 60), torch.float32).cuda().t(),
+            torch.zeros(0, dtype=torch.int64, device="cuda"),
+        ]
         digester = Digester(tensors)
         seen: list[list[int]] = []
         for _ in range(3):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from streamrl.config.engines import EngineConfig
 from streamrl.engines.protocol import GenerateRequest
 from streamrl.engines.sglang.engine import SglangEngine
-from streamrl.engines.sglang.server import SglangServer
+from streamrl.engines.sglang.server import FOLDER, SglangServer, remove_left_behind
 from streamrl.errors import EngineError
 from streamrl.schemas.samples import LogprobMode
 from streamrl.schemas.tasks import Sampling
@@ -96,6 +97,12 @@ def test_no_process_outlives_a_killed_worker(sglang_python: str, tmp_path: Path)
         time.sleep(0.05)
     assert group_of(pid) == set()
     worker.stdout.close()
+    left = list(Path(tempfile.gettempdir()).glob(f"{FOLDER}{worker.pid}-*"))
+    own = tmp_path / f"{FOLDER}{os.getpid()}-x"
+    own.mkdir()
+    remove_left_behind(left[0].parent)
+    remove_left_behind(tmp_path)
+    assert left and not any(path.exists() for path in left) and own.exists()
 
 
 async def test_the_key_is_asked_for_and_stands_in_no_command_line(sglang_server: SglangServer):

@@ -28,9 +28,10 @@ from streamrl.errors import EngineError
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
+FOLDER = "streamrl-sglang-"
+"""Private folders are called this, the worker's process id, and something random."""
 STARTS = 3
 """Tries when somebody else takes the port between its choice and its use."""
-STOP_S = 5.0
 POLL_S = 0.1
 CHECK_EVERY_S = 2.0
 SILENCE_S = 60.0
@@ -84,7 +85,7 @@ class SglangServer:
         self._dtype = dtype
         self._index = index
         # Short: paths of unix sockets have about a hundred characters.
-        self.directory = Path(tempfile.mkdtemp(prefix="streamrl-"))
+        self.directory = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-"))
         """Folder of this server alone, readable by its owner only: the plugin's sockets, the api key."""
         self.log_path = log_path or self.directory / "server.log"
         self._log_start = 0
@@ -122,6 +123,7 @@ class SglangServer:
             EngineError: no such interpreter, wrong flags, out of memory, or no answer within `start_timeout_s`; the log's end is in it.
         """
         began = time.monotonic()
+        await asyncio.to_thread(remove_left_behind, self.directory.parent)
         site = await asyncio.to_thread(write_site, self.directory)
         for attempt in range(STARTS):
             try:
@@ -129,6 +131,7 @@ class SglangServer:
                 break
             except EngineError as error:
                 await self._kill()
+                await self.client.close()
                 if not error.values.get("port") or attempt == STARTS - 1:
                     raise
                 log.warning("event=sglang_port_taken engine=%s", self._name)
@@ -299,21 +302,24 @@ class SglangServer:
             self._over.set()
 
     async def _kill(self) -> None:
-        """End the process group: a request to stop first, then by force. What SGLang started is in the same group."""
+        """End all of the process group at once. Asked politely, SGLang waits for five seconds and kills its processes in the same way."""
         process = self._process
         if process is None:
             return
-        if process.poll() is None:
-            process.terminate()
-            for _ in range(round(STOP_S / POLL_S)):
-                if process.poll() is not None:
-                    break
-                await asyncio.sleep(POLL_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await asyncio.to_thread(process.wait)
         # Only now: whoever is cancelled above leaves the rest to the next caller.
         self._process = None
+
+
+def remove_left_behind(place: Path) -> None:
+    """Remove the private folders of workers that were killed."""
+    for path in place.glob(f"{FOLDER}*"):
+        pid = path.name.removeprefix(FOLDER).partition("-")[0]
+        with contextlib.suppress(OSError):
+            if pid.isdecimal() and path.stat().st_uid == os.getuid() and not Path(f"/proc/{pid}").exists():
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _load(loads: Loads) -> dict[str, float]:
