@@ -44,10 +44,12 @@ def run_worker_verb(arguments: argparse.Namespace) -> int:
 
 
 def run_attach(arguments: argparse.Namespace) -> int:
-    """Claim tasks of a running run and roll them out with the user's function until Ctrl-C."""
+    """Claim tasks of a running run and roll them out with the user's function until Ctrl-C, or until the run is down."""
+    import asyncio
+
     import msgspec
 
-    from streamrl.launch.opened import check_up
+    from streamrl.launch.opened import check_up, until_down
     from streamrl.producers.rollouts import attach
     from streamrl.runtime.rundir import RunDir
     from streamrl.runtime.worker import run_worker
@@ -56,8 +58,17 @@ def run_attach(arguments: argparse.Namespace) -> int:
         if arguments.concurrency is not None:
             producer = msgspec.structs.replace(worker.config.producer, concurrency=arguments.concurrency)
             worker.config = msgspec.structs.replace(worker.config, producer=producer)
-        num_tasks = await attach(worker, arguments.function, source=arguments.source)
-        print(f"{worker.name} has left run {worker.run_dir.name} after {num_tasks} tasks")
+        working = asyncio.create_task(attach(worker, arguments.function, source=arguments.source))
+        down = asyncio.create_task(until_down(run))
+        await asyncio.wait((working, down), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            # Its lease lapses on the bus's store; a run that comes up again delivers the tasks to others.
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+            print(f"{worker.name} has left run {worker.run_dir.name}: it is down")
+            return
+        down.cancel()
+        print(f"{worker.name} has left run {worker.run_dir.name} after {working.result()} tasks")
 
     run = RunDir.find(arguments.run, base=arguments.dir)
     if arguments.source not in (MAIN_SOURCE, WARMUP_SOURCE):

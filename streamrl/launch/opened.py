@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator
 
 from streamrl.bus import connect
@@ -17,6 +19,8 @@ from streamrl.runtime.worker import connected
 
 logger = logging.getLogger(__name__)
 
+_LOOK_EVERY_S = 0.5
+
 
 def check_up(run: RunDir) -> None:
     """Raise LaunchError if the run's bus is known to be down, so that nobody waits for it in vain.
@@ -29,6 +33,18 @@ def check_up(run: RunDir) -> None:
             f"expected a run that is up, but nobody supervises run {run.name!r} in {run.path}",
             hint="start it with `streamrl up`; `streamrl status` lists all runs",
         )
+
+
+async def until_down(run: RunDir, *, grace_s: float = 5.0) -> None:
+    """Return once the run's bus is known to be down (`check_up`) and has been so for `grace_s` seconds."""
+    since: float | None = None
+    while since is None or time.monotonic() - since < grace_s:
+        await asyncio.sleep(_LOOK_EVERY_S)
+        try:
+            check_up(run)
+            since = None
+        except LaunchError:
+            since = time.monotonic() if since is None else since
 
 
 @contextlib.asynccontextmanager

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 Main = Callable[["Worker"], Awaitable[None]]
 
 PRESENCE_TTL_S = 6.0
+_FAREWELL_S = 5.0
 _HEARTBEAT_S = 2.0
 
 
@@ -155,8 +156,10 @@ async def _serve(kind: str, run: RunDir, config: Config, index: int | None, main
             finally:
                 heart.cancel()
                 await asyncio.gather(heart, return_exceptions=True)
-            with contextlib.suppress(BusError):
-                await bus.kv.delete(f"{PREFIX_PRESENCE}workers/{worker.name}")
+            # Where the bus is gone as well, the key lapses by itself.
+            with contextlib.suppress(BusError, TimeoutError):
+                async with asyncio.timeout(_FAREWELL_S):
+                    await bus.kv.delete(f"{PREFIX_PRESENCE}workers/{worker.name}")
             logger.info("event=ended worker=%s drained=%s", worker.name, worker.draining.is_set())
 
 

@@ -15,7 +15,7 @@ from streamrl.launch.summary import Summary, write_summary
 from streamrl.runtime.rundir import RunDir
 
 ROOT = Path(__file__).parents[2]
-VERBS = {"up", "down", "status", "worker", "attach", "doctor", "replay", "dead", "reward", "record", "compare", "tap"}
+VERBS = {"up", "down", "status", "worker", "attach", "doctor", "replay", "dead", "reward", "record", "compare", "tap", "bench"}
 
 
 @pytest.fixture

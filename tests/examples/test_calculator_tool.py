@@ -101,6 +101,18 @@ def test_a_run_without_producers_lives_from_those_that_attach(commands: Commands
     assert second.returncode == 0, stayed
 
 
+def test_a_guest_leaves_a_run_whose_supervisor_was_killed(commands: Commands, tmp_path: Path) -> None:
+    run = commands.up("run.steps=100000", "run.until_reward=0", "run.max_seconds=0")
+    wait_for((tmp_path / "runs" / "calculator" / "bus.json").is_file)
+    guest = commands.start("attach", PRODUCER, "--run", "calculator")
+    log = tmp_path / "runs" / "calculator" / "logs" / "producer-1.log"
+    wait_for(lambda: log.exists() and "engine_found" in log.read_text())
+    run.kill()
+    left, _ = guest.communicate(timeout=40)
+    assert guest.returncode == 0, left
+    assert "has left run calculator: it is down" in left
+
+
 def test_the_readme_shows_the_code_that_runs() -> None:
     [block] = re.findall(r"```python\n(.*?)```", (EXAMPLE / "README.md").read_text(), flags=re.DOTALL)
     assert block in (EXAMPLE / "calculator.py").read_text()
