@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from streamrl.config.tree import Config, ModelConfig
+from streamrl.core.building import BUILDING
 from streamrl.data.byte_pairs import training_texts, write_byte_pairs
 from streamrl.data.characters import END, SPECIALS, VOCAB_SIZE, write_tokenizer
 from streamrl.errors import ConfigError
@@ -101,7 +102,7 @@ def write_qwen3(directory: Path, config: ModelConfig, *, seed: int, texts: Itera
         architectures=["Qwen3ForCausalLM"],
         dtype=config.dtype,
     )
-    with torch.random.fork_rng(devices=[]):
+    with BUILDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.Qwen3ForCausalLM(architecture)
     weights = {name: parameter.detach().to(getattr(torch, config.dtype)) for name, parameter in model.named_parameters()}

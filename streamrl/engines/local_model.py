@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from streamrl.core.building import BUILDING
 from streamrl.engines.buffers import TensorLayout, offsets
 from streamrl.engines.local_cache import HeadShape, Pass, SlotCache
 from streamrl.engines.local_functional import GLUED, FunctionalForward, Weights, buffer_order, supports
@@ -202,9 +203,9 @@ def _read_config(model_dir: Path) -> PretrainedConfig:
 
 def _empty_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     # The bytes come with the first commit, and until then nothing is served: no time is spent on random ones.
-    with no_init_weights():
+    with BUILDING, no_init_weights():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.tie_weights()
+        model.tie_weights()
     cast(nn.Module, model).to(device).eval().requires_grad_(False)
     return model
 

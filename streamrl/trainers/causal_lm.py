@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from streamrl.core.batches import TrainBatch
+from streamrl.core.building import BUILDING
 from streamrl.core.logprobs import CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS, token_logprobs
 from streamrl.core.packing import MicroBatch
 from streamrl.core.reductions import sample_of_token
@@ -154,7 +155,8 @@ def _load(model_dir: Path, dtype: torch.dtype, attention: str) -> Any:
 
     kernels = {"sdpa": "sdpa", "flash": "flash_attention_2"}[attention]
     try:
-        return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation=kernels)
+        with BUILDING:
+            return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation=kernels)
     except ImportError as error:
         raise ConfigError(
             f"trainer.attention = {attention} cannot be used here: {error}", hint="install flash-attn, or set trainer.attention = 'sdpa'"

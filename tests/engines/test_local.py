@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,36 @@ import numpy as np
 import pytest
 import torch
 
-from streamrl.config.tree import EngineConfig
+from streamrl.config.tree import EngineConfig, ModelConfig
+from streamrl.data.model import write_qwen3
 from streamrl.engines.local import LocalEngine
 from streamrl.engines.protocol import GenerateRequest
 from streamrl.errors import ConfigError, EngineError
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
+from streamrl.trainers.causal_lm import CausalLM
 from tests.engines import models
 from tests.engines.models import Answer, ask
 from tests.engines.publishing import load, publish
 
 Made = Callable[..., Any]
+
+
+def write_policy(path: Path) -> Path:
+    write_qwen3(path / "policy", ModelConfig(max_len=32), seed=0)
+    return path / "policy"
+
+
+def test_an_engine_and_a_trainer_can_be_made_at_the_same_time(tmp_path: Path):
+    """While transformers loads a model it keeps all threads from tying embeddings."""
+    policy = write_policy(tmp_path)
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(3):
+            trainers = pool.submit(lambda: [CausalLM(policy, torch.float32, torch.device("cpu")) for _ in range(4)])
+            while not trainers.done():
+                engine = LocalEngine(policy, EngineConfig(slots=1), engine_id="e", policy="policy", max_len=8)
+                assert "lm_head.weight" not in [tensor.name for tensor in engine._model.layout]
+            trainers.result()
 
 
 @pytest.fixture
