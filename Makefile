@@ -26,7 +26,7 @@ test: lint
 	$(MAKE) test-sglang
 
 test-sglang: $(VENV)/.installed-dev
-	$(VENV)/bin/python -m pytest tests/sglang $(SGLANG_PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest tests/sglang -o cache_dir=.pytest_cache/sglang $(SGLANG_PYTEST_ARGS)
 
 sglang-cpu: $(SGLANG_VENV)/.installed
 

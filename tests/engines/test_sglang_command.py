@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from streamrl.config.engines import EngineConfig, SglangConfig
 from streamrl.engines.sglang.command import arguments, environment, holds_weights, visible_devices, write_site
+from streamrl.engines.sglang.server import SglangServer
 
 SECRET = Path("/nowhere/server.yaml")
 
@@ -77,3 +79,9 @@ def test_weights_are_found_by_their_files(tmp_path: Path):
     assert not holds_weights(tmp_path)
     (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"")
     assert holds_weights(tmp_path)
+
+
+def test_a_servers_key_can_stand_behind_a_flag(tmp_path: Path) -> None:
+    """SGLang turns its configuration file into a command line: there a key that begins with a dash is another flag."""
+    keys = {SglangServer(EngineConfig(kind="sglang"), tmp_path, name="e", max_len=8, dtype="float32").key for _ in range(300)}
+    assert len(keys) == 300 and not [key for key in keys if not re.fullmatch("[0-9a-f]{64}", key)]

@@ -89,7 +89,8 @@ class SglangServer:
         """Folder of this server alone, readable by its owner only: the plugin's sockets, the api key."""
         self.log_path = log_path or self.directory / "server.log"
         self._log_start = 0
-        self._key = secrets.token_urlsafe(32)
+        # Hex digits: SGLang puts what its configuration file says into a command line, where a value must not begin with a dash.
+        self._key = secrets.token_hex(32)
         self._process: subprocess.Popen[bytes] | None = None
         self._watch: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
