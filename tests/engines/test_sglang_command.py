@@ -6,8 +6,11 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from streamrl.config.engines import EngineConfig, SglangConfig
 from streamrl.engines.sglang.command import arguments, environment, holds_weights, visible_devices, write_site
@@ -81,7 +84,8 @@ def test_weights_are_found_by_their_files(tmp_path: Path):
     assert holds_weights(tmp_path)
 
 
-def test_a_servers_key_can_stand_behind_a_flag(tmp_path: Path) -> None:
+def test_a_servers_key_can_stand_behind_a_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang turns its configuration file into a command line: there a key that begins with a dash is another flag."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     keys = {SglangServer(EngineConfig(kind="sglang"), tmp_path, name="e", max_len=8, dtype="float32").key for _ in range(300)}
     assert len(keys) == 300 and not [key for key in keys if not re.fullmatch("[0-9a-f]{64}", key)]
