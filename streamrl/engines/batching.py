@@ -13,7 +13,7 @@ from streamrl.engines.decode import DecodeLoop, Delivery
 from streamrl.engines.delays import TokenDelay
 from streamrl.engines.model import DecodeModel
 from streamrl.engines.protocol import Chunk, EngineInfo, GenerateRequest
-from streamrl.engines.requests import Job, check_request
+from streamrl.engines.requests import Job, check_request, check_room
 from streamrl.errors import EngineError, WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
@@ -21,8 +21,6 @@ from streamrl.weights.protocol import Commit, Part, Slice
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-MAX_WAITING = 1 << 16
 
 
 class BatchingEngine:
@@ -80,16 +78,7 @@ class BatchingEngine:
         check_request(request, engine=self.engine_id, policy=self.policy, vocab_size=self._model.vocab_size, max_len=self._model.max_len)
         if self._ended is not None:
             raise self._ended
-        if request.request_id in self._jobs:
-            raise EngineError(
-                f"expected a new request id, got {request.request_id!r}, which is running at engine {self.engine_id}",
-                hint="give every request its own id",
-            )
-        if self._decode.waiting + len(request.seeds) > MAX_WAITING:
-            raise EngineError(
-                f"expected at most {MAX_WAITING} waiting completions at engine {self.engine_id}, got one request more",
-                hint="lower producer.concurrency, or start more engines",
-            )
+        check_room(request, engine=self.engine_id, running=self._jobs, waiting=self._decode.waiting)
         job = Job(request, eos_ids=self._model.eos_ids, max_len=self._model.max_len)
         self._jobs[request.request_id] = job
         unfinished = len(job.completions)

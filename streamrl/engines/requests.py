@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Container
 from enum import Enum
 
 from streamrl.engines.protocol import Chunk, GenerateRequest
 from streamrl.errors import EngineError
+
+MAX_WAITING = 1 << 16
+"""Completions that may wait at one engine."""
 
 
 class Stage(Enum):
@@ -79,4 +83,22 @@ def check_request(request: GenerateRequest, *, engine: str, policy: str, vocab_s
         raise EngineError(
             f"expected token ids in 0 .. {vocab_size - 1}, got {bad} in {where}",
             hint="was the prompt made with the tokenizer of another model?",
+        )
+
+
+def check_room(request: GenerateRequest, *, engine: str, running: Container[str], waiting: int) -> None:
+    """Refuse what an engine cannot take at this moment.
+
+    Raises:
+        EngineError: the request's id is among the `running` ones, or too many completions are `waiting` already.
+    """
+    if request.request_id in running:
+        raise EngineError(
+            f"expected a new request id, got {request.request_id!r}, which is running at engine {engine}",
+            hint="give every request its own id",
+        )
+    if waiting + len(request.seeds) > MAX_WAITING:
+        raise EngineError(
+            f"expected at most {MAX_WAITING} waiting completions at engine {engine}, got one request more",
+            hint="lower producer.concurrency, or start more engines",
         )

@@ -12,7 +12,7 @@ from typing import Any
 from streamrl.config.engines import EngineConfig
 from streamrl.engines.experts import read_routing
 from streamrl.engines.protocol import Chunk, EngineInfo, GenerateRequest
-from streamrl.engines.requests import check_request
+from streamrl.engines.requests import check_request, check_room
 from streamrl.engines.sglang.answers import Style
 from streamrl.engines.sglang.counts import Counts
 from streamrl.engines.sglang.hosts import Connected, Host, connect_host
@@ -24,8 +24,6 @@ from streamrl.schemas.weights import Manifest
 from streamrl.weights.protocol import Commit, CudaSource, FileSource, Part, Slice
 
 log = logging.getLogger(__name__)
-
-MAX_WAITING = 1 << 16
 
 
 class SglangEngine:
@@ -131,16 +129,7 @@ class SglangEngine:
         if self._ended is not None:
             raise self._ended
         assert self._style is not None
-        if request.request_id in self._jobs:
-            raise EngineError(
-                f"expected a new request id, got {request.request_id!r}, which is running at engine {self.engine_id}",
-                hint="give every request its own id",
-            )
-        if self._counts.waiting + len(request.seeds) > MAX_WAITING:
-            raise EngineError(
-                f"expected at most {MAX_WAITING} waiting completions at engine {self.engine_id}, got one request more",
-                hint="lower producer.concurrency, or start more engines",
-            )
+        check_room(request, engine=self.engine_id, running=self._jobs, waiting=self._counts.waiting)
         limit = min(request.sampling.max_new_tokens, self._max_len - len(request.prompt_ids))
         job = Job(request, limit=limit, client=self._server.client, style=self._style, turn=self._turn, counts=self._counts)
         self._jobs[request.request_id] = job
