@@ -26,8 +26,8 @@ from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import SAMPLES, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.trainers.checkpoints import list_checkpoints
-from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.fingerprint import fingerprint_difference, fingerprint_digest, numerics_fingerprint
+from streamrl.trainers.local_ranks import opened_trainer
 from streamrl.trainers.protocol import Trainer
 from streamrl.weights.manifest import Content
 
@@ -186,21 +186,21 @@ async def verify(
 
     def work() -> ReplayReport:
         # Made in the thread that steps it, like the live trainer's backend.
-        trainer = make_trainer(config, model_dir)
-        return replay(
-            config=config,
-            log=log,
-            call=call,
-            trainer=trainer,
-            numerics=numerics_fingerprint(config),
-            checkpoints=checkpoints,
-            span=span,
-            config_difference=config_difference,
-            initial_digest=initial_digest,
-            tolerance=tolerance,
-            num_tokens=vocab_size(model_dir),
-            progress=progress,
-        )
+        with opened_trainer(config, model_dir) as trainer:
+            return replay(
+                config=config,
+                log=log,
+                call=call,
+                trainer=trainer,
+                numerics=numerics_fingerprint(config),
+                checkpoints=checkpoints,
+                span=span,
+                config_difference=config_difference,
+                initial_digest=initial_digest,
+                tolerance=tolerance,
+                num_tokens=vocab_size(model_dir),
+                progress=progress,
+            )
 
     return await asyncio.to_thread(work)
 

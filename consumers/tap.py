@@ -40,8 +40,8 @@ from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
-from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.fingerprint import fingerprint_digest, numerics_fingerprint
+from streamrl.trainers.local_ranks import opened_trainer
 from streamrl.trainers.protocol import Trainer
 
 log = logging.getLogger(__name__)
@@ -83,19 +83,19 @@ async def tap(worker: Worker, settings: TapSettings) -> BranchState:
 
     def work() -> BranchState:
         model_dir = ensure_model(config, worker.run_dir.model_dir)
-        trainer = make_trainer(config, model_dir)
-        live = Tap(
-            config=config,
-            parent=worker.config,
-            settings=settings,
-            bus=worker.bus,
-            call=Caller(loop),
-            trainer=trainer,
-            run_dir=worker.run_dir,
-            fingerprint=fingerprint_digest(numerics_fingerprint(config)),
-            num_tokens=vocab_size(model_dir),
-        )
-        return live.run(worker.draining.is_set)
+        with opened_trainer(config, model_dir) as trainer:
+            live = Tap(
+                config=config,
+                parent=worker.config,
+                settings=settings,
+                bus=worker.bus,
+                call=Caller(loop),
+                trainer=trainer,
+                run_dir=worker.run_dir,
+                fingerprint=fingerprint_digest(numerics_fingerprint(config)),
+                num_tokens=vocab_size(model_dir),
+            )
+            return live.run(worker.draining.is_set)
 
     async with keeping_position(worker.bus, settings.name, lease_s=settings.lease_s):
         state = await asyncio.to_thread(work)

@@ -26,6 +26,7 @@ PREFIX_FENCES = "fences/"
 PREFIX_PRESENCE = "presence/"
 PREFIX_CHECKPOINTS = "checkpoints/"
 PREFIX_PINS = "pins/"
+PREFIX_RANKS = "ranks/"
 
 WARMUP_SOURCE = "warmup"
 """Source of the demonstrations that a run may begin with."""

@@ -61,7 +61,7 @@ def allowed(role: str, run: str) -> tuple[str, ...]:
         "trainer": [
             *worker,
             *(f"{run}.{subject}" for subject in ("ledger.*", "weights.*", "marks", "dead", "events.*")),
-            *(f"$KV.{run}.{key}" for key in ("granted", "latest.*", "positions.*", "fences.*")),
+            *(f"$KV.{run}.{key}" for key in ("granted", "latest.*", "positions.*", "fences.*", "ranks.*")),
             *(subject for stream in (SAMPLES, LEDGER, WEIGHTS) for subject in _reads(stream_name(run, stream))),
             *_reads(blobs),
             f"{API}.DIRECT.GET.{samples}",

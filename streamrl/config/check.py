@@ -31,6 +31,7 @@ _AT_LEAST: dict[str, float] = {
     "engine.threads": 1,
     "engine.port": 0,
     "trainer.ranks": 1,
+    "trainer.rank_timeout_s": 1,
     "trainer.threads": 1,
     "trainer.minibatches": 1,
     "trainer.micro_tokens": 1,
@@ -132,9 +133,9 @@ def _check_work(config: Config) -> None:
         key="tasks.hold_ahead",
     )
     _refuse(
-        config.trainer.ranks != 1,
-        f"trainer.ranks must be 1 with `up` and `worker`, got {config.trainer.ranks}: they start one process a trainer",
-        hint="several ranks work where your own launcher makes the process group (see tests/trainers)",
+        config.trainer.ranks > 1 and config.trainer.backend == "table",
+        f"trainer.ranks must be 1 with trainer.backend = table, got {config.trainer.ranks}: a tabular policy is trained by one process",
+        hint="set trainer.ranks = 1, or train with the torch backend",
         key="trainer.ranks",
     )
     _refuse(

@@ -181,7 +181,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Name of this trainer: its ledger and its position are kept under it."""
     backend: Literal["torch", "table"] = "torch"
     ranks: int = 1
-    """Processes (gloo on CPU)."""
+    """Processes that share each batch and sum their gradients (over gloo, on GPUs over NCCL); torch only."""
+    rank_timeout_s: float = 300.0
+    """Longest that a rank waits for another, to come or within a step; then all are restarted."""
     threads: int = 1
     """CPU threads of one rank."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -24,8 +24,9 @@ from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import check_name
-from streamrl.trainers.factory import export_policy, make_trainer
+from streamrl.trainers.factory import export_policy
 from streamrl.trainers.fingerprint import fingerprint_digest, numerics_fingerprint
+from streamrl.trainers.local_ranks import opened_trainer
 
 
 async def train_branch(
@@ -61,24 +62,24 @@ async def train_branch(
 
     def work() -> list[LedgerEntry]:
         # Made in the thread that steps it, like the live trainer's backend.
-        trainer = make_trainer(config, source.model_dir)
-        entries = branch(
-            config=config,
-            parent=source.config,
-            log=source.log,
-            call=call,
-            trainer=trainer,
-            checkpoints=source.checkpoints,
-            span=span,
-            directory=run.path,
-            overrides=overrides,
-            fingerprint=fingerprint_digest(numerics_fingerprint(config)),
-            num_tokens=vocab_size(source.model_dir),
-            progress=progress,
-        )
-        if entries:
-            export_policy(trainer, run.hf / f"v{entries[-1].version.number:08d}")
-        return entries
+        with opened_trainer(config, source.model_dir) as trainer:
+            entries = branch(
+                config=config,
+                parent=source.config,
+                log=source.log,
+                call=call,
+                trainer=trainer,
+                checkpoints=source.checkpoints,
+                span=span,
+                directory=run.path,
+                overrides=overrides,
+                fingerprint=fingerprint_digest(numerics_fingerprint(config)),
+                num_tokens=vocab_size(source.model_dir),
+                progress=progress,
+            )
+            if entries:
+                export_policy(trainer, run.hf / f"v{entries[-1].version.number:08d}")
+            return entries
 
     try:
         entries = await asyncio.to_thread(work)

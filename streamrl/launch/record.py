@@ -30,6 +30,7 @@ FREE_KEYS = (
     "engine.advertise",
     "engine.port",
     "trainer.ranks",
+    "trainer.rank_timeout_s",
     "trainer.threads",
     "trainer.device",
     "trainer.gpu",

@@ -1,4 +1,8 @@
-"""The supervisor: keeps workers running, restarts those that fail, stops them in order. Decides; a Launcher does."""
+"""The supervisor: keeps workers running, restarts those that fail, stops them in order. Decides; a Launcher does.
+
+Workers of a kind that is a gang (the trainer's ranks) share their fate: when one has failed, the others are ended and all start again.
+Any other worker is a gang of one.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from streamrl.config.tree import SuperviseConfig
 from streamrl.errors import LaunchError
 from streamrl.launch.numbers import WorkerLine
 from streamrl.launch.protocol import Launcher, Process
+from streamrl.runtime.kinds import GANGS
 from streamrl.runtime.service import SHUTDOWN_ORDER, Exit
 
 logger = logging.getLogger(__name__)
@@ -22,10 +27,15 @@ MAX_BACKOFF_S = 30.0
 _POLL_S = 0.05
 _ENDLESS = ("producer", "engine")
 """Kinds whose work is never over: when one ends by itself it is started again."""
+_GRACE_S = 2.0
+"""What is left of a gang gets this long to end by itself, and to say why, before it is killed."""
 
 
 class Child:
-    """One worker over all its restarts. States: running -> (waiting -> running)* -> done | fenced."""
+    """One worker over all its restarts. States: running -> (ended -> waiting -> running)* -> done | fenced.
+
+    It is `ended` while others of its gang have not.
+    """
 
     def __init__(self, kind: str, index: int, process: Process) -> None:
         self.kind = kind
@@ -35,6 +45,9 @@ class Child:
         self.state = "running"
         self.resume_s = 0.0
         """When a waiting child is started again, on the monotonic clock."""
+        self.code: int | None = None
+        """How it ended last."""
+        self.ended_s = 0.0
         self.failures: deque[float] = deque()
         """Times of the failures within the window."""
         self.restarts = 0
@@ -85,12 +98,19 @@ class Supervisor:
             if child.state == "running":
                 code = child.process.poll()
                 if code is not None:
-                    self._ended(child, code)
+                    logger.info("event=worker_ended worker=%s %s", child.name, describe_exit(code))
+                    child.state, child.code, child.ended_s = "ended", code, self._clock()
             elif child.state == "waiting" and self._clock() >= child.resume_s:
                 child.process = self._launcher.start(child.kind, child.index)
                 child.state = "running"
                 child.restarts += 1
                 logger.info("event=worker_restarted worker=%s pid=%d restarts=%d", child.name, child.process.pid, child.restarts)
+        for gang in self._gangs():
+            if all(child.state == "ended" for child in gang):
+                self._ended(gang)
+            elif any(child.state == "ended" and self._failed(child) and self._clock() >= child.ended_s + _GRACE_S for child in gang):
+                for child in gang:
+                    child.process.kill()
 
     def over(self, kind: str) -> bool:
         """Whether there are workers of `kind` and all of them have ended for good."""
@@ -150,7 +170,7 @@ class Supervisor:
 
     def _settle(self, child: Child) -> None:
         """While draining: what has ended, or waits for a restart, is over whatever its exit code."""
-        if child.state == "waiting":
+        if child.state in ("waiting", "ended"):
             child.state = "done"
         elif not child.over:
             code = child.process.poll()
@@ -158,29 +178,47 @@ class Supervisor:
                 logger.info("event=worker_ended worker=%s %s", child.name, describe_exit(code))
                 child.state = "done"
 
-    def _ended(self, child: Child, code: int) -> None:
-        logger.info("event=worker_ended worker=%s %s", child.name, describe_exit(code))
-        if code == Exit.DONE and child.kind not in _ENDLESS:
-            child.state = "done"
+    def _gangs(self) -> list[list[Child]]:
+        """Children that share their fate."""
+        gangs: dict[str, list[Child]] = {}
+        for child in self.children.values():
+            gangs.setdefault(child.kind if child.kind in GANGS else child.name, []).append(child)
+        return list(gangs.values())
+
+    def _failed(self, child: Child) -> bool:
+        return child.code != Exit.DONE or child.kind in _ENDLESS
+
+    def _ended(self, gang: Sequence[Child]) -> None:
+        """Decide what becomes of children that have all ended: the first that failed says why, unless a restart would not mend it."""
+        failed = sorted((child for child in gang if self._failed(child)), key=lambda child: child.ended_s)
+        fenced = next((child for child in failed if child.code == Exit.FENCED), None)
+        wrong = next((child for child in failed if child.code == Exit.CONFIG), None)
+        if not failed or fenced is not None:
+            for child in gang:
+                child.state = "done" if fenced is None else "fenced"
+            if fenced is not None:
+                self._note(f"{fenced.name} stopped: another {fenced.kind} has taken over")
             return
-        if code == Exit.FENCED:
-            child.state = "fenced"
-            self._note(f"{child.name} stopped: another {child.kind} has taken over")
-            return
-        if code == Exit.CONFIG:
-            raise self._gave_up(child, f"{child.name} cannot run with this configuration")
-        now_s = self._clock()
-        child.failures.append(now_s)
-        while child.failures and child.failures[0] < now_s - self._config.window_s:
-            child.failures.popleft()
-        if len(child.failures) > self._config.max_restarts:
+        if wrong is not None:
+            raise self._gave_up(wrong, f"{wrong.name} cannot run with this configuration")
+        self._restart(gang, failed[0])
+
+    def _restart(self, gang: Sequence[Child], failed: Child) -> None:
+        ended_with = describe_exit(failed.code or 0)
+        now_s, failures = self._clock(), gang[0].failures
+        failures.append(now_s)
+        while failures and failures[0] < now_s - self._config.window_s:
+            failures.popleft()
+        if len(failures) > self._config.max_restarts:
             raise self._gave_up(
-                child, f"{child.name} ended {len(child.failures)} times within {self._config.window_s:g} s, last with {describe_exit(code)}"
+                failed, f"{failed.name} ended {len(failures)} times within {self._config.window_s:g} s, last with {ended_with}"
             )
-        pause_s = min(MAX_BACKOFF_S, self._config.backoff_s * 2.0 ** (len(child.failures) - 1))
-        child.state = "waiting"
-        child.resume_s = now_s + pause_s
-        self._note(f"{child.name} ended with {describe_exit(code)}; restart {len(child.failures)} in {pause_s:g} s")
+        pause_s = min(MAX_BACKOFF_S, self._config.backoff_s * 2.0 ** (len(failures) - 1))
+        for child in gang:
+            child.state = "waiting"
+            child.resume_s = now_s + pause_s
+        all_of_them = f" of all {len(gang)} {gang[0].kind}s" if len(gang) > 1 else ""
+        self._note(f"{failed.name} ended with {ended_with}; restart {len(failures)}{all_of_them} in {pause_s:g} s")
 
     def _gave_up(self, child: Child, message: str) -> LaunchError:
         tail = self._launcher.tail(child.name)

@@ -25,6 +25,9 @@ MAINS: Mapping[str, str] = MappingProxyType(
 )
 """Entry point of each kind. A name, not an import: a process loads its own part only (a producer needs no torch)."""
 
+GANGS = ("trainer",)
+"""Kinds whose workers of one run are ranks of one thing: index is rank, and when one fails all are started again."""
+
 USER_CODE = ("producer", "evaluator")
 """Kinds that run the user's functions, which may need keys of services they call."""
 _SECRET_WORDS = frozenset({"TOKEN", "SECRET", "PASSWORD", "PASSWD", "KEY", "CREDENTIALS", "APIKEY"})
@@ -55,6 +58,8 @@ def num_workers(config: Config, kind: str) -> int:
         return config.engine.workers + config.evaluation.engines
     if kind == "evaluator":
         return 1 if config.data.heldout else 0
+    if kind == "trainer":
+        return config.trainer.ranks
     return 1
 
 

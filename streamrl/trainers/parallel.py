@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamrl.errors import TrainingError
+from streamrl.trainers.collectives import among_ranks
 
 
 class DataParallel:
@@ -39,7 +40,8 @@ class DataParallel:
         if self.ranks == 1:
             return
         flat = torch.cat([g.reshape(-1).float() for g in gradients])
-        dist.all_reduce(flat)
+        with among_ranks("the sum of the gradients"):
+            dist.all_reduce(flat)
         first = 0
         for g in gradients:
             g.copy_(flat[first : first + g.numel()].view_as(g))
@@ -48,5 +50,6 @@ class DataParallel:
     def sum(self, values: Tensor) -> Tensor:
         """The sum over ranks."""
         if self.ranks > 1:
-            dist.all_reduce(values)
+            with among_ranks("a sum over ranks"):
+                dist.all_reduce(values)
         return values

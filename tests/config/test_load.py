@@ -180,7 +180,11 @@ def test_bad_slice(write):
     ("text", "message"),
     [
         ("[tasks]\nhold_ahead = true\nmax_staleness = 0\n", "tasks.hold_ahead needs tasks.max_staleness >= 1"),
-        ("[trainer]\nranks = 2\n", "trainer.ranks must be 1 with `up` and `worker`, got 2"),
+        (
+            "[engine]\nkind = 'table'\n[trainer]\nbackend = 'table'\nranks = 2\n",
+            "trainer.ranks must be 1 with trainer.backend = table, got 2",
+        ),
+        ("[trainer]\nrank_timeout_s = 0\n", "trainer.rank_timeout_s must be at least 1"),
         ("[tasks]\nnum_rollouts = 1\n", "tasks.drop_zero_spread needs tasks.num_rollouts >= 2"),
         ("label_key = ''\n[warmup]\nmax_steps = 5\n", "warmup.max_steps needs data.label_key"),
         ("[evaluation]\nevery = 5\n", "evaluation.every needs data.heldout"),

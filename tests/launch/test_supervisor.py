@@ -29,15 +29,17 @@ class Team:
         config = SuperviseConfig(**{"backoff_s": 0.5, "drain_s": 20.0, **settings})  # type: ignore[arg-type]
         self.supervisor = Supervisor(launcher, config, note=self.notes.append, clock=lambda: self.now_s)
 
-    def start(self, kind: str, script: str) -> None:
-        self.scripts[kind] = script
-        self.supervisor.start(kind, 0)
+    def start(self, kind: str, *scripts: str) -> None:
+        """Start a worker for each script, with the indices from 0 on."""
+        for index, script in enumerate(scripts):
+            self.scripts[f"{kind}-{index}"] = script
+            self.supervisor.start(kind, index)
 
-    def state(self, kind: str) -> str:
-        return self.supervisor.children[f"{kind}-0"].state
+    def state(self, kind: str, index: int = 0) -> str:
+        return self.supervisor.children[f"{kind}-{index}"].state
 
-    def pid(self, kind: str) -> int:
-        return self.supervisor.children[f"{kind}-0"].process.pid
+    def pid(self, kind: str, index: int = 0) -> int:
+        return self.supervisor.children[f"{kind}-{index}"].process.pid
 
     async def tick_until(self, kind: str, state: str) -> None:
         def there() -> bool:
@@ -61,7 +63,7 @@ class Team:
             clock.cancel()
 
     def _command(self, kind: str, index: int) -> Sequence[str]:
-        return ("/bin/sh", "-c", self.scripts[kind])
+        return ("/bin/sh", "-c", self.scripts[f"{kind}-{index}"])
 
 
 @pytest.fixture
@@ -242,3 +244,59 @@ async def test_no_worker_outlives_a_supervisor_that_is_killed(run: RunDir) -> No
 
 def test_exits_are_described() -> None:
     assert [describe_exit(code) for code in (0, 3, -9, -99)] == ["exit code 0", "exit code 3", "signal SIGKILL", "signal 99"]
+
+
+async def test_a_rank_that_dies_takes_the_others_along_and_all_start_again(team: Team) -> None:
+    team.start("trainer", "sleep 600", "sleep 600", "sleep 600")
+    team.start("engine", "sleep 600")
+    first = [team.pid("trainer", rank) for rank in range(3)]
+    engine = team.pid("engine")
+    os.kill(first[1], signal.SIGKILL)
+    await until(lambda: (team.supervisor.tick(), team.state("trainer", 1) == "ended")[1])
+    assert [alive(pid) for pid in first] == [True, False, True]
+    assert team.notes == []
+    team.now_s = 2.0
+    await team.tick_until("trainer", "waiting")
+    assert [alive(pid) for pid in first] == [False] * 3
+    assert team.notes == ["trainer-1 ended with signal SIGKILL; restart 1 of all 3 trainers in 0.5 s"]
+    team.now_s = 2.5
+    team.supervisor.tick()
+    assert [team.state("trainer", rank) for rank in range(3)] == ["running"] * 3
+    assert not set(first) & {team.pid("trainer", rank) for rank in range(3)}
+    assert (team.pid("engine"), alive(engine)) == (engine, True)
+
+
+async def test_failures_of_ranks_count_once(team: Team) -> None:
+    team.start("trainer", "exit 1", "exit 1")
+    with pytest.raises(LaunchError, match=r"trainer-[01] ended 3 times within 100 s"):
+        while True:
+            team.supervisor.tick()
+            team.now_s += 0.5
+            await asyncio.sleep(0.01)
+    assert [child.restarts for child in team.supervisor.children.values()] == [2, 2]
+
+
+async def test_ranks_are_over_when_all_have_finished(team: Team) -> None:
+    go = team.run.path / "go"
+    team.start("trainer", f"while [ ! -e {go} ]; do sleep 0.01; done; exit 0", "exit 0")
+    await until(lambda: (team.supervisor.tick(), team.state("trainer", 1) == "ended")[1])
+    team.now_s = 1000.0
+    team.supervisor.tick()
+    assert team.state("trainer") == "running"
+    assert not team.supervisor.over("trainer")
+    go.touch()
+    await team.tick_until("trainer", "done")
+    assert team.supervisor.over("trainer")
+
+
+async def test_what_one_rank_says_of_its_configuration_counts_more_than_that_the_other_failed(team: Team) -> None:
+    team.start("trainer", "sleep 0.2; echo error: no such GPU; exit 2", "exit 1")
+    with pytest.raises(LaunchError, match=r"trainer-0 cannot run with this configuration.*\n.*no such GPU"):
+        await team.tick_until("trainer", "waiting")
+
+
+async def test_ranks_of_a_fenced_trainer_stay_down(team: Team) -> None:
+    team.start("trainer", "exit 3", "exit 1")
+    await team.tick_until("trainer", "fenced")
+    assert team.state("trainer", 1) == "fenced"
+    assert team.notes == ["trainer-0 stopped: another trainer has taken over"]

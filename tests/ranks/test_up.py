@@ -1,0 +1,102 @@
+"""`streamrl up` with a trainer of two ranks: it learns, loses a rank, resumes, and its log gives its ledger again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from streamrl.runtime.rundir import RunDir
+from tests.faults.processes import worker_pid
+from tests.faults.shapes import NAME
+from tests.faults.verdict import judge
+from tests.launch.processes import alive, until
+
+pytestmark = [pytest.mark.nats, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+TOML = """
+[run]
+name = "demo"
+steps = 12
+numerics = "bitwise"
+[data]
+train = "train.jsonl"
+heldout = "train.jsonl@[0:20]"
+chat_template = false
+max_prompt_tokens = 4
+[model]
+hidden = 64
+layers = 1
+intermediate = 128
+max_len = 8
+[tasks]
+batch_tasks = 16
+num_rollouts = 4
+[sampling]
+max_new_tokens = 3
+[warmup]
+max_steps = 60
+until = 0.5
+learning_rate = 5e-3
+[producer]
+concurrency = 32
+[engine]
+slots = 64
+[trainer]
+ranks = 2
+checkpoint_every = 4
+rank_timeout_s = 90
+[supervise]
+backoff_s = 0.1
+"""
+
+
+@pytest.fixture
+async def up(tmp_path: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A run that is up; its supervisor is killed at the end if it still runs."""
+    rows = [{"prompt": f"{a}{b}", "label": str((b + 3) % 10)} for b in range(10) for a in range(10)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "run.toml").write_text(TOML)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "streamrl", "up", "run.toml", "--json"),
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    yield process
+    if process.returncode is None:
+        process.kill()
+        await process.communicate()
+
+
+async def test_a_run_with_two_ranks_learns_survives_one_and_is_replayed(up: asyncio.subprocess.Process, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "runs" / NAME)
+    leader = run.log_path("trainer-0")
+    await until(lambda: leader.exists() and "checkpoint" in leader.read_text(), within_s=120)
+    ranks = [worker_pid(run, "trainer", rank) for rank in range(2)]
+    assert ranks[0] is not None and ranks[1] is not None
+    os.kill(ranks[1], signal.SIGKILL)
+    await until(lambda: not alive(ranks[0]))
+    out, err = await asyncio.wait_for(up.communicate(), 150)
+    assert up.returncode == 0, err.decode()
+    summary = json.loads(out)
+    assert summary["steps"] == 12
+    assert summary["heldout_last"] >= 0.5
+    said = run.events_path.read_text()
+    assert "trainer-1 ended with signal SIGKILL; restart 1 of all 2 trainers" in said
+    assert said.count("event=worker_restarted worker=trainer-") == 2
+    assert run.log_path("trainer-1").read_text().count("event=following rank=1") == 2
+    generations = {line.rpartition("generation=")[2] for line in leader.read_text().splitlines() if "event=ranks_met" in line}
+    assert len(generations) == 2
+    # The audit, and a replay that starts both ranks by itself: equal digests, equal fingerprint.
+    verdict = await judge(run)
+    assert verdict.problems == []
+    assert verdict.counts["fences"] == 2

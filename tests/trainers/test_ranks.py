@@ -1,0 +1,120 @@
+"""A trainer with two ranks, led by this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamrl.config.tree import Config, TrainerConfig
+from streamrl.core.batches import TrainBatch
+from streamrl.errors import TrainingError
+from streamrl.schemas.versions import Version
+from streamrl.trainers.factory import make_trainer
+from streamrl.trainers.gang import Meeting, MeetingPlace, attend
+from streamrl.trainers.local_ranks import opened_trainer
+from streamrl.trainers.protocol import Role
+from tests.faults.processes import find
+
+Rollouts = Callable[..., TrainBatch]
+CONFIG = Config(trainer=TrainerConfig(ranks=2, rank_timeout_s=60.0))
+MODULE = "streamrl.trainers.local_ranks"
+
+
+def test_two_ranks_do_everything_as_one_and_load_what_only_one_sees(model_dir: Path, rollouts: Rollouts, tmp_path: Path) -> None:
+    alone = make_trainer(Config(), model_dir)
+    with opened_trainer(CONFIG, model_dir) as trainer:
+        assert len(find(MODULE)) == 1
+        assert trainer.digest() == alone.digest()  # type: ignore[attr-defined]
+        np.testing.assert_allclose(trainer.score(rollouts(0), Role.POLICY), alone.score(rollouts(0), Role.POLICY), atol=1e-5)
+        first = trainer.step(rollouts(0))
+        assert first.metrics == pytest.approx(alone.step(rollouts(0)).metrics, rel=1e-3, abs=1e-4)
+        trainer.save(tmp_path / "at", b"state", version=Version(0, 1)).result()
+        second = trainer.step(rollouts(1))
+        shards = {shard.name for shard in trainer.shards()}
+        assert shards == {shard.name for shard in alone.shards()}
+        # The other rank has not opened this descriptor, as if the path were on another host.
+        descriptor = os.open(tmp_path / "at", os.O_RDONLY | os.O_DIRECTORY)
+        assert trainer.load(Path(f"/proc/self/fd/{descriptor}")) == b"state"
+        os.close(descriptor)
+        assert trainer.step(rollouts(1)) == second
+        assert trainer.load(tmp_path / "at") == b"state"
+        assert trainer.step(rollouts(1)) == second
+    assert find(MODULE) == []
+    with opened_trainer(CONFIG, model_dir) as trainer:
+        assert trainer.step(rollouts(0)) == first
+
+
+def test_a_rank_that_is_killed_ends_the_step(model_dir: Path, rollouts: Rollouts) -> None:
+    with pytest.raises(TrainingError, match="needs all ranks of the trainer") as caught, opened_trainer(CONFIG, model_dir) as trainer:
+        trainer.step(rollouts(0))
+        (pid,) = find(MODULE)
+        os.kill(pid, signal.SIGKILL)
+        for step in range(1, 3):
+            trainer.step(rollouts(step))
+    assert "logs/trainer-<rank>.log" in caught.value.hint
+
+
+def test_a_rank_that_hangs_ends_the_step_within_the_timeout(model_dir: Path, rollouts: Rollouts) -> None:
+    config = Config(trainer=TrainerConfig(ranks=2, rank_timeout_s=15.0))
+    with pytest.raises(TrainingError, match="needs all ranks of the trainer"), opened_trainer(config, model_dir) as trainer:
+        trainer.step(rollouts(0))
+        (pid,) = find(MODULE)
+        os.kill(pid, signal.SIGSTOP)
+        trainer.step(rollouts(1))
+    assert find(MODULE) == []
+
+
+def test_ranks_that_begin_with_other_weights_are_refused(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import streamrl.trainers.local_ranks as local_ranks
+
+    real: Any = make_trainer
+
+    def changed(config: Config, path: Path) -> Any:
+        trainer = real(config, path)
+        trainer._parameters[0][1].data[0] += 1
+        return trainer
+
+    monkeypatch.setattr(local_ranks, "make_trainer", changed)
+    with pytest.raises(TrainingError, match="same parameters on all ranks at the start, got digests"), opened_trainer(CONFIG, model_dir):
+        pass
+
+
+def test_a_rank_that_cannot_start_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = Config(trainer=TrainerConfig(ranks=2, device="cuda"))
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU")
+    with pytest.raises(TrainingError, match="rank 1 of the trainer ended at once"), opened_trainer(config, tmp_path):
+        pass
+    assert "rank 1: error: expected GPU 1 for rank 1" in capfd.readouterr().err
+
+
+def test_nobody_joins_a_meeting_that_is_not_his() -> None:
+    meeting = Meeting("127.0.0.1", ranks=3, timeout_s=5.0)
+    place = meeting.place
+
+    def come(at: MeetingPlace, rank: int) -> object:
+        return attend(at, rank=rank, ranks=3, cuda=False, timeout_s=5.0, stop=lambda: True)
+
+    assert meeting.missing() == [1, 2]
+    assert come(MeetingPlace(place.host, place.port, "of another gang"), 1) is None
+    assert meeting.missing() == [1, 2]
+    assert come(place, 1) is None  # came, and was told to stop
+    assert meeting.missing() == [2]
+    assert come(place, 1) is None
+    assert meeting.missing() == [2]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        assert come(MeetingPlace("127.0.0.1", free.getsockname()[1], place.generation), 2) is None
+    with pytest.raises(TrainingError, match=r"rank 0 of the trainer cannot listen on '192\.0\.2\.1'"):
+        Meeting("192.0.2.1", ranks=2, timeout_s=5.0)
