@@ -13,13 +13,17 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are drawn; the names are SGLang's. The log-probs kept with a sample are those of this distribution."""
 
     max_new_tokens: int = 64
+    """Longest completion."""
     temperature: float = 1.0
     """0 means greedy (evaluation only: a trained token needs a log-prob)."""
     top_p: float = 1.0
+    """Draw from the likeliest tokens that have this probability together; 1: all."""
     top_k: int = -1
-    """-1: all tokens."""
+    """Draw from this many of the likeliest tokens; -1: all."""
     stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a completion, beside the model's own end."""
     ignore_eos: bool = False
+    """Do not end at the model's own end."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:

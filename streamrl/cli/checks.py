@@ -5,10 +5,21 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from streamrl.errors import ConfigError
+
 
 def add_verbs(verbs: Any) -> None:
     """Add the verbs to argparse's sub-parsers."""
-    doctor = verbs.add_parser("doctor", help="check that this machine can run streamrl")
+    doctor = verbs.add_parser(
+        "doctor",
+        help="check that this machine can run streamrl",
+        description="Check this machine, what a configuration asks of it, or the bus of a run. Exit code 1 if a check fails.",
+    )
+    doctor.add_argument("config", nargs="?", metavar="TOML", help="also check what this configuration asks for")
+    doctor.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one key; may be repeated"
+    )
+    doctor.add_argument("--run", help="also check what this run asks for, whether its bus answers, and its clock")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.add_argument("--dir", default="runs", help="directory that will hold the runs")
     doctor.set_defaults(run_verb=run_doctor)
@@ -16,8 +27,21 @@ def add_verbs(verbs: Any) -> None:
 
 def run_doctor(arguments: argparse.Namespace) -> int:
     """Print the checks; 1 if one of them failed."""
-    from streamrl.launch.doctor import examine, print_checks
+    from streamrl.launch.doctor import examine, examine_config, examine_run
+    from streamrl.launch.findings import print_checks
+    from streamrl.runtime.rundir import RunDir
 
+    if arguments.config and arguments.run:
+        raise ConfigError("expected a TOML file or --run, got both", hint="a run has a configuration of its own; leave one of them out")
+    if arguments.overrides and not arguments.config:
+        raise ConfigError(
+            "--set needs a TOML file to be put over, got none", hint="for example `streamrl doctor my.toml --set bus.port=4222`"
+        )
+    run = RunDir.find(arguments.run, base=arguments.dir) if arguments.run else None
     checks = examine(arguments.dir)
+    if arguments.config:
+        checks += examine_config(arguments.config, arguments.overrides)
+    if run is not None:
+        checks += examine_run(run)
     print_checks(checks, as_json=arguments.json)
     return 1 if any(check.state == "fail" for check in checks) else 0

@@ -2,49 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
-import os
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
-
-import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from streamrl.bus.server import find_binary
-from streamrl.errors import LaunchError
+from streamrl.config.load import load
+from streamrl.errors import ConfigError, LaunchError
+from streamrl.launch.findings import Check
+from streamrl.launch.limits import check_cores, check_disk, check_files, check_memory, check_shm
+from streamrl.launch.lock import holder
+from streamrl.launch.run_checks import check_bus, check_config
+from streamrl.runtime.rundir import RunDir
 
 _MIN_PYTHON = (3, 11)
-_WARN_DISK_BYTES, _MIN_DISK_BYTES = 8 << 30, 1 << 30
-_MIN_SHM_BYTES = 256 << 20
 _RELEASED_S = 1_760_000_000.0
 """Unix time before this code was written: a clock that shows less is wrong."""
-_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
-
-
-class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One finding."""
-
-    name: str
-    state: Literal["ok", "warn", "fail"]
-    found: str
-    hint: str = ""
 
 
 def examine(runs_dir: str | Path = "runs") -> list[Check]:
-    """All checks; loads torch, so it takes a second or two."""
+    """What every run needs; loads torch, so it takes a second or two."""
     return [
         check_python(),
         check_torch(),
         *check_packages(),
         check_gpus(),
+        check_cores(),
+        check_memory(),
+        check_files(),
         check_nats_server(),
         check_ports(),
         check_disk(Path(runs_dir)),
@@ -53,18 +44,28 @@ def examine(runs_dir: str | Path = "runs") -> list[Check]:
     ]
 
 
-def print_checks(checks: list[Check], *, as_json: bool) -> None:
-    """To stdout."""
-    if as_json:
-        print(msgspec.json.format(msgspec.json.encode(checks), indent=2).decode())
-        return
-    table = Table(box=None, padding=(0, 2))
-    for title in ("check", "state", "found"):
-        table.add_column(title)
-    for check in checks:
-        hint = f"\nhint: {check.hint}" if check.hint else ""
-        table.add_row(check.name, f"[{_COLOURS[check.state]}]{check.state}[/]", check.found + hint)
-    Console().print(table)
+def examine_config(path: str, overrides: Sequence[str] = ()) -> list[Check]:
+    """What a TOML file asks for; a file that cannot be used is a finding, too."""
+    try:
+        config = load(path, overrides)
+    except ConfigError as error:
+        return [Check(name="config", state="fail", found=error.message, hint=error.hint)]
+    return [Check(name="config", state="ok", found=path), *check_config(config, num_gpus=count_gpus())]
+
+
+def examine_run(run: RunDir) -> list[Check]:
+    """What a run asks for, and whether its bus answers."""
+    up = holder(run) is not None
+    return [*check_config(run.load_config(), num_gpus=count_gpus(), up=up), *asyncio.run(check_bus(run))]
+
+
+def count_gpus() -> int:
+    """CUDA devices that torch sees; 0 without torch."""
+    if importlib.util.find_spec("torch") is None:
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Check:
@@ -82,7 +83,7 @@ def check_torch() -> Check:
     import torch
 
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-    return Check(name="torch", state="ok", found=f"{torch.__version__} ({build}), {os.cpu_count()} CPUs")
+    return Check(name="torch", state="ok", found=f"{torch.__version__} ({build}), {torch.get_num_threads()} threads")
 
 
 def check_packages() -> list[Check]:
@@ -99,7 +100,7 @@ def check_packages() -> list[Check]:
 def check_gpus() -> Check:
     """CUDA devices that torch sees."""
     if importlib.util.find_spec("torch") is None:
-        return Check(name="gpus", state="warn", found="unknown without torch")
+        return Check(name="gpus", state="warn", found="unknown without torch", hint="install torch first")
     import torch
 
     if not torch.cuda.is_available():
@@ -141,36 +142,6 @@ def check_ports() -> Check:
     for one in sockets:
         one.close()
     return Check(name="ports", state="ok", found="free ports on 127.0.0.1")
-
-
-def check_disk(runs_dir: Path) -> Check:
-    """Room and rights where runs go."""
-    place = runs_dir.absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    found = f"{free / 2**30:.1f} GB free at {place}"
-    try:
-        with tempfile.TemporaryFile(dir=place):
-            pass
-    except OSError as error:
-        return Check(name="disk", state="fail", found=f"{place}: {error.strerror}", hint="choose another place with --set run.dir=DIR")
-    if free < _MIN_DISK_BYTES:
-        return Check(name="disk", state="fail", found=found, hint="free some space, or choose another place with --set run.dir=DIR")
-    if free < _WARN_DISK_BYTES:
-        return Check(name="disk", state="warn", found=found, hint="lower bus.samples_bytes and bus.blobs_bytes, or free some space")
-    return Check(name="disk", state="ok", found=found)
-
-
-def check_shm(place: Path = Path("/dev/shm")) -> Check:
-    """Shared memory, over which weights reach the engines of one host."""
-    if not place.is_dir():
-        return Check(name="shm", state="warn", found=f"no {place}", hint='set weights.transport = "bus"')
-    free = shutil.disk_usage(place).free
-    found = f"{free / 2**30:.1f} GB free at {place}"
-    if free < _MIN_SHM_BYTES:
-        return Check(name="shm", state="warn", found=found, hint='raise it (docker run --shm-size=8g), or set weights.transport = "bus"')
-    return Check(name="shm", state="ok", found=found)
 
 
 def check_clock() -> Check:

@@ -188,6 +188,11 @@ class JetStreamBus:
         first = state.first_seq if state.messages else state.last_seq + 1
         return StreamState(info.created, first, state.last_seq, state.bytes, state.messages, info.config.get("max_bytes", -1))
 
+    async def clock_s(self) -> float | None:
+        """Unix seconds by the server's clock; None where it does not say (before version 2.10)."""
+        reply = await admin.info(self._connection, self._name(subjects.SAMPLES))
+        return unix_seconds(reply.ts) if reply.ts else None
+
     async def trim(self, stream: str, *, through: int) -> None:
         # A purge beyond the end would move the end, and one from sequence 0 would remove everything.
         through = min(through, (await self.state(stream)).last)

@@ -56,6 +56,8 @@ class StreamInfoReply(msgspec.Struct, frozen=True):
     """Answer to STREAM.INFO, CREATE and UPDATE."""
 
     created: str = ""
+    ts: str = ""
+    """When the server answered, by its clock."""
     config: dict[str, Any] = {}
     state: StreamStateReply = StreamStateReply()
     total: int = 0
