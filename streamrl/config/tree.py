@@ -153,6 +153,7 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     """`exact_match`; `gsm8k`: the final number; a custom reward as `file.py:name`, `pkg.mod:name` or `pkg.mod.name`; or `late`: samples are
     published without one."""
     options: dict[str, Any] = {}
+    """Handed to a custom reward as keyword arguments."""
     late_versions: int = 8
     """Versions that a complete group waits for rewards that come late; then it is dropped as `unrewarded`. 0: for ever."""
 
@@ -167,9 +168,13 @@ class OptimizerConfig(Section, frozen=True, kw_only=True):
     warmup_steps: int = 0
     """Steps of linear rise from 0."""
     beta1: float = 0.9
+    """Decay of the mean of the gradients."""
     beta2: float = 0.95
+    """Decay of the mean of their squares."""
     eps: float = 1e-8
+    """Added to the root of that mean."""
     weight_decay: float = 0.0
+    """Part of a parameter that is taken away, times the rate."""
     clip_norm: float = 1.0
     """Global gradient norm is clipped to this; 0: not clipped."""
 
@@ -180,6 +185,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     name: str = "main"
     """Name of this trainer: its ledger and its position are kept under it."""
     backend: Literal["torch", "table"] = "torch"
+    """`torch`: a Hugging Face model. `table`: the tabular policy of engine.kind = "table", without any framework."""
     ranks: int = 1
     """Processes that share each batch and sum their gradients (over gloo, on GPUs over NCCL); torch only."""
     rank_timeout_s: float = 300.0
@@ -272,9 +278,11 @@ class BusConfig(Section, frozen=True, kw_only=True):
     url: str = ""
     """`nats://` or `tls://` URL of an existing cluster; empty: a server is started on loopback with random credentials."""
     user: str = ""
+    """User name at an existing cluster."""
     password_file: str = ""
     """File that holds the password."""
     token_file: str = ""
+    """File that holds a token, instead of user and password."""
     credentials_file: str = ""
     """NATS .creds file."""
     ca_file: str = ""
@@ -305,6 +313,7 @@ class SuperviseConfig(Section, frozen=True, kw_only=True):
     max_restarts: int = 10
     """Restarts of one worker within a window before the run is given up."""
     window_s: float = 300.0
+    """Length of that window."""
     backoff_s: float = 0.5
     """First pause before a restart; doubles up to 30 s."""
     drain_s: float = 30.0
