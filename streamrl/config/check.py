@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.config.check_engine import check_sglang
+from streamrl.config.check_ray import check_ray
 from streamrl.config.hosts import is_loopback, servers
 from streamrl.config.paths import DATASETS, DIRECTORIES, FILES, FUNCTIONS, parse_dataset
 from streamrl.config.tree import BusConfig, Config, require
@@ -85,6 +86,7 @@ def check(config: Config) -> None:
     _check_debug(config)
     _check_model(config)
     check_sglang(config)
+    check_ray(config)
     _check_bus(config)
 
 

@@ -82,7 +82,7 @@ def _check_gpus(config: Config) -> None:
             "name tensor_parallel GPUs for each engine",
             "sglang.gpus",
         )
-    if not sglang.gpus and workers > 1 and sglang.flags.get("device") != "cpu":
+    if not sglang.gpus and workers > 1 and sglang.flags.get("device") != "cpu" and not config.ray.address:
         _fail(
             f"{workers} engines need engine.sglang.gpus, got {{}}: all of them would take the first GPU",
             [],

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from streamrl.config.engines import EngineConfig
+from streamrl.config.ray import RayConfig
 from streamrl.errors import ConfigError
 from streamrl.schemas.subjects import check_name
 from streamrl.schemas.tasks import Sampling
@@ -354,6 +355,7 @@ class Config(Section, frozen=True, kw_only=True):
     evaluation: EvaluationConfig = EvaluationConfig()
     bus: BusConfig = BusConfig()
     supervise: SuperviseConfig = SuperviseConfig()
+    ray: RayConfig = RayConfig()
     debug: DebugConfig = DebugConfig()
 
     def __post_init__(self) -> None:

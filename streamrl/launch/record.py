@@ -44,6 +44,7 @@ FREE_KEYS = (
     "evaluation",
     "bus",
     "supervise",
+    "ray",
     "debug.token_delay_s",
     "debug.token_delay_sigma",
 )

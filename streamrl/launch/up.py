@@ -16,7 +16,7 @@ from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
 from streamrl.errors import BusError, LaunchError
 from streamrl.launch.follow import Follower, read_totals
-from streamrl.launch.local import LocalLauncher
+from streamrl.launch.launchers import opened_launcher
 from streamrl.launch.lock import locked
 from streamrl.launch.outcome import Outcome, conclude
 from streamrl.launch.prepare import prepare
@@ -73,7 +73,7 @@ async def up(config: Config, display: Display, *, launcher: Launcher | None = No
     Args:
         config: checked.
         display: shows the run.
-        launcher: starts the workers; None: child processes of this one.
+        launcher: starts the workers; None: the one that the configuration asks for.
 
     Raises:
         LaunchError: the run is up already, or a worker cannot be kept running.
@@ -83,9 +83,19 @@ async def up(config: Config, display: Display, *, launcher: Launcher | None = No
     run = RunDir(Path(config.run.dir) / config.run.name)
     run.create()
     stops = Stops()
-    with locked(run), stops.listening(), display:
+
+    def note(text: str) -> None:
+        logger.info("event=note text=%s", text)
+        display.note(text)
+
+    with contextlib.ExitStack() as opened:
+        opened.enter_context(locked(run))
+        opened.enter_context(display)
         configure_logging(f"supervisor-{config.run.name}", file=run.events_path, stderr=False)
-        session = Session(config, run, display, stops, launcher or LocalLauncher(run, config))
+        if launcher is None:
+            launcher, config = opened.enter_context(opened_launcher(config, run, note))
+        opened.enter_context(stops.listening())
+        session = Session(config, run, display, stops, launcher)
         body = asyncio.create_task(session.run_to_end())
         at_once = asyncio.create_task(stops.now.wait())
         await asyncio.wait((body, at_once), return_when=asyncio.FIRST_COMPLETED)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
+from streamrl.config.ray import OWN_GPUS_VARIABLE
 from streamrl.config.tree import Config, TrainerConfig
 from streamrl.errors import ConfigError
 
 
 def training_device(trainer: TrainerConfig, rank: int = 0) -> torch.device:
-    """The device of one rank.
+    """The device of one rank: GPU `trainer.gpu + rank`, or `trainer.gpu` where each rank sees GPUs of its own only.
 
     Raises:
         ConfigError: a GPU was asked for that is not there.
     """
     if trainer.device == "cpu" or (trainer.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    index, count = trainer.gpu + rank, torch.cuda.device_count()
+    own = bool(os.environ.get(OWN_GPUS_VARIABLE))
+    index, count = trainer.gpu + (0 if own else rank), torch.cuda.device_count()
     if index >= count:
         raise ConfigError(
             f"expected GPU {index} for rank {rank} of the trainer, this process sees {count}",

@@ -1,0 +1,110 @@
+"""What a run asks of a cluster, whether it fits, and what the places found mean."""
+
+from __future__ import annotations
+
+import pytest
+
+from streamrl.config.engines import EngineConfig, SglangConfig
+from streamrl.config.ray import PlaceConfig, RayConfig
+from streamrl.config.tree import BusConfig, Config, EvaluationConfig, TrainerConfig, WeightsConfig
+from streamrl.errors import LaunchError
+from streamrl.launch.placement import Group, Node, check_fits, fitted, groups
+
+OPEN = {"bus": BusConfig(host="0.0.0.0"), "engine": EngineConfig(host="0.0.0.0")}
+
+
+def asks(config: Config, gpus: float) -> dict[str, tuple[int, dict[str, float]]]:
+    return {group.kind: (group.count, dict(group.ask)) for group in groups(config, gpus)}
+
+
+def test_gpus_are_asked_for_where_there_are_some() -> None:
+    assert asks(Config(), 0) == {"trainer": (1, {"CPU": 1.0}), "engine": (1, {"CPU": 1.0})}
+    assert asks(Config(), 2) == {"trainer": (1, {"CPU": 1.0, "GPU": 1.0}), "engine": (1, {"CPU": 1.0, "GPU": 1.0})}
+    assert asks(Config(trainer=TrainerConfig(device="cpu")), 2)["trainer"] == (1, {"CPU": 1.0})
+    assert asks(Config(trainer=TrainerConfig(device="cuda", ranks=4)), 0)["trainer"] == (4, {"CPU": 1.0, "GPU": 1.0})
+    served = EngineConfig(kind="sglang", workers=2, sglang=SglangConfig(tensor_parallel=2))
+    assert asks(Config(engine=served, evaluation=EvaluationConfig(engines=1)), 8)["engine"] == (3, {"CPU": 1.0, "GPU": 2.0})
+    on_cpu = EngineConfig(kind="sglang", sglang=SglangConfig(flags={"device": "cpu"}))
+    assert asks(Config(engine=on_cpu), 8)["engine"] == (1, {"CPU": 1.0})
+
+
+def test_one_gpu_is_shared_by_one_rank_and_local_engines_unless_the_user_has_chosen() -> None:
+    found = asks(Config(engine=EngineConfig(workers=2)), 1)
+    assert (found["trainer"][1]["GPU"], found["engine"][1]["GPU"]) == (0.33, 0.33)
+    chosen = RayConfig(trainer=PlaceConfig(gpus=0.5, cpus=0), engine=PlaceConfig(gpus=0.25, resources={"fast": 1}, strategy="SPREAD"))
+    found = asks(Config(ray=chosen), 1)
+    assert found == {"trainer": (1, {"GPU": 0.5}), "engine": (1, {"CPU": 1.0, "GPU": 0.25, "fast": 1})}
+    two_ranks = asks(Config(trainer=TrainerConfig(ranks=2)), 1)
+    assert two_ranks["trainer"][1]["GPU"] == 1.0
+
+
+def node(host: str, **total: float) -> Node:
+    return Node(id=host, host=host, total=total)
+
+
+@pytest.mark.parametrize(
+    ("asked", "nodes", "why"),
+    [
+        (
+            [Group("engine", 3, {"GPU": 1.0}, "PACK")],
+            [node("a", GPU=2.0)],
+            r"3 engines with 1 GPU each; there is 2 GPU in all \(a: 2 GPU\)",
+        ),
+        (
+            [Group("engine", 1, {"GPU": 4.0}, "PACK")],
+            [node("a", GPU=2.0), node("b", GPU=2.0)],
+            r"there is no node with 4 GPU \(a: 2 GPU; b: 2",
+        ),
+        ([Group("trainer", 3, {"GPU": 1.0}, "STRICT_PACK")], [node("a", GPU=2.0), node("b", GPU=2.0)], "no node with 3 GPU"),
+        ([Group("trainer", 3, {"CPU": 1.0}, "STRICT_SPREAD")], [node("a", CPU=9.0), node("b", CPU=9.0)], "2 nodes for 3 workers"),
+        ([Group("engine", 1, {"fast": 1.0}, "PACK")], [node("a", CPU=9.0, memory=1e9)], r"there is 0 fast in all \(a: 9 CPU\)"),
+        ([Group("engine", 1, {"CPU": 1.0}, "PACK")], [], "no node is alive"),
+    ],
+)
+def test_what_can_never_fit_is_said_with_what_there_is(asked: list[Group], nodes: list[Node], why: str) -> None:
+    with pytest.raises(LaunchError, match=why) as caught:
+        check_fits(asked, nodes)
+    assert "engine.workers" in caught.value.hint
+
+
+def test_fractions_of_a_gpu_add_up() -> None:
+    thirds = [Group("trainer", 1, {"GPU": 0.34}, "PACK"), Group("engine", 2, {"GPU": 0.33}, "PACK")]
+    check_fits(thirds, [node("a", GPU=1.0)])
+    with pytest.raises(LaunchError, match="does not fit"):
+        check_fits([*thirds, Group("engine", 1, {"GPU": 0.01}, "PACK")], [node("a", GPU=1.0)])
+
+
+def test_on_one_host_nothing_changes() -> None:
+    config = Config()
+    assert fitted(config, {"trainer-0": "a", "engine-0": "a"}, home="a", others=["a"]) is config
+
+
+def test_weights_go_over_the_bus_to_other_hosts() -> None:
+    hosts = {"trainer-0": "a", "engine-0": "a", "engine-1": "b"}
+    config = Config(**OPEN)
+    assert fitted(config, hosts, home="a", others=["a"]).weights == WeightsConfig(transport="bus")
+    mirrored = Config(**OPEN, weights=WeightsConfig(also_on_bus=True))
+    assert fitted(mirrored, hosts, home="a", others=["a"]) is mirrored
+    # Trainer and engines together elsewhere share their host's memory.
+    assert fitted(config, {"trainer-0": "b", "engine-0": "b"}, home="a", others=["a"]) is config
+
+
+@pytest.mark.parametrize(
+    ("bus", "said"),
+    [
+        (BusConfig(), "bus.host is 127.0.0.1, which never leaves that machine"),
+        (BusConfig(url="nats://localhost:4222"), "bus.url is nats://localhost:4222, which never leaves that machine"),
+    ],
+)
+def test_a_bus_that_others_cannot_reach_is_refused(bus: BusConfig, said: str) -> None:
+    with pytest.raises(LaunchError, match=f"workers on b cannot reach the bus on a: {said}"):
+        fitted(Config(bus=bus), {"trainer-0": "a", "engine-0": "b"}, home="a", others=["a"])
+    fitted(Config(bus=BusConfig(url="tls://nats:4222"), engine=OPEN["engine"]), {"trainer-0": "a", "engine-0": "b"}, home="a", others=["a"])
+
+
+def test_an_engine_that_producers_cannot_reach_is_refused() -> None:
+    config = Config(bus=OPEN["bus"])
+    with pytest.raises(LaunchError, match=r"producers on a cannot reach engines on b: engine\.host is 127\.0\.0\.1"):
+        fitted(config, {"trainer-0": "a", "engine-0": "b"}, home="a", others=["a"])
+    with pytest.raises(LaunchError, match=r"producers on a, b cannot reach engines on a"):
+        fitted(config, {"trainer-0": "a", "engine-0": "a"}, home="a", others=["a", "b"])

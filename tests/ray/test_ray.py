@@ -1,0 +1,201 @@
+"""`streamrl up` on Ray: of this machine, and on two nodes that are this machine under two addresses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.launch.placed import PlacedWorker
+from streamrl.runtime.rundir import RunDir
+from streamrl.runtime.service import Exit
+from tests.faults.processes import find, worker_pid
+from tests.launch.processes import alive, until
+
+pytest.importorskip("ray", reason="the extra `ray` is not installed")
+pytestmark = [pytest.mark.nats, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+TOML = """
+[run]
+name = "digits"
+steps = 15
+[data]
+train = "train.jsonl"
+heldout = "heldout.jsonl"
+chat_template = false
+[tasks]
+batch_tasks = 8
+num_rollouts = 4
+[sampling]
+max_new_tokens = 3
+[warmup]
+max_steps = 200
+until = 0.2
+learning_rate = 0.1
+[engine]
+kind = "table"
+[trainer]
+backend = "table"
+checkpoint_every = 5
+[trainer.optimizer]
+learning_rate = 0.05
+[supervise]
+backoff_s = 0.1
+[ray.trainer]
+cpus = 0.5
+[ray.engine]
+cpus = 0.5
+"""
+ENDLESS = ("--set", "tasks.drop_zero_spread=false", "--set", "run.steps=100000")
+ACROSS = ("bus.host=0.0.0.0", "bus.advertise=127.0.0.1", "engine.host=0.0.0.0", "engine.advertise=127.0.0.1")
+Start = Callable[..., Awaitable[asyncio.subprocess.Process]]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """The last digit plus 3, which a table can hold."""
+    (tmp_path / "run.toml").write_text(TOML)
+    rows = [{"prompt": f"{a}{b}", "label": str((b + 3) % 10)} for a in range(10) for b in range(10)]
+    for name, part in (("train", rows[10:]), ("heldout", rows[:10])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    return tmp_path
+
+
+@pytest.fixture
+def run(place: Path) -> RunDir:
+    return RunDir(place / "runs" / "digits")
+
+
+@pytest.fixture
+async def start(place: Path) -> AsyncIterator[Start]:
+    """Starts a Python program in `place`; it is asked to end at the end, and killed where it does not."""
+    started: list[asyncio.subprocess.Process] = []
+
+    async def one(*words: str) -> asyncio.subprocess.Process:
+        pipe = asyncio.subprocess.PIPE
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *words, cwd=place, env=environment, stdin=pipe, stdout=pipe, stderr=pipe
+        )
+        started.append(process)
+        return process
+
+    yield one
+    for process in reversed(started):
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            await asyncio.wait_for(process.communicate(), 20)
+        except TimeoutError:
+            process.kill()
+            await process.communicate()
+
+
+async def up(start: Start, address: str, *values: str) -> asyncio.subprocess.Process:
+    words = [word for value in (f"ray.address={address}", *values) for word in ("--set", value)]
+    return await start("-m", "streamrl", "up", "run.toml", "--json", *words)
+
+
+async def said(process: asyncio.subprocess.Process) -> tuple[int | None, str, str]:
+    out, err = await asyncio.wait_for(process.communicate(), 120)
+    return process.returncode, out.decode(), err.decode()
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+async def test_a_run_on_a_ray_of_its_own_survives_its_workers_and_its_actors(start: Start, run: RunDir) -> None:
+    process = await up(start, "local", "tasks.drop_zero_spread=false", "run.steps=60")
+    log = run.log_path("trainer-0")
+    await until(lambda: log.exists() and "checkpoint" in log.read_text() and worker_pid(run, "engine"), within_s=90)
+    engine, trainer = worker_pid(run, "engine"), worker_pid(run, "trainer")
+    assert engine is not None and trainer is not None
+    os.kill(engine, signal.SIGKILL)
+    # The actor takes its worker along.
+    os.kill(parent(trainer), signal.SIGKILL)
+    await until(lambda: not alive(trainer))
+    code, out, err = await said(process)
+    assert code == 0, err
+    summary: Any = json.loads(out)
+    assert (summary["steps"], summary["heldout_last"]) == (60, 1.0)
+    events = run.events_path.read_text()
+    assert "engine-0 ended with signal SIGKILL; restart 1 in 0.1 s" in events
+    assert "event=actor_lost worker=trainer-0" in events
+    assert events.count("event=worker_restarted worker=engine-0") == 1
+    assert events.count("event=worker_restarted worker=trainer-0") == 1
+    assert find("worker", "--run", str(run.path)) == []
+    code, out, err = await said(await start("-m", "streamrl", "replay", "digits", "--verify", "--json"))
+    assert code == 0, err
+    assert json.loads(out)["ok"] is True
+
+
+async def test_engines_on_another_node_get_their_weights_over_the_bus(start: Start, run: RunDir) -> None:
+    cluster = await start(str(ROOT / "tests" / "ray" / "two_nodes.py"))
+    assert cluster.stdin is not None and cluster.stdout is not None
+    address = (await asyncio.wait_for(cluster.stdout.readline(), 90)).decode().strip()
+    there = ("ray.engine.resources={engines=1}", "engine.workers=2")
+
+    code, _, err = await said(await up(start, address, *there, "ray.engine.gpus=1"))
+    assert code == 1
+    assert "it asks for 1 trainer with 0.5 CPU each; 2 engines with 0.5 CPU, 1 GPU, 1 engines each; there is 0 GPU in all" in err
+    assert "hint: lower engine.workers" in err
+
+    code, _, err = await said(await up(start, address, *there))
+    assert code == 1
+    assert "workers on 127.0.0.2 cannot reach the bus on" in err
+    assert "hint: set bus.host" in err
+
+    code, out, err = await said(await up(start, address, *there, *ACROSS))
+    assert code == 0, err
+    summary: Any = json.loads(out)
+    assert (summary["steps"], summary["heldout_last"]) == (15, 1.0)
+    events = run.events_path.read_text()
+    assert {f"event=placed worker=engine-{index} host=127.0.0.2" in events for index in range(2)} == {True}
+    assert "weights.transport = bus instead of shm" in events
+    assert run.load_config().weights.transport == "bus"
+
+    cluster.stdin.write(b"hold\n")
+    assert (await asyncio.wait_for(cluster.stdout.readline(), 60)) == b"held\n"
+    code, _, err = await said(await up(start, address, *there, *ACROSS, "ray.start_timeout_s=3"))
+    assert code == 1
+    assert "no room came within ray.start_timeout_s = 3 s" in err
+
+
+async def test_a_host_that_sees_no_run_directory_makes_its_own(start: Start, run: RunDir, place: Path) -> None:
+    """An actor's body on this machine, whose run directory of the same name lies elsewhere."""
+    process = await start("-m", "streamrl", "up", "run.toml", "--plain", *ENDLESS)
+    await until(lambda: worker_pid(run, "producer") and run.log_path("trainer-0").exists(), within_s=60)
+    elsewhere = RunDir(place / "other-host" / "digits")
+    paths = (run.engine_token_path, run.bus_path_of("producer"))
+    files = {str(path.relative_to(run.path)): path.read_bytes() for path in paths}
+    body = PlacedWorker(str(elsewhere.path), run.config_path.read_text(), files, "producer", 7, False)
+    pid = await body.start()
+    assert pid > 0, await body.tail()
+    waiting = asyncio.create_task(body.wait())
+    log = elsewhere.log_path("producer-7")
+    await until(lambda: log.exists() and "event=started" in log.read_text(), within_s=60)
+    assert "worker=producer-7" in await body.tail()
+    assert elsewhere.role_path("producer").stat().st_mode & 0o777 == 0o600
+    assert not elsewhere.role_path("trainer").exists()
+    await body.stop()
+    assert await asyncio.wait_for(waiting, 30) == Exit.DONE
+    process.send_signal(signal.SIGINT)
+    assert (await said(process))[0] == 0
+
+
+async def test_a_place_without_room_for_a_run_directory_says_so(run: RunDir, place: Path) -> None:
+    (place / "file").touch()
+    token = {"credentials/engine-token": b"secret"}
+    body = PlacedWorker(str(place / "file" / "digits"), "{}", token, "producer", 0, False)
+    assert await body.start() == 0
+    assert await body.wait() == Exit.FAILED
+    assert "cannot be made" in await body.tail()

@@ -1,0 +1,31 @@
+"""Two Ray nodes on this machine under two addresses: `two_nodes.py`; prints the cluster's address, and ends with its standard input.
+
+The second node is 127.0.0.2 and has the resource `engines`, 2 of it. A line `hold` on standard input takes it all away from others.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group
+
+STORE = 80_000_000
+
+
+def main() -> None:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False, "object_store_memory": STORE})
+    cluster.add_node(num_cpus=4, resources={"engines": 2}, object_store_memory=STORE, node_ip_address="127.0.0.2")
+    print(cluster.address, flush=True)
+    for line in sys.stdin:
+        if line.strip() == "hold":
+            ray.init(address=cluster.address, log_to_driver=False, namespace="other")
+            assert placement_group([{"engines": 2}]).wait(30)
+            print("held", flush=True)
+    ray.shutdown()
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()
