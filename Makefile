@@ -1,6 +1,7 @@
 # make up    install once, then train the quickstart until it has visibly learned (about a minute on two cores)
 # make test  lint, layer rules, types and tests; those on the real SGLang too where make sglang-cpu has made its environment
 # make sglang-cpu  .venv-sglang: SGLang on this machine's CPU, for the tests and for engine.sglang.python (3 minutes, 2.7 GB)
+# make docs  the pages, tables and pictures of docs/ that are made from the code: configuration, errors, metrics, the loop
 # make chaos two hours of kill -9, SIGSTOP and cut connections (CHAOS_ARGS="--minutes 10"), and the tables of docs/reliability.md
 #
 # TORCH=cpu|cuda|torch==X picks the build of torch; without it a machine with a GPU gets CUDA, any other CPU.
@@ -14,7 +15,7 @@ SGLANG_VENV ?= .venv-sglang
 CHAOS_ARGS ?= --minutes 120
 export VENV SGLANG_VENV
 
-.PHONY: up test test-sglang lint chaos clean torch sglang-cpu
+.PHONY: up test test-sglang lint docs chaos clean torch sglang-cpu
 .DEFAULT_GOAL := up
 
 up: $(VENV)/.installed
@@ -35,6 +36,9 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports --no-logo
 	$(VENV)/bin/pyright
+
+docs: $(VENV)/.installed-dev
+	$(VENV)/bin/python -m scripts.docs
 
 chaos: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m pytest tests/kill tests/audit tests/faults $(PYTEST_ARGS)

@@ -1,0 +1,108 @@
+"""The page of all configuration keys, from the structs: names, types and defaults as msgspec has them, meanings from the source.
+
+The string below a field is not kept by Python, so it is read from the source file's syntax tree.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import re
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import msgspec
+
+from streamrl.config.tree import Config
+
+HEAD = """# Configuration
+
+Made from `streamrl/config/` by `make docs`; do not edit it.
+
+A run is one TOML file: a table for each section below, all keys optional but `data.train`. `--set section.key=value` puts a value over the
+file's, as in `streamrl up my.toml --set tasks.max_staleness=2 --set data.train=rows.jsonl`; strings need no quotes there. An unknown key, a
+value of another type and sections that contradict each other are refused before anything starts, with the nearest known key as a hint.
+Paths in the file are relative to the file, those in `--set` and `run.dir` to the working directory.
+
+Names end in their unit: `_s` are seconds, `_bytes` bytes, `_versions` versions (batches trained). A run keeps its whole configuration,
+defaults included, as `runs/<name>/config.json`. Resuming it with another value of a key that decides what is learned is refused.
+"""
+_NAMES = {str: "string", int: "integer", float: "number", bool: "true / false"}
+
+
+def configuration_page() -> str:
+    """The whole page."""
+    found = sections(Config())
+    index = ", ".join(f"[{name}](#{name.replace('.', '')})" for name, _ in found)
+    return "\n".join([HEAD, f"Sections: {index}.\n", *(_section(name, values) for name, values in found)]).rstrip() + "\n"
+
+
+def sections(tree: msgspec.Struct, prefix: str = "") -> list[tuple[str, msgspec.Struct]]:
+    """Dotted name and default values of every section, each before those inside it."""
+    found: list[tuple[str, msgspec.Struct]] = []
+    for field in msgspec.structs.fields(tree):
+        value = getattr(tree, field.name)
+        if isinstance(value, msgspec.Struct):
+            name = prefix + field.encode_name
+            found += [(name, value), *sections(value, name + ".")]
+    return found
+
+
+def field_meanings(kind: Any) -> dict[str, str]:
+    """The string below each field of a struct, in one line; fields without one are left out."""
+    path = inspect.getsourcefile(kind)
+    assert path is not None
+    tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+    body = next(node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == kind.__name__)
+    meanings: dict[str, str] = {}
+    for field, text in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            value = text.value
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                meanings[field.target.id] = " ".join(value.value.split())
+    return meanings
+
+
+def _section(name: str, values: msgspec.Struct) -> str:
+    meanings = field_meanings(type(values))
+    about = " ".join((inspect.getdoc(values) or "").split())
+    lines = [f"## {name}", "", _cell(about), "", "| key | type | default | meaning |", "|---|---|---|---|"]
+    for field in msgspec.structs.fields(values):
+        default = getattr(values, field.name)
+        if not isinstance(default, msgspec.Struct):
+            cells = (_type(field.type), f"`{_toml(default)}`", meanings.get(field.name, ""))
+            lines.append(f"| `{name}.{field.encode_name}` | {' | '.join(_cell(cell) for cell in cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def _type(kind: Any) -> str:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return " \\| ".join(f"`{_toml(value)}`" for value in arguments)
+    if origin in (Union, UnionType):
+        return " or ".join(_type(part) for part in arguments if part is not NoneType)
+    if origin in (tuple, list):
+        return f"list of {_type(arguments[0])}s"
+    if origin is dict:
+        return "table"
+    return _NAMES[kind]
+
+
+def _toml(value: Any) -> str:
+    """A value as it stands in a TOML file."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(_toml(one) for one in value)}]"
+    if isinstance(value, dict):
+        return "{}" if not value else "{ " + ", ".join(f"{key} = {_toml(one)}" for key, one in value.items()) + " }"
+    return f"{value:_}" if isinstance(value, int) and value >= 1_000_000 else str(value)
+
+
+def _cell(text: str) -> str:
+    """Text for a cell of a table: a bare bar would end it."""
+    return re.sub(r"(?<!\\)\|", r"\\|", text)

@@ -1,0 +1,40 @@
+"""Which pages are made from the code, and how: all of a page, or what stands between two marks of one that people write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from scripts.docs.configuration import configuration_page
+from scripts.docs.error_page import errors_page
+from scripts.docs.loop_picture import loop_picture
+from scripts.docs.metrics import metrics_table
+
+WHOLE: Mapping[str, Callable[[], str]] = MappingProxyType(
+    {
+        "docs/configuration.md": configuration_page,
+        "docs/errors.md": errors_page,
+        "docs/pictures/loop.svg": loop_picture,
+    }
+)
+PARTS: Mapping[tuple[str, str], Callable[[], str]] = MappingProxyType({("docs/operations.md", "metrics"): metrics_table})
+"""By page and name of the marks."""
+
+
+def stale(root: Path) -> dict[str, str]:
+    """Path and new text of every page below `root` that is not what the code gives."""
+    fresh = {path: make() for path, make in WHOLE.items()}
+    for (path, name), make in PARTS.items():
+        fresh[path] = between(fresh.get(path) or (root / path).read_text(encoding="utf-8"), name, make(), where=path)
+    return {path: text for path, text in fresh.items() if not (root / path).is_file() or (root / path).read_text(encoding="utf-8") != text}
+
+
+def between(text: str, name: str, new: str, *, where: str) -> str:
+    """`text` with `new` between the marks called `name`; raises ValueError where a mark is not there exactly once."""
+    begin, end = f"<!-- {name}: begin (written by make docs) -->", f"<!-- {name}: end -->"
+    for mark in (begin, end):
+        if text.count(mark) != 1:
+            raise ValueError(f"expected the mark {mark!r} once in {where}, got it {text.count(mark)} times")
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}\n\n{new.strip()}\n\n{end}{rest.partition(end)[2]}"

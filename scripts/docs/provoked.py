@@ -1,0 +1,170 @@
+"""Code that really fails: each function ends in the error that it is named after, and docs/errors.md shows what was said.
+
+All of it runs on one core in about two seconds: in process where a bus is needed, on a real nats-server where rights or a port are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from pathlib import Path
+
+import numpy as np
+from msgspec.structs import replace
+
+from streamrl.bus import BusAddress, connect
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.permissions import OPERATOR, role_users
+from streamrl.bus.server import NatsServer
+from streamrl.config.load import load
+from streamrl.config.tree import BusConfig, Config
+from streamrl.consumers.ledger import open_ledger, take_fence
+from streamrl.data.characters import write_tokenizer
+from streamrl.data.problems import load_problems
+from streamrl.data.tokenizer import load_tokenizer
+from streamrl.engines.protocol import GenerateRequest
+from streamrl.engines.requests import check_request
+from streamrl.launch.lock import locked
+from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.columns import decode_samples
+from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.subjects import SAMPLES, Subjects
+from streamrl.schemas.versions import Version
+from streamrl.telemetry.names import metric
+from streamrl.weights.manifest import Content, build, check_tensors
+from streamrl.weights.protocol import Shard
+
+RUN = "demo"
+SUBJECTS = Subjects(RUN)
+_SMALL = BusConfig(samples_bytes=1000, patience_s=0.5)
+
+
+def unknown_key() -> None:
+    """A typing error in the file."""
+    _config("[tasks]\nmax_stalness = 2\n")
+
+
+def contradiction() -> None:
+    """Keys that do not go together."""
+    _config("[tasks]\nmax_staleness = 0\nhold_ahead = true\n")
+
+
+def no_such_run() -> None:
+    """`streamrl status dmeo`."""
+    RunDir.find("dmeo")
+
+
+def row_without_label() -> None:
+    """A row that cannot be used."""
+    Path("rows.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n{"prompt": "1+2="}\n')
+    write_tokenizer(Path("tokenizer"))
+    config = _config('[data]\ntrain = "rows.jsonl"\n')
+    load_problems("rows.jsonl", config.data, load_tokenizer(Path("tokenizer")))
+
+
+def no_arrow() -> None:
+    """Bytes that are no samples; on the stream they become a dead letter."""
+    decode_samples(b"no Arrow data")
+
+
+def undeclared_metric() -> None:
+    """A metric that no worker may report."""
+    metric("staleness/avg")
+
+
+async def too_large() -> None:
+    """A message above the server's limit."""
+    await MemoryBus(RUN).publish(SUBJECTS.samples("main"), bytes(9 << 20))
+
+
+async def nobody_there() -> None:
+    """No server at the address."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    await connect(BusAddress(url=f"nats://127.0.0.1:{port}"), RUN, _SMALL)
+
+
+async def not_its_right() -> None:
+    """A producer's credentials, and the ledger."""
+    async with contextlib.AsyncExitStack() as stack:
+        users = role_users(RUN, [(role, "secret") for role in (OPERATOR, "producer")])
+        server = NatsServer(Path("bus"), users=users)
+        server.start()
+        stack.callback(server.stop)
+        operator = await connect(server.address, RUN)
+        stack.push_async_callback(operator.close)
+        producer = await connect(server.address_of(users[1]), RUN, create=False)
+        stack.push_async_callback(producer.close)
+        await producer.publish(SUBJECTS.ledger("main"), b"")
+
+
+async def somebody_was_first() -> None:
+    """Two writers, one expectation."""
+    bus = MemoryBus(RUN)
+    await bus.publish(SUBJECTS.tasks("main"), b"task 0", expect_last=0)
+    await bus.publish(SUBJECTS.tasks("main"), b"another task 0", expect_last=0)
+
+
+async def no_room() -> None:
+    """A byte budget, used up."""
+    bus = MemoryBus(RUN, _SMALL)
+    await bus.publish(SUBJECTS.samples("main"), bytes(700))
+    await bus.publish(SUBJECTS.samples("main"), bytes(700))
+
+
+async def trimmed() -> None:
+    """A replay from the beginning of a stream that has been trimmed."""
+    bus = MemoryBus(RUN)
+    for number in range(5):
+        await bus.publish(SUBJECTS.samples("main"), str(number).encode())
+    await bus.trim(SAMPLES, through=3)
+    await anext(aiter(bus.read(SAMPLES, after=0)))
+
+
+async def retired_blob() -> None:
+    """Bytes of a version that is no longer kept."""
+    await MemoryBus(RUN).blobs.get("weights/policy/0-3/all")
+
+
+def long_prompt() -> None:
+    """A prompt that leaves no room for an answer."""
+    request = GenerateRequest(request_id="task-7", policy="policy", prompt_ids=tuple(range(40)), seeds=(1,))
+    check_request(request, engine="engine-0", policy="policy", vocab_size=64, max_len=32)
+
+
+def other_model() -> None:
+    """Weights of a trainer whose model is wider than the engine's."""
+    shape = (4, 8, 8)
+    shard = Shard(name="logits", dtype="float32", global_shape=shape, shape=shape, data=np.zeros(4 * 8 * 8 * 4, np.uint8))
+    content = Content([shard])
+    manifest = build(content, run=RUN, policy="policy", version=Version(0, 12), parts=(), transport="bus")
+    check_tensors(manifest, {"logits": ("float32", (4, 6, 6))})
+
+
+async def another_trainer() -> None:
+    """A trainer that was stopped inside a commit, and wakes beside its successor."""
+    bus = MemoryBus(RUN)
+    old = await open_ledger(bus, SUBJECTS, "main", fence=await take_fence(bus, "main"))
+    new = await open_ledger(bus, SUBJECTS, "main", fence=await take_fence(bus, "main"))
+    for ledger in (new, old):
+        entry = LedgerEntry(run=RUN, trainer="main", version=Version(0, 1), source="main", used=(), cursor=9, granted=4, retired=2)
+        await ledger.append(replace(entry, fence=ledger.fence))
+
+
+def up_twice() -> None:
+    """`streamrl up` on a run that is up."""
+    run = RunDir(Path("runs") / RUN)
+    run.create()
+    with locked(run), locked(run):
+        pass
+
+
+def port_in_use() -> None:
+    """`bus.port` is somebody else's."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        NatsServer(Path("bus"), port=taken.getsockname()[1]).start()
+
+
+def _config(text: str) -> Config:
+    Path("my.toml").write_text(text if "[data]" in text else f'[data]\ntrain = "my.toml"\n{text}')
+    return load("my.toml")

@@ -1,0 +1,140 @@
+"""What the README tells people to type does what it says: each of its blocks runs here, or in CI, or is the picture of a screen."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from streamrl.config.load import load
+from tests.docs.blocks import Block, blocks
+
+ROOT = Path(__file__).parents[2]
+README = blocks(ROOT / "README.md")
+CI, UP = "ci runs it", "while my-run is up"
+RUNNABLE = ("bash", "python", "toml")
+
+pytestmark = pytest.mark.nats
+
+
+class Terminal:
+    """Runs commands in a folder that looks like a clone with its environment, and leaves none behind."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        (place / ".venv").symlink_to(sys.prefix)
+        (place / "examples").symlink_to(ROOT / "examples")
+        self._started: list[subprocess.Popen[str]] = []
+
+    def start(self, script: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            ["bash", "-euo", "pipefail", "-c", script],
+            cwd=self.place,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"},
+        )
+        self._started.append(process)
+        return process
+
+    def run(self, script: str, timeout_s: float = 100.0) -> str:
+        """What the commands print; they must succeed."""
+        process = self.start(script)
+        said, _ = process.communicate(timeout=timeout_s)
+        assert process.returncode == 0, said
+        return said
+
+    def workers(self, run: str) -> set[str]:
+        """Names of the workers that are there, the attached ones among them."""
+        done = subprocess.run(
+            [sys.executable, "-m", "streamrl", "status", run, "--json"],
+            cwd=self.place,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            check=False,
+        )
+        numbers = json.loads(done.stdout)["numbers"] if done.returncode == 0 else None
+        return {worker["worker"] for worker in numbers["workers"]} if numbers else set()
+
+    def close(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                try:
+                    process.wait(30)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+            process.communicate()
+
+
+def of(language: str, mark: str | None = "") -> list[Block]:
+    return [block for block in README if block.language == language and mark in (None, block.mark)]
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Terminal]:
+    """With the files that the README has people write."""
+    terminal = Terminal(tmp_path)
+    [producer], [config] = of("python"), of("toml")
+    (tmp_path / "agent.py").write_text(producer.text)
+    (tmp_path / "my.toml").write_text(config.text)
+    yield terminal
+    terminal.close()
+
+
+def test_every_block_is_of_a_kind_that_is_looked_at() -> None:
+    kinds = sorted((block.language, block.mark) for block in README)
+    assert kinds == [("bash", ""), ("bash", CI), ("bash", CI), ("bash", UP), ("python", ""), ("text", ""), ("text", ""), ("toml", "")]
+
+
+def test_what_is_left_to_ci_is_run_there() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    commands = [command for block in of("bash", CI) for command in block.commands]
+    assert commands == ["make up", "make test"]
+    for command in commands:
+        assert re.search(rf"^{command}\b", script, re.MULTILINE), f"{command} is not in .ci/run"
+
+
+def test_a_run_of_ones_own(terminal: Terminal) -> None:
+    [block] = of("bash")
+    said = terminal.run(block.text)
+    runs = terminal.place / "runs"
+    summary = json.loads((runs / "my-run" / "summary.json").read_text())
+    assert summary["steps"] == load(terminal.place / "my.toml").run.steps == 60
+    assert summary["reward_last"] > summary["reward_first"] + 0.15
+    assert "60 of 60" in said, "the replay must have verified every version"
+    assert json.loads((runs / "capped" / "branch.json").read_text())["parent"] == "my-run"
+    assert (terminal.place / "both.png").stat().st_size > 10_000
+
+
+def test_a_run_that_is_up_is_looked_at_joined_and_drained(terminal: Terminal) -> None:
+    [block] = of("bash", UP)
+    status, attach, down = block.commands
+    up = terminal.start("streamrl up my.toml --plain --set run.steps=100000 --set tasks.max_staleness=2")
+    wait_for(terminal, "trainer-0")
+    assert "step" in terminal.run(status)
+    guest = terminal.start(f"exec {attach}")
+    wait_for(terminal, "producer-1")
+    guest.send_signal(signal.SIGINT)
+    said, _ = guest.communicate(timeout=60)
+    assert guest.returncode == 0 and "producer-1 has left run my-run" in said, said
+    assert "has stopped" in terminal.run(down)
+    said, _ = up.communicate(timeout=60)
+    assert up.returncode == 0, said
+
+
+def wait_for(terminal: Terminal, worker: str) -> None:
+    deadline = time.monotonic() + 60
+    while worker not in terminal.workers("my-run"):
+        assert time.monotonic() < deadline, f"waited for {worker} in vain"
+        time.sleep(0.1)
