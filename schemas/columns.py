@@ -8,7 +8,7 @@ version columns may only be added, and must be nullable.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import msgspec
@@ -22,6 +22,8 @@ from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 
 SCHEMA_NAME = "samples/1"
+TOKEN_BYTES = 9
+"""What a token takes at least: its id, its log-prob and its place in the loss mask."""
 _KEY = b"streamrl.schema"
 _BLOB = pa.struct([("name", pa.utf8()), ("sha256", pa.utf8()), ("start_row", pa.int64()), ("num_rows", pa.int64())])
 
@@ -95,18 +97,53 @@ def encode_samples(samples: Sequence[Sample]) -> bytes:
     }
     for name in ("temperature", "top_p", "top_k", "max_new_tokens", "ignore_eos"):
         columns[name] = [getattr(s.sampling, name) for s in samples]
-    columns["stop_token_ids"] = [list(s.sampling.stop_token_ids) for s in samples]
-    arrays = []
-    for field in schema:
-        column = columns.get(field.name)
-        if column is None:
-            column = [getattr(s, field.name) for s in samples]
-        arrays.append(column if isinstance(column, pa.Array) else pa.array(column, type=field.type))
+    columns["stop_token_ids"] = [tuple(s.sampling.stop_token_ids) for s in samples]
+    plain = {name: [getattr(s, name) for s in samples] for name, _ in _fields() if name not in columns}
+    arrays = [_column(name, kind, columns.get(name, plain.get(name))) for name, kind in _fields()]
     batch = pa.RecordBatch.from_arrays(arrays, schema=schema)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, schema) as writer:
         writer.write_batch(batch)
     return sink.getvalue().to_pybytes()
+
+
+@cache
+def _fields() -> tuple[tuple[str, pa.DataType], ...]:
+    return tuple((field.name, field.type) for field in arrow_schema())
+
+
+_VARIED = frozenset(
+    (
+        "task",
+        "rollout",
+        "seed",
+        "reward",
+        "reward_parts",
+        "label",
+        "metadata",
+        "started_s",
+        "finished_s",
+        "span_length",
+        "span_epoch",
+        "span_number",
+    )
+)
+"""Columns that differ from row to row or from message to message; the others mostly have one value."""
+
+
+def _column(name: str, kind: pa.DataType, values: Any) -> pa.Array:
+    if isinstance(values, pa.Array):
+        return values
+    first = values[0]
+    if name not in _VARIED and not isinstance(first, dict) and all(value == first for value in values):
+        return _repeated(name, first, len(values))
+    return pa.array(values, type=kind)
+
+
+@lru_cache(maxsize=1024)
+def _repeated(name: str, value: Any, num_rows: int) -> pa.Array:
+    """A column of one value: most columns of a message are, and to make one anew takes as long as to write a thousand tokens."""
+    return pa.array([value] * num_rows, type=dict(_fields())[name])
 
 
 def _check_sample(sample: Sample, task: int) -> None:
@@ -159,15 +196,15 @@ class SampleBatch:
         """[N] int32"""
         self.offsets, self.tokens = self._list("tokens")
         """[N + 1] int64 and [T] int32"""
-        self.loss_mask = self._list("loss_mask")[1]
-        """[T] uint8"""
-        self.logprobs = self._list("logprobs")[1]
-        """[T] float32"""
+        self.mask_offsets, self.loss_mask = self._list("loss_mask")
+        """[N + 1] int64, equal to `offsets` in a decoded message, and [T] uint8"""
+        self.logprob_offsets, self.logprobs = self._list("logprobs")
+        """[N + 1] int64, equal to `offsets` in a decoded message, and [T] float32"""
         self.span_offsets, self.span_length = self._list("span_length")
-        self.span_epoch = self._list("span_epoch")[1]
-        self.span_number = self._list("span_number")[1]
+        self.epoch_offsets, self.span_epoch = self._list("span_epoch")
+        self.number_offsets, self.span_number = self._list("span_number")
         reward = batch.column("reward")
-        self.rewards: npt.NDArray[np.float64] = reward.fill_null(np.nan).to_numpy(zero_copy_only=False)
+        self.rewards: npt.NDArray[np.float64] = reward.to_numpy(zero_copy_only=False)
         """[N] float64, NaN where there is none."""
 
     def ints(self, name: str) -> npt.NDArray[Any]:
@@ -183,6 +220,12 @@ class SampleBatch:
     def token_versions(self) -> npt.NDArray[np.int64]:
         """[T] version number that sampled each token, -1 where no model did."""
         return np.repeat(self.span_number, self.span_length)
+
+    @cached_property
+    def trained_in_spans(self) -> npt.NDArray[np.int64]:
+        """[number of spans] tokens that are trained on in each version span, of all rows."""
+        starts = np.cumsum(self.span_length, dtype=np.int64) - self.span_length
+        return np.add.reduceat(self.loss_mask, starts, dtype=np.int64)
 
     def rows(self) -> list[Sample]:
         """Every row as a Sample (views of the same bytes); raises SchemaError when a label or metadata is no JSON."""
@@ -255,7 +298,7 @@ def decode_samples(body: bytes | memoryview, *, where: str = "") -> SampleBatch:
         raise SchemaError(f"expected an Arrow stream of {SCHEMA_NAME}{place}, got {len(body)} bytes that are none: {error}") from error
     if batch.num_rows == 0:
         raise SchemaError(f"expected at least one row of {SCHEMA_NAME}{place}, got none")
-    nulls = [field.name for field in arrow_schema() if not field.nullable and _has_nulls(batch.column(field.name))]
+    nulls = [name for index, name, is_list in _never_null() if _has_nulls(batch.column(index), is_list)]
     if nulls:
         raise SchemaError(f"expected no nulls in {nulls}{place}")
     decoded = SampleBatch(batch, len(body))
@@ -265,8 +308,15 @@ def decode_samples(body: bytes | memoryview, *, where: str = "") -> SampleBatch:
     return decoded
 
 
-def _has_nulls(column: pa.Array) -> bool:
-    return bool(column.null_count or (pa.types.is_list(column.type) and column.values.null_count))
+@cache
+def _never_null() -> tuple[tuple[int, str, bool], ...]:
+    """Position and name of each column that may hold no null, and whether it holds lists, which may hold none either."""
+    fields = enumerate(arrow_schema())
+    return tuple((index, field.name, pa.types.is_list(field.type)) for index, field in fields if not field.nullable)
+
+
+def _has_nulls(column: pa.Array, is_list: bool) -> bool:
+    return bool(column.null_count or (is_list and column.values.null_count))
 
 
 def _with_our_columns(batch: pa.RecordBatch, place: str) -> pa.RecordBatch:
@@ -292,16 +342,16 @@ def _with_our_columns(batch: pa.RecordBatch, place: str) -> pa.RecordBatch:
 def _shape_problem(b: SampleBatch) -> str:
     """The first thing in which columns do not fit together, or an empty string."""
     lengths = np.diff(b.offsets)
-    if not all(np.array_equal(lengths, np.diff(b.batch.column(name).offsets.to_numpy())) for name in ("loss_mask", "logprobs")):
+    if (b.offsets != b.mask_offsets).any() or (b.offsets != b.logprob_offsets).any():
         return "expected tokens, loss_mask and logprobs of equal lengths"
     if (lengths < 1).any():
         return "expected at least one token in every sample"
     spans = np.diff(b.span_offsets)
-    if not all(np.array_equal(spans, np.diff(b.batch.column(name).offsets.to_numpy())) for name in ("span_epoch", "span_number")):
+    if (b.span_offsets != b.epoch_offsets).any() or (b.span_offsets != b.number_offsets).any():
         return "expected span_length, span_epoch and span_number of equal lengths"
     if (spans < 1).any() or (b.span_length < 1).any():
         return "expected version spans of at least one token each"
-    if not np.array_equal(np.add.reduceat(b.span_length, b.span_offsets[:-1], dtype=np.int64), lengths):
+    if (np.add.reduceat(b.span_length, b.span_offsets[:-1], dtype=np.int64) != lengths).any():
         return "expected version spans that cover every token once"
     if (b.span_number < -1).any() or (b.span_epoch < -1).any() or ((b.span_number < 0) != (b.span_epoch < 0)).any():
         return "expected versions with epoch and number of at least 0, or both -1 where no model sampled"
@@ -310,6 +360,8 @@ def _shape_problem(b: SampleBatch) -> str:
     if (b.rollouts < 0).any() or (b.rollouts >= b.group_size).any():
         return f"expected rollouts below the group size {b.group_size}"
     sizes, samples = b.ints("num_samples"), b.ints("sample")
+    if (sizes == 1).all() and not samples.any() and (b.rollouts[1:] > b.rollouts[:-1]).all():
+        return ""  # one sample a rollout, in order: what nearly every message holds
     for rollout in np.unique(b.rollouts):
         rows = b.rollouts == rollout
         count = int(rows.sum())
@@ -319,12 +371,15 @@ def _shape_problem(b: SampleBatch) -> str:
 
 
 def _value_problem(b: SampleBatch) -> str:
-    """The first value that cannot be trained on, or an empty string. Shapes have been checked."""
-    if not np.isfinite(b.logprobs).all() or (b.logprobs > 1e-4).any():
+    """The first value that cannot be trained on, or an empty string. Shapes have been checked.
+
+    Each column of tokens is gone through once or twice and never copied: a NaN shows in the least and in the greatest value.
+    """
+    if not (b.logprobs.min() > -np.inf and b.logprobs.max() <= 1e-4):
         return "expected finite log-probs of at most 0"
-    if (b.loss_mask > 1).any() or b.loss_mask[b.offsets[:-1]].any():
+    if b.loss_mask.max() > 1 or b.loss_mask[b.offsets[:-1]].any():
         return "expected a loss mask of 0 and 1 that is 0 at each first token"
-    if (b.tokens < 0).any():
+    if b.tokens.min() < 0:
         return "expected token ids of at least 0"
     if np.isinf(b.rewards).any():
         return "expected finite rewards"
@@ -333,14 +388,15 @@ def _value_problem(b: SampleBatch) -> str:
         return "expected temperature of at least 0, top_p in (0, 1], top_k of -1 or at least 1"
     if (b.ints("max_new_tokens") < 1).any():
         return "expected max_new_tokens of at least 1"
-    modes, statuses = b.batch.column("logprob_mode").to_pylist(), b.batch.column("status").to_pylist()
-    unknown = set(modes).difference(LogprobMode) | set(statuses).difference(Status)
+    modes, statuses = b.batch.column("logprob_mode"), b.batch.column("status")
+    unknown = set(modes.unique().to_pylist()).difference(LogprobMode) | set(statuses.unique().to_pylist()).difference(Status)
     if unknown:
         return f"expected known values of logprob_mode and status, got {sorted(unknown)}"
-    rows = np.repeat(np.arange(b.num_rows), np.diff(b.offsets))
-    trained, sampled = b.loss_mask == 1, b.token_versions() >= 0
+    trained, sampled = b.trained_in_spans > 0, b.span_number >= 0
+    rows = np.repeat(np.arange(b.num_rows), np.diff(b.span_offsets))
     if (trained & sampled & (temperature[rows] == 0)).any():
         return "expected a temperature above 0 where sampled tokens are trained on"
-    if (trained & ~sampled & (np.array(modes) != LogprobMode.NONE)[rows]).any():
+    unseen = trained & ~sampled
+    if unseen.any() and (np.array(modes.to_pylist()) != LogprobMode.NONE)[rows[unseen]].any():
         return "expected every trained token to carry the version that sampled it"
     return ""

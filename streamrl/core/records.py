@@ -6,6 +6,7 @@ a `Poison` record, which still retires its task when the headers name one.
 
 from __future__ import annotations
 
+import math
 import re
 
 import msgspec
@@ -180,41 +181,36 @@ def _forked(sequence: int, mark: Mark, where: str) -> Forked:
 
 
 def _rollouts(sequence: int, batch: SampleBatch) -> Rollouts:
-    versions = batch.token_versions()
+    """A span at a time: all tokens of a span share its version, so that none has to be looked at."""
+    bounds, rollouts, rewards = batch.span_offsets.tolist(), batch.rollouts.tolist(), batch.rewards.tolist()
+    trained, epochs, numbers = batch.trained_in_spans.tolist(), batch.span_epoch.tolist(), batch.span_number.tolist()
     views: dict[int, RolloutView] = {}
-    for row in range(batch.num_rows):
-        tokens = slice(batch.offsets[row], batch.offsets[row + 1])
-        trained = batch.loss_mask[tokens] == 1
-        sampled = versions[tokens][trained]
-        sampled = sampled[sampled >= 0]
-        oldest = int(sampled.min()) if len(sampled) else -1
-        newest = int(sampled.max()) if len(sampled) else -1
-        rollout = int(batch.rollouts[row])
-        reward = float(batch.rewards[row])
+    for row, rollout in enumerate(rollouts):
         before = views.get(rollout)
+        num_samples, num_tokens, highest, ranges, learned = 1, 0, -1, [], []
         if before is not None:
-            oldest = min((v for v in (oldest, before.oldest) if v >= 0), default=-1)
-            newest = max(newest, before.newest)
-        spans = _spans(batch, row)
+            num_samples, num_tokens, highest, ranges = 1 + before.num_samples, before.num_tokens, before.highest, list(before.epochs)
+            learned = [v for v in (before.oldest, before.newest) if v >= 0]
+        for span in range(bounds[row], bounds[row + 1]):
+            number, count = numbers[span], trained[span]
+            num_tokens += count
+            if number >= 0:
+                ranges.append((epochs[span], number, number))
+                highest = max(highest, number)
+                if count:
+                    learned.append(number)
         views[rollout] = RolloutView(
             rollout=rollout,
-            num_samples=1 + (before.num_samples if before else 0),
-            num_tokens=int(trained.sum()) + (before.num_tokens if before else 0),
-            oldest=oldest,
-            newest=newest,
-            reward=None if np.isnan(reward) else reward,
-            highest=max(int(versions[tokens].max()), before.highest if before else -1),
-            epochs=_merged([*before.epochs, *spans] if before else spans),
+            num_samples=num_samples,
+            num_tokens=num_tokens,
+            oldest=min(learned) if learned else -1,
+            newest=max(learned) if learned else -1,
+            reward=None if math.isnan(rewards[row]) else rewards[row],
+            highest=highest,
+            epochs=_merged(ranges),
         )
     in_order = tuple(views[k] for k in sorted(views))
     return Rollouts(sequence, batch.source, batch.task, batch.group_size, in_order, int(batch.tokens.max()))
-
-
-def _spans(batch: SampleBatch, row: int) -> list[tuple[int, int, int]]:
-    """(epoch, number, number) of each of a row's spans that a model sampled."""
-    spans = slice(batch.span_offsets[row], batch.span_offsets[row + 1])
-    pairs = zip(batch.span_epoch[spans].tolist(), batch.span_number[spans].tolist(), strict=True)
-    return [(epoch, number, number) for epoch, number in pairs if number >= 0]
 
 
 def _merged(ranges: list[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:

@@ -47,6 +47,41 @@ def test_the_oldest_token_of_several_samples() -> None:
     assert (record.rollouts[0].oldest, record.rollouts[0].newest, record.rollouts[0].num_tokens) == (3, 5, 4)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_views_are_what_a_look_at_every_token_gives(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    rows = []
+    for rollout, num_samples in enumerate(random.integers(1, 4, 3)):
+        for index in range(num_samples):
+            lengths = [1, *random.integers(1, 6, random.integers(1, 6)).tolist()]
+            versions = [None, *(Version(int(e), int(n)) if n else None for e, n in random.integers(0, 4, (len(lengths) - 1, 2)))]
+            total = sum(lengths)
+            mask = (random.random(total) < 0.5).astype(np.uint8)
+            mask[0] = 0
+            spans = tuple(map(VersionSpan, lengths, versions))
+            columns = {"tokens": random.integers(0, 99, total, dtype=np.int32), "logprobs": np.full(total, -0.5, np.float32)}
+            shape = {"rollout": rollout, "sample": index, "num_samples": int(num_samples), "group_size": 3}
+            rows.append(sample(**shape, **columns, loss_mask=mask, spans=spans, logprob_mode=LogprobMode.NONE))
+    record, batch = judge(SAMPLES, 1, encode_samples(rows), None)
+    assert isinstance(record, Rollouts) and batch is not None
+    for view in record.rollouts:
+        tokens = [
+            (trained, version)
+            for row in rows
+            if row.rollout == view.rollout
+            for trained, version in zip(row.loss_mask, [span.version for span in row.spans for _ in range(span.length)], strict=True)
+        ]
+        learned = [version.number for trained, version in tokens if trained and version]
+        made = [version for _, version in tokens if version]
+        assert view.num_tokens == sum(trained for trained, _ in tokens)
+        assert (view.oldest, view.newest) == (min(learned, default=-1), max(learned, default=-1))
+        assert view.highest == max((version.number for version in made), default=-1)
+        by_epoch = {epoch: [v.number for v in made if v.epoch == epoch] for epoch in sorted({v.epoch for v in made})}
+        assert view.epochs == tuple((epoch, min(numbers), max(numbers)) for epoch, numbers in by_epoch.items())
+        assert view.num_samples == sum(row.rollout == view.rollout for row in rows)
+    assert record.top_token == max(int(row.tokens.max()) for row in rows)
+
+
 def test_demonstrations_have_no_version() -> None:
     row = sample(0, spans=(VersionSpan(4, None),), logprob_mode=LogprobMode.NONE, logprobs=np.zeros(4, np.float32), reward=None)
     record, _ = judge(SAMPLES, 1, encode_samples([row]), None)

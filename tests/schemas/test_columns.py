@@ -90,6 +90,28 @@ def test_round_trip(rows: list[Sample]) -> None:
     assert batch.token_versions().tolist() == versions
 
 
+def test_a_column_of_one_value_is_not_taken_for_that_of_another_message() -> None:
+    same = [sample(0, policy="a", engine="x"), sample(1, policy="a", engine="x")]
+    other = [sample(0, policy="b", engine="x"), sample(1, policy="b", engine="y", sampling=Sampling(temperature=0.5, stop_token_ids=(7,)))]
+    for rows in (same, other, same[:1], same):
+        assert [plain(row) for row in decode_samples(encode_samples(rows)).rows()] == [plain(row) for row in rows]
+
+
+def test_trained_tokens_are_counted_in_each_span() -> None:
+    spans = (VersionSpan(1, None), VersionSpan(2, Version(0, 1)), VersionSpan(1, Version(0, 2)))
+    rows = [sample(0, spans=spans), sample(1)]
+    assert decode_samples(encode_samples(rows)).trained_in_spans.tolist() == [0, 1, 1, 0, 2]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 0.5])
+@pytest.mark.parametrize("position", [0, 2, 3])
+def test_one_bad_log_prob_is_found_wherever_it_is(value: float, position: int) -> None:
+    logprobs = np.full(4, -0.5, np.float32)
+    logprobs[position] = value
+    with pytest.raises(SchemaError, match="finite log-probs"):
+        decode_samples(encode_samples([sample(logprobs=logprobs)]))
+
+
 def test_tokens_are_not_copied() -> None:
     body = encode_samples([sample(0), sample(1)])
     batch = decode_samples(body)
