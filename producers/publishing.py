@@ -15,7 +15,7 @@ from streamrl.bus.protocol import Bus, Receipt
 from streamrl.errors import StreamFull
 from streamrl.producers.protocol import Failure
 from streamrl.schemas.codec import encode
-from streamrl.schemas.columns import SCHEMA_NAME, encode_samples
+from streamrl.schemas.columns import SCHEMA_NAME, TOKEN_BYTES, encode_samples
 from streamrl.schemas.digests import body_digest
 from streamrl.schemas.samples import RewardUpdate, Sample, Tombstone
 from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_SCHEMA, HEADER_TASK, Subjects
@@ -43,10 +43,12 @@ class Part:
 
 def split(samples: Sequence[Sample], *, part_bytes: int = PART_BYTES) -> list[Part]:
     """Encode samples sorted by rollout; halves by rollouts until each part fits or is a single rollout."""
-    part = Part(samples, encode_samples(samples))
-    if len(part.body) <= part_bytes or part.num_rollouts == 1:
-        return [part]
     rollouts = sorted({sample.rollout for sample in samples})
+    # What is too large by its tokens alone is not encoded to find that out.
+    if len(rollouts) == 1 or TOKEN_BYTES * sum(len(sample.tokens) for sample in samples) <= part_bytes:
+        part = Part(samples, encode_samples(samples))
+        if len(part.body) <= part_bytes or part.num_rollouts == 1:
+            return [part]
     middle = rollouts[len(rollouts) // 2]
     lower = [sample for sample in samples if sample.rollout < middle]
     return split(lower, part_bytes=part_bytes) + split(samples[len(lower) :], part_bytes=part_bytes)

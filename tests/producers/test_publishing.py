@@ -11,7 +11,7 @@ from streamrl.producers import publishing
 from streamrl.producers.episode import Episode, Segment, samples_of
 from streamrl.producers.protocol import Failure
 from streamrl.producers.publishing import Publisher, split
-from streamrl.schemas.columns import decode_samples
+from streamrl.schemas.columns import decode_samples, encode_samples
 from streamrl.schemas.samples import Sample, VersionSpan
 from streamrl.schemas.tasks import RolloutTask
 from streamrl.schemas.versions import Version
@@ -43,6 +43,24 @@ def test_a_large_task_is_split_by_whole_rollouts() -> None:
     assert [(row.rollout, row.sample) for row in rows] == [(sample.rollout, sample.sample) for sample in samples]
     # A rollout is never cut, however large.
     assert [(part.first, part.last) for part in split(samples, part_bytes=1)] == [(k, k) for k in range(NUM_ROLLOUTS)]
+
+
+def test_what_is_too_large_by_its_tokens_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, samples = make_samples("run", range(NUM_ROLLOUTS))
+    encoded: list[int] = []
+
+    def counting(rows: Sequence[Sample]) -> bytes:
+        encoded.append(len(rows))
+        return encode_samples(rows)
+
+    monkeypatch.setattr(publishing, "encode_samples", counting)
+    parts = split(samples, part_bytes=70_000)
+    assert encoded == [6, 6] and len(parts) == 2
+    # Where the tokens alone would fit, only the bytes can tell.
+    whole = len(encode_samples(samples))
+    encoded.clear()
+    assert len(split(samples, part_bytes=whole)) == 1 and len(split(samples, part_bytes=whole - 1)) == 2
+    assert encoded == [12, 12, 6, 6]
 
 
 class Died(Exception):
