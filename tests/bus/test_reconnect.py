@@ -16,6 +16,7 @@ from streamrl.bus import Message, connect
 from streamrl.bus.jetstream import admin
 from streamrl.bus.jetstream.bus import JetStreamBus
 from streamrl.bus.jetstream.connection import Connection
+from streamrl.bus.jetstream.transport import WideTransport
 from streamrl.bus.server import NatsServer
 from streamrl.bus.topology import blobs_name
 from streamrl.config.tree import BusConfig
@@ -100,6 +101,29 @@ async def test_one_callers_publishes_keep_their_order_over_a_kill(own_server: Na
     receipts = await asyncio.gather(*under_way)
     assert [receipt.sequence for receipt in receipts] == list(range(1, 401))
     assert [(await bus.fetch("samples", sequence)).body for sequence in (1, 200, 201, 400)] == [b"0", b"199", b"200", b"399"]
+
+
+async def test_large_reads_stay_over_a_reconnect(own_server: NatsServer, bus: JetStreamBus) -> None:
+    sizes: list[int] = []
+
+    class Counting(WideTransport):
+        async def read(self, buffer_size: int) -> bytes:
+            data = await super().read(buffer_size)
+            sizes.append(len(data))
+            return data
+
+    transport = bus._connection._client._transport
+    assert type(transport) is WideTransport
+    transport.__class__ = Counting
+    body = os.urandom(4 << 20)
+    for number in range(1, 3):
+        await bus.publish(TO.samples("main"), body)
+        sizes.clear()
+        assert (await bus.fetch("samples", number)).body == body
+        assert max(sizes) > 64 << 10, "the client's own limit"
+        await restart(own_server)
+        await bus.state("samples")
+        assert bus._connection._client._transport is transport
 
 
 async def test_a_compare_and_set_chain_goes_through_kills(own_server: NatsServer, bus: JetStreamBus) -> None:

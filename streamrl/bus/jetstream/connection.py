@@ -24,6 +24,7 @@ from nats.aio.subscription import Subscription
 
 from streamrl.bus.address import BusAddress
 from streamrl.bus.jetstream import options
+from streamrl.bus.jetstream.transport import WideTransport
 from streamrl.bus.jetstream.wire import STATUS
 from streamrl.errors import BusError, BusUnavailable, Forbidden
 
@@ -124,6 +125,7 @@ class Connection:
         that the callback resolves when the failure is one that no retry mends.
         """
         client = Client()
+        client._transport = WideTransport()  # pyright: ignore[reportPrivateUsage]  # there is no option for it
         refused: asyncio.Future[BusUnavailable] = asyncio.get_running_loop().create_future()
         self._client, self._refused = client, refused
         attempt = asyncio.create_task(
