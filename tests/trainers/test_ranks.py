@@ -88,6 +88,24 @@ def test_ranks_that_begin_with_other_weights_are_refused(
         pass
 
 
+@pytest.mark.gpu
+def test_two_gpus_train_as_one(model_dir: Path, rollouts: Rollouts, tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    alone = make_trainer(Config(trainer=TrainerConfig(device="cuda")), model_dir)
+    expected = [alone.step(rollouts(step)).metrics for step in range(2)]
+    for _ in range(2):
+        with opened_trainer(Config(trainer=TrainerConfig(ranks=2, device="cuda")), model_dir) as trainer:
+            results = [trainer.step(rollouts(step)) for step in range(2)]
+            assert {shard.name for shard in trainer.shards()} == {shard.name for shard in alone.shards()}
+            trainer.save(tmp_path / "at", b"", version=Version(0, 2)).result()
+            trainer.load(tmp_path / "at")
+        for result, metrics in zip(results, expected, strict=True):
+            assert result.metrics == pytest.approx(metrics, rel=1e-3, abs=1e-4)
+
+
 def test_a_rank_that_cannot_start_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = Config(trainer=TrainerConfig(ranks=2, device="cuda"))
     import torch
