@@ -50,7 +50,8 @@ class RecordReader:
     def __init__(self, bus: Log, loop: asyncio.AbstractEventLoop, *, after: int, capacity: int) -> None:
         self._bus = bus
         self._after = after
-        self._queue: queue.Queue[Incoming | BaseException] = queue.Queue(capacity)
+        self._capacity = capacity
+        self._queue: queue.SimpleQueue[Incoming | BaseException] = queue.SimpleQueue()
         self._loop = loop
         self._room = asyncio.Event()
         self._full = False
@@ -67,7 +68,7 @@ class RecordReader:
             item = self._queue.get(timeout=timeout_s)
         except queue.Empty:
             return None
-        if self._full and self._queue.qsize() <= self._queue.maxsize // 2:
+        if self._full and self._queue.qsize() <= self._capacity // 2:
             self._full = False
             self._loop.call_soon_threadsafe(self._room.set)
         if isinstance(item, BaseException):
@@ -93,14 +94,13 @@ class RecordReader:
             await self._put(error)
 
     async def _put(self, item: Incoming | BaseException) -> None:
-        while True:
-            try:
-                return self._queue.put_nowait(item)
-            except queue.Full:
-                self._room.clear()
-                self._full = True
-                with contextlib.suppress(TimeoutError):  # the other thread may have made room just before it was told to say so
-                    await asyncio.wait_for(self._room.wait(), WAKE_S)
+        # Only this coroutine puts, so the room that it has seen stays.
+        while self._queue.qsize() >= self._capacity:
+            self._room.clear()
+            self._full = True
+            with contextlib.suppress(TimeoutError):  # the other thread may have made room just before it was told to say so
+                await asyncio.wait_for(self._room.wait(), WAKE_S)
+        self._queue.put(item)
 
 
 def open_samples(messages: Iterable[Message]) -> dict[int, SampleBatch]:
