@@ -1,0 +1,152 @@
+"""All pages: commands the command line knows, TOML the loader takes, SQL that DuckDB runs, links, paths and names that are there."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shlex
+import shutil
+import textwrap
+from collections import Counter
+from pathlib import Path
+
+import duckdb
+import pytest
+
+from scripts.docs.configuration import sections
+from streamrl.cli import main, parser
+from streamrl.config.load import load
+from streamrl.config.tree import Config
+from streamrl.producers.late import LateRewards
+from streamrl.telemetry.names import METRICS
+from tests.docs.blocks import Block, blocks
+from tests.kill.world import table_config
+from tests.replay.conftest import FIXED, make_recorded
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*/README.md")])
+SHELL = ("bash", "sh", "console")
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+ENDINGS = ("toml", "json", "png", "py", "md", "parquet", "jsonl", "log")
+"""Of files whose names are also those of sections."""
+COMMANDS = [
+    command.removeprefix("$ ")
+    for block in BLOCKS
+    if block.language in SHELL
+    for command in block.commands
+    if command.removeprefix("$ ").startswith("streamrl ")
+]
+
+
+def of(page: str, language: str) -> Block:
+    [block] = [block for block in BLOCKS if block.page == page and block.language == language]
+    return block
+
+
+def test_what_is_neither_run_nor_parsed_here_is_counted() -> None:
+    """Shell is parsed and TOML loaded, wherever it stands; `text` is what a screen shows. Any other block needs a test of its own."""
+    others = Counter((block.page, block.language) for block in BLOCKS if block.language not in ("text", "toml", *SHELL))
+    own_tests = {("README.md", "python"): 2, ("dead-letters.md", "python"): 1, ("replay.md", "sql"): 1}
+    assert others == own_tests, "README.md: that of the root, and that of examples/calculator_tool"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_command_line_takes_every_command(command: str) -> None:
+    words = shlex.split(re.split(r"\s+#", command.replace("\\\n", " "))[0].rstrip("\\"))
+    assert callable(parser().parse_args(words[1:]).run_verb)
+
+
+def test_verbs_in_the_text_are_verbs() -> None:
+    said = {verb for page in PAGES for verb in re.findall(r"`streamrl ([a-z]+)", page.read_text())}
+    for verb in said:
+        with pytest.raises(SystemExit) as ended:
+            parser().parse_args([verb, "--help"])
+        assert ended.value.code == 0, f"streamrl {verb} is in a page"
+    assert {"up", "down", "replay", "doctor"} <= said
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "toml"], ids=lambda block: f"{block.page}:{block.line}")
+def test_toml_is_taken(block: Block, tmp_path: Path) -> None:
+    text = re.sub(r'python = "[^"]*"', f'python = "{tmp_path / "python"}"', block.text)
+    (tmp_path / "python").touch(mode=0o755)
+    (tmp_path / "agent.py").touch()
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
+    data = "" if "[data]" in text else '[data]\ntrain = "rows.jsonl"\nheldout = "rows.jsonl"\n'
+    (tmp_path / "page.toml").write_text(data + text)
+    load(tmp_path / "page.toml")
+
+
+def test_the_late_rewards_are_the_products_own() -> None:
+    code = of("dead-letters.md", "python").text
+    exec("async def page(bus, subjects, judge):\n" + textwrap.indent(code, "    "), {})
+    called = re.findall(r"rewards\.(\w+)\(", code)
+    assert called == ["unrewarded", "publish"] and all(hasattr(LateRewards, name) for name in called)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a recording called `quickstart`, of a small run."""
+    place = tmp_path_factory.mktemp("pages")
+    config = table_config(place, run={"name": "quickstart", "steps": 8}, **FIXED)
+    made = asyncio.run(make_recorded(place / "made", config))
+    shutil.move(made.path, place / "quickstart")
+    return place
+
+
+def test_the_commands_on_replaying_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    for command in of("replay.md", "bash").commands:
+        assert main(shlex.split(command)[1:]) == 0, command
+    assert (place / "both.png").is_file()
+
+
+def test_the_query_gives_a_row_for_each_batch(place: Path) -> None:
+    rows = duckdb.sql(of("replay.md", "sql").text.replace("DIR", str(place / "quickstart"))).fetchall()
+    assert [number for number, _ in rows] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith(("http:", "https:")):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor in anchors(there), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_and_tests_that_a_page_names_are_there(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    named = re.findall(r"`((?:tests|scripts|streamrl|producers|consumers|schemas|docs|examples)/[\w./-]*)(?:::(\w+))?`", text)
+    for path, function in named:
+        assert (ROOT / path).exists(), f"{page.name}: {path}"
+        assert not function or f"def {function}(" in (ROOT / path).read_text(), f"{page.name}: {path}::{function}"
+    for function in re.findall(r"`(test_\w+)`", text):
+        assert any(f"def {function}(" in file.read_text() for file in (ROOT / "tests").rglob("*.py")), f"{page.name}: {function}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_metrics_and_keys_that_a_page_names_are_there(page: Path) -> None:
+    areas = {name.partition("/")[0] for name in METRICS}
+    named = re.findall(r"`([a-z]+)/([a-z0-9_]+)`", page.read_text())
+    assert [f"{area}/{name}" for area, name in named if area in areas and f"{area}/{name}" not in METRICS] == []
+    trees = dict(sections(Config()))
+    for section, key in re.findall(r"`((?:[a-z]+\.)+)([a-z_]+)(?: = [^`]*)?`", page.read_text()):
+        struct = trees.get(section.rstrip("."))
+        assert struct is None or hasattr(struct, key) or key in ENDINGS, f"{page.name}: {section}{key}"
+
+
+def test_every_page_is_in_the_readmes_table() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert [page.name for page in (ROOT / "docs").glob("*.md") if f"](docs/{page.name})" not in readme] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub calls the headings of a page."""
+    if page.suffix != ".md":
+        return set()
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
