@@ -112,22 +112,8 @@ def _fields() -> tuple[tuple[str, pa.DataType], ...]:
     return tuple((field.name, field.type) for field in arrow_schema())
 
 
-_VARIED = frozenset(
-    (
-        "task",
-        "rollout",
-        "seed",
-        "reward",
-        "reward_parts",
-        "label",
-        "metadata",
-        "started_s",
-        "finished_s",
-        "span_length",
-        "span_epoch",
-        "span_number",
-    )
-)
+_OF_A_TASK = ("task", "rollout", "seed", "reward", "reward_parts", "label", "metadata", "started_s", "finished_s")
+_VARIED = frozenset((*_OF_A_TASK, "span_length", "span_epoch", "span_number"))
 """Columns that differ from row to row or from message to message; the others mostly have one value."""
 
 
