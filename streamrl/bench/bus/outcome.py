@@ -1,0 +1,50 @@
+"""The end of a bus benchmark: raw file, report, table and picture in a directory, and tables for documents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from streamrl.bench.bus.measure import run
+from streamrl.bench.bus.picture import write_picture
+from streamrl.bench.bus.plan import BusOptions
+from streamrl.bench.bus.records import BusRun
+from streamrl.bench.bus.report import BusReport, build_report, render
+from streamrl.bench.output import RAW, new_directory, write_report
+from streamrl.errors import DataError
+
+BEGIN = "<!-- bench bus: begin (written by streamrl bench bus --report DIR --docs FILE) -->"
+END = "<!-- bench bus: end -->"
+
+
+def measure_into(options: BusOptions) -> BusReport:
+    """Measure and write `raw.json`, `report.json`, `table.md` and `bus.png`.
+
+    Raises:
+        ConfigError: the directory has the files of another run, or no transport is there.
+    """
+    out = new_directory(Path(options.out))
+    (out / RAW).write_bytes(msgspec.json.encode(run(options)) + b"\n")
+    return report_from(out)
+
+
+def report_from(out: Path) -> BusReport:
+    """Make report, table and picture again from the raw file; raises DataError when there is none."""
+    try:
+        raw = msgspec.json.decode((out / RAW).read_bytes(), type=BusRun)
+    except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise DataError(f"expected the raw file of a bus benchmark in {out}: {error}", hint="measure with --out first") from error
+    report = build_report(raw)
+    write_report(out, report, render(report))
+    write_picture(report, out / "bus.png")
+    return report
+
+
+def write_docs(document: Path, report: BusReport) -> None:
+    """Put the tables between the two marks in a document; raises DataError when it does not have them."""
+    before, begin, rest = document.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise DataError(f"expected the marks {BEGIN!r} and {END!r} in {document}, got none", hint="add both lines where the table belongs")
+    document.write_text(f"{before}{BEGIN}\n\n{render(report)}\n{END}{after}", encoding="utf-8")

@@ -1,0 +1,95 @@
+"""What a bus benchmark is asked to do: which shapes of messages, over which transports, how often."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+
+import msgspec
+
+from streamrl.errors import ConfigError
+
+SAMPLES = (1, 8, 64)
+TOKENS = (256, 2048, 16384)
+_SUFFIX = {"": 1, "k": 1024}
+
+
+class Transport(StrEnum):
+    """A way from a producer to a trainer, and the encoding on it."""
+
+    STREAMRL = "streamrl"
+    """Our publisher and our reader on JetStream with file storage; Arrow."""
+    REDIS_ORJSON = "redis-orjson"
+    """Redis streams without acks, one entry added and read at a time; lists as JSON."""
+    REDIS_PICKLE = "redis-pickle"
+    """The same; lists pickled."""
+    ZMQ_MSGPACK = "zmq-msgpack"
+    """PUSH and PULL over TCP; arrays of fields in MessagePack."""
+    RAY = "ray"
+    """An actor's results in the object store; numpy arrays, read in place."""
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """One shape of message: `samples` rollouts of a task, `tokens` each."""
+
+    samples: int
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        """Such as `8 x 2k`."""
+        short = self.tokens >= 1024 and self.tokens % 1024 == 0
+        return f"{self.samples} x {self.tokens // 1024}k" if short else f"{self.samples} x {self.tokens}"
+
+
+class BusOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of the benchmark."""
+
+    out: str
+    samples: tuple[int, ...] = SAMPLES
+    tokens: tuple[int, ...] = TOKENS
+    transports: tuple[Transport, ...] = tuple(Transport)
+    rounds: int = 5
+    round_tokens: int = 6 << 20
+    """Tokens that a shape sends in a round, as far as `max_tasks` and `min_tasks` let it."""
+    min_tasks: int = 6
+    max_tasks: int = 1500
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "tokens", "transports"):
+            if not getattr(self, name):
+                raise ConfigError(f"bench bus: expected at least one of {name}, got none")
+        if min(*self.samples, *self.tokens, self.rounds, self.round_tokens, self.min_tasks) < 1 or self.max_tasks < self.min_tasks:
+            raise ConfigError("bench bus: expected samples, tokens, rounds and tasks of at least 1")
+        if max(self.samples) * max(self.tokens) >= 1 << 27 or max(self.tokens) > 1 << 19:
+            raise ConfigError(f"bench bus: expected messages that fit a bus, got {max(self.samples)} samples of {max(self.tokens)} tokens")
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """Every shape."""
+        return tuple(Cell(samples, tokens) for samples in self.samples for tokens in self.tokens)
+
+    def num_tasks(self, cell: Cell) -> int:
+        """Messages (tasks) of one measurement."""
+        return min(self.max_tasks, max(self.min_tasks, self.round_tokens // (cell.samples * cell.tokens)))
+
+
+def parse_numbers(option: str, text: str) -> tuple[int, ...]:
+    """`256,2k` to (256, 2048); raises ConfigError for anything else."""
+    numbers: list[int] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        found = re.fullmatch(r"([0-9]{1,9})(k?)", part)
+        if found is None:
+            raise ConfigError(f"{option}: expected numbers like 256,2k, got {text!r}")
+        numbers.append(int(found[1]) * _SUFFIX[found[2]])
+    return tuple(dict.fromkeys(numbers))
+
+
+def parse_transports(text: str) -> tuple[Transport, ...]:
+    """Names separated by commas; empty: all. Raises ConfigError for a name that is none."""
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    known = [str(transport) for transport in Transport]
+    wrong = [name for name in names if name not in known]
+    if wrong:
+        raise ConfigError(f"--transports: expected some of {', '.join(known)}, got {wrong[0]!r}")
+    return tuple(Transport(name) for name in dict.fromkeys(names)) or tuple(Transport)

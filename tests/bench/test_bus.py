@@ -1,0 +1,122 @@
+"""`bench bus` at a tiny size: over every transport that is there all of it arrives, and what does not is an error."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from streamrl.bench.bus import measure, servers
+from streamrl.bench.bus.lanes import Counts, Order
+from streamrl.bench.bus.measure import LaneProcess, run
+from streamrl.bench.bus.payload import Plain, group, mapping, plain, with_task
+from streamrl.bench.bus.plan import BusOptions, Cell, Transport
+from streamrl.bench.bus.processes import cpu_of_tree, cpu_seconds
+from streamrl.bench.bus.redis_streams import codec
+from streamrl.bench.bus.servers import missing
+from streamrl.cli import main
+from streamrl.errors import BusError, ConfigError, LaunchError
+from streamrl.schemas.columns import decode_samples, encode_samples
+
+TINY = BusOptions(out="", samples=(1, 3), tokens=(40, 64), rounds=2, round_tokens=1000, min_tasks=2, max_tasks=7)
+
+
+@pytest.mark.nats
+@pytest.mark.parametrize("transport", [t if t is not Transport.RAY else pytest.param(t, marks=pytest.mark.slow) for t in Transport])
+def test_every_sample_arrives(transport: Transport) -> None:
+    if reason := missing(transport):
+        pytest.skip(reason)
+    options = msgspec.structs.replace(TINY, transports=(transport,), rounds=1 if transport is Transport.RAY else 2)
+    found = run(options)
+    assert found.left_out == {} and {one.transport for one in found.measured} == {transport}
+    assert [(one.round, one.cell) for one in found.measured] == [(n, cell) for n in range(options.rounds) for cell in options.cells]
+    for one in found.measured:
+        assert one.tasks == one.messages == options.num_tasks(one.cell)
+        assert one.samples == one.tasks * one.cell.samples
+        assert one.tokens == one.samples * one.cell.tokens
+        assert one.wall_s > 0 and min(one.producer_s, one.server_s, one.consumer_s) >= 0
+        assert (one.nbytes >= 6 * one.tokens) or transport is Transport.RAY
+    assert sum(one.producer_s + one.consumer_s for one in found.measured) > 0
+
+
+def test_all_carry_the_same_facts() -> None:
+    samples = with_task(group(Cell(3, 40), 1), 17)
+    facts = [mapping(sample) for sample in samples]
+    assert [fact["task"] for fact in facts] == [17, 17, 17]
+
+    def listed(value: Any) -> Any:
+        return json.loads(json.dumps(value, default=str))
+
+    assert [listed(mapping(row)) for row in decode_samples(encode_samples(samples)).rows()] == listed(facts)
+    for transport in (Transport.REDIS_ORJSON, Transport.REDIS_PICKLE):
+        if not missing(transport):
+            encode, decode = codec(transport)
+            assert listed(decode(encode(facts))) == listed(facts)
+    wire = msgspec.msgpack.encode([plain(sample) for sample in samples])
+    assert [listed(msgspec.structs.asdict(one)) for one in msgspec.msgpack.decode(wire, type=list[Plain])] == listed(facts)
+    arrays = mapping(samples[0], arrays=True)
+    assert {**arrays, **{name: arrays[name].tolist() for name in ("tokens", "loss_mask", "logprobs")}} == facts[0]
+
+
+def test_what_is_missing_is_left_out_with_a_line_that_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers.importlib.util, "find_spec", lambda name: None)
+    assert missing(Transport.STREAMRL) == ""
+    assert missing(Transport.RAY) == "no Python package ray: pip install 'streamrl[ray]'"
+    assert missing(Transport.REDIS_ORJSON) == "no Python package redis and orjson: pip install 'streamrl[bench]'"
+    monkeypatch.setattr(servers.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "apt install redis-server" in missing(Transport.REDIS_PICKLE)
+    with pytest.raises(ConfigError, match="expected one of the transports to be there"):
+        run(msgspec.structs.replace(TINY, transports=(Transport.REDIS_PICKLE,)))
+    monkeypatch.setattr(measure, "_round", lambda options, transport, number: [])
+    assert list(run(TINY).left_out) == ["redis-orjson", "redis-pickle"]
+
+
+def test_a_sample_too_many_or_too_few_is_an_error() -> None:
+    counts = Counts(Order(Cell(2, 10), 0, 3))
+    for _ in range(3):
+        assert not counts.complete
+        counts.add(samples=2, tokens=20, nbytes=1)
+    assert counts.complete
+    counts.check()
+    counts.add(samples=1, tokens=10, nbytes=1)
+    with pytest.raises(BusError, match="expected 6 samples of 60 tokens in all, got 7 of 70"):
+        counts.check()
+
+
+def test_a_process_that_dies_is_an_error(tmp_path: Path) -> None:
+    lane = LaneProcess("consumer", Transport.STREAMRL, str(tmp_path / "nowhere.json"))
+    with lane, pytest.raises(LaunchError, match="streamrl consumer's process ended with exit code 1"):
+        lane.prepare(Order(Cell(1, 1), 0, 1))
+
+
+def test_cpu_time_of_other_processes() -> None:
+    code = "import os, time; t = time.process_time()\nwhile time.process_time() - t < 0.3: pass\nprint(flush=True); input()"
+    before = cpu_of_tree()
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert cpu_seconds(child.pid) >= 0.25
+        assert cpu_of_tree() - before >= 0.25
+        child.kill()
+    assert cpu_seconds(child.pid) == 0.0
+
+
+@pytest.mark.nats
+def test_the_command_measures_writes_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    size = ["--samples", "2", "--tokens", "64", "--rounds", "1", "--round-tokens", "512", "--transports", "streamrl"]
+    assert main(["bench", "bus", *size, "--out", str(out), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [(row["transport"], row["rounds"]) for row in report["rows"]] == [("streamrl", 1)]
+    assert {path.name for path in out.iterdir()} == {"raw.json", "report.json", "table.md", "bus.png"}
+    assert main(["bench", "bus", "--report", str(out)]) == 0
+    assert capsys.readouterr().out.startswith("| samples x tokens |")
+    assert main(["bench", "bus", *size, "--out", str(out)]) != 0
+    assert "expected a new directory" in capsys.readouterr().err
