@@ -1,4 +1,4 @@
-"""`bench weights`: what a weight update costs an engine that decodes."""
+"""`bench`: what there is to measure. `bench weights` is here; see also `streamrl.cli.bench_bus` and `bench_speed`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from streamrl.cli import bench_bus, bench_speed
 from streamrl.errors import ConfigError
 
 
@@ -35,6 +36,9 @@ def add_verbs(verbs: Any) -> None:
     weights.add_argument("--flag", action="append", default=[], metavar="NAME=VALUE", help="any flag of SGLang; JSON or text")
     weights.add_argument("--json", action="store_true", help="print the report as JSON")
     weights.set_defaults(run_verb=run_bench_weights)
+    bench_bus.add_bus(kinds)
+    bench_speed.add_engine(kinds)
+    bench_speed.add_loop(kinds)
 
 
 def run_bench_weights(arguments: argparse.Namespace) -> int:

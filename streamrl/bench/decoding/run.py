@@ -1,0 +1,44 @@
+"""`streamrl bench engine`: starts the measuring process and writes what it found."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from streamrl.bench.decoding.records import Raw
+from streamrl.bench.decoding.report import Report, build_report, render
+from streamrl.bench.decoding.spec import Spec
+from streamrl.bench.output import new_directory, write_report
+from streamrl.config.tree import Config, EngineConfig
+from streamrl.errors import LaunchError
+from streamrl.runtime.kinds import environment
+
+log = logging.getLogger(__name__)
+
+
+def run(spec: Spec, out: Path) -> Report:
+    """Measure; writes `raw.json`, `report.json` and `table.md` into the new directory `out`.
+
+    Raises:
+        ConfigError: `out` holds another run.
+        LaunchError: the measuring process failed.
+    """
+    out = new_directory(out)
+    # A process of its own, because thread counts must be in the environment before torch is loaded: those of an engine worker.
+    surroundings = os.environ | environment(Config(engine=EngineConfig(threads=spec.threads)), "engine")
+    with tempfile.TemporaryDirectory(prefix="streamrl-bench-") as directory:
+        asked = Path(directory) / "spec.json"
+        asked.write_bytes(msgspec.json.encode(spec))
+        command = [sys.executable, "-m", "streamrl.bench.decoding.measure", str(asked), str(out / "raw.json")]
+        code = subprocess.run(command, env=surroundings, check=False).returncode
+    if code != 0:
+        raise LaunchError(f"the measuring process: expected exit code 0, got {code}", hint="its error stands above")
+    report = build_report(msgspec.json.decode((out / "raw.json").read_bytes(), type=Raw))
+    write_report(out, report, render(report))
+    return report

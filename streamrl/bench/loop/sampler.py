@@ -1,0 +1,96 @@
+"""Processor time of a tree of processes while it runs, by what its processes are."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from bisect import bisect_right
+from pathlib import Path
+from types import TracebackType
+
+_EVERY_S = 0.25
+_CONTENDERS = {"stream": "supervisor", "pipes": "engine", "trainer-half": "trainer"}
+"""What the process of a contender is."""
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+class Sampler:
+    """While entered, reads the CPU times of a process and all its descendants a few times a second."""
+
+    def __init__(self, root: int) -> None:
+        self._root = root
+        self._marks: list[tuple[float, dict[str, float]]] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
+
+    def __enter__(self) -> Sampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def between(self, start_s: float, end_s: float) -> dict[str, float]:
+        """CPU seconds by kind of process between two Unix times, read off between the samples beside them.
+
+        Processes that end before `end_s` are counted up to the last sample in which they were seen.
+        """
+        low, high = self._at(start_s), self._at(end_s)
+        return {name: max(0.0, high[name] - low.get(name, 0.0)) for name in sorted(high)}
+
+    def _at(self, time_s: float) -> dict[str, float]:
+        place = bisect_right(self._marks, time_s, key=lambda mark: mark[0])
+        if not 0 < place < len(self._marks):
+            return dict(self._marks[min(max(place - 1, 0), len(self._marks) - 1)][1]) if self._marks else {}
+        (before_s, before), (after_s, after) = self._marks[place - 1], self._marks[place]
+        share = (time_s - before_s) / (after_s - before_s)
+        return {name: before.get(name, 0.0) + share * (after[name] - before.get(name, 0.0)) for name in after}
+
+    def _run(self) -> None:
+        while not self._stop.wait(_EVERY_S):
+            self._marks.append((time.time(), tree_seconds(self._root)))
+
+
+def tree_seconds(root: int) -> dict[str, float]:
+    """CPU seconds so far of a process and its living descendants, all threads, by kind of process."""
+    facts = {int(entry.name): found for entry in Path("/proc").iterdir() if entry.name.isdigit() and (found := _facts(int(entry.name)))}
+    children: dict[int, list[int]] = {}
+    for pid, (parent, _) in facts.items():
+        children.setdefault(parent, []).append(pid)
+    total: dict[str, float] = {}
+    left = [root]
+    while left:
+        pid = left.pop()
+        left += children.get(pid, ())
+        if pid in facts:
+            kind = _kind(pid)
+            total[kind] = total.get(kind, 0.0) + facts[pid][1]
+    return total
+
+
+def _facts(pid: int) -> tuple[int, float] | None:
+    """Parent and CPU seconds."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The name of the program stands in parentheses and may hold spaces.
+    fields = text.rpartition(")")[2].split()
+    return int(fields[1]), (int(fields[11]) + int(fields[12])) * _TICK_S
+
+
+def _kind(pid: int) -> str:
+    """`engine` for `python -m streamrl worker engine ...`, the program's name for what is not ours."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return "other"
+    if "worker" in words:
+        return words[words.index("worker") + 1]
+    contending = [after for word, after in itertools.pairwise(words) if word.endswith("loop.contender")]
+    if contending:
+        return _CONTENDERS.get(contending[0], "all")
+    return Path(words[0]).name or "other"

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from streamrl.bench.decoding.records import Failure, Raw, Timing
+from streamrl.bench.decoding.report import build_report, render
+from streamrl.bench.decoding.spec import MODELS, Spec
+from streamrl.bench.machine import Machine
+from streamrl.bench.shapes import model_config
+from streamrl.cli import main
+from streamrl.config.tree import ModelConfig
+from streamrl.data.model import write_qwen3
+from streamrl.errors import ConfigError
+
+MACHINE = Machine(processor="a processor", cores=2, python="3.11", packages={"torch": "2"}, date="2026-11-21", load=0.5)
+
+
+def timing(contender: str, number: int, wall_s: float, cpu_s: float, *, batch: int = 8) -> Timing:
+    return Timing(model="quickstart", batch=batch, contender=contender, round=number, tokens=1000, wall_s=wall_s, cpu_s=cpu_s)
+
+
+def raw() -> Raw:
+    ours = [timing("streamrl", 0, 0.5, 0.4), timing("streamrl", 1, 1.0, 0.4), timing("streamrl", 2, 0.25, 0.4)]
+    base = [timing("model.generate", 0, 1.0, 0.8), timing("model.generate", 1, 1.0, 0.8), timing("model.generate", 2, 1.0, 0.8)]
+    slower = [timing("streamrl", 0, 2.0, 2.0, batch=1), timing("model.generate", 0, 1.0, 1.0, batch=1)]
+    return Raw(
+        spec=Spec(models=("quickstart",), batches=(1, 8), rounds=3),
+        machine=MACHINE,
+        parameters={"quickstart": 410_000},
+        timings=[*ours, *base, *slower],
+        failures=[Failure("quickstart", "generate_batch", "ValueError: no such thing")],
+        logprob_distances={"quickstart": 1e-6},
+    )
+
+
+def test_medians_and_ratios_are_those_of_the_rounds():
+    report = build_report(raw())
+    ours = next(row for row in report.rows if row.contender == "streamrl" and row.batch == 8)
+    assert (ours.tokens_per_s, ours.low, ours.high) == (2000, 1000, 4000)
+    assert ours.ratio == 2.0, "the rounds' ratios are 2, 1 and 4"
+    assert ours.cpu_us_per_token == pytest.approx(400) and ours.cpu_ratio == pytest.approx(2.0)
+    assert report.missed == ["quickstart, batch 1"]
+
+
+def test_the_table_says_what_was_missed_and_what_does_not_run():
+    text = render(build_report(raw()))
+    assert "2,000 (1,000 - 4,000)" in text
+    assert "MISSED at quickstart, batch 1" in text
+    assert "generate_batch does not run here (quickstart): ValueError: no such thing" in text
+    assert "a processor, 2 cores" in text
+
+
+def test_the_quickstarts_model_is_the_one_that_a_run_builds(tmp_path):
+    write_qwen3(tmp_path, ModelConfig(max_len=32), seed=0)
+    built = json.loads((tmp_path / "config.json").read_text())
+    ours = model_config(MODELS["quickstart"])
+    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"):
+        assert ours[key] == built[key], key
+    assert (ours["vocab_size"], ours["tie_word_embeddings"]) == (built["vocab_size"], built["tie_word_embeddings"])
+
+
+@pytest.mark.parametrize("values", [{"models": ("huge",)}, {"batches": (0,)}, {"batches": ()}, {"rounds": 0}])
+def test_what_cannot_be_measured_is_refused(values):
+    with pytest.raises(ConfigError):
+        Spec(**values)
+
+
+def test_a_tiny_run_measures_all_three(tmp_path: Path, capsys):
+    out = tmp_path / "out"
+    flags = ["--models", "quickstart", "--batches", "1,3", "--tokens", "4", "--prompt", "3", "--rounds", "2", "--round-s", "0.01"]
+    assert main(["bench", "engine", *flags, "--out", str(out), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((out / "report.json").read_text())
+    found = msgspec.json.decode((out / "raw.json").read_bytes(), type=Raw)
+    contenders = {timing.contender for timing in found.timings} | {failure.contender for failure in found.failures}
+    assert contenders == {"streamrl", "model.generate", "generate_batch"}
+    cells = {(timing.batch, timing.contender, timing.round) for timing in found.timings}
+    assert {(batch, "streamrl", number) for batch in (1, 3) for number in (0, 1)} <= cells
+    per_round: dict[tuple[int, int], set[int]] = {}
+    for one in found.timings:
+        per_round.setdefault((one.batch, one.round), set()).add(one.tokens)
+        assert one.tokens % (4 * one.batch) == 0 and one.wall_s > 0
+    assert all(len(tokens) == 1 for tokens in per_round.values()), "every contender makes as many tokens"
+    assert found.logprob_distances["quickstart"] < 1e-4, "ours samples from the model that the others run"
+    assert "| quickstart | 1 " in (out / "table.md").read_text()
+    assert main(["bench", "engine", *flags, "--out", str(out)]) == 1, "the files of another run are not overwritten"

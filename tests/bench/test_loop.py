@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from streamrl.bench.loop.links import EngineEnd, TrainerEnd, receive
+from streamrl.bench.loop.picture import write_picture
+from streamrl.bench.loop.plain import Rollouts, Trained, pack
+from streamrl.bench.loop.records import LoopRaw, LoopRun
+from streamrl.bench.loop.report import build_report, render
+from streamrl.bench.loop.sampler import Sampler
+from streamrl.bench.loop.ways import LoopSpec, Way, parse_ways, quickstart, warm, write_problems
+from streamrl.bench.machine import Machine
+from streamrl.cli import main
+from streamrl.config.load import load
+from streamrl.config.tree import DataConfig, EvaluationConfig
+from streamrl.errors import ConfigError, LaunchError
+
+ROOT = Path(__file__).parents[2]
+MACHINE = Machine(processor="a processor", cores=2, python="3.11", packages={"torch": "2"}, date="2026-11-21", load=0.5)
+
+
+def run_of(part: str, label: str, number: int, batch_s: float, cpu_s: dict[str, float]) -> LoopRun:
+    batches = [Trained(time_s=i * batch_s, samples=512, tokens=6000, staleness=1.0, wait_s=0.02, step_s=0.1) for i in range(1, 11)]
+    return LoopRun(part=part, label=label, round=number, seconds=10 * batch_s, batches=batches, cpu_s=cpu_s)
+
+
+def raw() -> LoopRaw:
+    runs = []
+    for number, slow in enumerate((1.0, 2.0, 1.5)):  # another process slows whole rounds down: ratios do not see it
+        runs.append(run_of("overhead", "stream", number, 0.12 * slow, {"trainer": 1.2, "nats-server": 0.3}))
+        runs.append(run_of("overhead", "queues", number, 0.10 * slow, {"all": 1.0}))
+        runs.append(run_of("tail", "asynchronous", number, 0.1 * slow, {"trainer": 0.1}))
+        runs.append(run_of("tail", "lockstep", number, 0.3 * slow, {"trainer": 0.1}))
+    return LoopRaw(spec=LoopSpec(batches=20, skip=10, tail_batches=20, tail_skip=10), machine=MACHINE, runs=runs)
+
+
+def test_overhead_and_gain_are_ratios_of_rounds():
+    report = build_report(raw())
+    (overhead,) = report.overheads
+    assert (overhead.label, overhead.against) == ("stream", "queues")
+    assert overhead.time == pytest.approx(1.2) and overhead.cpu == pytest.approx(1.5)
+    assert report.gain is not None and report.gain.time == pytest.approx(3.0)
+    stream = report.overhead[0]
+    assert stream.batches_per_s == pytest.approx(1 / 0.18) and stream.samples_per_s == pytest.approx(512 / 0.18)
+    assert stream.cpu_by_process_ms == {"nats-server": pytest.approx(30), "trainer": pytest.approx(120)}
+
+
+def test_the_table_says_whether_the_targets_are_met(tmp_path):
+    report = build_report(raw())
+    text = render(report)
+    assert "at most 25% of the time of queues in one process: +20%, met" in text
+    assert "3.00 times as fast as lockstep" in text and "target >= 2: met" in text
+    slow = replace(raw(), runs=[run_of("overhead", "stream", 0, 0.2, {}), run_of("overhead", "queues", 0, 0.1, {})])
+    assert "+100%, MISSED" in render(build_report(slow))
+    write_picture(report, tmp_path / "loop.png")
+    assert (tmp_path / "loop.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_loop_is_the_quickstarts(tmp_path):
+    spec = LoopSpec()
+    example = load(ROOT / "examples" / "quickstart" / "quickstart.toml")
+    ours = warm(quickstart(spec, tmp_path, name="quickstart"))
+    same = {"run": example.run, "data": DataConfig(), "evaluation": EvaluationConfig()}
+    assert replace(ours, **same) == replace(example, **same)
+    assert ours.data.max_prompt_tokens == example.data.max_prompt_tokens
+    write_problems(tmp_path / "train.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    known = [
+        json.loads(line) for name in ("train", "heldout") for line in (ROOT / f"examples/quickstart/{name}.jsonl").read_text().splitlines()
+    ]
+    assert sorted(map(str, rows)) == sorted(map(str, known))
+
+
+def test_packing_without_a_stream_keeps_ages_and_masks(tmp_path):
+    config = quickstart(LoopSpec(), tmp_path, name="x")
+    one = Rollouts(4, (5, 6), [(7, 8, 9), (7,)], [(-0.1, -0.2, -0.3), (-0.4,)], [((2, 1), (1, 2)), ((1, 2),)], [1.0, 0.0])
+    batch = pack([one], config, 3)
+    np.testing.assert_array_equal(batch.tokens, [5, 6, 7, 8, 9, 5, 6, 7])
+    np.testing.assert_array_equal(batch.loss_mask, [0, 0, 1, 1, 1, 0, 0, 1])
+    np.testing.assert_array_equal(batch.staleness, [0, 0, 2, 2, 1, 0, 0, 1])
+    np.testing.assert_array_equal(batch.offsets, [0, 5, 8])
+    np.testing.assert_allclose(batch.sampler_logprobs[batch.loss_mask], [-0.1, -0.2, -0.3, -0.4], rtol=1e-6)
+    assert batch.rewards.tolist() == [1.0, 0.0] and batch.tasks.tolist() == [4, 4] and batch.rollouts.tolist() == [0, 1]
+
+
+async def test_groups_cross_the_socket_and_the_end_is_noticed():
+    here, there = socket.socketpair()
+    group = Rollouts(4, (5, 6), [(7,)], [(-0.1,)], [((1, 2),)], [1.0])
+    with here, there:
+        engine, trainer = EngineEnd(here), TrainerEnd(there)
+        await engine.put(group)
+        assert trainer.get() == group
+        trainer.close()
+        assert await engine.weights() is None
+        here.shutdown(socket.SHUT_WR)
+        with pytest.raises(LaunchError, match="expected more rollouts"):
+            trainer.get()
+
+
+def test_half_a_frame_is_no_frame():
+    here, there = socket.socketpair()
+    with there:
+        with here:
+            here.sendall((100).to_bytes(8, "little") + b"half")
+        assert receive(there) is None
+
+
+def test_the_sampler_sees_work_between_two_times():
+    import os
+    import time
+
+    with Sampler(os.getpid()) as sampler:
+        start = time.time()
+        began = time.process_time()
+        while time.process_time() - began < 1.0:
+            sum(range(10_000))
+        end = time.time()
+        time.sleep(0.6)
+    busy, idle = sampler.between(start, end), sampler.between(end + 0.3, end + 0.55)
+    assert 0.5 < sum(busy.values()) < 1.5
+    assert sum(idle.values()) < 0.2
+
+
+@pytest.mark.parametrize("values", [{"batches": 5, "skip": 5}, {"tail_skip": 0}, {"rounds": 0}])
+def test_what_cannot_be_measured_is_refused(values):
+    with pytest.raises(ConfigError):
+        LoopSpec(**values)
+
+
+def test_ways_are_named():
+    assert parse_ways("queues,stream,queues") == (Way.QUEUES, Way.STREAM)
+    with pytest.raises(ConfigError, match="expected some of stream"):
+        parse_ways("fast")
+
+
+def test_a_tiny_run_measures_every_way_and_both_tails(tmp_path: Path, capsys):
+    out = tmp_path / "out"
+    flags = ["--backend", "table", "--batches", "4", "--skip", "2", "--rounds", "1", "--tail-rounds", "1", "--tail-batches", "8"]
+    assert main(["bench", "loop", *flags, "--out", str(out)]) == 0
+    assert "stream against" in capsys.readouterr().out
+    found = msgspec.json.decode((out / "raw.json").read_bytes(), type=LoopRaw)
+    assert [run.label for run in found.runs] == ["stream", "queues", "pipes", "memory", "asynchronous", "lockstep"]
+    for run in found.runs:
+        assert len(run.batches) == 2 and run.seconds > 0
+        assert all(batch.samples == (64 if run.part == "tail" else 512) for batch in run.batches)
+    assert all(batch.staleness <= 1 for run in found.runs if run.part == "overhead" for batch in run.batches)
+    assert all(batch.staleness == 0 for batch in found.runs[-1].batches), "lockstep trains on its own samples"
+    assert (out / "loop.png").is_file() and (out / "table.md").is_file()
