@@ -12,6 +12,7 @@ from streamrl.launch.build_model import build_model
 from streamrl.launch.local import LocalLauncher, LocalProcess
 from streamrl.runtime.rundir import RunDir, write_private
 from streamrl.runtime.service import Exit
+from streamrl.weights.factory import free_weights
 
 _POLL_S = 0.05
 
@@ -76,6 +77,10 @@ class PlacedWorker:
     async def tail(self) -> str:
         """The last lines of the worker's log, or why there is none."""
         return self._said or LocalLauncher(self._run, self._config).tail(f"{self._kind}-{self._index}")
+
+    async def free(self) -> None:
+        """Free the shared memory of the run on this host; once all of its workers have ended."""
+        free_weights(self._config.weights, self._run.name, self._run.path)
 
     def _prepare(self) -> None:
         """See to it that there is a run directory here, with this run's credentials."""

@@ -189,6 +189,12 @@ class RayLauncher:
 
     def close(self) -> None:
         """Leave the cluster, which ends what is left there of this run; a cluster of our own ends too."""
+        publisher = self._processes.get("trainer-0")
+        if publisher is not None and not publisher.lost:
+            try:
+                ray.get(publisher.actor.free.remote(), timeout=_ASK_S)
+            except RayError as error:
+                logger.warning("event=weights_not_freed worker=trainer-0 error=%s", str(error).partition("\n")[0])
         ray.shutdown()
 
     def _options(self, kind: str, index: int) -> tuple[dict[str, Any], bool]:

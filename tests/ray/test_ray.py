@@ -16,6 +16,7 @@ import pytest
 from streamrl.launch.placed import PlacedWorker
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import Exit
+from streamrl.weights.factory import weights_directory
 from tests.faults.processes import find, worker_pid
 from tests.launch.processes import alive, until
 
@@ -142,11 +143,13 @@ async def test_engines_on_another_node_get_their_weights_over_the_bus(start: Sta
     cluster = await start(str(ROOT / "tests" / "ray" / "two_nodes.py"))
     assert cluster.stdin is not None and cluster.stdout is not None
     address = (await asyncio.wait_for(cluster.stdout.readline(), 90)).decode().strip()
-    there = ("ray.engine.resources={engines=1}", "engine.workers=2")
+    there = ("ray.trainer.resources={trainers=1}", "ray.engine.resources={engines=1}", "engine.workers=2")
 
     code, _, err = await said(await up(start, address, *there, "ray.engine.gpus=1"))
     assert code == 1
-    assert "it asks for 1 trainer with 0.5 CPU each; 2 engines with 0.5 CPU, 1 GPU, 1 engines each; there is 0 GPU in all" in err
+    assert (
+        "it asks for 1 trainer with 0.5 CPU, 1 trainers each; 2 engines with 0.5 CPU, 1 GPU, 1 engines each; there is 0 GPU in all" in err
+    )
     assert "hint: lower engine.workers" in err
 
     code, _, err = await said(await up(start, address, *there))
@@ -188,6 +191,10 @@ async def test_a_host_that_sees_no_run_directory_makes_its_own(start: Start, run
     assert not elsewhere.role_path("trainer").exists()
     await body.stop()
     assert await asyncio.wait_for(waiting, 30) == Exit.DONE
+    memory = weights_directory(run.load_config().weights, elsewhere.name, elsewhere.path)
+    memory.mkdir()
+    await body.free()
+    assert not memory.exists()
     process.send_signal(signal.SIGINT)
     assert (await said(process))[0] == 0
 

@@ -1,6 +1,7 @@
 """Two Ray nodes on this machine under two addresses: `two_nodes.py`; prints the cluster's address, and ends with its standard input.
 
-The second node is 127.0.0.2 and has the resource `engines`, 2 of it. A line `hold` on standard input takes it all away from others.
+The first has the resource `trainers`; the second is 127.0.0.2 and has 2 of the resource `engines`. A line `hold` on standard
+input takes those away from others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ STORE = 80_000_000
 
 
 def main() -> None:
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False, "object_store_memory": STORE})
+    head = {"num_cpus": 4, "resources": {"trainers": 1}, "include_dashboard": False, "object_store_memory": STORE}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     cluster.add_node(num_cpus=4, resources={"engines": 2}, object_store_memory=STORE, node_ip_address="127.0.0.2")
     print(cluster.address, flush=True)
     for line in sys.stdin:
