@@ -19,7 +19,7 @@ def add_bus(kinds: Any) -> None:
         "--transports", default="", help="streamrl, redis-orjson, redis-pickle, zmq-msgpack, ray (default: all that are there)"
     )
     bus.add_argument("--rounds", type=int, default=5, help="rounds over all transports (default 5)")
-    bus.add_argument("--round-tokens", type=int, default=6 << 20, help="tokens of each shape in a round (default 6291456)")
+    bus.add_argument("--round-tokens", type=int, default=16 << 20, help="tokens of each shape in a round (default 16777216)")
     bus.add_argument("--out", metavar="DIR", default="bench-bus", help="new directory for the files (default bench-bus)")
     bus.add_argument("--report", metavar="DIR", help="measure nothing: make table and picture again from the raw file of a run")
     bus.add_argument("--docs", metavar="FILE", help="with --report: put the tables between the marks in a document")

@@ -25,7 +25,18 @@ def test_an_unknown_transport_is_refused() -> None:
         parse_transports("streamrl,kafka")
 
 
-@pytest.mark.parametrize("wrong", [{"rounds": 0}, {"samples": ()}, {"tokens": (0,)}, {"tokens": (1 << 20,)}, {"max_tasks": 2}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rounds": 0},
+        {"samples": ()},
+        {"tokens": (0,)},
+        {"tokens": (1 << 20,)},
+        {"max_tasks": 2},
+        {"round_tokens": 10**9},
+        {"samples": (1024,)},
+    ],
+)
 def test_what_cannot_be_measured_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="bench bus: expected"):
         BusOptions(out="", **wrong)  # type: ignore[arg-type]

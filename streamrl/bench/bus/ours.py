@@ -82,6 +82,7 @@ class Consumer:
 
     async def _open(self, bus: Bus) -> RecordReader:
         after = (await bus.state(SAMPLES)).last
+        await bus.trim(SAMPLES, through=after)
         return RecordReader(bus, asyncio.get_running_loop(), after=after, capacity=CAPACITY)
 
     def run(self) -> Ran:

@@ -9,6 +9,8 @@ import msgspec
 
 from streamrl.errors import ConfigError
 
+MAX_ROUND_TOKENS = 100_000_000
+"""A measurement stays below the byte budget of the sample stream, for nothing trims it meanwhile."""
 SAMPLES = (1, 8, 64)
 TOKENS = (256, 2048, 16384)
 _SUFFIX = {"": 1, "k": 1024}
@@ -50,10 +52,10 @@ class BusOptions(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[int, ...] = TOKENS
     transports: tuple[Transport, ...] = tuple(Transport)
     rounds: int = 5
-    round_tokens: int = 6 << 20
+    round_tokens: int = 16 << 20
     """Tokens that a shape sends in a round, as far as `max_tasks` and `min_tasks` let it."""
     min_tasks: int = 6
-    max_tasks: int = 1500
+    max_tasks: int = 3000
 
     def __post_init__(self) -> None:
         for name in ("samples", "tokens", "transports"):
@@ -61,8 +63,10 @@ class BusOptions(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"bench bus: expected at least one of {name}, got none")
         if min(*self.samples, *self.tokens, self.rounds, self.round_tokens, self.min_tasks) < 1 or self.max_tasks < self.min_tasks:
             raise ConfigError("bench bus: expected samples, tokens, rounds and tasks of at least 1")
-        if max(self.samples) * max(self.tokens) >= 1 << 27 or max(self.tokens) > 1 << 19:
-            raise ConfigError(f"bench bus: expected messages that fit a bus, got {max(self.samples)} samples of {max(self.tokens)} tokens")
+        if max(self.tokens) > 1 << 19:
+            raise ConfigError(f"bench bus: expected samples that fit a message, got one of {max(self.tokens)} tokens")
+        if max(self.round_tokens, self.min_tasks * max(self.samples) * max(self.tokens)) > MAX_ROUND_TOKENS:
+            raise ConfigError(f"bench bus: expected at most {MAX_ROUND_TOKENS} tokens in a round, got more", hint="lower --round-tokens")
 
     @property
     def cells(self) -> tuple[Cell, ...]:
