@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from streamrl.core.batches import TrainBatch
 from streamrl.core.fold import Batch
-from streamrl.core.state import FoldConfig, FoldState, PendingRollout
+from streamrl.core.state import FoldConfig, FoldState
 from streamrl.errors import TrainingError
 from streamrl.schemas.columns import SampleBatch
 from streamrl.schemas.ledger import Used
@@ -60,60 +60,90 @@ def assemble(batch: Batch, messages: Mapping[int, SampleBatch], state: FoldState
     Raises:
         TrainingError: not one trainable token is left.
     """
-    rows = [row for group in batch.groups for row in _rows_of(group.task, group.rollouts, messages)]
-    lengths = np.array([message.offsets[row + 1] - message.offsets[row] for message, row, _ in rows], np.int64)
-    offsets = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    versions = {id(message): message.token_versions() for message, _, _ in rows}
-
-    def tokenwise(column: str) -> npt.NDArray[Any]:
-        parts = []
-        for message, row, _ in rows:
-            values = versions[id(message)] if column == "versions" else getattr(message, column)
-            parts.append(values[message.offsets[row] : message.offsets[row + 1]])
-        return np.concatenate(parts)
-
-    def samplewise(column: str) -> npt.NDArray[Any]:
-        return np.array([message.ints(column)[row] for message, row, _ in rows])
-
-    numbers = tokenwise("versions")
+    packed = _Packed(batch, messages)
+    tokenwise, samplewise, offsets = packed.tokenwise, packed.samplewise, packed.offsets
+    numbers = tokenwise(SampleBatch.token_versions)
     staleness = np.where(numbers >= 0, state.version.number - numbers, 0).astype(np.int32)
-    loss_mask = tokenwise("loss_mask").astype(bool)
+    loss_mask = tokenwise(lambda message: message.loss_mask).astype(bool)
     if config.stale == "mask":
         loss_mask &= staleness <= config.max_staleness
     if not loss_mask.any():
         raise TrainingError(f"expected a trainable token in the batch after version {state.version}, got none among {len(numbers)} tokens")
     warmup = state.in_warmup(batch.groups[0].task)
+
+    def ints(column: str) -> npt.NDArray[Any]:
+        return samplewise(lambda message: message.ints(column))
+
     # A sampler that reports log-probs from before top-p and top-k is compared with the policy's from before them too.
-    truncated = np.array([message.batch.column("logprob_mode")[row].as_py() == LogprobMode.SAMPLED for message, row, _ in rows])
+    truncated = samplewise(lambda message: np.array(message.batch.column("logprob_mode").to_pylist()) == LogprobMode.SAMPLED)
     return TrainBatch(
         kind="sft" if warmup else "rl",
         version=state.version,
         stage_step=state.warmup_steps if warmup else state.steps,
-        tokens=tokenwise("tokens"),
+        tokens=tokenwise(lambda message: message.tokens),
         offsets=offsets,
         loss_mask=loss_mask,
-        sampler_logprobs=tokenwise("logprobs"),
+        sampler_logprobs=tokenwise(lambda message: message.logprobs),
         staleness=staleness,
-        temperature=np.ones(len(rows), np.float32) if warmup else samplewise("temperature").astype(np.float32),
-        top_p=np.where(truncated, samplewise("top_p"), 1.0).astype(np.float32),
-        top_k=np.where(truncated, samplewise("top_k"), -1).astype(np.int32),
-        rewards=np.array([np.nan if reward is None else reward for _, _, reward in rows], np.float64),
-        tasks=samplewise("task").astype(np.int64),
-        rollouts=samplewise("rollout").astype(np.int64),
+        temperature=np.ones(len(offsets) - 1, np.float32) if warmup else ints("temperature").astype(np.float32),
+        top_p=np.where(truncated, ints("top_p"), 1.0).astype(np.float32),
+        top_k=np.where(truncated, ints("top_k"), -1).astype(np.int32),
+        rewards=packed.rewards,
+        tasks=ints("task").astype(np.int64),
+        rollouts=ints("rollout").astype(np.int64),
     )
 
 
-def _rows_of(
-    task: int, rollouts: Mapping[int, PendingRollout], messages: Mapping[int, SampleBatch]
-) -> list[tuple[SampleBatch, int, float | None]]:
-    """(message, row, reward) of a group's samples, by rollout, then sample."""
-    found = []
-    for index in sorted(rollouts):
-        message = messages[rollouts[index].sequence]
-        if message.task != task:
-            raise AssertionError(f"message {rollouts[index].sequence} holds task {message.task}, expected {task}")
-        rows = np.flatnonzero(message.rollouts == index)
-        order = np.argsort(message.ints("sample")[rows], kind="stable")
-        found.extend((message, int(row), rollouts[index].reward) for row in rows[order])
-    return found
+class _Packed:
+    """Where every sample of a batch lies in its messages, in packing order.
+
+    A message is looked at once a column, not once a sample: that took a quarter of the time of a small model's step.
+    """
+
+    def __init__(self, batch: Batch, messages: Mapping[int, SampleBatch]) -> None:
+        self._messages: list[SampleBatch] = []
+        numbers: dict[int, int] = {}
+        samples_before, tokens_before = [0], [0]
+        rows: list[int] = []
+        rewards: list[float] = []
+        for group in batch.groups:
+            of_message: dict[int, dict[int, list[int]]] = {}
+            for rollout in sorted(group.rollouts):
+                pending = group.rollouts[rollout]
+                message = messages[pending.sequence]
+                if message.task != group.task:
+                    raise AssertionError(f"message {pending.sequence} holds task {message.task}, expected {group.task}")
+                if pending.sequence not in numbers:
+                    numbers[pending.sequence] = len(self._messages)
+                    self._messages.append(message)
+                    samples_before.append(samples_before[-1] + len(message.offsets) - 1)
+                    tokens_before.append(tokens_before[-1] + int(message.offsets[-1]))
+                if pending.sequence not in of_message:
+                    of_message[pending.sequence] = _rows_by_rollout(message)
+                found = of_message[pending.sequence].get(rollout, [])
+                rows += [samples_before[numbers[pending.sequence]] + row for row in found]
+                rewards += [np.nan if pending.reward is None else pending.reward] * len(found)
+        self._rows = np.array(rows, np.int64)
+        self.rewards = np.array(rewards, np.float64)
+        starts = np.concatenate([message.offsets[:-1] + tokens for message, tokens in zip(self._messages, tokens_before, strict=False)])
+        lengths = np.concatenate([np.diff(message.offsets) for message in self._messages])[self._rows]
+        self.offsets = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(lengths, out=self.offsets[1:])
+        self._tokens = np.repeat(starts[self._rows] - self.offsets[:-1], lengths) + np.arange(self.offsets[-1])
+
+    def tokenwise(self, column: Callable[[SampleBatch], npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        """[T] of a column that has a value for each token."""
+        return np.concatenate([column(message) for message in self._messages])[self._tokens]
+
+    def samplewise(self, column: Callable[[SampleBatch], npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        """[N] of a column that has a value for each sample."""
+        return np.concatenate([column(message) for message in self._messages])[self._rows]
+
+
+def _rows_by_rollout(message: SampleBatch) -> dict[int, list[int]]:
+    """Rows of each rollout in a message, in the order of their sample numbers."""
+    rollouts = message.rollouts
+    rows: dict[int, list[int]] = {}
+    for row in np.lexsort((message.ints("sample"), rollouts)).tolist():
+        rows.setdefault(int(rollouts[row]), []).append(row)
+    return rows
