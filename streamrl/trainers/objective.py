@@ -14,8 +14,11 @@ from streamrl.core.reductions import sample_of_token, token_weights
 from streamrl.errors import TrainingError
 
 DISTANCE = "train/same_weights_logprob_abs_diff"
+DISTANCE_P99 = "train/same_weights_logprob_abs_diff_p99"
 DISTANCE_MAX = "train/same_weights_logprob_abs_diff_max"
-"""Metrics of the distance between trainer and sampler where both had the same weights."""
+LOGPROB_AT_MAX = "train/same_weights_logprob_at_max"
+"""Metrics of the distance between trainer and sampler where both had the same weights; the last is the sampler's log-prob of the token with
+the greatest."""
 
 
 class Objective(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +76,7 @@ def answer_probability(batch: TrainBatch, logprobs: npt.NDArray[np.float64]) -> 
 
 
 def logprob_differences(batch: TrainBatch, logprobs: npt.NDArray[np.floating]) -> dict[str, float]:
-    """How far trainer and sampler are apart on the trained tokens: the greatest distance, and mean and greatest under the same weights.
+    """How far trainer and sampler are apart on the trained tokens: the greatest distance, and what `distances` says of the same weights.
 
     Those are of samples that the very version that is trained from has sampled, from the first token to the last: what is left is what two
     implementations and their rounding leave. In other samples the policy has moved since, and a token of age 0 behind older ones was
@@ -90,6 +93,15 @@ def logprob_differences(batch: TrainBatch, logprobs: npt.NDArray[np.floating]) -
     fresh_N = np.maximum.reduceat(batch.staleness, batch.offsets[:-1]) == 0
     fresh_T = batch.loss_mask & fresh_N[sample_of_token(batch)]
     if fresh_T.any():
-        found[DISTANCE] = float(distance_T[fresh_T].mean())
-        found[DISTANCE_MAX] = float(distance_T[fresh_T].max())
+        found |= distances(distance_T[fresh_T], batch.sampler_logprobs[fresh_T])
     return found
+
+
+def distances(distance_M: npt.NDArray[np.floating], sampler_logprobs_M: npt.NDArray[np.floating]) -> dict[str, float]:
+    """What is said of the distances [M] between trainer and sampler on tokens that the same weights sampled; M > 0."""
+    return {
+        DISTANCE: float(distance_M.mean()),
+        DISTANCE_P99: float(np.percentile(distance_M, 99)),
+        DISTANCE_MAX: float(distance_M.max()),
+        LOGPROB_AT_MAX: float(sampler_logprobs_M[distance_M.argmax()]),
+    }

@@ -78,7 +78,9 @@ class TorchTrainer:
         self._snapshots = SnapshotRing(self._parameters, device, slots=snapshots) if cuda else None
         self._digester = Digester([p for _, p in self._parameters]) if cuda else None
         self._optimizer = ClippedAdamW(self._parameters, trainer.optimizer)
-        self._recheck = Recheck(self._parameters, samples=trainer.check_logprobs, versions=recheck_versions)
+        # FlashAttention knows no float32.
+        widen = trainer.attention == "sdpa"
+        self._recheck = Recheck(self._parameters, samples=trainer.check_logprobs, versions=recheck_versions, widen=widen)
         self._stage = ""
         self._writer = BackgroundWriter()
 
