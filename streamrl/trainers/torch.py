@@ -18,7 +18,7 @@ from streamrl.config.tree import LossConfig, TrainerConfig
 from streamrl.core import losses
 from streamrl.core.batches import TrainBatch
 from streamrl.core.digest import combine, tensor_digest
-from streamrl.core.digest_torch import Digester
+from streamrl.core.digest_torch import NamedDigester, NamedDigests
 from streamrl.core.packing import Indices, MicroBatch, plan_micro_batches, split_ranks
 from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
@@ -76,12 +76,14 @@ class TorchTrainer:
         self._parameters = list(self._policy.parameters())
         cuda = device.type == "cuda"
         self._snapshots = SnapshotRing(self._parameters, device, slots=snapshots) if cuda else None
-        self._digester = Digester([p for _, p in self._parameters]) if cuda else None
+        self._digester = NamedDigester(dict(self._parameters)) if cuda else None
         self._optimizer = ClippedAdamW(self._parameters, trainer.optimizer)
         # FlashAttention knows no float32.
         widen = trainer.attention == "sdpa"
         self._recheck = Recheck(self._parameters, samples=trainer.check_logprobs, versions=recheck_versions, widen=widen)
         self._stage = ""
+        self._known: NamedDigests | None = None
+        """Of the parameters as they are, on a GPU; None when nobody has asked since they were written."""
         self._writer = BackgroundWriter()
 
     def score(self, batch: TrainBatch, role: Role) -> npt.NDArray[np.float32]:
@@ -94,6 +96,7 @@ class TorchTrainer:
 
     def step(self, batch: TrainBatch) -> StepResult:
         """See `Trainer.step`. Metrics are means over the batch's optimizer steps, weighted as the loss is."""
+        self._known = None
         objective = make_objective(batch, self._loss, self._config.minibatches)
         if batch.kind != self._stage:
             self._optimizer.reset()
@@ -125,7 +128,8 @@ class TorchTrainer:
         """Digest of the parameters as they are now, 16 hex digits."""
         if self._digester is None:
             return _digest(self._parameters)
-        return combine(dict(zip([name for name, _ in self._parameters], self._digester.digests(), strict=True)))
+        self._known = self._digester.digests()
+        return combine(self._known.elements)
 
     def shards(self) -> Iterator[Shard]:
         """See `Trainer.shards`; every rank of a data-parallel group gives the whole.
@@ -134,7 +138,7 @@ class TorchTrainer:
         stream, and the parameters are not written before that is done.
         """
         if self._snapshots is not None:
-            return self._snapshots.shards()
+            return self._snapshots.shards(self._known)
         return iter(
             [
                 Shard(
@@ -180,6 +184,7 @@ class TorchTrainer:
                 hint="its files were changed; take an older checkpoint",
             )
         self._settle()
+        self._known = None
         with torch.no_grad():
             for name, p in self._parameters:
                 p.copy_(state.parameters[name])
