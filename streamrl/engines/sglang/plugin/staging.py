@@ -29,7 +29,7 @@ from streamrl.weights.protocol import CudaSource, FileSource
 Pairs = tuple[list[Tensor], list[Tensor]]
 """Targets and sources of one window."""
 Bound = tuple[int, int, Pairs]
-"""A window's first source byte, bytes that it writes, and what to copy."""
+"""A window's first source byte, bytes that it reads and writes in the device's memory, and what to copy."""
 KEPT_BINDINGS = 16
 BREATH = 16
 """Views made in a row before the interpreter's lock is offered to others: about 0.1 ms."""
@@ -119,14 +119,12 @@ class Stager:
     def _replay(self, layout: Layout, idle: int, request: Stage) -> tuple[int, ...]:
         """Copy by the plan, and digest what has been copied while the rest follows."""
         pacer = Pacer(request.pace.max_gap_ms, self._passes)
-        # Bytes of a file are written to the device, read there, and written to their parameters; those of another GPU are only written.
-        times = 1 if isinstance(request.source, CudaSource) else 3
         digests = (self._word_digests if request.words else self._digests)[request.layout, idle]
         digests.begin()
-        for first_byte, nbytes, pairs in self._windows(request.layout, layout, idle, request.source):
+        for first_byte, moved, pairs in self._windows(request.layout, layout, idle, request.source):
             if request.verify:
                 digests.advance(self._side, first_byte, pacer)
-            pacer.spend(times * nbytes / self._side.bytes_s)
+            pacer.spend(moved / self._side.bytes_s)
             self._side.copy(pairs)
         return digests.result(self._side, pacer) if request.verify else ()
 
@@ -165,8 +163,9 @@ class Stager:
         known = self._bindings.get((key, idle))
         if known is None:
             slots = self._side.scratch
+            # Written to the scratch, read there, and written to their parameters.
             known = [
-                (window.first_byte, window.nbytes, self._pairs(layout, window, idle, slots[index % 2], _base(window)))
+                (window.first_byte, 3 * window.nbytes, self._pairs(layout, window, idle, slots[index % 2], _base(window)))
                 for index, window in enumerate(self._scratch_windows[key])
             ]
             self._bindings[key, idle] = known
@@ -182,7 +181,8 @@ class Stager:
                 span = spans[window.source]
                 targets, sources = self._pairs(layout, window, idle, span.data, span.first)
                 pairs = [*targets, *self._side.unlike[:1]], [*sources, *self._side.unlike[1:]]
-                known.append((window.first_byte, window.nbytes, pairs))
+                # Another GPU's memory is read at no cost to this one's.
+                known.append((window.first_byte, window.nbytes * (2 if span.data.device == self._swap.device else 1), pairs))
             self._bindings[identity] = known
             if len(self._bindings) > KEPT_BINDINGS:
                 del self._bindings[next(iter(self._bindings))]
