@@ -37,7 +37,12 @@ measure() {
         sleep 3
         python3 -m streamrl bench weights --report "$dir" >> "$dir/bench.log" 2>&1
     fi
-    [ $code -eq 0 ] || { result=1; echo "== $shape: exit code $code"; tail -n 30 "$dir/bench.log"; tail -n 25 "$dir/server.log"; } 2>/dev/null
+    if [ $code -ne 0 ]; then
+        result=1
+        echo "== $shape: exit code $code"
+        tail -n 30 "$dir/bench.log"
+        tail -n 25 "$dir/server.log" 2>/dev/null
+    fi
     cp "$dir/table.md" "$out/$question-$shape.md" 2>/dev/null
     cp "$dir/timeline.png" "$out/$question-$shape.png" 2>/dev/null
     tar czf "$out/$question-$shape.tar.gz" -C "$(dirname "$dir")" "$(basename "$dir")"
