@@ -201,7 +201,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Tokens of one forward and backward pass."""
     check_logprobs: int = 0
     """Rollouts of each batch whose log-probs are computed once more with the very weights that sampled them, to tell rounding from drift;
-    keeps tasks.max_staleness + 1 copies of the parameters, and one in float32 for a moment. 0: only where they are the newest weights (torch only)."""
+    keeps tasks.max_staleness + 1 copies of the parameters, and one in float32 for a moment.
+    0: only where they are the newest weights (torch only)."""
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint_every: int = 50
     """Batches between checkpoints."""
