@@ -37,6 +37,9 @@ READER_PATIENCE_S = 5.0
 """How long engines may go on reading a buffer that is needed."""
 HOLDER_PATIENCE_S = 300.0
 """How long a publisher may hold the last free buffer: a bus takes minutes for a large model."""
+LARGE_BYTES = 4 << 20
+"""Tensors from this size on are copied by calls of their own, which move a GPU's memory faster than one kernel over all of them does; for
+smaller ones the calls would take longer than the copies."""
 
 
 class Buffer:
@@ -186,6 +189,9 @@ class SnapshotRing:
             for tensor in self._tensors
         ]
         self._of_words = {name for name, (_, _, nbytes, _) in zip(self._names, self._described, strict=True) if not nbytes % WORD_BYTES}
+        large = [tensor.nbytes >= LARGE_BYTES and tensor.is_contiguous() for tensor in self._tensors]
+        self._large = [index for index, is_large in enumerate(large) if is_large]
+        self._small = [index for index, is_large in enumerate(large) if not is_large]
         self._device = device
         self._slots = slots
         self._share = share
@@ -242,13 +248,19 @@ class SnapshotRing:
 
     def _copy(self, buffer: Buffer) -> None:
         if self._stream is None:
-            torch.ops.aten._foreach_copy_(buffer.views, self._tensors)
+            self._copy_all(buffer.views)
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            torch.ops.aten._foreach_copy_(buffer.views, self._tensors)
+            self._copy_all(buffer.views)
             self._copied = torch.cuda.Event()
             self._copied.record(self._stream)
+
+    def _copy_all(self, views: Sequence[Tensor]) -> None:
+        for index in self._large:
+            views[index].copy_(self._tensors[index], non_blocking=True)
+        if self._small:
+            torch.ops.aten._foreach_copy_([views[index] for index in self._small], [self._tensors[index] for index in self._small])
 
     def _free_buffer(self) -> Buffer:
         until = time.monotonic() + self._holder_patience_s
