@@ -136,3 +136,8 @@ class LossConfig(Part, frozen=True, kw_only=True):
     kl: KLConfig = KLConfig()
     critic: CriticConfig = CriticConfig()
     distillation: DistillationConfig = DistillationConfig()
+
+
+def policy_name(loss: LossConfig) -> str:
+    """The policy loss that `loss.policy` names, or where it is empty the one that belongs to the advantages."""
+    return loss.policy or (loss.advantage if loss.advantage in ("gspo", "cispo") else "ppo")

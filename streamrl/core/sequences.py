@@ -91,6 +91,31 @@ class Padded:
         return values_S[:, None].expand(self.mask.shape)
 
 
+class Selected:
+    """The sequences of another layout with some of their tokens left out: they count neither in sums nor in means.
+
+    Args:
+        sequences: the layout.
+        keep: bool, shaped as its tokens. What stands where it is False is never read, NaN included.
+    """
+
+    def __init__(self, sequences: Sequences, keep: Tensor) -> None:
+        self._sequences = sequences
+        self.mask = sequences.mask & keep
+
+    def sum(self, values: Tensor) -> Tensor:
+        """See `Sequences.sum`."""
+        return self._sequences.sum(values.masked_fill(~self.mask, 0.0))
+
+    def max(self, values: Tensor) -> Tensor:
+        """See `Sequences.max`."""
+        return self._sequences.max(values.masked_fill(~self.mask, -torch.inf))
+
+    def spread(self, values_S: Tensor) -> Tensor:
+        """See `Sequences.spread`."""
+        return self._sequences.spread(values_S)
+
+
 def mean(sequences: Sequences, values: Tensor) -> Tensor:
     """[S] means over each sequence's trained tokens, 0 where it has none; differentiable."""
     count = sequences.sum(sequences.mask.to(values.dtype))
