@@ -27,6 +27,12 @@ def require(holds: bool, key: str, rule: str, value: Any, hint: str = "") -> Non
         raise ConfigError(f"{key} must be {rule}, got {value!r}", hint=hint, key=key)
 
 
+def refuse(when: bool, message: str, *, hint: str, key: str) -> None:
+    """Raise ConfigError if `when`."""
+    if when:
+        raise ConfigError(message, hint=hint, key=key)
+
+
 class RunConfig(Section, frozen=True, kw_only=True):
     """What is run, for how long, and where its files go."""
 
