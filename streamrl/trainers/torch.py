@@ -16,10 +16,11 @@ from torch import Tensor
 
 from streamrl.config.tree import LossConfig, TrainerConfig
 from streamrl.core import losses
+from streamrl.core.balance import split_ranks
 from streamrl.core.batches import TrainBatch
 from streamrl.core.digest import combine, tensor_digest
 from streamrl.core.digest_torch import Digester
-from streamrl.core.packing import Indices, MicroBatch, plan_micro_batches, split_ranks
+from streamrl.core.packing import Indices, MicroBatch, plan_micro_batches
 from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.trainers.causal_lm import CausalLM
@@ -202,7 +203,7 @@ class TorchTrainer:
 
     def _logprobs(self, batch: TrainBatch, wanted: npt.NDArray[np.bool_], samples: Indices) -> npt.NDArray[np.float32]:
         """Log-probs [T] of the `wanted` tokens of `samples` under the current parameters, 0 elsewhere."""
-        own = split_ranks(batch, samples, self._parallel.ranks)[self._parallel.rank]
+        own = split_ranks(batch, samples, self._parallel.ranks, width=self._policy.width)[self._parallel.rank]
         found = torch.zeros(batch.num_tokens)
         with torch.no_grad(), _reproducible(self._deterministic):
             for micro in self._micro_batches(batch, wanted, own):
@@ -235,7 +236,7 @@ class TorchTrainer:
     ) -> dict[str, float]:
         """Add up the gradients of one optimizer step; fills `logprobs` [T] where tokens are trained; returns the metrics' sums."""
         samples = objective.steps[index]
-        own = split_ranks(batch, samples, self._parallel.ranks)[self._parallel.rank]
+        own = split_ranks(batch, samples, self._parallel.ranks, width=self._policy.width)[self._parallel.rank]
         nothing = torch.zeros(0)
         names = list(self._terms(batch, objective, np.zeros(0, np.int64), nothing, nothing, old_logprobs)[1])
         sums = torch.zeros(len(names), dtype=torch.float64)
