@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 CHUNK = 128
+_SQUARE = 64
 
 Floats = npt.NDArray[np.float64]
 
@@ -42,15 +43,29 @@ def scan(terms: Floats, factors: Floats, *, chunk: int = CHUNK) -> Floats:
     size = len(terms)
     if size <= chunk:
         return scan_serial(terms, factors)
-    count = -(-size // chunk)
-    local, product = np.zeros(count * chunk), np.zeros(count * chunk)
-    local[:size], product[:size] = terms, factors
     # One row per step within the chunk, so that each pass below runs over neighbours in memory.
-    local_LC = np.ascontiguousarray(local.reshape(count, chunk).T)
-    product_LC = np.ascontiguousarray(product.reshape(count, chunk).T)
+    local_LC, product_LC = _rows_of_steps(terms, chunk), _rows_of_steps(factors, chunk)
     for step in range(chunk - 2, -1, -1):
         local_LC[step] += product_LC[step] * local_LC[step + 1]
         product_LC[step] *= product_LC[step + 1]
     first_C = scan(local_LC[0], product_LC[0], chunk=chunk)
-    next_C = np.append(first_C[1:], 0.0)
-    return (local_LC + product_LC * next_C).T.reshape(-1)[:size]
+    product_LC *= np.append(first_C[1:], 0.0)
+    local_LC += product_LC
+    return _transpose(local_LC).reshape(-1)[:size]
+
+
+def _rows_of_steps(values: Floats, chunk: int) -> Floats:
+    """[chunk, C] the values [M], a column per chunk; 0 behind the last."""
+    padded = np.zeros(-(-len(values) // chunk) * chunk)
+    padded[: len(values)] = values
+    return _transpose(padded.reshape(-1, chunk))
+
+
+def _transpose(values: Floats) -> Floats:
+    """A copy of the transposed matrix, in C order; in squares, for whole columns a power of two apart drive each other out of the cache."""
+    rows, columns = values.shape
+    found = np.empty((columns, rows))
+    for row in range(0, rows, _SQUARE):
+        for column in range(0, columns, _SQUARE):
+            found[column : column + _SQUARE, row : row + _SQUARE] = values[row : row + _SQUARE, column : column + _SQUARE].T
+    return found
