@@ -29,7 +29,7 @@ def effective_fraction(weights: npt.NDArray[np.floating]) -> float:
     if top == 0.0:
         return 0.0
     scaled = weights.astype(np.float64) / top
-    return float(scaled.sum() ** 2 / (scaled.size * np.square(scaled).sum()))
+    return min(1.0, float(scaled.sum() ** 2 / (scaled.size * np.square(scaled).sum())))
 
 
 def ratio_metrics(batch: TrainBatch, logprobs: npt.NDArray[np.floating]) -> dict[str, float]:
