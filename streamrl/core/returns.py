@@ -12,11 +12,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from streamrl.core.log_ratios import MAX_LOG_RATIO
 from streamrl.core.scan import scan
 
 Floats = npt.NDArray[np.float64]
-
-MAX_LOG_RATIO = 20.0
 
 
 class Steps(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,9 +96,9 @@ def vtrace(
     loss_mask: npt.NDArray[np.bool_],
     *,
     gamma: float,
-    gae_lambda: float = 1.0,
-    rho: float = 1.0,
-    c: float = 1.0,
+    gae_lambda: float,
+    rho: float,
+    c: float,
 ) -> tuple[Floats, Floats]:
     """V-trace (arXiv 1802.01561): advantages [T], and targets [T] for the critic that do not depend on which policy sampled the tokens.
 

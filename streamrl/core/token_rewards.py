@@ -6,18 +6,18 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.config.loss import KLEstimator
+from streamrl.core.log_ratios import MAX_LOG_RATIO
 
 Floats = npt.NDArray[np.float64]
 
-MAX_LOG_RATIO = 20.0
 MAX_LOW_VAR_KL = 10.0
 
 
 def token_kl(log_ratio: Floats, estimator: KLEstimator) -> Floats:
     """Estimates of KL(pi || reference) from tokens that pi sampled (J. Schulman, "Approximating KL Divergence").
 
-    With r = log pi - log reference: k1 = r, k2 = r^2 / 2, k3 = exp(-r) - 1 + r (never negative), low_var_kl = k3 within +-10. The last
-    two clamp r to +-20.
+    With r = log pi - log reference: k1 = r, k2 = r^2 / 2, k3 = exp(-r) - 1 + r (never negative), low_var_kl = min(k3, 10). The last two
+    take r as -20 where it is less.
 
     Args:
         log_ratio: r, any shape.
@@ -27,9 +27,9 @@ def token_kl(log_ratio: Floats, estimator: KLEstimator) -> Floats:
         return log_ratio
     if estimator == "k2":
         return np.square(log_ratio) / 2
-    r = np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    r = np.maximum(log_ratio, -MAX_LOG_RATIO)
     k3 = np.expm1(-r) + r
-    return np.clip(k3, -MAX_LOW_VAR_KL, MAX_LOW_VAR_KL) if estimator == "low_var_kl" else k3
+    return np.minimum(k3, MAX_LOW_VAR_KL) if estimator == "low_var_kl" else k3
 
 
 def token_rewards(

@@ -13,6 +13,7 @@ from streamrl.core.returns import Floats, discounted_returns, gae, vtrace
 from tests.core import reference_returns as reference
 
 ALL = np.ones(3, np.bool_)
+PLAIN = {"gamma": 1.0, "gae_lambda": 1.0, "rho": 1.0, "c": 1.0}
 
 
 class Packed(NamedTuple):
@@ -109,7 +110,7 @@ def test_vtrace_equals_the_papers_sum(batch: Packed, gamma: float, lam: float, r
 def test_vtrace_on_policy_learns_gaes_returns(batch: Packed, gamma: float, lam: float) -> None:
     where = (batch.rewards, batch.values)
     layout = (batch.offsets, batch.mask)
-    advantages, targets = vtrace(*where, np.zeros(len(batch.mask)), *layout, gamma=gamma, gae_lambda=lam)
+    advantages, targets = vtrace(*where, np.zeros(len(batch.mask)), *layout, gamma=gamma, gae_lambda=lam, rho=1.0, c=1.0)
     assert targets == pytest.approx(gae(*where, *layout, gamma=gamma, gae_lambda=lam)[1], abs=1e-9)
     if lam == 1.0:
         assert advantages == pytest.approx(gae(*where, *layout, gamma=gamma, gae_lambda=1.0)[0], abs=1e-9)
@@ -118,13 +119,13 @@ def test_vtrace_on_policy_learns_gaes_returns(batch: Packed, gamma: float, lam: 
 def test_vtrace_forgets_what_the_policy_would_not_do() -> None:
     """A ratio of 0 at the second of three steps: its own target stays its value, and the first learns only up to it."""
     log_ratio = np.array([0.0, -np.inf, 0.0])
-    _, targets = vtrace(np.array([1.0, 5, 9]), np.array([0.5, 0.25, 0.125]), log_ratio, np.array([0, 3]), ALL, gamma=1.0)
+    _, targets = vtrace(np.array([1.0, 5, 9]), np.array([0.5, 0.25, 0.125]), log_ratio, np.array([0, 3]), ALL, **PLAIN)
     assert targets == pytest.approx([1 + 0.25, 0.25, 9], abs=1e-7)
 
 
 def test_log_ratios_are_clamped_before_exp() -> None:
     one, step = np.array([1.0]), (np.array([0, 1]), np.array([True]))
-    _, targets = vtrace(one, one * 0.5, np.array([1e6]), *step, gamma=1.0, rho=np.inf, c=np.inf)
+    _, targets = vtrace(one, one * 0.5, np.array([1e6]), *step, gamma=1.0, gae_lambda=1.0, rho=np.inf, c=np.inf)
     assert targets == pytest.approx(0.5 + np.exp(20.0) * 0.5)
-    _, targets = vtrace(one, one * 0.5, np.array([-1e6]), *step, gamma=1.0)
+    _, targets = vtrace(one, one * 0.5, np.array([-1e6]), *step, **PLAIN)
     assert targets - 0.5 == pytest.approx(np.exp(-20.0) * 0.5, rel=1e-6)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from streamrl.config.loss import KLEstimator
+from streamrl.core.kl import kl_estimate
 from streamrl.core.returns import discounted_returns
 from streamrl.core.token_rewards import token_kl, token_rewards
 
@@ -27,7 +29,13 @@ def test_kl_golden(estimator: KLEstimator, expected: list[float]) -> None:
 
 def test_kl_bounds() -> None:
     assert token_kl(np.array([-3.0, -30.0]), "low_var_kl").tolist() == [10, 10]
-    assert token_kl(np.array([-30.0, 30.0]), "k3") == pytest.approx([np.exp(20.0) - 21, np.exp(-20.0) + 19])
+    assert token_kl(np.array([-30.0, 30.0]), "k3") == pytest.approx([np.exp(20.0) - 21, np.exp(-30.0) + 29])
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "low_var_kl"])
+def test_a_penalty_in_the_reward_is_the_one_in_the_loss(estimator: KLEstimator) -> None:
+    r = np.concatenate([np.linspace(-25, 25, 41), [1e-6, -0.3]])
+    assert token_kl(r, estimator) == pytest.approx(kl_estimate(torch.from_numpy(r), estimator).numpy(), rel=1e-9, abs=1e-12)
 
 
 def test_k3_keeps_its_digits_near_zero() -> None:
