@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from streamrl.config.loss import KLEstimator
-from streamrl.core.importance import MAX_LOG_RATIO
+from streamrl.core.log_ratios import MAX_LOG_RATIO
 
 LOW_VAR_BOUND = 10.0
 

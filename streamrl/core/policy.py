@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from streamrl.config.loss import LossConfig, policy_name
+from streamrl.core.nonfinite import finite_tokens
 from streamrl.core.opsm import opsm_keep
 from streamrl.core.policy_losses import aipo, cispo, dppo, gspo, ppo_clip, sapo
 from streamrl.core.sequences import Selected, Sequences
@@ -43,18 +43,16 @@ PolicyLoss = Callable[[PolicyTokens, LossConfig], tuple[Tensor, dict[str, Tensor
 `loss.policy` may name another."""
 
 
-def finite_tokens(tokens: PolicyTokens) -> Tensor:
+def usable_tokens(tokens: PolicyTokens) -> Tensor:
     """Which trained tokens have finite log-probs and advantages, bool, shaped as the tokens; the others are left out of the loss."""
-    values = [tokens.logprobs, tokens.proximal, tokens.sampler, tokens.advantages]
-    if tokens.reference is not None:
-        values.append(tokens.reference)
-    return tokens.sequences.mask & torch.stack([v.detach().isfinite() for v in values]).all(0)
+    values = (tokens.logprobs, tokens.proximal, tokens.sampler, tokens.advantages)
+    return finite_tokens(tokens.sequences.mask, *values, *(() if tokens.reference is None else (tokens.reference,)))
 
 
 def policy_loss(tokens: PolicyTokens, config: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """The policy loss that the configuration names, with its sequence mask (`opsm_delta`).
 
-    Tokens outside the mask, and those that `finite_tokens` leaves out, have a loss and a gradient of exactly 0 and are in no sequence's
+    Tokens outside the mask, and those that `usable_tokens` leaves out, have a loss and a gradient of exactly 0 and are in no sequence's
     mean. What is not here, because it is added to or multiplied with any policy loss: the correction's weights, the KL to the reference
     and the entropy.
 
@@ -68,7 +66,7 @@ def policy_loss(tokens: PolicyTokens, config: LossConfig) -> tuple[Tensor, dict[
     Raises:
         ConfigError: `loss.policy` names none of the losses here; a user's function is called in place of this one.
     """
-    keep = finite_tokens(tokens)
+    keep = usable_tokens(tokens)
     logprobs, proximal, sampler, advantages = (
         v.masked_fill(~keep, 0.0) for v in (tokens.logprobs, tokens.proximal, tokens.sampler, tokens.advantages)
     )

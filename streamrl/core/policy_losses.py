@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from streamrl.core.importance import MAX_LOG_RATIO
+from streamrl.core.log_ratios import MAX_LOG_RATIO
 from streamrl.core.sequences import Sequences, mean
 
 

@@ -313,6 +313,13 @@ def test_sapo_weight_falls_on_both_sides_faster_with_the_greater_tau() -> None:
     assert (gates[-1.0] <= gates[1.0]).all()
 
 
+def test_sapo_metrics_and_the_temperature_of_an_advantage_of_zero() -> None:
+    _, metrics = sapo(t(-0.5, -0.5), t(-1.0, -0.2), t(0.0, 1.0), tau_positive=1.0, tau_negative=3.0)
+    assert metrics["train/ppo_kl"].tolist() == pytest.approx([-0.5, 0.3])
+    assert metrics["train/ois"].tolist() == pytest.approx([math.exp(0.5), math.exp(-0.3)])
+    assert metrics["train/sapo_gate"][0].item() == pytest.approx(1 / math.cosh(3 * (math.exp(0.5) - 1) / 2) ** 2)
+
+
 def test_aipo_caps_from_above_only() -> None:
     logprobs = t(-1.0, -1.0, -1.0).requires_grad_()
     sampler = logprobs.detach() - t(9.0, 0.01, 2.0).log()
@@ -340,6 +347,17 @@ def test_dppo_masks_by_probability_not_by_ratio() -> None:
     assert logprobs.grad.tolist() == pytest.approx(want)
     assert metrics["train/ois"].tolist() == pytest.approx((pi / mu).tolist())
     assert metrics["train/ppo_kl"].tolist() == pytest.approx((mu / pi).log().tolist())
+
+
+def test_dppo_leaves_out_nothing_at_the_bound_itself_or_without_an_advantage() -> None:
+    logprobs = t(-1.0, -1.0).requires_grad_()
+    loss, metrics = dppo(logprobs, logprobs.detach(), t(1.5, -1.5), bound=0.0, kl=0.0)
+    loss.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [-1.5, 1.5]
+    assert metrics["train/pg_clipfrac"].tolist() == [0, 0]
+    _, metrics = dppo(t(0.9, 0.1).log(), t(0.1, 0.9).log(), t(0.0, 0.0), bound=0.2, kl=0.0)
+    assert metrics["train/pg_clipfrac"].tolist() == [0, 0]
 
 
 def test_dppo_pulls_back_tokens_that_it_leaves_out() -> None:
