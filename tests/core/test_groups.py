@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from streamrl.core.groups import count_votes, rollout_mean, rollout_of_sample
+from streamrl.errors import TrainingError
 
 
 def test_votes_are_one_per_rollout_in_order_of_task_and_rollout() -> None:
@@ -28,6 +29,11 @@ def test_equal_rewards_have_exactly_no_spread() -> None:
 
 def test_the_same_rollout_number_in_two_tasks_is_two_rollouts() -> None:
     assert rollout_of_sample(np.array([1, 0, 1, 0]), np.array([0, 0, 0, 1])).tolist() == [2, 0, 2, 1]
+
+
+def test_names_the_rollout_whose_samples_differ() -> None:
+    with pytest.raises(TrainingError, match="task 4, rollout 1, got several"):
+        count_votes(np.array([0.0, 1, 2]), np.array([3, 4, 4]), np.array([0, 1, 1]))
 
 
 def test_mean_over_each_rollouts_tokens_then_over_rollouts_with_tokens() -> None:

@@ -67,6 +67,10 @@ def test_discounted_returns_end_with_their_sample() -> None:
     assert got.tolist() == [1, 4, 4, 8]
 
 
+def test_a_batch_without_tokens_has_no_returns() -> None:
+    assert discounted_returns(np.zeros(0), np.array([0, 0]), gamma=0.5).tolist() == []
+
+
 def test_lambda_one_is_the_discounted_return_less_the_value() -> None:
     rewards, values = np.array([1.0, 2, 4]), np.array([7.0, -3, 0.5])
     advantages, returns = gae(rewards, values, np.array([0, 3]), ALL, gamma=0.5, gae_lambda=1.0)
