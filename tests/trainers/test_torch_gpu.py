@@ -17,7 +17,8 @@ import torch
 from streamrl.config.tree import Config, OptimizerConfig, RunConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.core.digest import combine, tensor_digest
-from streamrl.core.logprobs import GPU_CHUNK_ELEMENTS, support, token_logprobs
+from streamrl.core.logprobs import GPU_CHUNK_ELEMENTS, LinearHead, linear_logprobs
+from streamrl.core.nucleus import support
 from streamrl.core.packing import plan_micro_batches
 from streamrl.schemas.versions import Version
 from streamrl.trainers.causal_lm import CausalLM
@@ -173,9 +174,8 @@ def test_log_probs_of_a_large_vocabulary_stay_small(truncated: bool) -> None:
     torch.cuda.reset_peak_memory_stats()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
-    logprobs, entropy = token_logprobs(
-        hidden, targets, lambda h: h @ weight.T, vocab_size=VOCAB, temperature_M=ones, chunk_elements=GPU_CHUNK_ELEMENTS, **options
-    )
+    head = LinearHead(weight)
+    logprobs, entropy = linear_logprobs(hidden, targets, head, temperature_M=ones, chunk_elements=GPU_CHUNK_ELEMENTS, **options)
     logprobs.sum().backward()
     end.record()
     end.synchronize()
