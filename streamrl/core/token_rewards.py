@@ -37,8 +37,8 @@ def token_rewards(
     offsets: npt.NDArray[np.int64],
     loss_mask: npt.NDArray[np.bool_],
     *,
-    kl: Floats | None = None,
-    kl_coef: float = 0.0,
+    kl: Floats | None,
+    kl_coef: float,
 ) -> Floats:
     """[T] r_t = -kl_coef KL_t at trained tokens, plus the sample's reward at its last one; 0 elsewhere.
 

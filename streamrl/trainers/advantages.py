@@ -223,7 +223,7 @@ def _estimate(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays, numbers:
             assert kl is not None  # `_arrays` has looked
             found[mask] -= loss.kl.reward_coef * kl[mask]
         return found, None
-    rewards = token_rewards(numbers, batch.offsets, mask, kl=kl if loss.kl.reward_coef != 0 else None, kl_coef=loss.kl.reward_coef)
+    rewards = token_rewards(numbers, batch.offsets, mask, kl=kl, kl_coef=loss.kl.reward_coef)
     if loss.advantage == "reinforce_plus_plus":
         found = np.where(mask, discounted_returns(rewards, batch.offsets, gamma=loss.gamma), 0.0)
         return found, found

@@ -88,7 +88,7 @@ def test_maxrl_gives_zero_where_nobody_succeeds() -> None:
 
 def test_maxrl_refuses_negative_rewards() -> None:
     with pytest.raises(TrainingError, match=r"at least 0, got -1.0 for task 5, rollout 2"):
-        of(maxrl, [1, -1], [5, 5], [0, 2])
+        of(maxrl, [0, -1, 1], [5, 5, 5], [0, 2, 3])
 
 
 @pytest.mark.parametrize("estimator", [grpo, rloo, maxrl])

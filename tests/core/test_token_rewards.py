@@ -57,4 +57,4 @@ def test_the_reward_is_at_each_samples_last_trained_token() -> None:
 
 
 def test_without_a_penalty() -> None:
-    assert token_rewards(np.array([3.0]), np.array([0, 2]), np.array([True, True])).tolist() == [0, 3]
+    assert token_rewards(np.array([3.0]), np.array([0, 2]), np.array([True, True]), kl=None, kl_coef=1.0).tolist() == [0, 3]
