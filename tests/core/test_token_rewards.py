@@ -50,10 +50,10 @@ def test_golden_of_reinforce_plus_plus() -> None:
 
 
 def test_the_reward_is_at_each_samples_last_trained_token() -> None:
-    mask = np.array([False, True, True, False, False, False, True, False])
-    offsets = np.array([0, 4, 4, 6, 8])
-    got = token_rewards(np.array([1.0, 2, 4, 8]), offsets, mask, kl=np.where(mask, 1.0, np.nan), kl_coef=0.5)
-    assert got.tolist() == [0, -0.5, 0.5, 0, 0, 0, 7.5, 0]
+    mask = np.array([False, True, True, False, False, False, True, True, False, True])
+    offsets = np.array([0, 4, 4, 6, 9, 10])
+    got = token_rewards(np.array([1.0, 2, 4, 8, 16]), offsets, mask, kl=np.where(mask, 1.0, np.nan), kl_coef=0.5)
+    assert got.tolist() == [0, -0.5, 0.5, 0, 0, 0, -0.5, 7.5, 0, 15.5]
 
 
 def test_without_a_penalty() -> None:
