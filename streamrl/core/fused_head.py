@@ -69,7 +69,8 @@ class FusedHead(torch.autograd.Function):
                 kept = support(logits, targets_M[part], top_p_M[part], top_k_M[part])
                 if bits is not None:
                     bits[part] = packed(kept)
-            found[:, part] = torch.stack(statistics(logits, targets_M[part], kept))
+            for row, values in zip(found, statistics(logits, targets_M[part], kept), strict=True):
+                row[part] = values
         greatest, total, moment, chosen = found if plan.group is None else _combined(found, plan.group)
         logprobs = chosen - greatest - total.log()
         entropy = total.log() - moment / total
@@ -101,7 +102,7 @@ class FusedHead(torch.autograd.Function):
             logprob_slopes_M, entropy_slopes_M = logprob_slopes_M[rows], entropy_slopes_M[rows]
             bits, logits = (None if x is None else x[rows] for x in (bits, logits))
         wide = temperature.dtype
-        hidden_slopes = hidden.new_zeros(hidden.shape, dtype=wide) if ctx.needs_input_grad[0] else None
+        hidden_slopes = None if len(hidden) or not ctx.needs_input_grad[0] else hidden.new_zeros(hidden.shape, dtype=wide)
         weight_slopes = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         bias_slopes = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
         width = max(BITS, plan.chunk_elements // max(1, len(hidden)) // BITS * BITS) if logits is None else vocab
@@ -116,8 +117,9 @@ class FusedHead(torch.autograd.Function):
                 bias_slopes[columns] = slopes.sum(0)
             if slopes.is_cuda:
                 slopes = slopes.to(hidden.dtype)
-            if hidden_slopes is not None:
-                hidden_slopes += product(slopes, weight[columns], wide)
+            if ctx.needs_input_grad[0]:
+                share = product(slopes, weight[columns], wide)
+                hidden_slopes = share if hidden_slopes is None else hidden_slopes.add_(share)
             if weight_slopes is not None:
                 weight_slopes[columns] = product(slopes.T, hidden, wide if not slopes.is_cuda else weight.dtype)
         if hidden_slopes is not None:
@@ -183,18 +185,20 @@ def logit_slopes(
     plan: Plan,
 ) -> Tensor:
     """The loss's gradient with respect to h W^T + b, [M, D], from those with respect to log-probs and entropies."""
+    inner_M = plan.scale / temperature_M
+    logprob_slopes_M = logprob_slopes_M * inner_M
     probs = (logits_MD - normalizer_M[:, None]).exp_()
     if kept_MD is not None:
         probs.masked_fill_(~kept_MD, 0.0)
     if entropy_slopes_M is None:
         slopes = probs.mul_(-logprob_slopes_M[:, None])
     else:
+        entropy_slopes_M = entropy_slopes_M * inner_M
         slopes = torch.special.entr(probs).mul_(entropy_slopes_M[:, None])
         slopes -= probs.mul_((logprob_slopes_M + entropy_slopes_M * entropy_M)[:, None])
     here = (targets_M >= 0) & (targets_M < slopes.shape[1])
     cell = torch.arange(len(slopes), device=slopes.device), targets_M.clamp(0, slopes.shape[1] - 1)
     slopes[cell] += torch.where(here, logprob_slopes_M, 0.0)
-    slopes.mul_((plan.scale / temperature_M)[:, None])
     if plan.softcap:
         slopes *= 1 - (logits_MD * (temperature_M / plan.softcap)[:, None]).square_()
     return slopes
