@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 
-from streamrl.config.loss import CriticConfig
+from streamrl.config.loss import CriticConfig, policy_name
 from streamrl.config.tree import Config, refuse, require
 
 GROUP = ("grpo", "rloo", "maxrl", "gspo", "cispo", "reinforce_plus_plus_baseline")
@@ -52,11 +52,6 @@ _ABOVE_0 = (
     "critic.vtrace_c",
 )
 _AT_MOST_1 = ("gamma", "gae_lambda", "correction.veto", "correction.staleness_decay")
-
-
-def policy_name(advantage: str, policy: str) -> str:
-    """The policy loss that `loss.advantage` and `loss.policy` ask for: a built-in's name or a function's."""
-    return policy or (advantage if advantage in OWN_POLICY else "ppo")
 
 
 def is_function(name: str) -> bool:
@@ -155,7 +150,7 @@ def _check_advantages(config: Config) -> None:
 
 
 def _check_policy(config: Config) -> None:
-    loss, policy = config.loss, policy_name(config.loss.advantage, config.loss.policy)
+    loss, policy = config.loss, policy_name(config.loss)
     refuse(
         loss.advantage in OWN_POLICY and policy != loss.advantage,
         f"loss.advantage = {loss.advantage} is grpo with the policy loss {loss.advantage}, but loss.policy is {policy}",
@@ -209,7 +204,7 @@ def _check_policy(config: Config) -> None:
 
 def _check_proximal(config: Config) -> None:
     loss, correction = config.loss, config.loss.correction
-    policy = policy_name(loss.advantage, loss.policy)
+    policy = policy_name(loss)
     refuse(
         policy in SAMPLERS_RATIO and correction.kind != "none",
         f"the policy loss {policy} holds the current policy against the sampler itself; loss.correction.kind = {correction.kind} would "
@@ -219,8 +214,8 @@ def _check_proximal(config: Config) -> None:
     )
     refuse(
         loss.proximal == "sampler" and correction.kind != "none",
-        f"loss.proximal = sampler puts pi / mu into the policy loss ({policy}); loss.correction.kind = {correction.kind} would count it a second "
-        "time",
+        f"loss.proximal = sampler puts pi / mu into the policy loss ({policy}); loss.correction.kind = {correction.kind} would count it "
+        "a second time",
         hint="set loss.correction.kind = 'none', or loss.proximal = 'recomputed'",
         key="loss.correction.kind",
     )
@@ -364,7 +359,7 @@ def _check_models(config: Config) -> None:
 def _check_table(config: Config) -> None:
     """What the backend without torch has no arithmetic for."""
     loss, c = config.loss, config.loss.correction
-    policy = policy_name(loss.advantage, loss.policy)
+    policy = policy_name(loss)
     missing = {
         "loss.advantage": loss.advantage == "ppo",
         "loss.policy": policy not in ("ppo", "cispo"),

@@ -70,6 +70,7 @@ _DECLARED = (
     Metric("train/value_loss", _MEAN, "reward^2", "the critic's loss"),
     Metric("train/value_clipfrac", _MEAN, "fraction", "trained tokens whose value's loss was clipped"),
     Metric("train/value_grad_norm", _MEAN, "norm", "global gradient norm of the critic before clipping"),
+    Metric("train/value_norm", _MEAN, "norm", "norm of the critic's parameters: a replay whose critic comes out otherwise shows it here"),
     Metric("train/grad_norm", _MEAN, "norm", "global gradient norm before clipping"),
     Metric("train/lr", _MEAN, "1", "learning rate"),
     Metric("train/answer_probability", _MEAN, "probability", "smoothed probability of whole answers during the warm-up"),

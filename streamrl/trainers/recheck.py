@@ -57,11 +57,13 @@ class Recheck:
         distances: list[npt.NDArray[np.float32]] = []
         for age in np.unique(ages_N[chosen]):
             samples = chosen[ages_N[chosen] == age]
-            wanted = batch.loss_mask & np.isin(sample_of_token(batch), samples)
+            wanted = batch.loss_mask & np.isfinite(batch.sampler_logprobs) & np.isin(sample_of_token(batch), samples)
             with self._in_place(number - int(age)):
                 found = score(batch, wanted, samples)
             distances.append(np.abs(found - batch.sampler_logprobs)[wanted])
         every = np.concatenate(distances)
+        if not every.size:
+            return {}
         return {DISTANCE: float(every.mean()), DISTANCE_MAX: float(every.max())}
 
     @contextmanager
