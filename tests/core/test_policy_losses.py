@@ -204,6 +204,21 @@ def test_dual_clip_is_no_bound_for_good_tokens() -> None:
     assert metrics["train/pg_dual_clipfrac"].tolist() == [0]
 
 
+def test_dual_clip_at_its_bound_keeps_the_gradient() -> None:
+    logprobs = t(-0.7).requires_grad_()
+    loss, metrics = ppo_clip(logprobs, t(-0.7), t(-2.0), clip_low=0.2, clip_high=0.28, dual_clip=1.0)
+    loss.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [2.0]
+    assert metrics["train/pg_dual_clipfrac"].tolist() == [0]
+
+
+def test_dual_clip_bounds_the_smallest_bad_advantage_too() -> None:
+    loss, metrics = ppo_clip(t(1.0), t(0), t(-1e-6), clip_low=0.2, clip_high=0.28, dual_clip=1.5)
+    assert loss.tolist() == pytest.approx([1.5e-6])
+    assert metrics["train/pg_dual_clipfrac"].tolist() == [1]
+
+
 def test_ppo_with_no_room_still_moves_at_ratio_one_and_counts_nothing_as_clipped() -> None:
     for advantage in (1.0, -1.0):
         logprobs = t(-0.7).requires_grad_()
@@ -314,10 +329,11 @@ def test_sapo_weight_falls_on_both_sides_faster_with_the_greater_tau() -> None:
 
 
 def test_sapo_metrics_and_the_temperature_of_an_advantage_of_zero() -> None:
-    _, metrics = sapo(t(-0.5, -0.5), t(-1.0, -0.2), t(0.0, 1.0), tau_positive=1.0, tau_negative=3.0)
+    _, metrics = sapo(t(-0.5, -0.5), t(-1.0, -0.2), t(0.0, 1e-6), tau_positive=1.0, tau_negative=3.0)
     assert metrics["train/ppo_kl"].tolist() == pytest.approx([-0.5, 0.3])
     assert metrics["train/ois"].tolist() == pytest.approx([math.exp(0.5), math.exp(-0.3)])
     assert metrics["train/sapo_gate"][0].item() == pytest.approx(1 / math.cosh(3 * (math.exp(0.5) - 1) / 2) ** 2)
+    assert metrics["train/sapo_gate"][1].item() == pytest.approx(1 / math.cosh((math.exp(-0.3) - 1) / 2) ** 2)
 
 
 def test_aipo_caps_from_above_only() -> None:
@@ -331,6 +347,10 @@ def test_aipo_caps_from_above_only() -> None:
     assert metrics["train/pg_clipfrac"].tolist() == [1, 0, 0]
     assert metrics["train/ois"].tolist() == pytest.approx([9.0, 0.01, 2.0])
     assert metrics["train/ppo_kl"].tolist() == pytest.approx([-math.log(9.0), -math.log(0.01), -math.log(2.0)])
+
+
+def test_aipo_counts_nothing_as_clipped_at_the_cap_itself() -> None:
+    assert aipo(t(-1.0), t(-1.0), t(1.0), cap=1.0)[1]["train/pg_clipfrac"].tolist() == [0]
 
 
 def test_dppo_masks_by_probability_not_by_ratio() -> None:
@@ -356,8 +376,9 @@ def test_dppo_leaves_out_nothing_at_the_bound_itself_or_without_an_advantage() -
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == [-1.5, 1.5]
     assert metrics["train/pg_clipfrac"].tolist() == [0, 0]
-    _, metrics = dppo(t(0.9, 0.1).log(), t(0.1, 0.9).log(), t(0.0, 0.0), bound=0.2, kl=0.0)
-    assert metrics["train/pg_clipfrac"].tolist() == [0, 0]
+    advantages = t(0.0, 0.0, 1e-6, -1e-6)
+    _, metrics = dppo(t(0.9, 0.1, 0.9, 0.1).log(), t(0.1, 0.9, 0.1, 0.9).log(), advantages, bound=0.2, kl=0.0)
+    assert metrics["train/pg_clipfrac"].tolist() == [0, 0, 1, 1]
 
 
 def test_dppo_pulls_back_tokens_that_it_leaves_out() -> None:
