@@ -35,7 +35,7 @@ def importance_ratio(log_ratio: Tensor, sequences: Sequences, level: Level) -> T
         level: which of the three.
     """
     with torch.no_grad():
-        found = log_ratio.masked_fill(~sequences.mask, 0.0)
+        found = log_ratio
         if level == "sequence":
             found = sequences.spread(sequences.sum(found))
         elif level == "geometric":

@@ -125,8 +125,17 @@ def test_bounds_hold(log_ratio: list[float], level: Level, low: float, high: flo
     assert all(w == 0 or low <= w <= high for w in masked)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_ratio_outside_the_mask_is_1(level: Level) -> None:
+    mask = torch.tensor([[True, False, True]])
+    found = importance_ratio(torch.tensor([[0.2, math.nan, 0.2]]), Padded(mask), level)
+    assert found[0, 1].item() == 1.0
+    assert found[0, 0].item() == pytest.approx(math.exp(0.4 if level == "sequence" else 0.2))
+
+
 def test_weights_carry_no_gradient() -> None:
     log_ratio = t(0.3, -0.2).requires_grad_()
+    assert not any(importance_ratio(log_ratio, one(2), level).requires_grad for level in LEVELS)
     for kind in KINDS:
         for level in LEVELS:
             weights, metrics = importance_weights(log_ratio, one(2), kind=kind, level=level, low=0.5, high=2.0)
