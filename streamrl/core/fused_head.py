@@ -121,7 +121,7 @@ class FusedHead(torch.autograd.Function):
                 share = product(slopes, weight[columns], wide)
                 hidden_slopes = share if hidden_slopes is None else hidden_slopes.add_(share)
             if weight_slopes is not None:
-                weight_slopes[columns] = product(slopes.T, hidden, wide if not slopes.is_cuda else weight.dtype)
+                weight_slopes[columns] = product(slopes.T, hidden, wide)
         if hidden_slopes is not None:
             if rows is not None:
                 hidden_slopes = hidden_slopes.new_zeros(shape).index_copy_(0, rows, hidden_slopes)
