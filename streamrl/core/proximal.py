@@ -28,5 +28,5 @@ def log_linear_proximal(logprobs: Tensor, sampler_logprobs: Tensor, staleness: T
     with torch.no_grad():
         age = staleness.to(logprobs.dtype)
         span = age + progress
-        alpha = torch.where(span > 0.0, age / span.clamp(min=torch.finfo(span.dtype).tiny), 1.0)
-        return torch.lerp(sampler_logprobs, logprobs.detach(), alpha)
+        alpha = torch.where(span > 0.0, age / span, 1.0)
+        return torch.lerp(sampler_logprobs, logprobs, alpha)
