@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.config.tree import LossConfig
-from streamrl.core.batch_metrics import length_metrics, staleness_metrics
+from streamrl.core.batch_metrics import length_metrics
 from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import Indices, split_groups
 from streamrl.core.reductions import sample_of_token, token_weights
@@ -88,7 +88,7 @@ def make_objective(batch: TrainBatch, loss: LossConfig, minibatches: int, scores
         returns=found.returns,
         finite=found.finite,
         scores=scores,
-        metrics={**metrics, **found.metrics, **staleness_metrics(batch)},
+        metrics={**metrics, **found.metrics},
     )
 
 

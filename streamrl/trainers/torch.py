@@ -227,7 +227,8 @@ class TorchTrainer:
         """What the batch's loss needs of each model, at the trained tokens."""
         samples = np.arange(batch.num_samples)
         roles = needed_roles(batch, self._loss, min(self._config.minibatches, len(np.unique(batch.tasks))))
-        found = {role: self._score(batch, role, batch.loss_mask, samples) for role in roles}
+        # Sorted: every rank must come to each sum in the same order, and a set's order is that of its process.
+        found = {role: self._score(batch, role, batch.loss_mask, samples) for role in sorted(roles)}
         return Scores(
             proximal=found.get(Role.PROXIMAL),
             reference=found.get(Role.REFERENCE),
