@@ -53,7 +53,7 @@ def correct(proximal: Tensor, sampler: Tensor, staleness: Tensor, sequences: Seq
     with torch.no_grad():
         finite = finite_tokens(sequences.mask, proximal, sampler)
         among = Selected(sequences, finite)
-        log_ratio = (proximal.double() - sampler.double()).masked_fill(~finite, 0.0)
+        log_ratio = proximal.double() - sampler.double()
         weights, metrics = importance_weights(log_ratio, among, kind=config.kind, level=config.level, low=config.low, high=config.high)
         sums = torch.stack([weights.sum(), finite.sum().double()])
         keep = finite

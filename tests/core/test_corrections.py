@@ -209,6 +209,18 @@ def test_age_masks_and_decays() -> None:
     assert found.metrics["train/staleness_weight"].tolist() == [1.0, 0.5, 0.25, 0.125]
 
 
+def test_what_is_off_has_no_metrics() -> None:
+    found = correct(**packed([[Token(-1.0, -1.0, 3)]]), config=CorrectionConfig(kind="none"))
+    assert set(found.metrics) == {
+        "train/tis",
+        "train/tis_abs",
+        "train/tis_clipfrac",
+        "train/train_rollout_logprob_abs_diff",
+        "train/rejected_fraction",
+    }
+    assert found.weights.tolist() == [1.0]
+
+
 def test_a_token_that_is_not_finite_is_in_no_samples_ratio() -> None:
     samples = [[Token(-1.0, -1.4), Token(math.nan, -1.0), Token(-1.0, -1.2)]]
     found = correct(**packed(samples), config=CorrectionConfig(level="geometric"))
