@@ -37,6 +37,16 @@ def test_without_clip_it_is_the_squared_error() -> None:
     assert values.grad.tolist() == [4.0, -4.0]
 
 
+def test_where_both_terms_are_equal_the_value_still_moves() -> None:
+    values = t(1.5).requires_grad_()
+    loss, metrics = value_loss(values, t(0.0), t(1.0), clip=0.5)
+    loss.sum().backward()
+    assert loss.tolist() == [0.25]
+    assert metrics["train/value_clipfrac"].tolist() == [0]
+    assert values.grad is not None
+    assert values.grad.tolist() == [1.0]
+
+
 @pytest.mark.parametrize("clip", [0.0, 0.2, 1.0])
 @pytest.mark.parametrize("offset", [-1e-6, 1e-6, -0.3, 0.3, 0.0])
 @pytest.mark.parametrize("side", [-1.0, 0.0, 1.0])
