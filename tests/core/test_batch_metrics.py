@@ -81,6 +81,15 @@ def test_ratios_by_hand(batch: TrainBatch) -> None:
     assert found == pytest.approx(wanted)
 
 
+def test_a_sample_of_one_trained_token_and_of_age_0_counts(make_batch: MakeBatch) -> None:
+    batch = make_batch([{"prompt": [1], "answer": [2]}, {"prompt": [1], "answer": [2, 2]}])
+    batch = msgspec.structs.replace(batch, staleness=np.array([9, 0, 9, 3, 1], np.int32))
+    assert staleness_metrics(batch)["staleness/sample_mean"] == 1.5
+    found = ratio_metrics(batch, np.array([0.0, -0.4, 0.0, -0.1, -0.1]))
+    assert found["train/mis_training_log_ppl"] == pytest.approx(0.25)
+    assert found["train/mis_chi2_seq"] == pytest.approx((math.exp(-0.8) + math.exp(-0.4)) / 2 - 1)
+
+
 def test_the_quantiles_are_the_first_and_the_last_percentile(make_batch: MakeBatch) -> None:
     ratios = 1.0 + np.arange(101) / 100
     batch = make_batch([{"prompt": [1], "answer": [2] * 101}])
