@@ -317,6 +317,12 @@ def _check_kl(config: Config) -> None:
         key="loss.kl.unbiased",
     )
     refuse(
+        (kl.reward_coef > 0 or kl.loss_coef > 0) and not kl.reference and config.warmup.max_steps > 0,
+        "loss.kl holds the policy near the initial one, but the warm-up (warmup.max_steps) leaves that behind on purpose",
+        hint="name a directory in loss.kl.reference, for example the policy that an earlier run exported after its warm-up",
+        key="loss.kl.reference",
+    )
+    refuse(
         bool(kl.reference) and kl.reward_coef == 0 and kl.loss_coef == 0,
         "loss.kl.reference names a model, but neither loss.kl.reward_coef nor loss.kl.loss_coef uses it",
         hint="set one of the two coefficients, or leave it out",

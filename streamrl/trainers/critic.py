@@ -108,7 +108,7 @@ class Critic:
 
     def norm(self) -> float:
         """Of all parameters together, in float64: a number that shows where two critics differ."""
-        return float(torch.stack([parameter.detach().double().square().sum().cpu() for _, parameter in self._parameters]).sum().sqrt())
+        return float(torch.stack([parameter.detach().double().square().sum() for _, parameter in self._parameters]).sum().sqrt())
 
     def state(self) -> ModelState:
         """Copies of everything that the next step depends on."""

@@ -63,7 +63,7 @@ def load_named(
     if not path.is_dir():
         raise ConfigError(
             f"expected {key} to name a model directory, got no such directory: {path}",
-            hint=f"put it back, or name its new place with --set {key}=DIRECTORY",
+            hint=f"put it back, or name its new place: {key} in the TOML file, with --set, or in a recording's config.json",
             key=key,
         )
     try:

@@ -53,6 +53,7 @@ GOOD = [
     ("loss.correction.kind=mask", "loss.correction.low=0.5", "loss.correction.high=2.0"),
     ("loss.correction.reject=k1", "loss.correction.reject_low=-0.1", "loss.correction.reject_high=0.1"),
     ("loss.reduction=constant_length", "loss.constant_length=64"),
+    ("loss.kl.loss_coef=0.1", "loss.kl.reference=somewhere", "warmup.max_steps=5"),
     ("loss.kl.loss_coef=0.1", "loss.kl.unbiased=true", "loss.kl.estimator=k3"),
     ("loss.distillation.coef=0.1", "loss.distillation.teacher=somewhere"),
     ("loss.dual_clip=3.0",),
@@ -137,6 +138,7 @@ BAD = [
     # KL
     (("loss.advantage=ppo", "loss.kl.reward_coef=0.1", "loss.kl.loss_coef=0.1"), "would count the same distance twice"),
     (("loss.kl.reward_coef=0.1",), "knows rewards of whole rollouts only"),
+    (("loss.kl.loss_coef=0.1", "warmup.max_steps=5"), "leaves that behind on purpose"),
     (("loss.kl.unbiased=true",), "loss.kl.loss_coef is 0"),
     (("loss.kl.reference=somewhere",), "neither loss.kl.reward_coef nor loss.kl.loss_coef uses it"),
     # models

@@ -17,6 +17,7 @@ from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import ConfigError, TrainingError
 from streamrl.schemas.versions import Version
+from streamrl.telemetry.names import METRICS
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Role, Trainer
 
@@ -92,6 +93,7 @@ def test_three_batches_raise_what_was_rewarded(tiny: Path, loss: LossConfig) -> 
     assert all(result.finite for result in results)
     assert all(np.isfinite(value) for result in results for value in result.metrics.values())
     assert lead(trainer, batch) > before + 0.1
+    assert set().union(*(result.metrics for result in results)) <= set(METRICS)
 
 
 PIPELINES = {

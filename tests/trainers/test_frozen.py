@@ -112,7 +112,7 @@ def test_directories_that_hold_no_such_model_are_refused(
         ConfigError, match=r"expected loss\.kl\.reference to name a model directory, got no such directory: .*gone"
     ) as caught:
         make(model_dir, LossConfig(kl=KLConfig(loss_coef=0.1, reference=str(tmp_path / "gone"))))
-    assert "--set loss.kl.reference=" in caught.value.hint
+    assert "name its new place: loss.kl.reference" in caught.value.hint
     with pytest.raises(ConfigError, match=r"loss\.distillation\.teacher = .*no causal language model"):
         make(model_dir, LossConfig(distillation=DistillationConfig(coef=0.1, teacher=str(tmp_path))))
     larger = str(make_model(vocab_size=24))
