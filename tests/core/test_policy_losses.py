@@ -199,9 +199,9 @@ def test_dual_clip_golden() -> None:
 
 
 def test_dual_clip_is_no_bound_for_good_tokens() -> None:
-    loss, metrics = ppo_clip(t(math.log(9.0)), t(0), t(1), clip_low=0.2, clip_high=20.0, dual_clip=1.5)
-    assert loss.tolist() == pytest.approx([-9.0])
-    assert metrics["train/pg_dual_clipfrac"].tolist() == [0]
+    loss, metrics = ppo_clip(t(math.log(9.0), 0.0), t(0, 0), t(1, 1e-6), clip_low=0.2, clip_high=20.0, dual_clip=1.5)
+    assert loss.tolist() == pytest.approx([-9.0, -1e-6])
+    assert metrics["train/pg_dual_clipfrac"].tolist() == [0, 0]
 
 
 def test_dual_clip_at_its_bound_keeps_the_gradient() -> None:
