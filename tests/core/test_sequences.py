@@ -48,6 +48,7 @@ def _check(sequences: Sequences, values: Tensor, want: list[list[float]]) -> Non
     sums = sequences.sum(leaf)
     assert sums.tolist() == pytest.approx([sum(row) for row in want])
     assert sequences.max(values).tolist() == [max(row, default=-math.inf) for row in want]
+    assert not sequences.max(leaf).requires_grad
     means = mean(sequences, leaf)
     assert means.tolist() == pytest.approx([sum(row) / len(row) if row else 0.0 for row in want])
     factors = torch.arange(1.0, len(want) + 1, dtype=torch.float64)
