@@ -286,7 +286,7 @@ class TorchTrainer:
         return {
             **{name: rollout_mean(values.astype(np.float64), mask, owner) for name, values in arrays.items()},
             **ratio_metrics(batch, before),
-            **weight_metrics(batch, weights, factor=factor),
+            **({} if self._loss.slime_loss else weight_metrics(batch, weights, factor=factor)),
             **logprob_differences(batch, before),
             **self._recheck.measure(batch, self._logprobs),
         }

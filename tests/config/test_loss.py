@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from streamrl.config.check_loss import check_loss
-from streamrl.config.load import convert
+from streamrl.config.load import convert, load
 from streamrl.config.loss import CorrectionConfig, LossConfig
 from streamrl.errors import ConfigError
 
@@ -194,6 +196,33 @@ def test_the_table_backend_says_what_it_cannot_do(setting: str) -> None:
     with pytest.raises(ConfigError, match=f"cannot do what {key} asks for"):
         check_loss(config_of("trainer.backend=table", "engine.kind=table", setting))
     check_loss(config_of(setting))
+
+
+def test_paths_of_models_and_functions_start_at_the_files_folder(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
+    (tmp_path / "mine.py").write_text("")
+    for name in ("reference", "teacher"):
+        (tmp_path / name).mkdir()
+    text = """
+[data]
+train = "rows.jsonl"
+[loss]
+advantage = "mine.py:advantages"
+policy = "mine.py:policy"
+kl = {loss_coef = 0.1, reference = "reference"}
+distillation = {coef = 0.1, teacher = "teacher"}
+"""
+    (tmp_path / "my.toml").write_text(text)
+    loss = load(tmp_path / "my.toml").loss
+    assert (loss.advantage, loss.policy) == (f"{tmp_path}/mine.py:advantages", f"{tmp_path}/mine.py:policy")
+    assert (loss.kl.reference, loss.distillation.teacher) == (f"{tmp_path}/reference", f"{tmp_path}/teacher")
+    (tmp_path / "teacher").rmdir()
+    with pytest.raises(ConfigError, match=r"expected loss\.distillation\.teacher to name a directory, got no such directory"):
+        load(tmp_path / "my.toml")
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "my.toml").write_text(text.replace("mine.py:policy", "yours.py:policy"))
+    with pytest.raises(ConfigError, match=r"expected loss\.policy to name a file, got no such file"):
+        load(tmp_path / "my.toml")
 
 
 def test_the_old_names_say_the_new_ones() -> None:

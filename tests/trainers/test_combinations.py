@@ -127,7 +127,8 @@ def test_micro_batches_change_nothing_but_rounding(tiny: Path, loss: LossConfig,
     whole, cut = make(tiny, loss, minibatches=2), make(tiny, loss, minibatches=2, micro_tokens=9)
     for step in range(2):
         one, two = whole.step(make_batch(step)).metrics, cut.step(make_batch(step)).metrics
-        assert one == pytest.approx(two, rel=2e-3, abs=2e-5), step
+        # What rounding leaves of the first batch, Adam makes more of in the second.
+        assert one == pytest.approx(two, rel=(2e-4, 2e-3)[step], abs=(2e-6, 2e-5)[step]), step
     assert np.abs(whole.score(make_batch(), Role.POLICY) - cut.score(make_batch(), Role.POLICY)).max() < 1e-4
 
 

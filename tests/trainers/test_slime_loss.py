@@ -108,6 +108,7 @@ def test_what_it_is_given(model_dir: Path, rollouts: Rollouts, theirs: str) -> N
     trained = np.unique(np.repeat(np.arange(12), batch.lengths)[mask])
     assert len(trained) < 12
     assert metrics["train/rollouts"] == pytest.approx(len(trained) / 12)
+    assert not any("is_ratio" in name or "ess_weights" in name for name in metrics), "the weights, if any, are its own"
     assert metrics["train/rewards"] == pytest.approx(batch.rewards[trained].sum() / 12)
 
 
