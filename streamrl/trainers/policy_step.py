@@ -87,7 +87,7 @@ class PolicyStep:
         progress: float,
         factor: float,
     ) -> Terms:
-        """Loss and metrics of the tokens `target`.
+        """Loss and metrics of the tokens `target`. The correction is of the policy loss alone: KL and entropy stay at rejected tokens.
 
         Args:
             batch: the whole batch.

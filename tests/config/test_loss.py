@@ -107,6 +107,7 @@ BAD = [
     (("loss.slime_loss=mine",), "loss.slime_loss must be a function"),
     (("loss.reduction=constant_length",), "constant_length go together"),
     (("loss.constant_length=64",), "constant_length go together"),
+    (("loss.opsm_delta=1e-4", "trainer.minibatches=2", "loss.policy=a.py:b"), "belongs to the built-in policy losses"),
     (("loss.opsm_delta=1e-4",), "pi_proximal is always the current policy"),
     (("loss.opsm_delta=1e-4", "trainer.minibatches=2", "loss.correction.ratio=current"), "pi_proximal is always the current policy"),
     # the same ratio twice
