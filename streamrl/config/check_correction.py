@@ -108,3 +108,10 @@ def _check_rejection(config: Config) -> None:
         hint="k1 is the one that has a sign",
         key="loss.correction.reject_low",
     )
+    refuse(
+        c.reject == "k1" and c.reject_low >= 0,
+        f"loss.correction.reject_low must be below 0 for k1, got {c.reject_low}: k1 has either sign, and what has become more likely "
+        "than it was would all be rejected",
+        hint="for example -0.1 beside reject_high = 0.1",
+        key="loss.correction.reject_low",
+    )

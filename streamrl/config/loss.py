@@ -35,7 +35,7 @@ class CorrectionConfig(Part, frozen=True, kw_only=True):
     reject_level: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = "token"
     """What is compared with the bounds: each token, or the sum, mean or maximum over a sample's trained tokens; then samples go whole."""
     reject_low: float = 0.0
-    """Kept where at least this (`ratio` and `k1`; the others are never negative)."""
+    """Kept where at least this (`ratio` and `k1`; the others are never negative). k1 has either sign and needs one below 0."""
     reject_high: float = 0.0
     """Kept where at most this; must be set where `reject` is."""
     veto: float = 0.0

@@ -137,6 +137,7 @@ BAD = [
     (("loss.proximal=log_linear", "trainer.minibatches=2", "loss.correction.normalize=true"), "needs all weights of a batch"),
     (("loss.correction.reject=k3",), "needs reject_low below reject_high"),
     (("loss.correction.reject=k3", "loss.correction.reject_low=-1.0", "loss.correction.reject_high=1.0"), "is never negative"),
+    (("loss.correction.reject=k1", "loss.correction.reject_high=0.1"), "k1 has either sign"),
     (("loss.correction.reject_high=2.0",), "but loss.correction.reject is none"),
     # KL
     (("loss.advantage=ppo", "loss.kl.reward_coef=0.1", "loss.kl.loss_coef=0.1"), "would count the same distance twice"),
