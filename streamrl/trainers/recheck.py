@@ -64,7 +64,9 @@ class Recheck:
             return {}
         chosen = eligible[np.unique(np.linspace(0, len(eligible) - 1, self._samples).astype(np.int64))]
         sample_T = sample_of_token(batch)
-        wanted = batch.loss_mask & np.isin(sample_T, chosen)
+        wanted = batch.loss_mask & np.isfinite(batch.sampler_logprobs) & np.isin(sample_T, chosen)
+        if not wanted.any():
+            return {}
         found = np.zeros(batch.num_tokens, np.float32)
         for age in np.unique(ages_N[chosen]):
             samples = chosen[ages_N[chosen] == age]
