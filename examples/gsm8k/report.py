@@ -35,7 +35,7 @@ COLUMNS = {
     "|dlogp| same weights mean": "train/same_weights_logprob_abs_diff",
     "|dlogp| same weights p99": "train/same_weights_logprob_abs_diff_p99",
     "|dlogp| same weights max": "train/same_weights_logprob_abs_diff_max",
-    "logp at that max": "train/same_weights_logprob_at_max",
+    "logp at that max": "train/same_weights_furthest_logprob",
     "sampler - float32 max": "train/float32_sampler_abs_diff_max",
     "trainer - float32 max": "train/float32_trainer_abs_diff_max",
     "|dlogp| all mean": "train/train_rollout_logprob_abs_diff",

@@ -84,7 +84,7 @@ _DECLARED = (
     Metric("train/same_weights_logprob_abs_diff", _MEAN, "nats", "the distance where both had the same weights: rounding only, no drift"),
     Metric("train/same_weights_logprob_abs_diff_max", _MAX, "nats", "the greatest distance where both had the same weights"),
     Metric("train/same_weights_logprob_abs_diff_p99", _MAX, "nats", "99 % of the tokens are not further apart there"),
-    Metric("train/same_weights_logprob_at_max", _MEAN, "nats", "the sampler's log-probability of the token that is furthest apart there"),
+    Metric("train/same_weights_furthest_logprob", _MEAN, "nats", "the sampler's log-probability of the token that is furthest apart there"),
     Metric("train/float32_sampler_abs_diff_max", _MAX, "nats", "the sampler's distance from float32 in the rollout with that token"),
     Metric("train/float32_trainer_abs_diff_max", _MAX, "nats", "the trainer's distance from float32 in that rollout"),
     Metric("train/rejected_fraction", _MEAN, "fraction", "trained tokens left out by rejection, veto or age"),

@@ -19,7 +19,7 @@ Array = npt.NDArray[np.floating]
 DISTANCE = "train/same_weights_logprob_abs_diff"
 DISTANCE_P99 = "train/same_weights_logprob_abs_diff_p99"
 DISTANCE_MAX = "train/same_weights_logprob_abs_diff_max"
-LOGPROB_AT_MAX = "train/same_weights_logprob_at_max"
+LOGPROB_AT_MAX = "train/same_weights_furthest_logprob"
 """Metrics of the distance between trainer and sampler where both had the same weights; the last is the sampler's log-prob of the token with
 the greatest."""
 

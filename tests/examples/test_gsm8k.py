@@ -138,7 +138,8 @@ def test_the_loop_runs_on_a_cpu_and_is_reported(tmp_path: Path) -> None:
     for row in rows:
         assert float(row["|dlogp| all max"]) >= float(row["|dlogp| all mean"]) >= 0
         # Float32 on both sides: what is left of the distance under the same weights is rounding.
-        assert float(row["|dlogp| same weights max"]) < 1e-3
+        # A batch whose samples all met a swap has none of one age.
+        assert float(row["|dlogp| same weights max"] or 0) < 1e-3
         assert float(row["trained tok/s"]) > 0
 
 

@@ -75,7 +75,7 @@ def test_float32_tells_rounding_from_a_sampler_with_other_weights(model_dir: Pat
         batch = replace(batch, version=rollouts(2).version)
     found = trainer.step(batch).metrics
     assert found[MEAN] <= found[MAX.replace("max", "p99")] <= found[MAX]
-    assert found["train/same_weights_logprob_at_max"] in batch.sampler_logprobs[batch.loss_mask]
+    assert found["train/same_weights_furthest_logprob"] in batch.sampler_logprobs[batch.loss_mask]
     sampler, trainers = found["train/float32_sampler_abs_diff_max"], found["train/float32_trainer_abs_diff_max"]
     assert 0 < trainers < 0.05
     assert (sampler > 4 * trainers + 0.05) == wrong
