@@ -135,6 +135,7 @@ def test_the_loop_runs_on_a_cpu_and_is_reported(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert [int(row["version"]) for row in rows] == list(range(int(rows[0]["version"]), int(rows[0]["version"]) + 4))
     assert int(rows[0]["version"]) >= 7
+    assert any(row["|dlogp| same weights max"] for row in rows)
     for row in rows:
         assert float(row["|dlogp| all max"]) >= float(row["|dlogp| all mean"]) >= 0
         # Float32 on both sides: what is left of the distance under the same weights is rounding.
