@@ -38,7 +38,7 @@ def batch(step: int) -> TrainBatch:
         temperature=np.ones(samples, np.float32),
         top_p=np.ones(samples, np.float32),
         top_k=np.full(samples, -1, np.int32),
-        rewards=np.arange(samples) % 2.0,
+        rewards=np.arange(samples, dtype=np.float64) % 2,
         tasks=np.arange(samples) // 2,
         rollouts=np.arange(samples) % 2,
     )
