@@ -237,6 +237,12 @@ def _check_kl(config: Config) -> None:
         hint="set one of the two coefficients, or leave it out",
         key="loss.kl.reference",
     )
+    refuse(
+        kl.loss_coef > 0 and kl.estimator == "k1" and not kl.unbiased and not config.loss.slime_loss,
+        "loss.kl.estimator = k1 in the loss has the gradient of log pi alone, whatever the reference is, and on fresh tokens 0 on average",
+        hint="set loss.kl.estimator = 'k2' or 'k3', or loss.kl.unbiased = true",
+        key="loss.kl.estimator",
+    )
 
 
 def _check_critic(config: Config) -> None:

@@ -50,7 +50,8 @@ class KLConfig(Part, frozen=True, kw_only=True):
     """Distance from a reference policy: in the reward or in the loss, not in both."""
 
     estimator: KLEstimator = "k1"
-    """With r = log pi - log pi_reference: k1 = r, k2 = r^2 / 2, k3 = exp(-r) - 1 + r; low_var_kl is k3 within +-10."""
+    """With r = log pi - log pi_reference: k1 = r, k2 = r^2 / 2, k3 = exp(-r) - 1 + r; low_var_kl is k3 within +-10. In the loss, k1 is of
+    use only where `unbiased`: its own gradient does not see the reference."""
     reward_coef: float = 0.0
     """Each token's reward is reduced by this times its KL (reinforce_plus_plus, reinforce_plus_plus_baseline, ppo)."""
     loss_coef: float = 0.0

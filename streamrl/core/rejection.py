@@ -54,7 +54,7 @@ def accept(
     """
     with torch.no_grad():
         mask = sequences.mask
-        found = divergence(log_ratio.masked_fill(~mask, 0.0), measure)
+        found = divergence(log_ratio, measure)
         if level == "sequence_sum":
             found = sequences.spread(sequences.sum(found))
         elif level == "sequence_mean":

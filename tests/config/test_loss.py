@@ -55,7 +55,9 @@ GOOD = [
     ("loss.correction.kind=mask", "loss.correction.low=0.5", "loss.correction.high=2.0"),
     ("loss.correction.reject=k1", "loss.correction.reject_low=-0.1", "loss.correction.reject_high=0.1"),
     ("loss.reduction=constant_length", "loss.constant_length=64"),
-    ("loss.kl.loss_coef=0.1", "loss.kl.reference=somewhere", "warmup.max_steps=5"),
+    ("loss.kl.loss_coef=0.1", "loss.kl.estimator=k2", "loss.kl.reference=somewhere", "warmup.max_steps=5"),
+    ("loss.kl.loss_coef=0.1", "loss.kl.unbiased=true"),
+    ("loss.kl.loss_coef=0.1", "loss.slime_loss=mine.py:loss"),
     ("loss.kl.loss_coef=0.1", "loss.kl.unbiased=true", "loss.kl.estimator=k3"),
     ("loss.distillation.coef=0.1", "loss.distillation.teacher=somewhere"),
     ("loss.dual_clip=3.0",),
@@ -144,6 +146,7 @@ BAD = [
     (("loss.kl.reward_coef=0.1",), "knows rewards of whole rollouts only"),
     (("loss.kl.loss_coef=0.1", "warmup.max_steps=5"), "leaves that behind on purpose"),
     (("loss.kl.unbiased=true",), "loss.kl.loss_coef is 0"),
+    (("loss.kl.loss_coef=0.1",), "the gradient of log pi alone"),
     (("loss.kl.reference=somewhere",), "neither loss.kl.reward_coef nor loss.kl.loss_coef uses it"),
     # models
     (("loss.critic.clip=0.5",), "loss.critic is for loss.advantage = ppo"),
@@ -190,14 +193,14 @@ def test_near_names_get_a_hint(setting: str, hint: str) -> None:
         "loss.correction.veto=1e-4",
         "loss.correction.mask_staleness=3",
         "loss.correction.staleness_decay=0.9",
-        "loss.kl.loss_coef=0.1",
+        "loss.kl.loss_coef=0.1 loss.kl.estimator=k3",
     ],
 )
 def test_the_table_backend_says_what_it_cannot_do(setting: str) -> None:
     key = setting.partition("=")[0]
     with pytest.raises(ConfigError, match=f"cannot do what {key} asks for"):
-        check_loss(config_of("trainer.backend=table", "engine.kind=table", setting))
-    check_loss(config_of(setting))
+        check_loss(config_of("trainer.backend=table", "engine.kind=table", *setting.split()))
+    check_loss(config_of(*setting.split()))
 
 
 def test_paths_of_models_and_functions_start_at_the_files_folder(tmp_path: Path) -> None:
@@ -211,7 +214,7 @@ train = "rows.jsonl"
 [loss]
 advantage = "mine.py:advantages"
 policy = "mine.py:policy"
-kl = {loss_coef = 0.1, reference = "reference"}
+kl = {loss_coef = 0.1, estimator = "k3", reference = "reference"}
 distillation = {coef = 0.1, teacher = "teacher"}
 """
     (tmp_path / "my.toml").write_text(text)

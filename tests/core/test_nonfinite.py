@@ -14,12 +14,13 @@ NAN, INF = math.nan, math.inf
 
 def test_tokens_with_any_log_prob_that_is_not_finite_are_dropped_and_counted() -> None:
     logprobs = torch.tensor([-1.0, NAN, -INF, -2.0, -3.0], requires_grad=True)
-    sampler = torch.tensor([-1.5, -1.0, -1.0, INF, -3.0])
+    sampler = torch.tensor([-1.5, -1.0, -1.0, INF, -3.0], dtype=torch.float64)
     keep, (ours, theirs), metrics = drop_nonfinite(torch.ones(5, dtype=torch.bool), logprobs, sampler)
     assert keep.tolist() == [True, False, False, False, True]
     assert ours.tolist() == [-1.0, 0.0, 0.0, 0.0, -3.0]
     assert theirs.tolist() == [-1.5, 0.0, 0.0, 0.0, -3.0]
     assert metrics["train/nonfinite_tokens"].tolist() == [0, 1, 1, 1, 0]
+    assert metrics["train/nonfinite_tokens"].dtype == logprobs.dtype != sampler.dtype
     ((ours - theirs).exp() * keep).sum().backward()
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([math.exp(0.5), 0.0, 0.0, 0.0, 1.0])

@@ -70,6 +70,7 @@ def test_every_policy_in_both_layouts_with_nan_outside_the_mask(
     assert loss.isfinite().all()
     assert all(m.isfinite().all() and m.shape == loss.shape and not m.requires_grad for m in metrics.values())
     assert ("train/opsm_clipfrac" in metrics) == bool(opsm)
+    assert {"train/ppo_kl", "train/ois"} < set(metrics)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

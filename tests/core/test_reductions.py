@@ -51,6 +51,12 @@ def test_constant_length_divides_by_the_same_number_everywhere(batch: TrainBatch
     assert got == pytest.approx(batch.loss_mask / 10 / 3)
     with pytest.raises(TrainingError, match="constant_length"):
         token_weights(batch, np.arange(4), "constant_length")
+    assert token_weights(batch, np.arange(4), "constant_length", constant_length=1) == pytest.approx(batch.loss_mask / 3)
+
+
+@pytest.mark.parametrize("reduction", get_args(Reduction))
+def test_a_step_over_nothing_weighs_nothing(batch: TrainBatch, reduction: Reduction) -> None:
+    assert not token_weights(batch, np.arange(0), reduction, constant_length=7).any()
 
 
 @pytest.mark.parametrize("reduction", get_args(Reduction))

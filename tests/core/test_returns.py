@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.core.returns import Floats, discounted_returns, gae, vtrace
+from streamrl.core.returns import Floats, discounted_returns, find_steps, gae, vtrace
 from tests.core import reference_returns as reference
 
 ALL = np.ones(3, np.bool_)
@@ -133,3 +133,9 @@ def test_log_ratios_are_clamped_before_exp() -> None:
     assert targets == pytest.approx(0.5 + np.exp(20.0) * 0.5)
     _, targets = vtrace(one, one * 0.5, np.array([-1e6]), *step, **PLAIN)
     assert targets - 0.5 == pytest.approx(np.exp(-20.0) * 0.5, rel=1e-6)
+
+
+def test_discounts_count_the_tokens_between_steps_and_nothing_follows_a_samples_last() -> None:
+    steps = find_steps(np.array([0, 1, 1, 6, 8]), np.array([1, 1, 0, 0, 1, 1, 0, 1], np.bool_), 0.5)
+    assert steps.index.tolist() == [0, 1, 4, 5, 7]
+    assert steps.discount.tolist() == [0.0, 0.125, 0.5, 0.0, 0.0]
