@@ -70,5 +70,5 @@ def draw(rows: Rows, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#dee2e6", linewidth=0.8)
     panels[0].set_ylabel("reward")
-    panels[-1].legend(loc="lower right", frameon=False, fontsize=8)
+    panels[0].legend(loc="lower right", frameon=False, fontsize=8)
     figure.savefig(path, metadata={"Software": None})
