@@ -11,9 +11,11 @@ from streamrl.core.assembly import ages
 from streamrl.schemas.ledger import LedgerEntry, Used
 
 COMPARED = ("train/loss", "train/grad_norm", "train/tis", "train/entropy_loss", "train/answer_probability")
+"""Metrics that follow the digits; those of other numerics stay close, and are compared by tolerance."""
+CRITIC = "train/value_norm"
+"""Stands for the critic's parameters, which no digest in the ledger covers."""
 QUOTED = 400
 """Letters of a value that a report quotes; an entry may have any number of drops."""
-"""Metrics that follow the digits; those of other numerics stay close, and are compared by tolerance."""
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -108,8 +110,10 @@ class Comparison:
         self._scale = {name: _magnitude(entries, name) for name in COMPARED}
 
     def add(self, stepped: Stepped, past: LedgerEntry) -> bool:
-        """One more version; returns whether its digest is the ledger's."""
-        same = stepped.result.digest == past.digest
+        """One more version; returns whether its digest, and its critic where it has one, are the ledger's."""
+        same_policy = stepped.result.digest == past.digest
+        ours, theirs = stepped.metrics.get(CRITIC), past.metrics.get(CRITIC)
+        same = same_policy and ours == theirs
         self.versions += 1
         self.equal += same
         for name, distance in self._deviations(stepped.metrics, past.metrics).items():
@@ -117,7 +121,11 @@ class Comparison:
                 self.deviation, self.deviation_of = distance, f"{name} at version {past.version}"
         books = differing_books(stepped, past)
         if self.first is None and (books or not same):
-            what = f"the ledger has digest {past.digest}, the replay {stepped.result.digest}" if not same else books
+            what = books
+            if not same_policy:
+                what = f"the ledger has digest {past.digest}, the replay {stepped.result.digest}"
+            elif not same:
+                what = f"the critic's parameters have norm {theirs!r} in the ledger, {ours!r} in the replay; the policy's are the same"
             self.first = Difference(str(past.version), what, *self._cause(stepped, past, books))
         return same
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from streamrl.consumers.reader import Incoming, RecordReader
 from streamrl.core.assembly import ages, assemble, used
+from streamrl.core.batch_metrics import staleness_metrics
 from streamrl.core.batches import TrainBatch
 from streamrl.core.fold import Batch, Effects, close, fold, is_warm, trained
 from streamrl.core.state import FoldConfig, FoldState
@@ -150,12 +151,8 @@ class Stepper:
 
 def measure(batch: Batch, arrays: TrainBatch, state: FoldState) -> dict[str, float]:
     """Metrics of a batch that was closed on `state`, before it is trained."""
-    on_tokens = arrays.staleness[arrays.loss_mask]
     parts = ages(batch, state)
-    metrics = {
-        "staleness/p50": float(np.percentile(on_tokens, 50)),
-        "staleness/mean": float(on_tokens.mean()),
-        "staleness/max": float(on_tokens.max()),
+    metrics = staleness_metrics(arrays) | {
         "staleness/in_flight": float(np.mean(parts["in_flight"])),
         "staleness/queued": float(np.mean(parts["queued"])),
         "staleness/publish_lag": float(np.mean(parts["publish_lag"])),

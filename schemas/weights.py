@@ -9,7 +9,7 @@ import msgspec
 from streamrl.schemas.versions import Version
 
 
-class TensorSpec(msgspec.Struct, frozen=True):
+class TensorSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """One tensor of a version. `offset` is its first byte in the concatenation of the manifest's parts."""
 
     name: str
@@ -21,6 +21,8 @@ class TensorSpec(msgspec.Struct, frozen=True):
     nbytes: int
     digest: str
     """streamrl.core.digest of its elements, 16 hex digits."""
+    words: str = ""
+    """The same of its words of 8 bytes (`streamrl.core.digest.as_words`); empty where it is none or a trainer rank's slice cuts one."""
 
 
 class PartRef(msgspec.Struct, frozen=True):
@@ -61,7 +63,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
         return sum(part.nbytes for part in self.parts)
 
 
-class TensorSlice(msgspec.Struct, frozen=True):
+class TensorSlice(msgspec.Struct, frozen=True, omit_defaults=True):
     """Elements `first .. first + count` of a tensor in C order: what one rank holds of it."""
 
     name: str
@@ -72,6 +74,8 @@ class TensorSlice(msgspec.Struct, frozen=True):
     count: int
     digest: str
     """Partial digest, 16 hex digits; those of all slices add up mod 2^64."""
+    words: str = ""
+    """The same of its words of 8 bytes; empty where the slice cuts one."""
 
 
 class Contribution(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,6 +19,11 @@ from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import EVENTS, LEDGER, METRICS, WARMUP_SOURCE, Subjects
 from streamrl.schemas.versions import Version
 
+BEYOND_ROUNDING = 4.0
+"""Two roundings of one model are alike in size; tokens sampled from other weights, or behind keys and values of others, are far away."""
+SAMPLER_ERROR = "train/float32_sampler_abs_diff_max"
+TRAINER_ERROR = "train/float32_trainer_abs_diff_max"
+
 
 class Swap(msgspec.Struct, frozen=True, kw_only=True):
     """One version that an engine committed."""
@@ -50,6 +55,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     made: tuple[Made, ...]
     heldout: tuple[tuple[int, float], ...]
     """(version number, accuracy) of each evaluation."""
+    began_s: float
+    """When its workers first said something."""
 
     @property
     def learned(self) -> list[LedgerEntry]:
@@ -93,6 +100,7 @@ async def _read(run: RunDir) -> Measured:
         weights = [decode(body, Event, where=EVENTS) for _, body in await _all(bus, EVENTS, subjects.events("weights"))]
         evaluations = [decode(body, Event, where=EVENTS) for _, body in await _all(bus, EVENTS, subjects.events("evaluation"))]
         reports = [decode(body, MetricReport, where=METRICS) for _, body in await _all(bus, METRICS)]
+        times = [decode(body, Event, where=EVENTS).time_s for _, body in await _all(bus, EVENTS)] + [report.time_s for report in reports]
     if all(entry.source == WARMUP_SOURCE for entry in ledger):
         raise ConfigError(
             f"expected batches of reinforcement learning in {run.name}, got {len(ledger)} of the warm-up", hint="let it run for longer"
@@ -103,6 +111,7 @@ async def _read(run: RunDir) -> Measured:
         swaps=tuple(_swap(event) for event in weights if "commit_ms" in event.detail),
         made=tuple(_made(report) for report in reports if "engine/tokens_total" in report.sum),
         heldout=tuple((Version.parse(event.detail["version"]).number, event.detail["accuracy"]) for event in evaluations),
+        began_s=min(times),
     )
 
 
@@ -144,12 +153,24 @@ def _made(report: MetricReport) -> Made:
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
-    """A run of reinforcement learning in numbers; None where nothing was measured."""
+    """A run of reinforcement learning in numbers, or its steady part; None where nothing was measured."""
 
+    startup_s: float
+    """From the workers' start until batches could be sampled."""
+    ramp_s: float
+    """From then on until the steady part began; 0 for the whole run."""
+    ramp_batches: int
     batches: int
     samples: int
     seconds: float
+    batches_per_s: float
     samples_per_s: float
+    halves: tuple[float, float]
+    """Rollouts a second in the first and in the second half of the batches."""
+    response_mean: float
+    """Sampled tokens of a trained rollout."""
+    responses_per_s: float
+    """Sampled tokens that were trained, a second."""
     made_per_s: float
     """Tokens that the engines sampled, a second."""
     trained_per_s: float
@@ -175,21 +196,52 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     lag_ms_p99: float | None
     rounding_mean: float | None
     """Distance of the two log-probabilities where both had the same weights, mean over versions."""
+    rounding_p99: float | None
+    """99th percentile of a version's, mean over versions."""
     rounding_max: float | None
     rounding_versions: int
     """Versions that had such samples."""
+    sampler_error: float | None
+    trainer_error: float | None
+    """Greatest distance from float32 in the rollout where sampler and trainer are furthest apart, median over versions."""
+    unexplained_at: tuple[int, ...]
+    """Versions where the sampler's is more than `BEYOND_ROUNDING` times the trainer's."""
     diff_mean: float
     diff_max: float
     reward_first: float
     reward_last: float
     """Mean of the first and of the last 20 batches."""
 
+    @property
+    def first_half(self) -> float:
+        """Rollouts a second."""
+        return self.halves[0]
 
-def totals(run: Measured) -> Totals:
-    """The numbers of a run."""
-    learned = run.learned
-    begin, end = run.window
+    @property
+    def second_half(self) -> float:
+        """Rollouts a second."""
+        return self.halves[1]
+
+    @property
+    def unexplained(self) -> int:
+        """How many versions rounding does not explain."""
+        return len(self.unexplained_at)
+
+
+def totals(run: Measured, *, skip: int = 0) -> Totals:
+    """The numbers of a run.
+
+    Args:
+        run: whose.
+        skip: batches at its beginning that are left out, while caches, kernels and queues fill. Fewer than it has.
+    """
+    learned = run.learned[skip:]
+    ready, end = run.window
+    begin = run.learned[skip - 1].time_s if skip else ready
     seconds = max(end - begin, 1e-9)
+    waits = values(learned, "perf/wait_s")
+    responses = sum(values(learned, "rollout/tokens_trained"))
+    middle = len(learned) // 2
     swaps = [swap for swap in run.swaps if begin < swap.time_s <= end]  # without the version that an engine began with
     running = [one.running for one in run.made if begin <= one.time_s <= end]
     first, last = run.tokens_made([begin, end])
@@ -197,14 +249,21 @@ def totals(run: Measured) -> Totals:
     rewards = values(learned, "rollout/raw_reward")
     samples = sum(entry.num_samples for entry in learned)
     return Totals(
+        startup_s=ready - run.began_s,
+        ramp_s=begin - ready,
+        ramp_batches=skip,
         batches=len(learned),
         samples=samples,
         seconds=seconds,
+        batches_per_s=len(learned) / seconds,
         samples_per_s=samples / seconds,
+        halves=(_rate(learned[:middle], begin), _rate(learned[middle:], learned[middle - 1].time_s if middle else begin)),
+        response_mean=responses / max(1, samples),
+        responses_per_s=responses / seconds,
         made_per_s=float(last - first) / seconds,
         trained_per_s=sum(entry.num_tokens for entry in learned) / seconds,
         trainer_busy=sum(values(learned, "perf/step_s")) / seconds,
-        trainer_waits=run.waited_s / seconds,
+        trainer_waits=(sum(waits) if skip else run.waited_s) / seconds,
         engine_running=_mean(running),
         staleness_mean=_mean(values(learned, "staleness/mean")) or 0.0,
         staleness_max=max(values(learned, "staleness/max"), default=0.0),
@@ -218,13 +277,27 @@ def totals(run: Measured) -> Totals:
         lag_ms_p50=_percentile([1e3 * swap.lag_s for swap in swaps], 50),
         lag_ms_p99=_percentile([1e3 * swap.lag_s for swap in swaps], 99),
         rounding_mean=_mean(rounding),
+        rounding_p99=_mean(values(learned, "train/same_weights_logprob_abs_diff_p99")),
         rounding_max=max(values(learned, "train/same_weights_logprob_abs_diff_max"), default=None),
         rounding_versions=len(rounding),
+        sampler_error=_percentile(values(learned, SAMPLER_ERROR), 50),
+        trainer_error=_percentile(values(learned, TRAINER_ERROR), 50),
+        unexplained_at=tuple(entry.version.number for entry in learned if _beyond_rounding(entry)),
         diff_mean=_mean(values(learned, "train/train_rollout_logprob_abs_diff")) or 0.0,
         diff_max=max(values(learned, "train/train_rollout_logprob_abs_diff_max"), default=0.0),
         reward_first=_mean(rewards[:20]) or 0.0,
         reward_last=_mean(rewards[-20:]) or 0.0,
     )
+
+
+def _rate(entries: list[LedgerEntry], begin: float) -> float:
+    """Rollouts a second of batches that follow one another from `begin` on."""
+    return sum(entry.num_samples for entry in entries) / max(entries[-1].time_s - begin, 1e-9) if entries else 0.0
+
+
+def _beyond_rounding(entry: LedgerEntry) -> bool:
+    both = [entry.metrics.get(name) for name in (SAMPLER_ERROR, TRAINER_ERROR)]
+    return both[0] is not None and both[1] is not None and both[0] > BEYOND_ROUNDING * both[1]
 
 
 def values(entries: list[LedgerEntry], name: str) -> list[float]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from measured import Measured, Totals, read_run, totals
+from measured import BEYOND_ROUNDING, Measured, Totals, read_run, totals
 
 from streamrl.runtime.rundir import RunDir
 
@@ -33,7 +33,11 @@ COLUMNS = {
     "wait s": "perf/wait_s",
     "step s": "perf/step_s",
     "|dlogp| same weights mean": "train/same_weights_logprob_abs_diff",
+    "|dlogp| same weights p99": "train/same_weights_logprob_abs_diff_p99",
     "|dlogp| same weights max": "train/same_weights_logprob_abs_diff_max",
+    "logp at that max": "train/same_weights_furthest_logprob",
+    "sampler - float32 max": "train/float32_sampler_abs_diff_max",
+    "trainer - float32 max": "train/float32_trainer_abs_diff_max",
     "|dlogp| all mean": "train/train_rollout_logprob_abs_diff",
     "|dlogp| all max": "train/train_rollout_logprob_abs_diff_max",
 }
@@ -78,7 +82,7 @@ def markdown(run: Measured, numbers: Totals, table: Sequence[dict[str, float | N
 def summary_lines(numbers: Totals) -> list[str]:
     """The totals in words."""
     n = numbers
-    rounding = f"mean {cell(n.rounding_mean)}, max {cell(n.rounding_max)} over {n.rounding_versions} versions"
+    rounding = f"mean {cell(n.rounding_mean)}, p99 {cell(n.rounding_p99)}, max {cell(n.rounding_max)} over {n.rounding_versions} versions"
     return [
         f"{n.batches} batches, {n.samples} rollouts in {n.seconds:.1f} s: {n.samples_per_s:.1f} rollouts/s; reward {n.reward_first:.3f} -> "
         f"{n.reward_last:.3f} (first and last 20 batches)",
@@ -90,7 +94,15 @@ def summary_lines(numbers: Totals) -> list[str]:
         f"{cell(n.commit_ms_p50)} ms, max {cell(n.commit_ms_max)} ms",
         f"|log-prob of trainer - of sampler|: under the same weights {rounding}; all tokens mean {cell(n.diff_mean)}, "
         f"max {cell(n.diff_max)}",
-    ]
+    ] + [
+        f"the rollout of each version where they are furthest apart, against float32: sampler {cell(n.sampler_error)}, trainer "
+        f"{cell(n.trainer_error)} (median over versions of its greatest); {n.unexplained} of {n.rounding_versions} versions are more than "
+        f"rounding: the sampler over {BEYOND_ROUNDING:g} times as far as the trainer{_named(n.unexplained_at)}"
+    ] * (n.sampler_error is not None)
+
+
+def _named(versions: Sequence[int]) -> str:
+    return f" (versions {', '.join(map(str, versions))})" * bool(versions)
 
 
 def cell(value: float | None) -> str:

@@ -14,6 +14,15 @@ if [ -e "${TRITON:-$kit/triton.tar.gz}" ] && [ ! -e "$triton_cache" ]; then
     mkdir -p "$triton_cache" && tar xzf "${TRITON:-$kit/triton.tar.gz}" -C "$triton_cache"
 fi
 
+# How many GPUs this process may use.
+count_gpus() {
+    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+        tr ',' '\n' <<< "$CUDA_VISIBLE_DEVICES" | grep -c .
+    else
+        nvidia-smi --list-gpus 2> /dev/null | wc -l
+    fi
+}
+
 # Keep the compiled kernels for the next host, if they are few enough to travel.
 keep_kernels() {
     [ -d "$triton_cache" ] || return 0

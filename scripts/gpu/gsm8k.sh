@@ -2,7 +2,8 @@
 # gsm8k.sh [all|train|tail]: examples/gsm8k on this host's first two GPUs; at most LIMIT seconds (default 530).
 #
 #   train   gsm8k.toml: warm-up by demonstrations, then reinforcement learning for RL_SECONDS (default 110)
-#   tail    tail.toml twice, asynchronous and in lockstep, TAIL_BATCHES each (default 10); the trained policy if there is one
+#   tail    tail.toml twice, asynchronous and in lockstep, TAIL_BATCHES each (default 52, with `all` 20), lockstep with a slot for every
+#           rollout of a batch; the trained policy if there is one. About 350 s, 200 of them of training
 #   all     both, in this order (default)
 #
 # ARGS ("--set a.b=c ...") is handed to every run.
@@ -51,8 +52,9 @@ if [ "$what" != tail ]; then
 fi
 if [ "$what" != train ]; then
     policy=$(find "$runs/gsm8k/hf" -mindepth 1 -maxdepth 1 -type d 2>/dev/null | sort | tail -n 1)
-    within "${TAIL_LIMIT:-400}" python3 "$here/async_vs_lockstep.py" "$here/tail.toml" --dir "$runs" --out "$out/tail.md" \
-        --set run.steps="${TAIL_BATCHES:-10}" ${policy:+--set "model.path=$policy"} ${ARGS:-} > tail.log 2>&1
+    batches=${TAIL_BATCHES:-$([ "$what" = all ] && echo 20 || echo 52)}
+    within "${TAIL_LIMIT:-480}" python3 "$here/async_vs_lockstep.py" "$here/tail.toml" --dir "$runs" --out "$out/tail.md" \
+        --set run.steps="$batches" --lockstep engine.slots=96 ${policy:+--set "model.path=$policy"} ${ARGS:-} > tail.log 2>&1
     [ -e "$out/tail.md" ] || python3 "$here/async_vs_lockstep.py" "$here/tail.toml" --dir "$runs" --out "$out/tail.md" --read > /dev/null
     awk 'NR % 5 == 1 || /finished/' tail.log | cut -c1-200 | tail -n 20
     for name in async lockstep; do

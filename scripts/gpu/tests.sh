@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # tests.sh [pytest's options]: the trainer's and the transport's tests that need a GPU (two show more), then what a version costs here.
 #
-# About four minutes on one H200. NO_BENCH=1 leaves the second part out. SGLang is not needed.
+# About four minutes on one H200. NO_BENCH=1 leaves the second part out, LIMIT (seconds) ends it. SGLang is not needed.
 set -uo pipefail
 # shellcheck disable=SC1091
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -12,11 +12,17 @@ export CUBLAS_WORKSPACE_CONFIG=:4096:8
 python3 -m pytest -c scripts/gpu/pytest.ini --rootdir . --confcutdir tests/trainers -m gpu -s -p no:cacheprovider \
     tests/core/test_digest_torch.py tests/trainers/test_torch_gpu.py tests/weights/test_ipc_gpu.py "$@"
 result=$?
+# measure GPU: what a version costs with the trainer's weights on that one.
+measure() {
+    local left=$((${LIMIT:-3600} - SECONDS))
+    [ $left -ge 20 ] || { echo "== no time left for snapshots of GPU $1"; return 1; }
+    timeout --kill-after=10 "$left" python3 -m streamrl.bench.snapshots 0.6B 8B --trainer-gpu "$1" --engine-gpu 0
+}
 if [ -z "${NO_BENCH:-}" ]; then
-    gpus=$(nvidia-smi --list-gpus | wc -l)
-    python3 -m streamrl.bench.snapshots 0.6B 8B --trainer-gpu 0 --engine-gpu 0 || result=1
+    gpus=$(count_gpus)
+    measure 0 || result=1
     if [ "$gpus" -gt 1 ]; then
-        python3 -m streamrl.bench.snapshots 0.6B 8B --trainer-gpu 1 --engine-gpu 0 || result=1
+        measure 1 || result=1
     fi
 fi
 exit $result

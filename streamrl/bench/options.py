@@ -6,8 +6,9 @@ from typing import Any
 
 import msgspec
 
-from streamrl.bench.plan import Window, parse_plan
+from streamrl.bench.plan import Mode, Window, parse_plan
 from streamrl.bench.shapes import Shape, num_elements, shape_of
+from streamrl.config.engines import SglangConfig
 from streamrl.errors import ConfigError
 
 LARGE = 20e9
@@ -25,7 +26,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     mean_tokens: int = 0
     tensor_parallel: int = 0
     trainer_device: str = ""
-    max_gap_ms: float = 2.0
+    max_gap_ms: float = SglangConfig().max_gap_ms
+    """Of the paced windows; 0: no bound."""
     warm_s: float = 0.0
     default_graphs: bool = False
     python: str = ""
@@ -68,10 +70,23 @@ def resolve(options: Options, *, num_gpus: int) -> Options:
         mean_tokens=options.mean_tokens or (64 if cpu else 1500),
         tensor_parallel=tensor_parallel,
         trainer_device=options.trainer_device or last,
-        warm_s=options.warm_s or (1.0 if cpu else 8.0),
+        warm_s=options.warm_s or (1.0 if cpu else 15.0),
     )
     if not 0 <= filled.probes <= filled.streams:
         raise ConfigError(f"expected at most as many probes as streams, got {filled.probes} of {filled.streams}")
     if not filled.windows:
         raise ConfigError("expected at least one window, got an empty plan")
+    if not cpu and any(window.mode is Mode.DISTRIBUTED for window in filled.windows):
+        _check_apart(filled)
     return filled
+
+
+def _check_apart(options: Options) -> None:
+    """NCCL has one rank on a GPU; the engine's are on the first ones."""
+    kind, _, index = options.trainer_device.partition(":")
+    if kind != "cuda" or int(index or 0) < options.tensor_parallel:
+        engine = ", ".join(f"cuda:{gpu}" for gpu in range(options.tensor_parallel))
+        raise ConfigError(
+            f"a distributed window: expected the trainer's weights on another GPU than the engine ({engine}), got {options.trainer_device}",
+            hint="leave the window out, or give the bench one more GPU",
+        )

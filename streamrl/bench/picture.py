@@ -22,6 +22,7 @@ _COLORS = {
     Mode.PACED: "#1f6f8b",
     Mode.COPY: "#edae49",
     Mode.TENSOR: "#d1495b",
+    Mode.DISTRIBUTED: "#b23a6f",
     Mode.DISK: "#8d0801",
 }
 _NAMES = {
@@ -29,6 +30,7 @@ _NAMES = {
     Mode.PACED: "ours, flip (paced)",
     Mode.COPY: "ours, copy",
     Mode.TENSOR: "stock, pause + tensor",
+    Mode.DISTRIBUTED: "stock, pause + distributed",
     Mode.DISK: "stock, pause + disk",
 }
 _OLD, _NEW, _PREFILL = "#ced4da", "#40798c", "#f4a261"

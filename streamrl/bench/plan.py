@@ -22,12 +22,14 @@ class Mode(StrEnum):
     """Ours: staged, committed by a copy into the serving buffer (second mode, for what cannot flip)."""
     TENSOR = "tensor"
     """SGLang's own: pause in_place, update_weights_from_tensor (CUDA IPC), continue."""
+    DISTRIBUTED = "distributed"
+    """SGLang's own: pause in_place, update_weights_from_distributed (NCCL; flattened buckets), continue."""
     DISK = "disk"
     """SGLang's own: pause in_place, update_weights_from_disk, continue."""
 
 
 OURS = frozenset({Mode.FLIP, Mode.PACED, Mode.COPY})
-STOCK = frozenset({Mode.TENSOR, Mode.DISK})
+STOCK = frozenset({Mode.TENSOR, Mode.DISTRIBUTED, Mode.DISK})
 
 
 class Window(msgspec.Struct, frozen=True):

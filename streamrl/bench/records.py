@@ -114,6 +114,8 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     streams: int
     probes: int
     mean_tokens: int
+    max_gap_ms: float | None = None
+    """Bound of the paced windows; 0: none."""
     tensor_parallel: int
     device: str
     num_devices: int
@@ -129,4 +131,4 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     windows: list[WindowRecord]
     checks: list[Check]
     gpu_memory: list[dict[str, Any]] = []
-    """By nvidia-smi's library: device, used bytes, at which moment."""
+    """At each `moment`: used bytes of every GPU (`cuda:0`, ...), by all processes."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
 
 from streamrl.bench.plan import OURS, Mode
 from streamrl.bench.raw import Raw
-from streamrl.bench.records import Check, RunRecord, UpdateRecord, WindowRecord
+from streamrl.bench.records import Check, Floats, RunRecord, UpdateRecord, WindowRecord
+from streamrl.bench.served import Served, count_served
 from streamrl.bench.stats import (
     RESAMPLES,
     Gaps,
@@ -84,6 +85,15 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     met: bool | None
 
 
+class Noise(msgspec.Struct, frozen=True, kw_only=True):
+    """How much the steady windows differ among themselves: the smallest and the greatest value of one, over the median of all."""
+
+    windows: int
+    gap_p50: Interval
+    gap_p99: Interval
+    tokens_per_s: Interval
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What the table and the picture show."""
 
@@ -91,12 +101,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[Row]
     noise: Row | None
     """Every second steady window against the others: what the comparison shows when nothing differs."""
+    steady: Noise | None
     targets: list[Target]
     checks: list[Check]
-    requests: int
-    aborted: int
-    retracted: int
-    failed_requests: int
+    requests: Served
 
 
 def build_report(raw: Raw, *, resamples: int = RESAMPLES) -> Report:
@@ -106,19 +114,15 @@ def build_report(raw: Raw, *, resamples: int = RESAMPLES) -> Report:
     rows = [_row(raw, gaps, title, _indices(raw, title), _beside(raw, title), resamples) for title in titles]
     steady = _indices(raw, Mode.STEADY)
     noise = _row(raw, gaps, "steady, 2nd, 4th, ... against the rest", steady[1::2], steady[::2], resamples) if len(steady) > 1 else None
-    aborted = sum(request.finish == "abort" for request in raw.requests)
-    retracted = sum(request.retractions for request in raw.requests)
-    failed = sum(bool(request.error) for request in raw.requests)
+    requests = count_served(raw.run, raw.requests, raw.forwards[0])
     return Report(
         run=raw.run,
         rows=rows,
         noise=noise,
-        targets=_targets(raw, rows, cut=aborted + retracted + failed),
+        steady=_noise(gaps, _intervals(raw, steady)),
+        targets=_targets(raw, rows, cut=requests.cut),
         checks=[*raw.run.checks, *_event_checks(raw)],
-        requests=len(raw.requests),
-        aborted=aborted,
-        retracted=retracted,
-        failed_requests=failed,
+        requests=requests,
     )
 
 
@@ -163,7 +167,7 @@ def _row(raw: Raw, gaps: Gaps, title: str, indices: Sequence[int], others: Seque
         publish_to_commit=spread(np.array([(u.commit_s - u.publish_s) * 1e3 for u in updates])),
         announced_to_commit=spread(np.array([(u.commit_s - u.announced_s) * 1e3 for u in updates])),
         blocked=spread(np.array([(u.released_s - u.publish_s) * 1e3 for u in updates])),
-        stage=spread(np.array([ms for _, ms in moved])),
+        stage=spread(np.array([ms for _, ms in moved if ms > 0])),
         gigabytes_per_s=float(np.median([nbytes / ms / 1e6 for nbytes, ms in moved if ms > 0] or [0.0])),
         commit=spread(np.array([max(u.commit_ms) for u in updates if u.commit_ms])),
         commit_copy=spread(np.array([max(u.device_ms) for u in updates if u.device_ms])),
@@ -185,6 +189,19 @@ def _row(raw: Raw, gaps: Gaps, title: str, indices: Sequence[int], others: Seque
         gap_during_p99_ratio=ratio(blocks_of(gaps, during), there, p99, resamples=resamples),
         tokens_ratio=ratio(here, there, tokens_per_s, resamples=resamples),
     )
+
+
+def _noise(gaps: Gaps, intervals: Sequence[Interval]) -> Noise | None:
+    windows = [np.concatenate(blocks) for interval in intervals if (blocks := blocks_of(gaps, [interval]))]
+    if len(windows) < 2:
+        return None
+
+    def extremes(statistic: Callable[[Floats], float]) -> Interval:
+        values = np.array([statistic(window) for window in windows])
+        values /= np.median(values)
+        return float(values.min()), float(values.max())
+
+    return Noise(windows=len(windows), gap_p50=extremes(p50), gap_p99=extremes(p99), tokens_per_s=extremes(tokens_per_s))
 
 
 def _event_checks(raw: Raw) -> list[Check]:
@@ -231,7 +248,7 @@ def _targets(raw: Raw, rows: Sequence[Row], *, cut: int) -> list[Target]:
     ]
     if raw.run.device == "CPU":
         targets = [msgspec.structs.replace(target, met=None) for target in targets]
-    return [*targets, Target(name="requests aborted, retracted or failed", wanted="0", got=str(cut), met=cut == 0)]
+    return [*targets, Target(name="requests aborted, retracted, prefilled again or failed", wanted="0", got=str(cut), met=cut == 0)]
 
 
 def graph_set(run: RunRecord) -> tuple[float, float]:

@@ -5,11 +5,14 @@ Without the pause an update waits until every running request has ended, so the 
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
+import logging
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -20,12 +23,18 @@ from safetensors.torch import save_file
 from torch import multiprocessing
 from torch.multiprocessing import reductions
 
+from streamrl.bench.trainer_group import TrainerGroup, buckets_of
 from streamrl.engines.sglang.client import SglangClient
 from streamrl.errors import EngineError
 
+log = logging.getLogger(__name__)
+
 _TIMEOUT_S = 300.0
+_GROUP_TIMEOUT_S = 60.0
+"""For anything that a group's ranks do together: making it, a bucket, leaving it."""
+_GROUP = "streamrl-bench"
 _SESSIONS_FROM = (0, 5, 18)
-"""SGLang wants begin_weight_update and end_weight_update around updates from tensors since this version."""
+"""SGLang wants begin_weight_update and end_weight_update around updates since this version."""
 
 
 class Paused(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +52,31 @@ class StockEngine:
         self._client = client
         self._tensor_parallel = tensor_parallel
         self._sessions = _numbers(sglang) >= _SESSIONS_FROM
+        self._group: TrainerGroup | None = None
+        self._why_no_group = "it was not asked for"
+
+    @asynccontextmanager
+    async def group(self, device: torch.device, tensors: Mapping[str, torch.Tensor]) -> AsyncGenerator[None]:
+        """Make the group for `update_from_distributed`, and leave it when the context is left.
+
+        One update with `tensors` is made at once: the group's first broadcast takes seconds, which are not an update's. When any of it
+        fails, the updates do, and say why.
+        """
+        group = TrainerGroup(device, ranks=self._tensor_parallel, name=_GROUP)
+        host, port = group.address
+        place = {"master_address": host, "master_port": port, "rank_offset": 1, "world_size": group.size}
+        try:
+            await self._together("init_weights_update_group", {**place, "group_name": _GROUP, "backend": group.backend}, group, group.join)
+            self._group = group
+            await self.update_from_distributed(tensors)
+        except (EngineError, RuntimeError) as error:
+            log.warning("event=bench_group_failed backend=%s error=%s", group.backend, error)
+            self._group, self._why_no_group = None, str(error)
+        try:
+            yield
+        finally:
+            if self._group is not None:
+                await self._leave(self._group)
 
     async def update_from_tensor(self, payload: str) -> Paused:
         """Load tensors that `tensor_payload` described; every rank reads all of them."""
@@ -52,6 +86,31 @@ class StockEngine:
             if self._sessions:
                 await self._post("begin_weight_update", {})
             await self._post("update_weights_from_tensor", body)
+            if self._sessions:
+                await self._post("end_weight_update", {})
+
+        return await self._in_pause(update)
+
+    async def update_from_distributed(self, tensors: Mapping[str, torch.Tensor]) -> Paused:
+        """Broadcast tensors from where they are to the ranks, in buckets. Raises EngineError outside of `group`, or when that failed."""
+        group = self._group
+        if group is None:
+            raise EngineError(f"update_weights_from_distributed: expected a group with the engine's ranks, got none: {self._why_no_group}")
+
+        async def update() -> None:
+            if self._sessions:
+                await self._post("begin_weight_update", {})
+            for names in buckets_of(tensors):
+                chosen = [tensors[name] for name in names]
+                body = {
+                    "names": names,
+                    "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in chosen],
+                    "shapes": [list(tensor.shape) for tensor in chosen],
+                    "group_name": _GROUP,
+                    "load_format": "flattened_bucket",
+                    "flush_cache": False,
+                }
+                await self._together("update_weights_from_distributed", body, group, group.send, chosen)
             if self._sessions:
                 await self._post("end_weight_update", {})
 
@@ -76,8 +135,30 @@ class StockEngine:
             await self._post("continue_generation", {"torch_empty_cache": False})
         return Paused(pause_s=pause_s, paused_s=paused_s, continued_s=time.monotonic())
 
-    async def _post(self, path: str, body: Mapping[str, Any]) -> None:
-        answer = await self._client.post(f"/{path}", body, timeout_s=_TIMEOUT_S, expect=object)
+    async def _leave(self, group: TrainerGroup) -> None:
+        self._group = None
+        try:
+            await self._together("destroy_weights_update_group", {"group_name": _GROUP}, group, group.close)
+        except (EngineError, RuntimeError) as error:
+            log.warning("event=bench_group_left_behind error=%s", error)
+
+    async def _together(self, path: str, body: Mapping[str, Any], group: TrainerGroup, ours: Callable[..., None], *args: Any) -> None:
+        """Ask the engine's ranks for something that this rank must do at the same time."""
+        both = (
+            asyncio.create_task(asyncio.to_thread(ours, *args)),
+            asyncio.create_task(self._post(path, body, timeout_s=_GROUP_TIMEOUT_S)),
+        )
+        try:
+            await asyncio.gather(*both)
+        except BaseException as error:
+            self._group, self._why_no_group = None, f"{path} failed: {error}"
+            # Otherwise this rank waits for the others for good.
+            group.abort()
+            await asyncio.wait(both, timeout=_GROUP_TIMEOUT_S)
+            raise
+
+    async def _post(self, path: str, body: Mapping[str, Any], *, timeout_s: float = _TIMEOUT_S) -> None:
+        answer = await self._client.post(f"/{path}", body, timeout_s=timeout_s, expect=object)
         if isinstance(answer, dict) and answer.get("success", True) is not True:
             raise EngineError(f"{path}: expected success from SGLang, got {str(answer)[:300]}")
 

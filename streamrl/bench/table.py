@@ -16,6 +16,7 @@ _TITLES = {
     Mode.PACED: "ours: flip, paced",
     Mode.COPY: "ours: copy",
     Mode.TENSOR: "stock: pause + tensor",
+    Mode.DISTRIBUTED: "stock: pause + distributed",
     Mode.DISK: "stock: pause + disk",
 }
 
@@ -28,6 +29,7 @@ def render(report: Report) -> str:
         table(_gap_header(), [_gap_cells(row) for row in (*report.rows, *([report.noise] if report.noise else []))]),
         table(["target", "wanted", "got", "met"], [[t.name, t.wanted, t.got, _said(t.met)] for t in report.targets]),
         table(["check", "held", "over"], [[c.name, _said(c.held), c.detail] for c in report.checks]),
+        *([_memory_table(report)] if any(len(moment) > 1 for moment in report.run.gpu_memory) else []),
         _footnotes(report),
     ]
     return "\n\n".join(parts) + "\n"
@@ -50,6 +52,7 @@ def _headline(report: Report) -> str:
         f"**{run.shape}**, {run.nbytes / _GIGA:.2f} GB in {run.num_tensors} tensors, SGLang {run.sglang}, TP {run.tensor_parallel}, "
         f"{run.num_devices} x {run.device}; trainer's weights on {run.trainer_device}, transport {run.transport}; "
         f"{run.streams} streams of {run.mean_tokens} tokens on average, {run.probes} of them streaming."
+        + (f" Paced windows: {run.max_gap_ms:g} ms of copying beside a pass." if run.max_gap_ms else "")
     )
 
 
@@ -75,7 +78,7 @@ def _update_cells(row: Row) -> list[str]:
         f"{ms_text(row.announced_to_commit.p50)} / {ms_text(row.announced_to_commit.p99)}",
         ms_text(row.blocked.p50),
         ms_text(row.stage.p50),
-        f"{row.gigabytes_per_s:.0f}" if row.gigabytes_per_s >= 10 else f"{row.gigabytes_per_s:.2g}",
+        _speed_text(row.gigabytes_per_s),
         f"{ms_text(row.commit.p50)} / {ms_text(row.commit.max)}" + (f", GPU {ms_text(row.commit_copy.p50)}" if row.commit_copy.n else ""),
         f"{row.wire_bytes / _GIGA:.3g}",
     ]
@@ -111,6 +114,13 @@ def _gap_cells(row: Row) -> list[str]:
     ]
 
 
+def _memory_table(report: Report) -> str:
+    moments = report.run.gpu_memory
+    gpus = sorted({name for moment in moments for name in moment if name != "moment"})
+    header = ["GPU memory, GB", *gpus]
+    return table(header, [[str(moment["moment"]), *(f"{moment.get(gpu, 0) / _GIGA:.1f}" for gpu in gpus)] for moment in moments])
+
+
 def title_text(row: Row) -> str:
     """What the windows are called in tables."""
     mode, _, every = row.title.partition(", ")
@@ -143,10 +153,28 @@ def _said(met: bool | None) -> str:
 def _footnotes(report: Report) -> str:
     seconds, nbytes = graph_set(report.run)
     buffers = [float(rank.get("buffer_nbytes") or 0) for rank in report.run.hello]
-    notes = [f"{report.requests} requests ended, {report.aborted} aborted, {report.retracted} retracted, {report.failed_requests} failed."]
+    requests, steady = report.requests, report.steady
+    notes = [
+        f"{requests.ended} requests ended, {requests.aborted} aborted, {requests.retracted} retracted, "
+        f"{requests.prefilled_again} prefilled again, {requests.failed} failed; "
+        f"{requests.mixed} went on through a change of weights (up to {requests.most_versions} versions in one)."
+    ]
+    if steady:
+        notes.append(
+            f"Steady windows among themselves ({steady.windows}, each against the median of all): gap p50 {_from_to(steady.gap_p50)}, "
+            f"p99 {_from_to(steady.gap_p99)}, tokens/s {_from_to(steady.tokens_per_s)}."
+        )
     if any(buffers):
         notes.append(f"Second buffer: {max(buffers) / _GIGA:.2f} GB a rank.")
     if not math.isnan(seconds):
         notes.append(f"Second graph set: {seconds:.2f} s, {nbytes / _GIGA:.2f} GB a rank.")
     notes.append(f"Server ready after {report.run.start_server_s:.0f} s.")
     return " ".join(notes)
+
+
+def _speed_text(gigabytes_per_s: float) -> str:
+    return f"{gigabytes_per_s:.0f}" if gigabytes_per_s >= 10 else f"{gigabytes_per_s:.2g}" if gigabytes_per_s else "-"
+
+
+def _from_to(interval: tuple[float, float]) -> str:
+    return f"{interval[0]:.3f} to {interval[1]:.3f}"

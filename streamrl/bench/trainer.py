@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from streamrl.bench.shapes import Shape, parameters
+from streamrl.core.digest_torch import NamedDigester
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
 from streamrl.trainers.torch_snapshot import SnapshotRing
@@ -45,6 +46,8 @@ class SyntheticTrainer:
     def __init__(self, shape: Shape, device: torch.device, directory: Path, *, slots: int) -> None:
         self.tensors = _random(shape, device)
         self._device = device
+        self._digester = NamedDigester(self.tensors)
+        self._known = self._digester.digests()
         self._ring = SnapshotRing(list(self.tensors.items()), device, slots=slots)
         shm = ShmTransport(run=RUN, policy=POLICY, directory=directory)
         ipc = device.type == "cuda"
@@ -59,6 +62,8 @@ class SyntheticTrainer:
                 if spread_s:
                     time.sleep(spread_s / len(self.tensors))
         self._synchronize()
+        # As a trainer does for its ledger: they are known when the weights are handed over.
+        self._known = self._digester.digests()
 
     async def publish(self, version: Version) -> Published:
         """Take a snapshot and put it where engines fetch it."""
@@ -73,7 +78,7 @@ class SyntheticTrainer:
         await self.transport.retire(older_than)
 
     def _take(self) -> list[Shard]:
-        shards = self._ring.take()
+        shards = self._ring.take(self._known)
         self._ring.settle()
         self._synchronize()
         return shards

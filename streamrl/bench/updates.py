@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+from collections.abc import AsyncGenerator, Set
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -47,6 +49,16 @@ class Updates:
         self._number = 0
         self._copies: dict[str, torch.Tensor] = {}
         self._last: Manifest | None = None
+
+    @asynccontextmanager
+    async def connected(self, modes: Set[Mode]) -> AsyncGenerator[None]:
+        """What updates of these modes need beforehand, until the context is left."""
+        if Mode.DISTRIBUTED not in modes:
+            yield
+            return
+        tensors = self._trainer.tensors
+        async with self._stock.group(next(iter(tensors.values())).device, tensors):
+            yield
 
     async def apply(self, mode: Mode, window: int, *, change: bool = True, digest: bool = False) -> UpdateRecord:
         """Make one update; what fails is in the record's `error`.
@@ -112,7 +124,10 @@ class Updates:
     async def _with_stock(self, mode: Mode, window: int, version: Version) -> UpdateRecord:
         tensors = await asyncio.to_thread(self._beside_engine) if mode is Mode.TENSOR else self._trainer.tensors
         start_s = time.monotonic()
-        if mode is Mode.TENSOR:
+        if mode is Mode.DISTRIBUTED:
+            paused = await self._stock.update_from_distributed(tensors)
+            ready_s = paused.paused_s
+        elif mode is Mode.TENSOR:
             payload = await asyncio.to_thread(tensor_payload, tensors)
             ready_s = time.monotonic()
             paused = await self._stock.update_from_tensor(payload)

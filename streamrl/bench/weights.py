@@ -123,14 +123,16 @@ class WeightBench:
             self._memory.append(_memory("server started"))
             updates = self._prepare(engine, model_dir)
             self._memory.append(_memory("trainer's weights made"))
-            self._checks, self._updates = await check_updates(engine, updates)
-            self._memory.append(_memory("first versions served"))
-            try:
-                await self._load(engine, updates)
-            finally:
-                write_updates(self._out, self._updates)
-                write_forwards(self._out, engine.forwards)
-                write_run(self._out, self._facts(engine))
+            modes = {window.mode for window in options.windows}
+            async with updates.connected(modes):
+                self._checks, self._updates = await check_updates(engine, updates, distributed=Mode.DISTRIBUTED in modes)
+                self._memory.append(_memory("first versions served"))
+                try:
+                    await self._load(engine, updates)
+                finally:
+                    write_updates(self._out, self._updates)
+                    write_forwards(self._out, engine.forwards)
+                    write_run(self._out, self._facts(engine))
 
     def _prepare(self, engine: BenchEngine, model_dir: Path) -> Updates:
         options = self._options
@@ -170,6 +172,7 @@ class WeightBench:
                 log.info("event=window index=%d title=%s updates=%d failed=%d", index, window.title, len(made), failed)
                 engine.check()
             await engine.fetch_forwards()
+            self._memory.append(_memory("after the last window"))
 
     def _facts(self, engine: BenchEngine) -> RunRecord:
         options = self._options
@@ -184,6 +187,7 @@ class WeightBench:
             streams=options.streams,
             probes=options.probes,
             mean_tokens=options.mean_tokens,
+            max_gap_ms=options.max_gap_ms,
             tensor_parallel=options.tensor_parallel,
             device=torch.cuda.get_device_name(0) if cuda else "CPU",
             num_devices=torch.cuda.device_count() if cuda else 1,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.cli import bench_bus, bench_speed
+from streamrl.config.engines import SglangConfig
 from streamrl.errors import ConfigError
 
 
@@ -29,8 +30,14 @@ def add_verbs(verbs: Any) -> None:
     weights.add_argument(
         "--trainer-device", default="", help="where the trainer's weights are (default: a GPU that the engine leaves free)"
     )
-    weights.add_argument("--max-gap-ms", type=float, default=2.0, help="bound of the paced windows on copying beside a pass (default 2)")
-    weights.add_argument("--warm-s", type=float, default=0.0, help="seconds of load before the first window (default 8; on a CPU 1)")
+    gap_ms = SglangConfig().max_gap_ms
+    weights.add_argument(
+        "--max-gap-ms",
+        type=float,
+        default=gap_ms,
+        help=f"bound of the paced windows on copying beside a pass (default {gap_ms:g}, a run's; 0: none)",
+    )
+    weights.add_argument("--warm-s", type=float, default=0.0, help="seconds of load before the first window (default 15; on a CPU 1)")
     weights.add_argument("--default-graphs", action="store_true", help="capture graphs at SGLang's default sizes (slow start)")
     weights.add_argument("--python", default="", help="interpreter of SGLang's environment (default: this one)")
     weights.add_argument("--flag", action="append", default=[], metavar="NAME=VALUE", help="any flag of SGLang; JSON or text")

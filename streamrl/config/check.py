@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.config.check_engine import check_sglang
+from streamrl.config.check_loss import check_loss
 from streamrl.config.check_ray import check_ray
 from streamrl.config.hosts import is_loopback, servers
 from streamrl.config.paths import DATASETS, DIRECTORIES, FILES, FUNCTIONS, parse_dataset
-from streamrl.config.tree import BusConfig, Config, require
+from streamrl.config.tree import BusConfig, Config, refuse, require
 from streamrl.errors import ConfigError
 
 MIN_VOCAB_SIZE = 264
@@ -44,10 +45,6 @@ _AT_LEAST: dict[str, float] = {
     "trainer.optimizer.warmup_steps": 0,
     "trainer.optimizer.weight_decay": 0,
     "trainer.optimizer.clip_norm": 0,
-    "loss.clip_low": 0,
-    "loss.clip_high": 0,
-    "loss.tis_cap": 0,
-    "loss.tis_floor": 0,
     "weights.keep": 0,
     "weights.anchor_every": 1,
     "weights.ring": 1,
@@ -85,6 +82,7 @@ def check(config: Config) -> None:
     _check_work(config)
     _check_debug(config)
     _check_model(config)
+    check_loss(config)
     check_sglang(config)
     check_ray(config)
     _check_bus(config)
@@ -122,61 +120,61 @@ def field(config: Config, key: str) -> Any:
 
 def _check_work(config: Config) -> None:
     tasks, data = config.tasks, config.data
-    _refuse(
+    refuse(
         not data.train,
         "data.train must name the training rows, got nothing",
         hint="set it to a JSONL or Parquet file",
         key="data.train",
     )
-    _refuse(
+    refuse(
         tasks.hold_ahead and tasks.max_staleness == 0,
         "tasks.hold_ahead needs tasks.max_staleness >= 1, got 0: in lockstep nothing is issued ahead, so there is nothing to hold",
         hint="leave hold_ahead off, or allow a staleness of 1",
         key="tasks.hold_ahead",
     )
-    _refuse(
+    refuse(
         config.trainer.ranks > 1 and config.trainer.backend == "table",
         f"trainer.ranks must be 1 with trainer.backend = table, got {config.trainer.ranks}: a tabular policy is trained by one process",
         hint="set trainer.ranks = 1, or train with the torch backend",
         key="trainer.ranks",
     )
-    _refuse(
+    refuse(
         tasks.drop_zero_spread and tasks.num_rollouts == 1,
         "tasks.drop_zero_spread needs tasks.num_rollouts >= 2, got 1: a group of one has no spread, so every group would be dropped",
         hint="use several rollouts a task, or set tasks.drop_zero_spread = false",
         key="tasks.num_rollouts",
     )
-    _refuse(
+    refuse(
         config.warmup.max_steps > 0 and not data.label_key,
         "warmup.max_steps needs data.label_key, got none: the warm-up trains on the rows' labels",
         hint="name the label's field in data.label_key, or set warmup.max_steps = 0",
         key="data.label_key",
     )
-    _refuse(
+    refuse(
         config.evaluation.every > 0 and not data.heldout,
         "evaluation.every needs data.heldout, got none: there is nothing to evaluate on",
         hint="name held-out rows in data.heldout, or set evaluation.every = 0",
         key="data.heldout",
     )
-    _refuse(
+    refuse(
         config.evaluation.engines > 0 and not data.heldout,
         "evaluation.engines needs data.heldout, got none: the engines would have nothing to do",
         hint="name held-out rows in data.heldout, or set evaluation.engines = 0",
         key="evaluation.engines",
     )
-    _refuse(
+    refuse(
         config.reward.kind == "late" and bool(data.heldout),
         "reward.kind = late leaves episodes without a reward, but data.heldout asks for an evaluation, which needs one at once",
         hint="leave data.heldout out, or choose a reward that is computed",
         key="data.heldout",
     )
-    _refuse(
+    refuse(
         config.trainer.minibatches > tasks.batch_tasks,
         f"trainer.minibatches must be at most tasks.batch_tasks = {tasks.batch_tasks}, got {config.trainer.minibatches}: groups stay whole",
         hint="use fewer minibatches or larger batches",
         key="trainer.minibatches",
     )
-    _refuse(
+    refuse(
         config.weights.transport == "ipc" and config.weights.keep == 0,
         "weights.keep = 0 keeps every version, but weights.transport = ipc has room for weights.ring of them",
         hint="set weights.keep to 1 or more, or weights.transport to shm or bus",
@@ -186,31 +184,31 @@ def _check_work(config: Config) -> None:
 
 def _check_debug(config: Config) -> None:
     delay, bound, keep = config.debug.delay_versions, config.tasks.max_staleness, config.weights.keep
-    _refuse(
+    refuse(
         delay > bound,
         f"debug.delay_versions needs tasks.max_staleness >= {delay}, got {bound}: every token would be too old when it is trained on",
         hint="raise tasks.max_staleness: what it exceeds the delay by is left for rollouts in flight",
         key="debug.delay_versions",
     )
-    _refuse(
+    refuse(
         delay > 0 and 0 < keep < delay + 3,
         f"debug.delay_versions = {delay} needs weights.keep >= {delay + 3}, got {keep}: the bytes of the version to serve would be gone",
         hint="raise weights.keep, or keep all with weights.keep = 0",
         key="weights.keep",
     )
-    _refuse(
+    refuse(
         delay > 0 and config.weights.transport == "ipc" and config.weights.ring < delay + 3,
         f"debug.delay_versions = {delay} with weights.transport = ipc needs weights.ring >= {delay + 3}, got {config.weights.ring}",
         hint="raise weights.ring: device memory holds that many versions and no more",
         key="weights.ring",
     )
-    _refuse(
+    refuse(
         delay > 0 and bool(config.data.heldout),
         "debug.delay_versions leaves no engine that serves the version to be evaluated, but data.heldout names held-out rows",
         hint="leave data.heldout out",
         key="debug.delay_versions",
     )
-    _refuse(
+    refuse(
         config.debug.token_delay_s > 0 and config.engine.kind != "table",
         f"debug.token_delay_s is for engine.kind = table, got {config.engine.kind}",
         hint="use the table backends, or leave the delay out",
@@ -220,25 +218,25 @@ def _check_debug(config: Config) -> None:
 
 def _check_model(config: Config) -> None:
     model, longest = config.model, config.data.max_prompt_tokens + config.sampling.max_new_tokens
-    _refuse(
+    refuse(
         (config.engine.kind == "table") != (config.trainer.backend == "table"),
         f"engine.kind and trainer.backend must both be table or neither, got {config.engine.kind} and {config.trainer.backend}",
         hint="a tabular policy is trained and served by the table backends only",
         key="engine.kind",
     )
-    _refuse(
+    refuse(
         model.vocab_size != 0 and (model.vocab_size < MIN_VOCAB_SIZE or config.engine.kind == "table"),
         f"model.vocab_size must be 0 or at least {MIN_VOCAB_SIZE}, and 0 for engine.kind = table, got {model.vocab_size}",
         hint="byte-pair encoding begins with the 256 bytes and a few special tokens; 0 gives one token a character",
         key="model.vocab_size",
     )
-    _refuse(
+    refuse(
         model.heads % model.kv_heads != 0,
         f"model.heads must be a multiple of model.kv_heads, got {model.heads} and {model.kv_heads}",
         hint="each key-value head serves the same number of query heads",
         key="model.heads",
     )
-    _refuse(
+    refuse(
         longest > model.max_len,
         f"model.max_len must hold data.max_prompt_tokens + sampling.max_new_tokens = {longest}, got {model.max_len}",
         hint="raise model.max_len, or lower one of the two",
@@ -249,51 +247,46 @@ def _check_model(config: Config) -> None:
 def _check_bus(config: Config) -> None:
     bus = config.bus
     credentials = [key for key in ("user", "token_file", "credentials_file") if getattr(bus, key)]
-    _refuse(
+    refuse(
         not bus.url and bool(credentials or bus.password_file or bus.ca_file),
         "credentials and bus.ca_file are for the cluster that bus.url names, got no bus.url: the embedded server makes its own",
         hint="name the cluster in bus.url, or leave them out",
         key="bus.url",
     )
-    _refuse(
+    refuse(
         bool(bus.url) and bus.port != 0,
         f"bus.port is the embedded server's, but bus.url names an existing one: got {bus.port}",
         hint="put the port into bus.url, or leave bus.url out",
         key="bus.port",
     )
-    _refuse(
+    refuse(
         bool(bus.url) and bus.url.partition("://")[0] not in ("nats", "tls"),
         f"bus.url must begin with nats:// or tls://, got {bus.url!r}",
         hint="for example nats://nats.example.org:4222",
         key="bus.url",
     )
-    _refuse(
+    refuse(
         len(credentials) > 1,
         f"expected one kind of credentials, got bus.{' and bus.'.join(credentials)}",
         hint="keep one of them",
         key="bus.url",
     )
-    _refuse(
+    refuse(
         bool(bus.user) != bool(bus.password_file),
         "bus.user and bus.password_file go together, got one of them",
         hint="give both or neither",
         key="bus.user",
     )
-    _refuse(
+    refuse(
         bool(bus.url) and (bus.host != BusConfig().host or bool(bus.advertise)),
         "bus.host and bus.advertise are the embedded server's, but bus.url names an existing one",
         hint="leave them out, or leave bus.url out",
         key="bus.host",
     )
     open_to = [host for scheme, host in servers(bus.url) if scheme == "nats" and not is_loopback(host)]
-    _refuse(
+    refuse(
         bool(open_to) and not bus.ca_file and not bus.allow_plaintext,
         f"bus.url must begin with tls:// for a server on another machine, got plain text to {', '.join(open_to)}",
         hint="use tls:// (and bus.ca_file), or set bus.allow_plaintext = true on a network that nobody else sees",
         key="bus.url",
     )
-
-
-def _refuse(when: bool, message: str, *, hint: str, key: str) -> None:
-    if when:
-        raise ConfigError(message, hint=hint, key=key)

@@ -20,7 +20,7 @@ class SglangConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How a version gets in. `flip`: two sets of weights and of graphs, no pause. `copy`: over the served weights between two forward
     passes, from a second set on the GPU. `copy_pinned`: from the host's memory. `pause`: SGLang's own update in a pause, whose versions
     are not exact for every token. `auto`: the first of them that the model and the memory allow."""
-    max_gap_ms: float = 2.0
+    max_gap_ms: float = 0.5
     """Staging is paced so that it delays a forward pass by at most about this; 0: as fast as it goes."""
     isolate_prefixes: bool = True
     """A prompt reuses cached prefixes of the version it begins with only, not those that older weights computed."""

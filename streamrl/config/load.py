@@ -17,6 +17,12 @@ from streamrl.config.paths import resolve
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError, SchemaError
 
+_RENAMED = {
+    "loss.tis_cap": "it is loss.correction.high now; loss.correction.kind = 'none' is off",
+    "loss.tis_floor": "it is loss.correction.low now, with loss.correction.kind = 'clip'",
+}
+"""Keys of earlier versions."""
+
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML file, put `a.b=c` overrides over it, and check the whole.
@@ -162,7 +168,9 @@ def _refuse_unknown(tree: Mapping[str, Any], kind: Any, *, where: str, prefix: s
 
 
 def _suggest(key: str, prefix: str, siblings: Mapping[str, Any]) -> str:
-    """The same key in another section, else the nearest one here, else the nearest one anywhere."""
+    """A renamed key's new name, else the same key in another section, else the nearest one here, else the nearest one anywhere."""
+    if (renamed := _RENAMED.get(prefix + key)) is not None:
+        return renamed
     by_name = {name.rsplit(".", 1)[-1]: name for name in reversed(_all_keys(Config))}
     if key in by_name:
         return f"did you mean {by_name[key]}?"

@@ -12,11 +12,11 @@ from streamrl.errors import ConfigError
 
 DATASETS = ("data.train", "data.heldout")
 """`path` or `path@[a:b]`."""
-DIRECTORIES = ("model.path",)
+DIRECTORIES = ("model.path", "loss.kl.reference", "loss.critic.path", "loss.distillation.teacher")
 FILES = ("bus.password_file", "bus.token_file", "bus.credentials_file", "bus.ca_file")
 EXECUTABLES = ("engine.sglang.python",)
 """A name without a slash is looked up in PATH. Links are kept: they are what makes an interpreter that of its environment."""
-FUNCTIONS = ("producer.function", "reward.kind")
+FUNCTIONS = ("producer.function", "reward.kind", "loss.advantage", "loss.policy", "loss.slime_loss")
 """`file.py:name` has a path; `pkg.mod:name`, `pkg.mod.name` and built-in names have none."""
 
 _SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")

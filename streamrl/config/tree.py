@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from streamrl.config.engines import EngineConfig
+from streamrl.config.loss import LossConfig
 from streamrl.config.ray import RayConfig
 from streamrl.errors import ConfigError
 from streamrl.schemas.subjects import check_name
@@ -25,6 +26,12 @@ def require(holds: bool, key: str, rule: str, value: Any, hint: str = "") -> Non
     if not holds:
         hint = hint or f"change {key} in the TOML file or with --set {key}=..."
         raise ConfigError(f"{key} must be {rule}, got {value!r}", hint=hint, key=key)
+
+
+def refuse(when: bool, message: str, *, hint: str, key: str) -> None:
+    """Raise ConfigError if `when`."""
+    if when:
+        raise ConfigError(message, hint=hint, key=key)
 
 
 class RunConfig(Section, frozen=True, kw_only=True):
@@ -210,7 +217,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Tokens of one forward and backward pass."""
     check_logprobs: int = 0
     """Rollouts of each batch whose log-probs are computed once more with the very weights that sampled them, to tell rounding from drift;
-    keeps tasks.max_staleness + 1 copies of the parameters. 0: only where they are the newest weights (torch only)."""
+    keeps tasks.max_staleness + 1 copies of the parameters, and one in float32 for a moment.
+    0: only where they are the newest weights (torch only)."""
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint_every: int = 50
     """Batches between checkpoints."""
@@ -219,22 +227,6 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_name("trainer name", self.name)
-
-
-class LossConfig(Section, frozen=True, kw_only=True):
-    """Advantages, policy loss and off-policy correction."""
-
-    advantage: Literal["grpo"] = "grpo"
-    """Group-normalised rewards (arXiv 2402.03300)."""
-    normalize_std: bool = True
-    """Divide by the group's standard deviation; off is Dr.GRPO (arXiv 2503.20783)."""
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    tis_cap: float = 2.0
-    """Token-level truncated importance sampling: weights are capped here; 0: off."""
-    tis_floor: float = 0.0
-    reduction: Literal["rollout_mean", "token_mean"] = "rollout_mean"
-    """Mean over each rollout's tokens then over rollouts, or over all tokens."""
 
 
 class WeightsConfig(Section, frozen=True, kw_only=True):

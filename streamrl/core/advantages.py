@@ -1,70 +1,72 @@
-"""Advantages from rewards, in float64 and without torch. Letters: `N` samples of a batch, `R` its rollouts."""
+"""Advantages from the rewards of groups: one number per sample. In float64 and without torch.
+
+Letters: `N` samples of a batch. All take `rewards` [N] (equal within a rollout), `tasks` [N] (group ids) and `rollouts` [N] (the rollout
+within its group), and return [N] advantages with the metrics of `groups.Votes.metrics`; groups and votes are explained there. Samples of
+one rollout share its advantage. All raise TrainingError where a reward is missing or not finite, or the samples of a rollout differ in it.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
+from streamrl.core.groups import count_votes
 from streamrl.errors import TrainingError
 
 STD_EPSILON = 1e-6
 
+Floats = npt.NDArray[np.float64]
+Ids = npt.NDArray[np.int64]
 
-def grpo(
-    rewards: npt.NDArray[np.float64],
-    tasks: npt.NDArray[np.int64],
-    rollouts: npt.NDArray[np.int64],
-    *,
-    normalize_std: bool = True,
-) -> tuple[npt.NDArray[np.float64], dict[str, float]]:
+
+def raw(rewards: Floats, tasks: Ids, rollouts: Ids) -> tuple[Floats, dict[str, float]]:
+    """The rewards as they are: A = R. REINFORCE without a baseline (REINFORCE++ and PPO take it as the reward of the last token)."""
+    votes = count_votes(rewards, tasks, rollouts)
+    return votes.rewards[votes.rollout_of_sample], votes.metrics
+
+
+def grpo(rewards: Floats, tasks: Ids, rollouts: Ids, *, normalize_std: bool = True) -> tuple[Floats, dict[str, float]]:
     """Group-normalised rewards: A = (R - mean) / (std + 1e-6) over the rollouts of a task (arXiv 2402.03300).
 
-    A group is named by its task id, so groups may have any size and order. A rollout has one vote however many samples
-    it gave; its samples share its advantage. std is the unbiased one (n - 1). A group of one rollout gets 0.
+    std is the unbiased one (n - 1). A group of one rollout gets 0, and so does one whose rewards are all equal. GSPO (arXiv 2507.18071) and
+    CISPO (arXiv 2506.13585) take these advantages too.
 
     Args:
-        rewards: [N], one reward per sample; equal within a rollout.
-        tasks: [N], group id.
-        rollouts: [N], rollout within its group.
-        normalize_std: False leaves the division out (Dr.GRPO, arXiv 2503.20783).
+        rewards: [N]
+        tasks: [N]
+        rollouts: [N]
+        normalize_std: False leaves the division out: Dr.GRPO (arXiv 2503.20783), and the baseline of REINFORCE++ (arXiv 2501.03262).
+    """
+    votes = count_votes(rewards, tasks, rollouts)
+    advantages_R = votes.centred / (votes.std + STD_EPSILON)[votes.group] if normalize_std else votes.centred
+    return advantages_R[votes.rollout_of_sample], votes.metrics
 
-    Returns:
-        [N] advantages, and metrics over rollouts: `rollout/raw_reward`, `rollout/raw_reward_std` (within groups, mean
-        over groups), `rollout/zero_spread` (fraction of groups whose rewards are all equal).
+
+def rloo(rewards: Floats, tasks: Ids, rollouts: Ids) -> tuple[Floats, dict[str, float]]:
+    """Leave-one-out baseline: A_i = R_i - mean of the group's other rollouts = (R_i - mean) n / (n - 1) (arXiv 2402.14740).
+
+    A group of one rollout has no others and gets 0.
+    """
+    votes = count_votes(rewards, tasks, rollouts)
+    factor_G = votes.size / np.maximum(votes.size - 1, 1)
+    return (votes.centred * factor_G[votes.group])[votes.rollout_of_sample], votes.metrics
+
+
+def maxrl(rewards: Floats, tasks: Ids, rollouts: Ids) -> tuple[Floats, dict[str, float]]:
+    """Rewards relative to the group's mean: A = (R - mean) / mean, 0 where all rewards of the group are 0.
+
+    With rewards of 0 and 1 its expectation is a truncated gradient of the log of the probability to succeed: hard tasks weigh more.
 
     Raises:
-        TrainingError: a reward is missing or not finite, or the samples of one rollout differ in reward.
+        TrainingError: also where a reward is negative: dividing by a mean of either sign could turn the advantage around.
     """
-    if not np.isfinite(rewards).all():
-        bad = int(np.flatnonzero(~np.isfinite(rewards))[0])
+    votes = count_votes(rewards, tasks, rollouts)
+    if (votes.rewards < 0).any():
+        bad = int(np.flatnonzero(rewards < 0)[0])
         raise TrainingError(
-            f"expected a finite reward for every sample, got {rewards[bad]} for task {tasks[bad]}, rollout {rollouts[bad]}",
-            hint="a sample without a reward belongs in the drops, not in a batch",
+            f"maxrl expects rewards of at least 0, got {rewards[bad]} for task {tasks[bad]}, rollout {rollouts[bad]}",
+            hint='shift the reward so that failure is 0, or take loss.advantage = "grpo"',
         )
-    keys = np.stack([tasks, rollouts], axis=1)
-    voters, first, sample_rollout = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-    sample_rollout = sample_rollout.reshape(-1)
-    votes_R = rewards[first]
-    if not np.array_equal(votes_R[sample_rollout], rewards):
-        bad = int(np.flatnonzero(votes_R[sample_rollout] != rewards)[0])
-        raise TrainingError(f"expected one reward for all samples of task {tasks[bad]}, rollout {rollouts[bad]}, got several")
-
-    _, group_R = np.unique(voters[:, 0], return_inverse=True)
-    group_R = group_R.reshape(-1)
-    size = np.bincount(group_R).astype(np.float64)
-    mean = np.bincount(group_R, votes_R) / size
-    centred_R = votes_R - mean[group_R]
-    std = np.sqrt(np.bincount(group_R, centred_R**2) / np.maximum(size - 1, 1))
-    # Equal rewards must give exactly 0, also where their mean is rounded.
-    low, high = np.full(len(size), np.inf), np.full(len(size), -np.inf)
-    np.minimum.at(low, group_R, votes_R)
-    np.maximum.at(high, group_R, votes_R)
-    flat = low == high
-    advantages_R = centred_R / (std + STD_EPSILON)[group_R] if normalize_std else centred_R
-    advantages_R = np.where(flat[group_R], 0.0, advantages_R)
-    metrics = {
-        "rollout/raw_reward": float(votes_R.mean()),
-        "rollout/raw_reward_std": float(np.where(flat, 0.0, std).mean()),
-        "rollout/zero_spread": float(flat.mean()),
-    }
-    return advantages_R[sample_rollout], metrics
+    # A group that is not flat has a positive reward, hence a positive mean.
+    mean_G = np.where(votes.flat, 1.0, votes.mean)
+    return (votes.centred / mean_G[votes.group])[votes.rollout_of_sample], votes.metrics

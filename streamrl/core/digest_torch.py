@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from streamrl.core.digest import GAMMA, MASK
+from streamrl.core.digest import GAMMA, MASK, WORD_BYTES
 from streamrl.errors import SchemaError
 
 if TYPE_CHECKING:
@@ -91,6 +91,36 @@ class Digester:
             return run_launches(self._prepared, len(walks))
 
 
+class NamedDigests(msgspec.Struct, frozen=True):
+    """Digests of whole tensors by name: of their elements, and of the words of 8 bytes of those that are made of words."""
+
+    elements: Mapping[str, int]
+    words: Mapping[str, int]
+
+
+class NamedDigester:
+    """As `Digester`, of named tensors and by words as well; words need a tensor whose elements lie in memory in C order."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._names = list(tensors)
+        self._elements = Digester(list(tensors.values()))
+        words = {name: view for name, tensor in tensors.items() if (view := as_word_tensor(tensor)) is not None}
+        self._word_names = list(words)
+        self._words = Digester(list(words.values()))
+
+    def digests(self) -> NamedDigests:
+        """Of the tensors as they are now, on the current stream."""
+        elements = dict(zip(self._names, self._elements.digests(), strict=True))
+        return NamedDigests(elements, dict(zip(self._word_names, self._words.digests(), strict=True)))
+
+
+def as_word_tensor(tensor: Tensor) -> Tensor | None:
+    """The same memory as words: [nbytes / 8] int64; None where there is no such view."""
+    if not tensor.is_contiguous() or tensor.nbytes % WORD_BYTES or tensor.data_ptr() % WORD_BYTES:
+        return None
+    return tensor.detach().view(-1).view(torch.int64)
+
+
 def tensor_digests(tensors: Sequence[Tensor]) -> list[int]:
     """Digests of whole tensors, 0 <= value < 2^64; as `region_digests`."""
     return region_digests([Region(tensor, tuple(tensor.shape)) for tensor in tensors])
@@ -162,7 +192,12 @@ def kernel_works(device: torch.device) -> bool:
         log.warning("event=digest_kernel_missing device=%s action=torch_operations reason=%s", device, error)
         return False
     sample = torch.arange(5000, device=device, dtype=torch.int32).view(100, 50)
-    regions = [Region(sample, (100, 50)), Region(sample[:, 7:20], (100, 50), (0, 7)), Region(sample.view(torch.bfloat16), (100, 100))]
+    regions = [
+        Region(sample, (100, 50)),
+        Region(sample[:, 7:20], (100, 50), (0, 7)),
+        Region(sample.view(torch.bfloat16), (100, 100)),
+        Region(sample.view(torch.int64), (100, 25)),
+    ]
     walks = [walk(region) for region in regions]
     try:
         works = triton_sums(walks) == torch_sums(walks)

@@ -1,21 +1,76 @@
 """Log-probs and entropies of chosen tokens from hidden states, a bounded number of logits at a time.
 
-Letters: `M` predicted tokens, `H` hidden size, `V` vocabulary, `C` tokens of a chunk. The logits of a chunk are float32
-[C, V] with C * V bounded, and with more than one chunk the backward pass computes them again instead of keeping them.
+Two forms. `linear_logprobs` knows the head's weight: a fused function with a backward pass of its own, which needs no more than the bound
+anywhere. `token_logprobs` takes any head as a callable: chunk by chunk under activation checkpointing.
+Letters: `M` predicted tokens, `H` hidden size, `V` vocabulary, `C` tokens of a chunk. Chunks are cut from the front in order, so equal
+inputs and an equal bound give equal bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from streamrl.core.fused_head import FusedHead, Plan
+from streamrl.core.nucleus import support
+
 CHUNK_ELEMENTS = 1 << 25
 """Logits in memory at a time: 128 MiB of float32."""
 GPU_CHUNK_ELEMENTS = 1 << 27
 """On a GPU: 512 MiB, and some 3 GiB with what is derived from them; 883 tokens of a vocabulary of 151,936."""
+
+
+class LinearHead(NamedTuple):
+    """logits = cap(scale (W h + b)) with cap(x) = softcap tanh(x / softcap)."""
+
+    weight: Tensor
+    """[V, H]"""
+    bias: Tensor | None = None
+    """[V]"""
+    scale: float = 1.0
+    """Cohere's `logit_scale`, or 1 / Granite's `logits_scaling`."""
+    softcap: float = 0.0
+    """Gemma's `final_logit_softcapping`; 0: off."""
+
+
+def linear_logprobs(
+    hidden_MH: Tensor,
+    targets_M: Tensor,
+    head: LinearHead,
+    *,
+    temperature_M: Tensor,
+    top_p_M: Tensor | None = None,
+    top_k_M: Tensor | None = None,
+    entropy_gradient: bool = False,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[Tensor, Tensor]:
+    """Log pi(target | state) = z_target - logsumexp(z) with z = logits / temperature, over the kept tokens where truncated.
+
+    Logits are float32 whatever the type of states and weight, as are all sums over tokens and vocabulary. On a GPU the logits' gradient is
+    rounded to the states' type before it meets the weight. Of gradients there are the first ones only.
+
+    Args:
+        hidden_MH: [M, H] states that predict the targets; bfloat16, float16, float32 or float64.
+        targets_M: [M] int64 token ids.
+        head: weight and bias of the states' type.
+        temperature_M: [M] above 0.
+        top_p_M: [M] float32, 1.0 = off; None = all off. With `top_k_M` or not at all.
+        top_k_M: [M] int64, -1 = off; None = all off.
+        entropy_gradient: whether the entropies carry a gradient.
+        chunk_elements: bound of the logits in memory at a time; a token's whole vocabulary is there all the same. Whatever fits
+            into it at once is kept for the backward pass, else logits are computed again there.
+
+    Returns:
+        [M] log-probs, which carry the gradient, and [M] entropies in nats; float32, of float64 states float64.
+    """
+    remember = torch.is_grad_enabled()
+    plan = Plan(chunk_elements, head.scale, head.softcap, entropy_gradient, remember)
+    found: tuple[Tensor, Tensor] = FusedHead.apply(hidden_MH, head.weight, head.bias, targets_M, temperature_M, top_p_M, top_k_M, plan)  # pyright: ignore[reportAssignmentType]
+    return found
 
 
 def token_logprobs(
@@ -27,9 +82,10 @@ def token_logprobs(
     temperature_M: Tensor,
     top_p_M: Tensor | None = None,
     top_k_M: Tensor | None = None,
+    entropy_gradient: bool = False,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
-    """Log pi(target | state) = logit_target / tau - logsumexp(logits / tau), over the kept tokens where truncated.
+    """What `linear_logprobs` computes, under any head; with more than one chunk the backward pass runs the head again.
 
     Args:
         hidden_MH: [M, H] states that predict the targets.
@@ -39,16 +95,18 @@ def token_logprobs(
         temperature_M: [M] float32 above 0.
         top_p_M: [M] float32, 1.0 = off; None = all off.
         top_k_M: [M] int64, -1 = off; None = all off.
+        entropy_gradient: whether the entropies carry a gradient.
         chunk_elements: bound of C * V.
 
     Returns:
-        [M] float32 log-probs, which carry the gradient, and [M] float32 entropies in nats, which do not.
+        As `linear_logprobs`.
     """
 
     def chunk(hidden: Tensor, targets: Tensor, temperature: Tensor, top_p: Tensor | None, top_k: Tensor | None) -> tuple[Tensor, Tensor]:
         logits = head(hidden)
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        return _chunk_logprobs(wide / temperature[:, None].to(wide.dtype), targets, top_p, top_k)
+        scaled = wide / temperature[:, None].to(wide.dtype)
+        return _chunk_logprobs(scaled, targets, top_p, top_k, entropy_gradient)
 
     size = max(1, chunk_elements // vocab_size)
     if len(targets_M) <= size:
@@ -62,44 +120,18 @@ def token_logprobs(
     return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
 
 
-def support(logits_MV: Tensor, targets_M: Tensor, top_p_M: Tensor, top_k_M: Tensor) -> Tensor:
-    """Tokens that top-k and top-p leave: [M, V] bool.
-
-    Tokens are ranked by probability, ties by id. Rank >= k goes, and so does a token before which the probability p has
-    been reached already (both measured on the whole distribution). The target always stays: the sampler did draw it,
-    and under newer weights it may rank lower than it did.
-    """
-    probs = logits_MV.softmax(-1)
-    ranked, order = probs.sort(dim=-1, descending=True, stable=True)
-    before = _cumulative(ranked) - ranked
-    rank = torch.arange(logits_MV.shape[-1], device=logits_MV.device)[None, :]
-    limit = torch.where(top_k_M < 0, logits_MV.shape[-1], top_k_M)[:, None]
-    off = (top_p_M >= 1.0)[:, None]
-    kept = (rank < limit) & (off | (before < top_p_M[:, None]))
-    mask = torch.zeros_like(kept).scatter(-1, order, kept)
-    return mask.scatter(-1, targets_M[:, None], True)
-
-
-def _cumulative(probs: Tensor) -> Tensor:
-    """Cumulative sums over the last dimension; where torch's own kernel is not reproducible, and must be, in fixed point."""
-    if not (probs.is_cuda and torch.are_deterministic_algorithms_enabled()):
-        return probs.cumsum(-1)
-    return _fixed_point_cumsum(probs)
-
-
-def _fixed_point_cumsum(probs: Tensor) -> Tensor:
-    scale = float(1 << 52)
-    return ((probs.double() * scale).round().long().cumsum(-1).double() / scale).to(probs.dtype)
-
-
-def _chunk_logprobs(logits_MV: Tensor, targets_M: Tensor, top_p_M: Tensor | None, top_k_M: Tensor | None) -> tuple[Tensor, Tensor]:
+def _chunk_logprobs(
+    logits_MV: Tensor, targets_M: Tensor, top_p_M: Tensor | None, top_k_M: Tensor | None, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    finite = logits_MV
     if top_p_M is not None and top_k_M is not None:
         with torch.no_grad():
-            kept = support(logits_MV, targets_M, top_p_M, top_k_M)
-        logits_MV = logits_MV.masked_fill(~kept, float("-inf"))
+            dropped = ~support(logits_MV, targets_M, top_p_M, top_k_M)
+        finite = logits_MV.masked_fill(dropped, 0.0)
+        logits_MV = logits_MV.masked_fill(dropped, -torch.inf)
     normalizer = logits_MV.logsumexp(-1)
     logprobs = logits_MV.gather(-1, targets_M[:, None])[:, 0] - normalizer
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         probs = (logits_MV - normalizer[:, None]).exp()
-        entropy = normalizer - (probs * logits_MV.masked_fill(probs == 0, 0.0)).sum(-1)
+        entropy = normalizer - (probs * finite).sum(-1)
     return logprobs, entropy

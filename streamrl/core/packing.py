@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from streamrl.core.balance import sequence_cost
 from streamrl.core.batches import TrainBatch
 
 Indices = npt.NDArray[np.int64]
@@ -98,26 +99,6 @@ def split_groups(batch: TrainBatch, parts: int) -> list[Indices]:
     return [np.arange(a, b, dtype=np.int64) for a, b in zip(bounds, [*bounds[1:], batch.num_samples], strict=True)]
 
 
-def split_ranks(batch: TrainBatch, samples: Indices, ranks: int) -> list[Indices]:
-    """Samples of each data-parallel rank: whole groups, the longest first to the rank with the fewest tokens so far."""
-    if ranks == 1:
-        return [samples]
-    lengths = batch.lengths[samples]
-    tasks, group = np.unique(batch.tasks[samples], return_inverse=True)
-    tokens = np.bincount(group, lengths)
-    load = [0.0] * ranks
-    rank_of = np.zeros(len(tasks), np.int64)
-    for g in sorted(range(len(tasks)), key=lambda g: (-tokens[g], g)):
-        rank_of[g] = min(range(ranks), key=lambda r: (load[r], r))
-        load[rank_of[g]] += tokens[g]
-    return [samples[rank_of[group] == rank] for rank in range(ranks)]
-
-
-def _cost(length: int, width: int) -> int:
-    """Work of one row, up to a factor: about 12 width^2 multiplications a token in linear layers, 2 width a pair in attention."""
-    return length * (6 * width + length)
-
-
 def _trees(batch: TrainBatch, predicted: npt.NDArray[np.bool_], samples: Indices, share: bool, budget: int, width: int) -> list[Tree]:
     # The last predicted token of a sample is the last thing it needs; what it is fed ends one before.
     ends = np.full(batch.num_samples, -1, np.int64)
@@ -132,7 +113,7 @@ def _trees(batch: TrainBatch, predicted: npt.NDArray[np.bool_], samples: Indices
         if len(group) > 1 and share:
             prefix = _common_prefix(batch, group, int(lengths.min()))
             tree = Tree(tuple(group.tolist()), tuple(lengths.tolist()), prefix)
-            if prefix and tree.length <= budget and _cost(tree.length, width) < sum(_cost(n, width) for n in tree.inputs):
+            if prefix and tree.length <= budget and sequence_cost(tree.length, width) < sum(sequence_cost(n, width) for n in tree.inputs):
                 trees.append(tree)
                 continue
         trees.extend(Tree((sample,), (length,), 0) for sample, length in zip(group.tolist(), lengths.tolist(), strict=True))

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from streamrl.core.batches import TrainBatch
 from streamrl.core.building import BUILDING
-from streamrl.core.logprobs import CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS, token_logprobs
+from streamrl.core.logprobs import CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS, LinearHead, linear_logprobs, token_logprobs
 from streamrl.core.packing import MicroBatch
 from streamrl.core.reductions import sample_of_token
 from streamrl.errors import ConfigError
@@ -64,6 +64,10 @@ class CausalLM:
         self.width: int = self.module.config.get_text_config().hidden_size
         self.vocab_size: int = self.module.get_output_embeddings().weight.shape[0]
         self._body = self.module.get_decoder()
+        text = self.module.config.get_text_config()
+        # Cohere multiplies its logits by logit_scale, Granite divides them by logits_scaling, Gemma caps them.
+        self._scale: float = (getattr(text, "logit_scale", None) or 1.0) / (getattr(text, "logits_scaling", None) or 1.0)
+        self._softcap: float = getattr(text, "final_logit_softcapping", None) or 0.0
         self._takes_positions = "position_ids" in inspect.signature(self._body.forward).parameters
         self._check_head()
         maskable = attention == "sdpa" and self._takes_positions and _all_full_attention(self.module.config)
@@ -77,21 +81,41 @@ class CausalLM:
         """Trained parameters by Hugging Face name; tied ones once, under their first name."""
         return self.module.named_parameters()
 
-    def predict(self, micro: MicroBatch, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        """Log-probs [M] float32 of `micro.target`, with gradient, and entropies [M] float32, without."""
-        states_RLH = self._states(micro)
+    def body_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Parameters of all but the output head, by their name within the body."""
+        return self._body.named_parameters()
+
+    def predict(self, micro: MicroBatch, batch: TrainBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-probs [M] float32 of `micro.target`, with gradient, and entropies [M] float32, with one where it is asked for."""
         sample = sample_of_token(batch)[micro.target]
         truncated = bool(((batch.top_p[sample] < 1) | (batch.top_k[sample] > 0)).any())
-        return token_logprobs(
-            states_RLH.flatten(0, 1)[self._tensor(micro.source)],
-            self._tensor(batch.tokens[micro.target].astype(np.int64)),
-            self._head,
-            vocab_size=self.vocab_size,
+        states, targets = self.states(micro), self._tensor(batch.tokens[micro.target].astype(np.int64))
+        compute = partial(
+            token_logprobs if self._linear is None else linear_logprobs,
             temperature_M=self._tensor(batch.temperature[sample]),
             top_p_M=self._tensor(batch.top_p[sample]) if truncated else None,
             top_k_M=self._tensor(batch.top_k[sample].astype(np.int64)) if truncated else None,
+            entropy_gradient=entropy_gradient,
             chunk_elements=self._chunk_elements,
         )
+        if self._linear is None:
+            return compute(states, targets, self._head, vocab_size=self.vocab_size)
+        return compute(states, targets, self._linear)
+
+    def logits(self, micro: MicroBatch, batch: TrainBatch) -> Tensor:
+        """All logits [M, V] float32 at `micro.target`, over the temperature, nothing cut off: the whole of them, at once in memory."""
+        temperature = self._tensor(batch.temperature[sample_of_token(batch)[micro.target]])
+        logits = self._head(self.states(micro))
+        return (logits if logits.dtype == torch.float64 else logits.float()) / temperature[:, None]
+
+    def states(self, micro: MicroBatch) -> Tensor:
+        """Hidden states [M, H] that predict `micro.target`."""
+        return self._states(micro).flatten(0, 1)[self._tensor(micro.source)]
+
+    def drop_head(self) -> None:
+        """Forget the output head, where its weights are not the embedding's: only `states` works from here on."""
+        if self.module.get_output_embeddings().weight is not self.module.get_input_embeddings().weight:
+            self.module.set_output_embeddings(torch.nn.Identity())
 
     def _states(self, micro: MicroBatch) -> Tensor:
         inputs = self._tensor(micro.inputs)
@@ -102,14 +126,14 @@ class CausalLM:
         return self._body(input_ids=inputs, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state
 
     def _head(self, states: Tensor) -> Tensor:
-        logits = self.module.get_output_embeddings()(states)
-        config = self.module.config.get_text_config()
-        if getattr(config, "logits_scaling", None):  # Granite
-            logits = logits / config.logits_scaling
-        if getattr(config, "logit_scale", None):  # Cohere
-            logits = logits * config.logit_scale
-        cap = getattr(config, "final_logit_softcapping", None)  # Gemma
-        return torch.tanh(logits / cap) * cap if cap else logits
+        logits = self.module.get_output_embeddings()(states) * self._scale
+        return torch.tanh(logits / self._softcap) * self._softcap if self._softcap else logits
+
+    @property
+    def _linear(self) -> LinearHead | None:
+        """The head as its numbers; None for a module that does more than a matrix product."""
+        head = self.module.get_output_embeddings()
+        return LinearHead(head.weight, head.bias, self._scale, self._softcap) if type(head) is torch.nn.Linear else None
 
     def _tensor(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,19 @@ class DataParallel:
         for g in gradients:
             g.copy_(flat[first : first + g.numel()].view_as(g))
             first += g.numel()
+
+    def sum_named(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Sums over ranks by name; a name that only some ranks have, for others had no work, counts there as 0."""
+        if self.ranks == 1:
+            return dict(values)
+        text = json.dumps(sorted(values)).encode()
+        lengths = self.sum(torch.tensor([len(text) * (rank == self.rank) for rank in range(self.ranks)]))
+        table = torch.zeros(self.ranks, int(lengths.max()), dtype=torch.uint8)
+        table[self.rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        rows = self.sum(table)
+        names = sorted({name for row, n in zip(rows, lengths.tolist(), strict=True) for name in json.loads(bytes(row[:n].tolist()))})
+        sums = self.sum(torch.tensor([values.get(name, 0.0) for name in names], dtype=torch.float64))
+        return dict(zip(names, sums.tolist(), strict=True))
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over ranks."""

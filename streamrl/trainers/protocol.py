@@ -39,7 +39,7 @@ class Trainer(Protocol):
     """One policy under training. Adapters: `torch` and, without any framework, `table`."""
 
     def score(self, batch: TrainBatch, role: Role) -> Any:
-        """Log-probs [T] float32 of the batch's packed tokens under `role` (0.0 at the first token of each sequence)."""
+        """Log-probs (for `value`: values) [T] float32 of the batch's packed tokens; 0.0 at the first token of each sequence."""
         ...
 
     def step(self, batch: TrainBatch) -> StepResult:

@@ -2,6 +2,9 @@
 
 The version that is trained from has moved on since a sample was drawn, so the plain distance of the two log-probabilities mixes the
 policy's drift with what two implementations of one model and their rounding leave. Here the latter stands alone, at every version.
+
+Whether that is rounding can be seen from the rollout where they are furthest apart, scored once more in float32: rounding takes sampler
+and trainer about equally far from there. Where the sampler alone is far off, it did not sample from these weights and this text.
 """
 
 from __future__ import annotations
@@ -17,7 +20,11 @@ from torch import Tensor
 from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import Indices
 from streamrl.core.reductions import sample_of_token
-from streamrl.trainers.objective import DISTANCE, DISTANCE_MAX
+from streamrl.trainers.objective import distances
+
+SAMPLER_ERROR = "train/float32_sampler_abs_diff_max"
+TRAINER_ERROR = "train/float32_trainer_abs_diff_max"
+"""Greatest distance of either's log-probs from those in float32, in the rollout where the two are furthest apart."""
 
 Score = Callable[[TrainBatch, npt.NDArray[np.bool_], Indices], npt.NDArray[np.float32]]
 """(batch, wanted [T], samples) to log-probs [T] under the parameters as they are now."""
@@ -30,12 +37,14 @@ class Recheck:
         parameters: of the model.
         samples: of each batch that are scored again; 0: nothing is kept and nothing done.
         versions: how many are kept, that being trained from included: one more than the oldest age to be scored.
+        widen: the model also runs in float32; one rollout of each batch is scored so, which takes a float32 copy for a moment.
     """
 
-    def __init__(self, parameters: Sequence[tuple[str, torch.nn.Parameter]], *, samples: int, versions: int) -> None:
+    def __init__(self, parameters: Sequence[tuple[str, torch.nn.Parameter]], *, samples: int, versions: int, widen: bool = True) -> None:
         self._parameters = [parameter for _, parameter in parameters]
         self._samples = samples
         self._versions = versions
+        self._widen = widen and any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in self._parameters)
         self._kept: dict[int, list[Tensor]] = {}
 
     def keep(self, number: int) -> None:
@@ -46,7 +55,7 @@ class Recheck:
         self._kept[number] = [parameter.detach().clone() for parameter in self._parameters]
 
     def measure(self, batch: TrainBatch, score: Score) -> dict[str, float]:
-        """Mean and greatest distance over the trained tokens of the chosen samples; nothing where no sample can be scored."""
+        """Distances over the trained tokens of the chosen samples (see `distances`); nothing where no sample can be scored."""
         number = batch.version.number
         ages_N = single_age(batch)
         known = [age for age in np.unique(ages_N) if number - int(age) in self._kept]
@@ -54,22 +63,40 @@ class Recheck:
         if self._samples == 0 or len(eligible) == 0:
             return {}
         chosen = eligible[np.unique(np.linspace(0, len(eligible) - 1, self._samples).astype(np.int64))]
-        distances: list[npt.NDArray[np.float32]] = []
+        sample_T = sample_of_token(batch)
+        wanted = batch.loss_mask & np.isfinite(batch.sampler_logprobs) & np.isin(sample_T, chosen)
+        if not wanted.any():
+            return {}
+        found = np.zeros(batch.num_tokens, np.float32)
         for age in np.unique(ages_N[chosen]):
             samples = chosen[ages_N[chosen] == age]
-            wanted = batch.loss_mask & np.isin(sample_of_token(batch), samples)
-            with self._in_place(number - int(age)):
-                found = score(batch, wanted, samples)
-            distances.append(np.abs(found - batch.sampler_logprobs)[wanted])
-        every = np.concatenate(distances)
-        return {DISTANCE: float(every.mean()), DISTANCE_MAX: float(every.max())}
+            of_age = wanted & np.isin(sample_T, samples)
+            with self._in_place(self._kept[number - int(age)]):
+                found[of_age] = score(batch, of_age, samples)[of_age]
+        distance_T = np.where(wanted, np.abs(found - batch.sampler_logprobs), -1.0)
+        metrics = distances(distance_T[wanted], batch.sampler_logprobs[wanted])
+        if self._widen:
+            furthest = sample_T[[distance_T.argmax()]]
+            metrics |= self._against_float32(batch, furthest, found, score, number - int(ages_N[furthest[0]]))
+        return metrics
+
+    def _against_float32(
+        self, batch: TrainBatch, sample: Indices, trainers: npt.NDArray[np.float32], score: Score, number: int
+    ) -> dict[str, float]:
+        wanted = batch.loss_mask & (sample_of_token(batch) == sample[0])
+        with self._in_place([kept.float() for kept in self._kept[number]]):
+            exact = score(batch, wanted, sample)[wanted]
+        return {
+            SAMPLER_ERROR: float(np.abs(batch.sampler_logprobs[wanted] - exact).max()),
+            TRAINER_ERROR: float(np.abs(trainers[wanted] - exact).max()),
+        }
 
     @contextmanager
-    def _in_place(self, number: int) -> Generator[None]:
+    def _in_place(self, values: Sequence[Tensor]) -> Generator[None]:
         current = [parameter.data for parameter in self._parameters]
         try:
-            for parameter, kept in zip(self._parameters, self._kept[number], strict=True):
-                parameter.data = kept
+            for parameter, value in zip(self._parameters, values, strict=True):
+                parameter.data = value
             yield
         finally:
             for parameter, data in zip(self._parameters, current, strict=True):

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.config.tree import LossConfig, OptimizerConfig, TrainerConfig
+from streamrl.core.batch_metrics import ratio_metrics, weight_metrics
 from streamrl.core.batches import TrainBatch
 from streamrl.core.digest import combine, tensor_digest
 from streamrl.core.packing import Indices
@@ -26,7 +27,7 @@ from streamrl.errors import ConfigError, TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.trainers import table_losses
 from streamrl.trainers.checkpoints import BackgroundWriter, recover, write_directory
-from streamrl.trainers.objective import Objective, answer_probability, logprob_differences, make_objective
+from streamrl.trainers.objective import Objective, Scores, answer_probability, check_batch, logprob_differences, make_objective
 from streamrl.trainers.protocol import Role, StepResult
 from streamrl.weights.protocol import Shard
 
@@ -75,7 +76,7 @@ class TableTrainer:
     def score(self, batch: TrainBatch, role: Role) -> npt.NDArray[np.float32]:
         """See `Trainer.score`; tokens of the prompt are scored at response position 0."""
         if role not in (Role.POLICY, Role.PROXIMAL):
-            raise TrainingError(f"expected role policy or proximal, got {role}", hint="this trainer holds one model, the policy")
+            raise TrainingError(f"expected role policy, proximal, got {role}", hint="this trainer holds one model, the policy")
         wanted = np.ones(batch.num_tokens, np.bool_)
         wanted[batch.offsets[:-1]] = False
         target = np.flatnonzero(wanted)
@@ -85,19 +86,20 @@ class TableTrainer:
 
     def step(self, batch: TrainBatch) -> StepResult:
         """See `Trainer.step`. Metrics are means over the batch's optimizer steps, weighted as the loss is."""
-        objective = make_objective(batch, self._loss, self._minibatches)
+        trained = np.flatnonzero(batch.loss_mask)
+        check_batch(batch)
+        old_logprobs = np.zeros(batch.num_tokens)
+        old_logprobs[trained] = self._forward(batch, trained)[1]
+        objective = make_objective(batch, self._loss, self._minibatches, Scores(proximal=old_logprobs))
         if batch.kind != self._stage:
             self._adam.reset()
             self._stage = batch.kind
         rate = self._learning_rate(batch)
-        trained = np.flatnonzero(batch.loss_mask)
-        old_logprobs = np.zeros(batch.num_tokens)
-        old_logprobs[trained] = self._forward(batch, trained)[1]
-        logprobs = np.zeros(batch.num_tokens)
+        logprobs, used = np.zeros(batch.num_tokens), np.zeros(batch.num_tokens)
         rows: list[dict[str, float]] = []
         finite = True
         for index in range(len(objective.steps)):
-            gradient, sums = self._gradient(batch, objective, index, old_logprobs, logprobs)
+            gradient, sums = self._gradient(batch, objective, index, logprobs, used)
             norm, applied = self._adam.step(gradient, rate)
             finite = finite and applied
             rows.append({**sums, "train/grad_norm": norm, "train/lr": rate})
@@ -105,7 +107,8 @@ class TableTrainer:
         if batch.kind == "sft":
             metrics["train/answer_probability"] = answer_probability(batch, logprobs)
         else:
-            metrics |= logprob_differences(batch, old_logprobs)
+            metrics["train/nonfinite_tokens"] = float(sum(row["train/nonfinite_tokens"] for row in rows))
+            metrics |= ratio_metrics(batch, old_logprobs) | weight_metrics(batch, used) | logprob_differences(batch, old_logprobs)
         return StepResult(digest=self.digest(), metrics={**objective.metrics, **metrics}, finite=finite)
 
     def digest(self) -> str:
@@ -190,20 +193,27 @@ class TableTrainer:
         batch: TrainBatch,
         objective: Objective,
         index: int,
-        old_logprobs: npt.NDArray[np.float64],
         logprobs: npt.NDArray[np.float64],
+        used: npt.NDArray[np.float64],
     ) -> tuple[npt.NDArray[np.float64], dict[str, float]]:
-        """Gradient [P, V, V] of one optimizer step and its metrics; fills `logprobs` [T] where tokens are trained."""
+        """Gradient [P, V, V] of one optimizer step and its metrics; fills `logprobs` [T] and the correction's weights `used` [T]."""
         weights_T = objective.weights[index]
         target = np.flatnonzero(weights_T > 0)
         logp_MV, chosen = self._forward(batch, target)
         logprobs[target] = chosen
+        dropped = np.zeros(len(target), np.bool_)
         if batch.kind == "sft":
             loss, slope, terms = table_losses.sft(chosen)
         else:
             mu = batch.sampler_logprobs[target].astype(np.float64)
-            loss, slope, terms = table_losses.policy_gradient(chosen, old_logprobs[target], mu, objective.advantages[target], self._loss)
-        probs_MV = np.exp(logp_MV)
+            proximal = self._proximal(objective, target, chosen, mu)
+            advantages = objective.advantages[target]
+            dropped = ~(objective.finite[target] & np.isfinite(chosen) & np.isfinite(mu) & np.isfinite(proximal))
+            safe, proximal, mu, advantages = (np.where(dropped, 0.0, values) for values in (chosen, proximal, mu, advantages))
+            loss, slope, used[target], terms = table_losses.policy_gradient(safe, proximal, mu, advantages, self._loss)
+            loss, slope, used[target] = (np.where(dropped, 0.0, values) for values in (loss, slope, used[target]))
+            terms = {name: np.where(dropped, 0.0, values) for name, values in terms.items()}
+        probs_MV = np.where(dropped[:, None], 0.0, np.exp(logp_MV))
         entropy = -(probs_MV * np.where(probs_MV > 0, logp_MV, 0.0)).sum(-1)
         weights = weights_T[target]
         sample = sample_of_token(batch)[target]
@@ -216,7 +226,20 @@ class TableTrainer:
         gradient = np.zeros((positions * vocabulary, vocabulary))
         np.add.at(gradient, context, rows_MV)
         sums = {name: float(weights @ value) for name, value in {"train/loss": loss, **terms, "train/entropy_loss": entropy}.items()}
+        if batch.kind == "rl":
+            sums["train/nonfinite_tokens"] = float(dropped.sum())
         return gradient.reshape(self._logits.shape), sums
+
+    def _proximal(
+        self, objective: Objective, target: Indices, current: npt.NDArray[np.float64], sampler: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.float64]:
+        """Log-probs [M] of the policy that ratios are taken against."""
+        if self._loss.correction.ratio == "current":
+            return current
+        if self._loss.proximal == "sampler":
+            return sampler
+        assert objective.scores.proximal is not None
+        return objective.scores.proximal[target].astype(np.float64)
 
 
 class Adam:
@@ -297,7 +320,7 @@ def _log_softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 def _support(
     probs: npt.NDArray[np.float64], tokens: npt.NDArray[np.int32], top_p: npt.NDArray[np.float32], top_k: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.bool_]:
-    """[M, V] what top-k and top-p leave, by the rule of `streamrl.core.logprobs.support`."""
+    """[M, V] what top-k and top-p leave, by the rule of `streamrl.core.nucleus.support`."""
     order = np.argsort(-probs, axis=-1, kind="stable")
     ranked = np.take_along_axis(probs, order, -1)
     before = ranked.cumsum(-1) - ranked

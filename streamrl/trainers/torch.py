@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,21 +13,37 @@ import torch
 from torch import Tensor
 
 from streamrl.config.tree import LossConfig, TrainerConfig
-from streamrl.core import losses
+from streamrl.core.batch_metrics import ratio_metrics, weight_metrics
 from streamrl.core.batches import TrainBatch
-from streamrl.core.digest import combine, tensor_digest
-from streamrl.core.digest_torch import Digester
-from streamrl.core.packing import Indices, MicroBatch, plan_micro_batches, split_ranks
+from streamrl.core.digest import combine
+from streamrl.core.digest_torch import NamedDigester, NamedDigests
+from streamrl.core.groups import rollout_mean
+from streamrl.core.packing import Indices
+from streamrl.core.reductions import rollout_of_sample, sample_of_token
 from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.trainers.causal_lm import CausalLM
 from streamrl.trainers.checkpoints import BackgroundWriter, write_directory
-from streamrl.trainers.objective import Objective, answer_probability, logprob_differences, make_objective
+from streamrl.trainers.critic import Critic
+from streamrl.trainers.frozen import load_frozen
+from streamrl.trainers.micro_steps import MicroSteps
+from streamrl.trainers.objective import Objective, Scores, answer_probability, check_batch, logprob_differences, make_objective
 from streamrl.trainers.optimizer import ClippedAdamW
 from streamrl.trainers.parallel import DataParallel
 from streamrl.trainers.protocol import Role, StepResult
 from streamrl.trainers.recheck import Recheck
-from streamrl.trainers.torch_checkpoint import TorchState, host_copy, read_checkpoint, write_checkpoint
+from streamrl.trainers.reproducible import reproducible
+from streamrl.trainers.scores import Scorer, needed_roles, predictable
+from streamrl.trainers.torch_checkpoint import (
+    ModelState,
+    TorchState,
+    check_state,
+    digest_of,
+    host_bytes,
+    host_copy,
+    read_checkpoint,
+    write_checkpoint,
+)
 from streamrl.trainers.torch_snapshot import SnapshotRing
 from streamrl.weights.protocol import Shard
 
@@ -72,58 +86,76 @@ class TorchTrainer:
         self._learning_rate = learning_rate
         self._deterministic = deterministic
         self._parallel = DataParallel(trainer.ranks)
-        self._policy = CausalLM(model_dir, dtype, device, attention=trainer.attention, checkpoint_layers=trainer.gradient_checkpointing)
+        self._scorer = Scorer(trainer, self._parallel, deterministic=deterministic)
+        attention, checkpointing = trainer.attention, trainer.gradient_checkpointing
+        self._policy = CausalLM(model_dir, dtype, device, attention=attention, checkpoint_layers=checkpointing)
         self._parameters = list(self._policy.parameters())
+        vocab_size = self._policy.vocab_size
+        self._frozen = load_frozen(loss, model_dir, dtype, device, attention=attention, vocab_size=vocab_size)
+        self._critic: Critic | None = None
+        if loss.advantage == "ppo":
+            self._critic = Critic(
+                model_dir,
+                dtype,
+                device,
+                config=loss.critic,
+                optimizer=trainer.optimizer,
+                attention=attention,
+                checkpoint_layers=checkpointing,
+            )
         cuda = device.type == "cuda"
         self._snapshots = SnapshotRing(self._parameters, device, slots=snapshots) if cuda else None
-        self._digester = Digester([p for _, p in self._parameters]) if cuda else None
+        self._digester = NamedDigester(dict(self._parameters)) if cuda else None
         self._optimizer = ClippedAdamW(self._parameters, trainer.optimizer)
-        self._recheck = Recheck(self._parameters, samples=trainer.check_logprobs, versions=recheck_versions)
+        self._micro_steps = MicroSteps(loss, self._policy, self._optimizer, self._critic, self._scorer, self._parallel)
+        # FlashAttention knows no float32.
+        widen = trainer.attention == "sdpa"
+        self._recheck = Recheck(self._parameters, samples=trainer.check_logprobs, versions=recheck_versions, widen=widen)
         self._stage = ""
+        self._known: NamedDigests | None = None
+        """Of the parameters as they are, on a GPU; None when nobody has asked since they were written."""
         self._writer = BackgroundWriter()
 
     def score(self, batch: TrainBatch, role: Role) -> npt.NDArray[np.float32]:
-        """See `Trainer.score`. `policy` and `proximal` are the current parameters; other roles raise TrainingError."""
-        if role not in (Role.POLICY, Role.PROXIMAL):
-            raise TrainingError(f"expected role policy or proximal, got {role}", hint="this trainer holds one model, the policy")
-        wanted = np.ones(batch.num_tokens, np.bool_)
-        wanted[batch.offsets[:-1]] = False
-        return self._logprobs(batch, wanted, np.arange(batch.num_samples))
+        """See `Trainer.score`; `value` gives the critic's values of the state before each token.
+
+        Raises:
+            TrainingError: this trainer does not hold that model.
+        """
+        return self._score(batch, role, predictable(batch), np.arange(batch.num_samples))
 
     def step(self, batch: TrainBatch) -> StepResult:
         """See `Trainer.step`. Metrics are means over the batch's optimizer steps, weighted as the loss is."""
-        objective = make_objective(batch, self._loss, self._config.minibatches)
+        self._known = None
+        check_batch(batch)
+        scores = self._scores(batch)
+        objective = make_objective(batch, self._loss, self._config.minibatches, scores)
         if batch.kind != self._stage:
             self._optimizer.reset()
             self._stage = batch.kind
         rate = self._learning_rate(batch)
+        learns = batch.kind == "sft" or batch.stage_step >= self._loss.critic.only_steps
         self._recheck.keep(batch.version.number)
-        old_logprobs = self.score(batch, Role.PROXIMAL) if batch.kind == "rl" and len(objective.steps) > 1 else None
-        logprobs = np.zeros(batch.num_tokens)
+        found = self._micro_steps.begin(batch, objective)
         rows: list[dict[str, float]] = []
         finite = True
-        with _reproducible(self._deterministic):
+        with reproducible(self._deterministic):
             for index in range(len(objective.steps)):
-                sums = self._accumulate(batch, objective, index, old_logprobs, logprobs)
-                self._parallel.sum_gradients(self._optimizer.gradients())
-                self._settle()
-                norm, applied = self._optimizer.step(rate)
+                sums = found.accumulate(index, learns=learns)
+                norms, applied = self._update(rate, policy=learns, critic=batch.kind == "rl")
                 finite = finite and applied
-                rows.append({**sums, "train/grad_norm": norm, "train/lr": rate})
+                rows.append({**sums, **norms})
         metrics = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
-        everyones = self._parallel.sum(torch.from_numpy(logprobs)).numpy()
-        if batch.kind == "sft":
-            metrics["train/answer_probability"] = answer_probability(batch, everyones)
-        else:
-            metrics |= logprob_differences(batch, everyones if old_logprobs is None else old_logprobs)
-            metrics |= self._recheck.measure(batch, self._logprobs)
+        metrics["train/nonfinite_tokens"] = float(sum(row["train/nonfinite_tokens"] for row in rows))
+        metrics |= self._batch_metrics(batch, objective, found.logprobs(), found.weights(), found.factor)
         return StepResult(digest=self.digest(), metrics={**objective.metrics, **metrics}, finite=finite)
 
     def digest(self) -> str:
         """Digest of the parameters as they are now, 16 hex digits."""
         if self._digester is None:
-            return _digest(self._parameters)
-        return combine(dict(zip([name for name, _ in self._parameters], self._digester.digests(), strict=True)))
+            return digest_of(self._parameters)
+        self._known = self._digester.digests()
+        return combine(self._known.elements)
 
     def shards(self) -> Iterator[Shard]:
         """See `Trainer.shards`; every rank of a data-parallel group gives the whole.
@@ -132,7 +164,7 @@ class TorchTrainer:
         stream, and the parameters are not written before that is done.
         """
         if self._snapshots is not None:
-            return self._snapshots.shards()
+            return self._snapshots.shards(self._known)
         return iter(
             [
                 Shard(
@@ -153,35 +185,33 @@ class TorchTrainer:
             done.set_result(None)
             return done
         state = TorchState(
-            parameters={name: host_copy(p) for name, p in self._parameters},
-            optimizer=self._optimizer.state(),
+            policy=ModelState(
+                parameters={name: host_copy(p) for name, p in self._parameters}, optimizer=self._optimizer.state(), digest=self.digest()
+            ),
+            critic=self._critic.state() if self._critic is not None else None,
             random=_random_state(self._policy.device),
             stage=self._stage,
             version=str(version),
-            digest=self.digest(),
         )
         return self._writer.submit(path, lambda directory: write_checkpoint(directory, state, extra))
 
     def load(self, path: Path) -> bytes:
         """See `Trainer.load`; raises TrainingError when `path` is no checkpoint of this model, or was damaged."""
         state, extra = read_checkpoint(path)
-        expected = {name: tuple(p.shape) for name, p in self._parameters}
-        got = {name: tuple(value.shape) for name, value in state.parameters.items()}
-        if expected != got:
-            odd = sorted(set(expected.items()) ^ set(got.items()))[0]
-            raise TrainingError(
-                f"the checkpoint {path} is of another model: {odd[0]} {odd[1]} is only in one of them", hint="was model.path changed?"
-            )
-        if (digest := _digest(state.parameters.items())) != state.digest:
-            raise TrainingError(
-                f"expected parameters with digest {state.digest} in {path}, got {digest}",
-                hint="its files were changed; take an older checkpoint",
-            )
+        check_state(state.policy, dict(self._parameters), path, "parameters")
+        if self._critic is not None:
+            if state.critic is None:
+                raise TrainingError(
+                    f"expected a critic in the checkpoint {path}, got none: it is of a run without loss.advantage = ppo",
+                    hint="begin from the initial weights",
+                )
+            self._critic.restore(state.critic, path)
         self._settle()
+        self._known = None
         with torch.no_grad():
             for name, p in self._parameters:
-                p.copy_(state.parameters[name])
-        self._optimizer.restore(state.optimizer)
+                p.copy_(state.policy.parameters[name])
+        self._optimizer.restore(state.policy.optimizer)
         self._stage = state.stage
         torch.set_rng_state(state.random["cpu"])
         if "cuda" in state.random and self._policy.device.type == "cuda":
@@ -200,93 +230,78 @@ class TorchTrainer:
 
         write_directory(path, write)
 
+    def _scores(self, batch: TrainBatch) -> Scores:
+        """What the batch's loss needs of each model, at the trained tokens."""
+        samples = np.arange(batch.num_samples)
+        roles = needed_roles(batch, self._loss, min(self._config.minibatches, len(np.unique(batch.tasks))))
+        # Sorted: every rank must come to each sum in the same order, and a set's order is that of its process.
+        found = {role: self._score(batch, role, batch.loss_mask, samples) for role in sorted(roles)}
+        return Scores(
+            proximal=found.get(Role.PROXIMAL),
+            reference=found.get(Role.REFERENCE),
+            teacher=found.get(Role.TEACHER),
+            values=found.get(Role.VALUE),
+        )
+
+    def _score(self, batch: TrainBatch, role: Role, wanted: npt.NDArray[np.bool_], samples: Indices) -> npt.NDArray[np.float32]:
+        """[T] numbers of the `wanted` tokens of `samples`, 0 elsewhere."""
+        if role == Role.VALUE and (critic := self._critic) is not None:
+            return self._scorer.score(batch, wanted, samples, critic.values, free_masks=critic.free_masks, width=critic.width)
+        model = self._policy if role in (Role.POLICY, Role.PROXIMAL) else self._frozen.get(role)
+        if model is None:
+            held = ", ".join(["policy", "proximal", *self._frozen, *(["value"] if self._critic is not None else [])])
+            raise TrainingError(f"expected role {held}, got {role}", hint="the section loss says which models a trainer holds")
+        return self._scorer.score(
+            batch, wanted, samples, lambda micro: model.predict(micro, batch)[0], free_masks=model.free_masks, width=model.width
+        )
+
     def _logprobs(self, batch: TrainBatch, wanted: npt.NDArray[np.bool_], samples: Indices) -> npt.NDArray[np.float32]:
-        """Log-probs [T] of the `wanted` tokens of `samples` under the current parameters, 0 elsewhere."""
-        own = split_ranks(batch, samples, self._parallel.ranks)[self._parallel.rank]
-        found = torch.zeros(batch.num_tokens)
-        with torch.no_grad(), _reproducible(self._deterministic):
-            for micro in self._micro_batches(batch, wanted, own):
-                found[torch.from_numpy(micro.target)] = self._policy.predict(micro, batch)[0].float().cpu()
-        return self._parallel.sum(found).numpy()
+        return self._score(batch, Role.POLICY, wanted, samples)
+
+    def _update(self, rate: float, *, policy: bool, critic: bool) -> tuple[dict[str, float], bool]:
+        """One step of the policy and of the critic; the gradients' norms, and whether all were finite."""
+        norms = {"train/grad_norm": 0.0, "train/lr": rate if policy else 0.0}
+        applied = True
+        if policy:
+            self._parallel.sum_gradients(self._optimizer.gradients())
+            self._settle()
+            norms["train/grad_norm"], applied = self._optimizer.step(rate)
+        if critic and self._critic is not None:
+            self._parallel.sum_gradients(self._critic.gradients())
+            norms["train/value_grad_norm"], also = self._critic.step()
+            norms["train/value_norm"] = self._critic.norm()
+            applied = applied and also
+        return norms, applied
+
+    def _batch_metrics(
+        self,
+        batch: TrainBatch,
+        objective: Objective,
+        logprobs: npt.NDArray[np.float64],
+        weights: npt.NDArray[np.float64],
+        factor: float,
+    ) -> dict[str, float]:
+        """What only the whole batch gives, from [T] log-probs at the optimizer steps and correction weights."""
+        if batch.kind == "sft":
+            return {"train/answer_probability": answer_probability(batch, logprobs)}
+        scores = objective.scores
+        before = logprobs if scores.proximal is None else scores.proximal
+        arrays = {"rollout/log_probs": before, "rollout/rollout_log_probs": batch.sampler_logprobs}
+        if scores.reference is not None:
+            arrays["rollout/ref_log_probs"] = scores.reference
+        mask, owner = batch.loss_mask & objective.finite, rollout_of_sample(batch)[sample_of_token(batch)]
+        return {
+            **{name: rollout_mean(values.astype(np.float64), mask, owner) for name, values in arrays.items()},
+            **ratio_metrics(batch, before),
+            **({} if self._loss.slime_loss else weight_metrics(batch, weights, factor=factor)),
+            **logprob_differences(batch, before),
+            **self._recheck.measure(batch, self._logprobs),
+        }
 
     def _settle(self) -> None:
         """Before the parameters are written: let a snapshot of them be complete."""
         if self._snapshots is not None:
             self._snapshots.settle()
-
-    def _micro_batches(self, batch: TrainBatch, wanted: npt.NDArray[np.bool_], samples: Indices) -> list[MicroBatch]:
-        return plan_micro_batches(
-            batch,
-            wanted,
-            samples,
-            budget=self._config.micro_tokens,
-            share_prefixes=self._policy.free_masks,
-            several_per_row=self._policy.free_masks,
-            width=self._policy.width,
-        )
-
-    def _accumulate(
-        self,
-        batch: TrainBatch,
-        objective: Objective,
-        index: int,
-        old_logprobs: npt.NDArray[np.float32] | None,
-        logprobs: npt.NDArray[np.float64],
-    ) -> dict[str, float]:
-        """Add up the gradients of one optimizer step; fills `logprobs` [T] where tokens are trained; returns the metrics' sums."""
-        samples = objective.steps[index]
-        own = split_ranks(batch, samples, self._parallel.ranks)[self._parallel.rank]
-        nothing = torch.zeros(0)
-        names = list(self._terms(batch, objective, np.zeros(0, np.int64), nothing, nothing, old_logprobs)[1])
-        sums = torch.zeros(len(names), dtype=torch.float64)
-        for micro in self._micro_batches(batch, objective.weights[index] > 0, own):
-            predicted, entropy = self._policy.predict(micro, batch)
-            loss, terms = self._terms(batch, objective, micro.target, predicted, entropy, old_logprobs)
-            weights = torch.from_numpy(objective.weights[index][micro.target]).to(loss.device)
-            (loss * weights.to(loss.dtype)).sum().backward()
-            self._optimizer.collect()
-            sums += (torch.stack([terms[name].double() for name in names]) @ weights).cpu()
-            logprobs[micro.target] = predicted.detach().double().cpu().numpy()
-        return dict(zip(names, self._parallel.sum(sums).tolist(), strict=True))
-
-    def _terms(
-        self,
-        batch: TrainBatch,
-        objective: Objective,
-        target: Indices,
-        logprobs: Tensor,
-        entropy: Tensor,
-        old_logprobs: npt.NDArray[np.float32] | None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Per-token loss and metrics of the tokens `target`, all [M]."""
-        if batch.kind == "sft":
-            loss, terms = losses.sft(logprobs)
-        else:
-            old = logprobs.detach() if old_logprobs is None else _like(logprobs, old_logprobs[target])
-            loss, terms = losses.policy_gradient(
-                logprobs,
-                old,
-                _like(logprobs, batch.sampler_logprobs[target]),
-                _like(logprobs, objective.advantages[target]),
-                clip_low=self._loss.clip_low,
-                clip_high=self._loss.clip_high,
-                tis_cap=self._loss.tis_cap,
-                tis_floor=self._loss.tis_floor,
-            )
-        return loss, {"train/loss": loss.detach(), **terms, "train/entropy_loss": entropy}
-
-
-def host_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
-    """[nbytes] uint8 of a tensor's elements in C order; shares memory with it where it lies on the host."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-def _digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
-    return combine({name: tensor_digest(host_bytes(p), p.element_size()) for name, p in parameters})
-
-
-def _like(reference: Tensor, values: npt.NDArray[np.floating]) -> Tensor:
-    return torch.as_tensor(values, dtype=reference.dtype, device=reference.device)
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:
@@ -294,17 +309,3 @@ def _random_state(device: torch.device) -> dict[str, Tensor]:
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state
-
-
-@contextmanager
-def _reproducible(enabled: bool) -> Generator[None]:
-    """Reproducible kernels only, for as long as it lasts: the switch belongs to the process, and others run in it too."""
-    memory: Any = torch.utils.deterministic
-    before, filled = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(enabled)
-    memory.fill_uninitialized_memory = False  # costs a pass over every new tensor and changes no result here
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-        memory.fill_uninitialized_memory = filled

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from streamrl.core import cuda_ipc
 from streamrl.core.concatenation import lay_out
-from streamrl.core.digest_torch import Digester
+from streamrl.core.digest import WORD_BYTES
+from streamrl.core.digest_torch import NamedDigester, NamedDigests
 from streamrl.errors import TrainingError
 from streamrl.weights.protocol import Guard, HostBytes, Shard
 
@@ -36,13 +37,15 @@ READER_PATIENCE_S = 5.0
 """How long engines may go on reading a buffer that is needed."""
 HOLDER_PATIENCE_S = 300.0
 """How long a publisher may hold the last free buffer: a bus takes minutes for a large model."""
+LARGE_BYTES = 4 << 20
+"""Tensors from this size on are copied by calls of their own, which move a GPU's memory faster than one kernel over all of them does; for
+smaller ones the calls would take longer than the copies."""
 
 
 class Buffer:
     """One of the ring's buffers: a version's bytes as they are published, and the parameters' views of it."""
 
     def __init__(self, names: Sequence[str], like: Sequence[Tensor], device: torch.device, share: Callable[[Tensor], bytes]) -> None:
-        self.names = names
         sizes = {name: tensor.nbytes for name, tensor in zip(names, like, strict=True)}
         self.starts, self.nbytes = lay_out(sizes)
         # Zeros once: the gaps between tensors are never written.
@@ -58,7 +61,7 @@ class Buffer:
         """When it was last written, as a count of snapshots."""
         self._share = share
         self._handle = b""
-        self.digester = Digester(self.views)
+        self.digester = NamedDigester(dict(zip(names, self.views, strict=True)))
 
     def handle(self) -> bytes:
         """See `Snapshot.handle`; made once, and the same for all versions that pass through this buffer."""
@@ -69,12 +72,12 @@ class Buffer:
 class DeviceSnapshot:
     """Implements `streamrl.weights.protocol.Snapshot`: the bytes of one version, for as long as somebody refers to it."""
 
-    def __init__(self, buffer: Buffer, copied: Any, reader: HostReader) -> None:
+    def __init__(self, buffer: Buffer, copied: Any, reader: HostReader, known: NamedDigests | None) -> None:
         self.nbytes = buffer.nbytes
         self._buffer = buffer
         self._copied = copied
         self._reader = reader
-        self._digests: dict[str, int] | None = None
+        self._known = known
         self._lock = threading.Lock()
 
     def handle(self) -> bytes:
@@ -89,15 +92,14 @@ class DeviceSnapshot:
         self._wait()
         self._reader.read(self._buffer.memory[start : start + len(out)], out)
 
-    def digest(self, name: str) -> int:
-        """Digest of a tensor; those of all are computed at once."""
+    def digests(self) -> NamedDigests:
+        """Of all its tensors; computed once, unless they were known when it was taken."""
         with self._lock:
-            if self._digests is None:
+            if self._known is None:
                 self._wait()
                 with self._reader.stream():
-                    values = self._buffer.digester.digests()
-                self._digests = dict(zip(self._buffer.names, values, strict=True))
-            return self._digests[name]
+                    self._known = self._buffer.digester.digests()
+            return self._known
 
     def _wait(self) -> None:
         if self._copied is not None:
@@ -107,10 +109,11 @@ class DeviceSnapshot:
 class SnapshotBytes:
     """Implements `streamrl.weights.protocol.DeviceBytes`: one whole tensor of a snapshot."""
 
-    def __init__(self, snapshot: DeviceSnapshot, name: str, start: int, nbytes: int) -> None:
+    def __init__(self, snapshot: DeviceSnapshot, name: str, start: int, nbytes: int, item: int) -> None:
         self.snapshot = snapshot
         self.start = start
         self.nbytes = nbytes
+        self._item = item
         self._name = name
 
     def copy_to(self, first: int, out: HostBytes) -> None:
@@ -119,7 +122,8 @@ class SnapshotBytes:
     def digest(self, itemsize: int, global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> int:
         if tuple(global_shape) != tuple(shape):
             raise TrainingError(f"expected to digest a whole tensor of shape {tuple(global_shape)}, got a slice of shape {tuple(shape)}")
-        return self.snapshot.digest(self._name)
+        digests = self.snapshot.digests()
+        return digests.elements[self._name] if itemsize == self._item else digests.words[self._name]
 
 
 class HostReader:
@@ -180,7 +184,14 @@ class SnapshotRing:
     ) -> None:
         self._names = [name for name, _ in parameters]
         self._tensors = [tensor.detach() for _, tensor in parameters]
-        self._described = [(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes) for tensor in self._tensors]
+        self._described = [
+            (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes, tensor.element_size())
+            for tensor in self._tensors
+        ]
+        self._of_words = {name for name, (_, _, nbytes, _) in zip(self._names, self._described, strict=True) if not nbytes % WORD_BYTES}
+        large = [tensor.nbytes >= LARGE_BYTES and tensor.is_contiguous() for tensor in self._tensors]
+        self._large = [index for index, is_large in enumerate(large) if is_large]
+        self._small = [index for index, is_large in enumerate(large) if not is_large]
         self._device = device
         self._slots = slots
         self._share = share
@@ -194,11 +205,15 @@ class SnapshotRing:
         self._stream: Any = torch.cuda.Stream(device) if cuda else None
         self._copied: Any = None
 
-    def take(self) -> list[Shard]:
+    def take(self, known: NamedDigests | None = None) -> list[Shard]:
         """A snapshot of the parameters as they are at this point of the current stream.
 
         Returns as soon as the copy is under way; it waits only where every buffer is still in use: `reader_patience_s` for
         engines, then they lose it.
+
+        Args:
+            known: of the parameters as they are, so that engines compare what they get with what was trained, and nobody waits for
+                digests; None: they are computed from the snapshot when somebody asks.
 
         Raises:
             TrainingError: publishers held all buffers for `holder_patience_s`.
@@ -207,7 +222,9 @@ class SnapshotRing:
         self._taken += 1
         buffer.used = self._taken
         self._copy(buffer)
-        snapshot = DeviceSnapshot(buffer, self._copied, self._reader)
+        # A parameter that does not lie in C order has no words, but its copy has.
+        complete = known is not None and set(known.words) == self._of_words
+        snapshot = DeviceSnapshot(buffer, self._copied, self._reader, known if complete else None)
         weakref.finalize(snapshot, self._release, buffer).atexit = False
         return [
             Shard(
@@ -215,14 +232,14 @@ class SnapshotRing:
                 dtype=dtype,
                 global_shape=shape,
                 shape=shape,
-                data=SnapshotBytes(snapshot, name, buffer.starts[name], nbytes),
+                data=SnapshotBytes(snapshot, name, buffer.starts[name], nbytes, item),
             )
-            for name, (dtype, shape, nbytes) in zip(self._names, self._described, strict=True)
+            for name, (dtype, shape, nbytes, item) in zip(self._names, self._described, strict=True)
         ]
 
-    def shards(self) -> Iterator[Shard]:
-        """A snapshot that is taken when the first shard is drawn."""
-        yield from self.take()
+    def shards(self, known: NamedDigests | None = None) -> Iterator[Shard]:
+        """A snapshot that is taken when the first shard is drawn; `known` as in `take`."""
+        yield from self.take(known)
 
     def settle(self) -> None:
         """Let what the current stream does from now on come after the last copy; call it before the parameters are written."""
@@ -231,13 +248,19 @@ class SnapshotRing:
 
     def _copy(self, buffer: Buffer) -> None:
         if self._stream is None:
-            torch.ops.aten._foreach_copy_(buffer.views, self._tensors)
+            self._copy_all(buffer.views)
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            torch.ops.aten._foreach_copy_(buffer.views, self._tensors)
+            self._copy_all(buffer.views)
             self._copied = torch.cuda.Event()
             self._copied.record(self._stream)
+
+    def _copy_all(self, views: Sequence[Tensor]) -> None:
+        for index in self._large:
+            views[index].copy_(self._tensors[index], non_blocking=True)
+        if self._small:
+            torch.ops.aten._foreach_copy_([views[index] for index in self._small], [self._tensors[index] for index in self._small])
 
     def _free_buffer(self) -> Buffer:
         until = time.monotonic() + self._holder_patience_s

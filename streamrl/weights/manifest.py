@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.core.concatenation import aligned
-from streamrl.core.digest import MASK, combine, digest_text, slice_digest
+from streamrl.core.digest import MASK, WORD_BYTES, as_words, combine, digest_text, slice_digest
 from streamrl.errors import SchemaError, WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Link, Manifest, PartRef, TensorSpec
@@ -284,7 +285,7 @@ def _spec(shards: Sequence[Shard], offset: int) -> TensorSpec:
     item = ITEM_BYTES.get(first.dtype)
     if item is None:
         raise WeightSyncError(f"tensor {first.name!r}: expected a dtype out of {', '.join(ITEM_BYTES)}, got {first.dtype!r}")
-    total = 0
+    total, words = 0, list[int | None]()
     for shard in shards:
         if (shard.dtype, shard.global_shape) != (first.dtype, first.global_shape):
             raise WeightSyncError(
@@ -294,18 +295,43 @@ def _spec(shards: Sequence[Shard], offset: int) -> TensorSpec:
             raise WeightSyncError(
                 f"tensor {first.name!r}: expected {math.prod(shard.shape) * item} bytes for {shard.shape}, got {shard.data.nbytes}"
             )
-        try:
-            if isinstance(shard.data, np.ndarray):
-                total += slice_digest(shard.data, item, shard.global_shape, shard.offset, shard.shape)
-            else:
-                total += shard.data.digest(item, shard.global_shape, shard.offset, shard.shape)
-        except SchemaError as error:
-            raise WeightSyncError(f"tensor {first.name!r}: {error.message}") from error
+        digest, of_words = shard_digests(shard, item)
+        total += digest
+        words.append(of_words)
     _check_tiling(shards)
     nbytes = math.prod(first.global_shape) * item
     return TensorSpec(
-        name=first.name, dtype=first.dtype, shape=first.global_shape, offset=offset, nbytes=nbytes, digest=digest_text(total & MASK)
+        name=first.name,
+        dtype=first.dtype,
+        shape=first.global_shape,
+        offset=offset,
+        nbytes=nbytes,
+        digest=digest_text(total & MASK),
+        words=sum_text(words),
     )
+
+
+def shard_digests(shard: Shard, item: int) -> tuple[int, int | None]:
+    """Partial digests of a shard's elements and of its words of 8 bytes; None where it cuts words.
+
+    Raises:
+        WeightSyncError: the slice does not lie in its tensor.
+    """
+    digest = partial(slice_digest, shard.data) if isinstance(shard.data, np.ndarray) else shard.data.digest
+    try:
+        elements = digest(item, shard.global_shape, shard.offset, shard.shape)
+    except SchemaError as error:
+        raise WeightSyncError(f"tensor {shard.name!r}: {error.message}", tensor=shard.name) from error
+    if item == WORD_BYTES or not shard.data.nbytes:
+        return elements, elements
+    words = as_words(item, shard.global_shape, shard.offset, shard.shape)
+    return elements, None if words is None else digest(WORD_BYTES, *words)
+
+
+def sum_text(parts: Sequence[int | None]) -> str:
+    """16 hex digits of the slices' sum; empty when one of them has none."""
+    known = [part for part in parts if part is not None]
+    return digest_text(sum(known) & MASK) if len(known) == len(parts) else ""
 
 
 def _check_tiling(shards: Sequence[Shard]) -> None:

@@ -63,7 +63,10 @@ class DeviceBytes(Protocol):
         ...
 
     def digest(self, itemsize: int, global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> int:
-        """As `streamrl.core.digest.slice_digest`, computed on the device."""
+        """As `streamrl.core.digest.slice_digest`, computed on the device.
+
+        It is asked for by elements, and by words of 8 bytes with shapes and offset counted in them (`streamrl.core.digest.as_words`).
+        """
         ...
 
 

@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.core.concatenation import aligned
-from streamrl.core.digest import MASK, combine, digest_text, slice_digest
-from streamrl.errors import SchemaError, WeightSyncError
+from streamrl.core.digest import MASK, combine, digest_text
+from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Contribution, Link, Manifest, PartRef, Piece, TensorSlice, TensorSpec
-from streamrl.weights.manifest import ITEM_BYTES
+from streamrl.weights.manifest import ITEM_BYTES, shard_digests, sum_text
 from streamrl.weights.protocol import Shard, Slice
 
 _GATHER_HINT = "gather the parameter on one rank (full_tensor() of a DTensor) and publish it there, or shard it by rows"
@@ -147,13 +147,7 @@ def _slice(shard: Shard) -> TensorSlice:
         )
     if shard.data.nbytes != math.prod(shard.shape) * item:
         raise WeightSyncError(f"tensor {shard.name!r}: expected bytes for {shard.shape} of {shard.dtype}, got {shard.data.nbytes}")
-    try:
-        if isinstance(shard.data, np.ndarray):
-            digest = slice_digest(shard.data, item, shard.global_shape, begin, shard.shape)
-        else:
-            digest = shard.data.digest(item, shard.global_shape, begin, shard.shape)
-    except SchemaError as error:
-        raise WeightSyncError(f"tensor {shard.name!r}: {error.message}", tensor=shard.name) from error
+    digest, words = shard_digests(shard, item)
     row = math.prod(shard.global_shape[1:])
     return TensorSlice(
         name=shard.name,
@@ -162,6 +156,7 @@ def _slice(shard: Shard) -> TensorSlice:
         first=begin[0] * row if begin else 0,
         count=math.prod(shard.shape),
         digest=digest_text(digest),
+        words=sum_text([words]),
     )
 
 
@@ -195,6 +190,7 @@ def _tensors(contributions: Sequence[Contribution]) -> tuple[TensorSpec, ...]:
         slices = sorted(by_name[name], key=lambda piece: piece.first)
         like = slices[0]
         reached = total = 0
+        words = [int(piece.words, 16) if piece.words else None for piece in slices]
         for piece in (piece for piece in slices if piece.count or not math.prod(piece.shape)):
             if (piece.dtype, piece.shape) != (like.dtype, like.shape):
                 raise WeightSyncError(
@@ -215,7 +211,7 @@ def _tensors(contributions: Sequence[Contribution]) -> tuple[TensorSpec, ...]:
                 tensor=name,
             )
         nbytes = reached * ITEM_BYTES[like.dtype]
-        specs.append(TensorSpec(name, like.dtype, like.shape, aligned(end), nbytes, digest_text(total & MASK)))
+        specs.append(TensorSpec(name, like.dtype, like.shape, aligned(end), nbytes, digest_text(total & MASK), sum_text(words)))
         end = specs[-1].offset + nbytes
     if not end:
         raise WeightSyncError("expected at least one element to publish, got none of any rank")

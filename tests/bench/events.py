@@ -64,8 +64,9 @@ def forwards(seed: int) -> Forwards:
         gpu.append((now - 99.0) * 1e3)
     n = len(host)
     extend = np.zeros(n, np.bool_)
-    extend[::50] = True
-    return Forwards(host_s=np.array(host), gpu_ms=np.array(gpu), rows=np.full(n, ROWS), extend=extend, version=np.zeros(n, np.int64))
+    extend[::200] = True
+    rows = np.where(extend, 1, ROWS)
+    return Forwards(host_s=np.array(host), gpu_ms=np.array(gpu), rows=rows, extend=extend, version=np.zeros(n, np.int64))
 
 
 def raw() -> Raw:
@@ -95,9 +96,10 @@ def raw() -> Raw:
         windows=list(windows()),
         checks=[Check("pushing the same bytes changes no token", True, "64 tokens")],
     )
-    request = RequestRecord(
-        lane=0, start_s=100.0, end_s=110.0, asked=900, made=900, finish="length", retractions=0, versions=[(1, 400), (2, 500)]
-    )
+    requests = [
+        RequestRecord(lane=i, start_s=99.0 + i, end_s=110.0 + i, asked=900, made=900, finish="length", retractions=0, versions=runs)
+        for i, runs in enumerate([[(1, 400), (2, 500)], *[[(3, 900)]] * 79])
+    ]
     n = len(at_s)
     tokens = Tokens(lane=np.zeros(n, np.int64), request=np.zeros(n, np.int64), at_s=at_s, count=np.ones(n, np.int64))
-    return Raw(run=run, updates=list(updates()), requests=[request], forwards=ranks, tokens=tokens)
+    return Raw(run=run, updates=list(updates()), requests=requests, forwards=ranks, tokens=tokens)

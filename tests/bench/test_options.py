@@ -9,6 +9,7 @@ from streamrl.bench.options import Options, resolve
 from streamrl.bench.shapes import SHAPES, shape_of
 from streamrl.bench.weights import engine_config
 from streamrl.config.check_engine import FIXED, OURS
+from streamrl.config.engines import SglangConfig
 from streamrl.errors import ConfigError
 
 
@@ -70,3 +71,19 @@ def test_lanes_ask_for_mixed_lengths_and_do_not_end_in_step():
 def test_versions_are_kept_as_runs():
     assert version_runs([3, 3, 4, 3]) == [(3, 2), (4, 1), (3, 1)]
     assert version_runs([]) == []
+
+
+def test_a_run_and_the_benchmark_pace_alike():
+    assert asked("8B").max_gap_ms == SglangConfig().max_gap_ms
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "values"),
+    [(1, {}), (2, {"trainer_device": "cuda:0"}), (2, {"trainer_device": "cpu"}), (4, {"tensor_parallel": 2, "trainer_device": "cuda:1"})],
+)
+def test_no_nccl_between_two_ranks_on_one_gpu(num_gpus, values):
+    plan = "steady:1,distributed:1/1,steady:1"
+    with pytest.raises(ConfigError, match="on another GPU than the engine"):
+        resolve(asked("8B", plan=plan, **values), num_gpus=num_gpus)
+    assert resolve(asked("8B", plan=plan), num_gpus=2).trainer_device == "cuda:1"
+    assert resolve(asked("tiny", plan=plan), num_gpus=0).trainer_device == "cpu"

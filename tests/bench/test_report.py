@@ -13,6 +13,8 @@ from streamrl.bench.table import render
 from streamrl.errors import DataError
 from tests.bench import events
 
+CUT = "requests aborted, retracted, prefilled again or failed"
+
 
 @pytest.fixture(scope="module")
 def raw():
@@ -87,21 +89,21 @@ def test_a_planted_fault_fails_its_check(raw, change, check):
     ],
 )
 def test_a_planted_request_fails_its_check(raw, change, check):
-    broken = [msgspec.structs.replace(raw.requests[0], **change)]
+    broken = [msgspec.structs.replace(raw.requests[0], **change), *raw.requests[1:]]
     report = build_report(msgspec.structs.replace(raw, requests=broken), resamples=10)
     assert [one.name for one in report.checks if not one.held] == [check]
 
 
 def test_no_speed_is_judged_on_a_cpu(raw):
     report = build_report(msgspec.structs.replace(raw, run=msgspec.structs.replace(raw.run, device="CPU")), resamples=10)
-    assert [target.name for target in report.targets if target.met is not None] == ["requests aborted, retracted or failed"]
+    assert [target.name for target in report.targets if target.met is not None] == [CUT]
 
 
 def test_aborts_and_retractions_miss_the_target(raw):
-    broken = [msgspec.structs.replace(raw.requests[0], finish="abort", retractions=2)]
+    broken = [msgspec.structs.replace(raw.requests[0], finish="abort", retractions=2), *raw.requests[1:]]
     report = build_report(msgspec.structs.replace(raw, requests=broken), resamples=10)
-    assert (report.aborted, report.retracted) == (1, 2)
-    assert [one.name for one in report.targets if not one.met] == ["requests aborted, retracted or failed"]
+    assert (report.requests.aborted, report.requests.retracted, report.requests.cut) == (1, 2, 3)
+    assert [one.name for one in report.targets if not one.met] == [CUT]
 
 
 def test_raw_files_give_the_same_report(raw, report, tmp_path):
@@ -180,3 +182,40 @@ def test_several_runs_share_one_table_in_a_document(report, tmp_path):
     document.write_text("# No marks\n")
     with pytest.raises(DataError, match="expected the marks"):
         write_summary(document, "text")
+
+
+def test_prefills_beyond_one_for_each_request_are_seen(raw, report):
+    assert report.requests.prefilled_again == 0
+    forwards = raw.forwards[0]
+    again = forwards.extend.copy()
+    again[1000:1010] = True
+    broken = [msgspec.structs.replace(forwards, extend=again), *raw.forwards[1:]]
+    found = build_report(msgspec.structs.replace(raw, forwards=broken), resamples=10)
+    assert found.requests.prefilled_again > 0
+    assert CUT in [target.name for target in found.targets if not target.met]
+
+
+def test_requests_that_went_through_a_change_are_counted(report):
+    assert (report.requests.mixed, report.requests.most_versions) == (1, 2)
+    assert "1 went on through a change of weights (up to 2 versions in one)" in render(report)
+
+
+def test_steady_windows_are_compared_one_by_one(raw, report):
+    assert report.steady.windows == 4
+    low, high = report.steady.gap_p99
+    assert 0.97 < low < 1 < high < 1.03
+    slow = msgspec.structs.replace(raw.forwards[0], gpu_ms=raw.forwards[0].gpu_ms + np.maximum(0, raw.forwards[0].host_s - 138) * 1e3)
+    found = build_report(msgspec.structs.replace(raw, forwards=[slow, *raw.forwards[1:]]), resamples=10)
+    assert found.steady.gap_p50[1] == pytest.approx(2, rel=0.02)
+    assert found.steady.tokens_per_s[0] == pytest.approx(0.5, rel=0.02)
+
+
+def test_gpu_memory_is_shown_at_each_moment(raw):
+    memory = [{"moment": "server started", "cuda:0": 77_000_000_000, "cuda:1": 500_000_000}, {"moment": "after the last window"}]
+    run = msgspec.structs.replace(raw.run, gpu_memory=memory, max_gap_ms=0.5)
+    text = render(build_report(msgspec.structs.replace(raw, run=run), resamples=10))
+    assert [cell.strip() for cell in next(line for line in text.splitlines() if "server started" in line).split("|")[2:4]] == [
+        "77.0",
+        "0.5",
+    ]
+    assert "0.5 ms of copying beside a pass" in text

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from streamrl.config.loss import CorrectionConfig
 from streamrl.config.tree import Config, LossConfig, OptimizerConfig, RunConfig, TrainerConfig, WarmupConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.core.digest import combine, tensor_digest
@@ -19,6 +20,7 @@ from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import export_policy, make_trainer
 from streamrl.trainers.protocol import Role, Trainer
+from streamrl.trainers.table import TableTrainer
 
 VOCAB, EOS = 16, 1
 GROUP = 4
@@ -188,7 +190,7 @@ def test_demonstrations_become_probable(make: MakeTrainer) -> None:
 
 
 def test_rewarded_answers_become_probable(make: MakeTrainer) -> None:
-    trainer = make(loss=LossConfig(tis_cap=0.0))
+    trainer = make(loss=LossConfig(correction=CorrectionConfig(kind="none")))
     batch = rollouts()
     rewarded = np.flatnonzero(np.repeat(batch.rewards > 0, 4) & batch.loss_mask)[::2]
     punished = np.flatnonzero(np.repeat(batch.rewards == 0, 4) & batch.loss_mask)[::2]
@@ -214,7 +216,7 @@ def test_scores_are_log_probs_of_next_tokens(make: MakeTrainer) -> None:
 
 
 def test_a_role_it_does_not_hold_is_refused(make: MakeTrainer) -> None:
-    with pytest.raises(TrainingError, match="policy or proximal, got reference"):
+    with pytest.raises(TrainingError, match="expected role policy, proximal, got reference"):
         make().score(rollouts(), Role.REFERENCE)
 
 
@@ -247,16 +249,38 @@ def test_later_minibatches_are_off_policy(make: MakeTrainer) -> None:
     assert metrics["train/ois"] != 1
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing(make: MakeTrainer) -> None:
-    trainer, spared = make(), make()
+def test_a_gradient_that_is_not_finite_changes_nothing(make: MakeTrainer, tmp_path: Path) -> None:
+    # Finite by itself, but its square is not: in the table's float64, or in torch's float32.
+    huge = "1e200" if isinstance(make(), TableTrainer) else "1e25"
+    (tmp_path / "mine.py").write_text(
+        f"def advantages(batch, arrays):\n    return batch.loss_mask * ({huge} if batch.stage_step == 1 else 1.0)\n"
+    )
+    loss = LossConfig(advantage=f"{tmp_path}/mine.py:advantages")
+    trainer, spared = make(loss=loss), make(loss=loss)
     trainer.step(rollouts())
     spared.step(rollouts())
     before = digest_of(trainer)
-    broken = rollouts(1, sampler_logprobs=np.full(4 * 8 * GROUP, np.nan, np.float32))
-    result = trainer.step(broken)
+    with np.errstate(over="ignore"):
+        result = trainer.step(rollouts(1))
     assert not result.finite
     assert result.digest == before
     assert trainer.step(rollouts(2)).digest == spared.step(rollouts(2)).digest
+
+
+def test_tokens_without_a_finite_log_prob_are_dropped_and_counted(make: MakeTrainer) -> None:
+    batch = rollouts()
+    broken = batch.sampler_logprobs.copy()
+    bad = np.flatnonzero(batch.loss_mask)[3:8]
+    broken[bad] = [np.nan, np.inf, -np.inf, np.nan, np.nan]
+    one, two = make(minibatches=2), make(minibatches=2, loss=LossConfig(reduction="token_mean"))
+    result = one.step(msgspec.structs.replace(batch, sampler_logprobs=broken))
+    assert result.finite
+    assert result.metrics["train/nonfinite_tokens"] == 5
+    assert all(np.isfinite(value) for value in result.metrics.values())
+    assert make().step(batch).metrics["train/nonfinite_tokens"] == 0
+    # The others count for no more than they did: their weights are those of the whole batch.
+    whole = two.step(msgspec.structs.replace(batch, sampler_logprobs=broken)).metrics["train/entropy_loss"]
+    assert whole < make(minibatches=2).step(batch).metrics["train/entropy_loss"]
 
 
 def test_batches_that_cannot_be_trained_are_refused(make: MakeTrainer) -> None:

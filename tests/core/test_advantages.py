@@ -1,6 +1,8 @@
-"""Group-normalised rewards: golden numbers, uneven groups, one vote per rollout."""
+"""Estimators over groups: golden numbers, closed forms, uneven groups, one vote per rollout."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -8,8 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.core.advantages import grpo
+from streamrl.core.advantages import Floats, grpo, maxrl, raw, rloo
 from streamrl.errors import TrainingError
+
+Grouped = Callable[..., tuple[Floats, dict[str, float]]]
+ALL: tuple[Grouped, ...] = (raw, grpo, rloo, maxrl)
 
 
 def advantages(rewards: list[float], tasks: list[int], rollouts: list[int], **options: bool) -> npt.NDArray[np.float64]:
@@ -59,3 +64,69 @@ def test_refuses_missing_and_contradictory_rewards() -> None:
         advantages([1, float("nan")], [4, 4], [0, 1])
     with pytest.raises(TrainingError, match="one reward"):
         advantages([1, 0], [4, 4], [1, 1])
+
+
+def of(estimator: Grouped, rewards: list[float], tasks: list[int], rollouts: list[int]) -> list[float]:
+    return estimator(np.array(rewards, np.float64), np.array(tasks), np.array(rollouts))[0].tolist()
+
+
+def test_raw_is_the_reward() -> None:
+    assert of(raw, [3, 3, -1], [0, 0, 7], [1, 1, 0]) == [3, 3, -1]
+
+
+def test_rloo_leaves_each_rollout_out_of_its_own_baseline() -> None:
+    assert of(rloo, [1, 4, 10], [3] * 3, [0, 1, 2]) == pytest.approx([1 - 7, 4 - 5.5, 10 - 2.5])
+
+
+def test_maxrl_divides_by_the_groups_mean() -> None:
+    assert of(maxrl, [1, 0, 0, 0, 1, 1, 0], [0] * 4 + [1] * 3, [0, 1, 2, 3, 0, 1, 2]) == pytest.approx([3, -1, -1, -1, 0.5, 0.5, -1])
+
+
+def test_maxrl_gives_zero_where_nobody_succeeds() -> None:
+    assert of(maxrl, [0, 0, 0], [0] * 3, [0, 1, 2]) == [0, 0, 0]
+
+
+def test_maxrl_refuses_negative_rewards() -> None:
+    with pytest.raises(TrainingError, match=r"at least 0, got -1.0 for task 5, rollout 2"):
+        of(maxrl, [0, -1, 1], [5, 5, 5], [0, 2, 3])
+
+
+@pytest.mark.parametrize("estimator", [grpo, rloo, maxrl])
+def test_groups_of_one_and_equal_rewards_get_exactly_zero(estimator: Grouped) -> None:
+    assert of(estimator, [3.0, 0.1, 0.1, 0.1], [0, 1, 1, 1], [0, 0, 1, 2]) == [0.0] * 4
+
+
+@pytest.mark.parametrize("estimator", ALL)
+def test_all_report_the_same_metrics_and_refuse_the_same_rewards(estimator: Grouped) -> None:
+    rewards, tasks, rollouts = np.array([1.0, 1, 0, 0, 0]), np.array([0, 0, 0, 1, 1]), np.array([0, 0, 1, 0, 1])
+    assert estimator(rewards, tasks, rollouts)[1] == grpo(rewards, tasks, rollouts)[1]
+    with pytest.raises(TrainingError, match=r"finite reward.*task 4, rollout 1"):
+        of(estimator, [1, float("inf")], [4, 4], [0, 1])
+
+
+@given(st.data())
+def test_uneven_groups_in_any_order_with_forked_rollouts_equal_each_group_alone(data: st.DataObject) -> None:
+    """Against loops over the groups, each estimator written out; every rollout's samples get what it gets."""
+    sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    rows = [
+        (task * 3, index, data.draw(st.integers(0, 3)) / 2, data.draw(st.integers(1, 2)))
+        for task, n in enumerate(sizes)
+        for index in range(n)
+    ]
+    samples = data.draw(st.permutations([(task, index, reward) for task, index, reward, copies in rows for _ in range(copies)]))
+    for estimator in (grpo, rloo, maxrl):
+        expected: dict[tuple[int, int], float] = {}
+        for task in {row[0] for row in rows}:
+            group = {row[1]: row[2] for row in rows if row[0] == task}
+            mean = sum(group.values()) / len(group)
+            for index, reward in group.items():
+                others = [value for other, value in group.items() if other != index]
+                if estimator is grpo:
+                    value = (reward - mean) / (float(np.std([*group.values()], ddof=1)) + 1e-6) if others else 0.0
+                elif estimator is rloo:
+                    value = reward - sum(others) / len(others) if others else 0.0
+                else:
+                    value = (reward - mean) / mean if mean else 0.0
+                expected[task, index] = value
+        got = of(estimator, [s[2] for s in samples], [s[0] for s in samples], [s[1] for s in samples])
+        assert got == pytest.approx([expected[s[0], s[1]] for s in samples], abs=1e-9)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.core.digest import BLOCK, MASK, combine, digest_text, slice_digest, slice_indices, tensor_digest
+from streamrl.core.digest import BLOCK, MASK, as_words, combine, digest_text, slice_digest, slice_indices, tensor_digest
 from streamrl.core.seeds import mix64
 from streamrl.errors import SchemaError
 
@@ -50,6 +50,30 @@ def test_slices_along_any_axis_add_up(axis: int) -> None:
         first += piece.shape[axis]
         total += slice_digest(np.ascontiguousarray(piece).reshape(-1).view(np.uint8), 4, whole.shape, offset, piece.shape)
     assert total & MASK == tensor_digest(whole.reshape(-1).view(np.uint8), 4)
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_words_of_slices_that_cut_none_add_up(axis: int, itemsize: int) -> None:
+    whole = np.random.default_rng(0).integers(0, 256, (8, 5, 32 * itemsize), dtype=np.uint8).view(f"V{itemsize}")
+    assert whole.shape == (8, 5, 32)
+    total = first = 0
+    for piece in np.split(whole, {0: 4, 1: 5, 2: 4}[axis], axis=axis):
+        offset = [first if dim == axis else 0 for dim in range(3)]
+        first += piece.shape[axis]
+        words = as_words(itemsize, whole.shape, offset, piece.shape)
+        assert words is not None
+        total += slice_digest(np.ascontiguousarray(piece).reshape(-1).view(np.uint8), 8, *words)
+    assert total & MASK == tensor_digest(whole.reshape(-1).view(np.uint8), 8)
+
+
+def test_slices_that_cut_words_have_none() -> None:
+    assert as_words(2, (4, 6), (0, 0), (2, 6)) == ((6,), (0,), (3,)), "rows that end with a word together"
+    assert as_words(2, (4, 6), (1, 0), (1, 6)) is None
+    assert as_words(2, (4, 8), (0, 2), (4, 4)) is None
+    assert as_words(4, (3,), (), (3,)) is None
+    assert as_words(2, (), (), ()) is None and as_words(8, (), (), ()) == ((1,), (0,), (1,))
+    assert as_words(4, (0, 3), (), (0, 3)) == ((0,), (0,), (0,))
 
 
 def test_slice_indices_are_those_of_numpy() -> None:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streamrl.core.batches import TrainBatch
-from streamrl.core.packing import MicroBatch, plan_micro_batches, split_groups, split_ranks
+from streamrl.core.packing import MicroBatch, plan_micro_batches, split_groups
 
 MakeBatch = Callable[..., TrainBatch]
 
@@ -92,13 +92,3 @@ def test_optimizer_steps_take_whole_groups(make_batch: MakeBatch, groups_: int, 
     split = split_groups(batch, parts)
     assert [len(s) for s in split] == sizes
     assert np.concatenate(split).tolist() == list(range(batch.num_samples))
-
-
-def test_ranks_get_whole_groups_and_similar_loads(make_batch: MakeBatch) -> None:
-    lengths = [50, 3, 3, 40, 9, 5]
-    batch = make_batch([{"prompt": [1], "answer": [2] * n, "task": t, "rollout": r} for t, n in enumerate(lengths) for r in range(2)])
-    split = split_ranks(batch, np.arange(12), 2)
-    assert sorted(np.concatenate(split).tolist()) == list(range(12))
-    assert not set(batch.tasks[split[0]]) & set(batch.tasks[split[1]])
-    assert [int(batch.lengths[s].sum()) for s in split] == [114, 118]
-    assert [s.tolist() for s in split_ranks(batch, np.arange(2), 3)] == [[0, 1], [], []]

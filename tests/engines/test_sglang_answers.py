@@ -57,7 +57,7 @@ def test_a_stamp_keeps_epoch_and_number():
 def test_a_request_asks_for_what_is_needed_and_no_more():
     body = body_of(request_of(), "id", 1, STYLE, limit=5, serving=NEW, stream=False)
     assert body["sampling_params"]["max_new_tokens"] == 5
-    assert body["extra_key"] == "1.3"
+    assert body["extra_key"] == "streamrl:1.3;"
     assert "return_sampling_mask" not in body and "return_routed_experts" not in body and "sampling_seed" not in body["sampling_params"]
     style = msgspec.structs.replace(STYLE, seeded=True, isolate=False, routing=Routing(2, 2, 8))
     body = body_of(request_of(top_p=0.9, top_k=50), "id", 1, style, limit=5, serving=NEW, stream=True)

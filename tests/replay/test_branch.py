@@ -56,12 +56,12 @@ async def test_a_branch_that_changes_nothing_is_its_parent(recorded: Recorded, t
 
 
 async def test_a_branch_at_a_version_goes_on_from_there(recorded: Recorded, tmp_path: Path) -> None:
-    run, entries = await branched(recorded, tmp_path, "loss.tis_cap=2.0", span=Range(first=11, last=16))
+    run, entries = await branched(recorded, tmp_path, "loss.correction.high=2.0", span=Range(first=11, last=16))
     began = max(v.number for v, _ in list_checkpoints(recorded.path / "checkpoints", "main-") if v.number <= 11)
     assert began > 0
     assert [e.digest for e in entries] == [e.digest for e in recorded.ledger[began:16]]
     assert msgspec.json.decode((run.path / BRANCH_FILE).read_bytes(), type=BranchFile).parent_version == f"0.{began}"
-    second, changed = await branched(recorded, tmp_path, "loss.tis_cap=0.5", span=Range(first=11, last=16))
+    second, changed = await branched(recorded, tmp_path, "loss.correction.high=0.5", span=Range(first=11, last=16))
     assert second.name == "parent-branch-2"
     assert batches(changed) == batches(entries)
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-PLAN = "steady:0.5,paced:1.5/0.5,steady:0.5,flip:1/0.5,steady:0.5,copy:1/0.5,steady:0.5,tensor:1/1,steady:0.5,disk:1/1,steady:0.5"
+PLAN = "steady:0.5,paced:1.5/0.5,steady:0.5,flip:1/0.5,steady:0.5,copy:1/0.5,steady:0.5,tensor:1/1,steady:0.5,"
+PLAN += "distributed:1/0.5,steady:0.5,disk:1/1,steady:0.5"
 
 
 def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -40,15 +41,17 @@ def test_every_way_to_update_is_measured(measured):
         "flip, 0.5 s": 2,
         "copy, 0.5 s": 2,
         "tensor, 1 s": 1,
+        "distributed, 0.5 s": 2,
         "disk, 1 s": 1,
     }
     assert all(row["failed"] == 0 and row["gap"]["n"] > 0 and row["tokens_per_s"] > 0 for row in rows.values())
-    assert report["requests"] > 0
-    assert (report["aborted"], report["retracted"], report["failed_requests"]) == (0, 0, 0)
+    requests = report["requests"]
+    assert requests["ended"] > 0
+    assert [requests[name] for name in ("aborted", "retracted", "prefilled_again", "failed")] == [0, 0, 0, 0]
     nbytes = report["run"]["nbytes"]
     assert all(rows[title]["wire_bytes"] == nbytes for title in rows if title != "steady")
     updates = [json.loads(line) for line in (out / "updates.jsonl").read_text().splitlines()]
-    ours = [update for update in updates if update["mode"] not in ("tensor", "disk")]
+    ours = [update for update in updates if update["mode"] not in ("tensor", "distributed", "disk")]
     assert len(ours) == 13
     assert all(update["publish_s"] < update["announced_s"] < update["staged_s"] < update["commit_s"] for update in ours)
 

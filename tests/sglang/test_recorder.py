@@ -134,6 +134,75 @@ def test_staged_buffer_is_what_load_weights_gives(kind, tmp_path):
         books.check(manifest, wrong)
 
 
+class Even(nn.Module):
+    """Rank `rank` of two: half of the rows of a fused matrix, half of the columns of another; all are whole words of 8 bytes."""
+
+    def __init__(self, rank: int = 0) -> None:
+        super().__init__()
+        self._rank = rank
+        self.fused = nn.Parameter(torch.zeros(12, 8, dtype=torch.bfloat16))
+        self.down = nn.Parameter(torch.zeros(8, 12, dtype=torch.bfloat16))
+        self.norm = nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
+
+    def load_weights(self, weights) -> None:
+        for name, tensor in weights:
+            if name == "down":
+                self.down.data.copy_(tensor.narrow(1, 12 * self._rank, 12))
+            elif name == "norm":
+                self.norm.data.copy_(tensor)
+            else:
+                rows = tensor.shape[0] // 2
+                self.fused.data.narrow(0, {"q": 0, "k": 8}[name], rows).copy_(tensor.narrow(0, rows * self._rank, rows))
+
+
+def even() -> dict[str, Tensor]:
+    shapes = {"q": (16, 8), "k": (8, 8), "down": (8, 24), "norm": (8,)}
+    return {name: torch.randn(shape).to(torch.bfloat16) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_words_say_as_much_as_elements(device, tmp_path):
+    named = even()
+    manifest = build(content(named), run="r", policy="p", version=Version(0, 1), parts=(), transport="shm")
+    source = write(named, tmp_path / "one")
+    ranks, sums = [], {True: [], False: []}
+    for rank in (0, 1):
+        worker, _ = stager(Even(rank).to(device))
+        ranks.append(worker.prepare(Prepare(layout="one", tensors=entries(named))))
+        for number, words in enumerate(sums, start=1):
+            request = Stage(version=Version(0, number), layout="one", source=source, words=words)
+            sums[words].append(worker.stage(request).digests)
+    books = DigestBooks(manifest.tensors, ranks)
+    assert books.by_words(manifest)
+    assert sums[True] != sums[False]
+    assert books.check(manifest, sums[True], words=True) == books.check(manifest, sums[False]) == manifest.digest
+    wrong = [list(one) for one in sums[True]]
+    wrong[1][0] ^= 1
+    with pytest.raises(WeightSyncError, match="expected staged bytes with digest"):
+        books.check(manifest, wrong, words=True)
+
+
+def test_layouts_that_cut_words_are_digested_by_elements(tmp_path):
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.Parameter(torch.zeros(6, dtype=torch.bfloat16))
+
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+            for _, tensor in weights:
+                self.norm.data.copy_(tensor)
+
+    worker, _ = stager(Odd())
+    named = {"norm": torch.randn(6).to(torch.bfloat16)}
+    prepared = worker.prepare(Prepare(layout="one", tensors=entries(named)))
+    assert not prepared.words
+    manifest = build(content(named), run="r", policy="p", version=Version(0, 1), parts=(), transport="shm")
+    books = DigestBooks(manifest.tensors, [prepared])
+    assert not books.by_words(manifest)
+    staged = worker.stage(Stage(version=Version(0, 1), layout="one", source=write(named, tmp_path / "one")))
+    assert books.check(manifest, [staged.digests]) == manifest.digest
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("budget_ms", [0.0, 0.5])
 def test_staging_on_a_gpu(tmp_path, budget_ms):
@@ -205,19 +274,56 @@ def test_fused_experts_are_given_by_their_names():
     assert dict(expand("model.norm.weight", down)) == {"model.norm.weight": down}
 
 
+class Steady:
+    """A forward pass is launched whenever somebody waits for one."""
+
+    def __init__(self) -> None:
+        self.launched = 0
+
+    def wait(self, seen: int, timeout_s: float) -> None:
+        assert seen == self.launched
+        self.launched += 1
+
+
+def test_no_forward_pass_has_more_beside_it_than_the_pace_allows():
+    passes, beside = Steady(), dict[int, float]()
+    pacer = Pacer(2.0, passes)
+    for piece in [0.0008, 0.0008, 0.0003, 0.0015, 0.0004, 0.0020, 0.0001] * 20:
+        pacer.spend(piece)
+        beside[passes.launched] = beside.get(passes.launched, 0.0) + piece
+    assert max(beside.values()) <= 0.002 + 1e-9
+    assert sum(beside.values()) > 0.7 * 0.002 * passes.launched, "passes are made use of"
+
+
+def test_a_piece_larger_than_the_pace_goes_alone_and_is_paid_for():
+    passes = Steady()
+    pacer = Pacer(2.0, passes)
+    for piece, begins in [(0.0001, 0), (0.0070, 1), (0.0009, 4), (0.0009, 5), (0.0009, 5)]:
+        pacer.spend(piece)
+        assert passes.launched == begins
+    passes.launched += 100
+    pacer.spend(0.0020)
+    pacer.spend(0.0010)
+    assert passes.launched == 106, "what nobody used of past passes is gone"
+    unbounded = Pacer(0.0, passes)
+    for _ in range(3):
+        unbounded.spend(1.0)
+    assert passes.launched == 106
+
+
 def test_pace_waits_for_the_next_forward_pass():
     passes = Forwards(keep=False, device=torch.device("cpu"))
     pacer = Pacer(2.0, passes)
-    pacer.used(0.001)
+    pacer.spend(0.001)
     thread = threading.Timer(0.005, lambda: passes.launch_done(passes.launching(), None, 1, False, 0))
     thread.start()
-    pacer.used(0.0015)
+    pacer.spend(0.0015)
     assert passes.launched == 1
     thread.join()
     # Nobody is decoding: the wait ends by itself.
-    pacer.used(0.01)
+    pacer.spend(0.01)
+    pacer.spend(0.01)
     assert passes.launched == 1
-    assert not Pacer(0.0, passes).bounded
 
 
 def test_shared_regions_must_agree_and_cover_once():

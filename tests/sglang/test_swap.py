@@ -13,8 +13,10 @@ import pytest_asyncio
 import torch
 
 from streamrl.engines.sglang.messages import Pace
+from streamrl.engines.sglang.prefixes import prefix_key
 from streamrl.engines.sglang.server import SglangServer
 from tests.engines import models
+from tests.sglang.cpu import SLOTS
 from tests.sglang.updates import Answer, Updates, ask, ask_many, replay
 
 EXACT = 1e-5
@@ -148,6 +150,29 @@ async def test_prefixes_across_versions(sglang_server, updates, one, other, isol
         assert reused == len(prompt) - 1
         assert float(replay(updates.models, second, second.stamps)[0]) > EXACT
         assert float(replay(updates.models, second, second.stamps, reused=(reused, old))[0]) < EXACT
+
+
+async def test_a_prompt_that_waited_through_a_commit_takes_no_older_prefix(sglang_server, updates, one, other):
+    """Its worker has sent it with the key of the version served then, under which the prompt's keys and values lie ready."""
+    prompt = [13 + (5 * i) % 50 for i in range(48)]
+    await updates.put(one)
+    old = updates.host.commits[-1][0].version
+    first = await ask(sglang_server, prompt, 4, extra_key=prefix_key(old))
+    again = await ask(sglang_server, prompt, 4, extra_key=prefix_key(old))
+    assert (first.meta["cached_tokens"], again.meta["cached_tokens"]) == (0, len(prompt) - 1)
+    # All slots are taken while it is sent.
+    others = await ask_many(sglang_server, SLOTS, 150)
+    await asyncio.sleep(0.1)
+    waiting = asyncio.create_task(ask(sglang_server, prompt, 12, extra_key=prefix_key(old)))
+    await asyncio.sleep(0.1)
+    await updates.put(other)
+    waited = await waiting
+    await asyncio.gather(*others)
+    late = await ask(sglang_server, prompt, 12, extra_key=prefix_key(old))
+    for answer, reused in ((waited, 0), (late, len(prompt) - 1)):
+        assert set(answer.stamps) == {max(updates.models)}
+        assert answer.meta["cached_tokens"] == reused
+        assert float(replay(updates.models, answer, answer.stamps).max()) < EXACT
 
 
 async def test_sampled_tokens_keep_their_versions_in_a_stream(sglang_server, updates, one, other):

@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from streamrl.config.loss import CorrectionConfig, KLConfig, LossConfig
 from streamrl.config.tree import TrainerConfig
 from streamrl.errors import TrainingError
 from streamrl.trainers.parallel import DataParallel
@@ -21,7 +23,8 @@ import json, sys
 from pathlib import Path
 import numpy as np
 import torch.distributed as dist
-from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
+import msgspec
+from streamrl.config.tree import Config, LossConfig, OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
@@ -46,25 +49,45 @@ def batch(kind, step, groups):
         rewards=np.tile([1.0, 0.0, 0.0], groups), tasks=np.arange(n) // 3, rollouts=np.arange(n) % 3,
     )
 
-trainer = make_trainer(Config(trainer=TrainerConfig(ranks=ranks, minibatches=2, optimizer=OptimizerConfig(clip_norm=0.0))), model)
-scores = trainer.score(batch("rl", 9, 5), Role.POLICY).tolist()
-results = [trainer.step(batch("sft", 0, 7)), trainer.step(batch("rl", 0, 7))]
-trainer.save(out / "at", b"extra", version=Version(0, 2)).result()
-if ranks > 1:
-    dist.barrier()
-extra = trainer.load(out / "at").decode()
-# A batch of one group leaves the second rank without work.
-results.append(trainer.step(batch("rl", 1, 1)))
-answer = {"scores": scores, "extra": extra, "digests": [r.digest for r in results], "metrics": [r.metrics for r in results]}
+def train(loss, out):
+    options = TrainerConfig(ranks=ranks, minibatches=2, optimizer=OptimizerConfig(clip_norm=0.0))
+    trainer = make_trainer(Config(trainer=options, loss=loss), model)
+    scores = trainer.score(batch("rl", 9, 5), Role.POLICY).tolist()
+    results = [trainer.step(batch("sft", 0, 7)), trainer.step(batch("rl", 0, 7))]
+    trainer.save(out, b"extra", version=Version(0, 2)).result()
+    if ranks > 1:
+        dist.barrier()
+    extra = trainer.load(out).decode()
+    # A batch of one group leaves the second rank without work.
+    results.append(trainer.step(batch("rl", 1, 1)))
+    return {"scores": scores, "extra": extra, "digests": [r.digest for r in results], "metrics": [r.metrics for r in results]}
+
+answer = {name: train(loss, out / name) for name, loss in msgspec.json.decode(sys.argv[5], type=dict[str, LossConfig]).items()}
 (out / f"{rank}.json").write_text(json.dumps(answer))
 if ranks > 1:
     dist.destroy_process_group()
 """
 
 
+LOSSES = {
+    "default": LossConfig(),
+    "sequences": LossConfig(
+        advantage="ppo",
+        policy="gspo",
+        whiten="on",
+        gae_lambda=0.9,
+        kl=KLConfig(loss_coef=0.1, estimator="k3"),
+        correction=CorrectionConfig(level="sequence", high=5.0, normalize=True, reject="k3", reject_level="sequence_mean", reject_high=0.5),
+    ),
+}
+
+
 def launch(model: Path, out: Path, ranks: int) -> list[dict[str, Any]]:
     out.mkdir()
-    children = [subprocess.Popen([sys.executable, "-c", RANK, str(model), str(out), str(rank), str(ranks)]) for rank in range(ranks)]
+    losses = msgspec.json.encode(LOSSES).decode()
+    children = [
+        subprocess.Popen([sys.executable, "-c", RANK, str(model), str(out), str(rank), str(ranks), losses]) for rank in range(ranks)
+    ]
     try:
         assert [child.wait(timeout=120) for child in children] == [0] * ranks
     finally:
@@ -79,17 +102,19 @@ def test_two_ranks_train_as_one(model_dir: Path, tmp_path: Path) -> None:
     (alone,) = launch(model_dir, tmp_path / "one", 1)
     first, second = launch(model_dir, tmp_path / "two", 2)
     assert first == second
-    assert first["extra"] == "extra"
-    assert first["scores"] == pytest.approx(alone["scores"], abs=1e-5)
-    for found, expected in zip(first["metrics"], alone["metrics"], strict=True):
-        assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    for name in LOSSES:
+        assert first[name]["extra"] == "extra"
+        assert first[name]["scores"] == pytest.approx(alone[name]["scores"], abs=1e-5)
+        for found, expected in zip(first[name]["metrics"], alone[name]["metrics"], strict=True):
+            assert found == pytest.approx(expected, rel=1e-3, abs=1e-4), name
     # After two steps of a stage Adam's first moment is a mean of two gradients.
-    one, two = (load_file(tmp_path / name / "at" / "optimizer.safetensors") for name in ("one", "two"))
-    assert one.keys() == two.keys()
-    for name in one:
-        if name.endswith("exp_avg"):
-            assert torch.allclose(one[name], two[name], rtol=1e-3, atol=1e-5), name
-    assert max(float(value.abs().max()) for name, value in one.items() if name.endswith("exp_avg")) > 1e-2
+    for file in ("default/optimizer", "sequences/optimizer", "sequences/critic_optimizer"):
+        one, two = (load_file(tmp_path / ranks / f"{file}.safetensors") for ranks in ("one", "two"))
+        assert one.keys() == two.keys()
+        for name in one:
+            if name.endswith("exp_avg"):
+                assert torch.allclose(one[name], two[name], rtol=1e-3, atol=1e-5), name
+        assert max(float(value.abs().max()) for name, value in one.items() if name.endswith("exp_avg")) > 1e-2
 
 
 def test_more_ranks_without_a_process_group_are_refused() -> None:

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 
 from streamrl.config.tree import Config, ModelConfig, OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
-from streamrl.core.logprobs import _fixed_point_cumsum
 from streamrl.errors import ConfigError
 from streamrl.schemas.versions import Version
 from streamrl.trainers.causal_lm import CausalLM
@@ -72,9 +71,3 @@ def test_what_is_not_there_is_refused(model_dir: Path) -> None:
     missing = torch.cuda.device_count() + 3
     with pytest.raises(ConfigError, match=rf"expected GPU {missing} for rank 0 of the trainer, this process sees {missing - 3}"):
         make(model_dir, device="cuda", gpu=missing)
-
-
-def test_fixed_point_sums_are_cumulative_sums() -> None:
-    probs = torch.randn(5, 4000, generator=torch.Generator().manual_seed(0)).softmax(-1)
-    assert torch.allclose(_fixed_point_cumsum(probs), probs.double().cumsum(-1).float(), atol=1e-7)
-    assert _fixed_point_cumsum(probs).dtype == probs.dtype

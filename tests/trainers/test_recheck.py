@@ -63,6 +63,24 @@ def test_a_wrong_version_shows(model_dir: Path, rollouts: Rollouts) -> None:
     assert found[MAX] > 0.05
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_float32_tells_rounding_from_a_sampler_with_other_weights(model_dir: Path, rollouts: Rollouts, wrong: bool) -> None:
+    trainer = make(model_dir, "bfloat16")
+    batch = sampled(rollouts(10), trainer)
+    noise = np.random.default_rng(0).choice([-0.02, 0.02], len(batch.tokens)).astype(np.float32)
+    batch = replace(batch, sampler_logprobs=np.where(batch.loss_mask, batch.sampler_logprobs + noise, 0.0).astype(np.float32))
+    if wrong:
+        trainer.step(rollouts(0))
+        trainer.step(rollouts(1))
+        batch = replace(batch, version=rollouts(2).version)
+    found = trainer.step(batch).metrics
+    assert found[MEAN] <= found[MAX.replace("max", "p99")] <= found[MAX]
+    assert found["train/same_weights_furthest_logprob"] in batch.sampler_logprobs[batch.loss_mask]
+    sampler, trainers = found["train/float32_sampler_abs_diff_max"], found["train/float32_trainer_abs_diff_max"]
+    assert 0 < trainers < 0.05
+    assert (sampler > 4 * trainers + 0.05) == wrong
+
+
 def test_it_changes_no_bit(model_dir: Path, rollouts: Rollouts) -> None:
     plain, checked = make(model_dir, check_logprobs=0), make(model_dir)
     for step in range(4):

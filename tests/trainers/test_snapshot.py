@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import threading
 
+import msgspec
 import pytest
 import torch
 
+from streamrl.core.digest_torch import NamedDigester
 from streamrl.errors import TrainingError
 from streamrl.trainers.torch_snapshot import SnapshotRing
+from streamrl.weights.manifest import Content
 from streamrl.weights.protocol import Shard
 
 CPU = torch.device("cpu")
@@ -92,6 +95,41 @@ def test_a_snapshot_waits_for_the_publisher_of_the_one_before() -> None:
     gc.collect()
     waiting.join()
     assert values(taken[0]) == [2, 2]
+
+
+def test_snapshots_have_the_digests_of_their_bytes() -> None:
+    parameters = [
+        ("a", torch.randn(3, 4).to(torch.bfloat16)),
+        ("b", torch.randn(3)),
+        ("c", torch.randn(2, 2).double()),
+        ("t", torch.randn(4, 6).t()),
+    ]
+    snapshots = SnapshotRing(parameters, CPU, slots=1)
+    host = Content([msgspec.structs.replace(shard, data=shard.host()) for shard in snapshots.take()])
+    assert Content(snapshots.take()).tensors == host.tensors
+    assert [bool(spec.words) for spec in host.tensors] == [True, False, True, True]
+
+
+def test_known_digests_go_with_the_snapshot_and_tell_of_other_bytes() -> None:
+    parameter = torch.randn(2, 4)
+    parameters = {"w": parameter, "bias": parameter[0]}
+    known = NamedDigester(parameters).digests()
+    snapshots = SnapshotRing(list(parameters.items()), CPU, slots=2)
+    before = Content(snapshots.take(known)).tensors
+    assert before == Content(snapshots.take()).tensors
+    parameter[1, 3] += 1
+    assert Content(snapshots.take(known)).tensors == before
+    (spec,) = [spec for spec in Content(snapshots.take()).tensors if spec.name == "w"]
+    assert next(one for one in before if one.name == "w").words != spec.words
+
+
+def test_digests_that_lack_words_are_computed_from_the_snapshot() -> None:
+    parameters = {"t": torch.randn(4, 6).t()}
+    known = NamedDigester(parameters).digests()
+    assert known.words == {}
+    (spec,) = Content(SnapshotRing(list(parameters.items()), CPU, slots=1).take(known)).tensors
+    assert int(spec.digest, 16) == known.elements["t"]
+    assert spec.words
 
 
 def test_tensors_are_digested_whole() -> None:

@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 import torch
 
+from streamrl.config.loss import CorrectionConfig
 from streamrl.config.tree import Config, LossConfig, OptimizerConfig, TrainerConfig
 from streamrl.core import losses
 from streamrl.core.advantages import grpo
 from streamrl.core.batches import TrainBatch
+from streamrl.core.corrections import correct
 from streamrl.core.logprobs import token_logprobs
+from streamrl.core.policy import PolicyTokens, policy_loss
 from streamrl.core.reductions import sample_of_token, token_weights
+from streamrl.core.sequences import Packed
 from streamrl.errors import ConfigError, TrainingError
 from streamrl.trainers import table_losses
 from streamrl.trainers.factory import make_trainer
@@ -32,25 +36,39 @@ def make_table(directory: Path, **loss: Any) -> Any:
     return make_trainer(Config(trainer=TrainerConfig(backend="table", optimizer=optimizer), loss=LossConfig(**loss)), directory)
 
 
+CORRECTIONS = [
+    CorrectionConfig(kind="none"),
+    CorrectionConfig(high=1.5),
+    CorrectionConfig(kind="clip", low=0.3, high=1.5),
+    CorrectionConfig(kind="mask", low=0.3, high=1.5),
+]
+
+
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
-def test_losses_and_derivatives_equal_torchs(advantage: float) -> None:
+@pytest.mark.parametrize("policy", ["ppo", "cispo"])
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=lambda c: c.kind)
+def test_losses_and_derivatives_equal_torchs(advantage: float, policy: str, correction: CorrectionConfig) -> None:
     rng = np.random.default_rng(0)
     logprobs, old, mu = (-1 + rng.standard_normal(200) * scale for scale in (0.4, 0.4, 1.0))
     advantages = np.full(200, advantage)
-    config = LossConfig(tis_cap=1.5, tis_floor=0.3)
-    value, slope, metrics = table_losses.policy_gradient(logprobs, old, mu, advantages, config)
+    config = LossConfig(policy=policy, correction=correction)
+    value, slope, weights, metrics = table_losses.policy_gradient(logprobs, old, mu, advantages, config)
     leaf = torch.tensor(logprobs, requires_grad=True)
-    expected, named = losses.policy_gradient(
-        leaf, *(torch.tensor(a) for a in (old, mu, advantages)), clip_low=0.2, clip_high=0.28, tis_cap=1.5, tis_floor=0.3
-    )
+    proximal, sampler, ages = torch.tensor(old), torch.tensor(mu), torch.zeros(200, dtype=torch.int64)
+    tokens = PolicyTokens(leaf, proximal, sampler, torch.tensor(advantages), None, None, ages, Packed(ages, 1))
+    surrogate, named = policy_loss(tokens, config)
+    found = correct(proximal, sampler, ages, tokens.sequences, correction)
+    expected = surrogate * found.weights
     expected.sum().backward()
     assert leaf.grad is not None
     assert value == pytest.approx(expected.detach().numpy())
     assert slope == pytest.approx(leaf.grad.numpy())
+    assert weights == pytest.approx(found.weights.numpy())
     assert 0 < metrics["train/pg_clipfrac"].mean() < 1
+    named = {"train/pg_loss": expected.detach(), **named, **found.metrics}
     assert set(metrics) == set(named)
-    for name, found in metrics.items():
-        assert found == pytest.approx(named[name].numpy()), name
+    for name, of_token in metrics.items():
+        assert of_token == pytest.approx(named[name].numpy()), name
 
 
 @pytest.mark.parametrize("kind", ["sft", "rl"])
@@ -79,8 +97,8 @@ def test_a_step_is_that_of_torchs_adamw_on_autograds_gradient(table_dir: Path, r
         if kind == "rl":
             advantages = torch.from_numpy(grpo(batch.rewards, batch.tasks, batch.rollouts)[0][sample])
             mu = torch.from_numpy(batch.sampler_logprobs[target].astype(np.float64))
-            options = {"clip_low": 0.2, "clip_high": 0.28, "tis_cap": 2.0, "tis_floor": 0.0}
-            loss = losses.policy_gradient(logprobs, logprobs.detach(), mu, advantages, **options)[0]
+            # One step a batch: the ratio is 1, and its derivative is the log-prob's.
+            loss = -(logprobs - logprobs.detach()).exp() * advantages * (logprobs.detach() - mu).exp().clamp(max=2.0)
         adam.zero_grad()
         (loss * weights).sum().backward()
         adam.step()

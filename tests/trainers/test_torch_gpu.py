@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from streamrl.config.tree import Config, OptimizerConfig, RunConfig, TrainerConfig
+from streamrl.config.loss import CorrectionConfig, KLConfig
+from streamrl.config.tree import Config, LossConfig, OptimizerConfig, RunConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.core.digest import combine, tensor_digest
-from streamrl.core.logprobs import GPU_CHUNK_ELEMENTS, support, token_logprobs
+from streamrl.core.logprobs import GPU_CHUNK_ELEMENTS, LinearHead, linear_logprobs
+from streamrl.core.nucleus import support
 from streamrl.core.packing import plan_micro_batches
 from streamrl.schemas.versions import Version
 from streamrl.trainers.causal_lm import CausalLM
@@ -34,9 +36,9 @@ GIB = 1 << 30
 MakeBatch = Callable[..., TrainBatch]
 
 
-def make(directory: Path, *, numerics: Any = "fast", **trainer: Any) -> Trainer:
+def make(directory: Path, *, numerics: Any = "fast", loss: LossConfig | None = None, **trainer: Any) -> Trainer:
     options = {"dtype": "bfloat16", "device": "cuda", "optimizer": OptimizerConfig(learning_rate=1e-4), **trainer}
-    return make_trainer(Config(run=RunConfig(numerics=numerics), trainer=TrainerConfig(**options)), directory)
+    return make_trainer(Config(run=RunConfig(numerics=numerics), trainer=TrainerConfig(**options), loss=loss or LossConfig()), directory)
 
 
 def host_digest(trainer: Any) -> str:
@@ -114,6 +116,33 @@ def test_bitwise_numerics_give_equal_bits_also_from_a_checkpoint(
         assert resumed.step(rollouts(step, **sampling)).digest == two.step(rollouts(step, **sampling)).digest
 
 
+LOSSES = {
+    "critic": LossConfig(
+        advantage="ppo",
+        policy="gspo",
+        whiten="on",
+        kl=KLConfig(loss_coef=0.1, estimator="k3", unbiased=True),
+        entropy_coef=0.01,
+        correction=CorrectionConfig(level="sequence", normalize=True, reject="ratio", reject_level="sequence_max", reject_high=50.0),
+    ),
+    "linear": LossConfig(
+        policy="sapo", proximal="log_linear", correction=CorrectionConfig(kind="mask", level="geometric", low=0.1, high=9)
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_losses_of_sequences_give_equal_bits_and_nearly_those_of_a_cpu(
+    model_dir: Path, rollouts: Callable[..., TrainBatch], loss: LossConfig
+) -> None:
+    options: dict[str, Any] = {"dtype": "float32", "minibatches": 2, "loss": loss, "numerics": "bitwise"}
+    one, two, here = make(model_dir, **options), make(model_dir, **options), make(model_dir, **options, device="cpu")
+    for step in range(3):
+        found, again, slow = (trainer.step(rollouts(step)) for trainer in (one, two, here))
+        assert found == again
+        assert found.metrics == pytest.approx(slow.metrics, rel=2e-2, abs=1e-3)
+
+
 def test_parameters_are_the_rounded_masters(make_model: Any, rollouts: Callable[..., TrainBatch]) -> None:
     trainer: Any = make(make_model(), optimizer=OptimizerConfig(learning_rate=1e-6))
     for step in range(5):
@@ -173,9 +202,8 @@ def test_log_probs_of_a_large_vocabulary_stay_small(truncated: bool) -> None:
     torch.cuda.reset_peak_memory_stats()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
-    logprobs, entropy = token_logprobs(
-        hidden, targets, lambda h: h @ weight.T, vocab_size=VOCAB, temperature_M=ones, chunk_elements=GPU_CHUNK_ELEMENTS, **options
-    )
+    head = LinearHead(weight)
+    logprobs, entropy = linear_logprobs(hidden, targets, head, temperature_M=ones, chunk_elements=GPU_CHUNK_ELEMENTS, **options)
     logprobs.sum().backward()
     end.record()
     end.synchronize()

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.core.concatenation import ALIGNMENT
-from streamrl.core.digest import combine, tensor_digest
+from streamrl.core.digest import combine, digest_text, tensor_digest
 from streamrl.errors import WeightSyncError
+from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.versions import Version
-from streamrl.schemas.weights import Manifest, PartRef
+from streamrl.schemas.weights import Manifest, PartRef, TensorSpec
 from streamrl.weights.manifest import ITEM_BYTES, Content, build, check_same, check_tensors, cover, cut, offers, slices
 from streamrl.weights.protocol import Shard, Slice
 
@@ -122,8 +123,36 @@ def test_slices_of_several_ranks_give_the_same_bytes_and_digest(rows, columns, r
     tensors = [whole("a", "bfloat16", (rows, columns), rng), whole("b", "float32", (rows, 2, columns), rng)]
     one = Content(tensors)
     many = Content(piece for tensor in tensors for piece in split_rows(tensor, ranks))
-    assert (many.tensors, many.nbytes, many.digest) == (one.tensors, one.nbytes, one.digest)
+    assert (without_words(many.tensors), many.nbytes, many.digest) == (without_words(one.tensors), one.nbytes, one.digest)
+    for spec, same in zip(one.tensors, many.tensors, strict=True):
+        assert bool(spec.words) == (spec.nbytes % 8 == 0)
+        assert same.words in ("", spec.words)
+        cuts = spec.nbytes // rows % 8 and ranks > 1 and rows > 1
+        assert cuts or same.words == spec.words
     np.testing.assert_array_equal(read_all(many, cut(many.nbytes, limit)), read_all(one, cut(one.nbytes, limit)))
+
+
+def without_words(tensors: Sequence[TensorSpec]) -> list[TensorSpec]:
+    return [msgspec.structs.replace(spec, words="") for spec in tensors]
+
+
+def test_words_are_the_digest_of_the_bytes_by_eight():
+    rng = np.random.default_rng(0)
+    tensors = [whole("a", "bfloat16", (3, 4), rng), whole("b", "float64", (3,), rng), whole("c", "int8", (9,), rng)]
+    specs = {spec.name: spec for spec in Content(tensors).tensors}
+    assert [specs[tensor.name].words for tensor in tensors[:2]] == [digest_text(tensor_digest(tensor.data, 8)) for tensor in tensors[:2]]
+    assert specs["a"].words != specs["a"].digest and specs["b"].words == specs["b"].digest
+    assert specs["c"].words == ""
+
+
+def test_a_manifest_without_words_is_what_it_was_before_there_were_any():
+    content = Content([whole("a", "bfloat16", (3, 4), np.random.default_rng(0))])
+    manifest = manifest_of(content, 100)
+    older = msgspec.structs.replace(manifest, tensors=tuple(without_words(manifest.tensors)))
+    named = msgspec.msgpack.decode(encode(older))
+    assert "words" not in named["tensors"][0]
+    assert decode(encode(older), Manifest) == older
+    assert decode(encode(manifest), Manifest) == manifest
 
 
 def test_column_slices_are_joined():

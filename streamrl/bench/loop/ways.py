@@ -14,7 +14,6 @@ from streamrl.config.tree import (
     DataConfig,
     DebugConfig,
     EngineConfig,
-    LossConfig,
     ModelConfig,
     OptimizerConfig,
     ProducerConfig,
@@ -117,7 +116,6 @@ def quickstart(spec: LoopSpec, directory: Path, *, name: str, model: str = "") -
             backend="table" if table else "torch",
             optimizer=OptimizerConfig(learning_rate=6e-4, final_fraction=0.3, beta1=0.9, beta2=0.95, clip_norm=1.0),
         ),
-        loss=LossConfig(tis_cap=2.0),
     )
 
 

@@ -20,6 +20,7 @@ from streamrl.engines.experts import Routing, from_sglang
 from streamrl.engines.extras import EXPERTS, INEXACT, NUMBERS
 from streamrl.engines.protocol import Chunk, GenerateRequest
 from streamrl.engines.sglang.messages import version_of
+from streamrl.engines.sglang.prefixes import prefix_key
 from streamrl.engines.wire import MetaInfo, Result, spans_in
 from streamrl.errors import EngineError, SchemaError
 from streamrl.schemas.samples import LogprobMode, VersionSpan
@@ -81,7 +82,7 @@ def body_of(request: GenerateRequest, rid: str, index: int, style: Style, *, lim
     if truncates(sampling) and says_support(sampling, style):
         body["return_sampling_mask"] = True
     if style.isolate:
-        body["extra_key"] = str(serving)
+        body["extra_key"] = prefix_key(serving)
     if style.routing is not None:
         body["return_routed_experts"] = True
     return body

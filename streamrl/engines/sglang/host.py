@@ -101,9 +101,11 @@ class ServerHost:
         async with self._turn:
             self._staged = None
             layout = await self._prepared(manifest)
-            request = Stage(version=manifest.version, layout=layout, source=source, pace=self.pace, verify=self._verify)
+            books = self._books[layout]
+            words = books.by_words(manifest)
+            request = Stage(version=manifest.version, layout=layout, source=source, pace=self.pace, verify=self._verify, words=words)
             staged = await _all([client.stage(request) for client in self._clients])
-            digest = self._books[layout].check(manifest, [one.digests for one in staged]) if self._verify else manifest.digest
+            digest = books.check(manifest, [one.digests for one in staged], words=words) if self._verify else manifest.digest
             self._staged = manifest.version
         return Staging(digest, tuple(staged))
 

@@ -72,7 +72,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """How fast to stage."""
 
     max_gap_ms: float = 0.0
-    """At most this much copying beside one forward pass, which bounds what an update can add to a token's gap; 0: no bound."""
+    """At most so many milliseconds of the GPU's time beside one forward pass: what an update can add to a token's gap; 0: no bound."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", tag_field="op"):
@@ -95,6 +95,8 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, tag="stage", tag_field="o
     pace: Pace = Pace()
     verify: bool = True
     """Digest what was written."""
+    words: bool = False
+    """By words of 8 bytes instead of elements; only where all ranks are prepared for it."""
 
 
 class Commits(msgspec.Struct, frozen=True, tag="commits", tag_field="op"):
@@ -148,6 +150,8 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True, tag="prepared", tag_fi
     ignored: tuple[str, ...]
     """Tensors that the model does not take (an output head that is tied to the embeddings)."""
     took_s: float
+    words: bool = False
+    """All regions are whole words of 8 bytes, here and in their tensors: it can digest by words."""
 
 
 class Staged(msgspec.Struct, frozen=True, kw_only=True, tag="staged", tag_field="op"):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from streamrl.core.digest import MASK, slice_digest
-from streamrl.core.digest_torch import Axis, Walk, kernel_works, torch_sums
+from streamrl.core.digest_torch import Axis, Walk, as_word_tensor, kernel_works, torch_sums
 from streamrl.engines.sglang.plugin.layout import Layout, target_view
 from streamrl.engines.sglang.plugin.pace import Pacer
 from streamrl.engines.sglang.plugin.plan import Copy, cut
@@ -20,8 +20,10 @@ from streamrl.engines.sglang.plugin.side import Side
 if TYPE_CHECKING:
     from streamrl.core.digest_triton import Launch
 
-GROUP_BYTES = 256 << 20
-"""Digested by one launch."""
+GROUP = 128 << 20
+"""Elements, or words, digested by one launch: about 0.25 ms of an H200, which forward passes wait for."""
+TRIALS = 4
+"""Runs in a row that a launch's time is taken from."""
 ALL = 1 << 62
 """Beyond the end of every source."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -45,11 +47,27 @@ class Digests(Protocol):
 
 def make_digests(parameters: Sequence[Tensor], layout: Layout) -> Digests:
     """Of the regions of a layout, as they lie in a buffer."""
+    return _make(parameters, layout.copies, layout.end_byte)
+
+
+def make_word_digests(parameters: Sequence[Tensor], layout: Layout) -> Digests | None:
+    """The same by words of 8 bytes; None where a copy, or a parameter that it writes to, is not made of whole words."""
+    if layout.word_copies is None:
+        return None
+    words = list(parameters)
+    for index in {copy.parameter for copy in layout.word_copies}:
+        if (view := as_word_tensor(parameters[index])) is None:
+            return None
+        words[index] = view
+    return _make(words, layout.word_copies, partial(layout.end_byte, words=True))
+
+
+def _make(parameters: Sequence[Tensor], copies: Sequence[Copy], end_byte: Callable[[Copy], int]) -> Digests:
     if not parameters[0].is_cuda:
-        return HostDigests(parameters, layout.copies)
+        return HostDigests(parameters, copies)
     if not kernel_works(parameters[0].device):
-        return TorchDigests(parameters, layout.copies)
-    return DeviceDigests(parameters, layout)
+        return TorchDigests(parameters, copies)
+    return DeviceDigests(parameters, copies, end_byte)
 
 
 def sums(digests: Digests, side: Side, pacer: Pacer) -> tuple[int, ...]:
@@ -107,21 +125,22 @@ class TorchDigests:
 class DeviceDigests:
     """Reads the buffer with a kernel, in groups of a bounded size; tables, sums and the host's copy of them are made once."""
 
-    def __init__(self, parameters: Sequence[Tensor], layout: Layout) -> None:
+    def __init__(self, parameters: Sequence[Tensor], copies: Sequence[Copy], end_byte: Callable[[Copy], int]) -> None:
         # Not at the top: a CPU's environment has no Triton.
         from streamrl.core.digest_triton import launches
 
         device = parameters[0].device
-        self._launches: list[tuple[int, Tensor, Launch]] = []
-        """End in the source, the regions that the sums belong to, and the launch."""
+        self._launches: list[tuple[int, float, Tensor, Launch]] = []
+        """End in the source, seconds it takes, the regions that the sums belong to, and the launch."""
         end = 0
-        for group in _groups(parameters, layout.copies):
-            end = max(end, *(layout.end_byte(copy) for _, copy in group))
+        for group in _groups(copies):
+            end = max(end, *(end_byte(copy) for _, copy in group))
             for slots, launch in launches([_walk(parameters, copy) for _, copy in group]):
-                self._launches.append((end, torch.tensor([group[slot][0] for slot in slots], device=device), launch))
+                regions = torch.tensor([group[slot][0] for slot in slots], device=device)
+                self._launches.append((end, _seconds(launch), regions, launch))
         self._next = 0
-        self._totals = torch.zeros(len(layout.copies), dtype=torch.int64, device=device)
-        self._host = torch.zeros(len(layout.copies), dtype=torch.int64, pin_memory=True)
+        self._totals = torch.zeros(len(copies), dtype=torch.int64, device=device)
+        self._host = torch.zeros(len(copies), dtype=torch.int64, pin_memory=True)
 
     def begin(self) -> None:
         self._next = 0
@@ -129,13 +148,12 @@ class DeviceDigests:
 
     def advance(self, side: Side, before: int, pacer: Pacer) -> None:
         while self._next < len(self._launches) and self._launches[self._next][0] <= before:
-            started = time.perf_counter()
-            _, slots, launch = self._launches[self._next]
+            _, seconds, regions, launch = self._launches[self._next]
+            pacer.spend(seconds)
             with side.checking():
                 launch.run()
-                self._totals.index_add_(0, slots, launch.sums)
+                self._totals.index_add_(0, regions, launch.sums)
             self._next += 1
-            side.paced(started, pacer)
 
     def result(self, side: Side, pacer: Pacer) -> tuple[int, ...]:
         self.advance(side, ALL, pacer)
@@ -143,6 +161,18 @@ class DeviceDigests:
             self._host.copy_(self._totals, non_blocking=True)
         side.finish()
         return tuple(self._host.numpy().view(np.uint64).tolist())
+
+
+def _seconds(launch: Launch) -> float:
+    """How long a launch takes when nothing runs beside it. It is compiled here, so that no update waits for that."""
+    launch.run()
+    began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    began.record()
+    for _ in range(TRIALS):
+        launch.run()
+    ended.record()
+    ended.synchronize()
+    return began.elapsed_time(ended) / 1e3 / TRIALS
 
 
 def _walk(parameters: Sequence[Tensor], copy: Copy) -> Walk:
@@ -154,19 +184,18 @@ def _walk(parameters: Sequence[Tensor], copy: Copy) -> Walk:
     return Walk(bits, copy.start, axes)
 
 
-def _groups(parameters: Sequence[Tensor], copies: Sequence[Copy]) -> list[list[tuple[int, Copy]]]:
+def _groups(copies: Sequence[Copy]) -> list[list[tuple[int, Copy]]]:
     """Regions, cut where they are larger than a group, in groups; each with the index of its copy."""
     groups: list[list[tuple[int, Copy]]] = [[]]
     used = 0
     for index, copy in enumerate(copies):
-        item = parameters[copy.parameter].element_size()
         span = (copy.rows - 1) * copy.stride + copy.cols
-        step = max(1, GROUP_BYTES // item * max(1, copy.stride // copy.cols))
+        step = GROUP * max(1, copy.stride // copy.cols)
         for first in range(copy.start, copy.start + span, step):
             for part in cut(copy, first, min(first + step, copy.start + span)):
-                if used and used + part.count * item > GROUP_BYTES:
+                if used and used + part.count > GROUP:
                     groups.append([])
                     used = 0
                 groups[-1].append((index, part))
-                used += part.count * item
+                used += part.count
     return [group for group in groups if group]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from streamrl.engines.sglang.messages import COPY_KEY, EPOCH_KEY, NUMBER_KEY, Se
 from streamrl.engines.sglang.plugin.channel import Channel
 from streamrl.engines.sglang.plugin.rank import Placement, ServedRank
 from streamrl.engines.sglang.plugin.stamps import one_for_each_token, stamp
+from streamrl.engines.sglang.prefixes import renewed_key
 from streamrl.schemas.versions import Version
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ def register_hooks(text: str) -> None:
     HookRegistry.register(f"{_MODEL_RUNNER}.load_model", hooks.load_model, HookType.AROUND)
     HookRegistry.register(f"{_MODEL_RUNNER}.init_cuda_graphs", hooks.init_cuda_graphs, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}.__init__", hooks.scheduler_init, HookType.AROUND)
+    HookRegistry.register(f"{_SCHEDULER}._add_request_to_queue", hooks.add_request, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}.run_batch", hooks.run_batch, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}.set_internal_state", hooks.set_internal_state, HookType.AROUND)
 
@@ -72,6 +74,11 @@ class Hooks:
         Channel(self._rank.settings.dir, place.rank, self._rank.answer)
         logger.info("event=streamrl_plugin rank=%d dir=%s", place.rank, self._rank.settings.dir)
 
+    def add_request(self, original: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """New requests, and retracted ones. A request may have been sent before a commit that it arrives after."""
+        self._renew_keys([request])
+        return original(scheduler, request, *args, **kwargs)
+
     def run_batch(self, original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         swap, forwards = self._rank.swap, self._rank.forwards
         if swap is None:
@@ -91,7 +98,23 @@ class Hooks:
         from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
         version = Version(int(values.get(EPOCH_KEY, 0)), int(values[NUMBER_KEY]))
-        return SetInternalStateReqOutput(updated=self._rank.commit(version, _stream(scheduler), copy=bool(values.get(COPY_KEY, 0))))
+        done = self._rank.commit(version, _stream(scheduler), copy=bool(values.get(COPY_KEY, 0)))
+        if done:
+            self._renew_keys(scheduler.waiting_queue)
+            if scheduler.chunked_req is not None:
+                logger.info("event=streamrl_commit_within_prefill version=%s request=%s", version, scheduler.chunked_req.rid)
+        return SetInternalStateReqOutput(updated=done)
+
+    def _renew_keys(self, waiting: Sequence[Any]) -> None:
+        """Prompts not yet prefilled will be by the version served now, so they share no keys and values of older ones.
+
+        What already runs keeps its key: what it leaves in the cache was computed in part by the version that it began with.
+        """
+        swap = self._rank.swap
+        if swap is None or swap.serving is None:
+            return
+        for request in waiting:
+            request.extra_key = renewed_key(request.extra_key, swap.serving)
 
 
 def _stream(scheduler: Any) -> Any:

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from streamrl.core.digest import WORD_BYTES
 from streamrl.engines.sglang.messages import Region, TensorEntry
-from streamrl.engines.sglang.plugin.plan import WINDOW_BYTES, Copy, Window, windows
+from streamrl.engines.sglang.plugin.plan import WINDOW_BYTES, Copy, Window, in_words, windows
 from streamrl.engines.sglang.plugin.recorder import DTYPES, Recording
 from streamrl.errors import WeightSyncError
 
@@ -30,6 +31,9 @@ class Layout:
         self._offsets = [entry.offset for entry in entries]
         self.dtypes = [DTYPES[entry.dtype] for entry in entries]
         self._items = [dtype.itemsize for dtype in self.dtypes]
+        words = [in_words(copy, self._items[copy.tensor]) for copy in self.copies]
+        self.word_copies = None if self.why or None in words else tuple(copy for copy in words if copy is not None)
+        """The plan counted in words of 8 bytes, to digest by; None where it cuts words."""
 
     @property
     def recorded(self) -> bool:
@@ -42,9 +46,10 @@ class Layout:
             return tuple(copy.region() for copy in self.copies)
         return tuple(Region(index, 0, 1, n, n) for index, n in enumerate(math.prod(entry.shape) for entry in self.entries))
 
-    def end_byte(self, copy: Copy) -> int:
-        """After the last byte that a copy reads of the concatenation."""
-        return self._offsets[copy.tensor] + (copy.start + (copy.rows - 1) * copy.stride + copy.cols) * self._items[copy.tensor]
+    def end_byte(self, copy: Copy, *, words: bool = False) -> int:
+        """After the last byte that a copy (of elements, or of words) reads of the concatenation."""
+        item = WORD_BYTES if words else self._items[copy.tensor]
+        return self._offsets[copy.tensor] + (copy.start + (copy.rows - 1) * copy.stride + copy.cols) * item
 
     def cut(self, sources: Sequence[tuple[int, int]], window_bytes: int = WINDOW_BYTES) -> list[Window]:
         """The plan in windows.

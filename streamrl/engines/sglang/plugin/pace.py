@@ -1,4 +1,4 @@
-"""Pacing: how much may be copied beside one forward pass."""
+"""Pacing: how much of the GPU staging may take beside one forward pass."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ class Passes(Protocol):
 
 
 class Pacer:
-    """Bounds the copying that goes on beside one forward pass.
+    """Bounds the work that goes on beside one forward pass.
 
-    A copy can delay a forward pass by at most the time that both run times the share of the GPU that the copy takes, so with at most
-    `budget_ms` of that beside each pass no token's gap grows by more than that.
+    Work that takes the whole GPU for some time delays a forward pass beside it by at most that time; a copy by the copy engines takes a
+    part of the memory's bandwidth and delays it by as much less. So with at most `budget_ms` of that beside each pass no token's gap grows
+    by more. What a piece costs is known before it is asked for, and nobody waits for it to be done: a thread that wakes up to look how
+    long it took wants the interpreter's lock from the scheduler each time.
 
     Args:
-        budget_ms: milliseconds of copying, times its share, for each forward pass; 0: no bound.
+        budget_ms: of the GPU's time for each forward pass; 0: no bound.
         passes: forward passes.
     """
 
@@ -35,20 +37,25 @@ class Pacer:
         self._budget_s = budget_ms / 1e3
         self._passes = passes
         self._seen = passes.launched
-        self._used_s = 0.0
+        self._spent_s = 0.0
 
-    def used(self, seconds: float) -> None:
-        """Account for a copy that has just ended; sleeps until the next forward pass when this one's share is used up."""
+    def spend(self, seconds: float) -> None:
+        """Sleep until there is room beside a forward pass for a piece that takes the GPU for so long, and account for it.
+
+        A piece that is larger than the budget goes alone, and the passes that follow pay for it.
+        """
         if not self.bounded:
             return
-        now = self._passes.launched
-        if now != self._seen:
-            self._seen, self._used_s = now, 0.0
-        self._used_s += seconds
-        if self._used_s < self._budget_s:
-            return
-        self._passes.wait(self._seen, IDLE_S)
-        now = self._passes.launched
-        # What a long copy took beyond its share is paid by the passes that follow.
-        self._used_s = max(0.0, self._used_s - self._budget_s) if now != self._seen else 0.0
-        self._seen = now
+        self._renew()
+        while self._spent_s and self._spent_s + seconds > self._budget_s:
+            self._passes.wait(self._seen, IDLE_S)
+            if not self._renew():
+                self._spent_s = 0.0
+        self._spent_s += seconds
+
+    def _renew(self) -> bool:
+        """Take up the budgets of the passes launched since; False when there are none."""
+        passes = self._passes.launched - self._seen
+        self._seen += passes
+        self._spent_s = max(0.0, self._spent_s - passes * self._budget_s)
+        return passes > 0

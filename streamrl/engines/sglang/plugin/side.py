@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,10 +10,9 @@ import torch
 from torch import Tensor
 
 from streamrl.engines.sglang.plugin.memory import copy_all
-from streamrl.engines.sglang.plugin.pace import Pacer
 
-ENGINE_SHARE = 0.1
-"""Of an H200 that a copy by its copy engines takes: bytes from another GPU come at 360 GB/s, its memory writes 4,800."""
+DEVICE_BYTES_S, HOST_BYTES_S = 3.6e12, 1e10
+"""What copies have of an H200's memory (which can do 4.8e12), and of a host's."""
 
 
 class Side:
@@ -44,6 +42,8 @@ class Side:
         """A target and a source; with them in a window torch copies its tensors one by one, and those of consecutive bytes by the GPU's
         copy engines. Otherwise it copies all of them by a kernel, which reads another GPU's memory with the processors that forward
         passes need. Either way it is one call, and the interpreter's lock is given away for all of it."""
+        self.bytes_s = DEVICE_BYTES_S if self._cuda else HOST_BYTES_S
+        """Bytes read or written that take the memory from forward passes for a second."""
         self._pinned: list[Tensor] = []
         self._loaded: int | None = None
         self.scratch: list[Tensor] = []
@@ -99,35 +99,14 @@ class Side:
             self.scratch[slot][:count].copy_(self._pinned[slot][:count], non_blocking=True)
         self._loaded = slot
 
-    def copy(self, pairs: tuple[list[Tensor], list[Tensor]], pacer: Pacer, *, by_engine: bool) -> None:
-        """Copy one window; with a pace, wait for it and then for the next forward pass if this one's share is used up.
-
-        Args:
-            pairs: targets and sources.
-            pacer: keeps the pace.
-            by_engine: the pairs end with `unlike`.
-        """
-        targets, sources = pairs
-        started = time.perf_counter()
-        copy_all(targets, sources)
+    def copy(self, pairs: tuple[list[Tensor], list[Tensor]]) -> None:
+        """Ask for the copies of one window: targets and sources."""
+        copy_all(*pairs)
         slot = self._loaded
         if slot is not None and self._stream is not None:
             self._slot_free[slot].record(self._stream)
             self._slot_used[slot] = True
             self._loaded = None
-        self.paced(started, pacer, share=ENGINE_SHARE if by_engine else 1.0)
-
-    def paced(self, started: float, pacer: Pacer, *, share: float = 1.0) -> None:
-        """With a pace: wait for what was asked for since `started` (time.perf_counter()), and account for it.
-
-        Args:
-            started: when it was asked for.
-            pacer: keeps the pace.
-            share: of the GPU that it keeps from a forward pass beside it.
-        """
-        if pacer.bounded:
-            self.finish()
-            pacer.used((time.perf_counter() - started) * share)
 
     def finish(self) -> None:
         """Wait until all that was asked for is done."""

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from streamrl.engines.sglang.messages import Prepare, Prepared, Served, Stage, Staged, TensorEntry
-from streamrl.engines.sglang.plugin.digests import Digests, make_digests, sums
+from streamrl.engines.sglang.plugin.digests import Digests, make_digests, make_word_digests, sums
 from streamrl.engines.sglang.plugin.fallback import DerivedLoad
 from streamrl.engines.sglang.plugin.layout import ALIGNMENT, Layout, source_view, target_view
 from streamrl.engines.sglang.plugin.pace import Pacer, Passes
@@ -28,6 +28,8 @@ from streamrl.weights.protocol import CudaSource, FileSource
 
 Pairs = tuple[list[Tensor], list[Tensor]]
 """Targets and sources of one window."""
+Bound = tuple[int, int, Pairs]
+"""A window's first source byte, bytes that it reads and writes in the device's memory, and what to copy."""
 KEPT_BINDINGS = 16
 BREATH = 16
 """Views made in a row before the interpreter's lock is offered to others: about 0.1 ms."""
@@ -47,9 +49,10 @@ class Stager:
         self._passes = passes
         self._side = Side(swap.device, streams, host_only=swap.buffers.pinned)
         self._layouts: dict[str, Layout] = {}
-        self._bindings: dict[tuple[object, ...], list[tuple[int, Pairs]]] = {}
+        self._bindings: dict[tuple[object, ...], list[Bound]] = {}
         self._scratch_windows: dict[str, list[Window]] = {}
         self._digests: dict[tuple[str, int], Digests] = {}
+        self._word_digests: dict[tuple[str, int], Digests] = {}
         self._devices = DeviceImages(swap.device)
         self._derived: DerivedLoad | None = None
 
@@ -73,6 +76,7 @@ class Stager:
             regions=layout.regions(),
             ignored=layout.ignored,
             took_s=time.perf_counter() - started,
+            words=all((request.layout, index) in self._word_digests for index in (0, 1)),
         )
 
     def stage(self, request: Stage) -> Staged:
@@ -115,13 +119,13 @@ class Stager:
     def _replay(self, layout: Layout, idle: int, request: Stage) -> tuple[int, ...]:
         """Copy by the plan, and digest what has been copied while the rest follows."""
         pacer = Pacer(request.pace.max_gap_ms, self._passes)
-        by_engine = isinstance(request.source, CudaSource)
-        digests = self._digests[request.layout, idle]
+        digests = (self._word_digests if request.words else self._digests)[request.layout, idle]
         digests.begin()
-        for first_byte, pairs in self._windows(request.layout, layout, idle, request.source):
+        for first_byte, moved, pairs in self._windows(request.layout, layout, idle, request.source):
             if request.verify:
                 digests.advance(self._side, first_byte, pacer)
-            self._side.copy(pairs, pacer, by_engine=by_engine)
+            pacer.spend(moved / self._side.bytes_s)
+            self._side.copy(pairs)
         return digests.result(self._side, pacer) if request.verify else ()
 
     def _layout(self, key: str) -> Layout:
@@ -140,33 +144,34 @@ class Stager:
                 # The weights loaded first have this padding already, unless they were dummies.
                 for fill in layout.fills:
                     target_view(self._swap.buffers.sets[index], fill.place).fill_(fill.value)
-                self._digests[key, index] = digests = make_digests(self._swap.buffers.sets[index], layout)
-                # Compiles the kernel, so that no update waits for it.
-                sums(digests, self._side, Pacer(0.0, self._passes))
+                self._digests[key, index] = make_digests(self._swap.buffers.sets[index], layout)
+                if (words := make_word_digests(self._swap.buffers.sets[index], layout)) is not None:
+                    self._word_digests[key, index] = words
 
-    def _windows(self, key: str, layout: Layout, idle: int, source: FileSource | CudaSource) -> Iterator[tuple[int, Pairs]]:
-        """Windows to copy, one after the other: first source byte, targets and sources."""
+    def _windows(self, key: str, layout: Layout, idle: int, source: FileSource | CudaSource) -> Iterator[Bound]:
+        """Windows to copy, one after the other."""
         if isinstance(source, CudaSource):
             yield from self._bound_to_device(key, layout, idle, self._devices.spans(source))
             return
         image = HostImage(source, layout.nbytes)
         cut = self._scratch_windows[key]
-        for index, (window, pairs) in enumerate(zip(cut, self._bound_to_scratch(key, layout, idle), strict=True)):
+        for index, (window, bound) in enumerate(zip(cut, self._bound_to_scratch(key, layout, idle), strict=True)):
             self._side.load(index % 2, image.bytes[_base(window) : window.end_byte])
-            yield pairs
+            yield bound
 
-    def _bound_to_scratch(self, key: str, layout: Layout, idle: int) -> list[tuple[int, Pairs]]:
+    def _bound_to_scratch(self, key: str, layout: Layout, idle: int) -> list[Bound]:
         known = self._bindings.get((key, idle))
         if known is None:
             slots = self._side.scratch
+            # Written to the scratch, read there, and written to their parameters.
             known = [
-                (window.first_byte, self._pairs(layout, window, idle, slots[index % 2], _base(window)))
+                (window.first_byte, 3 * window.nbytes, self._pairs(layout, window, idle, slots[index % 2], _base(window)))
                 for index, window in enumerate(self._scratch_windows[key])
             ]
             self._bindings[key, idle] = known
         return known
 
-    def _bound_to_device(self, key: str, layout: Layout, idle: int, spans: Sequence[DeviceSpan]) -> list[tuple[int, Pairs]]:
+    def _bound_to_device(self, key: str, layout: Layout, idle: int, spans: Sequence[DeviceSpan]) -> list[Bound]:
         identity = (key, idle, *((span.first, span.end, span.data.data_ptr()) for span in spans))
         known = self._bindings.get(identity)
         if known is None:
@@ -175,7 +180,9 @@ class Stager:
             for window in cut:
                 span = spans[window.source]
                 targets, sources = self._pairs(layout, window, idle, span.data, span.first)
-                known.append((window.first_byte, ([*targets, *self._side.unlike[:1]], [*sources, *self._side.unlike[1:]])))
+                pairs = [*targets, *self._side.unlike[:1]], [*sources, *self._side.unlike[1:]]
+                # Another GPU's memory is read at no cost to this one's.
+                known.append((window.first_byte, window.nbytes * (2 if span.data.device == self._swap.device else 1), pairs))
             self._bindings[identity] = known
             if len(self._bindings) > KEPT_BINDINGS:
                 del self._bindings[next(iter(self._bindings))]

@@ -1,0 +1,26 @@
+"""The corrections that are compared; all take two optimizer steps a batch, as many tokens and the same rate."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Method(NamedTuple):
+    """A way to train on old tokens."""
+
+    title: str
+    settings: tuple[str, ...]
+    color: str
+
+
+METHODS = {
+    "none": Method("no correction", ("loss.correction.kind=none",), "#6c757d"),
+    "ppo": Method("PPO against the sampler", ("loss.proximal=sampler", "loss.correction.kind=none"), "#edae49"),
+    "tis": Method("TIS, current ratio", ("loss.correction.kind=truncate", "loss.correction.ratio=current"), "#1f6f8b"),
+    "decoupled": Method("decoupled PPO", ("loss.correction.kind=truncate",), "#d1495b"),
+    "cispo": Method(
+        "CISPO",
+        ("loss.policy=cispo", "loss.proximal=sampler", "loss.correction.kind=none", "loss.clip_low=1.0", "loss.clip_high=4.0"),
+        "#66a182",
+    ),
+}

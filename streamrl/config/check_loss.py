@@ -1,0 +1,308 @@
+"""What the section `loss` may not say: values out of range, and parts that contradict each other or count something twice."""
+
+from __future__ import annotations
+
+import difflib
+import math
+
+from streamrl.config.check_correction import check_correction
+from streamrl.config.loss import CriticConfig, policy_name
+from streamrl.config.tree import Config, refuse, require
+
+GROUP = ("grpo", "rloo", "maxrl", "gspo", "cispo", "reinforce_plus_plus_baseline")
+"""Advantages that compare the rollouts of a task with each other."""
+DIVIDED = ("grpo", "gspo", "cispo")
+"""Those that divide by the group's standard deviation."""
+TOKEN_REWARDS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
+"""Advantages of rewards that tokens have one by one, so that a KL can be taken off."""
+WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+ADVANTAGES = (*GROUP, "reinforce_plus_plus", "ppo")
+POLICIES = ("ppo", "gspo", "cispo", "sapo", "aipo", "dppo")
+OWN_POLICY = ("gspo", "cispo")
+"""Advantages whose name is that of a policy loss."""
+
+_AT_LEAST = {
+    "clip_low": 0,
+    "clip_high": 0,
+    "gamma": 0,
+    "gae_lambda": 0,
+    "dual_clip": 0,
+    "dppo_kl": 0,
+    "opsm_delta": 0,
+    "constant_length": 0,
+    "correction.low": 0,
+    "correction.veto": 0,
+    "correction.mask_staleness": 0,
+    "kl.reward_coef": 0,
+    "kl.loss_coef": 0,
+    "critic.learning_rate": 0,
+    "critic.clip": 0,
+    "critic.only_steps": 0,
+    "distillation.coef": 0,
+}
+_ABOVE_0 = (
+    "sapo_tau_positive",
+    "sapo_tau_negative",
+    "aipo_cap",
+    "dppo_bound",
+    "correction.high",
+    "correction.staleness_decay",
+    "critic.vtrace_rho",
+    "critic.vtrace_c",
+)
+_AT_MOST_1 = ("gamma", "gae_lambda", "correction.veto", "correction.staleness_decay")
+
+
+def is_function(name: str) -> bool:
+    """Whether a name is that of user code: `file.py:name`, `pkg.mod:name` or `pkg.mod.name`."""
+    return "." in name or ":" in name
+
+
+def check_loss(config: Config) -> None:
+    """Raise ConfigError for the first rule of `loss` that does not hold; looks at no file."""
+    _check_values(config)
+    _check_name("loss.advantage", config.loss.advantage, ADVANTAGES)
+    if config.loss.policy:
+        _check_name("loss.policy", config.loss.policy, POLICIES)
+    _check_advantages(config)
+    _check_policy(config)
+    check_correction(config)
+    _check_kl(config)
+    _check_critic(config)
+    _check_models(config)
+    if config.trainer.backend == "table":
+        _check_table(config)
+
+
+def _check_values(config: Config) -> None:
+    for name, low in _AT_LEAST.items():
+        value = _number(config, name)
+        require(value >= low, f"loss.{name}", f"at least {low}", value)
+    for name in _ABOVE_0:
+        value = _number(config, name)
+        require(value > 0, f"loss.{name}", "above 0", value)
+    for name in _AT_MOST_1:
+        value = _number(config, name)
+        require(value <= 1, f"loss.{name}", "at most 1", value)
+
+
+def _number(config: Config, name: str) -> float:
+    found: object = config.loss
+    for part in name.split("."):
+        found = getattr(found, part)
+    assert isinstance(found, int | float)
+    require(math.isfinite(found), f"loss.{name}", "finite", found)
+    return found
+
+
+def _check_name(key: str, name: str, known: tuple[str, ...]) -> None:
+    near = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1, cutoff=0.6)
+    refuse(
+        name not in known and not is_function(name),
+        f"{key} must be {', '.join(known)} or a function, got {name!r}",
+        hint=f"did you mean {near[0]}?" if near else "write a function as file.py:name, pkg.mod:name or pkg.mod.name",
+        key=key,
+    )
+
+
+def _check_advantages(config: Config) -> None:
+    loss, name, size = config.loss, config.loss.advantage, config.tasks.num_rollouts
+    built_in = not is_function(name)
+    refuse(
+        name in GROUP and size == 1 and (loss.normalize_rewards or name in ("rloo", "maxrl")),
+        f"loss.advantage = {name} compares the rollouts of a task, but tasks.num_rollouts is 1: every advantage would be 0",
+        hint="use several rollouts a task, or reinforce_plus_plus or ppo",
+        key="tasks.num_rollouts",
+    )
+    refuse(
+        built_in and not loss.normalize_std and name not in DIVIDED,
+        f"loss.normalize_std = false is for {', '.join(DIVIDED)}, got loss.advantage = {name}, which divides by no group's deviation",
+        hint="leave loss.normalize_std out",
+        key="loss.normalize_std",
+    )
+    refuse(
+        built_in and not loss.normalize_rewards and name not in (*DIVIDED, "reinforce_plus_plus_baseline"),
+        f"loss.normalize_rewards = false is for {', '.join(DIVIDED)} and reinforce_plus_plus_baseline, got loss.advantage = {name}",
+        hint="leave loss.normalize_rewards out",
+        key="loss.normalize_rewards",
+    )
+    refuse(
+        name in WHITENED and loss.whiten == "off",
+        f"loss.whiten = off with loss.advantage = {name}: whitening is what scales its advantages (arXiv 2501.03262)",
+        hint="leave loss.whiten out, or use grpo",
+        key="loss.whiten",
+    )
+    refuse(
+        built_in and loss.gamma != 1 and name not in ("ppo", "reinforce_plus_plus"),
+        f"loss.gamma is for ppo and reinforce_plus_plus, got {loss.gamma} with loss.advantage = {name}, which knows no later tokens",
+        hint="leave loss.gamma out",
+        key="loss.gamma",
+    )
+    refuse(
+        built_in and loss.gae_lambda != 1 and name != "ppo",
+        f"loss.gae_lambda is for loss.advantage = ppo, got {loss.gae_lambda} with {name}",
+        hint="leave loss.gae_lambda out",
+        key="loss.gae_lambda",
+    )
+
+
+def _check_policy(config: Config) -> None:
+    loss, policy = config.loss, policy_name(config.loss)
+    refuse(
+        loss.advantage in OWN_POLICY and policy != loss.advantage,
+        f"loss.advantage = {loss.advantage} is grpo with the policy loss {loss.advantage}, but loss.policy is {policy}",
+        hint=f"set loss.advantage = 'grpo' for {policy} on the same advantages",
+        key="loss.policy",
+    )
+    refuse(
+        bool(loss.slime_loss) and bool(loss.policy),
+        f"loss.slime_loss takes the place of the policy loss, but loss.policy is {loss.policy}",
+        hint="keep one of the two",
+        key="loss.slime_loss",
+    )
+    refuse(
+        bool(loss.slime_loss) and not is_function(loss.slime_loss),
+        f"loss.slime_loss must be a function, got {loss.slime_loss!r}",
+        hint="write it as file.py:name, pkg.mod:name or pkg.mod.name",
+        key="loss.slime_loss",
+    )
+    refuse(
+        0 < loss.dual_clip <= 1,
+        f"loss.dual_clip must be 0 (off) or above 1, got {loss.dual_clip}: at 1 or below it would bound tokens that have not moved",
+        hint="arXiv 1912.09729 uses 3",
+        key="loss.dual_clip",
+    )
+    refuse(
+        loss.dual_clip > 0 and policy != "ppo",
+        f"loss.dual_clip is for the policy loss ppo, got {policy}",
+        hint="leave loss.dual_clip out",
+        key="loss.dual_clip",
+    )
+    refuse(
+        loss.clip_low > 1,
+        f"loss.clip_low must be at most 1, got {loss.clip_low}: a ratio is never below 0",
+        hint="1.0 leaves the lower side open",
+        key="loss.clip_low",
+    )
+    refuse(
+        (loss.reduction == "constant_length") != (loss.constant_length > 0),
+        f"loss.reduction = constant_length and loss.constant_length go together, got {loss.reduction} and {loss.constant_length}",
+        hint="for example sampling.max_new_tokens",
+        key="loss.constant_length",
+    )
+    refuse(
+        loss.opsm_delta > 0 and (is_function(policy) or bool(loss.slime_loss)),
+        "loss.opsm_delta belongs to the built-in policy losses, but the policy loss is a function",
+        hint="use streamrl.core.opsm.opsm_keep in it, and leave loss.opsm_delta out",
+        key="loss.opsm_delta",
+    )
+    frozen = config.trainer.minibatches == 1 and loss.proximal == "recomputed"
+    refuse(
+        loss.opsm_delta > 0 and (frozen or loss.correction.ratio == "current"),
+        "loss.opsm_delta masks samples that are less likely than under pi_proximal, but here pi_proximal is always the current policy",
+        hint="set loss.proximal = 'sampler', or trainer.minibatches of 2 and loss.correction.ratio = 'proximal'",
+        key="loss.opsm_delta",
+    )
+
+
+def _check_kl(config: Config) -> None:
+    kl, name = config.loss.kl, config.loss.advantage
+    refuse(
+        kl.reward_coef > 0 and kl.loss_coef > 0,
+        f"loss.kl.reward_coef = {kl.reward_coef} and loss.kl.loss_coef = {kl.loss_coef} would count the same distance twice",
+        hint="keep one of them",
+        key="loss.kl.reward_coef",
+    )
+    refuse(
+        kl.reward_coef > 0 and name not in TOKEN_REWARDS,
+        f"loss.kl.reward_coef takes the KL off each token's reward, but loss.advantage = {name} knows rewards of whole rollouts only",
+        hint=f"use loss.kl.loss_coef, or {', '.join(TOKEN_REWARDS)}",
+        key="loss.kl.reward_coef",
+    )
+    refuse(
+        kl.unbiased and kl.loss_coef == 0,
+        "loss.kl.unbiased corrects the KL in the loss, but loss.kl.loss_coef is 0",
+        hint="set loss.kl.loss_coef, or leave loss.kl.unbiased out",
+        key="loss.kl.unbiased",
+    )
+    refuse(
+        (kl.reward_coef > 0 or kl.loss_coef > 0) and not kl.reference and config.warmup.max_steps > 0,
+        "loss.kl holds the policy near the initial one, but the warm-up (warmup.max_steps) leaves that behind on purpose",
+        hint="name a directory in loss.kl.reference, for example the policy that an earlier run exported after its warm-up",
+        key="loss.kl.reference",
+    )
+    refuse(
+        bool(kl.reference) and kl.reward_coef == 0 and kl.loss_coef == 0,
+        "loss.kl.reference names a model, but neither loss.kl.reward_coef nor loss.kl.loss_coef uses it",
+        hint="set one of the two coefficients, or leave it out",
+        key="loss.kl.reference",
+    )
+    refuse(
+        kl.loss_coef > 0 and kl.estimator == "k1" and not kl.unbiased and not config.loss.slime_loss,
+        "loss.kl.estimator = k1 in the loss has the gradient of log pi alone, whatever the reference is, and on fresh tokens 0 on average",
+        hint="set loss.kl.estimator = 'k2' or 'k3', or loss.kl.unbiased = true",
+        key="loss.kl.estimator",
+    )
+
+
+def _check_critic(config: Config) -> None:
+    loss, critic = config.loss, config.loss.critic
+    refuse(
+        loss.advantage != "ppo" and critic != CriticConfig(),
+        f"loss.critic is for loss.advantage = ppo, got {loss.advantage}",
+        hint="leave the section out, or set loss.advantage = 'ppo'",
+        key="loss.critic",
+    )
+    refuse(
+        critic.only_steps >= config.run.steps,
+        f"loss.critic.only_steps must be below run.steps = {config.run.steps}, got {critic.only_steps}: the policy would never be trained",
+        hint="lower it",
+        key="loss.critic.only_steps",
+    )
+    refuse(
+        critic.targets == "gae" and (critic.vtrace_rho, critic.vtrace_c) != (1.0, 1.0),
+        "loss.critic.vtrace_rho and vtrace_c are for loss.critic.targets = vtrace, got gae",
+        hint="set loss.critic.targets = 'vtrace', or leave them out",
+        key="loss.critic.targets",
+    )
+
+
+def _check_models(config: Config) -> None:
+    distillation = config.loss.distillation
+    refuse(
+        (distillation.coef > 0) != bool(distillation.teacher),
+        f"loss.distillation.coef and teacher go together, got {distillation.coef} and {distillation.teacher!r}",
+        hint="give both or neither",
+        key="loss.distillation",
+    )
+
+
+def _check_table(config: Config) -> None:
+    """What the backend without torch has no arithmetic for."""
+    loss, c = config.loss, config.loss.correction
+    policy = policy_name(loss)
+    missing = {
+        "loss.advantage": loss.advantage == "ppo",
+        "loss.policy": policy not in ("ppo", "cispo"),
+        "loss.slime_loss": bool(loss.slime_loss),
+        "loss.dual_clip": loss.dual_clip > 0,
+        "loss.opsm_delta": loss.opsm_delta > 0,
+        "loss.entropy_coef": loss.entropy_coef != 0,
+        "loss.proximal": loss.proximal == "log_linear",
+        "loss.correction.level": c.level != "token" and c.kind != "none",
+        "loss.correction.normalize": c.normalize,
+        "loss.correction.reject": c.reject != "none",
+        "loss.correction.veto": c.veto > 0,
+        "loss.correction.mask_staleness": c.mask_staleness > 0,
+        "loss.correction.staleness_decay": c.staleness_decay != 1,
+        "loss.kl.loss_coef": loss.kl.loss_coef > 0,
+        "loss.kl.reward_coef": loss.kl.reward_coef > 0,
+        "loss.distillation.coef": loss.distillation.coef > 0,
+    }
+    for key, used in missing.items():
+        refuse(
+            used,
+            f"trainer.backend = table cannot do what {key} asks for: it has one policy, ppo's and cispo's losses, and weights of tokens",
+            hint=f"leave {key} out, or set trainer.backend = 'torch'",
+            key=key,
+        )

@@ -1,0 +1,144 @@
+"""The section `loss` and its parts: advantages, policy loss, off-policy correction, KL, critic, distillation."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Reduction = Literal["rollout_mean", "token_mean", "sequence_mean", "constant_length"]
+KLEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of these sections."""
+
+
+class CorrectionConfig(Part, frozen=True, kw_only=True):
+    """Off-policy correction: weights from rho = pi_proximal / mu, where mu is the policy that sampled the token."""
+
+    kind: Literal["none", "truncate", "clip", "mask"] = "truncate"
+    """`truncate`: w = min(rho, high). `clip`: w = clamp(rho, low, high). `mask`: w = rho where low <= rho <= high, else 0 (IcePop, MIS)."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """What rho is: of each token, the product over a sample's trained tokens, or their geometric mean."""
+    low: float = 0.0
+    """Lower bound of `clip` and `mask`."""
+    high: float = 2.0
+    """Upper bound."""
+    ratio: Literal["proximal", "current"] = "proximal"
+    """`proximal`: computed once a batch and kept for all its optimizer steps. `current`: pi_theta / mu, anew at every step, and then the
+    policy loss's own ratio is taken against pi_theta too."""
+    normalize: bool = False
+    """Divide the weights by their mean over the batch."""
+    reject: Literal["none", "ratio", "k1", "k2", "k3"] = "none"
+    """Rejection beside the weights: by the ratio, or by an estimate of the divergence of pi_proximal from mu."""
+    reject_level: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = "token"
+    """What is compared with the bounds: each token, or the sum, mean or maximum over a sample's trained tokens; then samples go whole."""
+    reject_low: float = 0.0
+    """Kept where at least this (`ratio` and `k1`; the others are never negative). k1 has either sign and needs one below 0."""
+    reject_high: float = 0.0
+    """Kept where at most this; must be set where `reject` is."""
+    veto: float = 0.0
+    """A sample with a token whose ratio is below this is rejected whole, for example 1e-4; 0: off."""
+    mask_staleness: int = 0
+    """Tokens older than this many versions are masked; 0: off."""
+    staleness_decay: float = 1.0
+    """Weights are multiplied by this to the power of the token's age in versions."""
+
+
+class KLConfig(Part, frozen=True, kw_only=True):
+    """Distance from a reference policy: in the reward or in the loss, not in both."""
+
+    estimator: KLEstimator = "k1"
+    """With r = log pi - log pi_reference: k1 = r, k2 = r^2 / 2, k3 = exp(-r) - 1 + r; low_var_kl is k3 within +-10. In the loss, k1 is of
+    use only where `unbiased`: its own gradient does not see the reference."""
+    reward_coef: float = 0.0
+    """Each token's reward is reduced by this times its KL (reinforce_plus_plus, reinforce_plus_plus_baseline, ppo)."""
+    loss_coef: float = 0.0
+    """This times the KL is added to the loss."""
+    unbiased: bool = False
+    """Multiply the loss's KL by pi / pi_proximal, which makes its gradient that of the KL (arXiv 2512.02556)."""
+    reference: str = ""
+    """Model directory of the reference; empty: the initial policy."""
+
+
+class CriticConfig(Part, frozen=True, kw_only=True):
+    """The value function of `loss.advantage = "ppo"`: a model of its own with one output."""
+
+    path: str = ""
+    """Model directory whose body it begins with; empty: the initial policy's."""
+    learning_rate: float = 1e-5
+    """Constant."""
+    clip: float = 0.2
+    """How far a value may move from that before the batch until its loss no longer falls (arXiv 1707.06347); 0: off."""
+    only_steps: int = 0
+    """Batches at the beginning that train the critic alone."""
+    targets: Literal["gae", "vtrace"] = "gae"
+    """Returns that it learns: of GAE, or V-trace's, corrected for the age of the tokens (arXiv 1802.01561)."""
+    vtrace_rho: float = 1.0
+    vtrace_c: float = 1.0
+
+
+class DistillationConfig(Part, frozen=True, kw_only=True):
+    """On-policy distillation: A_t -= coef (log pi_proximal - log pi_teacher)."""
+
+    coef: float = 0.0
+    teacher: str = ""
+    """Model directory of the teacher, with the policy's tokenizer."""
+
+
+class LossConfig(Part, frozen=True, kw_only=True):
+    """What is minimised. docs/algorithms.md says when to use which."""
+
+    advantage: str = "grpo"
+    """`grpo`, `rloo`, `maxrl`, `gspo`, `cispo` (both grpo's advantages, with their own policy loss), `reinforce_plus_plus`,
+    `reinforce_plus_plus_baseline`, `ppo` (GAE with a critic), or a function as `file.py:name`, `pkg.mod:name` or `pkg.mod.name`."""
+    policy: str = ""
+    """`ppo`, `gspo`, `cispo`, `sapo`, `aipo`, `dppo`, or a function; empty: what belongs to the advantages (`ppo` for most)."""
+    slime_loss: str = ""
+    """A loss with slime's signature, (args, batch, logits, sum_of_sample_mean) -> (loss, metrics), in place of all of this."""
+    normalize_rewards: bool = True
+    """Take the group's mean from the rewards (grpo, gspo, cispo, reinforce_plus_plus_baseline)."""
+    normalize_std: bool = True
+    """Divide by the group's standard deviation (grpo, gspo, cispo); off is Dr.GRPO (arXiv 2503.20783)."""
+    whiten: Literal["auto", "on", "off"] = "auto"
+    """Subtract the mean of all trained tokens' advantages and divide by their deviation; `auto`: where the estimator's paper does."""
+    gamma: float = 1.0
+    """Discount a token (ppo, reinforce_plus_plus)."""
+    gae_lambda: float = 1.0
+    """Lambda of GAE (arXiv 1506.02438)."""
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    """The policy's ratio is clipped to [1 - clip_low, 1 + clip_high] (ppo, gspo; cispo's usual bounds are 1.0 and 4.0)."""
+    dual_clip: float = 0.0
+    """ppo: a bound c > 1 on the loss of tokens with negative advantage, -c A (arXiv 1912.09729); 0: off."""
+    sapo_tau_positive: float = 1.0
+    sapo_tau_negative: float = 1.05
+    """sapo: temperatures of the gate for positive and negative advantages (arXiv 2511.20347)."""
+    aipo_cap: float = 4.0
+    """aipo: upper bound of pi / mu (arXiv 2505.24034)."""
+    dppo_bound: float = 0.2
+    """dppo: a token is left out once pi - mu has gone this far where its advantage pushes it."""
+    dppo_kl: float = 1e-3
+    """dppo: times (log pi - log mu)^2."""
+    opsm_delta: float = 0.0
+    """Mask samples of negative advantage whose mean log(pi_proximal / pi) exceeds this (arXiv 2512.02556), for example 1e-4; 0: off."""
+    proximal: Literal["recomputed", "log_linear", "sampler"] = "recomputed"
+    """pi_proximal, the policy at the batch's first step: computed again by the trainer, interpolated between the sampler's and the current
+    log-prob by the token's age (spares a forward pass), or the sampler's log-probs themselves (then there is nothing left to correct)."""
+    entropy_coef: float = 0.0
+    """This times the entropy is subtracted from the loss."""
+    reduction: Reduction = "rollout_mean"
+    """Mean over each rollout's tokens then over rollouts; mean over all tokens; mean over each sample's tokens then over samples; or a
+    rollout's sum over its tokens / constant_length, then the mean over rollouts (Dr.GRPO)."""
+    constant_length: int = 0
+    """Tokens, for `reduction = "constant_length"`."""
+    correction: CorrectionConfig = CorrectionConfig()
+    kl: KLConfig = KLConfig()
+    critic: CriticConfig = CriticConfig()
+    distillation: DistillationConfig = DistillationConfig()
+
+
+def policy_name(loss: LossConfig) -> str:
+    """The policy loss that `loss.policy` names, or where it is empty the one that belongs to the advantages."""
+    return loss.policy or (loss.advantage if loss.advantage in ("gspo", "cispo") else "ppo")

@@ -1,0 +1,113 @@
+"""Who votes in a group, and means over rollouts. In float64 and without torch.
+
+Letters: `T` tokens of a batch, `N` samples, `R` rollouts, `G` groups (tasks). A group is named by its task id, so groups may have any
+size and order. A rollout has one vote however many samples it gave: they share its reward, and its advantage.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.errors import TrainingError
+
+
+class Votes(msgspec.Struct, frozen=True, kw_only=True):
+    """The rewards of a batch, one per rollout, and the statistics of their groups."""
+
+    rewards: npt.NDArray[np.float64]
+    """[R]"""
+    group: npt.NDArray[np.int64]
+    """[R] index of the rollout's group, in ascending order of task ids."""
+    rollout_of_sample: npt.NDArray[np.int64]
+    """[N] index of the sample's rollout."""
+    size: npt.NDArray[np.float64]
+    """[G] rollouts of the group, at least 1."""
+    mean: npt.NDArray[np.float64]
+    """[G]"""
+    std: npt.NDArray[np.float64]
+    """[G] unbiased (n - 1); 0 where the group is flat."""
+    flat: npt.NDArray[np.bool_]
+    """[G] whether all rewards of the group are equal, as they are in a group of one."""
+
+    @property
+    def centred(self) -> npt.NDArray[np.float64]:
+        """[R] rewards minus the mean of their group; exactly 0 in flat groups, also where their mean is rounded."""
+        return np.where(self.flat[self.group], 0.0, self.rewards - self.mean[self.group])
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`rollout/raw_reward` (mean over rollouts), `rollout/raw_reward_std` (mean over groups), `rollout/zero_spread` (flat groups)."""
+        return {
+            "rollout/raw_reward": float(self.rewards.mean()),
+            "rollout/raw_reward_std": float(self.std.mean()),
+            "rollout/zero_spread": float(self.flat.mean()),
+        }
+
+
+def rollout_of_sample(tasks: npt.NDArray[np.int64], rollouts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """[N] number of each sample's rollout, 0 to R - 1, in ascending order of (task, rollout)."""
+    _, found = np.unique(np.stack([tasks, rollouts], axis=1), axis=0, return_inverse=True)
+    return found.reshape(-1).astype(np.int64)
+
+
+def count_votes(rewards: npt.NDArray[np.float64], tasks: npt.NDArray[np.int64], rollouts: npt.NDArray[np.int64]) -> Votes:
+    """One vote per rollout, and the statistics of their groups.
+
+    Args:
+        rewards: [N], one reward per sample; equal within a rollout.
+        tasks: [N], group id.
+        rollouts: [N], rollout within its group.
+
+    Raises:
+        TrainingError: a reward is missing or not finite, or the samples of one rollout differ in reward.
+    """
+    if not np.isfinite(rewards).all():
+        bad = int(np.flatnonzero(~np.isfinite(rewards))[0])
+        raise TrainingError(
+            f"expected a finite reward for every sample, got {rewards[bad]} for task {tasks[bad]}, rollout {rollouts[bad]}",
+            hint="a sample without a reward belongs in the drops, not in a batch",
+        )
+    owner_N = rollout_of_sample(tasks, rollouts)
+    _, first_R = np.unique(owner_N, return_index=True)
+    votes_R = rewards[first_R].astype(np.float64)
+    if not np.array_equal(votes_R[owner_N], rewards):
+        bad = int(np.flatnonzero(votes_R[owner_N] != rewards)[0])
+        raise TrainingError(f"expected one reward for all samples of task {tasks[bad]}, rollout {rollouts[bad]}, got several")
+    _, group_R = np.unique(tasks[first_R], return_inverse=True)
+    group_R = group_R.reshape(-1).astype(np.int64)
+    size = np.bincount(group_R).astype(np.float64)
+    mean = np.bincount(group_R, votes_R) / size
+    low, high = np.full(len(size), np.inf), np.full(len(size), -np.inf)
+    np.minimum.at(low, group_R, votes_R)
+    np.maximum.at(high, group_R, votes_R)
+    flat = low == high
+    variance = np.bincount(group_R, (votes_R - mean[group_R]) ** 2) / np.maximum(size - 1, 1)
+    return Votes(
+        rewards=votes_R,
+        group=group_R,
+        rollout_of_sample=owner_N,
+        size=size,
+        mean=mean,
+        std=np.where(flat, 0.0, np.sqrt(variance)),
+        flat=flat,
+    )
+
+
+def rollout_mean(values: npt.NDArray[np.float64], mask: npt.NDArray[np.bool_], rollout_of_token: npt.NDArray[np.int64]) -> float:
+    """The rule for metrics of a batch's tokens: the mean over each rollout's tokens under the mask, then over those rollouts.
+
+    Rollouts without a token under the mask do not count; where there is none at all the mean is 0.
+
+    Args:
+        values: [T], read under the mask only.
+        mask: [T]
+        rollout_of_token: [T], from 0.
+    """
+    owner_M = rollout_of_token[mask]
+    if not len(owner_M):
+        return 0.0
+    count_R = np.bincount(owner_M)
+    present = count_R > 0
+    return float((np.bincount(owner_M, values[mask])[present] / count_R[present]).mean())

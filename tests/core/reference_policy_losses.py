@@ -1,0 +1,142 @@
+"""A second implementation of the losses, written from the papers' equations: one token after the other, in float64.
+
+Objectives are written as the papers maximise them and negated at the end. Where a paper states a gradient, the surrogate here is
+its coefficient as a plain float times what is differentiated. It shares no line and no helper with `streamrl.core`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Token:
+    logp: Tensor
+    """A leaf of one element."""
+    old: float
+    mu: float
+    ref: float
+    advantage: float
+    trained: bool
+
+
+Sequence = list[Token]
+PerToken = list[list[Tensor | None]]
+"""None where a token is not trained."""
+
+
+def _each(sequences: list[Sequence], objective: Callable[[Token], Tensor]) -> PerToken:
+    return [[-objective(token) if token.trained else None for token in sequence] for sequence in sequences]
+
+
+def _ppo_objective(ratio: Tensor, advantage: float, low: float, high: float) -> Tensor:
+    """min(r A, clip(r, 1 - low, 1 + high) A) by cases: outside its side of the interval the objective is flat."""
+    value = ratio.item()
+    if advantage > 0 and value > 1 + high:
+        return ratio * 0.0 + (1 + high) * advantage
+    if advantage < 0 and value < 1 - low:
+        return ratio * 0.0 + (1 - low) * advantage
+    return ratio * advantage
+
+
+def ppo(sequences: list[Sequence], low: float, high: float, dual: float) -> PerToken:
+    def objective(token: Token) -> Tensor:
+        inner = _ppo_objective(torch.exp(token.logp - token.old), token.advantage, low, high)
+        if dual and token.advantage < 0 and inner.item() < dual * token.advantage:
+            return inner * 0.0 + dual * token.advantage
+        return inner
+
+    return _each(sequences, objective)
+
+
+def gspo(sequences: list[Sequence], low: float, high: float) -> PerToken:
+    losses: PerToken = []
+    for sequence in sequences:
+        trained = [token for token in sequence if token.trained]
+        if not trained:
+            losses.append([None] * len(sequence))
+            continue
+        likelihood: Tensor | float = 1.0
+        for token in trained:
+            likelihood = likelihood * torch.exp(token.logp - token.old)
+        assert isinstance(likelihood, Tensor)
+        ratio = likelihood ** (1.0 / len(trained))
+        losses.append([-_ppo_objective(ratio, token.advantage, low, high) if token.trained else None for token in sequence])
+    return losses
+
+
+def cispo(sequences: list[Sequence], low: float, high: float) -> PerToken:
+    def objective(token: Token) -> Tensor:
+        ratio = math.exp(token.logp.item() - token.old)
+        return min(max(ratio, 1 - low), 1 + high) * token.advantage * token.logp
+
+    return _each(sequences, objective)
+
+
+def sapo(sequences: list[Sequence], tau_positive: float, tau_negative: float) -> PerToken:
+    def objective(token: Token) -> Tensor:
+        tau = tau_positive if token.advantage > 0 else tau_negative
+        ratio = torch.exp(token.logp - token.old)
+        return 4.0 / tau / (1.0 + torch.exp(-tau * (ratio - 1.0))) * token.advantage
+
+    return _each(sequences, objective)
+
+
+def aipo(sequences: list[Sequence], cap: float) -> PerToken:
+    def objective(token: Token) -> Tensor:
+        return min(math.exp(token.logp.item()) / math.exp(token.mu), cap) * token.advantage * token.logp
+
+    return _each(sequences, objective)
+
+
+def dppo(sequences: list[Sequence], bound: float, kl: float) -> PerToken:
+    def objective(token: Token) -> Tensor:
+        shift = math.exp(token.logp.item()) - math.exp(token.mu)
+        difference = token.logp - token.mu
+        penalty = kl * difference * difference
+        pushed_up_far = token.advantage > 0 and shift > bound
+        pushed_down_far = token.advantage < 0 and shift < -bound
+        if pushed_up_far or pushed_down_far:
+            return -penalty
+        return torch.exp(difference) * token.advantage - penalty
+
+    return _each(sequences, objective)
+
+
+def opsm(sequences: list[Sequence], delta: float) -> list[list[bool]]:
+    """M of DeepSeek-V3.2's equation: whether each token is kept; untrained ones are."""
+    kept: list[list[bool]] = []
+    for sequence in sequences:
+        gaps = [token.old - token.logp.item() for token in sequence if token.trained]
+        drifted = bool(gaps) and sum(gaps) / len(gaps) > delta
+        kept.append([not (drifted and token.trained and token.advantage < 0) for token in sequence])
+    return kept
+
+
+def value(new: Tensor, old: float, target: float, clip: float) -> Tensor:
+    """The greater of two squared errors, by cases."""
+    plain = (new - target) ** 2
+    if clip == 0 or abs(new.item() - old) <= clip:
+        return plain
+    edge = old + clip if new.item() > old else old - clip
+    return new * 0.0 + (edge - target) ** 2 if (edge - target) ** 2 > plain.item() else plain
+
+
+def kl(sequences: list[Sequence], estimator: str, unbiased: bool) -> PerToken:
+    def one(token: Token) -> Tensor:
+        quotient = torch.exp(token.ref - token.logp)
+        estimate = {
+            "k1": -torch.log(quotient),
+            "k2": 0.5 * torch.log(quotient) ** 2,
+            "k3": quotient - torch.log(quotient) - 1.0,
+        }["k3" if estimator == "low_var_kl" else estimator]
+        if estimator == "low_var_kl" and estimate.item() > 10.0:
+            estimate = estimate * 0.0 + 10.0
+        return -estimate * torch.exp(token.logp - token.old) if unbiased else -estimate
+
+    return _each(sequences, one)

@@ -1,0 +1,65 @@
+"""The presets, with a tiny model in the place of the real one: accepted as they are, and trained from for three batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from streamrl.config.load import load
+from streamrl.config.tree import ModelConfig
+from streamrl.core.batches import TrainBatch
+from streamrl.data.model import write_qwen3
+from streamrl.schemas.versions import Version
+from streamrl.telemetry.names import METRICS
+from streamrl.trainers.factory import make_trainer
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PRESETS = sorted((EXAMPLES / "presets").glob("*.toml"))
+ROWS = f"data.train={EXAMPLES}/quickstart/train.jsonl"
+
+
+def batch(step: int) -> TrainBatch:
+    """Four groups of two answers, of which one is right."""
+    rng = np.random.default_rng(step)
+    samples, prompt, answer = 8, 3, 4
+    length = prompt + answer
+    mask = np.tile(np.arange(length) >= prompt, samples)
+    return TrainBatch(
+        kind="rl",
+        version=Version(0, step),
+        stage_step=step,
+        tokens=rng.integers(3, 13, samples * length).astype(np.int32),
+        offsets=np.arange(samples + 1, dtype=np.int64) * length,
+        loss_mask=mask,
+        sampler_logprobs=np.where(mask, -2.5, 0.0).astype(np.float32),
+        staleness=np.where(mask, step, 0).astype(np.int32),
+        temperature=np.ones(samples, np.float32),
+        top_p=np.ones(samples, np.float32),
+        top_k=np.full(samples, -1, np.int32),
+        rewards=np.arange(samples, dtype=np.float64) % 2,
+        tasks=np.arange(samples) // 2,
+        rollouts=np.arange(samples) % 2,
+    )
+
+
+def test_there_are_presets() -> None:
+    assert [path.stem for path in PRESETS] == ["grpo", "ppo"]
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_a_preset_is_accepted_and_trains(preset: Path, tmp_path: Path) -> None:
+    write_qwen3(tmp_path, ModelConfig(hidden=16, layers=1, heads=2, kv_heads=1, intermediate=24), seed=0)
+    critic = ("loss.critic.only_steps=2",) if preset.stem == "ppo" else ()
+    config = load(preset, [ROWS, f"model.path={tmp_path}", "trainer.device=cpu", "trainer.optimizer.warmup_steps=0", *critic])
+    assert config.run.name == config.loss.advantage == preset.stem
+    trainer = make_trainer(config, tmp_path)
+    digests: list[str] = []
+    for step in range(3):
+        result = trainer.step(batch(step))
+        assert result.finite
+        assert set(result.metrics) <= set(METRICS)
+        digests.append(result.digest)
+    assert (digests[0] == digests[1]) == (preset.stem == "ppo"), "the critic alone is trained first"
+    assert digests[1] != digests[2]

@@ -1,0 +1,237 @@
+"""Every estimator with every policy loss and every kind of correction: a real model is moved towards what was rewarded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from streamrl.config.check_loss import check_loss
+from streamrl.config.loss import CorrectionConfig, KLConfig, LossConfig
+from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
+from streamrl.core.batches import TrainBatch
+from streamrl.errors import ConfigError, TrainingError
+from streamrl.schemas.versions import Version
+from streamrl.telemetry.names import METRICS
+from streamrl.trainers.factory import make_trainer
+from streamrl.trainers.protocol import Role, Trainer
+
+VOCAB, EOS, GROUP = 16, 1, 4
+ADVANTAGES = ("grpo", "rloo", "maxrl", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
+POLICIES = ("ppo", "gspo", "cispo", "sapo", "aipo", "dppo")
+KINDS = ("none", "truncate", "clip", "mask")
+LEVELS: Any = ("token", "sequence", "geometric")
+
+
+@pytest.fixture(scope="module")
+def tiny(make_model: Callable[..., Path]) -> Path:
+    return make_model(num_hidden_layers=1, hidden_size=16, intermediate_size=32, head_dim=8)
+
+
+def combinations() -> list[Any]:
+    """All that the configuration's check lets through, with the levels taken in turn."""
+    found: list[Any] = []
+    for number, (advantage, policy, kind) in enumerate(product(ADVANTAGES, POLICIES, KINDS)):
+        low, high = {"clip": (0.2, 5.0), "mask": (0.2, 5.0)}.get(kind, (0.0, 2.0))
+        correction = CorrectionConfig(kind=kind, level=LEVELS[number % 3], low=low, high=high)  # type: ignore[arg-type]
+        loss = LossConfig(advantage=advantage, policy=policy, correction=correction)
+        try:
+            check_loss(Config(loss=loss))
+        except ConfigError:
+            continue
+        found.append(pytest.param(loss, id=f"{advantage}-{policy}-{kind}-{correction.level}"))
+    return found
+
+
+def make(directory: Path, loss: LossConfig, **changes: Any) -> Trainer:
+    trainer = TrainerConfig(optimizer=OptimizerConfig(learning_rate=3e-3, final_fraction=1.0), **changes)
+    return make_trainer(Config(trainer=trainer, loss=loss), directory)
+
+
+def make_batch(stage_step: int = 0, groups: int = 4, **changes: Any) -> TrainBatch:
+    """For each prompt four answers of different lengths, of which the first is rewarded."""
+    rng = np.random.default_rng(7)
+    rows = [[2, 3 + g, *rng.integers(3, VOCAB, 2 + (g + k) % 3), EOS] for g in range(groups) for k in range(GROUP)]
+    lengths = np.array([len(row) for row in rows])
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    mask = np.ones(offsets[-1], np.bool_)
+    mask[offsets[:-1]] = mask[offsets[:-1] + 1] = False
+    n = len(rows)
+    fields: dict[str, Any] = {
+        "tokens": np.concatenate(rows).astype(np.int32),
+        "offsets": offsets,
+        "loss_mask": mask,
+        "sampler_logprobs": np.where(mask, -2.7 + 0.3 * rng.standard_normal(offsets[-1]), 0.0).astype(np.float32),
+        "staleness": np.where(mask, rng.integers(0, 3, offsets[-1]), 0).astype(np.int32),
+        "temperature": np.ones(n, np.float32),
+        "top_p": np.ones(n, np.float32),
+        "top_k": np.full(n, -1, np.int32),
+        "rewards": np.array([float(k == 0) for _ in range(groups) for k in range(GROUP)]),
+        "tasks": np.arange(n) // GROUP,
+        "rollouts": np.arange(n) % GROUP,
+    }
+    return TrainBatch(kind="rl", version=Version(0, stage_step), stage_step=stage_step, **(fields | changes))
+
+
+def lead(trainer: Trainer, batch: TrainBatch) -> float:
+    """How much more probable the rewarded answers are than the others: sum over samples of (R - mean) log pi(answer)."""
+    logprobs = np.add.reduceat(np.where(batch.loss_mask, trainer.score(batch, Role.POLICY), 0.0), batch.offsets[:-1])
+    return float((batch.rewards - batch.rewards.mean()) @ logprobs)
+
+
+@pytest.mark.parametrize("loss", combinations())
+def test_three_batches_raise_what_was_rewarded(tiny: Path, loss: LossConfig) -> None:
+    trainer = make(tiny, loss, minibatches=2)
+    batch = make_batch()
+    before = lead(trainer, batch)
+    results = [trainer.step(make_batch(step)) for step in range(3)]
+    assert all(result.finite for result in results)
+    assert all(np.isfinite(value) for result in results for value in result.metrics.values())
+    assert lead(trainer, batch) > before + 0.1
+    assert set().union(*(result.metrics for result in results)) <= set(METRICS)
+
+
+PIPELINES = {
+    "sequences": LossConfig(
+        advantage="reinforce_plus_plus",
+        policy="gspo",
+        kl=KLConfig(reward_coef=0.05),
+        correction=CorrectionConfig(kind="truncate", level="sequence", reject="k3", reject_level="sequence_max", reject_high=0.3),
+    ),
+    "geometric": LossConfig(
+        kl=KLConfig(loss_coef=0.1, estimator="k3", unbiased=True),
+        opsm_delta=1e-3,
+        entropy_coef=0.01,
+        reduction="sequence_mean",
+        correction=CorrectionConfig(kind="mask", level="geometric", low=0.7, high=1.3, normalize=True, veto=0.05, staleness_decay=0.9),
+    ),
+    "critic": LossConfig(
+        advantage="ppo",
+        gae_lambda=0.9,
+        whiten="on",
+        reduction="token_mean",
+        correction=CorrectionConfig(kind="clip", low=0.5, high=1.5, level="sequence", ratio="current", mask_staleness=1),
+    ),
+    "linear": LossConfig(advantage="rloo", policy="sapo", proximal="log_linear", reduction="constant_length", constant_length=7),
+}
+
+
+@pytest.mark.parametrize("loss", PIPELINES.values(), ids=PIPELINES)
+def test_micro_batches_change_nothing_but_rounding(tiny: Path, loss: LossConfig, tmp_path: Path) -> None:
+    check_loss(Config(loss=loss, trainer=TrainerConfig(minibatches=2)))
+    whole, cut = make(tiny, loss, minibatches=2), make(tiny, loss, minibatches=2, micro_tokens=9)
+    for step in range(2):
+        one, two = whole.step(make_batch(step)).metrics, cut.step(make_batch(step)).metrics
+        # What rounding leaves of the first batch, Adam makes more of in the second.
+        assert one == pytest.approx(two, rel=(2e-4, 2e-3)[step], abs=(2e-6, 2e-5)[step]), step
+    assert np.abs(whole.score(make_batch(), Role.POLICY) - cut.score(make_batch(), Role.POLICY)).max() < 1e-4
+
+
+def test_a_normalised_correction_has_weights_of_mean_one(tiny: Path) -> None:
+    batch = make_batch()
+    plain = make(tiny, LossConfig()).step(batch).metrics
+    metrics = make(tiny, LossConfig(correction=CorrectionConfig(normalize=True))).step(batch).metrics
+    assert plain["train/mis_is_ratio_mean_final"] != pytest.approx(1.0, abs=0.05)
+    assert metrics["train/mis_is_ratio_mean_final"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["train/mis_batch_norm_factor"] == pytest.approx(1 / plain["train/mis_is_ratio_mean_final"], rel=1e-5)
+
+
+def test_the_current_ratio_moves_with_the_policy_and_leaves_none_to_clip(tiny: Path) -> None:
+    batch = make_batch()
+    frozen = make(tiny, LossConfig(), minibatches=4).step(batch).metrics
+    current = make(tiny, LossConfig(correction=CorrectionConfig(ratio="current")), minibatches=4).step(batch).metrics
+    assert frozen["train/ois"] != 1.0
+    assert frozen["train/ppo_kl"] != 0.0
+    assert current["train/ois"] == 1.0
+    assert current["train/ppo_kl"] == 0.0
+    assert current["train/tis"] != pytest.approx(frozen["train/tis"], abs=1e-4)
+
+
+def test_against_the_sampler_there_is_nothing_to_correct(tiny: Path) -> None:
+    loss = LossConfig(proximal="sampler", correction=CorrectionConfig(kind="none"))
+    metrics = make(tiny, loss).step(make_batch()).metrics
+    assert metrics["train/ois"] != pytest.approx(1.0, abs=1e-3)
+    assert metrics["train/ppo_kl"] != pytest.approx(0.0, abs=1e-3)
+    assert metrics["train/tis"] == pytest.approx(1.0, abs=1e-12)
+    assert metrics["train/mis_is_ratio_max_final"] == 1.0
+
+
+@pytest.mark.parametrize(("proximal", "calls"), [("recomputed", 1), ("log_linear", 0), ("sampler", 0)])
+def test_only_a_recomputed_proximal_policy_costs_a_pass(tiny: Path, monkeypatch: pytest.MonkeyPatch, proximal: Any, calls: int) -> None:
+    kind: Any = "none" if proximal == "sampler" else "truncate"
+    trainer = make(tiny, LossConfig(proximal=proximal, correction=CorrectionConfig(kind=kind)), minibatches=2)
+    from streamrl.trainers.scores import Scorer
+
+    scored: list[int] = []
+    score = Scorer.score
+    monkeypatch.setattr(Scorer, "score", lambda self, *given, **named: (scored.append(1), score(self, *given, **named))[1])
+    metrics = trainer.step(make_batch()).metrics
+    assert len(scored) == calls
+    assert np.isfinite(metrics["train/tis"])
+
+
+def test_rejected_tokens_keep_their_place_in_the_denominator(tiny: Path) -> None:
+    batch = make_batch()
+    old = batch.staleness > 1
+    masked = make(tiny, LossConfig(correction=CorrectionConfig(kind="none", mask_staleness=1))).step(batch).metrics
+    assert masked["train/rejected_fraction"] == pytest.approx(masked["train/stale_masked_fraction"])
+    assert 0 < masked["train/stale_masked_fraction"] < 1
+    assert masked["train/ess_weights"] == pytest.approx(1 - old[batch.loss_mask].mean())
+    everything = make(tiny, LossConfig(correction=CorrectionConfig(kind="none"))).step(batch).metrics
+    assert masked["train/entropy_loss"] == everything["train/entropy_loss"]
+
+
+def test_the_entropy_bonus_raises_the_entropy(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "nothing.py").write_text("def advantages(batch, arrays):\n    return batch.loss_mask * 0.0\n")
+    found: dict[float, list[float]] = {}
+    for coef in (0.0, 1.0, -1.0):
+        trainer = make(tiny, LossConfig(advantage=f"{tmp_path}/nothing.py:advantages", entropy_coef=coef))
+        found[coef] = [trainer.step(make_batch(step)).metrics["train/entropy_loss"] for step in range(4)]
+    assert found[0.0][-1] == found[0.0][0]
+    assert found[1.0][-1] > found[1.0][0] + 1e-3
+    assert found[-1.0][-1] < found[-1.0][0] - 1e-3
+
+
+MINE = """
+import numpy as np
+
+def advantages(batch, arrays):
+    assert arrays.logprobs is not None
+    return np.repeat(batch.rewards - batch.rewards.mean(), batch.lengths)
+
+def policy(tokens, loss):
+    assert tokens.sequences.mask.all()
+    ratio = (tokens.logprobs - tokens.proximal).exp()
+    return -ratio * tokens.advantages, {"train/mine": ratio.detach()}
+
+def short(tokens, loss):
+    return tokens.logprobs.sum(), {}
+
+number = 3
+"""
+
+
+def test_functions_of_the_user(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    named = {name: f"{tmp_path}/mine.py:{name}" for name in ("advantages", "policy", "short", "number", "advantage")}
+    trainer = make(tiny, LossConfig(advantage=named["advantages"], policy=named["policy"]), minibatches=2)
+    before = lead(trainer, make_batch())
+    assert trainer.step(make_batch()).metrics["train/mine"] == pytest.approx(1.0, abs=0.1)
+    assert lead(trainer, make_batch()) > before
+    with pytest.raises(TrainingError, match="short to return a loss and metrics of shape"):
+        make(tiny, LossConfig(policy=named["short"])).step(make_batch())
+    with pytest.raises(ConfigError, match="must name a function, got a int"):
+        make(tiny, LossConfig(policy=named["number"]))
+    with pytest.raises(ConfigError, match="there is none"):
+        make(tiny, LossConfig(policy=named["advantage"]))
+
+
+def test_maxrl_has_no_meaning_for_negative_rewards(tiny: Path) -> None:
+    batch = make_batch()
+    with pytest.raises(TrainingError, match="maxrl"):
+        make(tiny, LossConfig(advantage="maxrl")).step(msgspec.structs.replace(batch, rewards=batch.rewards - 1))

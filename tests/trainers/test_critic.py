@@ -1,0 +1,129 @@
+"""The critic: learned returns, its own steps at the beginning, checkpoints, and what a replay sees of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from streamrl.config.loss import CorrectionConfig, CriticConfig, LossConfig
+from streamrl.config.tree import Config, ModelConfig, OptimizerConfig, TrainerConfig
+from streamrl.core.batches import TrainBatch
+from streamrl.errors import ConfigError, TrainingError
+from streamrl.schemas.versions import Version
+from streamrl.trainers.factory import make_trainer
+from streamrl.trainers.protocol import Role, Trainer
+
+Rollouts = Callable[..., TrainBatch]
+
+
+def make(directory: Path, *, dtype: Any = "float32", critic: CriticConfig | None = None, **trainer: Any) -> Trainer:
+    critic = critic or CriticConfig(learning_rate=1e-3)
+    loss = LossConfig(advantage="ppo", critic=critic, correction=CorrectionConfig(level="sequence"))
+    options = {"optimizer": OptimizerConfig(learning_rate=1e-3), **trainer}
+    return make_trainer(Config(model=ModelConfig(dtype=dtype), trainer=TrainerConfig(**options), loss=loss), directory)
+
+
+def test_it_begins_at_zero_and_learns_the_returns(model_dir: Path, rollouts: Rollouts) -> None:
+    trainer = make(model_dir, critic=CriticConfig(learning_rate=3e-3, clip=0.0))
+    batch = rollouts()
+    assert (trainer.score(batch, Role.VALUE) == 0).all()
+    losses = [trainer.step(rollouts()).metrics["train/value_loss"] for _ in range(25)]
+    # Rewards of 0 and 1, a third of them 1; with gamma = lambda = 1 every token's return is its rollout's reward.
+    assert losses[0] == pytest.approx(np.mean(batch.rewards), abs=1e-6)
+    # What cannot be known at an answer's first token, which all rollouts of a prompt share, stays: 2/9 there.
+    assert losses[-1] < 0.1
+    returns = np.repeat(batch.rewards, batch.lengths)
+    assert np.abs(trainer.score(batch, Role.VALUE) - returns)[batch.loss_mask].mean() < 0.25
+
+
+def test_values_that_are_known_leave_no_advantage(model_dir: Path, rollouts: Rollouts) -> None:
+    trainer = make(model_dir, critic=CriticConfig(learning_rate=3e-3, clip=0.0))
+    first = trainer.step(rollouts()).metrics
+    for _ in range(25):
+        last = trainer.step(rollouts()).metrics
+    assert abs(last["rollout/advantages"]) < 0.2 * abs(first["rollout/advantages"])
+
+
+@pytest.mark.parametrize("targets", ["gae", "vtrace"])
+def test_its_first_batches_are_its_own(model_dir: Path, rollouts: Rollouts, targets: Any) -> None:
+    trainer = make(model_dir, critic=CriticConfig(only_steps=2, targets=targets), minibatches=2)
+    untouched = make_trainer(Config(), model_dir)
+    results = [trainer.step(rollouts(step)) for step in range(4)]
+    assert results[0].digest == results[1].digest
+    assert len({result.digest for result in results}) == 3
+    assert [result.metrics["train/lr"] > 0 for result in results] == [False, False, True, True]
+    assert [result.metrics["train/grad_norm"] > 0 for result in results] == [False, False, True, True]
+    assert all(result.metrics["train/value_grad_norm"] > 0 for result in results)
+    assert len({result.metrics["train/value_norm"] for result in results}) == 4
+    assert results[0].digest == untouched.digest()  # type: ignore[attr-defined]
+
+
+def test_demonstrations_leave_it_alone(model_dir: Path, rollouts: Rollouts, demonstrations: Rollouts) -> None:
+    trainer = make(model_dir)
+    trainer.step(rollouts())
+    before = trainer.score(rollouts(), Role.VALUE)
+    metrics = trainer.step(demonstrations()).metrics
+    assert not any(name.startswith("train/value") for name in metrics)
+    assert np.array_equal(trainer.score(rollouts(), Role.VALUE), before)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_restored_critic_goes_on_with_the_same_bits(
+    make_model: Callable[..., Path], rollouts: Rollouts, tmp_path: Path, dtype: Any
+) -> None:
+    directory = make_model(dtype)
+    trainer = make(directory, dtype=dtype, minibatches=2)
+    for step in range(2):
+        trainer.step(rollouts(step))
+    trainer.save(tmp_path / "at", b"", version=Version(0, 2)).result()
+    want = [trainer.step(rollouts(step)) for step in range(2, 5)]
+    other = make(directory, dtype=dtype, minibatches=2)
+    other.step(rollouts(9))
+    other.load(tmp_path / "at")
+    assert [other.step(rollouts(step)) for step in range(2, 5)] == want
+    assert want[0].metrics["train/value_norm"] != want[1].metrics["train/value_norm"]
+    assert {shard.name for shard in trainer.shards()} == {shard.name for shard in make_trainer(Config(), directory).shards()}
+
+
+def test_spoiled_and_missing_critics_are_refused(model_dir: Path, make_model: Callable[..., Path], tmp_path: Path) -> None:
+    trainer = make(model_dir)
+    trainer.save(tmp_path / "at", b"", version=Version()).result()
+    critic = tmp_path / "at" / "critic.safetensors"
+    tensors = load_file(critic)
+    save_file({name: value + (name == "value_head.bias") for name, value in tensors.items()}, critic)
+    with pytest.raises(TrainingError, match="expected a critic with digest"):
+        trainer.load(tmp_path / "at")
+    critic.unlink()
+    with pytest.raises(TrainingError, match="no complete checkpoint"):
+        trainer.load(tmp_path / "at")
+    make_trainer(Config(), model_dir).save(tmp_path / "without", b"", version=Version()).result()
+    with pytest.raises(TrainingError, match="expected a critic in the checkpoint"):
+        trainer.load(tmp_path / "without")
+    wider = CriticConfig(path=str(make_model(intermediate_size=48)))
+    make(model_dir, critic=wider).save(tmp_path / "wider", b"", version=Version()).result()
+    with pytest.raises(TrainingError, match="a critic of another model"):
+        trainer.load(tmp_path / "wider")
+    assert make_trainer(Config(), model_dir).load(tmp_path / "wider") == b""
+
+
+def test_its_body_may_be_another_models(model_dir: Path, make_model: Callable[..., Path], rollouts: Rollouts, tmp_path: Path) -> None:
+    wide = make_model(hidden_size=48, tie_word_embeddings=False)
+    trainer = make(model_dir, critic=CriticConfig(path=str(wide), learning_rate=1e-3))
+    assert trainer.step(rollouts()).finite
+    assert trainer.score(rollouts(), Role.VALUE).any()
+    with pytest.raises(ConfigError, match=r"expected loss\.critic\.path to name a model directory, got no such directory"):
+        make(model_dir, critic=CriticConfig(path=str(tmp_path / "gone")))
+    with pytest.raises(ConfigError, match=r"loss\.critic\.path = .*no causal language model"):
+        make(model_dir, critic=CriticConfig(path=str(tmp_path)))
+
+
+def test_a_gradient_of_the_critic_that_is_not_finite_changes_nothing_of_it(model_dir: Path, rollouts: Rollouts) -> None:
+    trainer = make(model_dir, critic=CriticConfig(clip=0.0))
+    result = trainer.step(rollouts(reward=1e30))
+    assert not result.finite
+    assert (trainer.score(rollouts(), Role.VALUE) == 0).all()

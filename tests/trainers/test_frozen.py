@@ -1,0 +1,122 @@
+"""Models that are looked at: the reference of a KL, in loss and reward, and the teacher of a distillation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamrl.config.loss import CorrectionConfig, DistillationConfig, KLConfig, LossConfig
+from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
+from streamrl.core.batches import TrainBatch
+from streamrl.errors import ConfigError, TrainingError
+from streamrl.trainers.factory import make_trainer
+from streamrl.trainers.protocol import Role, Trainer
+
+Rollouts = Callable[..., TrainBatch]
+MakeModel = Callable[..., Path]
+
+
+def make(directory: Path, loss: LossConfig, **trainer: Any) -> Trainer:
+    options = {"optimizer": OptimizerConfig(learning_rate=3e-3, final_fraction=1.0), **trainer}
+    return make_trainer(Config(trainer=TrainerConfig(**options), loss=loss), directory)
+
+
+@pytest.fixture(scope="module")
+def other_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model with other weights."""
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM.from_pretrained(model_dir)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    path = tmp_path_factory.mktemp("other")
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "low_var_kl"])
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_a_kl_in_the_loss_begins_at_zero_and_holds_the_policy(model_dir: Path, rollouts: Rollouts, estimator: Any, unbiased: bool) -> None:
+    kl = KLConfig(loss_coef=3.0, estimator=estimator, unbiased=unbiased)
+    trainer = make(model_dir, LossConfig(kl=kl))
+    batch = rollouts()
+    reference = trainer.score(batch, Role.REFERENCE)
+    assert np.array_equal(reference, trainer.score(batch, Role.POLICY))
+    first = trainer.step(batch).metrics
+    for _ in range(6):
+        last = trainer.step(batch).metrics
+    assert first["train/kl_loss"] == pytest.approx(0.0, abs=1e-6)
+    assert abs(last["train/kl_loss"]) > 1e-5
+    assert np.array_equal(trainer.score(batch, Role.REFERENCE), reference), "it is frozen"
+    assert last["rollout/ref_log_probs"] == pytest.approx(first["rollout/ref_log_probs"], abs=1e-6)
+    if estimator != "k1" or unbiased:  # k1's gradient is that of the log-prob: no hold at all without the ratio
+        free = make(model_dir, LossConfig())
+        for _ in range(7):
+            free.step(batch)
+        held, loose = (np.abs(t.score(batch, Role.POLICY) - reference)[batch.loss_mask].mean() for t in (trainer, free))
+        assert held < loose
+
+
+def test_a_kl_in_the_reward_is_measured_on_the_proximal_policy(model_dir: Path, other_dir: Path, rollouts: Rollouts) -> None:
+    kl = KLConfig(reward_coef=0.1, reference=str(other_dir))
+    trainer = make(model_dir, LossConfig(advantage="reinforce_plus_plus", kl=kl))
+    batch = rollouts()
+    policy, reference = trainer.score(batch, Role.POLICY), trainer.score(batch, Role.REFERENCE)
+    per_rollout = [
+        (policy - reference)[a:b][batch.loss_mask[a:b]].mean() for a, b in zip(batch.offsets[:-1], batch.offsets[1:], strict=True)
+    ]
+    assert trainer.step(batch).metrics["rollout/kl"] == pytest.approx(np.mean(per_rollout), abs=1e-5)
+
+
+def test_distillation_draws_the_policy_to_its_teacher(model_dir: Path, other_dir: Path, rollouts: Rollouts, tmp_path: Path) -> None:
+    (tmp_path / "nothing.py").write_text("def advantages(batch, arrays):\n    return batch.loss_mask * 0.0\n")
+    teach = DistillationConfig(coef=1.0, teacher=str(other_dir))
+    loss = LossConfig(advantage=f"{tmp_path}/nothing.py:advantages", distillation=teach, correction=CorrectionConfig(kind="none"))
+    trainer = make(model_dir, loss)
+    batch = rollouts()
+    teacher = trainer.score(batch, Role.TEACHER)
+
+    def distance() -> float:
+        return float(np.abs(trainer.score(batch, Role.POLICY) - teacher)[batch.loss_mask].mean())
+
+    before = distance()
+    found = [trainer.step(batch).metrics["train/opd_reverse_kl"] for _ in range(10)]
+    assert abs(found[-1]) < abs(found[0])
+    assert distance() < 0.8 * before
+
+
+def test_one_directory_is_loaded_once(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from streamrl.trainers import causal_lm
+
+    loaded: list[Path] = []
+    load = causal_lm._load
+    monkeypatch.setattr(causal_lm, "_load", lambda path, *given: (loaded.append(path), load(path, *given))[1])
+    teach = DistillationConfig(coef=0.1, teacher=str(model_dir))
+    make(model_dir, LossConfig(kl=KLConfig(loss_coef=0.1), distillation=teach))
+    assert len(loaded) == 2, "the policy, and the two that are frozen"
+    make(model_dir, LossConfig())
+    assert len(loaded) == 3
+
+
+def test_directories_that_hold_no_such_model_are_refused(
+    model_dir: Path, make_model: MakeModel, tmp_path: Path, rollouts: Rollouts
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"expected loss\.kl\.reference to name a model directory, got no such directory: .*gone"
+    ) as caught:
+        make(model_dir, LossConfig(kl=KLConfig(loss_coef=0.1, reference=str(tmp_path / "gone"))))
+    assert "name its new place: loss.kl.reference" in caught.value.hint
+    with pytest.raises(ConfigError, match=r"loss\.distillation\.teacher = .*no causal language model"):
+        make(model_dir, LossConfig(distillation=DistillationConfig(coef=0.1, teacher=str(tmp_path))))
+    larger = str(make_model(vocab_size=24))
+    with pytest.raises(ConfigError, match=r"loss\.distillation\.teacher = .* has 24 tokens, the policy 16"):
+        make(model_dir, LossConfig(distillation=DistillationConfig(coef=0.1, teacher=larger)))
+    with pytest.raises(TrainingError, match="expected role policy, proximal, reference, got value"):
+        make(model_dir, LossConfig(kl=KLConfig(loss_coef=0.1))).score(rollouts(), Role.VALUE)

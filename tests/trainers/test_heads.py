@@ -1,0 +1,58 @@
+"""Heads that scale and cap their logits: against the model's own forward, through the fused head and through a head of another class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from streamrl.core.batches import TrainBatch
+from streamrl.core.packing import plan_micro_batches
+from streamrl.trainers.causal_lm import CausalLM
+
+
+class OtherLinear(torch.nn.Linear):
+    """What an adapter or a quantised layer looks like from outside: it may do more than its weight says."""
+
+
+def save(kind: str, directory: Path) -> None:
+    import transformers
+
+    shape: dict[str, Any] = {"vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    shape |= {"num_key_value_heads": 2, "initializer_range": 0.3}  # wide enough that a cap and a scale show
+    if kind == "gemma3":
+        config: Any = transformers.Gemma3TextConfig(**shape, head_dim=16, final_logit_softcapping=2.0)
+        transformers.Gemma3ForCausalLM(config).save_pretrained(directory)
+    elif kind == "cohere":
+        transformers.CohereForCausalLM(transformers.CohereConfig(**shape, logit_scale=0.5)).save_pretrained(directory)
+    else:
+        transformers.GraniteForCausalLM(transformers.GraniteConfig(**shape, logits_scaling=4.0)).save_pretrained(directory)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "cohere", "granite"])
+@pytest.mark.parametrize("head", [torch.nn.Linear, OtherLinear])
+def test_log_probs_entropies_and_gradients_are_the_models_own(
+    kind: str, head: type[torch.nn.Linear], tmp_path: Path, rollouts: Callable[..., TrainBatch]
+) -> None:
+    save(kind, tmp_path)
+    policy = CausalLM(tmp_path, torch.float32, torch.device("cpu"))
+    policy.module.get_output_embeddings().__class__ = head
+    batch = rollouts(0, temperature=0.7)
+    loss = torch.zeros(())
+    for micro in plan_micro_batches(batch, batch.loss_mask, np.arange(batch.num_samples), budget=64, several_per_row=False):
+        logprobs, entropy = policy.predict(micro, batch, entropy_gradient=True)
+        loss = loss + logprobs.sum() + 0.5 * entropy.sum()
+    expected = torch.zeros(())
+    for first, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
+        tokens = torch.from_numpy(batch.tokens[first:end].astype("int64"))
+        logp = (policy.module(input_ids=tokens[None], use_cache=False).logits[0, :-1] / 0.7).log_softmax(-1)
+        trained = torch.from_numpy(batch.loss_mask[first + 1 : end])
+        expected = expected + logp.gather(-1, tokens[1:, None])[trained].sum() - 0.5 * (logp.exp() * logp)[trained].sum()
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    names, leaves = zip(*policy.parameters(), strict=True)
+    for name, mine, reference in zip(names, torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves), strict=True):
+        assert torch.allclose(mine, reference, rtol=1e-3, atol=1e-4 * float(reference.abs().max())), name
