@@ -116,10 +116,10 @@ def calls(node: ast.Call) -> Iterator[ast.AST]:
         if given.arg in ("min", "max"):
             yield changed(node, keywords=[*node.keywords[:i], changed(given, arg=NAMES[given.arg]), *node.keywords[i + 1 :]])
     for i, (one, two) in enumerate(zip(node.args, node.args[1:], strict=False)):
-        if isinstance(one, ast.Name | ast.Attribute) and isinstance(two, ast.Name | ast.Attribute):
+        if isinstance(one, ast.Name | ast.Attribute) and isinstance(two, ast.Name | ast.Attribute) and ast.dump(one) != ast.dump(two):
             yield changed(node, args=[*node.args[:i], two, one, *node.args[i + 2 :]])
     for i, (one, two) in enumerate(zip(node.keywords, node.keywords[1:], strict=False)):
-        if one.arg and two.arg:
+        if one.arg and two.arg and ast.dump(one.value) != ast.dump(two.value):
             swapped = changed(one, value=two.value), changed(two, value=one.value)
             yield changed(node, keywords=[*node.keywords[:i], *swapped, *node.keywords[i + 2 :]])
 
