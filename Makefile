@@ -3,6 +3,7 @@
 # make sglang-cpu  .venv-sglang: SGLang on this machine's CPU, for the tests and for engine.sglang.python (3 minutes, 2.7 GB)
 # make docs  the pages, tables and pictures of docs/ that are made from the code: configuration, errors, metrics, the loop
 # make chaos two hours of kill -9, SIGSTOP and cut connections (CHAOS_ARGS="--minutes 10"), and the tables of docs/reliability.md
+# make mutants  small faults in streamrl/core, one at a time, that its tests must find (half an hour; MODULES="kl opsm" for some)
 #
 # TORCH=cpu|cuda|torch==X picks the build of torch; without it a machine with a GPU gets CUDA, any other CPU.
 # RUN=name   names the run; ARGS="--set tasks.max_staleness=0" is handed to streamrl up.
@@ -13,9 +14,10 @@ ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist worksteal
 SGLANG_VENV ?= .venv-sglang
 CHAOS_ARGS ?= --minutes 120
+MODULES ?=
 export VENV SGLANG_VENV
 
-.PHONY: up test test-sglang lint docs chaos clean torch sglang-cpu
+.PHONY: up test test-sglang lint docs chaos mutants clean torch sglang-cpu
 .DEFAULT_GOAL := up
 
 up: $(VENV)/.installed
@@ -44,6 +46,9 @@ chaos: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m pytest tests/kill tests/audit tests/faults $(PYTEST_ARGS)
 	$(VENV)/bin/python -m tests.chaos.session $(CHAOS_ARGS); code=$$?; \
 	$(VENV)/bin/python -m tests.chaos.report runs/chaos/*.jsonl && exit $$code
+
+mutants: $(VENV)/.installed-dev
+	nice $(VENV)/bin/python scripts/mutants.py $(MODULES)
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streamrl.core.balance import karmarkar_karp, sequence_cost, split_ranks
@@ -49,6 +49,35 @@ def test_equal_sizes(costs: list[int], parts: int) -> None:
     assert sorted(item for items in sets for item in items) == list(range(len(costs)))
 
 
+def differencing(costs: list[int], parts: int, size: int) -> list[list[int]]:
+    """The definition, without a heap: `size` items of neighbouring cost start in a partition, and the two widest are merged."""
+
+    def weight(chosen: list[int]) -> int:
+        return sum(costs[item] for item in chosen)
+
+    def heaviest_first(sets: list[list[int]]) -> list[list[int]]:
+        return sorted(sets, key=lambda chosen: (-weight(chosen), min(chosen, default=len(costs))))
+
+    order = sorted(range(len(costs)), key=lambda item: -costs[item])
+    starts = [order[first : first + size] for first in range(0, len(order), size)]
+    left = [[[item] for item in items] + [[] for _ in range(parts - len(items))] for items in starts]
+    while len(left) > 1:
+        widest = sorted(left, key=lambda sets: weight(sets[-1]) - weight(sets[0]))[:2]
+        left = [sets for sets in left if not any(sets is one for one in widest)]
+        left.append(heaviest_first([a + b for a, b in zip(widest[0], reversed(widest[1]), strict=True)]))
+    return [sorted(chosen) for chosen in left[0]] if left else [[] for _ in range(parts)]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+def test_it_is_the_largest_differencing_method(parts: int) -> None:
+    """Small costs, so that many spreads are equal: then the partition made first goes first."""
+    rng = np.random.default_rng(parts)
+    for _ in range(150):
+        costs = rng.integers(0, 8, parts * rng.integers(0, 6)).tolist()
+        assert karmarkar_karp(costs, parts, equal_size=True) == differencing(costs, parts, parts)
+        assert karmarkar_karp(costs[1:], parts) == differencing(costs[1:], parts, 1)
+
+
 def test_it_is_near_the_optimum_and_better_than_greedy() -> None:
     rng = np.random.default_rng(0)
     ratios = []
@@ -68,7 +97,14 @@ def test_it_is_near_the_optimum_and_better_than_greedy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("costs", "parts", "equal"), [([1.0, -1.0], 2, False), ([float("nan")], 2, False), ([1.0], 0, False), ([1.0, 2.0, 3.0], 2, True)]
+    ("costs", "parts", "equal"),
+    [
+        ([1.0, -1.0], 2, False),
+        ([float("nan")], 2, False),
+        ([float("inf")], 2, False),
+        ([1.0], 0, False),
+        ([1.0, 2.0, 3.0], 2, True),
+    ],
 )
 def test_what_cannot_be_split_is_refused(costs: list[float], parts: int, equal: bool) -> None:
     with pytest.raises(TrainingError, match="expected"):
@@ -96,3 +132,13 @@ def test_a_narrow_model_is_balanced_by_attention(make_batch: MakeBatch) -> None:
     batch = make_batch([{"prompt": [1], "answer": [2] * n, "task": t} for t, n in enumerate([99] + [24] * 8)])
     assert min(len(s) for s in split_ranks(batch, np.arange(9), 2, width=4096)) > 1
     assert min(len(s) for s in split_ranks(batch, np.arange(9), 2, width=1)) == 1
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(lengths=st.lists(st.integers(1, 4), min_size=2, max_size=10), ranks=st.integers(2, 3))
+def test_ranks_are_balanced_by_the_costs_of_whole_groups(make_batch: MakeBatch, lengths: list[int], ranks: int) -> None:
+    """With a width of 0 a sequence of n tokens costs n^2; samples 2 k and 2 k + 1 are a group."""
+    batch = make_batch([{"prompt": [], "answer": [2] * n, "task": i // 2, "rollout": i % 2} for i, n in enumerate(lengths)])
+    costs = [sum(n * n for n in lengths[first : first + 2]) for first in range(0, len(lengths), 2)]
+    want = [[i for i in range(len(lengths)) if i // 2 in groups] for groups in karmarkar_karp(costs, ranks)]
+    assert [own.tolist() for own in split_ranks(batch, np.arange(len(lengths)), ranks, width=0)] == want

@@ -117,6 +117,13 @@ def test_extreme_ratios_stay_finite(batch: TrainBatch) -> None:
     assert found["train/ess_token"] == pytest.approx(1 / 4)
 
 
+def test_the_effective_sizes_of_samples_take_the_product_of_their_ratios(make_batch: MakeBatch) -> None:
+    batch = make_batch([{"prompt": [1], "answer": [2, 2]} for _ in range(3)])
+    log_rho = [0.0, 0.5, 0.5, 0.0, 0.25, 0.0, 0.0, -1.0, -1.5]
+    assert ratio_metrics(batch, np.array(log_rho))["train/ess_sequence"] == pytest.approx(kish([math.exp(x) for x in (1.0, 0.25, -2.5)]))
+    assert ratio_metrics(batch, np.array(log_rho) * 1000)["train/ess_sequence"] == pytest.approx(1 / 3)
+
+
 def test_weights_that_were_used(batch: TrainBatch) -> None:
     weights = np.full(batch.num_tokens, np.nan, np.float32)
     weights[batch.loss_mask] = [2.0, 1.0, 0.0, 1.0]
@@ -129,6 +136,7 @@ def test_weights_that_were_used(batch: TrainBatch) -> None:
             "train/mis_batch_norm_factor": 0.75,
         }
     )
+    assert weight_metrics(batch, weights)["train/mis_batch_norm_factor"] == 1.0
 
 
 def test_ages_of_tokens_and_of_samples(batch: TrainBatch) -> None:
@@ -166,6 +174,10 @@ def test_lengths(make_batch: MakeBatch) -> None:
             "rollout/total_lengths": (6 + 6 + 2) / 3,
         }
     )
+    assert length_metrics(make_batch([{"prompt": [1], "answer": [2]}]))["rollout/total_lengths"] == 2.0
+    nothing = np.zeros(0, np.int64)
+    empty = msgspec.structs.replace(batch, offsets=np.zeros(1, np.int64), tokens=nothing, loss_mask=nothing.astype(np.bool_))
+    assert length_metrics(empty) == {}
 
 
 def test_without_trained_tokens_there_are_no_numbers(make_batch: MakeBatch) -> None:
@@ -202,5 +214,6 @@ def test_the_effective_fraction_at_its_ends() -> None:
     assert effective_fraction(np.array([0.0, 5.0, 0.0, 0.0])) == pytest.approx(0.25)
     assert effective_fraction(np.array([3.0, 1.0])) == pytest.approx(0.8)
     assert effective_fraction(np.zeros(3)) == 0.0
+    assert effective_fraction(1.0 - np.array([3e-9, 0.0, 3e-9, 2e-9, 3e-9])) == 1.0  # rounded, the quotient is above 1
     assert effective_fraction(np.zeros(0)) == 0.0
     assert effective_fraction(np.array([1e-200, 1e-200])) == pytest.approx(1.0)

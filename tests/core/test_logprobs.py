@@ -172,6 +172,40 @@ def test_many_tokens_of_one_weight_do_not_drown_in_bfloat16() -> None:
     assert weight.grad is not None and weight.grad.tolist() == [[tokens / 2], [-tokens / 2]]
 
 
+def test_by_default_nothing_is_scaled_capped_or_cut_and_entropies_have_no_gradient(problem: Problem) -> None:
+    ours = leaves(problem._replace(temperature=torch.ones(M, dtype=torch.float64)))
+    logits = ours.hidden @ ours.weight.T
+    expected = logits.log_softmax(-1).gather(-1, problem.targets[:, None])[:, 0]
+    one = linear_logprobs(ours.hidden, ours.targets, LinearHead(ours.weight), temperature_M=ours.temperature)
+    other = token_logprobs(ours.hidden, ours.targets, lambda h: h @ ours.weight.T, vocab_size=V, temperature_M=ours.temperature)
+    for logprobs, entropy in (one, other):
+        assert torch.allclose(logprobs, expected, atol=1e-12)
+        assert logprobs.requires_grad and not entropy.requires_grad
+
+
+def test_any_head_is_given_what_fits_and_run_again_only_where_it_was_cut(problem: Problem) -> None:
+    for elements, sizes in ((1, [1] * M), (3 * V, [3, 3, 3, 3, 1]), (M * V, [M])):
+        ours, given = leaves(problem), list[int]()
+
+        def head(states: Tensor, ours: Problem = ours, given: list[int] = given) -> Tensor:
+            given.append(len(states))
+            return logits_of(states, ours, Case())
+
+        found, _ = token_logprobs(ours.hidden, ours.targets, head, vocab_size=V, temperature_M=ours.temperature, chunk_elements=elements)
+        assert given == sizes
+        found.sum().backward()
+        assert len(given) == len(sizes) * (1 if len(sizes) == 1 else 2)
+
+
+def test_a_head_may_rule_tokens_out_that_truncation_drops(problem: Problem) -> None:
+    out = torch.zeros(V, dtype=torch.float64)
+    out[[3, 7]] = -torch.inf
+    targets = torch.zeros(M, dtype=torch.int64)
+    cut = {"temperature_M": problem.temperature, "top_p_M": torch.full((M,), 0.9), "top_k_M": torch.full((M,), V - 2)}
+    found = token_logprobs(problem.hidden, targets, lambda h: h @ problem.weight.T + out, vocab_size=V, **cut)
+    assert all(values.isfinite().all() for values in found)
+
+
 @pytest.mark.parametrize("chunk_elements", [8 * M, 1 << 20])
 @pytest.mark.parametrize("truncated", [False, True])
 def test_a_token_that_counts_for_nothing_reaches_nothing_whatever_it_holds(problem: Problem, chunk_elements: int, truncated: bool) -> None:

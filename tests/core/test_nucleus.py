@@ -51,6 +51,10 @@ def test_ties_keep_the_lower_id() -> None:
     assert kept(4, 1.0, 2, torch.tensor([[1.0, 0.0, 1.0, 1.0, 2.0]])) == [0, 4]
 
 
+def test_a_top_p_of_1_keeps_what_rounding_leaves_no_probability() -> None:
+    assert kept(0, 1.0, -1, torch.tensor([[40.0, 0.0, 1.0]])) == [0, 1, 2]
+
+
 def test_each_token_has_its_own_bounds() -> None:
     mask = support(LOGITS.repeat(3, 1), torch.tensor([1, 1, 1]), torch.tensor([1.0, 0.4, 1.0]), torch.tensor([-1, -1, 2]))
     assert mask.sum(-1).tolist() == [4, 1, 2]
@@ -70,3 +74,9 @@ def test_fixed_point_sums_are_cumulative_sums() -> None:
     probs = torch.randn(5, 4000, generator=torch.Generator().manual_seed(0)).softmax(-1)
     assert torch.allclose(fixed_point_cumsum(probs), probs.double().cumsum(-1).float(), atol=1e-7)
     assert fixed_point_cumsum(probs).dtype == probs.dtype
+
+
+def test_fixed_point_sums_resolve_their_unit_and_hold_two_to_the_eleven() -> None:
+    small = torch.full((1, 3), 2.0**-52, dtype=torch.float64)
+    assert fixed_point_cumsum(small)[0].tolist() == [2.0**-52, 2.0**-51, 3 * 2.0**-52]
+    assert fixed_point_cumsum(torch.ones(1, 2047, dtype=torch.float64))[0, -1] == 2047.0

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from streamrl.core.batches import TrainBatch
@@ -64,6 +64,69 @@ def test_a_group_shares_its_prompt(make_batch: MakeBatch) -> None:
     (alone,) = plan_micro_batches(batch, batch.loss_mask, np.arange(12), budget=1000, share_prefixes=False)
     assert alone.inputs.shape == (12, 10)
     assert alone.plain
+    assert (alone.branch == 1).all()
+
+
+def test_a_tree_may_fill_the_budget_but_not_exceed_it(make_batch: MakeBatch) -> None:
+    batch = make_batch([{"prompt": [1] * 8, "answer": [2 + r, 9, 9], "task": 0, "rollout": r} for r in range(4)])
+    assert [p.inputs.shape for p in plan_micro_batches(batch, batch.loss_mask, np.arange(4), budget=16)] == [(1, 16)]
+    assert [p.inputs.shape for p in plan_micro_batches(batch, batch.loss_mask, np.arange(4), budget=15)] == [(1, 10)] * 4
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(prompt=st.integers(1, 8), answers=st.lists(st.integers(1, 20), min_size=2, max_size=3), width=st.integers(0, 3))
+@example(prompt=2, answers=[2, 3], width=0)  # 5^2 = 3^2 + 4^2: as dear, so not shared
+def test_a_prompt_is_shared_where_that_is_cheaper(make_batch: MakeBatch, prompt: int, answers: list[int], width: int) -> None:
+    samples = [{"prompt": [1] * prompt, "answer": [2 + r] * n, "task": 0, "rollout": r} for r, n in enumerate(answers)]
+    batch = make_batch(samples)
+    fed = [prompt + n - 1 for n in answers]
+    tree = prompt + sum(n - 1 for n in answers)
+    cheaper = tree * (6 * width + tree) < sum(n * (6 * width + n) for n in fed)
+    (plan,) = plan_micro_batches(batch, batch.loss_mask, np.arange(len(fed)), budget=10_000, width=width)
+    assert (plan.branch == 0).sum() == (prompt if cheaper else 0)
+
+
+def test_a_layout_by_hand(make_batch: MakeBatch) -> None:
+    batch = make_batch(
+        [
+            {"prompt": [5, 6, 7], "answer": [1], "task": 0, "rollout": 0},
+            {"prompt": [5, 6, 7], "answer": [2, 3], "task": 0, "rollout": 1},
+            {"prompt": [4], "answer": [8, 9, 8, 9, 8], "task": 1},
+        ]
+    )
+    (plan,) = plan_micro_batches(batch, batch.loss_mask, np.arange(3), budget=10)
+    assert plan.inputs.tolist() == [[4, 8, 9, 8, 9], [5, 6, 7, 2, 0]]
+    assert plan.positions.tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 0]]
+    assert plan.tree.tolist() == [[0, 0, 0, 0, 0], [0, 0, 0, 0, 0]]
+    assert plan.branch.tolist() == [[1, 1, 1, 1, 1], [0, 0, 0, 2, 2]]
+    assert plan.source.tolist() == [0, 1, 2, 3, 4, 7, 7, 8]
+    assert plan.target.tolist() == [10, 11, 12, 13, 14, 3, 7, 8]
+    assert not plan.plain
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=12), budget=st.integers(1, 60))
+@example(lengths=[10, 6, 5, 4, 3, 2], budget=100)
+def test_rows_are_filled_by_best_fit(make_batch: MakeBatch, lengths: list[int], budget: int) -> None:
+    """Longest first, each into the row with the least room that takes it; what fits into no row goes to the next micro-batch."""
+    batch = make_batch([{"prompt": [1], "answer": [2] * n, "task": t} for t, n in enumerate(lengths)])
+    plans = plan_micro_batches(batch, batch.loss_mask, np.arange(len(lengths)), budget=budget)
+    left = sorted(lengths, reverse=True)
+    for plan in plans:
+        rows: list[list[int]] = []
+        rest: list[int] = []
+        for n in left:
+            fits = [row for row in rows if left[0] - sum(row) >= n]
+            if fits:
+                max(fits, key=sum).append(n)
+            elif len(rows) < max(1, budget // left[0]):
+                rows.append([n])
+            else:
+                rest.append(n)
+        assert plan.inputs.shape == (len(rows), left[0])
+        assert np.bincount(plan.source // left[0]).tolist() == [sum(row) for row in rows]
+        left = rest
+    assert not left
 
 
 def test_long_answers_are_not_shared(make_batch: MakeBatch) -> None:
