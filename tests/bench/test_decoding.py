@@ -63,6 +63,20 @@ def test_the_quickstarts_model_is_the_one_that_a_run_builds(tmp_path):
     assert (ours["vocab_size"], ours["tie_word_embeddings"]) == (built["vocab_size"], built["tie_word_embeddings"])
 
 
+def test_a_report_is_made_again_and_put_into_a_document(tmp_path, capsys):
+    (tmp_path / "raw.json").write_bytes(msgspec.json.encode(raw()))
+    document = tmp_path / "page.md"
+    begin, end = "<!-- bench engine: begin (written by streamrl bench engine --report DIR --docs FILE) -->", "<!-- bench engine: end -->"
+    document.write_text(f"before\n\n{begin}\nold\n{end}\n\nafter\n")
+    assert main(["bench", "engine", "--report", str(tmp_path), "--docs", str(document)]) == 0
+    text = document.read_text()
+    assert text.startswith(f"before\n\n{begin}\n\n| model") and text.endswith(f"{end}\n\nafter\n") and "old" not in text
+    document.write_text("no marks")
+    assert main(["bench", "engine", "--report", str(tmp_path), "--docs", str(document)]) == 1
+    assert "expected the marks" in capsys.readouterr().err
+    assert main(["bench", "loop", "--report", str(tmp_path)]) == 1, "the raw file of another benchmark"
+
+
 @pytest.mark.parametrize("values", [{"models": ("huge",)}, {"batches": (0,)}, {"batches": ()}, {"rounds": 0}])
 def test_what_cannot_be_measured_is_refused(values):
     with pytest.raises(ConfigError):

@@ -143,6 +143,7 @@ def test_ways_are_named():
 def test_a_tiny_run_measures_every_way_and_both_tails(tmp_path: Path, capsys):
     out = tmp_path / "out"
     flags = ["--backend", "table", "--batches", "4", "--skip", "2", "--rounds", "1", "--tail-rounds", "1", "--tail-batches", "8"]
+    flags += ["--tail-token-ms", "0.5"]
     assert main(["bench", "loop", *flags, "--out", str(out)]) == 0
     assert "stream against" in capsys.readouterr().out
     found = msgspec.json.decode((out / "raw.json").read_bytes(), type=LoopRaw)
