@@ -20,7 +20,7 @@ def add_engine(kinds: Any) -> None:
     engine.add_argument("--prompt", type=int, default=12, metavar="TOKENS", help="tokens of a prompt (default 12)")
     engine.add_argument("--tokens", type=int, default=48, help="new tokens of each request (default 48)")
     engine.add_argument("--rounds", type=int, default=7, help="rounds over all contenders (default 7)")
-    engine.add_argument("--round-s", type=float, default=0.5, help="least seconds of model.generate in a round (default 0.5)")
+    engine.add_argument("--round-s", type=float, default=0.5, help="least seconds of transformers' generate in a round (default 0.5)")
     engine.add_argument("--threads", type=int, default=1, help="CPU threads of a forward pass (default 1)")
     engine.add_argument("--out", metavar="DIR", default="bench-engine", help="new directory for the files (default bench-engine)")
     _add_report(engine)

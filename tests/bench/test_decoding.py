@@ -25,8 +25,8 @@ def timing(contender: str, number: int, wall_s: float, cpu_s: float, *, batch: i
 
 def raw() -> Raw:
     ours = [timing("streamrl", 0, 0.5, 0.4), timing("streamrl", 1, 1.0, 0.4), timing("streamrl", 2, 0.25, 0.4)]
-    base = [timing("model.generate", 0, 1.0, 0.8), timing("model.generate", 1, 1.0, 0.8), timing("model.generate", 2, 1.0, 0.8)]
-    slower = [timing("streamrl", 0, 2.0, 2.0, batch=1), timing("model.generate", 0, 1.0, 1.0, batch=1)]
+    base = [timing("generate", 0, 1.0, 0.8), timing("generate", 1, 1.0, 0.8), timing("generate", 2, 1.0, 0.8)]
+    slower = [timing("streamrl", 0, 2.0, 2.0, batch=1), timing("generate", 0, 1.0, 1.0, batch=1)]
     return Raw(
         spec=Spec(models=("quickstart",), batches=(1, 8), rounds=3),
         machine=MACHINE,
@@ -91,7 +91,7 @@ def test_a_tiny_run_measures_all_three(tmp_path: Path, capsys):
     assert printed == json.loads((out / "report.json").read_text())
     found = msgspec.json.decode((out / "raw.json").read_bytes(), type=Raw)
     contenders = {timing.contender for timing in found.timings} | {failure.contender for failure in found.failures}
-    assert contenders == {"streamrl", "model.generate", "generate_batch"}
+    assert contenders == {"streamrl", "generate", "generate_batch"}
     cells = {(timing.batch, timing.contender, timing.round) for timing in found.timings}
     assert {(batch, "streamrl", number) for batch in (1, 3) for number in (0, 1)} <= cells
     per_round: dict[tuple[int, int], set[int]] = {}
