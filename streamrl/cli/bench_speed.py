@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from streamrl.errors import ConfigError
+
+T = TypeVar("T")
 
 
 def add_engine(kinds: Any) -> None:
@@ -17,21 +20,22 @@ def add_engine(kinds: Any) -> None:
     engine.add_argument("--prompt", type=int, default=12, metavar="TOKENS", help="tokens of a prompt (default 12)")
     engine.add_argument("--tokens", type=int, default=48, help="new tokens of each request (default 48)")
     engine.add_argument("--rounds", type=int, default=7, help="rounds over all contenders (default 7)")
-    engine.add_argument("--round-s", type=float, default=0.5, help="least seconds of model.generate in a round (default 0.5)")
+    engine.add_argument("--round-s", type=float, default=0.5, help="least seconds of transformers' generate in a round (default 0.5)")
     engine.add_argument("--threads", type=int, default=1, help="CPU threads of a forward pass (default 1)")
     engine.add_argument("--out", metavar="DIR", default="bench-engine", help="new directory for the files (default bench-engine)")
+    _add_report(engine)
     engine.add_argument("--json", action="store_true", help="print the report as JSON")
     engine.set_defaults(run_verb=run_engine)
 
 
 def run_engine(arguments: argparse.Namespace) -> int:
     """Measure, write and print the report. A target that was missed is a measurement, not a failure."""
-    import msgspec
-
     from streamrl.bench.decoding.report import render
-    from streamrl.bench.decoding.run import run
+    from streamrl.bench.decoding.run import report_of, run
     from streamrl.bench.decoding.spec import Spec
 
+    if arguments.report:
+        return _show(arguments, report_of(Path(arguments.report)), render, "engine")
     spec = Spec(
         models=tuple(arguments.models.split(",")),
         batches=integers("--batches", arguments.batches),
@@ -41,9 +45,7 @@ def run_engine(arguments: argparse.Namespace) -> int:
         min_round_s=arguments.round_s,
         threads=arguments.threads,
     )
-    report = run(spec, Path(arguments.out))
-    print(msgspec.json.encode(report).decode() if arguments.json else render(report))
-    return 0
+    return _show(arguments, run(spec, Path(arguments.out)), render, "engine")
 
 
 def add_loop(kinds: Any) -> None:
@@ -55,20 +57,22 @@ def add_loop(kinds: Any) -> None:
     loop.add_argument("--rounds", type=int, default=5, help="rounds over all ways (default 5)")
     loop.add_argument("--tail-rounds", type=int, default=3, help="rounds of asynchronous and lockstep; 0: none (default 3)")
     loop.add_argument("--tail-batches", type=int, default=30, help="trained in each of their runs (default 30)")
+    loop.add_argument("--tail-token-ms", type=float, default=20.0, help="mean time of a token there (default 20)")
     loop.add_argument("--backend", default="torch", choices=("torch", "table"), help="table: without torch, to try it out")
     loop.add_argument("--out", metavar="DIR", default="bench-loop", help="new directory for the files (default bench-loop)")
+    _add_report(loop)
     loop.add_argument("--json", action="store_true", help="print the report as JSON")
     loop.set_defaults(run_verb=run_loop)
 
 
 def run_loop(arguments: argparse.Namespace) -> int:
     """Measure, write and print the report. A target that was missed is a measurement, not a failure."""
-    import msgspec
-
     from streamrl.bench.loop.report import render
-    from streamrl.bench.loop.run import run
+    from streamrl.bench.loop.run import report_of, run
     from streamrl.bench.loop.ways import LoopSpec, parse_ways
 
+    if arguments.report:
+        return _show(arguments, report_of(Path(arguments.report)), render, "loop")
     spec = LoopSpec(
         ways=parse_ways(arguments.ways),
         batches=arguments.batches,
@@ -77,8 +81,24 @@ def run_loop(arguments: argparse.Namespace) -> int:
         backend=arguments.backend,
         tail_rounds=arguments.tail_rounds,
         tail_batches=arguments.tail_batches,
+        tail_delay_s=arguments.tail_token_ms / 1e3,
     )
-    report = run(spec, Path(arguments.out))
+    return _show(arguments, run(spec, Path(arguments.out)), render, "loop")
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--report", metavar="DIR", help="measure nothing: make the report again from a directory's raw file")
+    parser.add_argument("--docs", metavar="FILE", help="put the tables between the marks in a document")
+
+
+def _show(arguments: argparse.Namespace, report: T, render: Callable[[T], str], name: str) -> int:
+    """Print a report, and put it into the document that `--docs` names."""
+    import msgspec
+
+    from streamrl.bench.output import write_between
+
+    if arguments.docs:
+        write_between(Path(arguments.docs), name, render(report))
     print(msgspec.json.encode(report).decode() if arguments.json else render(report))
     return 0
 

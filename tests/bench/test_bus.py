@@ -74,7 +74,7 @@ def test_what_is_missing_is_left_out_with_a_line_that_says_how_to_get_it(monkeyp
     assert "apt install redis-server" in missing(Transport.REDIS_PICKLE)
     with pytest.raises(ConfigError, match="expected one of the transports to be there"):
         run(msgspec.structs.replace(TINY, transports=(Transport.REDIS_PICKLE,)))
-    monkeypatch.setattr(measure, "_round", lambda options, transport, number: [])
+    monkeypatch.setattr(measure, "_round", lambda options, transports, number: [])
     assert list(run(TINY).left_out) == ["redis-orjson", "redis-pickle"]
 
 

@@ -25,8 +25,8 @@ def timing(contender: str, number: int, wall_s: float, cpu_s: float, *, batch: i
 
 def raw() -> Raw:
     ours = [timing("streamrl", 0, 0.5, 0.4), timing("streamrl", 1, 1.0, 0.4), timing("streamrl", 2, 0.25, 0.4)]
-    base = [timing("model.generate", 0, 1.0, 0.8), timing("model.generate", 1, 1.0, 0.8), timing("model.generate", 2, 1.0, 0.8)]
-    slower = [timing("streamrl", 0, 2.0, 2.0, batch=1), timing("model.generate", 0, 1.0, 1.0, batch=1)]
+    base = [timing("generate", 0, 1.0, 0.8), timing("generate", 1, 1.0, 0.8), timing("generate", 2, 1.0, 0.8)]
+    slower = [timing("streamrl", 0, 2.0, 2.0, batch=1), timing("generate", 0, 1.0, 1.0, batch=1)]
     return Raw(
         spec=Spec(models=("quickstart",), batches=(1, 8), rounds=3),
         machine=MACHINE,
@@ -63,6 +63,20 @@ def test_the_quickstarts_model_is_the_one_that_a_run_builds(tmp_path):
     assert (ours["vocab_size"], ours["tie_word_embeddings"]) == (built["vocab_size"], built["tie_word_embeddings"])
 
 
+def test_a_report_is_made_again_and_put_into_a_document(tmp_path, capsys):
+    (tmp_path / "raw.json").write_bytes(msgspec.json.encode(raw()))
+    document = tmp_path / "page.md"
+    begin, end = "<!-- bench engine: begin (written by streamrl bench engine --report DIR --docs FILE) -->", "<!-- bench engine: end -->"
+    document.write_text(f"before\n\n{begin}\nold\n{end}\n\nafter\n")
+    assert main(["bench", "engine", "--report", str(tmp_path), "--docs", str(document)]) == 0
+    text = document.read_text()
+    assert text.startswith(f"before\n\n{begin}\n\n| model") and text.endswith(f"{end}\n\nafter\n") and "old" not in text
+    document.write_text("no marks")
+    assert main(["bench", "engine", "--report", str(tmp_path), "--docs", str(document)]) == 1
+    assert "expected the marks" in capsys.readouterr().err
+    assert main(["bench", "loop", "--report", str(tmp_path)]) == 1, "the raw file of another benchmark"
+
+
 @pytest.mark.parametrize("values", [{"models": ("huge",)}, {"batches": (0,)}, {"batches": ()}, {"rounds": 0}])
 def test_what_cannot_be_measured_is_refused(values):
     with pytest.raises(ConfigError):
@@ -77,7 +91,7 @@ def test_a_tiny_run_measures_all_three(tmp_path: Path, capsys):
     assert printed == json.loads((out / "report.json").read_text())
     found = msgspec.json.decode((out / "raw.json").read_bytes(), type=Raw)
     contenders = {timing.contender for timing in found.timings} | {failure.contender for failure in found.failures}
-    assert contenders == {"streamrl", "model.generate", "generate_batch"}
+    assert contenders == {"streamrl", "generate", "generate_batch"}
     cells = {(timing.batch, timing.contender, timing.round) for timing in found.timings}
     assert {(batch, "streamrl", number) for batch in (1, 3) for number in (0, 1)} <= cells
     per_round: dict[tuple[int, int], set[int]] = {}

@@ -1,4 +1,4 @@
-"""The rounds of a bus benchmark: every transport in turn, each with a fresh server and fresh processes, nothing else running meanwhile."""
+"""The rounds of a bus benchmark: fresh servers and processes in each, and one of them at work at a time."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ def run(options: BusOptions) -> BusRun:
     facts = machine(tuple(name for name in PACKAGES if _installed(name)))
     measured: list[Measured] = []
     for number in range(options.rounds):
-        for transport in turn(there, number):
-            measured += _round(options, transport, number)
+        measured += _round(options, there, number)
     return BusRun(machine=facts, rounds=options.rounds, left_out=left_out, measured=measured)
 
 
@@ -55,21 +54,26 @@ def turn(transports: Sequence[Transport], number: int) -> list[Transport]:
     return [*transports[start:], *transports[:start]]
 
 
-def _round(options: BusOptions, transport: Transport, number: int) -> list[Measured]:
+def _round(options: BusOptions, transports: Sequence[Transport], number: int) -> list[Measured]:
+    """Every shape over every transport in turn, so that what else the machine does falls on all of them alike; one is at work at a time."""
     measured: list[Measured] = []
     with ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="streamrl-bench-")))
-        server = stack.enter_context(serving(transport, scratch))
-        ends = stack.enter_context(_ends(transport, server))
+        places: dict[Transport, tuple[Server, list[LaneProcess]]] = {}
+        for transport in transports:
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="streamrl-bench-")))
+            server = stack.enter_context(serving(transport, scratch))
+            places[transport] = server, stack.enter_context(_ends(transport, server))
         first_task = 0
-        for cell in options.cells:
+        for index, cell in enumerate(options.cells):
             num_tasks = options.num_tasks(cell)
             warm_tasks = min(WARM_TASKS, num_tasks)
-            _measure(Order(cell, first_task, warm_tasks), transport, number, server, ends)
-            found = _measure(Order(cell, first_task + warm_tasks, num_tasks), transport, number, server, ends)
+            for transport in turn(transports, number + index):
+                server, ends = places[transport]
+                _measure(Order(cell, first_task, warm_tasks), transport, number, server, ends)
+                found = _measure(Order(cell, first_task + warm_tasks, num_tasks), transport, number, server, ends)
+                log.info("event=measured round=%d transport=%s cell=%s wall_s=%.3f", number, transport, cell.name, found.wall_s)
+                measured.append(found)
             first_task += warm_tasks + num_tasks
-            log.info("event=measured round=%d transport=%s cell=%s wall_s=%.3f", number, transport, cell.name, found.wall_s)
-            measured.append(found)
     return measured
 
 

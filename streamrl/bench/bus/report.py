@@ -131,7 +131,7 @@ def render(report: BusReport) -> str:
     lines = [
         table(header, [_cells(row) for row in report.rows]),
         table(["target", "wanted", "got", "met"], [_target_cells(target) for target in report.targets]),
-        f"{report.rounds} rounds; each runs every transport, one after the other, with a fresh server and fresh processes. Medians.",
+        f"{report.rounds} rounds with fresh servers and processes; in each, every shape goes over every transport in turn. Medians.",
         describe(report.machine) + ".",
         *(f"Left out: {name}: {reason}" for name, reason in report.left_out.items()),
     ]

@@ -24,7 +24,7 @@ from streamrl.schemas.versions import Version
 from streamrl.weights.manifest import Content, build
 from streamrl.weights.protocol import Part, Shard
 
-OURS, GENERATE, CONTINUOUS = "streamrl", "model.generate", "generate_batch"
+OURS, GENERATE, CONTINUOUS = "streamrl", "generate", "generate_batch"
 
 Prompts = Sequence[Sequence[int]]
 

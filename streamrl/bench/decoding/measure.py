@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import sys
 import tempfile
 import time
@@ -34,6 +35,7 @@ from streamrl.bench.decoding.contenders import (
 from streamrl.bench.decoding.records import Failure, Raw, Timing
 from streamrl.bench.decoding.spec import MODELS, Spec, build_model
 from streamrl.bench.machine import machine
+from streamrl.runtime.service import die_with_parent
 
 _MOST_REPEATS = 64
 
@@ -110,6 +112,7 @@ def _check(contender: Contender, made: Made, prompts: list[list[int]], spec: Spe
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure what the specification file says; write the raw file."""
     spec_path, raw_path = map(Path, sys.argv[1:] if argv is None else argv)
+    die_with_parent(os.getppid())
     spec = msgspec.json.decode(spec_path.read_bytes(), type=Spec)
     with tempfile.TemporaryDirectory(prefix="streamrl-bench-") as directory, contextlib.redirect_stdout(sys.stderr):
         raw = asyncio.run(measure(spec, Path(directory)))

@@ -11,7 +11,7 @@ from streamrl.bench.decoding.records import Failure, Raw, Timing
 from streamrl.bench.machine import Machine, describe
 from streamrl.bench.table import table
 
-OURS, BASELINE = "streamrl", "model.generate"
+OURS, BASELINE = "streamrl", "generate"
 TARGET = 1.0
 """Least ratio to the baseline, at every batch size."""
 
@@ -78,12 +78,12 @@ def render(report: Report) -> str:
     lines.append(
         f"{models}; float32, {report.threads} thread(s), prompts of {report.prompt_tokens} tokens, {report.new_tokens} new ones each, "
         "temperature 1. Medians over rounds; every round runs all contenders, one after the other. All sequences are equally long, the "
-        f"best case of model.generate. Ours returns each token's log-prob and version (at most {distance:.1e} off transformers); "
+        f"best case of generate. Ours returns each token's log-prob and version (at most {distance:.1e} off transformers); "
         "the others are not asked for log-probs."
     )
     lines += [f"{failure.contender} does not run here ({failure.model}): {failure.reason}" for failure in report.failures]
     verdict = f"MISSED at {'; '.join(report.missed)}" if report.missed else "met"
-    lines.append(f"Target, at least model.generate at every batch size: {verdict}.")
+    lines.append(f"Target, at least generate at every batch size: {verdict}.")
     lines.append(describe(report.machine))
     return "\n\n".join(lines) + "\n"
 

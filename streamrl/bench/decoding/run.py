@@ -14,7 +14,7 @@ import msgspec
 from streamrl.bench.decoding.records import Raw
 from streamrl.bench.decoding.report import Report, build_report, render
 from streamrl.bench.decoding.spec import Spec
-from streamrl.bench.output import new_directory, write_report
+from streamrl.bench.output import new_directory, read_raw, write_report
 from streamrl.config.tree import Config, EngineConfig
 from streamrl.errors import LaunchError
 from streamrl.runtime.kinds import environment
@@ -39,6 +39,11 @@ def run(spec: Spec, out: Path) -> Report:
         code = subprocess.run(command, env=surroundings, check=False).returncode
     if code != 0:
         raise LaunchError(f"the measuring process: expected exit code 0, got {code}", hint="its error stands above")
-    report = build_report(msgspec.json.decode((out / "raw.json").read_bytes(), type=Raw))
+    return report_of(out)
+
+
+def report_of(out: Path) -> Report:
+    """Make `report.json` and `table.md` again from the raw file; raises ConfigError when there is none that can be read."""
+    report = build_report(read_raw(out, Raw))
     write_report(out, report, render(report))
     return report

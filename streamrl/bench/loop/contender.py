@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import socket
 import sys
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from streamrl.launch.opened import opened
 from streamrl.launch.up import up
 from streamrl.runtime.kinds import load_main
 from streamrl.runtime.rundir import RunDir
+from streamrl.runtime.service import die_with_parent
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import MAIN_SOURCE, Subjects
@@ -159,6 +161,7 @@ def _model(config: Config) -> Path:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one way and write down its batches."""
     way, config_path, target = sys.argv[1:] if argv is None else argv
+    die_with_parent(os.getppid())  # a benchmark that is ended leaves nothing running
     config = from_json(Path(config_path).read_text(encoding="utf-8"), where=config_path)
     if way == TRAINER_HALF:
         train_half(config, target)

@@ -16,6 +16,8 @@ ASYNCHRONOUS, LOCKSTEP = "asynchronous", "lockstep"
 OVERHEAD, TAIL = "overhead", "tail"
 MOST_OVERHEAD = 0.25
 LEAST_GAIN = 2.0
+LEAST_ROUNDS = 3
+"""Fewer say nothing about a target: another process may have slowed one of the two runs."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +55,7 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True):
     high: float
     cpu: float
     """The same for processor time."""
+    rounds: int
 
 
 class LoopReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +102,7 @@ def render(report: LoopReport) -> str:
     if report.tail:
         parts.append(table(_header("heavy tail"), [_cells(row, row.label) for row in report.tail]))
     if report.gain is not None:
-        met = "met" if report.gain.time >= LEAST_GAIN else "MISSED"
+        met = _verdict_of(report.gain, report.gain.time >= LEAST_GAIN)
         parts.append(
             f"Asynchronous (S = {spec.tail_staleness}) is {report.gain.time:.2f} times as fast as lockstep (S = 0), rounds "
             f"{report.gain.low:.2f} to {report.gain.high:.2f}; target >= {LEAST_GAIN:g}: {met}. Table engine and trainer under `up`, "
@@ -114,8 +117,14 @@ def _verdict(report: LoopReport) -> str:
     queues = next((one for one in report.overheads if one.against == Way.QUEUES), None)
     if queues is None:
         return "The overhead's target is against queues in one process, which was not measured."
-    met = "met" if queues.time - 1 <= MOST_OVERHEAD else "MISSED"
+    met = _verdict_of(queues, queues.time - 1 <= MOST_OVERHEAD)
     return f"Target, the stream costs at most {MOST_OVERHEAD:.0%} of the time of queues in one process: {queues.time - 1:+.0%}, {met}."
+
+
+def _verdict_of(ratio: Ratio, met: bool) -> str:
+    if ratio.rounds < LEAST_ROUNDS:
+        return f"not decided, {LEAST_ROUNDS} rounds are needed"
+    return "met" if met else "MISSED"
 
 
 def _header(title: str) -> list[str]:
@@ -185,6 +194,7 @@ def _ratio(runs: Sequence[LoopRun], label: str, against: str) -> Ratio | None:
         low=min(times),
         high=max(times),
         cpu=statistics.median(loads) if loads else float("nan"),
+        rounds=len(both),
     )
 
 

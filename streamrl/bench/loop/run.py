@@ -20,7 +20,7 @@ from streamrl.bench.loop.report import ASYNCHRONOUS, LOCKSTEP, OVERHEAD, TAIL, L
 from streamrl.bench.loop.sampler import Sampler
 from streamrl.bench.loop.ways import LoopSpec, Way, heavy_tail, quickstart, warm, write_problems
 from streamrl.bench.machine import machine
-from streamrl.bench.output import RAW, new_directory, write_report
+from streamrl.bench.output import RAW, new_directory, read_raw, write_report
 from streamrl.config.load import dump
 from streamrl.config.tree import Config
 from streamrl.errors import LaunchError
@@ -57,12 +57,12 @@ def run(spec: LoopSpec, out: Path) -> LoopReport:
                 runs.append(_measured(Way.STREAM, config, part=TAIL, label=label, number=number, skip=spec.tail_skip))
     raw = LoopRaw(spec=spec, machine=before, runs=runs)
     (out / RAW).write_bytes(msgspec.json.encode(raw))
-    return write_all(raw, out)
+    return report_of(out)
 
 
-def write_all(raw: LoopRaw, out: Path) -> LoopReport:
-    """Report, table and picture of raw numbers."""
-    report = build_report(raw)
+def report_of(out: Path) -> LoopReport:
+    """Make report, table and picture again from the raw file; raises ConfigError when there is none that can be read."""
+    report = build_report(read_raw(out, LoopRaw))
     write_report(out, report, render(report))
     write_picture(report, out / "loop.png")
     return report
