@@ -175,6 +175,8 @@ class Tap:
             while (stepped := stepper.next(lambda: self._wait(stepper, saver, stop))) is not None:
                 stepper.state = self._commit(stepped, stepper, ledger)
                 saver.after_step(stepper.state)
+                if stop():  # a tap that is behind never waits
+                    break
         finally:
             reader.close()
             parent.close()
