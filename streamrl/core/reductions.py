@@ -12,19 +12,13 @@ import numpy.typing as npt
 
 from streamrl.config.loss import Reduction
 from streamrl.core.batches import TrainBatch
+from streamrl.core.groups import rollout_of_sample
 from streamrl.errors import TrainingError
 
 
 def sample_of_token(batch: TrainBatch) -> npt.NDArray[np.int64]:
     """[T] index of the sample that each packed token belongs to."""
     return np.repeat(np.arange(batch.num_samples, dtype=np.int64), batch.lengths)
-
-
-def rollout_of_sample(batch: TrainBatch) -> npt.NDArray[np.int64]:
-    """[N] number of the rollout that each sample belongs to, from 0 in order of (task, rollout)."""
-    keys = np.stack([batch.tasks, batch.rollouts], axis=1)
-    _, rollout_N = np.unique(keys, axis=0, return_inverse=True)
-    return rollout_N.reshape(-1)
 
 
 def token_weights(
@@ -59,7 +53,7 @@ def token_weights(
     if reduction == "sequence_mean":
         trained_N = np.bincount(owner_T, mask_T, batch.num_samples)
         return mask_T / (np.maximum(trained_N, 1.0)[owner_T] * max(len(samples), 1))
-    rollout_N = rollout_of_sample(batch)
+    rollout_N = rollout_of_sample(batch.tasks, batch.rollouts)
     num_rollouts = max(len(np.unique(rollout_N[samples])), 1)
     if reduction == "constant_length":
         if constant_length < 1:

@@ -32,8 +32,9 @@ from torch import Tensor
 from streamrl.config.plugins import resolve
 from streamrl.config.tree import LossConfig
 from streamrl.core.batches import TrainBatch
+from streamrl.core.groups import rollout_of_sample
 from streamrl.core.packing import Indices, MicroBatch
-from streamrl.core.reductions import rollout_of_sample, sample_of_token
+from streamrl.core.reductions import sample_of_token
 from streamrl.errors import ConfigError, TrainingError
 from streamrl.trainers.causal_lm import CausalLM
 from streamrl.trainers.objective import Objective
@@ -77,7 +78,7 @@ class SlimeLoss:
         layout = _Layout(batch, objective, index, target)
         data = layout.data(batch, objective, logits)
         weights = torch.as_tensor(layout.weights, dtype=logits.dtype, device=logits.device)
-        rollouts = len(np.unique(rollout_of_sample(batch)[objective.steps[index]]))
+        rollouts = len(np.unique(rollout_of_sample(batch.tasks, batch.rollouts)[objective.steps[index]]))
 
         def sum_of_sample_mean(values: Tensor) -> Tensor:
             # Filled first: what is left out may be NaN.

@@ -17,9 +17,9 @@ from streamrl.core.batch_metrics import ratio_metrics, weight_metrics
 from streamrl.core.batches import TrainBatch
 from streamrl.core.digest import combine
 from streamrl.core.digest_torch import NamedDigester, NamedDigests
-from streamrl.core.groups import rollout_mean
+from streamrl.core.groups import rollout_mean, rollout_of_sample
 from streamrl.core.packing import Indices
-from streamrl.core.reductions import rollout_of_sample, sample_of_token
+from streamrl.core.reductions import sample_of_token
 from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.trainers.causal_lm import CausalLM
@@ -289,7 +289,7 @@ class TorchTrainer:
         arrays = {"rollout/log_probs": before, "rollout/rollout_log_probs": batch.sampler_logprobs}
         if scores.reference is not None:
             arrays["rollout/ref_log_probs"] = scores.reference
-        mask, owner = batch.loss_mask & objective.finite, rollout_of_sample(batch)[sample_of_token(batch)]
+        mask, owner = batch.loss_mask & objective.finite, rollout_of_sample(batch.tasks, batch.rollouts)[sample_of_token(batch)]
         return {
             **{name: rollout_mean(values.astype(np.float64), mask, owner) for name, values in arrays.items()},
             **ratio_metrics(batch, before),

@@ -71,6 +71,21 @@ async def test_a_tap_shadows_the_run_and_leaves_it_alone(tmp_path_factory: pytes
     assert len(taps["halves"]) == 3 * len(main)
 
 
+async def test_a_tap_that_is_behind_heeds_its_drain(tmp_path: Path) -> None:
+    """It has no need to wait before it has caught up, and looks nevertheless."""
+    config = table_config(tmp_path, run={"name": "live", "steps": 12}, tasks={"max_staleness": 0}, **FIXED)
+    run, config = make_run(tmp_path, config)
+    ensure_model(config, run.model_dir)
+    bus = MemoryBus(config.run.name, config.bus)
+    await run_to_end(config, run, bus)
+    worker = Worker(config=config, run_dir=run, bus=bus, kind="trainer", index=1)
+    worker.draining.set()
+    state = await tap(worker, TapSettings(name="late", first=1))
+    assert state.version.number == 1
+    assert [entry.version.number for entry in await read_ledger(bus, "live", "late")] == [1]
+    await bus.close()
+
+
 def test_names_and_values_that_a_tap_cannot_have() -> None:
     config = Config()
     for name in ("main", "main-2"):
