@@ -62,8 +62,9 @@ def train(tmp_path: Path, steps: int, *settings: str) -> tuple[float, float]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(420)
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_heldout_accuracy_rises(tmp_path: Path, seed: int) -> None:
+    """Seed 0 is what `make up` runs, and .ci/run holds it to the same rise."""
     first, last = train(tmp_path, 100, f"run.seed={seed}")
     assert last >= first + 0.2, f"held-out accuracy {first:.3f} -> {last:.3f}"
 
