@@ -5,19 +5,22 @@ A worker sends the version that it knows of, and SGLang may prefill the prompt a
 
 from __future__ import annotations
 
+import re
+
 from streamrl.schemas.versions import Version
 
-_BEGIN = "streamrl:"
-_END = ";"
+_KEY = re.compile(r"streamrl:(\d+\.\d+);(.*)", re.DOTALL)
 
 
 def prefix_key(version: Version) -> str:
     """`extra_key` of a request whose prompt shares keys and values with prompts of `version` alone."""
-    return f"{_BEGIN}{version}{_END}"
+    return f"streamrl:{version};"
 
 
 def renewed_key(key: str | None, version: Version) -> str | None:
-    """The same for another version, with all that SGLang has put behind it (an adapter, say); keys of other makes stay as they are."""
-    if key is None or not key.startswith(_BEGIN):
-        return key
-    return prefix_key(version) + key.partition(_END)[2]
+    """The same for a newer version, with all that SGLang has put behind it (an adapter, say).
+
+    Keys of other makes stay as they are, and so do those of a newer version: a worker that updates in a pause knows more than the plugin.
+    """
+    known = _KEY.fullmatch(key or "")
+    return key if known is None else prefix_key(max(Version.parse(known[1]), version)) + known[2]
