@@ -29,7 +29,6 @@ from streamrl.consumers.calls import Caller
 from streamrl.consumers.carried import fetch_messages, held, oldest_read_again, read_carried
 from streamrl.consumers.checkpoints import Checkpointer, check_stream, ensure_position, read_latest
 from streamrl.consumers.dead import bury
-from streamrl.consumers.grants import Grants
 from streamrl.consumers.ledger import Ledger, mark_epoch, open_ledger, take_fence
 from streamrl.consumers.reader import Incoming, RecordReader, open_samples
 from streamrl.consumers.steps import Stepped, Stepper
@@ -37,10 +36,12 @@ from streamrl.core.assembly import ages, used
 from streamrl.core.fold import Effects
 from streamrl.core.seeds import run_seed
 from streamrl.core.state import FoldConfig, FoldState, initial_state
-from streamrl.errors import Diverged
+from streamrl.errors import Conflict, Diverged
 from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.codec import decode, encode
+from streamrl.schemas.control import Grant
 from streamrl.schemas.ledger import LedgerEntry
-from streamrl.schemas.subjects import SAMPLES, WARMUP_SOURCE, Subjects
+from streamrl.schemas.subjects import KEY_GRANTED, SAMPLES, WARMUP_SOURCE, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.trainers.protocol import Trainer
 from streamrl.weights.manifest import Content
@@ -117,7 +118,7 @@ class LiveTrainer:
         self.fold_config = fold_config(config, vocab_size)
         self.rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
         self._deadline = float("inf")
-        self._grants = Grants(bus, call)
+        self._granted = 0
         self._marked: set[int] = set()
 
     def run(self, stop: Callable[[], bool]) -> tuple[FoldState, bool]:
@@ -144,7 +145,7 @@ class LiveTrainer:
         self._mark_epochs(ledger, state)
         self._remember_rewards(ledger)
         ledger.forget(state.version.number)
-        self._grants.raise_to(state.grant)
+        self._grant(state.grant)
         if ledger.last_number <= state.version.number:
             self._offer(state.version)
         pending = carried | call(fetch_messages(self.bus, held(state) - carried.keys()))
@@ -157,14 +158,13 @@ class LiveTrainer:
             state=state,
             messages=open_samples(pending[sequence] for sequence in held(state)),
             effects=self._take_effects,
-            waiting=lambda state: self._while_waiting(saver, state),
+            waiting=saver.while_waiting,
         )
         log.info("training from version=%s cursor=%d ledger=%d fence=%d", state.version, state.cursor, ledger.last_number, fence)
         try:
             finished = self._train(stepper, ledger, saver, stop)
         finally:
             reader.close()
-        self._grants.settle()
         saver.flush(stepper.state)
         if finished:
             self.export(stepper.state.version)
@@ -183,7 +183,7 @@ class LiveTrainer:
             stepper.state = state
             if stepped.before.warmup_end is None and state.warmup_end is not None:
                 self.export(state.version)
-            self._grants.raise_to(state.grant)
+            self._grant(state.grant)
             if state.version.number >= ledger.last_number:
                 self._offer(state.version, stepped.result.digest)
             saver.after_step(state)
@@ -254,11 +254,7 @@ class LiveTrainer:
                 message = self.call(self.bus.fetch(SAMPLES, letter.sequence))
             self.call(bury(self.bus, self.subjects, message, letter))
         if effects.grant is not None:
-            self._grants.raise_to(effects.grant)
-
-    def _while_waiting(self, saver: Checkpointer, state: FoldState) -> None:
-        self._grants.check()
-        saver.while_waiting(state)
+            self._grant(effects.grant)
 
     def _mark_epochs(self, ledger: Ledger, state: FoldState) -> None:
         """Put onto the stream every epoch of the ledger that is not known from there, before weights of it can be published."""
@@ -266,6 +262,12 @@ class LiveTrainer:
             if fork.epoch not in self._marked:
                 self.call(mark_epoch(self.bus, self.subjects, self.config.trainer.name, fork))
                 self._marked.add(fork.epoch)
+
+    def _grant(self, grant: Grant) -> None:
+        """Raise the key `granted`; it never goes down."""
+        if grant.granted > self._granted:
+            self.call(raise_grant(self.bus, grant))
+            self._granted = grant.granted
 
     def _offer(self, version: Version, digest: str = "") -> None:
         if digest:
@@ -291,3 +293,16 @@ class LiveTrainer:
             keep=settings.keep_checkpoints,
             identity=identity,
         )
+
+
+async def raise_grant(bus: Bus, grant: Grant) -> None:
+    """Put a grant unless a higher one is there."""
+    while True:
+        entry = await bus.kv.get(KEY_GRANTED)
+        if entry is not None and entry.value is not None and decode(entry.value, Grant, where=KEY_GRANTED).granted >= grant.granted:
+            return
+        try:
+            await bus.kv.put(KEY_GRANTED, encode(grant), expect=entry.revision if entry else 0)
+        except Conflict:
+            continue
+        return

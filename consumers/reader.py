@@ -88,9 +88,6 @@ class RecordReader:
         try:
             async for message in self._bus.read(SAMPLES, after=self._after):
                 await self._put(open_message(message))
-                # Messages that were fetched together come without a pause, and the trainer's own calls, its ledger entry above all, share
-                # this loop: they would wait for a whole batch to be decoded.
-                await asyncio.sleep(0)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # handed to the training thread, which raises it
