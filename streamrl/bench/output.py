@@ -35,13 +35,19 @@ def write_report(out: Path, report: msgspec.Struct, text: str) -> None:
     (out / "table.md").write_text(text, encoding="utf-8")
 
 
-def write_between(document: Path, name: str, text: str) -> None:
-    """Put a table between the marks of a benchmark in a document.
+def marks(name: str, reports: str = "DIR") -> tuple[str, str]:
+    """The lines of a document between which a benchmark's tables stand; `reports` is what its option --report takes."""
+    begin = f"<!-- bench {name}: begin (written by streamrl bench {name} --report {reports} --docs FILE) -->"
+    return begin, f"<!-- bench {name}: end -->"
+
+
+def write_between(document: Path, between: tuple[str, str], text: str) -> None:
+    """Put tables between two marks in a document.
 
     Raises:
         DataError: the document does not have them, in this order.
     """
-    begin, end = f"<!-- bench {name}: begin (written by streamrl bench {name} --report DIR --docs FILE) -->", f"<!-- bench {name}: end -->"
+    begin, end = between
     before, found_begin, rest = document.read_text(encoding="utf-8").partition(begin)
     _, found_end, after = rest.partition(end)
     if not found_begin or not found_end:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from streamrl.bench.output import marks, write_between
 from streamrl.bench.plan import Mode
 from streamrl.bench.report import Report, Row
 from streamrl.bench.table import interval_text, ms_text, table, three_text, title_text
-from streamrl.errors import DataError
 
-BEGIN = "<!-- bench weights: begin (written by streamrl bench weights --report DIR ... --docs FILE) -->"
-END = "<!-- bench weights: end -->"
+BEGIN, END = marks("weights", "DIR ...")
 
 
 def render_summary(reports: Sequence[Report]) -> str:
@@ -36,12 +35,7 @@ def write_summary(document: Path, text: str) -> None:
     Raises:
         DataError: the document does not have them, in this order.
     """
-    whole = document.read_text(encoding="utf-8")
-    before, begin, rest = whole.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise DataError(f"expected the marks {BEGIN!r} and {END!r} in {document}, got none", hint="add both lines where the table belongs")
-    document.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+    write_between(document, (BEGIN, END), text)
 
 
 def _ordered(report: Report) -> list[Row]:

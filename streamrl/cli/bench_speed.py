@@ -95,10 +95,10 @@ def _show(arguments: argparse.Namespace, report: T, render: Callable[[T], str], 
     """Print a report, and put it into the document that `--docs` names."""
     import msgspec
 
-    from streamrl.bench.output import write_between
+    from streamrl.bench.output import marks, write_between
 
     if arguments.docs:
-        write_between(Path(arguments.docs), name, render(report))
+        write_between(Path(arguments.docs), marks(name), render(report))
     print(msgspec.json.encode(report).decode() if arguments.json else render(report))
     return 0
 

@@ -6,20 +6,19 @@ import difflib
 import math
 
 from streamrl.config.check_correction import check_correction
-from streamrl.config.loss import CriticConfig, policy_name
+from streamrl.config.loss import (
+    ADVANTAGES,
+    DIVIDED,
+    GROUPED,
+    OWN_POLICY,
+    POLICIES,
+    TOKEN_REWARDS,
+    WHITENED,
+    CriticConfig,
+    is_function,
+    policy_name,
+)
 from streamrl.config.tree import Config, refuse, require
-
-GROUP = ("grpo", "rloo", "maxrl", "gspo", "cispo", "reinforce_plus_plus_baseline")
-"""Advantages that compare the rollouts of a task with each other."""
-DIVIDED = ("grpo", "gspo", "cispo")
-"""Those that divide by the group's standard deviation."""
-TOKEN_REWARDS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
-"""Advantages of rewards that tokens have one by one, so that a KL can be taken off."""
-WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
-ADVANTAGES = (*GROUP, "reinforce_plus_plus", "ppo")
-POLICIES = ("ppo", "gspo", "cispo", "sapo", "aipo", "dppo")
-OWN_POLICY = ("gspo", "cispo")
-"""Advantages whose name is that of a policy loss."""
 
 _AT_LEAST = {
     "clip_low": 0,
@@ -51,11 +50,6 @@ _ABOVE_0 = (
     "critic.vtrace_c",
 )
 _AT_MOST_1 = ("gamma", "gae_lambda", "correction.veto", "correction.staleness_decay")
-
-
-def is_function(name: str) -> bool:
-    """Whether a name is that of user code: `file.py:name`, `pkg.mod:name` or `pkg.mod.name`."""
-    return "." in name or ":" in name
 
 
 def check_loss(config: Config) -> None:
@@ -109,7 +103,7 @@ def _check_advantages(config: Config) -> None:
     loss, name, size = config.loss, config.loss.advantage, config.tasks.num_rollouts
     built_in = not is_function(name)
     refuse(
-        name in GROUP and size == 1 and (loss.normalize_rewards or name in ("rloo", "maxrl")),
+        name in GROUPED and size == 1 and (loss.normalize_rewards or name in ("rloo", "maxrl")),
         f"loss.advantage = {name} compares the rollouts of a task, but tasks.num_rollouts is 1: every advantage would be 0",
         hint="use several rollouts a task, or reinforce_plus_plus or ppo",
         key="tasks.num_rollouts",

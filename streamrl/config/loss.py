@@ -10,6 +10,20 @@ Reduction = Literal["rollout_mean", "token_mean", "sequence_mean", "constant_len
 KLEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 
 
+GROUPED = ("grpo", "rloo", "maxrl", "gspo", "cispo", "reinforce_plus_plus_baseline")
+"""Advantages that compare the rollouts of a task with each other."""
+DIVIDED = ("grpo", "gspo", "cispo")
+"""Those that divide by the group's standard deviation."""
+TOKEN_REWARDS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
+"""Advantages of rewards that tokens have one by one, so that a KL can be taken off."""
+WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Advantages that are not defined without whitening (arXiv 2501.03262)."""
+ADVANTAGES = (*GROUPED, "reinforce_plus_plus", "ppo")
+POLICIES = ("ppo", "gspo", "cispo", "sapo", "aipo", "dppo")
+OWN_POLICY = ("gspo", "cispo")
+"""Advantages whose name is that of a policy loss."""
+
+
 class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of these sections."""
 
@@ -141,4 +155,9 @@ class LossConfig(Part, frozen=True, kw_only=True):
 
 def policy_name(loss: LossConfig) -> str:
     """The policy loss that `loss.policy` names, or where it is empty the one that belongs to the advantages."""
-    return loss.policy or (loss.advantage if loss.advantage in ("gspo", "cispo") else "ppo")
+    return loss.policy or (loss.advantage if loss.advantage in OWN_POLICY else "ppo")
+
+
+def is_function(name: str) -> bool:
+    """Whether a name is that of user code: `file.py:name`, `pkg.mod:name` or `pkg.mod.name`."""
+    return "." in name or ":" in name

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from streamrl.core.balance import sequence_cost
 from streamrl.core.batches import TrainBatch
+from streamrl.core.reductions import samples_at
 
 Indices = npt.NDArray[np.int64]
 
@@ -103,8 +104,7 @@ def _trees(batch: TrainBatch, predicted: npt.NDArray[np.bool_], samples: Indices
     # The last predicted token of a sample is the last thing it needs; what it is fed ends one before.
     ends = np.full(batch.num_samples, -1, np.int64)
     wanted = np.flatnonzero(predicted)
-    owner = np.searchsorted(batch.offsets, wanted, side="right") - 1
-    ends[owner] = wanted  # ascending, so the last one of each sample stays
+    ends[samples_at(batch, wanted)] = wanted  # ascending, so the last one of each sample stays
     fed = (ends - batch.offsets[:-1])[samples]
     used, fed = samples[fed > 0], fed[fed > 0]
     cuts = np.flatnonzero(np.diff(batch.tasks[used])) + 1

@@ -21,6 +21,11 @@ def sample_of_token(batch: TrainBatch) -> npt.NDArray[np.int64]:
     return np.repeat(np.arange(batch.num_samples, dtype=np.int64), batch.lengths)
 
 
+def samples_at(batch: TrainBatch, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """[M] index of the sample that each of the packed tokens `tokens` [M] belongs to: `sample_of_token(batch)[tokens]`, in O(M log N)."""
+    return np.searchsorted(batch.offsets, tokens, side="right") - 1
+
+
 def token_weights(
     batch: TrainBatch, samples: npt.NDArray[np.int64], reduction: Reduction, *, constant_length: int = 0
 ) -> npt.NDArray[np.float64]:

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.config.loss import LossConfig
+from streamrl.config.loss import ADVANTAGES, GROUPED, TOKEN_REWARDS, WHITENED, LossConfig
 from streamrl.config.plugins import resolve
 from streamrl.core import advantages as estimators
 from streamrl.core.batches import TrainBatch
@@ -26,15 +26,7 @@ from streamrl.trainers.protocol import Role
 
 Floats = npt.NDArray[np.float64]
 
-GROUPED = frozenset({"grpo", "gspo", "cispo", "rloo", "maxrl", "reinforce_plus_plus_baseline"})
-"""Estimators that compare the rollouts of a task."""
-RETURNS = frozenset({"reinforce_plus_plus", "ppo"})
-"""Estimators that take the reward as that of the last token."""
-BUILT_IN = GROUPED | RETURNS
-KL_IN_REWARD = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"})
-"""Estimators whose token rewards hold the KL penalty."""
-WHITENED = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
-"""Estimators that are not defined without whitening (arXiv 2501.03262)."""
+BUILT_IN = frozenset(ADVANTAGES)
 
 
 class TokenArrays(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,10 +136,10 @@ def _check(loss: LossConfig) -> None:
             hint='leave loss.whiten at "auto"',
             key="loss.whiten",
         )
-    if loss.kl.reward_coef != 0 and loss.advantage in BUILT_IN - KL_IN_REWARD:
+    if loss.kl.reward_coef != 0 and loss.advantage in BUILT_IN.difference(TOKEN_REWARDS):
         raise ConfigError(
             f'loss.kl.reward_coef = {loss.kl.reward_coef} with loss.advantage = "{loss.advantage}", which rewards rollouts, not tokens',
-            hint=f"use loss.kl.loss_coef, or one of {', '.join(sorted(KL_IN_REWARD))}",
+            hint=f"use loss.kl.loss_coef, or one of {', '.join(sorted(TOKEN_REWARDS))}",
             key="loss.kl.reward_coef",
         )
     if not loss.normalize_rewards and loss.advantage in _OF_GROUPS:

@@ -24,7 +24,7 @@ from streamrl.core.batches import TrainBatch
 from streamrl.core.building import BUILDING
 from streamrl.core.logprobs import CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS, LinearHead, linear_logprobs, token_logprobs
 from streamrl.core.packing import MicroBatch
-from streamrl.core.reductions import sample_of_token
+from streamrl.core.reductions import samples_at
 from streamrl.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class CausalLM:
 
     def predict(self, micro: MicroBatch, batch: TrainBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probs [M] float32 of `micro.target`, with gradient, and entropies [M] float32, with one where it is asked for."""
-        sample = sample_of_token(batch)[micro.target]
+        sample = samples_at(batch, micro.target)
         truncated = bool(((batch.top_p[sample] < 1) | (batch.top_k[sample] > 0)).any())
         states, targets = self.states(micro), self._tensor(batch.tokens[micro.target].astype(np.int64))
         compute = partial(
@@ -104,7 +104,7 @@ class CausalLM:
 
     def logits(self, micro: MicroBatch, batch: TrainBatch) -> Tensor:
         """All logits [M, V] float32 at `micro.target`, over the temperature, nothing cut off: the whole of them, at once in memory."""
-        temperature = self._tensor(batch.temperature[sample_of_token(batch)[micro.target]])
+        temperature = self._tensor(batch.temperature[samples_at(batch, micro.target)])
         logits = self._head(self.states(micro))
         return (logits if logits.dtype == torch.float64 else logits.float()) / temperature[:, None]
 

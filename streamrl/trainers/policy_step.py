@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from streamrl.config.check_loss import is_function
+from streamrl.config.loss import is_function
 from streamrl.config.plugins import resolve
 from streamrl.config.tree import LossConfig
 from streamrl.core.batches import TrainBatch
@@ -24,7 +24,7 @@ from streamrl.core.nonfinite import drop_nonfinite
 from streamrl.core.packing import Indices
 from streamrl.core.policy import PolicyLoss, PolicyTokens, policy_loss
 from streamrl.core.proximal import log_linear_proximal
-from streamrl.core.reductions import sample_of_token
+from streamrl.core.reductions import samples_at
 from streamrl.core.sequences import Packed, Selected
 from streamrl.errors import ConfigError, TrainingError
 from streamrl.trainers.objective import Objective
@@ -156,7 +156,7 @@ class PolicyStep:
 
 def sequences_of(batch: TrainBatch, target: Indices, *, device: torch.device | None = None) -> Packed:
     """Which of the tokens `target` [M] belong to one sample; samples without any are left out."""
-    samples, number = np.unique(sample_of_token(batch)[target], return_inverse=True)
+    samples, number = np.unique(samples_at(batch, target), return_inverse=True)
     return Packed(torch.from_numpy(number.reshape(-1)).to(device or torch.device("cpu")), len(samples))
 
 

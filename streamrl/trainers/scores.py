@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from streamrl.config.check_loss import is_function
+from streamrl.config.loss import is_function
 from streamrl.config.tree import LossConfig, TrainerConfig
 from streamrl.core.balance import split_ranks
 from streamrl.core.batches import TrainBatch

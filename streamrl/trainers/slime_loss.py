@@ -34,7 +34,7 @@ from streamrl.config.tree import LossConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.core.groups import rollout_of_sample
 from streamrl.core.packing import Indices, MicroBatch
-from streamrl.core.reductions import sample_of_token
+from streamrl.core.reductions import sample_of_token, samples_at
 from streamrl.errors import ConfigError, TrainingError
 from streamrl.trainers.causal_lm import CausalLM
 from streamrl.trainers.objective import Objective
@@ -56,7 +56,7 @@ class SlimeLoss:
         """[T] all tokens, but each sample's first one, up to the last trained one of each sample that has any."""
         last = np.full(batch.num_samples, -1, np.int64)
         found = np.flatnonzero(trained)
-        last[sample_of_token(batch)[found]] = found  # ascending, so the last one of each sample stays
+        last[samples_at(batch, found)] = found  # ascending, so the last one of each sample stays
         wanted = np.arange(batch.num_tokens) <= last[sample_of_token(batch)]
         wanted[batch.offsets[:-1]] = False
         return wanted
@@ -113,7 +113,7 @@ class _Layout:
     """Where the samples of a micro-batch stand when they are put one after the other. `target` is ascending."""
 
     def __init__(self, batch: TrainBatch, objective: Objective, index: int, target: Indices) -> None:
-        owner = sample_of_token(batch)[target]
+        owner = samples_at(batch, target)
         self.samples, count = np.unique(owner, return_counts=True)
         weights_T = objective.weights[index]
         known_T = objective.finite

@@ -22,7 +22,7 @@ from streamrl.core.batch_metrics import ratio_metrics, weight_metrics
 from streamrl.core.batches import TrainBatch
 from streamrl.core.digest import combine, tensor_digest
 from streamrl.core.packing import Indices
-from streamrl.core.reductions import sample_of_token
+from streamrl.core.reductions import samples_at
 from streamrl.errors import ConfigError, TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.trainers import table_losses
@@ -178,7 +178,7 @@ class TableTrainer:
     def _forward(self, batch: TrainBatch, target: Indices) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """Log-probs of every next token [M, V] and of the one at `target` [M], as the sampler's distribution has them."""
         position = np.minimum(response_positions(batch)[target], len(self._logits) - 1)
-        sample = sample_of_token(batch)[target]
+        sample = samples_at(batch, target)
         logits = self._logits[position, batch.tokens[target - 1]].astype(np.float64)
         logp = _log_softmax(logits / batch.temperature[sample, None].astype(np.float64))
         tokens = batch.tokens[target]
@@ -216,7 +216,7 @@ class TableTrainer:
         probs_MV = np.where(dropped[:, None], 0.0, np.exp(logp_MV))
         entropy = -(probs_MV * np.where(probs_MV > 0, logp_MV, 0.0)).sum(-1)
         weights = weights_T[target]
-        sample = sample_of_token(batch)[target]
+        sample = samples_at(batch, target)
         # d log pi / d logits = (onehot - probs) / temperature; tokens outside a truncated support have probability 0.
         scale = (weights * slope / batch.temperature[sample])[:, None]
         rows_MV = -scale * probs_MV

@@ -17,9 +17,9 @@ from streamrl.bench.bus.lanes import Counts, Order
 from streamrl.bench.bus.measure import LaneProcess, run
 from streamrl.bench.bus.payload import Plain, group, mapping, plain, with_task
 from streamrl.bench.bus.plan import BusOptions, Cell, Transport
-from streamrl.bench.bus.processes import cpu_of_tree, cpu_seconds
 from streamrl.bench.bus.redis_streams import codec
 from streamrl.bench.bus.servers import missing
+from streamrl.bench.processes import cpu_of_tree, cpu_seconds
 from streamrl.cli import main
 from streamrl.errors import BusError, ConfigError, LaunchError
 from streamrl.schemas.columns import decode_samples, encode_samples
@@ -84,10 +84,11 @@ def test_a_sample_too_many_or_too_few_is_an_error() -> None:
         assert not counts.complete
         counts.add(samples=2, tokens=20, nbytes=1)
     assert counts.complete
-    counts.check()
+    ran = counts.ran(start_s=1.0, end_s=3.0, cpu_s=0.5)
+    assert (ran.messages, ran.samples, ran.tokens, ran.nbytes) == (3, 6, 60, 3)
     counts.add(samples=1, tokens=10, nbytes=1)
     with pytest.raises(BusError, match="expected 6 samples of 60 tokens in all, got 7 of 70"):
-        counts.check()
+        counts.ran(start_s=1.0, end_s=3.0, cpu_s=0.5)
 
 
 def test_a_process_that_dies_is_an_error(tmp_path: Path) -> None:

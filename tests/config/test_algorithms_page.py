@@ -11,9 +11,8 @@ import msgspec
 import pytest
 
 from streamrl.config.check import check
-from streamrl.config.check_loss import ADVANTAGES, POLICIES
 from streamrl.config.load import load, override
-from streamrl.config.loss import CorrectionConfig, LossConfig
+from streamrl.config.loss import ADVANTAGES, POLICIES, CorrectionConfig, LossConfig
 from streamrl.config.tree import Config, DataConfig, TrainerConfig
 from streamrl.errors import ConfigError
 

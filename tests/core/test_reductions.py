@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import get_args
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,7 +15,7 @@ from streamrl.config.loss import Reduction
 from streamrl.core.balance import split_ranks
 from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import plan_micro_batches
-from streamrl.core.reductions import sample_of_token, token_weights
+from streamrl.core.reductions import sample_of_token, samples_at, token_weights
 from streamrl.errors import TrainingError
 
 MakeBatch = Callable[..., TrainBatch]
@@ -112,3 +113,10 @@ def test_a_step_over_some_samples_weighs_nothing_else(batch: TrainBatch, reducti
 def test_constant_values_reduce_to_themselves(batch: TrainBatch) -> None:
     assert token_weights(batch, np.array([0, 1, 2]), "rollout_mean").sum() == pytest.approx(1)
     assert sample_of_token(batch).tolist() == [0] * 3 + [1] * 5 + [2] * 2 + [3] * 2
+
+
+def test_tokens_know_their_samples_also_beside_empty_ones(batch: TrainBatch) -> None:
+    offsets = np.array([0, 0, 3, 3, 8, 10, 12, 12])
+    for packed in (batch, msgspec.structs.replace(batch, offsets=offsets)):
+        assert samples_at(packed, np.arange(12)).tolist() == sample_of_token(packed).tolist()
+    assert samples_at(batch, np.array([9, 0, 2])).tolist() == [2, 0, 0]

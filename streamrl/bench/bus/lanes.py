@@ -73,8 +73,22 @@ class Counts:
         self.tokens += tokens
         self.nbytes += nbytes
 
-    def check(self) -> None:
-        """Raise BusError unless exactly what was sent has come."""
+    def ran(self, *, start_s: float, end_s: float, cpu_s: float, producer_cpu_s: float = 0.0, server_cpu_s: float = 0.0) -> Ran:
+        """What this end did; raises BusError unless exactly what was sent has come."""
+        self._check()
+        return Ran(
+            start_s=start_s,
+            end_s=end_s,
+            cpu_s=cpu_s,
+            messages=self.messages,
+            samples=self.samples,
+            tokens=self.tokens,
+            nbytes=self.nbytes,
+            producer_cpu_s=producer_cpu_s,
+            server_cpu_s=server_cpu_s,
+        )
+
+    def _check(self) -> None:
         cell = self._order.cell
         wanted = (cell.samples * self._order.num_tasks, cell.samples * cell.tokens * self._order.num_tasks)
         if (self.samples, self.tokens) != wanted:

@@ -17,10 +17,10 @@ import msgspec
 
 from streamrl.bench.bus.lanes import Order, Ran
 from streamrl.bench.bus.plan import BusOptions, Transport
-from streamrl.bench.bus.processes import cpu_seconds
 from streamrl.bench.bus.records import BusRun, Measured
 from streamrl.bench.bus.servers import Server, missing, serving
 from streamrl.bench.machine import machine
+from streamrl.bench.processes import cpu_seconds
 from streamrl.errors import ConfigError, LaunchError
 
 log = logging.getLogger(__name__)

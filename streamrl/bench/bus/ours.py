@@ -98,16 +98,7 @@ class Consumer:
             counts.add(samples=samples.num_rows, tokens=len(samples.tokens), nbytes=samples.nbytes)
         end_s, cpu_s = time.monotonic(), time.process_time() - cpu_s
         reader.close()
-        counts.check()
-        return Ran(
-            start_s=start_s,
-            end_s=end_s,
-            cpu_s=cpu_s,
-            messages=counts.messages,
-            samples=counts.samples,
-            tokens=counts.tokens,
-            nbytes=counts.nbytes,
-        )
+        return counts.ran(start_s=start_s, end_s=end_s, cpu_s=cpu_s)
 
     def close(self) -> None:
         self._thread.__exit__(None, None, None)

@@ -11,11 +11,10 @@ from streamrl.bench.bus.picture import write_picture
 from streamrl.bench.bus.plan import BusOptions
 from streamrl.bench.bus.records import BusRun
 from streamrl.bench.bus.report import BusReport, build_report, render
-from streamrl.bench.output import RAW, new_directory, write_report
+from streamrl.bench.output import RAW, marks, new_directory, write_between, write_report
 from streamrl.errors import DataError
 
-BEGIN = "<!-- bench bus: begin (written by streamrl bench bus --report DIR --docs FILE) -->"
-END = "<!-- bench bus: end -->"
+BEGIN, END = marks("bus")
 
 
 def measure_into(options: BusOptions) -> BusReport:
@@ -43,8 +42,4 @@ def report_from(out: Path) -> BusReport:
 
 def write_docs(document: Path, report: BusReport) -> None:
     """Put the tables between the two marks in a document; raises DataError when it does not have them."""
-    before, begin, rest = document.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise DataError(f"expected the marks {BEGIN!r} and {END!r} in {document}, got none", hint="add both lines where the table belongs")
-    document.write_text(f"{before}{BEGIN}\n\n{render(report)}\n{END}{after}", encoding="utf-8")
+    write_between(document, (BEGIN, END), render(report))

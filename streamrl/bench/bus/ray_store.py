@@ -17,7 +17,7 @@ import ray
 
 from streamrl.bench.bus.lanes import Counts, Order, Ran
 from streamrl.bench.bus.payload import NUM_PATTERNS, group, mapping
-from streamrl.bench.bus.processes import cpu_of_tree, cpu_seconds
+from streamrl.bench.processes import cpu_of_tree, cpu_seconds
 
 WINDOW = 16
 """Tasks under way at once, as many as our producer has."""
@@ -71,17 +71,8 @@ class Driver:
             counts.add(samples=len(samples), tokens=sum(len(sample["tokens"]) for sample in samples), nbytes=0)
         end_s, cpu_s, actor_s = time.monotonic(), time.process_time() - cpu_s, cpu_seconds(self._pid) - actor_s
         tree_s = cpu_of_tree() - tree_s
-        counts.check()
-        return Ran(
-            start_s=start_s,
-            end_s=end_s,
-            cpu_s=cpu_s,
-            messages=counts.messages,
-            samples=counts.samples,
-            tokens=counts.tokens,
-            producer_cpu_s=actor_s,
-            server_cpu_s=max(0.0, tree_s - actor_s),
-        )
+        server_s = max(0.0, tree_s - actor_s)
+        return counts.ran(start_s=start_s, end_s=end_s, cpu_s=cpu_s, producer_cpu_s=actor_s, server_cpu_s=server_s)
 
     def _results(self, tasks: Iterable[int]) -> Iterable[list[dict[str, Any]]]:
         under_way: deque[Any] = deque()

@@ -99,16 +99,7 @@ class Reader:
             samples = self._decode(body)
             counts.add(samples=len(samples), tokens=sum(len(sample["tokens"]) for sample in samples), nbytes=len(body))
         end_s, cpu_s = time.monotonic(), time.process_time() - cpu_s
-        counts.check()
-        return Ran(
-            start_s=start_s,
-            end_s=end_s,
-            cpu_s=cpu_s,
-            messages=counts.messages,
-            samples=counts.samples,
-            tokens=counts.tokens,
-            nbytes=counts.nbytes,
-        )
+        return counts.ran(start_s=start_s, end_s=end_s, cpu_s=cpu_s)
 
     def close(self) -> None:
         self._redis.close()

@@ -76,16 +76,7 @@ class Puller:
             samples = self._decoder.decode(body)
             counts.add(samples=len(samples), tokens=sum(len(sample.tokens) for sample in samples), nbytes=len(body))
         end_s, cpu_s = time.monotonic(), time.process_time() - cpu_s
-        counts.check()
-        return Ran(
-            start_s=start_s,
-            end_s=end_s,
-            cpu_s=cpu_s,
-            messages=counts.messages,
-            samples=counts.samples,
-            tokens=counts.tokens,
-            nbytes=counts.nbytes,
-        )
+        return counts.ran(start_s=start_s, end_s=end_s, cpu_s=cpu_s)
 
     def close(self) -> None:
         self._socket.close(linger=0)

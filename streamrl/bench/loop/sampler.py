@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import time
 from bisect import bisect_right
 from pathlib import Path
 from types import TracebackType
 
+from streamrl.bench.processes import cpu_by_process
+
 _EVERY_S = 0.25
 _CONTENDERS = {"stream": "supervisor", "pipes": "engine", "trainer-half": "trainer"}
 """What the process of a contender is."""
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class Sampler:
@@ -56,30 +56,11 @@ class Sampler:
 
 def tree_seconds(root: int) -> dict[str, float]:
     """CPU seconds so far of a process and its living descendants, all threads, by kind of process."""
-    facts = {int(entry.name): found for entry in Path("/proc").iterdir() if entry.name.isdigit() and (found := _facts(int(entry.name)))}
-    children: dict[int, list[int]] = {}
-    for pid, (parent, _) in facts.items():
-        children.setdefault(parent, []).append(pid)
     total: dict[str, float] = {}
-    left = [root]
-    while left:
-        pid = left.pop()
-        left += children.get(pid, ())
-        if pid in facts:
-            kind = _kind(pid)
-            total[kind] = total.get(kind, 0.0) + facts[pid][1]
+    for pid, seconds in cpu_by_process(root).items():
+        kind = _kind(pid)
+        total[kind] = total.get(kind, 0.0) + seconds
     return total
-
-
-def _facts(pid: int) -> tuple[int, float] | None:
-    """Parent and CPU seconds."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    # The name of the program stands in parentheses and may hold spaces.
-    fields = text.rpartition(")")[2].split()
-    return int(fields[1]), (int(fields[11]) + int(fields[12])) * _TICK_S
 
 
 def _kind(pid: int) -> str:

@@ -17,16 +17,23 @@ def cpu_seconds(pid: int) -> float:
 def cpu_of_tree(root: int = 0) -> float:
     """CPU time so far of all living descendants of a process (0: this one), itself left out."""
     root = root or os.getpid()
+    return sum(seconds for pid, seconds in cpu_by_process(root).items() if pid != root)
+
+
+def cpu_by_process(root: int) -> dict[int, float]:
+    """CPU seconds so far of a process and its living descendants, all threads, by process id."""
     known = {int(entry.name): facts for entry in Path("/proc").iterdir() if entry.name.isdigit() and (facts := _facts(int(entry.name)))}
     children: dict[int, list[int]] = {}
     for pid, (parent, _) in known.items():
         children.setdefault(parent, []).append(pid)
-    total_s, left = 0.0, list(children.get(root, ()))
+    found: dict[int, float] = {}
+    left = [root]
     while left:
         pid = left.pop()
-        total_s += known[pid][1]
         left += children.get(pid, ())
-    return total_s
+        if pid in known:
+            found[pid] = known[pid][1]
+    return found
 
 
 def _facts(pid: int) -> tuple[int, float] | None:
