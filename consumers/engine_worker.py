@@ -116,6 +116,7 @@ async def _serve(worker: Worker, engine: HostedEngine) -> None:
             pins=Pins(worker.bus.kv, engine.policy) if presence.role == EVALUATION_ROLE else None,
             role=presence.role,
         )
+        worker.set_up()
         try:
             await until_drained(worker.draining, watcher.run(), presence.keep())
         finally:

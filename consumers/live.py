@@ -119,6 +119,7 @@ class LiveTrainer:
         self.rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
         self._deadline = float("inf")
         self._granted = 0
+        self._grant_revision: int | None = None
         self._marked: set[int] = set()
 
     def run(self, stop: Callable[[], bool]) -> tuple[FoldState, bool]:
@@ -266,7 +267,7 @@ class LiveTrainer:
     def _grant(self, grant: Grant) -> None:
         """Raise the key `granted`; it never goes down."""
         if grant.granted > self._granted:
-            self.call(raise_grant(self.bus, grant))
+            self._grant_revision = self.call(raise_grant(self.bus, grant, revision=self._grant_revision))
             self._granted = grant.granted
 
     def _offer(self, version: Version, digest: str = "") -> None:
@@ -295,14 +296,21 @@ class LiveTrainer:
         )
 
 
-async def raise_grant(bus: Bus, grant: Grant) -> None:
-    """Put a grant unless a higher one is there."""
+async def raise_grant(bus: Bus, grant: Grant, *, revision: int | None = None) -> int | None:
+    """Put a grant unless a higher one is there; returns its revision, None when it was not put.
+
+    Args:
+        bus: connected.
+        grant: the new one.
+        revision: that of a lower grant, the last one put here: nothing is asked for while nobody else has put one. None: ask.
+    """
     while True:
-        entry = await bus.kv.get(KEY_GRANTED)
-        if entry is not None and entry.value is not None and decode(entry.value, Grant, where=KEY_GRANTED).granted >= grant.granted:
-            return
+        if revision is None:
+            entry = await bus.kv.get(KEY_GRANTED)
+            if entry is not None and entry.value is not None and decode(entry.value, Grant, where=KEY_GRANTED).granted >= grant.granted:
+                return None
+            revision = entry.revision if entry else 0
         try:
-            await bus.kv.put(KEY_GRANTED, encode(grant), expect=entry.revision if entry else 0)
+            return await bus.kv.put(KEY_GRANTED, encode(grant), expect=revision)
         except Conflict:
-            continue
-        return
+            revision = None

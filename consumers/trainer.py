@@ -81,6 +81,7 @@ def train(worker: Worker, loop: asyncio.AbstractEventLoop) -> tuple[FoldState, b
         export=export,
         vocab_size=vocab_size(model_dir),
     )
+    worker.set_up()
     result = live.run(worker.draining.is_set)
     publisher.close()
     if gang is not None:

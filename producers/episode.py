@@ -107,11 +107,15 @@ def _segment_problem(segment: Segment) -> str:
         return f"environment tokens have no log-probs, got {len(segment.logprobs)}" if segment.logprobs else ""
     if len(segment.logprobs) != length:
         return f"expected one log-prob for each of {length} model tokens, got {len(segment.logprobs)}"
-    if sum(span.length for span in segment.spans) != length:
-        return f"expected version spans over {length} model tokens, they cover {sum(span.length for span in segment.spans)}"
-    if any(span.version is None or span.length < 1 for span in segment.spans):
-        return "every version span of model tokens needs a version and at least one token"
-    if not all(-math.inf < logprob <= 1e-4 for logprob in segment.logprobs):
+    covered = 0
+    for span in segment.spans:
+        covered += span.length
+        if span.version is None or span.length < 1:
+            return "every version span of model tokens needs a version and at least one token"
+    if covered != length:
+        return f"expected version spans over {length} model tokens, they cover {covered}"
+    # A NaN or an infinity anywhere shows in the sum.
+    if length and not (math.isfinite(sum(segment.logprobs)) and max(segment.logprobs) <= 1e-4):
         return "log-probs must be finite and at most 0"
     return ""
 

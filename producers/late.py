@@ -15,7 +15,7 @@ from streamrl.bus.protocol import Bus, Receipt
 from streamrl.errors import LogTruncated, SchemaError
 from streamrl.producers.publishing import Publisher
 from streamrl.rewards.protocol import RewardValue
-from streamrl.schemas.columns import decode_samples
+from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.samples import LogprobMode, RewardUpdate, Sample
 from streamrl.schemas.subjects import SAMPLES, Subjects, kind_of
 

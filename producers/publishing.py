@@ -15,8 +15,9 @@ from streamrl.bus.protocol import Bus, Receipt
 from streamrl.errors import StreamFull
 from streamrl.producers.protocol import Failure
 from streamrl.schemas.codec import encode
-from streamrl.schemas.columns import SCHEMA_NAME, TOKEN_BYTES, encode_samples
+from streamrl.schemas.columns import SCHEMA_NAME, TOKEN_BYTES
 from streamrl.schemas.digests import body_digest
+from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import RewardUpdate, Sample, Tombstone
 from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_SCHEMA, HEADER_TASK, Subjects
 from streamrl.schemas.tasks import RolloutTask

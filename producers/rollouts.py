@@ -79,6 +79,7 @@ async def serve(worker: Worker, function: str, *, sources: Sequence[str]) -> int
     runner = make_runner(worker, pool, function, key="producer.function")
     publisher = Publisher(worker.bus, worker.subjects)
     claims = [_claims(worker, source, runner, publisher) for source in sources]
+    worker.set_up()
     try:
         async with asyncio.TaskGroup() as group:
             background = [group.create_task(pool.run()), group.create_task(_report(worker, claims, publisher))]

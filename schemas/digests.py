@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
+import xxhash
 
 
 def body_digest(body: bytes | memoryview) -> str:
-    """SHA-256 of a body, 64 hex digits; the value of the header `Streamrl-Digest`."""
-    return hashlib.sha256(body).hexdigest()
+    """XXH3 (128 bits) of a body, 32 hex digits; the value of the header `Streamrl-Digest`.
+
+    It guards against damage. Against forgery the bus's credentials do: who may publish could sign anything. A cryptographic digest costs
+    both ends thirty times as much, the tenth part of a message's way.
+    """
+    return xxhash.xxh3_128_hexdigest(body)

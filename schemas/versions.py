@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 import msgspec
 
@@ -36,7 +37,13 @@ class Version(msgspec.Struct, frozen=True, order=True):
     @classmethod
     def parse(cls, text: str) -> Version:
         """Read `epoch.number`; raises SchemaError on anything else."""
-        match = _TEXT.match(text)
-        if match is None:
-            raise SchemaError(f"expected a version such as 0.17 (epoch.number), got {text!r}")
-        return cls(int(match[1]), int(match[2]))
+        return _parsed(text)
+
+
+@lru_cache(maxsize=1024)
+def _parsed(text: str) -> Version:
+    """Every completion of every answer names its versions, which are few."""
+    match = _TEXT.match(text)
+    if match is None:
+        raise SchemaError(f"expected a version such as 0.17 (epoch.number), got {text!r}")
+    return Version(int(match[1]), int(match[2]))

@@ -26,7 +26,7 @@ from streamrl.engines.protocol import GenerateRequest
 from streamrl.engines.requests import check_request
 from streamrl.launch.lock import locked
 from streamrl.runtime.rundir import RunDir
-from streamrl.schemas.columns import decode_samples
+from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import SAMPLES, Subjects
 from streamrl.schemas.versions import Version

@@ -26,6 +26,7 @@ from streamrl.errors import BusError, SchemaError
 from streamrl.schemas import subjects
 from streamrl.schemas.subjects import check_name, kind_of
 
+CONTROL = re.compile(r"[\x00-\x1f]")
 HEADER_NAME = re.compile(r"^[A-Za-z0-9-]+$")
 MEBIBYTE = 1 << 20
 MAX_PAYLOAD_BYTES = 8 * MEBIBYTE
@@ -137,7 +138,7 @@ def check_key(key: str) -> str:
 def check_headers(headers: Mapping[str, str] | None) -> None:
     """Raise SchemaError for headers that the wire cannot carry or that belong to the server."""
     for name, value in (headers or {}).items():
-        if not HEADER_NAME.match(name) or name.startswith("Nats-") or any(ord(letter) < 32 for letter in value):
+        if not HEADER_NAME.match(name) or name.startswith("Nats-") or CONTROL.search(value):
             raise SchemaError(
                 f"expected a header name of letters, digits and '-' that does not begin with 'Nats-' and a value of one line, "
                 f"got {name!r}: {value!r}"

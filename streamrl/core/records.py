@@ -14,7 +14,8 @@ import numpy as np
 
 from streamrl.errors import SchemaError
 from streamrl.schemas.codec import decode
-from streamrl.schemas.columns import SCHEMA_NAME, SampleBatch, decode_samples
+from streamrl.schemas.columns import SCHEMA_NAME, SampleBatch
+from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.digests import body_digest
 from streamrl.schemas.samples import MARK_EPOCH, EpochMark, Mark, RewardUpdate, Tombstone
 from streamrl.schemas.subjects import kind_of

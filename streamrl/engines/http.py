@@ -221,7 +221,7 @@ class HttpEngine:
         return total, Chunk(
             completion=index,
             token_ids=tuple(ids),
-            logprobs=tuple(value for value in logprobs if value is not None),
+            logprobs=tuple(logprobs),  # pyright: ignore[reportArgumentType]  # None was looked for above
             spans=spans,
             finish_reason=self._finish_reason(meta),
             logprob_mode=LogprobMode(meta.logprob_mode) if meta.logprob_mode else LogprobMode.TEMPERATURE,

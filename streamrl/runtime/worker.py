@@ -19,6 +19,7 @@ from streamrl.bus import BusAddress, connect
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
 from streamrl.errors import BusError, ConfigError, Fenced, StreamRLError
+from streamrl.runtime.collection import collect_rarely, keep_all
 from streamrl.runtime.kinds import check_kind, environment, load_main, num_workers
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import SUPERVISOR_VARIABLE, Exit, die_with_parent, parent_is_gone
@@ -78,6 +79,10 @@ class Worker:
         except BusError as error:
             logger.warning("event=event_lost kind=%s error=%s", kind, error.message)
 
+    def set_up(self) -> None:
+        """For a service to say that what lives as long as the process is loaded."""
+        keep_all()
+
     async def present(self) -> None:
         """Say on the bus that this worker is alive; raises BusError."""
         state = "draining" if self.draining.is_set() else self.state
@@ -99,6 +104,7 @@ def run_worker(kind: str, run: RunDir, index: int | None = None, *, main: Main |
         die_with_parent(supervisor)
     configure_logging(kind)
     faulthandler.enable()
+    collect_rarely()
     try:
         check_kind(kind)
         config = run.load_config()

@@ -15,9 +15,9 @@ from streamrl.bus.protocol import Bus
 from streamrl.config.load import dump
 from streamrl.config.tree import Config, RunConfig, TasksConfig
 from streamrl.schemas.codec import encode
-from streamrl.schemas.columns import encode_samples
 from streamrl.schemas.control import Grant, Latest, Position, RunRecord
 from streamrl.schemas.dead import DeadRecord
+from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.ledger import Drop, LedgerEntry, Used
 from streamrl.schemas.samples import Sample, Tombstone, VersionSpan
 from streamrl.schemas.subjects import HEADER_TASK, Subjects

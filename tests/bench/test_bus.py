@@ -22,7 +22,8 @@ from streamrl.bench.bus.servers import missing
 from streamrl.bench.processes import cpu_of_tree, cpu_seconds
 from streamrl.cli import main
 from streamrl.errors import BusError, ConfigError, LaunchError
-from streamrl.schemas.columns import decode_samples, encode_samples
+from streamrl.schemas.decoding import decode_samples
+from streamrl.schemas.encoding import encode_samples
 
 TINY = BusOptions(out="", samples=(1, 3), tokens=(40, 64), rounds=2, round_tokens=1000, min_tasks=2, max_tasks=7)
 

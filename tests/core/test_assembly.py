@@ -16,7 +16,8 @@ from streamrl.core.fold import Batch, close, fold
 from streamrl.core.records import judge
 from streamrl.core.state import FoldConfig, FoldState, initial_state
 from streamrl.errors import TrainingError
-from streamrl.schemas.columns import SampleBatch, encode_samples
+from streamrl.schemas.columns import SampleBatch
+from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.ledger import Used
 from streamrl.schemas.samples import LogprobMode, Sample, VersionSpan
 from streamrl.schemas.tasks import Sampling

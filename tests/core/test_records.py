@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from streamrl.core.records import Ended, Marked, Poison, Rewarded, Rollouts, RolloutView, judge
 from streamrl.schemas.codec import encode
-from streamrl.schemas.columns import encode_samples
+from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import LogprobMode, Mark, RewardUpdate, Tombstone, VersionSpan
 from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version

@@ -11,8 +11,9 @@ import numpy as np
 import pyarrow as pa
 
 from streamrl.schemas.codec import encode
-from streamrl.schemas.columns import SCHEMA_NAME, arrow_schema, encode_samples
+from streamrl.schemas.columns import SCHEMA_NAME, arrow_schema
 from streamrl.schemas.digests import body_digest
+from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import MARK_EPOCH, EpochMark, Mark, RewardUpdate, Sample, Tombstone, VersionSpan
 from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_SCHEMA, HEADER_TASK, Subjects
 from streamrl.schemas.versions import Version

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from streamrl.schemas.codec import encode
-from streamrl.schemas.columns import encode_samples
 from streamrl.schemas.control import EnginePresence, Grant, Latest, Position, RunRecord, WorkerPresence
 from streamrl.schemas.dead import DeadRecord
+from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.events import Event, MetricReport
 from streamrl.schemas.ledger import Drop, LedgerEntry, SpilledDrops, Used
 from streamrl.schemas.samples import BlobRef, EpochMark, LogprobMode, Mark, RewardUpdate, Sample, Status, Tombstone, VersionSpan

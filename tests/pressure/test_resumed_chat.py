@@ -16,7 +16,7 @@ from streamrl.bus.protocol import Bus
 from streamrl.bus.server import NatsServer
 from streamrl.errors import SchemaError
 from streamrl.producers.checkpoints import MAX_BYTES, RolloutCheckpoints
-from streamrl.schemas.columns import decode_samples
+from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.samples import Sample
 from streamrl.schemas.subjects import PREFIX_CHECKPOINTS, SAMPLES, kind_of
 from tests.kill.nursery import Nursery

@@ -27,8 +27,8 @@ from streamrl.engines.table import TableEngine
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.codec import decode, encode
-from streamrl.schemas.columns import decode_samples
 from streamrl.schemas.control import EnginePresence
+from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.samples import Sample, Tombstone
 from streamrl.schemas.subjects import SAMPLES, TASKS, Subjects, kind_of
 from streamrl.schemas.tasks import RolloutTask, Sampling

@@ -7,7 +7,8 @@ import pytest
 
 from streamrl.errors import SchemaError
 from streamrl.producers.episode import Episode, Segment, samples_of
-from streamrl.schemas.columns import decode_samples, encode_samples
+from streamrl.schemas.decoding import decode_samples
+from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import Status, VersionSpan
 from streamrl.schemas.tasks import RolloutTask
 from streamrl.schemas.versions import Version

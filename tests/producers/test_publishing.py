@@ -11,7 +11,8 @@ from streamrl.producers import publishing
 from streamrl.producers.episode import Episode, Segment, samples_of
 from streamrl.producers.protocol import Failure
 from streamrl.producers.publishing import Publisher, split
-from streamrl.schemas.columns import decode_samples, encode_samples
+from streamrl.schemas.decoding import decode_samples
+from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import Sample, VersionSpan
 from streamrl.schemas.tasks import RolloutTask
 from streamrl.schemas.versions import Version

@@ -8,7 +8,8 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from streamrl.schemas.columns import arrow_schema, encode_samples
+from streamrl.schemas.columns import arrow_schema
+from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import Sample, VersionSpan
 from streamrl.schemas.versions import Version
 

@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.errors import SchemaError
-from streamrl.schemas.columns import SampleBatch, arrow_schema, decode_samples, encode_samples
+from streamrl.schemas.columns import SampleBatch, arrow_schema
+from streamrl.schemas.decoding import decode_samples
+from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import BlobRef, LogprobMode, Sample, Status, VersionSpan
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version

@@ -9,8 +9,9 @@ import pyarrow as pa
 import pytest
 
 from streamrl.schemas.codec import decode, encode
-from streamrl.schemas.columns import arrow_schema, decode_samples
+from streamrl.schemas.columns import arrow_schema
 from streamrl.schemas.control import Grant
+from streamrl.schemas.decoding import decode_samples
 from tests.golden.generate import records, samples
 from tests.schemas.rows import plain
 

@@ -28,6 +28,7 @@ from streamrl.errors import LaunchError
 from streamrl.launch.numbers import RunNumbers
 from streamrl.launch.opened import opened
 from streamrl.launch.up import up
+from streamrl.runtime.collection import collect_rarely
 from streamrl.runtime.kinds import load_main
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import die_with_parent
@@ -161,6 +162,7 @@ def _model(config: Config) -> Path:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one way and write down its batches."""
     way, config_path, target = sys.argv[1:] if argv is None else argv
+    collect_rarely()
     die_with_parent(os.getppid())  # a benchmark that is ended leaves nothing running
     config = from_json(Path(config_path).read_text(encoding="utf-8"), where=config_path)
     if way == TRAINER_HALF:

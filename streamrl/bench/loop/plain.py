@@ -31,6 +31,7 @@ from streamrl.producers.functions import make_producer
 from streamrl.producers.groups import GroupRunner
 from streamrl.producers.tasks import plan_tasks
 from streamrl.rewards.factory import make_reward
+from streamrl.runtime.collection import keep_all
 from streamrl.schemas.control import Grant
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
@@ -89,6 +90,7 @@ async def roll_out(config: Config, model_dir: Path, link: EngineLink) -> None:
     problems = load_problems(config.data.train, config.data, tokenizer)
     engine = await asyncio.to_thread(make_engine, config.engine, model_dir, engine_id="bench", max_len=config.model.max_len)
     await engine.start()
+    keep_all()
     runner = GroupRunner(
         producer=make_producer(config.producer.function, key="producer.function"),
         reward=make_reward(config.reward),
@@ -143,6 +145,7 @@ async def roll_out(config: Config, model_dir: Path, link: EngineLink) -> None:
 def train(config: Config, model_dir: Path, link: TrainerLink, done: Callable[[Trained], None]) -> None:
     """The half that trains `run.steps` batches; in the thread that calls it."""
     trainer = make_trainer(config, model_dir)
+    keep_all()
     seed = run_seed(config.run.name, config.run.seed)
     for number in range(config.run.steps):
         content = Content(trainer.shards())

@@ -51,9 +51,9 @@ class LoopSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One benchmark."""
 
     ways: tuple[Way, ...] = (Way.STREAM, Way.QUEUES, Way.PIPES, Way.MEMORY)
-    batches: int = 60
+    batches: int = 120
     """Trained in every run of the first part."""
-    skip: int = 12
+    skip: int = 30
     """The first of them, which are not measured: start-up, full queues."""
     rounds: int = 5
     """Each runs every way once, one after the other."""

@@ -1,0 +1,89 @@
+"""What is wrong with the columns of a decoded message, if anything: the rules that a sample must keep to be trained on.
+
+They run for each message of a stream, most of which are small: what can be told from few distinct values is asked of those.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from streamrl.schemas.columns import SampleBatch
+from streamrl.schemas.samples import LogprobMode, Status
+
+
+def shape_problem(b: SampleBatch) -> str:
+    """The first thing in which columns do not fit together, or an empty string."""
+    if not b.same_offsets("tokens", "loss_mask", "logprobs"):
+        return "expected tokens, loss_mask and logprobs of equal lengths"
+    lengths = b.lengths
+    if lengths.min() < 1:
+        return "expected at least one token in every sample"
+    if not b.same_offsets("span_length", "span_epoch", "span_number"):
+        return "expected span_length, span_epoch and span_number of equal lengths"
+    starts = b.span_offsets[:-1]
+    if (b.span_offsets[1:] <= starts).any() or b.span_length.min() < 1:
+        return "expected version spans of at least one token each"
+    if (np.add.reduceat(b.span_length, starts, dtype=np.int64) != lengths).any():
+        return "expected version spans that cover every token once"
+    if b.span_number.min() < -1 or b.span_epoch.min() < -1 or ((b.span_number < 0) != (b.span_epoch < 0)).any():
+        return "expected versions with epoch and number of at least 0, or both -1 where no model sampled"
+    sizes = set(b.ints("group_size").tolist())
+    if set(b.ints("task").tolist()) != {b.task} or sizes != {b.group_size} or b.task < 0 or b.group_size < 1:
+        return "expected all rows to be of one task and one group size"
+    if b.rollouts.min() < 0 or b.rollouts.max() >= b.group_size:
+        return f"expected rollouts below the group size {b.group_size}"
+    return _rollouts_problem(b)
+
+
+def _rollouts_problem(b: SampleBatch) -> str:
+    sizes, samples = b.ints("num_samples"), b.ints("sample")
+    if sizes.min() == 1 == sizes.max() and not samples.any() and (b.rollouts[1:] > b.rollouts[:-1]).all():
+        return ""  # one sample a rollout, in order: what nearly every message holds
+    for rollout in np.unique(b.rollouts):
+        rows = b.rollouts == rollout
+        count = int(rows.sum())
+        if (sizes[rows] != count).any() or not np.array_equal(np.sort(samples[rows]), np.arange(count)):
+            return f"expected all samples of rollout {rollout} in one message"
+    return ""
+
+
+def value_problem(b: SampleBatch) -> str:
+    """The first value that cannot be trained on, or an empty string. Shapes have been checked.
+
+    Each column of tokens is gone through once or twice and never copied: a NaN shows in the least and in the greatest value.
+    """
+    if not (b.logprobs.min() > -np.inf and b.logprobs.max() <= 1e-4):
+        return "expected finite log-probs of at most 0"
+    if b.loss_mask.max() > 1 or b.loss_mask[b.offsets[:-1]].any():
+        return "expected a loss mask of 0 and 1 that is 0 at each first token"
+    if b.tokens.min() < 0:
+        return "expected token ids of at least 0"
+    if np.isinf(b.rewards).any():
+        return "expected finite rewards"
+    settings = set(zip(*(b.ints(name).tolist() for name in ("temperature", "top_p", "top_k", "max_new_tokens")), strict=True))
+    if not all(math.isfinite(t) and t >= 0 and 0 < p <= 1 and k >= -1 and k != 0 for t, p, k, _ in settings):
+        return "expected temperature of at least 0, top_p in (0, 1], top_k of -1 or at least 1"
+    if min(new_tokens for *_, new_tokens in settings) < 1:
+        return "expected max_new_tokens of at least 1"
+    modes, statuses = set(b.texts("logprob_mode")), set(b.texts("status"))
+    unknown = modes.difference(LogprobMode) | statuses.difference(Status)
+    if unknown:
+        return f"expected known values of logprob_mode and status, got {sorted(unknown)}"
+    return _trained_problem(b, greedy=any(temperature == 0 for temperature, *_ in settings), modes=modes)
+
+
+def _trained_problem(b: SampleBatch, *, greedy: bool, modes: set[str]) -> str:
+    """What is wrong with the tokens that are trained on, given whether some row has temperature 0, and the log-prob modes there are."""
+    trained = b.trained_in_spans > 0
+    sampled = b.span_number >= 0
+    unseen = trained & ~sampled
+    if not greedy and not unseen.any():
+        return ""
+    rows = np.repeat(np.arange(b.num_rows), np.diff(b.span_offsets))
+    if (trained & sampled & (b.ints("temperature")[rows] == 0)).any():
+        return "expected a temperature above 0 where sampled tokens are trained on"
+    if modes != {LogprobMode.NONE} and (np.array(b.texts("logprob_mode")) != LogprobMode.NONE)[rows[unseen]].any():
+        return "expected every trained token to carry the version that sampled it"
+    return ""

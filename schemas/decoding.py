@@ -1,0 +1,88 @@
+"""A message body to samples: the checking and reading half of `streamrl.schemas.columns`."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pyarrow as pa
+
+from streamrl.errors import SchemaError
+from streamrl.schemas.column_checks import shape_problem, value_problem
+from streamrl.schemas.columns import SCHEMA_KEY, SCHEMA_NAME, SampleBatch, arrow_schema, schema_bytes
+
+
+def decode_samples(body: bytes | memoryview, *, where: str = "") -> SampleBatch:
+    """Check and open one message body without copying its tokens.
+
+    Raises:
+        SchemaError: not Arrow, a foreign or newer schema, columns that do not fit together, log-probs that are not finite or above 0,
+            a loss mask on a token that nothing predicts. The message names `where` the bytes came from.
+    """
+    place = f" at {where}" if where else ""
+    try:
+        batch = _open(body, place)
+    except (pa.ArrowException, StopIteration, EOFError, OSError, ValueError, OverflowError, MemoryError) as error:
+        raise SchemaError(f"expected an Arrow stream of {SCHEMA_NAME}{place}, got {len(body)} bytes that are none: {error}") from error
+    if batch.num_rows == 0:
+        raise SchemaError(f"expected at least one row of {SCHEMA_NAME}{place}, got none")
+    columns = batch.columns
+    nulls = [name for index, name, is_list in _never_null() if _has_nulls(columns[index], is_list)]
+    if nulls:
+        raise SchemaError(f"expected no nulls in {nulls}{place}")
+    decoded = SampleBatch(batch, columns, len(body))
+    problem = shape_problem(decoded) or value_problem(decoded)
+    if problem:
+        raise SchemaError(f"{problem}{place}", hint="the producer built this sample wrongly; see streamrl.producers.episode")
+    return decoded
+
+
+def _open(body: bytes | memoryview, place: str) -> pa.RecordBatch:
+    """The valid record batch of a message, with exactly our columns."""
+    ours, beginning = arrow_schema(), schema_bytes()
+    data = pa.py_buffer(body)
+    if bytes(body[: len(beginning)]) == beginning:  # a message of this version: its schema need not be read
+        batch = pa.ipc.read_record_batch(data.slice(len(beginning)), ours)
+        batch.validate(full=True)
+        return batch
+    with pa.ipc.open_stream(data) as reader:
+        schema = reader.schema
+        name = (schema.metadata or {}).get(SCHEMA_KEY, b"").decode(errors="replace")
+        if name != SCHEMA_NAME:
+            raise SchemaError(
+                f"expected sample schema {SCHEMA_NAME}{place}, got {name or 'Arrow data without a schema name'}",
+                hint="producer and trainer must run the same major version of streamrl",
+            )
+        batch = reader.read_next_batch()
+    batch.validate(full=True)
+    return batch if schema.equals(ours) else _with_our_columns(batch, place)
+
+
+@cache
+def _never_null() -> tuple[tuple[int, str, bool], ...]:
+    """Position and name of each column that may hold no null, and whether it holds lists, which may hold none either."""
+    fields = enumerate(arrow_schema())
+    return tuple((index, field.name, pa.types.is_list(field.type)) for index, field in fields if not field.nullable)
+
+
+def _has_nulls(column: pa.Array, is_list: bool) -> bool:
+    return bool(column.null_count or (is_list and column.values.null_count))
+
+
+def _with_our_columns(batch: pa.RecordBatch, place: str) -> pa.RecordBatch:
+    """A batch of the same major version may have more nullable columns than ours, or lack nullable ones; nothing else."""
+    ours, theirs = arrow_schema(), batch.schema
+    if len(set(theirs.names)) != len(theirs.names):
+        raise SchemaError(f"expected columns of different names{place}, got {theirs.names}")
+    wrong = [
+        field.name
+        for field in ours
+        if (field.name not in theirs.names and not field.nullable)
+        or (field.name in theirs.names and not theirs.field(field.name).equals(field))
+    ]
+    if wrong:
+        raise SchemaError(f"expected the columns of {SCHEMA_NAME}{place}, these are missing or of another type: {wrong}")
+    new = [field.name for field in theirs if field.name not in ours.names and not field.nullable]
+    if new:
+        raise SchemaError(f"expected added columns of {SCHEMA_NAME} to be nullable{place}, these are not: {new}")
+    columns = [batch.column(field.name) if field.name in theirs.names else pa.nulls(batch.num_rows, field.type) for field in ours]
+    return pa.RecordBatch.from_arrays(columns, schema=ours)
