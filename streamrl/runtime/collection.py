@@ -19,6 +19,15 @@ def collect_rarely() -> None:
 
 
 def keep_all() -> None:
-    """Take all that exists for permanent: call it once the models and modules that live as long as the process are loaded."""
-    gc.collect()
-    gc.freeze()
+    """Take all that exists for permanent: call it once the models and modules that live as long as the process are loaded.
+
+    Nothing in a process that is not a worker's, whose collector is not ours to set.
+    """
+    if gc.get_threshold() == THRESHOLDS:
+        gc.collect()
+        gc.freeze()
+
+
+def keep_none() -> None:
+    """Let everything be collected again, before the process ends: some libraries count what is left of them then."""
+    gc.unfreeze()

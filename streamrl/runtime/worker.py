@@ -19,7 +19,7 @@ from streamrl.bus import BusAddress, connect
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
 from streamrl.errors import BusError, ConfigError, Fenced, StreamRLError
-from streamrl.runtime.collection import collect_rarely, keep_all
+from streamrl.runtime.collection import collect_rarely, keep_all, keep_none
 from streamrl.runtime.kinds import check_kind, environment, load_main, num_workers
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import SUPERVISOR_VARIABLE, Exit, die_with_parent, parent_is_gone
@@ -113,6 +113,8 @@ def run_worker(kind: str, run: RunDir, index: int | None = None, *, main: Main |
         asyncio.run(_serve(kind, run, config, index, main or load_main(kind), supervisor))
     except Exception as error:  # the one place of a worker process that catches everything
         return report_failure(error)
+    finally:
+        keep_none()
     return Exit.DONE
 
 

@@ -7,11 +7,13 @@ import sys
 
 CODE = """
 import gc
-from streamrl.runtime.collection import THRESHOLDS, collect_rarely, keep_all
+from streamrl.runtime.collection import THRESHOLDS, collect_rarely, keep_all, keep_none
 
 class Node:
     pass
 
+keep_all()
+assert gc.get_freeze_count() == 0  # not a worker
 collect_rarely()
 assert gc.get_threshold() == THRESHOLDS
 kept = [Node() for _ in range(1000)]
@@ -22,6 +24,8 @@ one = Node()
 one.own = one
 del one
 assert gc.collect() >= 1  # what comes later is still collected
+keep_none()
+assert gc.get_freeze_count() == 0
 """
 
 
