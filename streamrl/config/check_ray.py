@@ -28,6 +28,14 @@ def check_ray(config: Config) -> None:
         hint="run `streamrl up` on a machine of the cluster, with ray.address = 'auto'",
         key="ray.address",
     )
+    may_share = 0 < ray.trainer.gpus <= 0.5 and ray.trainer.strategy != "STRICT_SPREAD"
+    refuse(
+        config.trainer.ranks > 1 and config.trainer.device != "cpu" and may_share,
+        f"ray.trainer.gpus must be above 0.5 with trainer.ranks = {config.trainer.ranks}, got {ray.trainer.gpus:g}: two ranks may get one "
+        "GPU, where NCCL sums no gradients",
+        hint="set it to 0.6, say; or ray.trainer.strategy = 'STRICT_SPREAD' for a node each",
+        key="ray.trainer.gpus",
+    )
     sglang = config.engine.sglang
     refuse(
         bool(sglang.gpus),

@@ -103,7 +103,10 @@ class LocalModel:
         self._on_device: tuple[Tensor, ...] = ()
         self._views: list[dict[str, Tensor]] = []
         self._weights: list[Weights | None] = [None, None]
-        log.info("event=model_built model_type=%s functional=%s dtype=%s slots=%d", config.model_type, bool(self._functional), dtype, slots)
+        log.info(
+            "event=model_built model_type=%s functional=%s device=%s dtype=%s slots=%d",
+            *(config.model_type, bool(self._functional), device, dtype, slots),
+        )
 
     def bind(self, buffers: Sequence[npt.NDArray[np.uint8]]) -> None:
         """See `DecodeModel.bind`. On a CPU the parameters are views of the buffers, elsewhere of a copy on the device."""

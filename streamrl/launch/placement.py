@@ -5,6 +5,7 @@ Nothing here talks to a cluster; `streamrl.launch.ray` does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -42,7 +43,7 @@ def groups(config: Config, cluster_gpus: float) -> list[Group]:
     """The reserved workers of a run.
 
     GPUs that are left to us: one for each rank, tensor_parallel for each engine on SGLang, one for a local engine. Where there are fewer,
-    one rank and local engines share what is there.
+    one rank and local engines share what is there: a single GPU all of them, else the rank has one and the engines share the others.
     """
     ray, counts = config.ray, {kind: num_workers(config, kind) for kind in RESERVED}
     gpus = {
@@ -51,9 +52,8 @@ def groups(config: Config, cluster_gpus: float) -> list[Group]:
     }
     chosen_by_us = ray.trainer.gpus < 0 and ray.engine.gpus < 0
     wanted = sum(counts[kind] * gpus[kind] for kind in RESERVED)
-    if chosen_by_us and counts["trainer"] == 1 and config.engine.kind == "local" and wanted > cluster_gpus:
-        share = int(100 * cluster_gpus / sum(counts[kind] for kind in RESERVED if gpus[kind])) / 100
-        gpus = {kind: min(asked, share) for kind, asked in gpus.items()}
+    if chosen_by_us and counts["trainer"] == 1 and config.engine.kind == "local" and 0 < cluster_gpus < wanted:
+        gpus = _shares(gpus, counts["engine"], int(cluster_gpus))
     places = {"trainer": ray.trainer, "engine": ray.engine}
     return [Group(kind, counts[kind], _ask(places[kind], gpus[kind]), places[kind].strategy) for kind in RESERVED if counts[kind]]
 
@@ -128,6 +128,14 @@ def _engine_gpus(config: Config, there: float) -> float:
     if config.engine.kind == "sglang":
         return 0.0 if config.engine.sglang.flags.get("device") == "cpu" else float(config.engine.sglang.tensor_parallel)
     return 1.0 if config.engine.kind == "local" and there > 0 else 0.0
+
+
+def _shares(gpus: Mapping[str, float], engines: int, there: int) -> dict[str, float]:
+    """GPUs of the rank and of each engine where there are too few: a fraction is of one GPU, so equal parts of all may not fit."""
+    own = int(gpus["trainer"]) if there > 1 else 0
+    sharing = engines + (int(gpus["trainer"]) - own)
+    share = int(100 / math.ceil(sharing / (there - own))) / 100
+    return {"trainer": float(own) or min(gpus["trainer"], share), "engine": min(gpus["engine"], share)}
 
 
 def _ask(place: PlaceConfig, gpus: float) -> dict[str, float]:

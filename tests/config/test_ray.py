@@ -45,6 +45,10 @@ def test_a_whole_section(place: Path) -> None:
         ("[ray]\naddress = 'ray://head:10001'\n", r"ray\.address must be local, auto or host:port"),
         ("[ray]\naddress = 'auto'\n[trainer]\ngpu = 1\n", r"trainer\.gpu must be 0 with ray\.address"),
         (
+            "[ray]\naddress = 'auto'\ntrainer.gpus = 0.5\n[trainer]\nranks = 2\n",
+            r"ray\.trainer\.gpus must be above 0\.5 with trainer\.ranks = 2",
+        ),
+        (
             "[ray]\naddress = 'auto'\n[model]\npath = '.'\n[engine]\nkind = 'sglang'\nsglang.gpus = [0]\n",
             r"engine\.sglang\.gpus must be empty with ray\.address",
         ),

@@ -22,6 +22,7 @@ def test_gpus_are_asked_for_where_there_are_some() -> None:
     assert asks(Config(), 2) == {"trainer": (1, {"CPU": 1.0, "GPU": 1.0}), "engine": (1, {"CPU": 1.0, "GPU": 1.0})}
     assert asks(Config(trainer=TrainerConfig(device="cpu")), 2)["trainer"] == (1, {"CPU": 1.0})
     assert asks(Config(trainer=TrainerConfig(device="cuda", ranks=4)), 0)["trainer"] == (4, {"CPU": 1.0, "GPU": 1.0})
+    assert asks(Config(trainer=TrainerConfig(device="cuda")), 0)["trainer"] == (1, {"CPU": 1.0, "GPU": 1.0})
     served = EngineConfig(kind="sglang", workers=2, sglang=SglangConfig(tensor_parallel=2))
     assert asks(Config(engine=served, evaluation=EvaluationConfig(engines=1)), 8)["engine"] == (3, {"CPU": 1.0, "GPU": 2.0})
     on_cpu = EngineConfig(kind="sglang", sglang=SglangConfig(flags={"device": "cpu"}))
@@ -36,6 +37,24 @@ def test_one_gpu_is_shared_by_one_rank_and_local_engines_unless_the_user_has_cho
     assert found == {"trainer": (1, {"GPU": 0.5}), "engine": (1, {"CPU": 1.0, "GPU": 0.25, "fast": 1})}
     two_ranks = asks(Config(trainer=TrainerConfig(ranks=2)), 1)
     assert two_ranks["trainer"][1]["GPU"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engines", "there", "expected"),
+    [
+        (TrainerConfig(), 2, 2, (1.0, 0.5)),
+        (TrainerConfig(), 5, 3, (1.0, 0.33)),
+        (TrainerConfig(), 1, 1, (0.5, 0.5)),
+        (TrainerConfig(device="cpu"), 3, 2, (0.0, 0.5)),
+        (TrainerConfig(device="cpu"), 2, 1, (0.0, 0.5)),
+    ],
+)
+def test_shares_fit_into_whole_gpus(trainer: TrainerConfig, engines: int, there: int, expected: tuple[float, float]) -> None:
+    found = asks(Config(trainer=trainer, engine=EngineConfig(workers=engines)), there)
+    assert (found["trainer"][1].get("GPU", 0.0), found["engine"][1]["GPU"]) == expected
+    own, share = expected
+    left = there if own < 1 else there - 1
+    assert left * int(1 / share + 1e-6) >= engines + (0 < own < 1)
 
 
 def node(host: str, **total: float) -> Node:

@@ -6,8 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,99 +17,13 @@ from streamrl.runtime.service import Exit
 from streamrl.weights.factory import weights_directory
 from tests.faults.processes import find, worker_pid
 from tests.launch.processes import alive, until
+from tests.ray.running import Start, parent, said, two_nodes, up
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
 pytestmark = [pytest.mark.nats, pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
-TOML = """
-[run]
-name = "digits"
-steps = 15
-[data]
-train = "train.jsonl"
-heldout = "heldout.jsonl"
-chat_template = false
-[tasks]
-batch_tasks = 8
-num_rollouts = 4
-[sampling]
-max_new_tokens = 3
-[warmup]
-max_steps = 200
-until = 0.2
-learning_rate = 0.1
-[engine]
-kind = "table"
-[trainer]
-backend = "table"
-checkpoint_every = 5
-[trainer.optimizer]
-learning_rate = 0.05
-[supervise]
-backoff_s = 0.1
-[ray.trainer]
-cpus = 0.5
-[ray.engine]
-cpus = 0.5
-"""
 ENDLESS = ("--set", "tasks.drop_zero_spread=false", "--set", "run.steps=100000")
 ACROSS = ("bus.host=0.0.0.0", "bus.advertise=127.0.0.1", "engine.host=0.0.0.0", "engine.advertise=127.0.0.1")
-Start = Callable[..., Awaitable[asyncio.subprocess.Process]]
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """The last digit plus 3, which a table can hold."""
-    (tmp_path / "run.toml").write_text(TOML)
-    rows = [{"prompt": f"{a}{b}", "label": str((b + 3) % 10)} for a in range(10) for b in range(10)]
-    for name, part in (("train", rows[10:]), ("heldout", rows[:10])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    return tmp_path
-
-
-@pytest.fixture
-def run(place: Path) -> RunDir:
-    return RunDir(place / "runs" / "digits")
-
-
-@pytest.fixture
-async def start(place: Path) -> AsyncIterator[Start]:
-    """Starts a Python program in `place`; it is asked to end at the end, and killed where it does not."""
-    started: list[asyncio.subprocess.Process] = []
-
-    async def one(*words: str) -> asyncio.subprocess.Process:
-        pipe = asyncio.subprocess.PIPE
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, *words, cwd=place, env=environment, stdin=pipe, stdout=pipe, stderr=pipe
-        )
-        started.append(process)
-        return process
-
-    yield one
-    for process in reversed(started):
-        assert process.stdin is not None
-        process.stdin.close()
-        try:
-            await asyncio.wait_for(process.communicate(), 20)
-        except TimeoutError:
-            process.kill()
-            await process.communicate()
-
-
-async def up(start: Start, address: str, *values: str) -> asyncio.subprocess.Process:
-    words = [word for value in (f"ray.address={address}", *values) for word in ("--set", value)]
-    return await start("-m", "streamrl", "up", "run.toml", "--json", *words)
-
-
-async def said(process: asyncio.subprocess.Process) -> tuple[int | None, str, str]:
-    out, err = await asyncio.wait_for(process.communicate(), 120)
-    return process.returncode, out.decode(), err.decode()
-
-
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 async def test_a_run_on_a_ray_of_its_own_survives_its_workers_and_its_actors(start: Start, run: RunDir) -> None:
@@ -140,9 +52,8 @@ async def test_a_run_on_a_ray_of_its_own_survives_its_workers_and_its_actors(sta
 
 
 async def test_engines_on_another_node_get_their_weights_over_the_bus(start: Start, run: RunDir) -> None:
-    cluster = await start(str(ROOT / "tests" / "ray" / "two_nodes.py"))
+    cluster, address = await two_nodes(start)
     assert cluster.stdin is not None and cluster.stdout is not None
-    address = (await asyncio.wait_for(cluster.stdout.readline(), 90)).decode().strip()
     there = ("ray.trainer.resources={trainers=1}", "ray.engine.resources={engines=1}", "engine.workers=2")
 
     code, _, err = await said(await up(start, address, *there, "ray.engine.gpus=1"))
