@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -115,20 +119,33 @@ def test_half_a_frame_is_no_frame():
         assert receive(there) is None
 
 
-def test_the_sampler_sees_work_between_two_times():
-    import os
-    import time
+BUSY = """
+import time
+print(flush=True)
+input()
+while time.process_time() < 0.8: sum(range(1000))
+print(time.process_time(), flush=True)
+input()
+"""
 
-    with Sampler(os.getpid()) as sampler:
-        start = time.time()
-        began = time.process_time()
-        while time.process_time() - began < 1.0:
-            sum(range(10_000))
-        end = time.time()
+
+def test_the_sampler_counts_what_a_process_says_it_used_also_once_it_has_ended():
+    command = [sys.executable, "-c", BUSY, "worker", "demo"]
+    with Sampler(os.getpid()) as sampler, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin is not None and child.stdout is not None
+        child.stdout.readline()
         time.sleep(0.6)
-    busy, idle = sampler.between(start, end), sampler.between(end + 0.3, end + 0.55)
-    assert 0.5 < sum(busy.values()) < 1.5
-    assert sum(idle.values()) < 0.2
+        start = time.time()
+        print(file=child.stdin, flush=True)
+        own = float(child.stdout.readline())
+        time.sleep(0.6)
+        end = time.time()
+        child.communicate("\n")
+        time.sleep(0.6)
+    busy, later = sampler.between(start, end), sampler.between(end, time.time())
+    before = sampler.between(0.0, start)["demo"]
+    assert before + busy["demo"] == pytest.approx(own, abs=0.1) and busy["demo"] > before
+    assert later["demo"] < 0.1 and "other" not in busy
 
 
 @pytest.mark.parametrize("values", [{"batches": 5, "skip": 5}, {"tail_skip": 0}, {"rounds": 0}])
