@@ -114,12 +114,15 @@ class EngineServer:
         async with _closing(self._engine.generate(group.request)) as chunks:
             async for chunk in chunks:
                 completed[chunk.completion].add(chunk)
-                if body.stream or chunk.finish_reason is not None:
-                    yield completed[chunk.completion].result(incremental=body.stream and body.incremental)
+                yield completed[chunk.completion].result(incremental=body.incremental)
 
     async def _collect(self, group: Group, body: GenerateBody) -> list[Result]:
-        async with _closing(self._results(group, body)) as results:
-            return sorted([result async for result in results], key=lambda result: result.index)
+        """The group's whole completions, in their order."""
+        completed = [Completed(group, index, body.return_logprob) for index in range(len(group.rids))]
+        async with _closing(self._engine.generate(group.request)) as chunks:
+            async for chunk in chunks:
+                completed[chunk.completion].add(chunk)
+        return [one.result(incremental=False) for one in completed]
 
     async def _stream(self, request: web.Request, groups: list[Group], body: GenerateBody) -> web.StreamResponse:
         items: asyncio.Queue[Result | Exception | None] = asyncio.Queue(maxsize=1024)
