@@ -73,6 +73,10 @@ def opened_trainer(config: Config, model_dir: Path) -> Generator[Trainer]:
             yield trainer
             trainer.close()
             patience_s = _END_S
+        except BaseException:
+            # First of all: a group on NCCL is left by all ranks together, and would wait for ever for one that hangs.
+            _end(children, 0.0)
+            raise
         finally:
             gang.close()
     finally:

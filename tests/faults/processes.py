@@ -23,6 +23,19 @@ def find(*words: str) -> list[int]:
     return found
 
 
+def children(*words: str) -> list[int]:
+    """Those of `find` that this process has started itself: another test's are none of ours."""
+    return [pid for pid in find(*words) if _parent(pid) == os.getpid()]
+
+
+def _parent(pid: int) -> int:
+    try:
+        # The name of the program stands in parentheses and may hold spaces.
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
 def worker_pid(run: RunDir, kind: str, index: int = 0) -> int | None:
     """A worker that runs under a supervisor or by hand."""
     pids = find("worker", kind, "--run", str(run.path), "--index", str(index))

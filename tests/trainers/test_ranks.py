@@ -20,7 +20,7 @@ from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.gang import Meeting, MeetingPlace, attend
 from streamrl.trainers.local_ranks import opened_trainer
 from streamrl.trainers.protocol import Role
-from tests.faults.processes import find
+from tests.faults.processes import children
 
 Rollouts = Callable[..., TrainBatch]
 CONFIG = Config(trainer=TrainerConfig(ranks=2, rank_timeout_s=60.0))
@@ -30,7 +30,7 @@ MODULE = "streamrl.trainers.local_ranks"
 def test_two_ranks_do_everything_as_one_and_load_what_only_one_sees(model_dir: Path, rollouts: Rollouts, tmp_path: Path) -> None:
     alone = make_trainer(Config(), model_dir)
     with opened_trainer(CONFIG, model_dir) as trainer:
-        assert len(find(MODULE)) == 1
+        assert len(children(MODULE)) == 1
         assert trainer.digest() == alone.digest()  # type: ignore[attr-defined]
         np.testing.assert_allclose(trainer.score(rollouts(0), Role.POLICY), alone.score(rollouts(0), Role.POLICY), atol=1e-5)
         first = trainer.step(rollouts(0))
@@ -46,7 +46,7 @@ def test_two_ranks_do_everything_as_one_and_load_what_only_one_sees(model_dir: P
         assert trainer.step(rollouts(1)) == second
         assert trainer.load(tmp_path / "at") == b"state"
         assert trainer.step(rollouts(1)) == second
-    assert find(MODULE) == []
+    assert children(MODULE) == []
     with opened_trainer(CONFIG, model_dir) as trainer:
         assert trainer.step(rollouts(0)) == first
 
@@ -54,7 +54,7 @@ def test_two_ranks_do_everything_as_one_and_load_what_only_one_sees(model_dir: P
 def test_a_rank_that_is_killed_ends_the_step(model_dir: Path, rollouts: Rollouts) -> None:
     with pytest.raises(TrainingError, match="needs all ranks of the trainer") as caught, opened_trainer(CONFIG, model_dir) as trainer:
         trainer.step(rollouts(0))
-        (pid,) = find(MODULE)
+        (pid,) = children(MODULE)
         os.kill(pid, signal.SIGKILL)
         for step in range(1, 3):
             trainer.step(rollouts(step))
@@ -65,10 +65,10 @@ def test_a_rank_that_hangs_ends_the_step_within_the_timeout(model_dir: Path, rol
     config = Config(trainer=TrainerConfig(ranks=2, rank_timeout_s=15.0))
     with pytest.raises(TrainingError, match="needs all ranks of the trainer"), opened_trainer(config, model_dir) as trainer:
         trainer.step(rollouts(0))
-        (pid,) = find(MODULE)
+        (pid,) = children(MODULE)
         os.kill(pid, signal.SIGSTOP)
         trainer.step(rollouts(1))
-    assert find(MODULE) == []
+    assert children(MODULE) == []
 
 
 def test_ranks_that_begin_with_other_weights_are_refused(
