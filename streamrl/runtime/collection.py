@@ -1,7 +1,7 @@
 """Python's garbage collector in processes that run for days.
 
 By default it looks at young objects every 700 allocations and at all of them now and then: in a process with torch and transformers that is
-some 400,000 objects which stay for good, a pause of 0.1 s, and a tenth of the processor time of a small model's loop. So workers collect
+some 400,000 objects which stay for good, a pause of 0.1 s, and 8 % of the processor time of the quickstart's workers. So workers collect
 more rarely, and what is there once they are set up is not looked at again.
 """
 
