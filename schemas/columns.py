@@ -126,7 +126,7 @@ class SampleBatch:
         return _values(self._column(name), _numpy_types()[name])
 
     def texts(self, name: str) -> list[str]:
-        """[N] values of a column of text; those of most messages are all the same."""
+        """[N] values of a column of text."""
         return self._column(name).to_pylist()
 
     def _list(self, name: str) -> npt.NDArray[Any]:

@@ -165,8 +165,6 @@ def spans_in(meta: MetaInfo, start: int, end: int) -> tuple[VersionSpan, ...]:
         pieces = meta.weight_versions
     else:
         pieces = [SpanOut(str(meta.weight_version), start, end)]
-    if len(pieces) == 1 and pieces[0].start <= start and pieces[0].end >= end:
-        return (VersionSpan(end - start, Version.parse(pieces[0].version)),)
     result: list[VersionSpan] = []
     for piece in pieces:
         length = min(piece.end, end) - max(piece.start, start)

@@ -16,36 +16,12 @@ import pytest
 from streamrl.launch.lock import holder
 from streamrl.runtime.rundir import RunDir
 from streamrl.weights.factory import weights_directory
+from tests.launch.digits import TABLE, write_digits
 from tests.launch.processes import until
 
 pytestmark = pytest.mark.nats
 
 ROOT = Path(__file__).parents[2]
-TOML = """
-[run]
-name = "digits"
-steps = 15
-[data]
-train = "train.jsonl"
-heldout = "heldout.jsonl"
-chat_template = false
-[tasks]
-batch_tasks = 8
-num_rollouts = 4
-[sampling]
-max_new_tokens = 3
-[warmup]
-max_steps = 200
-until = 0.2
-learning_rate = 0.1
-[engine]
-kind = "table"
-[trainer]
-backend = "table"
-checkpoint_every = 5
-[trainer.optimizer]
-learning_rate = 0.05
-"""
 PRODUCER = """
 async def mine(task, engine):
     chat = engine.chat(task)
@@ -57,11 +33,7 @@ Streamrl = Callable[..., Awaitable[asyncio.subprocess.Process]]
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """The last digit plus 3, which a table of (previous token, position) can hold."""
-    (tmp_path / "run.toml").write_text(TOML)
-    rows = [{"prompt": f"{a}{b}", "label": str((b + 3) % 10)} for a in range(10) for b in range(10)]
-    for name, part in (("train", rows[10:]), ("heldout", rows[:10])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    write_digits(tmp_path, TABLE)
     return tmp_path
 
 

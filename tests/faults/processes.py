@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 from streamrl.runtime.rundir import RunDir
+from tests.launch.processes import parent
 
 
 def find(*words: str) -> list[int]:
@@ -25,15 +26,7 @@ def find(*words: str) -> list[int]:
 
 def children(*words: str) -> list[int]:
     """Those of `find` that this process has started itself: another test's are none of ours."""
-    return [pid for pid in find(*words) if _parent(pid) == os.getpid()]
-
-
-def _parent(pid: int) -> int:
-    try:
-        # The name of the program stands in parentheses and may hold spaces.
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
+    return [pid for pid in find(*words) if parent(pid) == os.getpid()]
 
 
 def worker_pid(run: RunDir, kind: str, index: int = 0) -> int | None:

@@ -15,10 +15,22 @@ def alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
+    return _stat(pid)[0] not in ("Z", "")
+
+
+def parent(pid: int) -> int:
+    """The process that started another; 0 once that one is gone."""
+    return int(_stat(pid)[1])
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """State and parent as the kernel has them."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+        # The name of the program stands in parentheses and may hold spaces.
+        state, number = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except (FileNotFoundError, ProcessLookupError):
+        return "", "0"
+    return state, number
 
 
 async def until(condition: Callable[[], object], *, within_s: float = 20.0) -> None:

@@ -16,12 +16,13 @@ from streamrl.runtime.rundir import RunDir
 from tests.faults.processes import worker_pid
 from tests.faults.shapes import NAME
 from tests.faults.verdict import judge
+from tests.launch.digits import TRANSFORMER
 from tests.launch.processes import alive, until
 
 pytestmark = [pytest.mark.nats, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
-TOML = """
+TOML = f"""{TRANSFORMER}
 [run]
 name = "demo"
 steps = 12
@@ -31,24 +32,13 @@ train = "train.jsonl"
 heldout = "train.jsonl@[0:20]"
 chat_template = false
 max_prompt_tokens = 4
-[model]
-hidden = 64
-layers = 1
-intermediate = 128
-max_len = 8
 [tasks]
 batch_tasks = 16
 num_rollouts = 4
-[sampling]
-max_new_tokens = 3
 [warmup]
 max_steps = 60
 until = 0.5
 learning_rate = 5e-3
-[producer]
-concurrency = 32
-[engine]
-slots = 64
 [trainer]
 ranks = 2
 checkpoint_every = 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -12,32 +11,10 @@ from pathlib import Path
 import pytest
 
 from streamrl.runtime.rundir import RunDir
+from tests.launch.digits import TABLE, write_digits
 from tests.ray.running import ROOT, Start
 
-TOML = """
-[run]
-name = "digits"
-steps = 15
-[data]
-train = "train.jsonl"
-heldout = "heldout.jsonl"
-chat_template = false
-[tasks]
-batch_tasks = 8
-num_rollouts = 4
-[sampling]
-max_new_tokens = 3
-[warmup]
-max_steps = 200
-until = 0.2
-learning_rate = 0.1
-[engine]
-kind = "table"
-[trainer]
-backend = "table"
-checkpoint_every = 5
-[trainer.optimizer]
-learning_rate = 0.05
+TOML = f"""{TABLE}
 [supervise]
 backoff_s = 0.1
 [ray.trainer]
@@ -49,11 +26,7 @@ cpus = 0.5
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """The last digit plus 3, which a table can hold."""
-    (tmp_path / "run.toml").write_text(TOML)
-    rows = [{"prompt": f"{a}{b}", "label": str((b + 3) % 10)} for a in range(10) for b in range(10)]
-    for name, part in (("train", rows[10:]), ("heldout", rows[:10])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    write_digits(tmp_path, TOML)
     return tmp_path
 
 

@@ -27,8 +27,3 @@ async def said(process: asyncio.subprocess.Process, within_s: float = 120) -> tu
     """Exit code, standard output and standard error, once it has ended."""
     out, err = await asyncio.wait_for(process.communicate(), within_s)
     return process.returncode, out.decode(), err.decode()
-
-
-def parent(pid: int) -> int:
-    """The process that started another: of a worker, its actor."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

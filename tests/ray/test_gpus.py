@@ -16,13 +16,14 @@ import pytest
 
 from streamrl.runtime.rundir import RunDir
 from tests.faults.processes import find, worker_pid
-from tests.launch.processes import alive, until
-from tests.ray.running import Start, parent, said, two_nodes, up
+from tests.launch.digits import TRANSFORMER
+from tests.launch.processes import alive, parent, until
+from tests.ray.running import Start, said, two_nodes, up
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
 pytestmark = [pytest.mark.nats, pytest.mark.slow, pytest.mark.timeout(420)]
 
-TRANSFORMER = """
+TOML = f"""{TRANSFORMER}
 [run]
 name = "digits"
 steps = 60
@@ -31,25 +32,14 @@ train = "train.jsonl"
 heldout = "heldout.jsonl"
 chat_template = false
 max_prompt_tokens = 4
-[model]
-hidden = 64
-layers = 1
-intermediate = 128
-max_len = 8
 [tasks]
 batch_tasks = 16
 num_rollouts = 4
 drop_zero_spread = false
-[sampling]
-max_new_tokens = 3
 [warmup]
 max_steps = 60
 until = 0.3
 learning_rate = 5e-3
-[producer]
-concurrency = 32
-[engine]
-slots = 64
 [trainer]
 device = "cuda"
 checkpoint_every = 20
@@ -77,7 +67,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def transformer(place: Path, two_gpus: None) -> None:
     """The run is of a tiny transformer."""
-    (place / "run.toml").write_text(TRANSFORMER)
+    (place / "run.toml").write_text(TOML)
 
 
 def visible(pid: int) -> str | None:

@@ -16,8 +16,8 @@ from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import Exit
 from streamrl.weights.factory import weights_directory
 from tests.faults.processes import find, worker_pid
-from tests.launch.processes import alive, until
-from tests.ray.running import Start, parent, said, two_nodes, up
+from tests.launch.processes import alive, parent, until
+from tests.ray.running import Start, said, two_nodes, up
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
 pytestmark = [pytest.mark.nats, pytest.mark.slow]
