@@ -50,15 +50,15 @@ def add_verbs(verbs: Any) -> None:
 
 def run_bench_weights(arguments: argparse.Namespace) -> int:
     """Measure (or read raw files), write and print the report; 1 if a check of correctness failed."""
-    from streamrl.bench.outcome import report_from
+    from benchmarks.weights.outcome import report_from
 
     if arguments.report:
         document = Path(arguments.docs) if arguments.docs else None
         return report_from([Path(directory) for directory in arguments.report], as_json=arguments.json, document=document)
     if arguments.docs:
         raise ConfigError("--docs: expected it together with --report")
-    from streamrl.bench.options import Options
-    from streamrl.bench.weights import run
+    from benchmarks.weights.options import Options
+    from benchmarks.weights.run import run
 
     options = Options(
         shape=arguments.shape,

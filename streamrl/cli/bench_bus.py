@@ -31,9 +31,9 @@ def run_bus(arguments: argparse.Namespace) -> int:
     """Measure (or read a raw file), write and print the report. A target that was missed is a measurement, not a failure."""
     import msgspec
 
-    from streamrl.bench.bus.outcome import measure_into, report_from, write_docs
-    from streamrl.bench.bus.plan import BusOptions, parse_numbers, parse_transports
-    from streamrl.bench.bus.report import render
+    from benchmarks.bus.outcome import measure_into, report_from, write_docs
+    from benchmarks.bus.plan import BusOptions, parse_numbers, parse_transports
+    from benchmarks.bus.report import render
 
     if arguments.docs and not arguments.report:
         raise ConfigError("--docs: expected it together with --report")

@@ -30,9 +30,9 @@ def add_engine(kinds: Any) -> None:
 
 def run_engine(arguments: argparse.Namespace) -> int:
     """Measure, write and print the report. A target that was missed is a measurement, not a failure."""
-    from streamrl.bench.decoding.report import render
-    from streamrl.bench.decoding.run import report_of, run
-    from streamrl.bench.decoding.spec import Spec
+    from benchmarks.engine.report import render
+    from benchmarks.engine.run import report_of, run
+    from benchmarks.engine.spec import Spec
 
     if arguments.report:
         return _show(arguments, report_of(Path(arguments.report)), render, "engine")
@@ -67,9 +67,9 @@ def add_loop(kinds: Any) -> None:
 
 def run_loop(arguments: argparse.Namespace) -> int:
     """Measure, write and print the report. A target that was missed is a measurement, not a failure."""
-    from streamrl.bench.loop.report import render
-    from streamrl.bench.loop.run import report_of, run
-    from streamrl.bench.loop.ways import LoopSpec, parse_ways
+    from benchmarks.loop.report import render
+    from benchmarks.loop.run import report_of, run
+    from benchmarks.loop.ways import LoopSpec, parse_ways
 
     if arguments.report:
         return _show(arguments, report_of(Path(arguments.report)), render, "loop")
@@ -95,7 +95,7 @@ def _show(arguments: argparse.Namespace, report: T, render: Callable[[T], str], 
     """Print a report, and put it into the document that `--docs` names."""
     import msgspec
 
-    from streamrl.bench.output import marks, write_between
+    from benchmarks.output import marks, write_between
 
     if arguments.docs:
         write_between(Path(arguments.docs), marks(name), render(report))

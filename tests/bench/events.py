@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from streamrl.bench.plan import parse_plan
-from streamrl.bench.raw import Raw
-from streamrl.bench.records import Check, Forwards, RequestRecord, RunRecord, Tokens, UpdateRecord, WindowRecord
+from benchmarks.weights.plan import parse_plan
+from benchmarks.weights.raw import Raw
+from benchmarks.weights.records import Check, Forwards, RequestRecord, RunRecord, Tokens, UpdateRecord, WindowRecord
 
 PLAN = "steady:5,paced:10/1,steady:5,flip:3/1,steady:5,tensor:10/0.5,steady:5"
 STEP_MS = 10.0

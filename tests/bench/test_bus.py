@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from streamrl.bench.bus import measure, servers
-from streamrl.bench.bus.lanes import Counts, Order
-from streamrl.bench.bus.measure import LaneProcess, run
-from streamrl.bench.bus.payload import Plain, group, mapping, plain, with_task
-from streamrl.bench.bus.plan import BusOptions, Cell, Transport
-from streamrl.bench.bus.redis_streams import codec
-from streamrl.bench.bus.servers import missing
-from streamrl.bench.processes import cpu_of_tree, cpu_seconds
+from benchmarks.bus import measure, servers
+from benchmarks.bus.lanes import Counts, Order
+from benchmarks.bus.measure import LaneProcess, run
+from benchmarks.bus.payload import Plain, group, mapping, plain, with_task
+from benchmarks.bus.plan import BusOptions, Cell, Transport
+from benchmarks.bus.redis_streams import codec
+from benchmarks.bus.servers import missing
+from benchmarks.processes import cpu_of_tree, cpu_seconds
 from streamrl.cli import main
 from streamrl.errors import BusError, ConfigError, LaunchError
 from streamrl.schemas.decoding import decode_samples

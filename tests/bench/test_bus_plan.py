@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from streamrl.bench.bus.measure import turn
-from streamrl.bench.bus.plan import BusOptions, Cell, Transport, parse_numbers, parse_transports
+from benchmarks.bus.measure import turn
+from benchmarks.bus.plan import BusOptions, Cell, Transport, parse_numbers, parse_transports
 from streamrl.errors import ConfigError
 
 

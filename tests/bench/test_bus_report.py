@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from streamrl.bench.bus.outcome import BEGIN, END, report_from, write_docs
-from streamrl.bench.bus.plan import Cell, Transport
-from streamrl.bench.bus.records import BusRun, Measured
-from streamrl.bench.bus.report import build_report, render
-from streamrl.bench.machine import Machine
+from benchmarks.bus.outcome import BEGIN, END, report_from, write_docs
+from benchmarks.bus.plan import Cell, Transport
+from benchmarks.bus.records import BusRun, Measured
+from benchmarks.bus.report import build_report, render
+from benchmarks.machine import Machine
 from streamrl.errors import DataError
 
 TASKS = 10

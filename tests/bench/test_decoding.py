@@ -6,11 +6,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from streamrl.bench.decoding.records import Failure, Raw, Timing
-from streamrl.bench.decoding.report import build_report, render
-from streamrl.bench.decoding.spec import MODELS, Spec
-from streamrl.bench.machine import Machine
-from streamrl.bench.shapes import model_config
+from benchmarks.engine.records import Failure, Raw, Timing
+from benchmarks.engine.report import build_report, render
+from benchmarks.engine.spec import MODELS, Spec
+from benchmarks.machine import Machine
+from benchmarks.shapes import model_config
 from streamrl.cli import main
 from streamrl.config.tree import ModelConfig
 from streamrl.data.model import write_qwen3

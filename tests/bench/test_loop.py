@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from streamrl.bench.loop.links import EngineEnd, TrainerEnd, receive
-from streamrl.bench.loop.picture import write_picture
-from streamrl.bench.loop.plain import Rollouts, Trained, pack
-from streamrl.bench.loop.records import LoopRaw, LoopRun
-from streamrl.bench.loop.report import build_report, render
-from streamrl.bench.loop.sampler import Sampler
-from streamrl.bench.loop.ways import LoopSpec, Way, parse_ways, quickstart, warm, write_problems
-from streamrl.bench.machine import Machine
+from benchmarks.loop.links import EngineEnd, TrainerEnd, receive
+from benchmarks.loop.picture import write_picture
+from benchmarks.loop.plain import Rollouts, Trained, pack
+from benchmarks.loop.records import LoopRaw, LoopRun
+from benchmarks.loop.report import build_report, render
+from benchmarks.loop.sampler import Sampler
+from benchmarks.loop.ways import LoopSpec, Way, parse_ways, quickstart, warm, write_problems
+from benchmarks.machine import Machine
 from streamrl.cli import main
 from streamrl.config.load import load
 from streamrl.config.tree import DataConfig, EvaluationConfig

@@ -4,12 +4,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from streamrl.bench.picture import write_timeline
-from streamrl.bench.raw import read_raw, write_forwards, write_requests, write_run, write_tokens, write_updates
-from streamrl.bench.report import build_report
-from streamrl.bench.stats import blocks_of, clock_offset_s, gaps_of, p50, p99, ratio, spread, token_gaps_ms, within
-from streamrl.bench.summary import BEGIN, END, render_summary, write_summary
-from streamrl.bench.table import render
+from benchmarks.weights.picture import write_timeline
+from benchmarks.weights.raw import read_raw, write_forwards, write_requests, write_run, write_tokens, write_updates
+from benchmarks.weights.report import build_report
+from benchmarks.weights.stats import blocks_of, clock_offset_s, gaps_of, p50, p99, ratio, spread, token_gaps_ms, within
+from benchmarks.weights.summary import BEGIN, END, render_summary, write_summary
+from benchmarks.weights.table import render
 from streamrl.errors import DataError
 from tests.bench import events
 
