@@ -1,11 +1,36 @@
-"""CPU time of other processes, from /proc."""
+"""Processes of a benchmark: how they are started, and the CPU time of any, from /proc."""
 
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TypedDict
 
+ROOT = Path(__file__).resolve().parents[1]
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+class Command(TypedDict):
+    """What `subprocess.Popen` takes."""
+
+    args: list[str]
+    env: dict[str, str]
+
+
+def child(module: str, *arguments: object, env: Mapping[str, str] | None = None) -> Command:
+    """How to start a module of the benchmarks, which are on no path of an installed interpreter.
+
+    The working directory is not on its path either (`-P`): many a repository has a folder of that name.
+
+    Args:
+        module: such as `benchmarks.bus.worker`.
+        arguments: of its command line.
+        env: more of its environment.
+    """
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    return Command(args=[sys.executable, "-P", "-m", module, *map(str, arguments)], env={**os.environ, **(env or {}), "PYTHONPATH": path})
 
 
 def cpu_seconds(pid: int) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import subprocess
-import sys
 import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,7 +19,7 @@ from benchmarks.bus.plan import BusOptions, Transport
 from benchmarks.bus.records import BusRun, Measured
 from benchmarks.bus.servers import Server, missing, serving
 from benchmarks.machine import machine
-from benchmarks.processes import cpu_seconds
+from benchmarks.processes import child, cpu_seconds
 from streamrl.errors import ConfigError, LaunchError
 
 log = logging.getLogger(__name__)
@@ -116,11 +115,11 @@ class LaneProcess:
 
     def __init__(self, end: str, transport: Transport, address: str) -> None:
         self._name = f"{transport} {end}"
-        self._command = [sys.executable, "-m", "benchmarks.bus.worker", end, str(transport), address]
+        self._command = child("benchmarks.bus.worker", end, transport, address)
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> LaneProcess:
-        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(**self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from benchmarks.engine.records import Raw
 from benchmarks.engine.report import Report, build_report, render
 from benchmarks.engine.spec import Spec
 from benchmarks.output import new_directory, read_raw, write_report
+from benchmarks.processes import child
 from streamrl.config.tree import Config, EngineConfig
 from streamrl.errors import LaunchError
 from streamrl.runtime.kinds import environment
@@ -31,12 +30,12 @@ def run(spec: Spec, out: Path) -> Report:
     """
     out = new_directory(out)
     # A process of its own, because thread counts must be in the environment before torch is loaded: those of an engine worker.
-    surroundings = os.environ | environment(Config(engine=EngineConfig(threads=spec.threads)), "engine")
+    threads = environment(Config(engine=EngineConfig(threads=spec.threads)), "engine")
     with tempfile.TemporaryDirectory(prefix="streamrl-bench-") as directory:
         asked = Path(directory) / "spec.json"
         asked.write_bytes(msgspec.json.encode(spec))
-        command = [sys.executable, "-m", "benchmarks.engine.measure", str(asked), str(out / "raw.json")]
-        code = subprocess.run(command, env=surroundings, check=False).returncode
+        command = child("benchmarks.engine.measure", asked, out / "raw.json", env=threads)
+        code = subprocess.run(**command, check=False).returncode
     if code != 0:
         raise LaunchError(f"the measuring process: expected exit code 0, got {code}", hint="its error stands above")
     return report_of(out)

@@ -19,6 +19,7 @@ import msgspec
 from benchmarks.loop.links import EngineEnd, QueueLink, TrainerEnd
 from benchmarks.loop.plain import Trained, roll_out, train
 from benchmarks.loop.ways import Way
+from benchmarks.processes import child
 from streamrl.bus.memory import MemoryBus
 from streamrl.config.load import from_json
 from streamrl.config.tree import Config
@@ -112,12 +113,12 @@ async def pipes(config: Config, config_path: Path) -> list[Trained]:
     model_dir = _model(config)
     ours, theirs = socket.socketpair()
     out = config_path.with_suffix(".trained.json")
-    command = [sys.executable, "-m", __spec__.name, TRAINER_HALF, str(config_path), f"{theirs.fileno()}:{out}"]
-    child = await asyncio.create_subprocess_exec(*command, pass_fds=[theirs.fileno()])
+    command = child("benchmarks.loop.contender", TRAINER_HALF, config_path, f"{theirs.fileno()}:{out}")
+    training = await asyncio.create_subprocess_exec(*command["args"], env=command["env"], pass_fds=[theirs.fileno()])
     theirs.close()
     with ours:
         await roll_out(config, model_dir, EngineEnd(ours))
-        code = await child.wait()
+        code = await training.wait()
     if code != 0:
         raise LaunchError(f"the training process: expected exit code 0, got {code}", hint="its error stands above")
     return msgspec.json.decode(out.read_bytes(), type=list[Trained])

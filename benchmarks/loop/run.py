@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ from benchmarks.loop.sampler import Sampler
 from benchmarks.loop.ways import LoopSpec, Way, heavy_tail, quickstart, warm, write_problems
 from benchmarks.machine import machine
 from benchmarks.output import RAW, new_directory, read_raw, write_report
+from benchmarks.processes import child
 from streamrl.config.load import dump
 from streamrl.config.tree import Config
 from streamrl.errors import LaunchError
@@ -95,15 +95,14 @@ def _contend(way: Way, config: Config) -> tuple[list[Trained], Sampler]:
     place.mkdir(parents=True, exist_ok=True)
     asked, answer = place / f"{config.run.name}.json", place / f"{config.run.name}.batches.json"
     asked.write_text(dump(config), encoding="utf-8")
-    command = [sys.executable, "-m", "benchmarks.loop.contender", way, str(asked), str(answer)]
-    child = subprocess.Popen(command, env=os.environ | environment(config, "trainer"))
-    try:
-        with Sampler(child.pid) as sampler:
-            code = child.wait()
-    finally:
-        if child.poll() is None:
-            child.terminate()
-            child.wait()
+    command = child("benchmarks.loop.contender", way, asked, answer, env=environment(config, "trainer"))
+    with subprocess.Popen(**command) as process:
+        try:
+            with Sampler(process.pid) as sampler:
+                code = process.wait()
+        finally:
+            if process.poll() is None:
+                process.terminate()
     if code != 0:
         raise LaunchError(f"{way}: expected exit code 0, got {code}", hint="its error stands above")
     time.sleep(0.5)  # what has ended gives its memory back before the next one starts

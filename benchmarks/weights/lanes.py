@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from pathlib import Path
 from types import TracebackType
 
 import msgspec
 
+from benchmarks.processes import child
 from benchmarks.weights.load import LoadSpec
 from streamrl.errors import LaunchError
 
@@ -25,9 +25,8 @@ class LoadProcess:
     async def __aenter__(self) -> LoadProcess:
         path = Path(self._spec.out) / "load.json"
         path.write_bytes(msgspec.json.encode(self._spec))
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "benchmarks.weights.load", str(path), stdin=asyncio.subprocess.PIPE
-        )
+        command = child("benchmarks.weights.load", path)
+        self._process = await asyncio.create_subprocess_exec(*command["args"], env=command["env"], stdin=asyncio.subprocess.PIPE)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

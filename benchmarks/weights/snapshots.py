@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 import torch
 
+from benchmarks.processes import child
 from benchmarks.shapes import Shape, parameters, shape_of
 from streamrl.core.digest_torch import tensor_digests
 from streamrl.errors import LaunchError
@@ -157,8 +158,8 @@ def _timed(work: Any) -> float:
 
 @contextlib.asynccontextmanager
 async def _engine(directory: Path, gpu: int) -> AsyncGenerator[Process]:
-    command = [sys.executable, "-m", "benchmarks.weights.snapshot_reader", str(directory), str(gpu)]
-    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, limit=1 << 24)
+    command = child("benchmarks.weights.snapshot_reader", directory, gpu)
+    process = await asyncio.create_subprocess_exec(*command["args"], env=command["env"], stdin=PIPE, stdout=PIPE, limit=1 << 24)
     try:
         yield process
     finally:

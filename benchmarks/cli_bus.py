@@ -24,7 +24,7 @@ def add_bus(kinds: Any) -> None:
     bus.add_argument("--report", metavar="DIR", help="measure nothing: make table and picture again from the raw file of a run")
     bus.add_argument("--docs", metavar="FILE", help="with --report: put the tables between the marks in a document")
     bus.add_argument("--json", action="store_true", help="print the report as JSON")
-    bus.set_defaults(run_verb=run_bus)
+    bus.set_defaults(run_bench=run_bus)
 
 
 def run_bus(arguments: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ def add_engine(kinds: Any) -> None:
     engine.add_argument("--out", metavar="DIR", default="bench-engine", help="new directory for the files (default bench-engine)")
     _add_report(engine)
     engine.add_argument("--json", action="store_true", help="print the report as JSON")
-    engine.set_defaults(run_verb=run_engine)
+    engine.set_defaults(run_bench=run_engine)
 
 
 def run_engine(arguments: argparse.Namespace) -> int:
@@ -62,7 +62,7 @@ def add_loop(kinds: Any) -> None:
     loop.add_argument("--out", metavar="DIR", default="bench-loop", help="new directory for the files (default bench-loop)")
     _add_report(loop)
     loop.add_argument("--json", action="store_true", help="print the report as JSON")
-    loop.set_defaults(run_verb=run_loop)
+    loop.set_defaults(run_bench=run_loop)
 
 
 def run_loop(arguments: argparse.Namespace) -> int:
