@@ -24,13 +24,14 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """Processes that wanted a core in the minute before; a benchmark on a busy machine says so."""
 
 
-def machine(packages: tuple[str, ...] = ("torch", "transformers")) -> Machine:
-    """This machine, now."""
+def machine(packages: tuple[str, ...]) -> Machine:
+    """This machine, now, with the versions of those packages that are installed."""
+    installed = {name: found for name in packages for found in (_version(name),) if found}
     return Machine(
         processor=_processor(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         python=platform.python_version(),
-        packages={name: metadata.version(name) for name in packages},
+        packages=installed,
         date=datetime.now(UTC).date().isoformat(),
         load=round(os.getloadavg()[0], 1),
     )
@@ -40,6 +41,13 @@ def describe(one: Machine) -> str:
     """One line."""
     packages = ", ".join(f"{name} {version}" for name, version in one.packages.items())
     return f"{one.processor}, {one.cores} cores, load before {one.load:g}; Python {one.python}, {packages}; {one.date}"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _processor() -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import time
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
 
 import msgspec
 
+from benchmarks.bus.payload import NUM_PATTERNS, group
 from benchmarks.bus.plan import Cell
 from streamrl.errors import BusError
+from streamrl.schemas.samples import Sample
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -96,3 +100,57 @@ class Counts:
                 f"bench bus, {cell.name}: expected {wanted[0]} samples of {wanted[1]} tokens in all, got {self.samples} of {self.tokens}",
                 hint="does something else use the same server?",
             )
+
+
+class Sender(ABC):
+    """A producer's end that sends one message after the other; a message is a list of samples as the project has them in hand."""
+
+    def __init__(self) -> None:
+        self._messages: list[list[Any]] = []
+
+    @abstractmethod
+    def form(self, sample: Sample) -> Any:
+        """The sample as the project has it before it sends."""
+
+    @abstractmethod
+    def renumber(self, formed: Any, task: int) -> Any:
+        """The same as another task's."""
+
+    @abstractmethod
+    def send(self, message: list[Any]) -> None:
+        """Encode and send."""
+
+    def prepare(self, order: Order) -> None:
+        patterns = [[self.form(sample) for sample in group(order.cell, pattern)] for pattern in range(NUM_PATTERNS)]
+        tasks = range(order.first_task, order.first_task + order.num_tasks)
+        self._messages = [[self.renumber(one, task) for one in patterns[number % NUM_PATTERNS]] for number, task in enumerate(tasks)]
+
+    def run(self) -> Ran:
+        start_s, cpu_s = time.monotonic(), time.process_time()
+        for message in self._messages:
+            self.send(message)
+        ran = Ran(start_s=start_s, end_s=time.monotonic(), cpu_s=time.process_time() - cpu_s, messages=len(self._messages))
+        self._messages = []
+        return ran
+
+
+class Receiver(ABC):
+    """A consumer's end that takes one message after the other."""
+
+    _order: Order | None = None
+
+    def prepare(self, order: Order) -> None:
+        self._order = order
+
+    @abstractmethod
+    def receive(self) -> tuple[int, int, int]:
+        """Wait for a message and decode it: its samples, their tokens, its bytes. Raises BusError when none comes."""
+
+    def run(self) -> Ran:
+        assert self._order is not None
+        counts = Counts(self._order)
+        start_s, cpu_s = time.monotonic(), time.process_time()
+        while not counts.complete:
+            samples, tokens, nbytes = self.receive()
+            counts.add(samples=samples, tokens=tokens, nbytes=nbytes)
+        return counts.ran(start_s=start_s, end_s=time.monotonic(), cpu_s=time.process_time() - cpu_s)

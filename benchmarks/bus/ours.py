@@ -6,7 +6,7 @@ import asyncio
 import time
 from pathlib import Path
 
-from benchmarks.bus.lanes import Counts, Order, Ran
+from benchmarks.bus.lanes import Order, Ran, Receiver
 from benchmarks.bus.payload import NUM_PATTERNS, group, with_task
 from streamrl.bus import Bus, BusAddress, connect
 from streamrl.bus.thread import BusThread
@@ -66,7 +66,7 @@ class Producer:
         self._loop.close()
 
 
-class Consumer:
+class Consumer(Receiver):
     """A trainer's process: the bus on a thread of its own, records taken on this one."""
 
     def __init__(self, address: str) -> None:
@@ -74,10 +74,9 @@ class Consumer:
         self._thread = BusThread(lambda: connect(where, RUN, name="bench-consumer"))
         self._thread.__enter__()
         self._reader: RecordReader | None = None
-        self._order: Order | None = None
 
     def prepare(self, order: Order) -> None:
-        self._order = order
+        super().prepare(order)
         self._reader = self._thread.run(self._open)
 
     async def _open(self, bus: Bus) -> RecordReader:
@@ -85,20 +84,19 @@ class Consumer:
         await bus.trim(SAMPLES, through=after)
         return RecordReader(bus, asyncio.get_running_loop(), after=after, capacity=CAPACITY)
 
+    def receive(self) -> tuple[int, int, int]:
+        assert self._reader is not None
+        incoming = self._reader.get(_WAIT_S)
+        if incoming is None or incoming.samples is None or not isinstance(incoming.record, Rollouts):
+            raise BusError(f"bench bus: expected samples within {_WAIT_S:.0f} s, got {incoming and incoming.record}")
+        samples = incoming.samples
+        return samples.num_rows, len(samples.tokens), samples.nbytes
+
     def run(self) -> Ran:
-        reader, order = self._reader, self._order
-        assert reader is not None and order is not None
-        counts = Counts(order)
-        start_s, cpu_s = time.monotonic(), time.process_time()
-        while not counts.complete:
-            incoming = reader.get(_WAIT_S)
-            if incoming is None or incoming.samples is None or not isinstance(incoming.record, Rollouts):
-                raise BusError(f"bench bus: expected samples within {_WAIT_S:.0f} s, got {incoming and incoming.record}")
-            samples = incoming.samples
-            counts.add(samples=samples.num_rows, tokens=len(samples.tokens), nbytes=samples.nbytes)
-        end_s, cpu_s = time.monotonic(), time.process_time() - cpu_s
-        reader.close()
-        return counts.ran(start_s=start_s, end_s=end_s, cpu_s=cpu_s)
+        ran = super().run()
+        assert self._reader is not None
+        self._reader.close()
+        return ran
 
     def close(self) -> None:
         self._thread.__exit__(None, None, None)

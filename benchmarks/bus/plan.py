@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from enum import StrEnum
 
 import msgspec
@@ -13,7 +12,6 @@ MAX_ROUND_TOKENS = 100_000_000
 """A measurement stays below the byte budget of the sample stream, for nothing trims it meanwhile."""
 SAMPLES = (1, 8, 64)
 TOKENS = (256, 2048, 16384)
-_SUFFIX = {"": 1, "k": 1024}
 
 
 class Transport(StrEnum):
@@ -43,11 +41,21 @@ class Cell(msgspec.Struct, frozen=True):
         short = self.tokens >= 1024 and self.tokens % 1024 == 0
         return f"{self.samples} x {self.tokens // 1024}k" if short else f"{self.samples} x {self.tokens}"
 
+    @staticmethod
+    def named(name: str) -> Cell:
+        """The shape of that name."""
+        samples, _, tokens = name.partition(" x ")
+        return Cell(int(samples), int(tokens.removesuffix("k")) * (1024 if tokens.endswith("k") else 1))
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Sorts by tokens, then by samples."""
+        return self.tokens, self.samples
+
 
 class BusOptions(msgspec.Struct, frozen=True, kw_only=True):
     """One run of the benchmark."""
 
-    out: str
     samples: tuple[int, ...] = SAMPLES
     tokens: tuple[int, ...] = TOKENS
     transports: tuple[Transport, ...] = tuple(Transport)
@@ -76,24 +84,3 @@ class BusOptions(msgspec.Struct, frozen=True, kw_only=True):
     def num_tasks(self, cell: Cell) -> int:
         """Messages (tasks) of one measurement."""
         return min(self.max_tasks, max(self.min_tasks, self.round_tokens // (cell.samples * cell.tokens)))
-
-
-def parse_numbers(option: str, text: str) -> tuple[int, ...]:
-    """`256,2k` to (256, 2048); raises ConfigError for anything else."""
-    numbers: list[int] = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        found = re.fullmatch(r"([0-9]{1,9})(k?)", part)
-        if found is None:
-            raise ConfigError(f"{option}: expected numbers like 256,2k, got {text!r}")
-        numbers.append(int(found[1]) * _SUFFIX[found[2]])
-    return tuple(dict.fromkeys(numbers))
-
-
-def parse_transports(text: str) -> tuple[Transport, ...]:
-    """Names separated by commas; empty: all. Raises ConfigError for a name that is none."""
-    names = [part.strip() for part in text.split(",") if part.strip()]
-    known = [str(transport) for transport in Transport]
-    wrong = [name for name in names if name not in known]
-    if wrong:
-        raise ConfigError(f"--transports: expected some of {', '.join(known)}, got {wrong[0]!r}")
-    return tuple(Transport(name) for name in dict.fromkeys(names)) or tuple(Transport)

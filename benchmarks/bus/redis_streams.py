@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.bus.lanes import Counts, Order, Ran
-from benchmarks.bus.payload import NUM_PATTERNS, group, mapping
+from benchmarks.bus.lanes import Order, Receiver, Sender
+from benchmarks.bus.payload import mapping
 from benchmarks.bus.plan import Transport
 from streamrl.errors import BusError
+from streamrl.schemas.samples import Sample
 
 STREAM = "actor"
 MAX_LENGTH = 1_000_000
@@ -41,65 +42,54 @@ def _connected(address: str) -> Any:
     return redis.Redis(host=host, port=int(port))
 
 
-class Writer:
+class Writer(Sender):
     """A producer's end."""
 
     def __init__(self, address: str, transport: Transport) -> None:
+        super().__init__()
         self._redis = _connected(address)
         self._encode = codec(transport)[0]
-        self._messages: list[Message] = []
+        self._index = 0
 
     def prepare(self, order: Order) -> None:
         self._redis.delete(STREAM)
-        patterns = [[mapping(sample) for sample in group(order.cell, pattern)] for pattern in range(NUM_PATTERNS)]
-        self._messages = [
-            [{**sample, "task": order.first_task + number} for sample in patterns[number % NUM_PATTERNS]]
-            for number in range(order.num_tasks)
-        ]
+        super().prepare(order)
 
-    def run(self) -> Ran:
-        start_s, cpu_s = time.monotonic(), time.process_time()
-        for index, message in enumerate(self._messages):
-            fields = {"index": index, "data": self._encode(message)}
-            self._redis.xadd(STREAM, fields, maxlen=MAX_LENGTH, approximate=True)
-        ran = Ran(start_s=start_s, end_s=time.monotonic(), cpu_s=time.process_time() - cpu_s, messages=len(self._messages))
-        self._messages = []
-        return ran
+    def form(self, sample: Sample) -> dict[str, Any]:
+        return mapping(sample)
+
+    def renumber(self, formed: dict[str, Any], task: int) -> dict[str, Any]:
+        return {**formed, "task": task}
+
+    def send(self, message: Message) -> None:
+        self._index += 1
+        self._redis.xadd(STREAM, {"index": self._index, "data": self._encode(message)}, maxlen=MAX_LENGTH, approximate=True)
 
     def close(self) -> None:
         self._redis.close()
 
 
-class Reader:
+class Reader(Receiver):
     """A trainer's end."""
 
     def __init__(self, address: str, transport: Transport) -> None:
         self._redis = _connected(address)
         self._decode = codec(transport)[1]
-        self._order: Order | None = None
+        self._last: bytes | int = 0
 
     def prepare(self, order: Order) -> None:
-        self._order = order
+        super().prepare(order)
+        self._last = 0
 
-    def run(self) -> Ran:
-        assert self._order is not None
-        counts = Counts(self._order)
-        last: bytes | int = 0
-        start_s, cpu_s = time.monotonic(), time.process_time()
-        heard_s = start_s
-        while not counts.complete:
-            answer = self._redis.xread({STREAM: last}, count=1, block=_BLOCK_MS)
-            if not answer:
-                if time.monotonic() - heard_s > _WAIT_S:
-                    raise BusError(f"bench bus: expected a message from Redis within {_WAIT_S:.0f} s, got none")
-                continue
-            heard_s = time.monotonic()
-            ((last, fields),) = answer[0][1]
-            body = fields[b"data"]
-            samples = self._decode(body)
-            counts.add(samples=len(samples), tokens=sum(len(sample["tokens"]) for sample in samples), nbytes=len(body))
-        end_s, cpu_s = time.monotonic(), time.process_time() - cpu_s
-        return counts.ran(start_s=start_s, end_s=end_s, cpu_s=cpu_s)
+    def receive(self) -> tuple[int, int, int]:
+        until_s = time.monotonic() + _WAIT_S
+        while not (answer := self._redis.xread({STREAM: self._last}, count=1, block=_BLOCK_MS)):
+            if time.monotonic() > until_s:
+                raise BusError(f"bench bus: expected a message from Redis within {_WAIT_S:.0f} s, got none")
+        ((self._last, fields),) = answer[0][1]
+        body = fields[b"data"]
+        samples = self._decode(body)
+        return len(samples), sum(len(sample["tokens"]) for sample in samples), len(body)
 
     def close(self) -> None:
         self._redis.close()

@@ -1,162 +1,136 @@
-"""The report of `bench bus`: a pure function of its raw file, and its tables."""
+"""Report, tables and picture of `bench bus`."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
-
-import msgspec
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.bus.plan import Cell, Transport
-from benchmarks.bus.records import BusRun, Measured
-from benchmarks.machine import Machine, describe
-from benchmarks.weights.table import table
+from benchmarks.machine import describe
+from benchmarks.raw import Raw, read
+from benchmarks.report import Middle, Report, Row, Table, Target, about, picture, plain, rows_of, short, write_report
 
-_MILLION = 1e6
-_LARGE, _MIDDLE = Cell(64, 2048), Cell(8, 2048)
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_LARGE, _MIDDLE = Cell(64, 2048).name, Cell(8, 2048).name
 WANTED_TOKENS_PER_S = 10e6
 WANTED_RATIO = 2.0
+_HEADER = (
+    "samples x tokens",
+    "over",
+    "samples/s",
+    "million tokens/s (slowest - fastest round)",
+    "ours / this",
+    "CPU ns a token: producer + server + consumer",
+    "bytes a token",
+)
+_PARTS = ("producer_ns", "server_ns", "consumer_ns")
+_LOOKS = {
+    Transport.STREAMRL: ("#1f6f8b", "streamrl (JetStream on disk, Arrow)"),
+    Transport.REDIS_ORJSON: ("#d1495b", "Redis stream in memory, orjson"),
+    Transport.REDIS_PICKLE: ("#edae49", "Redis stream in memory, pickle"),
+    Transport.ZMQ_MSGPACK: ("#8d96a3", "ZMQ, MessagePack (nothing stored)"),
+    Transport.RAY: ("#66a182", "Ray object store (nothing stored)"),
+}
 
 
-class Middle(msgspec.Struct, frozen=True):
-    """Median over rounds, least and greatest."""
-
-    p50: float
-    low: float
-    high: float
-
-
-class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One shape over one transport, over all rounds."""
-
-    transport: Transport
-    cell: Cell
-    rounds: int
-    messages: float
-    """Messages a task."""
-    body_bytes: float
-    """Bytes of bodies a token; 0 where they are not seen."""
-    samples_per_s: Middle
-    tokens_per_s: Middle
-    producer_ns: float
-    """CPU nanoseconds a token, median over rounds."""
-    server_ns: float
-    consumer_ns: float
-    ratio: Middle | None
-    """Our tokens a second over this transport's in the same round; None for ours, and without it."""
+def report_of(out: Path) -> Report:
+    """Write report, table and `bus.png` from the raw file; raises DataError when there is none."""
+    report = build_report(read(out, "bus"))
+    write_report(out, report)
+    _draw(report, out / "bus.png")
+    return report
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """Something promised; `met` is None where it was not measured."""
-
-    name: str
-    wanted: float
-    got: float | None
-    met: bool | None
-
-
-class BusReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What tables and picture show."""
-
-    machine: Machine
-    rounds: int
-    left_out: dict[str, str]
-    rows: list[Row]
-    targets: list[Target]
-
-
-def build_report(run: BusRun) -> BusReport:
+def build_report(raw: Raw) -> Report:
     """Compute everything from the raw file."""
-    found: dict[tuple[Cell, Transport], list[Measured]] = {}
-    for one in run.measured:
-        found.setdefault((one.cell, one.transport), []).append(one)
-    rows = [_row(measured, found.get((cell, Transport.STREAMRL), [])) for (cell, _), measured in sorted(found.items(), key=_order)]
-    by_key = {(row.cell, row.transport): row for row in rows}
-    large, redis = by_key.get((_LARGE, Transport.STREAMRL)), by_key.get((_MIDDLE, Transport.REDIS_ORJSON))
-    ratio = redis.ratio if redis is not None else None
-    targets = [
-        _target(f"tokens/s through one consumer at {_LARGE.name}", WANTED_TOKENS_PER_S, large and large.tokens_per_s.p50),
-        _target(f"tokens/s over those of redis-orjson at {_MIDDLE.name}", WANTED_RATIO, ratio and ratio.p50),
-    ]
-    return BusReport(machine=run.machine, rounds=run.rounds, left_out=run.left_out, rows=rows, targets=targets)
-
-
-def _order(item: tuple[tuple[Cell, Transport], list[Measured]]) -> tuple[int, int, int]:
-    (cell, transport), _ = item
-    return cell.tokens, cell.samples, list(Transport).index(transport)
-
-
-def _row(measured: Sequence[Measured], ours: Sequence[Measured]) -> Row:
-    first = measured[0]
-    speeds = {one.round: one.tokens / one.wall_s for one in ours}
-    ratios = [speeds[one.round] / (one.tokens / one.wall_s) for one in measured if one.round in speeds]
-    return Row(
-        transport=first.transport,
-        cell=first.cell,
-        rounds=len(measured),
-        messages=statistics.median(one.messages / one.tasks for one in measured),
-        body_bytes=statistics.median(one.nbytes / one.tokens for one in measured),
-        samples_per_s=_middle([one.samples / one.wall_s for one in measured]),
-        tokens_per_s=_middle([one.tokens / one.wall_s for one in measured]),
-        producer_ns=_ns(measured, lambda one: one.producer_s),
-        server_ns=_ns(measured, lambda one: one.server_s),
-        consumer_ns=_ns(measured, lambda one: one.consumer_s),
-        ratio=_middle(ratios) if ratios and first.transport is not Transport.STREAMRL else None,
+    # A ratio is ours over this one's tokens a second.
+    rows = rows_of(raw.rounds, _quantities, {"ratio": (Transport.STREAMRL, "tokens_per_s")})
+    rows.sort(key=lambda row: (Cell.named(row.cell).place, list(Transport).index(Transport(row.contender))))
+    values = {(row.cell, row.contender): row.values for row in rows}
+    notes = [f"Left out: {name}: {reason}" for name, reason in raw.named("left out").items()]
+    rounds = len({one.round for one in raw.rounds})
+    large, redis = values.get((_LARGE, Transport.STREAMRL)), values.get((_MIDDLE, Transport.REDIS_ORJSON))
+    return Report(
+        **about(raw.header),
+        rows=rows,
+        shown=[
+            Table(_HEADER, [_cells(row) for row in rows]),
+            f"{rounds} rounds with fresh servers and processes; in each, every shape goes over every transport in turn. Medians.",
+            *notes,
+        ],
+        targets=[
+            _target(f"tokens/s through one consumer at {_LARGE}", WANTED_TOKENS_PER_S, large, "tokens_per_s"),
+            _target(f"tokens/s over those of redis-orjson at {_MIDDLE}", WANTED_RATIO, redis, "ratio"),
+        ],
     )
 
 
-def _ns(measured: Sequence[Measured], seconds: Callable[[Measured], float]) -> float:
-    return statistics.median(seconds(one) / one.tokens * 1e9 for one in measured)
+def _quantities(values: Mapping[str, float]) -> dict[str, float]:
+    tokens, wall_s = values["tokens"], values["wall_s"]
+    return {
+        "messages": values["messages"] / values["tasks"],
+        "body_bytes": values["nbytes"] / tokens,
+        "samples_per_s": values["samples"] / wall_s,
+        "tokens_per_s": tokens / wall_s,
+        "producer_ns": values["producer_s"] / tokens * 1e9,
+        "server_ns": values["server_s"] / tokens * 1e9,
+        "consumer_ns": values["consumer_s"] / tokens * 1e9,
+    }
 
 
-def _middle(values: Sequence[float]) -> Middle:
-    return Middle(statistics.median(values), min(values), max(values))
-
-
-def _target(name: str, wanted: float, got: float | None) -> Target:
-    return Target(name=name, wanted=wanted, got=got, met=None if got is None else got >= wanted)
-
-
-def render(report: BusReport) -> str:
-    """The whole report, ending in a line break."""
-    header = [
-        "samples x tokens",
-        "over",
-        "samples/s",
-        "million tokens/s (slowest - fastest round)",
-        "ours / this",
-        "CPU ns a token: producer + server + consumer",
-        "bytes a token",
-    ]
-    lines = [
-        table(header, [_cells(row) for row in report.rows]),
-        table(["target", "wanted", "got", "met"], [_target_cells(target) for target in report.targets]),
-        f"{report.rounds} rounds with fresh servers and processes; in each, every shape goes over every transport in turn. Medians.",
-        describe(report.machine) + ".",
-        *(f"Left out: {name}: {reason}" for name, reason in report.left_out.items()),
-    ]
-    return "\n\n".join(lines) + "\n"
+def _target(name: str, wanted: float, values: Mapping[str, Middle] | None, quantity: str) -> Target:
+    got = values[quantity].p50 if values and quantity in values else None
+    return Target(name, f">= {short(wanted)}", "-" if got is None else short(got), None if got is None else got >= wanted)
 
 
 def _cells(row: Row) -> list[str]:
-    tokens, ratio = row.tokens_per_s, row.ratio
-    parts = (row.producer_ns, row.server_ns, row.consumer_ns)
+    values = row.values
+    tokens, ratio = values["tokens_per_s"], values.get("ratio")
+    parts = [values[part].p50 for part in _PARTS]
     return [
-        row.cell.name,
-        row.transport,
-        f"{row.samples_per_s.p50:,.0f}",
-        " ".join((_short(tokens.p50 / _MILLION), f"({_short(tokens.low / _MILLION)} - {_short(tokens.high / _MILLION)})")),
-        f"{_short(ratio.p50)} ({_short(ratio.low)} - {_short(ratio.high)})" if ratio else "",
-        f"{' + '.join(_short(part) for part in parts)} = {_short(sum(parts))}",
-        f"{row.body_bytes:.1f}" if row.body_bytes else "-",
+        row.cell,
+        row.contender,
+        f"{values['samples_per_s'].p50:,.0f}",
+        f"{short(tokens.p50 / 1e6)} ({short(tokens.low / 1e6)} - {short(tokens.high / 1e6)})",
+        f"{short(ratio.p50)} ({short(ratio.low)} - {short(ratio.high)})" if ratio and row.contender != Transport.STREAMRL else "",
+        f"{' + '.join(map(short, parts))} = {short(sum(parts))}",
+        f"{values['body_bytes'].p50:.1f}" if values["body_bytes"].p50 else "-",
     ]
 
 
-def _target_cells(target: Target) -> list[str]:
-    met = "not measured" if target.met is None else "yes" if target.met else "NO"
-    return [target.name, f">= {_short(target.wanted)}", "-" if target.got is None else _short(target.got), met]
+def _draw(report: Report, path: Path) -> None:
+    """Tokens a second above, CPU time a token below, a column for every shape."""
+    rows: Sequence[Row] = report.rows
+    cells = list(dict.fromkeys(row.cell for row in rows))
+    used = [transport for transport in Transport if any(row.contender == transport for row in rows)]
+    with picture(path, (max(6.0, 1.3 + 1.35 * len(cells)), 6.4)) as figure:
+        from matplotlib.patches import Patch
+
+        above, below = figure.subplots(2, 1)
+        _bars(above, rows, cells, used, lambda row: [getattr(row.values["tokens_per_s"], name) / 1e6 for name in ("p50", "low", "high")])
+        # In full only: the parts of a bar have no meaning on a scale of powers of ten.
+        _bars(below, rows, cells, used, lambda row: [sum(row.values[part].p50 for part in _PARTS)] * 3)
+        above.set_ylabel("million tokens/s")
+        below.set_ylabel("CPU ns a token, all processes")
+        below.set_xlabel("samples x tokens of a message")
+        above.set_title("publish, read, decode: one producer, one consumer", loc="left", fontsize=11, fontweight="bold")
+        above.set_title(describe(report.machine), loc="right", fontsize=4.5, color="#868e96")
+        above.legend([Patch(color=_LOOKS[one][0]) for one in used], [_LOOKS[one][1] for one in used], frameon=False, fontsize=8, ncols=2)
 
 
-def _short(value: float) -> str:
-    """Three digits or so."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+def _bars(axes: Axes, rows: Sequence[Row], cells: list[str], used: list[Transport], heights: Callable[[Row], Sequence[float]]) -> None:
+    """A bar for each row, and a line from its least to its greatest value."""
+    width = 0.84 / len(used)
+    for row in rows:
+        transport = Transport(row.contender)
+        x = cells.index(row.cell) + (used.index(transport) - (len(used) - 1) / 2) * width
+        height, *ends = heights(row)
+        axes.bar(x, height, width * 0.92, color=_LOOKS[transport][0])
+        axes.plot([x, x], ends, color="#212529", linewidth=0.9)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_xticks(range(len(cells)), cells, fontsize=8)
+    plain(axes, grid="y")

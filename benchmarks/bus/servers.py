@@ -39,7 +39,7 @@ def missing(transport: Transport) -> str:
     lacking = [name for name in _NEEDS[transport] if importlib.util.find_spec(name) is None]
     if lacking:
         extra = "ray" if transport is Transport.RAY else "bench"
-        return f"no Python package {' and '.join(lacking)}: pip install 'streamrl[{extra}]'"
+        return f"no Python package {' and '.join(lacking)}: pip install --editable '.[{extra}]'"
     if transport in (Transport.REDIS_ORJSON, Transport.REDIS_PICKLE) and shutil.which("redis-server") is None:
         return "no redis-server on PATH: install your system's package, for example apt install redis-server"
     return ""

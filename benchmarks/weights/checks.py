@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from benchmarks.report import Check
 from benchmarks.weights.engine import BenchEngine
-from benchmarks.weights.plan import Mode
-from benchmarks.weights.records import Check, UpdateRecord
+from benchmarks.weights.options import Mode
+from benchmarks.weights.records import UpdateRecord
 from benchmarks.weights.updates import Updates
 
 _SHORT, _LONG = 32, 256

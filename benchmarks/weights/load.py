@@ -13,17 +13,21 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from benchmarks.weights.raw import write_requests, write_tokens
-from benchmarks.weights.records import RequestRecord
+from benchmarks.processes import child
+from benchmarks.raw import append
+from benchmarks.weights.records import RequestRecord, Tokens
 from streamrl.engines.sglang.client import SglangClient
 from streamrl.engines.wire import MetaInfo
-from streamrl.errors import EngineError
+from streamrl.errors import EngineError, LaunchError
 
 _RETRY_S = 0.2
+_STOP_S = 60.0
 
 
 class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +41,7 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     vocab: int
     out: str
-    """Directory for `requests.jsonl` and `tokens.npz`."""
+    """Directory of the raw file."""
 
 
 def wanted_tokens(mean: int, lane: int, number: int) -> int:
@@ -120,6 +124,42 @@ def version_runs(versions: Sequence[int]) -> list[tuple[int, int]]:
     return [(int(value), len(list(run))) for value, run in itertools.groupby(versions)]
 
 
+class LoadProcess:
+    """Runs this module from entering to leaving the context; it has written its records when that is left without an error."""
+
+    def __init__(self, spec: LoadSpec) -> None:
+        self._spec = spec
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def __aenter__(self) -> LoadProcess:
+        path = Path(self._spec.out) / "load.json"
+        path.write_bytes(msgspec.json.encode(self._spec))
+        command = child("benchmarks.weights.load", path)
+        self._process = await asyncio.create_subprocess_exec(*command["args"], env=command["env"], stdin=asyncio.subprocess.PIPE)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        process = self._process
+        if process is None or process.stdin is None:
+            return
+        process.stdin.close()
+        try:
+            async with asyncio.timeout(_STOP_S):
+                code = await process.wait()
+        except TimeoutError:
+            process.kill()
+            code = await process.wait()
+        (Path(self._spec.out) / "load.json").unlink(missing_ok=True)
+        if code and kind is None:
+            raise LaunchError(f"the load process: expected exit code 0, got {code}", hint="its error stands above")
+
+    def check(self) -> None:
+        """Raise LaunchError when the process has ended."""
+        code = None if self._process is None else self._process.returncode
+        if code is not None:
+            raise LaunchError(f"the load process ended with exit code {code} while it was needed", hint="its error stands above")
+
+
 async def _serve(spec: LoadSpec) -> Load:
     client = SglangClient(spec.address, spec.key, name="bench")
     load = Load(spec, client)
@@ -140,9 +180,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     (path,) = sys.argv[1:] if argv is None else argv
     spec = msgspec.json.decode(Path(path).read_bytes(), type=LoadSpec)
     load = asyncio.run(_serve(spec))
-    out = Path(spec.out)
-    write_requests(out, load.requests)
-    write_tokens(out, load.chunks)
+    lane, request, at_s, count = np.array(load.chunks, np.float64).reshape(-1, 4).T
+    tokens = Tokens(lane=lane.astype(np.int64), request=request.astype(np.int64), at_s=at_s, count=count.astype(np.int64))
+    append(Path(spec.out), [*load.requests, tokens])
     return 0
 
 

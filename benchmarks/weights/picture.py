@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.weights.plan import OURS, Mode
-from benchmarks.weights.raw import Raw
-from benchmarks.weights.records import Floats, Forwards, UpdateRecord
+from benchmarks.report import picture, plain
+from benchmarks.weights.options import OURS, Mode
+from benchmarks.weights.records import Forwards, Raw, UpdateRecord
 from benchmarks.weights.stats import clock_offset_s, gaps_of
 
 if TYPE_CHECKING:
@@ -41,23 +41,18 @@ _NEAR_S = 2.0
 
 def write_timeline(raw: Raw, path: Path) -> None:
     """Draw the PNG `path` from the first rank's events."""
-    # Imported here: it takes half a second, and only reports need it.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     shown = list(_typical_updates(raw))
-    figure = Figure(figsize=(12, 3.6 + 1.25 * len(shown)), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(1 + len(shown), 1, height_ratios=(2.6, *[1.0] * len(shown)), squeeze=False)[:, 0]
-    _draw_run(grid[0], raw)
-    for axes, update in zip(grid[1:], shown, strict=True):
-        _draw_update(axes, raw.forwards[0], update)
-    if shown:
-        grid[-1].set_xlabel("ms since the trainer handed its weights over")
-        _name_colors(grid[1])
-    title = f"{raw.run.shape}, {raw.run.streams} streams, SGLang {raw.run.sglang} on {raw.run.num_devices} x {raw.run.device}"
-    grid[0].set_title(f"{title}: time between forward passes", loc="left", fontsize=12, fontweight="bold")
-    figure.savefig(path, metadata={"Software": None})
+    run = raw.run
+    with picture(path, (12, 3.6 + 1.25 * len(shown))) as figure:
+        grid = figure.subplots(1 + len(shown), 1, height_ratios=(2.6, *[1.0] * len(shown)), squeeze=False)[:, 0]
+        _draw_run(grid[0], raw)
+        for axes, update in zip(grid[1:], shown, strict=True):
+            _draw_update(axes, raw.forwards[0], update)
+        if shown:
+            grid[-1].set_xlabel("ms since the trainer handed its weights over")
+            _name_colors(grid[1])
+        title = f"{raw.options.shape}, {raw.options.streams} streams, SGLang {run.sglang} on {run.num_devices} x {run.device}"
+        grid[0].set_title(f"{title}: time between forward passes", loc="left", fontsize=12, fontweight="bold")
 
 
 def _draw_run(axes: Axes, raw: Raw) -> None:
@@ -87,7 +82,7 @@ def _draw_run(axes: Axes, raw: Raw) -> None:
     axes.set_ylabel("ms (GPU events)")
     axes.set_xlabel("s; ticks at the bottom are commits")
     axes.legend(frameon=False, fontsize=8, ncols=6, loc="upper left", markerscale=3)
-    _plain(axes)
+    plain(axes, grid="x")
 
 
 def _typical_updates(raw: Raw) -> Iterator[UpdateRecord]:
@@ -103,7 +98,8 @@ def _draw_update(axes: Axes, forwards: Forwards, update: UpdateRecord) -> None:
     took_ms = (update.commit_s - origin) * 1e3
     low, high = -max(_LEAD_MS, took_ms * 0.2), took_ms + max(_TAIL_MS, took_ms * 0.3)
     near = np.abs(forwards.host_s - (origin + took_ms / 2e3)) < _NEAR_S + took_ms / 2e3
-    ends = (forwards.gpu_ms / 1e3 + clock_offset_s(_select(forwards, near)) - origin) * 1e3 if near.any() else np.empty(0)
+    offset_s = clock_offset_s(forwards.host_s[near], forwards.gpu_ms[near])
+    ends = (forwards.gpu_ms / 1e3 + offset_s - origin) * 1e3 if near.any() else np.empty(0)
     ours = update.mode in OURS
     number = int(update.version.rpartition(".")[2])
     for i in range(1, len(ends)):
@@ -122,7 +118,7 @@ def _draw_update(axes: Axes, forwards: Forwards, update: UpdateRecord) -> None:
     axes.set_yticks([0, 1], ["forward passes", "staging" if ours else "paused"], fontsize=8)
     commit = f", commit {max(update.commit_ms):.2f} ms" if update.commit_ms else ""
     axes.set_title(f"{_NAMES[Mode(update.mode)]}: {took_ms:.0f} ms{commit}", loc="left", fontsize=9, color=color)
-    _plain(axes)
+    plain(axes, grid="x")
 
 
 def _name_colors(axes: Axes) -> None:
@@ -131,22 +127,3 @@ def _name_colors(axes: Axes) -> None:
     named = ((_OLD, "old version"), (_NEW, "new version"), (_PREFILL, "prefill of new requests"))
     handles = [Patch(color=color, label=label) for color, label in named]
     axes.legend(handles=handles, frameon=False, fontsize=8, ncols=3, loc="lower right", bbox_to_anchor=(1.0, 0.98))
-
-
-def _select(forwards: Forwards, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Forwards:
-    def pick(values: Floats) -> Floats:
-        return values[chosen]
-
-    return Forwards(
-        host_s=pick(forwards.host_s),
-        gpu_ms=pick(forwards.gpu_ms),
-        rows=forwards.rows[chosen],
-        extend=forwards.extend[chosen],
-        version=forwards.version[chosen],
-    )
-
-
-def _plain(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="x", color="#dee2e6", linewidth=0.6)
-    axes.set_axisbelow(True)

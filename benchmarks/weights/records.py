@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.raw import Header, read_records
+from benchmarks.report import Check
+from benchmarks.weights.options import Options
+from streamrl.errors import DataError
+
+T = TypeVar("T")
 Floats = npt.NDArray[np.float64]
 
 
-class WindowRecord(msgspec.Struct, frozen=True, kw_only=True):
+class WindowRecord(msgspec.Struct, frozen=True, kw_only=True, tag="window"):
     """A window as it happened."""
 
     mode: str
@@ -21,7 +28,7 @@ class WindowRecord(msgspec.Struct, frozen=True, kw_only=True):
     end_s: float
 
 
-class UpdateRecord(msgspec.Struct, frozen=True, kw_only=True):
+class UpdateRecord(msgspec.Struct, frozen=True, kw_only=True, tag="update"):
     """One new version on its way into the engine."""
 
     window: int
@@ -56,7 +63,7 @@ class UpdateRecord(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     """One request of the load that ended."""
 
     lane: int
@@ -71,7 +78,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-class Forwards(msgspec.Struct, frozen=True, kw_only=True):
+class Forwards(msgspec.Struct, frozen=True, kw_only=True, tag="forwards"):
     """The forward passes of one rank, in order. All arrays [n]."""
 
     host_s: Floats
@@ -85,7 +92,7 @@ class Forwards(msgspec.Struct, frozen=True, kw_only=True):
     version: npt.NDArray[np.int64]
 
 
-class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
     """Chunks that streaming clients received, in order of arrival. All arrays [n]."""
 
     lane: npt.NDArray[np.int64]
@@ -96,39 +103,54 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens in the chunk."""
 
 
-class Check(msgspec.Struct, frozen=True):
-    """A statement about correctness and whether it held."""
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
+    """The facts of one run."""
 
-    name: str
-    held: bool
-    detail: str = ""
-
-
-class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts of one run; with the other files it is all that a report needs."""
-
-    shape: str
     nbytes: int
     """Bytes of a version."""
     num_tensors: int
-    streams: int
-    probes: int
-    mean_tokens: int
-    max_gap_ms: float | None = None
-    """Bound of the paced windows; 0: none."""
-    tensor_parallel: int
     device: str
+    """Name of the engine's GPU, or `CPU`."""
     num_devices: int
-    trainer_device: str
     transport: str
     sglang: str
-    torch: str
-    flags: dict[str, Any]
     start_server_s: float
-    started_unix_s: float
     hello: list[dict[str, Any]]
     """What each rank said of itself when the load began."""
     windows: list[WindowRecord]
     checks: list[Check]
     gpu_memory: list[dict[str, Any]] = []
     """At each `moment`: used bytes of every GPU (`cuda:0`, ...), by all processes."""
+
+
+class Raw(msgspec.Struct, frozen=True, kw_only=True):
+    """The raw file of one run."""
+
+    header: Header
+    run: RunRecord
+    updates: list[UpdateRecord]
+    requests: list[RequestRecord]
+    forwards: list[Forwards]
+    """Of each rank."""
+    tokens: Tokens
+
+    @property
+    def options(self) -> Options:
+        """What was asked for."""
+        return msgspec.convert(self.header.spec, Options)
+
+
+def read_raw(out: Path) -> Raw:
+    """Read a run's file. Raises DataError when it is missing, broken, or lacks a part."""
+    header, found = read_records(out, "weights", RunRecord | UpdateRecord | RequestRecord | Forwards | Tokens)
+
+    def of(kind: type[T]) -> list[T]:
+        return [record for record in found if isinstance(record, kind)]
+
+    runs, tokens, forwards = of(RunRecord), of(Tokens), of(Forwards)
+    if len(runs) != 1 or len(tokens) != 1 or not forwards:
+        raise DataError(
+            f"expected one run, its tokens and its forward passes in {out}, got {len(runs)}, {len(tokens)} and {len(forwards)}",
+            hint="the benchmark was ended before it had written them",
+        )
+    return Raw(header=header, run=runs[0], updates=of(UpdateRecord), requests=of(RequestRecord), forwards=forwards, tokens=tokens[0])

@@ -1,207 +1,100 @@
-"""The report of a weight benchmark: a pure function of its raw files."""
+"""The report of a weight benchmark: targets, checks and tables from the numbers of `benchmarks.weights.rows`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
-import numpy as np
 
-from benchmarks.weights.plan import OURS, Mode
-from benchmarks.weights.raw import Raw
-from benchmarks.weights.records import Check, Floats, RunRecord, UpdateRecord, WindowRecord
-from benchmarks.weights.served import Served, count_served
-from benchmarks.weights.stats import (
-    RESAMPLES,
-    Gaps,
-    Ratio,
-    Spread,
-    blocks_of,
-    gaps_of,
-    p50,
-    p99,
-    ratio,
-    spread,
-    token_gaps_ms,
-    tokens_per_s,
-    within,
+from benchmarks.report import Check, Report, Table, Target, about, short, table, write_report
+from benchmarks.weights.options import OURS, Mode, Options
+from benchmarks.weights.picture import write_timeline
+from benchmarks.weights.records import Raw, RunRecord, read_raw
+from benchmarks.weights.rows import Interval, Noise, Row, Served, count_served, rows_of
+from benchmarks.weights.stats import RESAMPLES, Ratio, Spread
+
+_GIGA = 1e9
+_TITLES = {
+    Mode.STEADY: "no update",
+    Mode.FLIP: "ours: flip, unpaced",
+    Mode.PACED: "ours: flip, paced",
+    Mode.COPY: "ours: copy",
+    Mode.TENSOR: "stock: pause + tensor",
+    Mode.DISTRIBUTED: "stock: pause + distributed",
+    Mode.DISK: "stock: pause + disk",
+}
+_UPDATE_HEADER = (
+    "one update every",
+    "updates",
+    "publish -> commit ms p50 / p99",
+    "manifest -> commit ms p50 / p99",
+    "trainer blocked ms",
+    "staging ms p50",
+    "GB/s a rank",
+    "commit ms p50 / max",
+    "GB moved",
+)
+_GAP_HEADER = (
+    "window",
+    "s",
+    "passes",
+    "gap ms p50 / p99 / max",
+    "p99 against steady (95 %)",
+    "from publish to commit: p99 / max",
+    "client gap ms p50 / p99 / max",
+    "tokens/s",
+    "against steady (95 %)",
+)
+_DOCUMENT_HEADER = (
+    "model",
+    "window",
+    "publish -> commit ms p50 / p99",
+    "commit ms max",
+    "gap ms p50 / p99 / max",
+    "gap p99 / steady (95 %)",
+    "tokens/s",
+    "/ steady (95 %)",
+    "client gap ms p50 / p99 / max",
 )
 
-Interval = tuple[float, float]
-_MARGIN_FORWARDS = 3
-"""Forward passes after a commit that still count as during the update."""
 
-
-class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """All windows of one title together."""
-
-    title: str
-    mode: str
-    windows: int
-    seconds: float
-    updates: int
-    failed: int
-    publish_to_commit: Spread
-    """Milliseconds from the trainer's hand-over to the last rank serving it (stock: to continued generation)."""
-    announced_to_commit: Spread
-    """The part of it after the manifest is out (stock: of the pause)."""
-    blocked: Spread
-    """Milliseconds from the hand-over until the trainer may write to its weights again."""
-    stage: Spread
-    """Milliseconds of the slowest rank."""
-    gigabytes_per_s: float
-    """Bytes of a rank over its staging time, median over updates."""
-    commit: Spread
-    """Milliseconds of host time of the slowest rank."""
-    commit_copy: Spread
-    """Where a commit copies: milliseconds of the copy on the slowest rank's device."""
-    wire_bytes: int
-    """Bytes moved for one update to all ranks, median."""
-    gap: Spread
-    """Between forward passes, in these windows."""
-    gap_during: Spread
-    """Those from publish to commit and three passes more."""
-    gap_decode: Spread
-    """Without the passes that prefill new requests."""
-    client_gap: Spread
-    """Between chunks of a streaming client."""
-    tokens_per_s: float
-    rows_p50: float
-    """Streams in a pass, median."""
-    gap_p99_ratio: Ratio | None = None
-    """Against the steady windows right before and after."""
-    gap_p50_ratio: Ratio | None = None
-    gap_decode_p99_ratio: Ratio | None = None
-    gap_during_p99_ratio: Ratio | None = None
-    tokens_ratio: Ratio | None = None
-
-
-class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """Something promised, and what was measured. `met` is None where this run could not measure it."""
-
-    name: str
-    wanted: str
-    got: str
-    met: bool | None
-
-
-class Noise(msgspec.Struct, frozen=True, kw_only=True):
-    """How much the steady windows differ among themselves: the smallest and the greatest value of one, over the median of all."""
-
-    windows: int
-    gap_p50: Interval
-    gap_p99: Interval
-    tokens_per_s: Interval
-
-
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What the table and the picture show."""
+class WeightsReport(Report, frozen=True, kw_only=True):
+    """With what the tables are made from."""
 
     run: RunRecord
-    rows: list[Row]
     noise: Row | None
     """Every second steady window against the others: what the comparison shows when nothing differs."""
     steady: Noise | None
-    targets: list[Target]
-    checks: list[Check]
     requests: Served
 
 
-def build_report(raw: Raw, *, resamples: int = RESAMPLES) -> Report:
-    """Compute everything from the raw files; `resamples` sets how fine the bootstrap intervals are."""
-    gaps = gaps_of(raw.forwards[0])
-    titles = list(dict.fromkeys(window.title for window in raw.run.windows))
-    rows = [_row(raw, gaps, title, _indices(raw, title), _beside(raw, title), resamples) for title in titles]
-    steady = _indices(raw, Mode.STEADY)
-    noise = _row(raw, gaps, "steady, 2nd, 4th, ... against the rest", steady[1::2], steady[::2], resamples) if len(steady) > 1 else None
-    requests = count_served(raw.run, raw.requests, raw.forwards[0])
-    return Report(
-        run=raw.run,
+def report_of(out: Path) -> WeightsReport:
+    """Write report, table and `weights.png` from the raw file; raises DataError when there is none."""
+    raw = read_raw(out)
+    report = build_report(raw)
+    write_report(out, report)
+    write_timeline(raw, out / "weights.png")
+    return report
+
+
+def build_report(raw: Raw, *, resamples: int = RESAMPLES) -> WeightsReport:
+    """Compute everything from the raw file; `resamples` sets how fine the bootstrap intervals are."""
+    rows, noise, steady = rows_of(raw, resamples=resamples)
+    requests = count_served(raw)
+    report = WeightsReport(
+        **about(raw.header),
         rows=rows,
+        shown=[],
+        run=raw.run,
         noise=noise,
-        steady=_noise(gaps, _intervals(raw, steady)),
+        steady=steady,
         targets=_targets(raw, rows, cut=requests.cut),
         checks=[*raw.run.checks, *_event_checks(raw)],
         requests=requests,
     )
-
-
-def update_interval(update: UpdateRecord, margin_s: float) -> Interval:
-    """From publish to commit and a margin more."""
-    return update.publish_s, update.commit_s + margin_s
-
-
-def _indices(raw: Raw, title: str) -> list[int]:
-    return [i for i, window in enumerate(raw.run.windows) if window.title == title]
-
-
-def _beside(raw: Raw, title: str) -> list[int]:
-    """Steady windows right before and after the windows of a title."""
-    windows = raw.run.windows
-    near = {j for i in _indices(raw, title) for j in (i - 1, i + 1) if 0 <= j < len(windows)}
-    return sorted(j for j in near if windows[j].mode == Mode.STEADY and windows[j].title != title)
-
-
-def _intervals(raw: Raw, indices: Sequence[int]) -> list[Interval]:
-    return [(raw.run.windows[i].start_s, raw.run.windows[i].end_s) for i in indices]
-
-
-def _row(raw: Raw, gaps: Gaps, title: str, indices: Sequence[int], others: Sequence[int], resamples: int) -> Row:
-    windows: list[WindowRecord] = [raw.run.windows[i] for i in indices]
-    intervals = _intervals(raw, indices)
-    inside = within(gaps.at_s, intervals)
-    tried = [update for update in raw.updates if update.window in indices]
-    updates = [update for update in tried if not update.error]
-    margin_s = _MARGIN_FORWARDS * float(np.median(gaps.ms[inside])) / 1e3 if inside.any() else 0.0
-    during = [update_interval(update, margin_s) for update in updates]
-    here, there = blocks_of(gaps, intervals), blocks_of(gaps, _intervals(raw, others))
-    streams = [token_gaps_ms(raw.tokens, *interval) for interval in intervals]
-    moved = [(max(update.nbytes, default=0), max(update.stage_ms, default=0.0)) for update in updates]
-    return Row(
-        title=title,
-        mode=windows[0].mode if windows else "",
-        windows=len(windows),
-        seconds=sum(end - start for start, end in intervals),
-        updates=len(updates),
-        failed=len(tried) - len(updates),
-        publish_to_commit=spread(np.array([(u.commit_s - u.publish_s) * 1e3 for u in updates])),
-        announced_to_commit=spread(np.array([(u.commit_s - u.announced_s) * 1e3 for u in updates])),
-        blocked=spread(np.array([(u.released_s - u.publish_s) * 1e3 for u in updates])),
-        stage=spread(np.array([ms for _, ms in moved if ms > 0])),
-        gigabytes_per_s=float(np.median([nbytes / ms / 1e6 for nbytes, ms in moved if ms > 0] or [0.0])),
-        commit=spread(np.array([max(u.commit_ms) for u in updates if u.commit_ms])),
-        commit_copy=spread(np.array([max(u.device_ms) for u in updates if u.device_ms])),
-        wire_bytes=int(np.median([sum(u.nbytes) for u in updates] or [0])),
-        gap=spread(gaps.ms[inside]),
-        gap_during=spread(gaps.ms[within(gaps.at_s, during)]),
-        gap_decode=spread(gaps.ms[inside & gaps.decode]),
-        client_gap=spread(np.concatenate(streams) if streams else np.empty(0)),
-        tokens_per_s=tokens_per_s(np.concatenate(here)) if here else 0.0,
-        rows_p50=float(np.median(gaps.rows[inside])) if inside.any() else 0.0,
-        gap_p99_ratio=ratio(here, there, p99, resamples=resamples),
-        gap_p50_ratio=ratio(here, there, p50, resamples=resamples),
-        gap_decode_p99_ratio=ratio(
-            blocks_of(gaps, intervals, decode_only=True),
-            blocks_of(gaps, _intervals(raw, others), decode_only=True),
-            p99,
-            resamples=resamples,
-        ),
-        gap_during_p99_ratio=ratio(blocks_of(gaps, during), there, p99, resamples=resamples),
-        tokens_ratio=ratio(here, there, tokens_per_s, resamples=resamples),
-    )
-
-
-def _noise(gaps: Gaps, intervals: Sequence[Interval]) -> Noise | None:
-    windows = [np.concatenate(blocks) for interval in intervals if (blocks := blocks_of(gaps, [interval]))]
-    if len(windows) < 2:
-        return None
-
-    def extremes(statistic: Callable[[Floats], float]) -> Interval:
-        values = np.array([statistic(window) for window in windows])
-        values /= np.median(values)
-        return float(values.min()), float(values.max())
-
-    return Noise(windows=len(windows), gap_p50=extremes(p50), gap_p99=extremes(p99), tokens_per_s=extremes(tokens_per_s))
+    return msgspec.structs.replace(report, shown=_shown(report, raw.options))
 
 
 def _event_checks(raw: Raw) -> list[Check]:
@@ -211,7 +104,7 @@ def _event_checks(raw: Raw) -> list[Check]:
     torn = [u.version for u in good if len(set(u.forwards)) > 1]
     digests = [u for u in good if u.served_digest]
     wrong = [u.version for u in digests if any(one != u.manifest_digest for one in u.served_digest)]
-    unordered = sum(list(map(first, request.versions)) != sorted(map(first, request.versions)) for request in raw.requests)
+    unordered = sum(list(map(_first, request.versions)) != sorted(map(_first, request.versions)) for request in raw.requests)
     unstamped = [r for r in raw.requests if r.made and not r.error and sum(length for _, length in r.versions) != r.made]
     return [
         Check("every update of ours was committed", len(good) == len(ours), f"{len(good)} of {len(ours)}"),
@@ -222,7 +115,7 @@ def _event_checks(raw: Raw) -> list[Check]:
     ]
 
 
-def first(run: tuple[int, int]) -> int:
+def _first(run: tuple[int, int]) -> int:
     """The version of a run of equal versions."""
     return run[0]
 
@@ -237,7 +130,7 @@ def _targets(raw: Raw, rows: Sequence[Row], *, cut: int) -> list[Target]:
     paced = by_title.get("paced, 1 s") or next((row for row in ours if row.mode == Mode.PACED), None)
     flip = next((row for row in ours if row.mode == Mode.FLIP), None)
     commit = max((row.commit.max for row in ours), default=float("nan"))
-    seconds, nbytes = graph_set(raw.run)
+    seconds, nbytes = _graph_set(raw.run)
     targets = [
         _upper("commit, slowest, ms", commit, 0.5),
         _ratio("gap p99, updates every second / steady", paced and paced.gap_p99_ratio, 1.05),
@@ -248,10 +141,10 @@ def _targets(raw: Raw, rows: Sequence[Row], *, cut: int) -> list[Target]:
     ]
     if raw.run.device == "CPU":
         targets = [msgspec.structs.replace(target, met=None) for target in targets]
-    return [*targets, Target(name="requests aborted, retracted, prefilled again or failed", wanted="0", got=str(cut), met=cut == 0)]
+    return [*targets, Target("requests aborted, retracted, prefilled again or failed", "0", str(cut), cut == 0)]
 
 
-def graph_set(run: RunRecord) -> tuple[float, float]:
+def _graph_set(run: RunRecord) -> tuple[float, float]:
     """Seconds and bytes of the second set of graphs, of the rank that needed most; NaN where there is none."""
     ranks = [rank for rank in run.hello if rank.get("graphs_s")]
     if not ranks:
@@ -260,13 +153,126 @@ def graph_set(run: RunRecord) -> tuple[float, float]:
 
 
 def _upper(name: str, got: float, wanted: float) -> Target:
-    known = got == got
-    return Target(name=name, wanted=f"<= {wanted:g}", got=f"{got:.3g}" if known else "-", met=got <= wanted if known else None)
+    known = not math.isnan(got)
+    return Target(name, f"<= {wanted:g}", f"{got:.3g}" if known else "-", got <= wanted if known else None)
 
 
 def _ratio(name: str, got: Ratio | None, wanted: float, *, least: bool = False) -> Target:
-    sign = ">=" if least else "<="
+    said = f"{'>=' if least else '<='} {wanted:g}"
     if got is None:
-        return Target(name=name, wanted=f"{sign} {wanted:g}", got="-", met=None)
-    met = got.value >= wanted if least else got.value <= wanted
-    return Target(name=name, wanted=f"{sign} {wanted:g}", got=f"{got.value:.3f} ({got.low:.3f} to {got.high:.3f})", met=met)
+        return Target(name, said, "-", None)
+    return Target(name, said, f"{got.value:.3f} ({got.low:.3f} to {got.high:.3f})", got.value >= wanted if least else got.value <= wanted)
+
+
+def _shown(report: WeightsReport, options: Options) -> list[Table | str]:
+    """What is shown of a run, before targets and checks."""
+    run = report.run
+    windows = [*report.rows, *([report.noise] if report.noise else [])]
+    headline = (
+        f"**{options.shape}**, {run.nbytes / _GIGA:.2f} GB in {run.num_tensors} tensors, SGLang {run.sglang}, "
+        f"TP {options.tensor_parallel}, {run.num_devices} x {run.device}; trainer's weights on {options.trainer_device}, "
+        f"transport {run.transport}; {options.streams} streams of {options.mean_tokens} tokens on average, "
+        f"{options.probes} of them streaming."
+        + (f" Paced windows: {options.max_gap_ms:g} ms of copying beside a pass." if options.max_gap_ms else "")
+    )
+    shown: list[Table | str] = [
+        headline,
+        Table(_UPDATE_HEADER, [_update_cells(row) for row in report.rows if row.updates or row.failed]),
+        Table(_GAP_HEADER, [_gap_cells(row) for row in windows]),
+    ]
+    gpus = sorted({name for moment in run.gpu_memory for name in moment if name != "moment"})
+    if gpus:
+        used = [[str(moment["moment"]), *(f"{moment.get(gpu, 0) / _GIGA:.1f}" for gpu in gpus)] for moment in run.gpu_memory]
+        shown.append(Table(["GPU memory, GB", *gpus], used))
+    return [*shown, _footnotes(report)]
+
+
+def _update_cells(row: Row) -> list[str]:
+    speed = row.gigabytes_per_s
+    return [
+        _title(row),
+        f"{row.updates}" + (f" ({row.failed} failed)" if row.failed else ""),
+        f"{_ms(row.publish_to_commit.p50)} / {_ms(row.publish_to_commit.p99)}",
+        f"{_ms(row.announced_to_commit.p50)} / {_ms(row.announced_to_commit.p99)}",
+        _ms(row.blocked.p50),
+        _ms(row.stage.p50),
+        f"{speed:.0f}" if speed >= 10 else f"{speed:.2g}" if speed else "-",
+        f"{_ms(row.commit.p50)} / {_ms(row.commit.max)}" + (f", GPU {_ms(row.commit_copy.p50)}" if row.commit_copy.n else ""),
+        f"{row.wire_bytes / _GIGA:.3g}",
+    ]
+
+
+def _gap_cells(row: Row) -> list[str]:
+    return [
+        _title(row),
+        f"{row.seconds:.0f}",
+        str(row.gap.n),
+        _three(row.gap),
+        _interval(row.gap_p99_ratio),
+        f"{_ms(row.gap_during.p99)} / {_ms(row.gap_during.max)}" if row.gap_during.n else "-",
+        _three(row.client_gap),
+        f"{row.tokens_per_s:,.0f}",
+        _interval(row.tokens_ratio),
+    ]
+
+
+def render_several(reports: Sequence[Report]) -> str:
+    """One table for documents: a line for every kind of window of every run; steady windows first, then ours, then stock's."""
+    order = list(Mode)
+    lines: list[list[str]] = []
+    for report in reports:
+        options = msgspec.convert(report.spec, Options)
+        parallel = f", TP {options.tensor_parallel}" if options.tensor_parallel > 1 else ""
+        for row in sorted(report.rows, key=lambda row: order.index(Mode(row.mode))):
+            _, _, _, gap, gap_ratio, _, client_gap, tokens_per_s, tokens_ratio = _gap_cells(row)
+            between = f"{_ms(row.publish_to_commit.p50)} / {_ms(row.publish_to_commit.p99)}" if row.updates else "-"
+            window = [f"{options.shape}{parallel}, {options.streams} streams", _title(row), between, _ms(row.commit.max)]
+            lines.append([*window, gap, gap_ratio, tokens_per_s, tokens_ratio, client_gap])
+    return table(Table(_DOCUMENT_HEADER, lines))
+
+
+def _title(row: Row) -> str:
+    """What the windows are called in tables."""
+    mode, _, every = row.title.partition(", ")
+    if mode not in _TITLES or (mode == Mode.STEADY and every):
+        return row.title
+    return _TITLES[Mode(mode)] + (f", {every}" if every else "")
+
+
+def _three(spread: Spread) -> str:
+    """Median, 99th percentile and greatest value."""
+    return f"{_ms(spread.p50)} / {_ms(spread.p99)} / {_ms(spread.max)}" if spread.n else "-"
+
+
+def _interval(ratio: Ratio | None) -> str:
+    return f"{ratio.value:.3f} ({ratio.low:.3f}-{ratio.high:.3f})" if ratio else "-"
+
+
+def _ms(value: float) -> str:
+    return short(value).replace(",", "")
+
+
+def _footnotes(report: WeightsReport) -> str:
+    seconds, nbytes = _graph_set(report.run)
+    buffers = [float(rank.get("buffer_nbytes") or 0) for rank in report.run.hello]
+    requests, steady = report.requests, report.steady
+    notes = [
+        f"{requests.ended} requests ended, {requests.aborted} aborted, {requests.retracted} retracted, "
+        f"{requests.prefilled_again} prefilled again, {requests.failed} failed; "
+        f"{requests.mixed} went on through a change of weights (up to {requests.most_versions} versions in one)."
+    ]
+    if steady:
+        notes.append(
+            f"Steady windows among themselves ({steady.windows}, each against the median of all): gap p50 {_from_to(steady.gap_p50)}, "
+            f"p99 {_from_to(steady.gap_p99)}, tokens/s {_from_to(steady.tokens_per_s)}."
+        )
+    if any(buffers):
+        notes.append(f"Second buffer: {max(buffers) / _GIGA:.2f} GB a rank.")
+    if not math.isnan(seconds):
+        notes.append(f"Second graph set: {seconds:.2f} s, {nbytes / _GIGA:.2f} GB a rank.")
+    notes.append(f"Server ready after {report.run.start_server_s:.0f} s.")
+    return " ".join(notes)
+
+
+def _from_to(interval: Interval) -> str:
+    return f"{interval[0]:.3f} to {interval[1]:.3f}"

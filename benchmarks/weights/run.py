@@ -13,24 +13,24 @@ from typing import Any
 import msgspec
 import torch
 
+from benchmarks.raw import Header, append, header, new_directory
+from benchmarks.report import Check
 from benchmarks.shapes import num_elements, parameters, write_model
 from benchmarks.weights.checks import check_updates
 from benchmarks.weights.engine import BenchEngine
 from benchmarks.weights.flags import server_flags
-from benchmarks.weights.lanes import LoadProcess
-from benchmarks.weights.load import LoadSpec
-from benchmarks.weights.options import LARGE, Options, resolve
-from benchmarks.weights.plan import OURS, Mode, Window
-from benchmarks.weights.raw import write_forwards, write_run, write_updates
-from benchmarks.weights.records import Check, RunRecord, UpdateRecord, WindowRecord
+from benchmarks.weights.load import LoadProcess, LoadSpec
+from benchmarks.weights.options import LARGE, OURS, Mode, Options, Window, resolve
+from benchmarks.weights.records import RunRecord, UpdateRecord, WindowRecord
 from benchmarks.weights.stock import StockEngine
 from benchmarks.weights.trainer import SyntheticTrainer
 from benchmarks.weights.updates import Updates
 from streamrl.config.engines import EngineConfig, SglangConfig
-from streamrl.errors import ConfigError, EngineError
+from streamrl.errors import EngineError
 
 log = logging.getLogger(__name__)
 
+PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 PROMPT_TOKENS = 64
 _SETTLE_S = 0.3
 """Between windows: the recorded events are fetched then, which must not be seen in one."""
@@ -38,30 +38,24 @@ _SPREAD_S = 0.3
 _SHM = Path("/dev/shm")
 
 
-def run(options: Options) -> Path:
-    """Measure; returns the directory with the raw files.
-
-    What was measured until an error or SIGTERM is in the directory too.
+def measure(options: Options, out: Path, command: str) -> None:
+    """Measure into the new directory `out`. What was measured until an error or SIGTERM is there too.
 
     Raises:
-        ConfigError: the options cannot be had on this machine.
+        ConfigError: the options cannot be had on this machine, or `out` holds another run.
         EngineError: the server did not start, has died, or the benchmark was told to end.
         LaunchError: the load process has died.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     options = resolve(options, num_gpus=torch.cuda.device_count())
-    out = Path(options.out).absolute()
-    if (out / "run.json").exists():
-        raise ConfigError(f"--out: expected a new directory, got {out} with the files of another run", hint="choose another one")
-    out.mkdir(parents=True, exist_ok=True)
+    out = new_directory(out.absolute())
     place = _SHM if _SHM.is_dir() else None
     prefix = "streamrl-bench-"
     with tempfile.TemporaryDirectory(prefix=prefix, dir=place) as scratch, tempfile.TemporaryDirectory(prefix=prefix) as disk:
+        bench = WeightBench(options, header("weights", command, options, PACKAGES), out, Path(scratch), Path(disk))
         try:
-            asyncio.run(_until_told(WeightBench(options, out, Path(scratch), Path(disk))))
+            asyncio.run(_until_told(bench))
         except asyncio.CancelledError as error:
             raise EngineError("the benchmark was told to end before its last window", hint=f"see {out} for what it has measured") from error
-    return out
 
 
 def engine_config(options: Options) -> EngineConfig:
@@ -92,13 +86,15 @@ class WeightBench:
 
     Args:
         options: resolved.
-        out: for the raw files.
+        header: of the raw file.
+        out: for the raw file and the server's log.
         scratch: for the model and versions; in memory where the system has such a place.
         disk: for checkpoints.
     """
 
-    def __init__(self, options: Options, out: Path, scratch: Path, disk: Path) -> None:
+    def __init__(self, options: Options, header: Header, out: Path, scratch: Path, disk: Path) -> None:
         self._options = options
+        self._header = header
         self._out = out
         self._scratch = scratch
         self._disk = disk
@@ -108,7 +104,7 @@ class WeightBench:
         self._memory = [_memory("before the server starts")]
 
     async def measure(self) -> None:
-        """Start the server, check, load, and write the raw files whatever happens once the load runs."""
+        """Start the server, check, load, and write the raw file whatever happens once the load runs."""
         options = self._options
         model_dir = self._scratch / "model"
         write_model(options.model, model_dir)
@@ -130,9 +126,7 @@ class WeightBench:
                 try:
                     await self._load(engine, updates)
                 finally:
-                    write_updates(self._out, self._updates)
-                    write_forwards(self._out, engine.forwards)
-                    write_run(self._out, self._facts(engine))
+                    append(self._out, [self._header, self._facts(engine), *self._updates, *engine.forwards])
 
     def _prepare(self, engine: BenchEngine, model_dir: Path) -> Updates:
         options = self._options
@@ -181,23 +175,13 @@ class WeightBench:
         item = torch.empty(0, dtype=getattr(torch, shape.dtype)).element_size()
         cuda = torch.cuda.is_available()
         return RunRecord(
-            shape=shape.name,
             nbytes=sum(torch.Size(size).numel() for _, size in names) * item,
             num_tensors=len(names),
-            streams=options.streams,
-            probes=options.probes,
-            mean_tokens=options.mean_tokens,
-            max_gap_ms=options.max_gap_ms,
-            tensor_parallel=options.tensor_parallel,
             device=torch.cuda.get_device_name(0) if cuda else "CPU",
             num_devices=torch.cuda.device_count() if cuda else 1,
-            trainer_device=options.trainer_device,
             transport="shm" if options.trainer_device == "cpu" else "ipc",
             sglang=engine.sglang,
-            torch=str(torch.__version__),
-            flags=engine_config(options).sglang.flags,
             start_server_s=engine.start_s,
-            started_unix_s=time.time(),
             hello=[msgspec.to_builtins(rank) for rank in engine.ranks],
             windows=self._windows,
             checks=self._checks,

@@ -37,40 +37,7 @@ HOST_BYTES = 4 << 30
 """At most this much is copied to the host: enough for a rate."""
 
 
-class SnapshotNumbers(msgspec.Struct, frozen=True, kw_only=True):
-    """Medians over the rounds, in milliseconds, and rates in 10^9 bytes a second."""
-
-    shape: str
-    nbytes: int
-    trainer: str
-    engine: str
-    rounds: int
-    take_ms: float
-    """Host time of the training thread: until the copy is under way."""
-    copy_ms: float
-    """The copy on the device; a write to the parameters waits for it at most."""
-    copy_gbs: float
-    """Bytes read and written."""
-    digest_ms: float
-    """Of the parameters, after a training step."""
-    digest_gbs: float
-    publish_ms: float
-    """From the snapshot's beginning to its manifest: the copy, the digest, the lease."""
-    fetch_ms: float
-    """The engine's process: lease, copy to a buffer of its own device, wait."""
-    fetch_gbs: float
-    first_fetch_ms: float
-    """The same with the first opening of the buffer."""
-    total_ms: float
-    """From the snapshot's beginning to the engine's answer."""
-    host_ms: float
-    """By way of pinned memory to ordinary memory, for all bytes at the rate that was measured."""
-    host_gbs: float
-
-
-async def measure_snapshots(
-    shape: Shape, directory: Path, *, trainer_gpu: int = 0, engine_gpu: int = 0, rounds: int = 8
-) -> SnapshotNumbers:
+async def measure_snapshots(shape: Shape, directory: Path, *, trainer_gpu: int = 0, engine_gpu: int = 0, rounds: int = 8) -> dict[str, Any]:
     """Measure on this host's GPUs; the engine is a process of its own, also where both have one GPU.
 
     Args:
@@ -79,6 +46,16 @@ async def measure_snapshots(
         trainer_gpu: holds the parameters and two snapshots.
         engine_gpu: holds what the engine reads.
         rounds: versions published.
+
+    Returns:
+        Medians over the rounds, `*_ms` in milliseconds and `*_gbs` in 10^9 bytes a second:
+        `take`: host time of the training thread, until the copy is under way;
+        `copy`: on the device (bytes read and written); a write to the parameters waits for it at most;
+        `digest`: of the parameters, after a training step;
+        `publish`: from the snapshot's beginning to its manifest: the copy, the digest, the lease;
+        `fetch`: the engine's process: lease, copy to a buffer of its own device, wait; `first_fetch`: with the buffer's first opening;
+        `total`: from the snapshot's beginning to the engine's answer;
+        `host`: by way of pinned memory to ordinary memory, for all bytes at the rate that was measured.
 
     Raises:
         LaunchError: the engine's process failed.
@@ -108,21 +85,17 @@ async def measure_snapshots(
     # Each of the two buffers is opened for the first time once.
     first, rest = rows[0]["fetch_ms"], rows[2:]
     median = {name: statistics.median(row[name] for row in rest) for name in rows[0]}
-    return SnapshotNumbers(
-        shape=shape.name,
-        nbytes=nbytes,
-        trainer=f"{torch.cuda.get_device_name(device)} {trainer_gpu}",
-        engine=f"{torch.cuda.get_device_name(engine_gpu)} {engine_gpu}",
-        rounds=rounds,
-        **median,
-        copy_gbs=2 * nbytes / median["copy_ms"] / 1e6,
-        digest_ms=digest_ms,
-        digest_gbs=nbytes / digest_ms / 1e6,
-        fetch_gbs=nbytes / median["fetch_ms"] / 1e6,
-        first_fetch_ms=first,
-        host_ms=host_ms,
-        host_gbs=nbytes / host_ms / 1e6,
-    )
+    milliseconds = {**median, "digest_ms": digest_ms, "first_fetch_ms": first, "host_ms": host_ms}
+    moved = {"copy": 2 * nbytes, "digest": nbytes, "fetch": nbytes, "host": nbytes}
+    return {
+        "shape": shape.name,
+        "nbytes": nbytes,
+        "trainer": f"{torch.cuda.get_device_name(device)} {trainer_gpu}",
+        "engine": f"{torch.cuda.get_device_name(engine_gpu)} {engine_gpu}",
+        "rounds": rounds,
+        **milliseconds,
+        **{f"{name}_gbs": count / milliseconds[f"{name}_ms"] / 1e6 for name, count in moved.items()},
+    }
 
 
 async def _publish(transport: IpcTransport, ring: SnapshotRing, device: torch.device, number: int) -> tuple[Manifest, dict[str, float]]:

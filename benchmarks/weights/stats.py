@@ -43,18 +43,11 @@ class Gaps(msgspec.Struct, frozen=True, kw_only=True):
     """When the host began to launch the pass that ends the gap."""
     rows: Floats
     """Tokens that the pass made."""
-    decode: npt.NDArray[np.bool_]
-    """The pass was a decode, not a prefill."""
 
 
 def gaps_of(forwards: Forwards) -> Gaps:
     """Gaps between the ends of consecutive forward passes, by CUDA events."""
-    return Gaps(
-        ms=np.diff(forwards.gpu_ms),
-        at_s=forwards.host_s[1:],
-        rows=forwards.rows[1:].astype(np.float64),
-        decode=~forwards.extend[1:],
-    )
+    return Gaps(ms=np.diff(forwards.gpu_ms), at_s=forwards.host_s[1:], rows=forwards.rows[1:].astype(np.float64))
 
 
 def spread(ms: Floats) -> Spread:
@@ -73,7 +66,7 @@ def within(at_s: Floats, intervals: Sequence[tuple[float, float]]) -> npt.NDArra
     return inside
 
 
-def blocks_of(gaps: Gaps, intervals: Sequence[tuple[float, float]], *, decode_only: bool = False) -> Blocks:
+def blocks_of(gaps: Gaps, intervals: Sequence[tuple[float, float]]) -> Blocks:
     """The gaps of each interval, cut into stretches of half a second; an interval without gaps gives no block."""
     blocks: list[Floats] = []
     for start, end in intervals:
@@ -81,8 +74,6 @@ def blocks_of(gaps: Gaps, intervals: Sequence[tuple[float, float]], *, decode_on
         edges = np.linspace(start, end, pieces + 1)
         for low, high in itertools.pairwise(edges):
             chosen = (gaps.at_s >= low) & (gaps.at_s < high)
-            if decode_only:
-                chosen &= gaps.decode
             if chosen.any():
                 blocks.append(np.stack([gaps.ms[chosen], gaps.rows[chosen]], axis=1))
     return blocks
@@ -131,16 +122,16 @@ def token_gaps_ms(tokens: Tokens, start_s: float, end_s: float) -> Floats:
     return np.diff(at_s)[chosen] * 1e3
 
 
-def clock_offset_s(forwards: Forwards) -> float:
+def clock_offset_s(host_s: Floats, gpu_ms: Floats) -> float:
     """What to add to `gpu_ms` / 1000 for the host's clock, too much by the host's share of a pass (a millisecond or so) at most.
 
     No pass ends before its launch. And SGLang launches pass i + 2 only once it has the tokens of pass i, mostly at once.
     """
-    end_s = forwards.gpu_ms / 1e3
+    end_s = gpu_ms / 1e3
     if len(end_s) == 0:
         return 0.0
-    least = float(np.max(forwards.host_s - end_s))
-    most = float(np.min(forwards.host_s[2:] - end_s[:-2])) if len(end_s) > 2 else least
+    least = float(np.max(host_s - end_s))
+    most = float(np.min(host_s[2:] - end_s[:-2])) if len(end_s) > 2 else least
     return max(least, most)
 
 

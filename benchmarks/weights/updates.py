@@ -8,14 +8,15 @@ import time
 from collections.abc import AsyncGenerator, Set
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 
 from benchmarks.weights.engine import BenchEngine
-from benchmarks.weights.plan import STOCK, Mode
+from benchmarks.weights.options import STOCK, Mode
 from benchmarks.weights.records import UpdateRecord
-from benchmarks.weights.stock import Paused, StockEngine, tensor_payload, write_checkpoint
+from benchmarks.weights.stock import StockEngine, tensor_payload, write_checkpoint
 from benchmarks.weights.trainer import SyntheticTrainer
 from streamrl.errors import StreamRLError
 from streamrl.schemas.versions import Version
@@ -81,7 +82,7 @@ class Updates:
             return await self._with_ours(mode, window, version, digest=digest)
         except (StreamRLError, OSError, RuntimeError) as error:
             # A device or a disk that is full (torch says so by RuntimeError) ends this update, and the others show what they show.
-            return _record(window, mode, version, at_s=start_s, error=f"{type(error).__name__}: {error}")
+            return _record(window, mode, version, start_s, done_s=time.monotonic(), error=f"{type(error).__name__}: {error}")
 
     async def digested(self, record: UpdateRecord) -> UpdateRecord:
         """The newest version's record with the digest of what every rank serves now."""
@@ -138,8 +139,16 @@ class Updates:
             paused = await self._stock.update_from_disk(folder)
             await asyncio.to_thread(shutil.rmtree, folder)
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
-        ranks = [nbytes] * self._engine.tensor_parallel
-        return _stock_record(window, mode, version, start_s=start_s, ready_s=ready_s, paused=paused, nbytes=ranks)
+        return _record(
+            window,
+            mode,
+            version,
+            paused.continued_s,
+            publish_s=start_s,
+            announced_s=paused.pause_s,
+            staged_s=ready_s,
+            nbytes=[nbytes] * self._engine.tensor_parallel,
+        )
 
     def _beside_engine(self) -> dict[str, torch.Tensor]:
         """The weights on the engine's own device if they fit there too: stock's best case, so moving them is not counted as its time."""
@@ -155,33 +164,8 @@ class Updates:
         return self._copies or tensors
 
 
-def _stock_record(
-    window: int, mode: Mode, version: Version, *, start_s: float, ready_s: float, paused: Paused, nbytes: list[int]
-) -> UpdateRecord:
-    return UpdateRecord(
-        window=window,
-        mode=mode,
-        version=str(version),
-        publish_s=start_s,
-        released_s=paused.continued_s,
-        announced_s=paused.pause_s,
-        staged_s=ready_s,
-        commit_s=paused.continued_s,
-        done_s=paused.continued_s,
-        nbytes=nbytes,
-    )
-
-
-def _record(window: int, mode: Mode, version: Version, *, at_s: float, error: str) -> UpdateRecord:
-    return UpdateRecord(
-        window=window,
-        mode=mode,
-        version=str(version),
-        publish_s=at_s,
-        released_s=at_s,
-        announced_s=at_s,
-        staged_s=at_s,
-        commit_s=at_s,
-        done_s=time.monotonic(),
-        error=error,
-    )
+def _record(window: int, mode: Mode, version: Version, at_s: float, **known: Any) -> UpdateRecord:
+    """A record whose times are all `at_s`, but for those that are known."""
+    times = dict.fromkeys(("publish_s", "released_s", "announced_s", "staged_s", "commit_s", "done_s"), at_s)
+    fields: dict[str, Any] = {**times, **known}
+    return UpdateRecord(window=window, mode=mode, version=str(version), **fields)

@@ -14,7 +14,7 @@ from streamrl.errors import ConfigError
 
 
 def asked(shape: str, **values) -> Options:
-    return msgspec.structs.replace(Options(shape=shape, plan="", out="out"), **values)
+    return msgspec.structs.replace(Options(shape=shape, plan=""), **values)
 
 
 @pytest.mark.parametrize(

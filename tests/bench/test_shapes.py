@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.shapes import SHAPES, num_elements, parameters, shape_of, write_model
-from benchmarks.weights.plan import PLANS, Mode, Window, parse_plan
+from benchmarks.weights.options import PLANS, Mode, Window, parse_plan
 from streamrl.errors import ConfigError
 
 
