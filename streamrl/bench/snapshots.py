@@ -22,12 +22,12 @@ import numpy as np
 import torch
 
 from streamrl.bench.shapes import Shape, parameters, shape_of
-from streamrl.core.digest_torch import tensor_digests
 from streamrl.errors import LaunchError
 from streamrl.schemas.codec import encode
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
-from streamrl.trainers.torch_snapshot import SnapshotRing
+from streamrl.tensors.digest_torch import tensor_digests
+from streamrl.trainers.torch.snapshot import SnapshotRing
 from streamrl.weights.ipc import IpcTransport
 from streamrl.weights.manifest import Content
 from streamrl.weights.shm import ShmTransport

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 
 from streamrl.config.tree import SuperviseConfig
 from streamrl.errors import LaunchError
-from streamrl.launch.numbers import WorkerLine
 from streamrl.launch.protocol import Launcher, Process
+from streamrl.monitor.numbers import WorkerLine
 from streamrl.runtime.kinds import GANGS
 from streamrl.runtime.service import SHUTDOWN_ORDER, Exit
 

@@ -16,11 +16,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.core.concatenation import aligned
-from streamrl.core.digest import MASK, WORD_BYTES, as_words, combine, digest_text, slice_digest
 from streamrl.errors import SchemaError, WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Link, Manifest, PartRef, TensorSpec
+from streamrl.tensors.concatenation import aligned
+from streamrl.tensors.digest import MASK, WORD_BYTES, as_words, combine, digest_text, slice_digest
 from streamrl.weights.protocol import HostBytes, Shard, Slice
 
 ITEM_BYTES: Mapping[str, int] = {

@@ -165,7 +165,7 @@ def test_against_the_sampler_there_is_nothing_to_correct(tiny: Path) -> None:
 def test_only_a_recomputed_proximal_policy_costs_a_pass(tiny: Path, monkeypatch: pytest.MonkeyPatch, proximal: Any, calls: int) -> None:
     kind: Any = "none" if proximal == "sampler" else "truncate"
     trainer = make(tiny, LossConfig(proximal=proximal, correction=CorrectionConfig(kind=kind)), minibatches=2)
-    from streamrl.trainers.scores import Scorer
+    from streamrl.trainers.torch.scores import Scorer
 
     scored: list[int] = []
     score = Scorer.score

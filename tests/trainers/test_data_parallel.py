@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from streamrl.config.loss import CorrectionConfig, KLConfig, LossConfig
 from streamrl.config.tree import TrainerConfig
 from streamrl.errors import TrainingError
-from streamrl.trainers.parallel import DataParallel
+from streamrl.trainers.torch.parallel import DataParallel
 
 RANK = """
 import json, sys

@@ -22,14 +22,14 @@ from streamrl.bench.loop.ways import Way
 from streamrl.bus.memory import MemoryBus
 from streamrl.config.load import from_json
 from streamrl.config.tree import Config
-from streamrl.consumers.replay_log import Log, read_past
 from streamrl.data.model import ensure_model
 from streamrl.errors import LaunchError
-from streamrl.launch.numbers import RunNumbers
-from streamrl.launch.opened import opened
+from streamrl.history.replay_log import Log, read_past
 from streamrl.launch.up import up
+from streamrl.monitor.numbers import RunNumbers
 from streamrl.runtime.collection import collect_rarely
 from streamrl.runtime.kinds import load_main
+from streamrl.runtime.run_bus import opened
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import die_with_parent
 from streamrl.runtime.worker import Worker
@@ -170,8 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if way != Way.STREAM and config.engine.kind == "local":
         # Two threads that import transformers for the first time at once get half of it.
-        importlib.import_module("streamrl.engines.local")
-        importlib.import_module("streamrl.trainers.torch")
+        importlib.import_module("streamrl.engines.local.engine")
+        importlib.import_module("streamrl.trainers.torch.trainer")
     runs = {
         Way.STREAM: lambda: stream(config),
         Way.MEMORY: lambda: memory(config),
