@@ -14,10 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from streamrl.bus.protocol import Message
+from streamrl.bus.protocol import Log, Message
 from streamrl.core.state import FoldState
 from streamrl.errors import TrainingError
-from streamrl.history.replay_log import Log
 from streamrl.schemas.subjects import SAMPLES
 
 CARRIED_FILE = "carried.msgpack"

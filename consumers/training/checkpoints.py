@@ -8,17 +8,15 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from streamrl.bus.protocol import Bus, Message
+from streamrl.bus.protocol import Bus, Log, Message
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.carried import fetch_messages, held, oldest_read_again, write_carried
 from streamrl.core.state import FoldState
 from streamrl.errors import BusError, LogTruncated
-from streamrl.history.branch_state import BranchState
-from streamrl.history.replay_log import Log
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import Latest, Position
 from streamrl.schemas.subjects import KEY_LATEST, PREFIX_POSITIONS, SAMPLES
@@ -44,8 +42,22 @@ class Saving(msgspec.Struct, frozen=True):
     carried: tuple[Message, ...] = ()
 
 
-Resumable = FoldState | BranchState
-"""A state that a trainer can go on from: the fold's, or a tap's."""
+class AroundFold(Protocol):
+    """A state with the fold's in it, such as a tap's."""
+
+    @property
+    def own(self) -> FoldState: ...
+    @property
+    def version(self) -> Version: ...
+    @property
+    def cursor(self) -> int: ...
+    @property
+    def oldest_needed(self) -> int: ...
+    def encode(self) -> bytes: ...
+
+
+Resumable = FoldState | AroundFold
+"""A state that a trainer can go on from."""
 
 
 class Checkpointer:
@@ -123,7 +135,7 @@ class Checkpointer:
     def begin(self, state: Resumable, *, carry: bool = False) -> None:
         """Snapshot now and write in the background; with `carry`, the messages of all pending groups too."""
         path = f"checkpoints/{self._name}-v{state.version.number:08d}-e{state.version.epoch}"
-        oldest = self._carry(state.own if isinstance(state, BranchState) else state, everything=carry)
+        oldest = self._carry(state if isinstance(state, FoldState) else state.own, everything=carry)
         future: Future[None] = self._trainer.save(self._run_path / path, state.encode(), version=state.version)
         latest = Latest(self._name, state.version, path, state.cursor, oldest, self._identity, tuple(sorted(self._carried)))
         self._saving = Saving(future, latest, tuple(self._carried.values()))

@@ -34,8 +34,9 @@ from streamrl.consumers.training.reader import Incoming, RecordReader, open_samp
 from streamrl.consumers.training.steps import Stepped, Stepper
 from streamrl.core.assembly import ages, used
 from streamrl.core.fold import Effects
+from streamrl.core.fold_config import fold_config
 from streamrl.core.seeds import run_seed
-from streamrl.core.state import FoldConfig, FoldState, initial_state
+from streamrl.core.state import FoldState, initial_state
 from streamrl.errors import Conflict, Diverged
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode, encode
@@ -57,23 +58,6 @@ class Offers(Protocol):
     """What the loop needs of a publisher."""
 
     def offer(self, version: Version, digest: str, shards: Iterable[Shard]) -> None: ...
-
-
-def fold_config(config: Config, vocab_size: int = 0) -> FoldConfig:
-    """The part of the configuration that the fold depends on; `vocab_size` is the model's, 0 if it is not known."""
-    return FoldConfig(
-        batch_tasks=config.tasks.batch_tasks,
-        group_size=config.tasks.num_rollouts,
-        max_staleness=config.tasks.max_staleness,
-        stale=config.tasks.stale,
-        drop_zero_spread=config.tasks.drop_zero_spread,
-        late_versions=config.reward.late_versions,
-        warmup_steps=config.warmup.max_steps,
-        warmup_until=config.warmup.until,
-        hold_ahead=config.tasks.hold_ahead,
-        delay_versions=config.debug.delay_versions,
-        vocab_size=vocab_size,
-    )
 
 
 class LiveTrainer:

@@ -9,9 +9,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from streamrl.bus.protocol import Message
+from streamrl.bus.protocol import Log, Message
 from streamrl.core.records import Poison, Record, judge
-from streamrl.history.replay_log import Log
 from streamrl.schemas.columns import SampleBatch
 from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_SCHEMA, HEADER_TASK, SAMPLES
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import zlib
-from typing import Protocol
 
 import msgspec
 from msgspec.structs import replace
 
-from streamrl.bus.protocol import Blobs
+from streamrl.bus.protocol import BlobReader, Blobs
 from streamrl.errors import SchemaError, StreamFull
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.ledger import Drop, LedgerEntry, SpilledDrops, count_drops
@@ -22,14 +21,6 @@ from streamrl.schemas.ledger import Drop, LedgerEntry, SpilledDrops, count_drops
 PREFIX_BLOBS = "ledger/"
 INLINE_BYTES = 1 << 20
 """An entry that would be larger with its drops in it spills them."""
-
-
-class BlobReader(Protocol):
-    """The half of `streamrl.bus.protocol.Blobs` that reads."""
-
-    async def get(self, name: str) -> bytes:
-        """Read and check; raises NotFound, BusError."""
-        ...
 
 
 async def spill(blobs: Blobs, entry: LedgerEntry) -> LedgerEntry:

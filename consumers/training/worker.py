@@ -11,8 +11,8 @@ from streamrl.consumers.training.loop import LiveTrainer
 from streamrl.consumers.training.ranks import check_rank, follow_rank_0, gather_ranks, lead
 from streamrl.core.state import FoldState
 from streamrl.data.model import ensure_model, vocab_size
-from streamrl.history.replay_log import NUMERICS_EVENT
 from streamrl.runtime.worker import Worker
+from streamrl.schemas.events import NUMERICS_EVENT
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import export_policy, make_trainer
 from streamrl.trainers.fingerprint import fingerprint_digest, numerics_fingerprint

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.algorithms.log_ratios import MAX_LOG_RATIO
-from streamrl.algorithms.reductions import sample_of_token
-from streamrl.core.batches import TrainBatch
+from streamrl.core.batches import TrainBatch, sample_of_token
 
 Values = npt.NDArray[np.float64]
 

@@ -20,12 +20,11 @@ from streamrl.algorithms.nonfinite import drop_nonfinite
 from streamrl.algorithms.objective import Objective
 from streamrl.algorithms.policy import PolicyLoss, PolicyTokens, policy_loss
 from streamrl.algorithms.proximal import log_linear_proximal
-from streamrl.algorithms.reductions import samples_at
 from streamrl.algorithms.sequences import Packed, Selected
 from streamrl.config.loss import is_function
 from streamrl.config.plugins import resolve
 from streamrl.config.tree import LossConfig
-from streamrl.core.batches import TrainBatch
+from streamrl.core.batches import TrainBatch, samples_at
 from streamrl.core.packing import Indices
 from streamrl.errors import ConfigError, TrainingError
 

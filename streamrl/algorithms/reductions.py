@@ -12,18 +12,8 @@ import numpy.typing as npt
 
 from streamrl.algorithms.groups import rollout_of_sample
 from streamrl.config.loss import Reduction
-from streamrl.core.batches import TrainBatch
+from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.errors import TrainingError
-
-
-def sample_of_token(batch: TrainBatch) -> npt.NDArray[np.int64]:
-    """[T] index of the sample that each packed token belongs to."""
-    return np.repeat(np.arange(batch.num_samples, dtype=np.int64), batch.lengths)
-
-
-def samples_at(batch: TrainBatch, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """[M] index of the sample that each of the packed tokens `tokens` [M] belongs to: `sample_of_token(batch)[tokens]`, in O(M log N)."""
-    return np.searchsorted(batch.offsets, tokens, side="right") - 1
 
 
 def token_weights(

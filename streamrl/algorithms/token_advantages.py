@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,19 +15,27 @@ import numpy.typing as npt
 from streamrl.algorithms import advantages as estimators
 from streamrl.algorithms.distillation import distill
 from streamrl.algorithms.groups import rollout_mean, rollout_of_sample
-from streamrl.algorithms.reductions import sample_of_token
 from streamrl.algorithms.returns import discounted_returns, gae, vtrace
 from streamrl.algorithms.token_rewards import token_kl, token_rewards
 from streamrl.algorithms.whitening import Reduce, whiten
 from streamrl.config.loss import ADVANTAGES, GROUPED, TOKEN_REWARDS, WHITENED, LossConfig
 from streamrl.config.plugins import resolve
-from streamrl.core.batches import TrainBatch
+from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.errors import ConfigError, TrainingError
-from streamrl.trainers.protocol import Role
 
 Floats = npt.NDArray[np.float64]
 
 BUILT_IN = frozenset(ADVANTAGES)
+
+
+class Role(StrEnum):
+    """Whose log-probs, or values, of a batch's tokens."""
+
+    POLICY = "policy"
+    REFERENCE = "reference"
+    PROXIMAL = "proximal"
+    VALUE = "value"
+    TEACHER = "teacher"
 
 
 class TokenArrays(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,9 +20,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.algorithms.reductions import samples_at
 from streamrl.core.balance import sequence_cost
-from streamrl.core.batches import TrainBatch
+from streamrl.core.batches import TrainBatch, samples_at
 
 Indices = npt.NDArray[np.int64]
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrl.config.load import override, override_keys
-from streamrl.consumers.training.loop import fold_config
+from streamrl.core.fold_config import fold_config
 from streamrl.core.state import FoldConfig
 from streamrl.data.model import vocab_size
 from streamrl.errors import ConfigError

@@ -11,12 +11,13 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from streamrl.bus.protocol import Log
 from streamrl.consumers.training.reader import Incoming, open_message
 from streamrl.core.fold import close, fold, trained
 from streamrl.core.records import Poison, Record, Rollouts
 from streamrl.core.state import FoldConfig, initial_state
 from streamrl.errors import TrainingError
-from streamrl.history.replay_log import Log, PastLedger
+from streamrl.history.replay_log import PastLedger
 from streamrl.schemas.columns import SampleBatch
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import SAMPLES

@@ -12,20 +12,21 @@ from pathlib import Path
 
 import msgspec
 
+from streamrl.bus.protocol import Log
 from streamrl.config.load import override_keys
 from streamrl.config.tree import Config
 from streamrl.consumers.training.calls import Caller
-from streamrl.consumers.training.loop import fold_config
 from streamrl.consumers.training.reader import RecordReader
 from streamrl.consumers.training.steps import Stepped
 from streamrl.core.assembly import ages, used
+from streamrl.core.fold_config import fold_config
 from streamrl.core.seeds import run_seed
 from streamrl.core.state import FoldState
 from streamrl.errors import ConfigError, SchemaError
 from streamrl.history.branch_state import begin, translate
 from streamrl.history.branch_steps import BranchStepper
 from streamrl.history.replay import Range, check_span, find_start
-from streamrl.history.replay_log import Log, PastLedger, read_past
+from streamrl.history.replay_log import PastLedger, read_past
 from streamrl.history.replay_pending import read_pending
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import Subjects

@@ -24,14 +24,14 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from streamrl.bus.protocol import Message
+from streamrl.bus.protocol import Log, Message
 from streamrl.config.load import dump
 from streamrl.config.tree import Config
 from streamrl.consumers.training.reader import open_message
 from streamrl.consumers.training.spilled_drops import whole
 from streamrl.errors import ConfigError
 from streamrl.history import record_columns as columns
-from streamrl.history.replay_log import Log, read_initial_digest
+from streamrl.history.replay_log import read_initial_digest
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
 from streamrl.schemas.control import RunRecord

@@ -9,17 +9,18 @@ from pathlib import Path
 
 import msgspec
 
+from streamrl.bus.protocol import Log
 from streamrl.config.tree import Config
 from streamrl.consumers.training.calls import Caller
-from streamrl.consumers.training.loop import fold_config
 from streamrl.consumers.training.reader import RecordReader, open_message
 from streamrl.consumers.training.spilled_drops import whole
 from streamrl.consumers.training.steps import Stepper
+from streamrl.core.fold_config import fold_config
 from streamrl.core.records import Poison
 from streamrl.core.state import FoldState, initial_state
 from streamrl.data.model import vocab_size
 from streamrl.errors import BusError, ConfigError, TrainingError
-from streamrl.history.replay_log import Log, PastLedger, read_fingerprints, read_past
+from streamrl.history.replay_log import PastLedger, read_fingerprints, read_past
 from streamrl.history.replay_pending import read_pending
 from streamrl.history.replay_report import Comparison, Difference, ReplayReport, differing_groups
 from streamrl.schemas.ledger import LedgerEntry

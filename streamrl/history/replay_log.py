@@ -1,43 +1,13 @@
-"""What a replay reads: the read-only half of a bus. A connected bus has it, and so has a recording on disk."""
+"""What a replay reads from a log: the ledger, and what events and manifests tell of its run."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Protocol
-
-from streamrl.bus.protocol import Message, StreamState
-from streamrl.consumers.training.spilled_drops import BlobReader
+from streamrl.bus.protocol import Log
 from streamrl.schemas.codec import decode
-from streamrl.schemas.events import Event
+from streamrl.schemas.events import NUMERICS_EVENT, Event
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import EVENTS, LEDGER, WEIGHTS, Subjects
 from streamrl.schemas.weights import Manifest
-
-NUMERICS_EVENT = "numerics"
-"""Event by which a trainer tells the values behind the fingerprint digest of its ledger entries."""
-
-
-class Log(Protocol):
-    """Streams that can be read. The methods are those of `streamrl.bus.protocol.Bus`."""
-
-    @property
-    def blobs(self) -> BlobReader:
-        """The drops of ledger entries that were too many for a message."""
-        ...
-
-    def read(self, stream: str, *, after: int, subject: str | None = None) -> AsyncIterator[Message]:
-        """Every message above `after` in order; a bus then waits for more, a recording raises LogTruncated."""
-        ...
-
-    async def fetch(self, stream: str, sequence: int) -> Message:
-        """One message; raises NotFound."""
-        ...
-
-    async def last(self, subject: str) -> Message | None:
-        """The newest message of a subject, or None."""
-        ...
-
-    async def state(self, stream: str) -> StreamState: ...
 
 
 class PastLedger:

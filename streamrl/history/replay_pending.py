@@ -6,12 +6,11 @@ from pathlib import Path
 
 import msgspec
 
-from streamrl.bus.protocol import Message
+from streamrl.bus.protocol import Log, Message
 from streamrl.consumers.training.carried import fetch_messages, held, oldest_read_again, read_carried
 from streamrl.consumers.training.checkpoints import check_stream
 from streamrl.consumers.training.reader import open_samples
 from streamrl.core.state import FoldState
-from streamrl.history.replay_log import Log
 from streamrl.schemas.columns import SampleBatch
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from streamrl.bus.protocol import Bus
+from streamrl.bus.protocol import Bus, Log
 from streamrl.config.load import dump
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError
 from streamrl.history.branch import BRANCH_FILE, read_branch_ledger
 from streamrl.history.record import RECORDING_FILE
 from streamrl.history.record_log import RecordedLog
-from streamrl.history.replay_log import Log, read_initial_digest, read_past
+from streamrl.history.replay_log import read_initial_digest, read_past
 from streamrl.runtime.run_bus import opened
 from streamrl.runtime.run_record import check_resume
 from streamrl.runtime.rundir import RunDir

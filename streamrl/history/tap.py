@@ -21,10 +21,10 @@ from streamrl.config.tree import Config
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.checkpoints import Checkpointer, ensure_position, read_latest
 from streamrl.consumers.training.ledger import Ledger, open_ledger, take_fence
-from streamrl.consumers.training.loop import fold_config
 from streamrl.consumers.training.reader import RecordReader
 from streamrl.consumers.training.steps import POLL_S, Stepped
 from streamrl.core.assembly import used
+from streamrl.core.fold_config import fold_config
 from streamrl.core.state import FoldState
 from streamrl.data.model import ensure_model, vocab_size
 from streamrl.errors import ConfigError, Diverged, TrainingError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from streamrl.history.replay_log import Log
+from streamrl.bus.protocol import Log
 from streamrl.schemas.codec import decode
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import LEDGER, Subjects

@@ -13,9 +13,9 @@ from streamrl.bus.address import BusAddress
 from streamrl.bus.server import NatsServer
 from streamrl.config.tree import Config, SuperviseConfig
 from streamrl.errors import LaunchError
-from streamrl.launch.supervisor import describe_exit
 from streamrl.runtime.credentials import certificate_of, users_of, write_cluster, write_credentials
 from streamrl.runtime.rundir import RunDir
+from streamrl.runtime.service import describe_exit
 
 logger = logging.getLogger(__name__)
 

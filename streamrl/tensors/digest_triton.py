@@ -1,4 +1,4 @@
-"""The digest's kernel: all regions in one launch, one pass over their bytes, 64-bit integers that wrap; see `streamrl.tensors.digest_torch`.
+"""The digest's kernel: all regions in one launch, one pass over their bytes, integers that wrap; see `streamrl.tensors.digest_torch`.
 
 The sums are integers, so the order in which blocks add theirs does not matter: the result is exact and reproducible.
 """

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from streamrl.algorithms.reductions import sample_of_token, samples_at, token_weights
+from streamrl.algorithms.reductions import token_weights
 from streamrl.config.loss import Reduction
 from streamrl.core.balance import split_ranks
-from streamrl.core.batches import TrainBatch
+from streamrl.core.batches import TrainBatch, sample_of_token, samples_at
 from streamrl.core.packing import plan_micro_batches
 from streamrl.errors import TrainingError
 

@@ -14,12 +14,11 @@ import pytest
 
 from streamrl.algorithms import advantages as estimators
 from streamrl.algorithms.returns import gae, vtrace
-from streamrl.algorithms.token_advantages import BUILT_IN, TokenArrays, needed_scores, token_advantages
+from streamrl.algorithms.token_advantages import BUILT_IN, Role, TokenArrays, needed_scores, token_advantages
 from streamrl.algorithms.whitening import whiten
 from streamrl.config.loss import LossConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import ConfigError, TrainingError
-from streamrl.trainers.protocol import Role
 
 MakeBatch = Callable[..., TrainBatch]
 MASK = [False, True, False, True, False, True, True, False, True]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from streamrl.consumers.training.loop import fold_config
+from streamrl.core.fold_config import fold_config
 from streamrl.core.records import Rollouts, RolloutView
 from streamrl.core.state import FoldConfig
 from streamrl.errors import ConfigError

@@ -12,7 +12,7 @@ from streamrl.bus.memory import MemoryBus
 from streamrl.bus.protocol import StreamState
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.checkpoints import LOOK_EVERY_S, Checkpointer, read_latest
-from streamrl.consumers.training.loop import fold_config
+from streamrl.core.fold_config import fold_config
 from streamrl.core.state import initial_state
 from streamrl.data.model import ensure_model
 from streamrl.schemas.versions import Version

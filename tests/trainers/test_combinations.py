@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from streamrl.algorithms.token_advantages import Role
 from streamrl.config.check_loss import check_loss
 from streamrl.config.loss import CorrectionConfig, KLConfig, LossConfig
 from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
@@ -19,7 +20,7 @@ from streamrl.errors import ConfigError, TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.names import METRICS
 from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.protocol import Role, Trainer
+from streamrl.trainers.protocol import Trainer
 
 VOCAB, EOS, GROUP = 16, 1, 4
 ADVANTAGES = ("grpo", "rloo", "maxrl", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")

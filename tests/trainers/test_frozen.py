@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from streamrl.algorithms.token_advantages import Role
 from streamrl.config.loss import CorrectionConfig, DistillationConfig, KLConfig, LossConfig
 from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import ConfigError, TrainingError
 from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.protocol import Role, Trainer
+from streamrl.trainers.protocol import Trainer
 
 Rollouts = Callable[..., TrainBatch]
 MakeModel = Callable[..., Path]

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from streamrl.algorithms.token_advantages import Role
 from streamrl.config.tree import Config, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.protocol import Role
 from streamrl.trainers.ranks.local import opened_trainer
 from streamrl.trainers.ranks.process_group import Meeting, MeetingPlace, attend
 from tests.faults.processes import children

@@ -16,16 +16,16 @@ from streamrl.algorithms.advantages import grpo
 from streamrl.algorithms.corrections import correct
 from streamrl.algorithms.logprobs import token_logprobs
 from streamrl.algorithms.policy import PolicyTokens, policy_loss
-from streamrl.algorithms.reductions import sample_of_token, token_weights
+from streamrl.algorithms.reductions import token_weights
 from streamrl.algorithms.sequences import Packed
+from streamrl.algorithms.token_advantages import Role
 from streamrl.config.loss import CorrectionConfig
 from streamrl.config.tree import Config, LossConfig, OptimizerConfig, TrainerConfig
-from streamrl.core.batches import TrainBatch
+from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.errors import ConfigError, TrainingError
 from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.protocol import Role
 from streamrl.trainers.table.trainer import TableTrainer, response_positions
-from streamrl.trainers.table.trainer import losses as table_losses
+from streamrl.trainers.table import losses as table_losses
 
 MakeBatch = Callable[..., TrainBatch]
 VOCAB = 16

@@ -20,11 +20,12 @@ from streamrl.bench.loop.links import EngineEnd, QueueLink, TrainerEnd
 from streamrl.bench.loop.plain import Trained, roll_out, train
 from streamrl.bench.loop.ways import Way
 from streamrl.bus.memory import MemoryBus
+from streamrl.bus.protocol import Log
 from streamrl.config.load import from_json
 from streamrl.config.tree import Config
 from streamrl.data.model import ensure_model
 from streamrl.errors import LaunchError
-from streamrl.history.replay_log import Log, read_past
+from streamrl.history.replay_log import read_past
 from streamrl.launch.up import up
 from streamrl.monitor.numbers import RunNumbers
 from streamrl.runtime.collection import collect_rarely

@@ -18,13 +18,14 @@ from typing import Any, Protocol
 
 import msgspec
 
+from streamrl.algorithms.token_advantages import Role
 from streamrl.core.batch_bytes import pack, unpack
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import digest_text
 from streamrl.trainers.checkpoints import recover
-from streamrl.trainers.protocol import Role, StepResult, Trainer
+from streamrl.trainers.protocol import StepResult, Trainer
 from streamrl.trainers.ranks.process_group import Gang
 from streamrl.weights.protocol import Shard
 

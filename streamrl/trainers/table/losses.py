@@ -23,7 +23,7 @@ def sft(logprobs: Values) -> tuple[Values, Values, dict[str, Values]]:
 def policy_gradient(
     logprobs: Values, proximal: Values, sampler: Values, advantages: Values, loss: LossConfig
 ) -> tuple[Values, Values, Values, dict[str, Values]]:
-    """Policy loss (ppo or cispo) times the correction's weights, see `streamrl.algorithms.policy_losses` and `streamrl.algorithms.corrections`.
+    """Policy loss (ppo or cispo) times the correction's weights; see `streamrl.algorithms`, `policy_losses` and `corrections`.
 
     Args:
         logprobs: log pi of the policy under training.

@@ -19,16 +19,16 @@ import numpy.typing as npt
 
 from streamrl.algorithms.batch_metrics import ratio_metrics, weight_metrics
 from streamrl.algorithms.objective import Objective, Scores, answer_probability, check_batch, logprob_differences, make_objective
-from streamrl.algorithms.reductions import samples_at
+from streamrl.algorithms.token_advantages import Role
 from streamrl.config.tree import LossConfig, OptimizerConfig, TrainerConfig
-from streamrl.core.batches import TrainBatch
+from streamrl.core.batches import TrainBatch, samples_at
 from streamrl.core.packing import Indices
 from streamrl.errors import ConfigError, TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine, tensor_digest
 from streamrl.trainers.checkpoints import BackgroundWriter, recover, write_directory
-from streamrl.trainers.protocol import Role, StepResult
-from streamrl.trainers.table.trainer import losses as table_losses
+from streamrl.trainers.protocol import StepResult
+from streamrl.trainers.table import losses as table_losses
 from streamrl.weights.protocol import Shard
 
 Table = npt.NDArray[np.float32]

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from streamrl.algorithms.logprobs import CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS, LinearHead, linear_logprobs, token_logprobs
-from streamrl.algorithms.reductions import samples_at
-from streamrl.core.batches import TrainBatch
+from streamrl.core.batches import TrainBatch, samples_at
 from streamrl.core.packing import MicroBatch
 from streamrl.errors import ConfigError
 from streamrl.tensors.building import BUILDING

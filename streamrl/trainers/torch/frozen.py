@@ -7,9 +7,9 @@ from typing import Literal
 
 import torch
 
+from streamrl.algorithms.token_advantages import Role
 from streamrl.config.tree import LossConfig
 from streamrl.errors import ConfigError
-from streamrl.trainers.protocol import Role
 from streamrl.trainers.torch.causal_lm import CausalLM
 
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.objective import distances
-from streamrl.algorithms.reductions import sample_of_token
-from streamrl.core.batches import TrainBatch
+from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.core.packing import Indices
 
 SAMPLER_ERROR = "train/float32_sampler_abs_diff_max"

@@ -12,13 +12,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.token_advantages import needed_scores
+from streamrl.algorithms.token_advantages import Role, needed_scores
 from streamrl.config.loss import is_function
 from streamrl.config.tree import LossConfig, TrainerConfig
 from streamrl.core.balance import split_ranks
 from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import Indices, MicroBatch, plan_micro_batches
-from streamrl.trainers.protocol import Role
 from streamrl.trainers.torch.parallel import DataParallel
 from streamrl.trainers.torch.reproducible import reproducible
 

@@ -31,10 +31,9 @@ from torch import Tensor
 
 from streamrl.algorithms.groups import rollout_of_sample
 from streamrl.algorithms.objective import Objective
-from streamrl.algorithms.reductions import sample_of_token, samples_at
 from streamrl.config.plugins import resolve
 from streamrl.config.tree import LossConfig
-from streamrl.core.batches import TrainBatch
+from streamrl.core.batches import TrainBatch, sample_of_token, samples_at
 from streamrl.core.packing import Indices, MicroBatch
 from streamrl.errors import ConfigError, TrainingError
 from streamrl.trainers.torch.causal_lm import CausalLM

@@ -15,16 +15,16 @@ from torch import Tensor
 from streamrl.algorithms.batch_metrics import ratio_metrics, weight_metrics
 from streamrl.algorithms.groups import rollout_mean, rollout_of_sample
 from streamrl.algorithms.objective import Objective, Scores, answer_probability, check_batch, logprob_differences, make_objective
-from streamrl.algorithms.reductions import sample_of_token
+from streamrl.algorithms.token_advantages import Role
 from streamrl.config.tree import LossConfig, TrainerConfig
-from streamrl.core.batches import TrainBatch
+from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.core.packing import Indices
 from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine
 from streamrl.tensors.digest_torch import NamedDigester, NamedDigests
 from streamrl.trainers.checkpoints import BackgroundWriter, write_directory
-from streamrl.trainers.protocol import Role, StepResult
+from streamrl.trainers.protocol import StepResult
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.checkpoint import (
     ModelState,
