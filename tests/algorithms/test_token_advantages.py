@@ -34,9 +34,9 @@ def batch(make_batch: MakeBatch) -> TrainBatch:
     """Two rollouts of one task, the second of two samples; the first with a tool's token between its two trained ones."""
     return make_batch(
         [
-            {"prompt": [1], "answer": [2, 3, 4], "mask": [True, False, True], "reward": 1.0, "task": 5, "rollout": 0},
-            {"prompt": [1], "answer": [2, 3], "reward": 0.0, "task": 5, "rollout": 1},
-            {"prompt": [1], "answer": [2], "reward": 0.0, "task": 5, "rollout": 1},
+            {"prompt": [1], "answer": [2, 3, 4], "mask": [True, False, True], "mu": [-2.0] * 3, "reward": 1.0, "task": 5, "rollout": 0},
+            {"prompt": [1], "answer": [2, 3], "mu": [-2.0] * 2, "reward": 0.0, "task": 5, "rollout": 1},
+            {"prompt": [1], "answer": [2], "mu": [-2.0], "reward": 0.0, "task": 5, "rollout": 1},
         ]
     )
 

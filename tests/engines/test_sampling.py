@@ -8,8 +8,8 @@ import torch
 
 from streamrl.core.seeds import uniform
 from streamrl.engines.batching.model import Draws
-from streamrl.engines.local.engine import sampling as local_sampling
-from streamrl.engines.table.engine import sampling
+from streamrl.engines.local import sampling as local_sampling
+from streamrl.engines.table import sampling
 
 SAMPLERS = ["numpy", "torch"]
 

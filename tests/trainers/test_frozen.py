@@ -94,7 +94,7 @@ def test_distillation_draws_the_policy_to_its_teacher(model_dir: Path, other_dir
 
 
 def test_one_directory_is_loaded_once(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from streamrl.trainers.torch.trainer import causal_lm
+    from streamrl.trainers.torch import causal_lm
 
     loaded: list[Path] = []
     load = causal_lm._load

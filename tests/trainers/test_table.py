@@ -24,8 +24,8 @@ from streamrl.config.tree import Config, LossConfig, OptimizerConfig, TrainerCon
 from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.errors import ConfigError, TrainingError
 from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.table.trainer import TableTrainer, response_positions
 from streamrl.trainers.table import losses as table_losses
+from streamrl.trainers.table.trainer import TableTrainer, response_positions
 
 MakeBatch = Callable[..., TrainBatch]
 VOCAB = 16
