@@ -37,6 +37,12 @@ def tensor_digest(data: npt.NDArray[np.uint8], itemsize: int, start: int = 0) ->
     Returns:
         The (partial) sum, 0 <= value < 2^64; 0 for no elements.
 
+    Example:
+        >>> data = np.arange(8, dtype=np.uint8)  # four elements of two bytes
+        >>> parts = tensor_digest(data[:2], 2) + tensor_digest(data[2:], 2, start=1)
+        >>> parts & MASK == tensor_digest(data, 2)
+        True
+
     Raises:
         SchemaError: the bytes are no whole number of elements.
     """
@@ -118,6 +124,14 @@ def as_words(
 
     The digest of a tensor's words says as much about its bytes as that of its elements, for a fraction of the work: it is what engines
     check a version by. It is another number, and independent of sharding only over slices of whole words.
+
+    Example, of two-byte elements, four to a word: rows 2 and 3 of [4, 6] are 12 elements from element 12 on, that is 3 words from word 3
+    on of 6; one row alone, 6 elements, would cut a word.
+
+        >>> as_words(2, (4, 6), (2, 0), (2, 6))
+        ((6,), (3,), (3,))
+        >>> as_words(2, (4, 6), (1, 0), (1, 6)) is None
+        True
     """
     per_word = WORD_BYTES // itemsize
     begin = tuple(offset) or (0,) * len(global_shape)
@@ -138,6 +152,11 @@ def as_words(
 
 def slice_indices(global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> npt.NDArray[np.uint64]:
     """Index in the whole tensor of every element of a slice, in the slice's C order: [prod(shape)] uint64.
+
+    Built dimension by dimension: the index so far times the dimension's size, plus the position in it.
+
+        >>> slice_indices((3, 4), (1, 2), (2, 2)).tolist()  # rows 1 and 2, columns 2 and 3: 1 * 4 + 2 = 6, ...
+        [6, 7, 10, 11]
 
     Raises:
         SchemaError: the slice does not lie in the tensor.

@@ -42,6 +42,14 @@ ITEM_BYTES: Mapping[str, int] = {
 class Content:
     """The bytes of one version, read from its shards without joining them in memory first.
 
+    Example: two tensors of 6 and 2 bytes; the second begins at the next multiple of 64.
+
+        >>> def shard(name: str, n: int) -> Shard:
+        ...     return Shard(name=name, dtype="uint8", global_shape=(n,), shape=(n,), data=np.full(n, n, np.uint8))
+        >>> content = Content([shard("b.weight", 2), shard("a.weight", 6)])
+        >>> [(spec.name, spec.offset) for spec in content.tensors], content.nbytes
+        ([('a.weight', 0), ('b.weight', 64)], 66)
+
     Args:
         shards: every element of every tensor exactly once; a tensor may come as several slices (one per rank).
 

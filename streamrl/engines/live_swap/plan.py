@@ -21,6 +21,14 @@ class Copy(msgspec.Struct, frozen=True):
     """`rows` rows of `cols` elements, from a tensor of the version to a parameter of the model.
 
     Within a row source elements are consecutive. All offsets and strides count elements.
+
+    Example: k_proj [2, 4] goes into rows 6 and 7 of a fused qkv [8, 4] as one run of 8 elements, as both are contiguous; columns 4 .. 7 of
+    a w1 [3, 8] into a rank's half [3, 4] are 3 rows of 4 elements, 8 apart in the source and 4 apart in the parameter:
+
+        >>> canonical(0, 0, (2, 4), (0, (4, 1)), (24, (4, 1)))
+        Copy(tensor=0, start=0, stride=8, rows=1, cols=8, parameter=0, target=24, target_stride=8, target_step=1)
+        >>> canonical(1, 1, (3, 4), (4, (8, 1)), (0, (4, 1)))
+        Copy(tensor=1, start=4, stride=8, rows=3, cols=4, parameter=1, target=0, target_stride=4, target_step=1)
     """
 
     tensor: int
@@ -124,7 +132,14 @@ def canonical(
 
 
 def apart(one: Copy, other: Copy) -> bool:
-    """Whether two copies certainly write to no element both."""
+    """Whether two copies certainly write to no element both.
+
+    Example: in a parameter [2, 4] (rows 4 apart) columns 0 .. 1 and 2 .. 3 lie apart though their ranges 0 .. 5 and 2 .. 7 overlap.
+
+        >>> left, right = Copy(0, 0, 2, 2, 2, 0, 0, 4), Copy(1, 0, 2, 2, 2, 0, 2, 4)
+        >>> apart(left, right), apart(left, left)
+        (True, False)
+    """
     if one.parameter != other.parameter:
         return True
     if one.target_step != 1 or other.target_step != 1:
@@ -189,7 +204,15 @@ def merge(copies: Sequence[Copy]) -> list[Copy]:
 
 
 def cut(copy: Copy, first: int, end: int) -> Iterator[Copy]:
-    """The parts of a copy whose source elements lie in `first .. end` of its tensor, in at most three rectangles."""
+    """The parts of a copy whose source elements lie in `first .. end` of its tensor, in at most three rectangles.
+
+    Example: of 3 rows of 4 elements that begin at 4, 12 and 20, elements 6 .. 22 hold the end of the first row, the second whole, and the
+    beginning of the third.
+
+        >>> copy = Copy(0, 4, 8, 3, 4, 0, 0, 4)
+        >>> [(part.start, part.rows, part.cols, part.target) for part in cut(copy, 6, 22)]
+        [(6, 1, 2, 2), (12, 1, 4, 4), (20, 1, 2, 8)]
+    """
     if copy.rows == 1:
         low, high = max(first, copy.start), min(end, copy.start + copy.cols)
         if low < high:
