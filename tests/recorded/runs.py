@@ -72,10 +72,10 @@ class Answering:
 
 
 @contextlib.contextmanager
-def started(place: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A process in `place`, whose words go to `words.txt` there; killed at the end if it still runs."""
-    with (place / "words.txt").open("w") as words:
-        process = subprocess.Popen(arguments, cwd=place, env=surroundings(), stdout=words, stderr=subprocess.STDOUT, text=True)
+def started(place: Path, *arguments: str, words: str = "words.txt") -> Iterator[subprocess.Popen[str]]:
+    """A process in `place`, whose words go to a file there; killed at the end if it still runs."""
+    with (place / words).open("w") as file:
+        process = subprocess.Popen(arguments, cwd=place, env=surroundings(), stdout=file, stderr=subprocess.STDOUT, text=True)
     try:
         yield process
     finally:
@@ -101,7 +101,7 @@ def judged(place: Path, name: str) -> Iterator[None]:
     log = run / "logs" / "trainer-0.log"
     seen = log.read_text().count("training from") if log.exists() else 0
     until(lambda: log.exists() and log.read_text().count("training from") > seen, "the trainer")
-    with started(place, sys.executable, "-m", "tests.recorded.judge", str(run)):
+    with started(place, sys.executable, "-m", "tests.recorded.judge", str(run), words="judge.txt"):
         yield
 
 
