@@ -99,7 +99,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "warmup": (
         "a supervised warm-up, then batches whose old tokens are masked",
         sections('max_staleness = 1\nstale = "mask"', REWARD, "[warmup]\nmax_steps = 4\nuntil = 1.0\nlearning_rate = 0.1\n"),
-        ("loss.clip_low=0.01",),
+        ("trainer.optimizer.learning_rate=0.02",),
     ),
     "late": (
         "rewards that come by themselves: corrected, superseded, or never",
@@ -107,7 +107,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         ("trainer.optimizer.learning_rate=0.02",),
     ),
     "fork": (
-        "a kill, a restart that trains other digits and is killed as well, a restart that forks the epoch",
+        "a drain, a restart that trains other digits and is killed, a restart that forks the epoch",
         sections("max_staleness = 2", REWARD),
         ("loss.correction.high=1.01",),
     ),
@@ -208,7 +208,6 @@ def facts(name: str, place: Path) -> dict[str, Any]:
         "covers": RUNS[name][0],
         "versions": runs.versions(rows),
         "digests": digests,
-        "fingerprint": rows[-1]["fingerprint"],
         "ledger_sha256": runs.body_digest(rows),
         "drops": runs.drops(rows),
         "verify_from": [middle, late["began"]],

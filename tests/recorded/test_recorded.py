@@ -221,6 +221,7 @@ def nameless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_resumed_and_ends(name: str, tmp_path: Path, answer: Answer) -> None:
     """`up` with the same file in another place: nothing of the past changes, and all that follows can be trained again."""
