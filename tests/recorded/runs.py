@@ -93,14 +93,12 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 @contextlib.contextmanager
 def judged(place: Path, name: str) -> Iterator[None]:
-    """The run `late` needs somebody who gives rewards once its trainer is there; the others need nobody."""
+    """The run `late` needs somebody who gives rewards once its bus is up; the others need nobody."""
     if name != "late":
         yield
         return
     run = place / "runs" / name
-    log = run / "logs" / "trainer-0.log"
-    seen = log.read_text().count("training from") if log.exists() else 0
-    until(lambda: log.exists() and log.read_text().count("training from") > seen, "the trainer")
+    until((run / "bus.json").exists, "the bus")
     with started(place, sys.executable, "-m", "tests.recorded.judge", str(run), words="judge.txt"):
         yield
 
