@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from streamrl.config.load import from_json
-from streamrl.consumers.live import fold_config
+from streamrl.core.fold_config import fold_config
 from streamrl.core.state import FoldConfig
 from streamrl.data.model import vocab_size
 from tests.recorded import runs
