@@ -1,1 +1,1 @@
-"""Processes whose effect leaves the bus: the trainer (optimizer state), the engine worker (served weights), replay."""
+"""Processes whose effect leaves the bus: the trainer (optimizer state) and the engine worker (served weights)."""

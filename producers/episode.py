@@ -45,6 +45,14 @@ class Episode(msgspec.Struct, kw_only=True):
 
     `streamrl.producers.chat.Chat.episode` builds it; built by hand it is checked in the same way.
 
+    Example: a prompt of two tokens and one sampled token; `Segment(ids)` alone is the environment's, and is not trained on.
+
+        >>> from streamrl.schemas.versions import Version
+        >>> answer = Segment(token_ids=[5], logprobs=[-0.7], spans=(VersionSpan(1, Version(0, 3)),))
+        >>> episode = Episode(segments=(Segment(token_ids=[7, 8]), answer), finish_reason="stop", turns=("5",))
+        >>> episode.num_tokens, episode.completion
+        (3, '5')
+
     Raises:
         SchemaError: nothing to train on, a first token from a model, columns that do not fit, log-probs that are not finite or above 0.
     """

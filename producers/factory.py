@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer
 from streamrl.engines.http import HttpEngine
 from streamrl.errors import ConfigError
-from streamrl.producers.engines import EnginePool
+from streamrl.producers.engine_pool import EnginePool
 from streamrl.producers.functions import is_user_code, make_producer
 from streamrl.producers.groups import GroupRunner
 from streamrl.rewards.factory import is_user_code as is_user_reward

@@ -13,6 +13,15 @@ class Grant(msgspec.Struct, frozen=True):
     """How many tasks may have been issued, with the trainer's state when it said so.
 
     `warmup_end` is the index of the first task after the warm-up, None while the warm-up goes on.
+
+    Example: version 10 is trained from, 320 tasks have ended, batches are of 16 tasks and tokens may be 2 versions old. Task 321 is trained
+    next, so any token from version 8 on will do; task 370 is trained 3 versions later and may not begin before version 10 is served.
+
+        >>> grant = Grant(granted=368, version=10, retired=320)
+        >>> grant.min_version(321, batch_tasks=16, max_staleness=2)
+        8
+        >>> grant.min_version(370, batch_tasks=16, max_staleness=2)
+        10
     """
 
     granted: int

@@ -111,7 +111,10 @@ def _words(name: str, values: tuple[str, ...]) -> pa.Array:
 
 
 def _lists(name: str, offsets: pa.Buffer, values: npt.NDArray[Any]) -> pa.Array:
-    """A column of lists over the bytes of `values`, which row i has from offset i to the next one."""
+    """A column of lists over the bytes of `values`, which row i has from offset i to the next one.
+
+    Rows of 3, 0 and 2 tokens have the offsets [0, 3, 3, 5] (one more than rows, int32) over 5 values.
+    """
     kind = _types()[name]
     inner = pa.Array.from_buffers(kind.value_type, len(values), [None, pa.py_buffer(values)])
     return pa.Array.from_buffers(kind, offsets.size // _OFFSETS.itemsize - 1, [None, offsets], children=[inner])
@@ -139,6 +142,8 @@ def _span_columns(samples: Sequence[Sample]) -> dict[str, pa.Array]:
         if covered != len(sample.tokens):
             raise SchemaError(f"{_place(sample)}: version spans must cover all {len(sample.tokens)} tokens, they cover {covered}")
     offsets = _offsets(len(sample.spans) for sample in samples)
+    # One row a span, [S, 3] = length, epoch, number; columns are its transpose. Two samples of spans (4,) and (2, 3) give
+    # rows [[4, 0, 7], [2, -1, -1], [3, 0, 8]] and offsets [0, 1, 3]; -1 stands for "no model".
     columns = np.array(rows, np.int64).reshape(-1, 3).T
     return {name: _lists(name, offsets, column.astype(dtype)) for (name, dtype), column in zip(_SPANS.items(), columns, strict=True)}
 

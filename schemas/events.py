@@ -6,6 +6,9 @@ from typing import Any
 
 import msgspec
 
+NUMERICS_EVENT = "numerics"
+"""Event by which a trainer tells the values behind the fingerprint digest of its ledger entries."""
+
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
     """Something that happened, on `<run>.events.<kind>`."""

@@ -57,7 +57,21 @@ class BlobRef(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One token sequence of a rollout. `T` = number of tokens, prompt included."""
+    """One token sequence of a rollout. `T` = number of tokens, prompt included.
+
+    Example: a prompt of two tokens, and an answer of two that version 3 and, after a change of weights, version 4 sampled.
+
+        >>> sample = Sample(
+        ...     run="r", policy="policy", source="main", task=5, rollout=0,
+        ...     tokens=np.array([7, 8, 1, 5], np.int32),
+        ...     loss_mask=np.array([0, 0, 1, 1], np.uint8),
+        ...     logprobs=np.array([0, 0, -0.1, -0.7], np.float32),
+        ...     spans=(VersionSpan(2, None), VersionSpan(1, Version(0, 3)), VersionSpan(1, Version(0, 4))),
+        ...     reward=1.0,
+        ... )
+        >>> sum(span.length for span in sample.spans) == len(sample.tokens)
+        True
+    """
 
     run: str
     policy: str

@@ -41,6 +41,11 @@ class RolloutTask(msgspec.Struct, frozen=True, kw_only=True):
 
     The feeder leaves `index` out of the wire's meaning: it equals the message's sequence - 1 and is stored for readers of the
     body alone.
+
+    Example:
+        >>> task = RolloutTask(run="r", index=5, source="main", prompt_ids=(7, 8), label="15", num_rollouts=4, min_version=2)
+        >>> task.num_rollouts, task.sampling.temperature
+        (4, 1.0)
     """
 
     run: str

@@ -18,6 +18,12 @@ class Version(msgspec.Struct, frozen=True, order=True):
     `number` counts the batches trained since the run began. `epoch` grows by one each time a restart could not
     re-derive bit-equal parameters for a number that had already been published, so that two different sets of
     weights never share a version.
+
+    Example:
+        >>> Version(0, 17).next() < Version(1, 3)
+        True
+        >>> Version.parse("1.3").number
+        3
     """
 
     epoch: int = 0

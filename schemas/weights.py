@@ -20,9 +20,9 @@ class TensorSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     offset: int
     nbytes: int
     digest: str
-    """streamrl.core.digest of its elements, 16 hex digits."""
+    """streamrl.tensors.digest of its elements, 16 hex digits."""
     words: str = ""
-    """The same of its words of 8 bytes (`streamrl.core.digest.as_words`); empty where it is none or a trainer rank's slice cuts one."""
+    """The same of its words of 8 bytes (`streamrl.tensors.digest.as_words`); empty where it is none or a trainer rank's slice cuts one."""
 
 
 class PartRef(msgspec.Struct, frozen=True):
@@ -33,7 +33,7 @@ class PartRef(msgspec.Struct, frozen=True):
     nbytes: int
     sha256: str = ""
     handle: bytes = b""
-    """Opens the device memory that holds the piece (ipc); see streamrl.core.cuda_ipc."""
+    """Opens the device memory that holds the piece (ipc); see streamrl.tensors.cuda_ipc."""
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):

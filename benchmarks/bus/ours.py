@@ -10,7 +10,7 @@ from benchmarks.bus.lanes import Order, Ran, Receiver
 from benchmarks.bus.payload import NUM_PATTERNS, group, with_task
 from streamrl.bus import Bus, BusAddress, connect
 from streamrl.bus.thread import BusThread
-from streamrl.consumers.reader import RecordReader
+from streamrl.consumers.training.reader import RecordReader
 from streamrl.core.records import Rollouts
 from streamrl.errors import BusError
 from streamrl.producers.publishing import Publisher

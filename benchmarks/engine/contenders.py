@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 
 from benchmarks.engine.spec import CONTINUOUS, GENERATE, OURS
 from streamrl.config.tree import EngineConfig
-from streamrl.core.building import BUILDING
-from streamrl.engines.local import LocalEngine
+from streamrl.engines.local.engine import LocalEngine
 from streamrl.engines.protocol import Chunk, GenerateRequest
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
+from streamrl.tensors.building import BUILDING
 from streamrl.weights.manifest import Content, build
 from streamrl.weights.protocol import Part, Shard
 

@@ -58,7 +58,7 @@ def build_model(name: str, seed: int, directory: Path) -> Path:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from streamrl.core.building import BUILDING
+    from streamrl.tensors.building import BUILDING
 
     described = model_config(MODELS[name])
     config = Qwen3Config(**{key: value for key, value in described.items() if key not in ("architectures", "model_type", "torch_dtype")})

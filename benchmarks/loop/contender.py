@@ -22,16 +22,17 @@ from benchmarks.loop.plain import Trained, roll_out, train
 from benchmarks.loop.ways import Way
 from benchmarks.processes import child
 from streamrl.bus.memory import MemoryBus
+from streamrl.bus.protocol import Log
 from streamrl.config.load import from_json
 from streamrl.config.tree import Config
-from streamrl.consumers.replay_log import Log, read_past
 from streamrl.data.model import ensure_model
 from streamrl.errors import LaunchError
-from streamrl.launch.opened import opened
-from streamrl.launch.screen import PlainLines
+from streamrl.history.replay_log import read_past
 from streamrl.launch.up import up
+from streamrl.monitor.screen import PlainLines
 from streamrl.runtime.collection import collect_rarely
 from streamrl.runtime.kinds import load_main
+from streamrl.runtime.run_bus import opened
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import die_with_parent
 from streamrl.runtime.worker import Worker
@@ -156,8 +157,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if way != Way.STREAM and config.engine.kind == "local":
         # Two threads that import transformers for the first time at once get half of it.
-        importlib.import_module("streamrl.engines.local")
-        importlib.import_module("streamrl.trainers.torch")
+        importlib.import_module("streamrl.engines.local.engine")
+        importlib.import_module("streamrl.trainers.torch.trainer")
     runs = {
         Way.STREAM: lambda: stream(config),
         Way.MEMORY: lambda: memory(config),

@@ -27,9 +27,9 @@ from streamrl.data.problems import load_problems
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.engines.factory import make_engine
 from streamrl.engines.protocol import HostedEngine
+from streamrl.producers.feeder import plan_tasks
 from streamrl.producers.functions import make_producer
 from streamrl.producers.groups import GroupRunner
-from streamrl.producers.tasks import plan_tasks
 from streamrl.rewards.factory import make_reward
 from streamrl.runtime.collection import keep_all
 from streamrl.schemas.control import Grant

@@ -13,10 +13,10 @@ import torch
 
 from benchmarks.weights.records import Forwards, UpdateRecord
 from streamrl.config.engines import EngineConfig
+from streamrl.engines.live_swap.control import RankClient, commit_body
+from streamrl.engines.live_swap.messages import Committed, Forward, Pace, Rank, Staged
 from streamrl.engines.sglang.client import SglangClient
-from streamrl.engines.sglang.control import RankClient, commit_body
 from streamrl.engines.sglang.host import ServerHost
-from streamrl.engines.sglang.messages import Committed, Forward, Pace, Rank, Staged
 from streamrl.engines.sglang.server import SglangServer
 from streamrl.errors import EngineError
 from streamrl.schemas.versions import Version

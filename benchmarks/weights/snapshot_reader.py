@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from streamrl.core.cuda_ipc import open_shared
-from streamrl.core.digest import combine
-from streamrl.core.digest_torch import tensor_digests
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.codec import decode
 from streamrl.schemas.weights import Manifest
+from streamrl.tensors.cuda_ipc import open_shared
+from streamrl.tensors.digest import combine
+from streamrl.tensors.digest_torch import tensor_digests
 from streamrl.weights.ipc import IpcTransport
 from streamrl.weights.protocol import CudaSource
 from streamrl.weights.shm import ShmTransport

@@ -23,12 +23,12 @@ import torch
 
 from benchmarks.processes import child
 from benchmarks.shapes import Shape, parameters, shape_of
-from streamrl.core.digest_torch import tensor_digests
 from streamrl.errors import LaunchError
 from streamrl.schemas.codec import encode
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
-from streamrl.trainers.torch_snapshot import SnapshotRing
+from streamrl.tensors.digest_torch import tensor_digests
+from streamrl.trainers.torch.snapshot import SnapshotRing
 from streamrl.weights.ipc import IpcTransport
 from streamrl.weights.manifest import Content
 from streamrl.weights.shm import ShmTransport

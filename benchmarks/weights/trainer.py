@@ -10,10 +10,10 @@ import msgspec
 import torch
 
 from benchmarks.shapes import Shape, parameters
-from streamrl.core.digest_torch import NamedDigester
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
-from streamrl.trainers.torch_snapshot import SnapshotRing
+from streamrl.tensors.digest_torch import NamedDigester
+from streamrl.trainers.torch.snapshot import SnapshotRing
 from streamrl.weights.ipc import IpcTransport
 from streamrl.weights.protocol import Shard
 from streamrl.weights.shm import ShmTransport

@@ -11,7 +11,7 @@ import numpy as np
 
 from streamrl.bus.protocol import Bus
 from streamrl.errors import ConfigError
-from streamrl.launch.opened import opened
+from streamrl.runtime.run_bus import opened
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
 from streamrl.schemas.events import Event, MetricReport

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from methods import METHODS
 from picture import draw, table
 
-from streamrl.launch.opened import opened
+from streamrl.runtime.run_bus import opened
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
 from streamrl.schemas.ledger import LedgerEntry

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from methods import METHODS
 
-from streamrl.launch.plot import smooth
+from streamrl.monitor.plot import smooth
 
 _SMOOTHING = 9
 _LAST = 20

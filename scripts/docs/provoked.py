@@ -18,13 +18,13 @@ from streamrl.bus.permissions import OPERATOR, role_users
 from streamrl.bus.server import NatsServer
 from streamrl.config.load import load
 from streamrl.config.tree import BusConfig, Config
-from streamrl.consumers.ledger import open_ledger, take_fence
+from streamrl.consumers.training.ledger import open_ledger, take_fence
 from streamrl.data.characters import write_tokenizer
 from streamrl.data.problems import load_problems
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.engines.protocol import GenerateRequest
 from streamrl.engines.requests import check_request
-from streamrl.launch.lock import locked
+from streamrl.runtime.lock import locked
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.ledger import LedgerEntry

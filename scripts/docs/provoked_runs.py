@@ -21,7 +21,7 @@ from streamrl.config.tree import (
     TrainerConfig,
     WeightsConfig,
 )
-from streamrl.consumers.trainer import main as trainer_main
+from streamrl.consumers.training.worker import main as trainer_main
 from streamrl.data.model import ensure_model
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.subjects import KEY_LATEST

@@ -22,8 +22,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from streamrl.core import fused_head
-from streamrl.core.logprobs import GPU_CHUNK_ELEMENTS, LinearHead, linear_logprobs, token_logprobs
+from streamrl.algorithms import fused_head
+from streamrl.algorithms.logprobs import GPU_CHUNK_ELEMENTS, LinearHead, linear_logprobs, token_logprobs
 
 GIB = 1 << 30
 CHECKED = 256

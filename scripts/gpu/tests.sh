@@ -10,7 +10,7 @@ nvidia-smi --query-gpu=index,name,memory.total,driver_version --format=csv,nohea
 export CUBLAS_WORKSPACE_CONFIG=:4096:8
 # The other tests' conftest needs plugins for asyncio and a message bus; these do without.
 python3 -m pytest -c scripts/gpu/pytest.ini --rootdir . --confcutdir tests/trainers -m gpu -s -p no:cacheprovider \
-    tests/core/test_digest_torch.py tests/trainers/test_torch_gpu.py tests/weights/test_ipc_gpu.py "$@"
+    tests/tensors/test_digest_torch.py tests/trainers/test_torch_gpu.py tests/weights/test_ipc_gpu.py "$@"
 result=$?
 # measure GPU: what a version costs with the trainer's weights on that one.
 measure() {

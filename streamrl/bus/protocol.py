@@ -186,3 +186,34 @@ class Bus(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+class BlobReader(Protocol):
+    """The half of `Blobs` that reads."""
+
+    async def get(self, name: str) -> bytes:
+        """Read and check; raises NotFound, BusError."""
+        ...
+
+
+class Log(Protocol):
+    """The half of a `Bus` that reads. A connected bus has it, and so has a recording on disk."""
+
+    @property
+    def blobs(self) -> BlobReader:
+        """The drops of ledger entries that were too many for a message."""
+        ...
+
+    def read(self, stream: str, *, after: int, subject: str | None = None) -> AsyncIterator[Message]:
+        """Every message above `after` in order; a bus then waits for more, a recording raises LogTruncated."""
+        ...
+
+    async def fetch(self, stream: str, sequence: int) -> Message:
+        """One message; raises NotFound."""
+        ...
+
+    async def last(self, subject: str) -> Message | None:
+        """The newest message of a subject, or None."""
+        ...
+
+    async def state(self, stream: str) -> StreamState: ...

@@ -27,8 +27,8 @@ def add_verbs(verbs: Any) -> None:
 
 def run_doctor(arguments: argparse.Namespace) -> int:
     """Print the checks; 1 if one of them failed."""
-    from streamrl.launch.doctor import examine, examine_config, examine_run
-    from streamrl.launch.findings import print_checks
+    from streamrl.doctor.findings import print_checks
+    from streamrl.doctor.machine import examine, examine_config, examine_run
     from streamrl.runtime.rundir import RunDir
 
     if arguments.config and arguments.run:

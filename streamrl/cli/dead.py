@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from streamrl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from streamrl.consumers.dead_letters import Replayed
-    from streamrl.consumers.fates import Fate
+    from streamrl.history.dead_letters import Replayed
+    from streamrl.history.fates import Fate
     from streamrl.runtime.rundir import RunDir
     from streamrl.schemas.dead import DeadRecord
 
@@ -131,8 +131,8 @@ def _facts(letter: DeadRecord) -> dict[str, Any]:
 
 
 async def _list(run: RunDir) -> list[DeadRecord]:
-    from streamrl.consumers.dead_letters import DeadLetters
-    from streamrl.launch.opened import opened
+    from streamrl.history.dead_letters import DeadLetters
+    from streamrl.runtime.run_bus import opened
     from streamrl.schemas.subjects import Subjects
 
     async with opened(run) as bus:
@@ -140,8 +140,8 @@ async def _list(run: RunDir) -> list[DeadRecord]:
 
 
 async def _show(run: RunDir, sequence: int) -> DeadRecord:
-    from streamrl.consumers.dead_letters import DeadLetters
-    from streamrl.launch.opened import opened
+    from streamrl.history.dead_letters import DeadLetters
+    from streamrl.runtime.run_bus import opened
     from streamrl.schemas.subjects import Subjects
 
     async with opened(run) as bus:
@@ -149,10 +149,10 @@ async def _show(run: RunDir, sequence: int) -> DeadRecord:
 
 
 async def _replay(run: RunDir, sequences: list[int], body: bytes | None, wait_s: float) -> list[tuple[Replayed, Fate]]:
-    from streamrl.consumers.dead_letters import DeadLetters
-    from streamrl.consumers.fates import Fates
-    from streamrl.launch.lock import holder
-    from streamrl.launch.opened import opened
+    from streamrl.history.dead_letters import DeadLetters
+    from streamrl.history.fates import Fates
+    from streamrl.runtime.lock import holder
+    from streamrl.runtime.run_bus import opened
     from streamrl.schemas.subjects import Subjects
 
     config = run.load_config()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from streamrl.errors import ConfigError, SchemaError
 
 if TYPE_CHECKING:
-    from streamrl.launch.source import Source
+    from streamrl.history.source import Source
     from streamrl.runtime.worker import Worker
 
 
@@ -59,7 +59,7 @@ def run_record(arguments: argparse.Namespace) -> int:
     """Record a run."""
     import msgspec
 
-    from streamrl.launch.recorded import record_run
+    from streamrl.history.record_run import record_run
     from streamrl.runtime.rundir import RunDir
 
     run = RunDir.find(arguments.run, base=arguments.dir)
@@ -102,8 +102,8 @@ def run_compare(arguments: argparse.Namespace) -> int:
     """Print two ledgers side by side, and draw them."""
     import msgspec
 
-    from streamrl.launch.compare_plot import write_comparison
-    from streamrl.launch.compared import compare_runs, print_comparison
+    from streamrl.history.compare_plot import write_comparison
+    from streamrl.history.compare_table import compare_runs, print_comparison
 
     report = asyncio.run(compare_runs(arguments.a, arguments.b, base=arguments.dir))
     if arguments.json:
@@ -118,8 +118,8 @@ def run_compare(arguments: argparse.Namespace) -> int:
 
 def run_tap(arguments: argparse.Namespace) -> int:
     """Tap a run until it ends or Ctrl-C."""
-    from streamrl.consumers.tap import TapSettings, tap, tap_config
-    from streamrl.launch.opened import check_up
+    from streamrl.history.tap import TapSettings, tap, tap_config
+    from streamrl.runtime.run_bus import check_up
     from streamrl.runtime.rundir import RunDir
     from streamrl.runtime.worker import run_worker
 
@@ -139,8 +139,8 @@ def run_tap(arguments: argparse.Namespace) -> int:
 async def _replay(arguments: argparse.Namespace) -> int:
     import msgspec
 
-    from streamrl.consumers.replay import TOLERANCE, verify
-    from streamrl.launch.source import opened_source
+    from streamrl.history.replay import TOLERANCE, verify
+    from streamrl.history.source import opened_source
 
     async with opened_source(arguments.run, base=arguments.dir) as source:
         report = await verify(
@@ -163,9 +163,9 @@ async def _replay(arguments: argparse.Namespace) -> int:
 async def _branch(arguments: argparse.Namespace) -> int:
     import msgspec
 
-    from streamrl.launch.branched import train_branch
-    from streamrl.launch.source import opened_source
-    from streamrl.launch.summary import summary_line
+    from streamrl.history.branch_run import train_branch
+    from streamrl.history.source import opened_source
+    from streamrl.monitor.summary import summary_line
 
     async with opened_source(arguments.run, base=arguments.dir) as source:
         run, summary = await train_branch(
@@ -181,8 +181,8 @@ async def _branch(arguments: argparse.Namespace) -> int:
 async def _backtest(arguments: argparse.Namespace) -> int:
     import msgspec
 
-    from streamrl.launch.backtested import backtest_grid, print_backtest
-    from streamrl.launch.source import opened_source
+    from streamrl.history.backtest_grid import backtest_grid, print_backtest
+    from streamrl.history.source import opened_source
 
     source: Source
     async with opened_source(arguments.run, base=arguments.dir) as source:
@@ -195,7 +195,7 @@ async def _backtest(arguments: argparse.Namespace) -> int:
 
 
 def _span(arguments: argparse.Namespace) -> Any:
-    from streamrl.consumers.replay import Range
+    from streamrl.history.replay import Range
 
     return Range(first=_number(arguments.first or "0"), last=None if arguments.last is None else _number(arguments.last))
 

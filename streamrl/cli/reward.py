@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from streamrl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from streamrl.consumers.fates import Fate
+    from streamrl.history.fates import Fate
     from streamrl.runtime.rundir import RunDir
 
 
@@ -49,10 +49,10 @@ def run_reward(arguments: argparse.Namespace) -> int:
 
 
 async def _publish(run: RunDir, arguments: argparse.Namespace, parts: dict[str, float]) -> tuple[Fate, bool]:
-    from streamrl.consumers.fates import Fates
-    from streamrl.launch.lock import holder
-    from streamrl.launch.opened import opened
+    from streamrl.history.fates import Fates
     from streamrl.producers.late import LateRewards
+    from streamrl.runtime.lock import holder
+    from streamrl.runtime.run_bus import opened
     from streamrl.schemas.subjects import Subjects
 
     config = run.load_config()

@@ -39,8 +39,8 @@ def add_verbs(verbs: Any) -> None:
 def run_up(arguments: argparse.Namespace) -> int:
     """Start or resume a run and stay with it."""
     from streamrl.config.load import load
-    from streamrl.launch.screen import PlainLines, choose_display
     from streamrl.launch.up import up
+    from streamrl.monitor.screen import PlainLines, choose_display
 
     if arguments.config is None:
         raise ConfigError(
@@ -70,7 +70,7 @@ def run_down(arguments: argparse.Namespace) -> int:
 
 def run_status(arguments: argparse.Namespace) -> int:
     """List the runs, or show one."""
-    from streamrl.launch import status
+    from streamrl.monitor import status
     from streamrl.runtime.rundir import RunDir
 
     if arguments.run is None:

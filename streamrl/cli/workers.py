@@ -49,8 +49,8 @@ def run_attach(arguments: argparse.Namespace) -> int:
 
     import msgspec
 
-    from streamrl.launch.opened import check_up, until_down
     from streamrl.producers.rollouts import attach
+    from streamrl.runtime.run_bus import check_up, until_down
     from streamrl.runtime.rundir import RunDir
     from streamrl.runtime.worker import run_worker
 

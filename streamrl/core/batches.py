@@ -57,3 +57,13 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     def lengths(self) -> npt.NDArray[np.int64]:
         """[N] tokens of each sample."""
         return np.diff(self.offsets)
+
+
+def sample_of_token(batch: TrainBatch) -> npt.NDArray[np.int64]:
+    """[T] index of the sample that each packed token belongs to."""
+    return np.repeat(np.arange(batch.num_samples, dtype=np.int64), batch.lengths)
+
+
+def samples_at(batch: TrainBatch, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """[M] index of the sample that each of the packed tokens `tokens` [M] belongs to: `sample_of_token(batch)[tokens]`, in O(M log N)."""
+    return np.searchsorted(batch.offsets, tokens, side="right") - 1

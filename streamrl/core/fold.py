@@ -58,6 +58,17 @@ def fold(state: FoldState, record: Record, config: FoldConfig) -> tuple[FoldStat
     """Take in the next record of the stream.
 
     Records at or below the cursor have been folded before and change nothing.
+
+    Example: a batch is one task, whose only rollout is told to have failed: the task retires, and its credit is given again.
+
+        >>> from streamrl.core.state import initial_state
+        >>> config = FoldConfig(batch_tasks=1, group_size=1, max_staleness=1)
+        >>> state = initial_state(config)
+        >>> state.granted, state.retired
+        (2, 0)
+        >>> state, effects = fold(state, Ended(sequence=1, task=0, rollout=None, group_size=1, reason="failed", source="main"), config)
+        >>> state.retired, state.drops[0].reason, effects.grant.granted
+        (1, 'failed', 3)
     """
     if record.sequence <= state.cursor:
         return state, Effects()

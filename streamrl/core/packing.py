@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.core.balance import sequence_cost
-from streamrl.core.batches import TrainBatch
-from streamrl.core.reductions import samples_at
+from streamrl.core.batches import TrainBatch, samples_at
 
 Indices = npt.NDArray[np.int64]
 
@@ -47,7 +46,13 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tree(msgspec.Struct, frozen=True):
-    """Samples laid out together: the first `prefix` inputs of all are the same and stand there once."""
+    """Samples laid out together: the first `prefix` inputs of all are the same and stand there once.
+
+    Example: two samples of 6 and 5 tokens share a prompt of 3; the last token of a sample is predicted and never fed.
+
+        >>> Tree(samples=(0, 1), inputs=(5, 4), prefix=3).length
+        6
+    """
 
     samples: tuple[int, ...]
     inputs: tuple[int, ...]
@@ -148,6 +153,23 @@ def _fill_rows(trees: Sequence[Tree], budget: int, several: bool) -> tuple[list[
 
 
 def _lay_out(batch: TrainBatch, predicted: npt.NDArray[np.bool_], rows: Sequence[Sequence[Tree]]) -> MicroBatch:
+    """The arrays of `MicroBatch` for rows of trees.
+
+    Example: samples 0 = p q r a b and 1 = p q r c d e of one task, trained on what follows the prompt p q r. Fed are all but the last
+    tokens, the prompt once (prefix = 3), then the branch of each:
+
+        column      0  1  2 | 3 | 4  5
+        inputs      p  q  r | a | c  d
+        positions   0  1  2 | 3 | 3  4
+        branch      0  0  0 | 1 | 2  2
+
+    State k of a sample predicts its token k + 1. States 0 .. prefix - 1 stand at the tree's beginning for every sample; state k >= prefix
+    of a later branch stands at `column - skip + k`, where `column` is where the branch begins and `skip` the prefix that is not repeated.
+    So a and c are both predicted by column 2, b by column 3, d by column 4 - 3 + 3 = 4 and e by column 5:
+
+        source      2  3 | 2  4  5
+        target      3  4 | 8  9 10      (tokens of the batch: sample 1 begins at 5)
+    """
     shape = (len(rows), rows[0][0].length)
     inputs, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     trees, branches = np.zeros(shape, np.int32), np.zeros(shape, np.int32)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from streamrl.config.tree import Config, ModelConfig
-from streamrl.core.building import BUILDING
 from streamrl.data.byte_pairs import training_texts, write_byte_pairs
 from streamrl.data.characters import END, SPECIALS, VOCAB_SIZE, write_tokenizer
 from streamrl.errors import ConfigError
+from streamrl.tensors.building import BUILDING
 
 
 def ensure_model(config: Config, directory: Path) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from streamrl.config.tree import EngineConfig
-from streamrl.engines.delays import TokenDelay
+from streamrl.engines.batching.delays import TokenDelay
 from streamrl.engines.protocol import HostedEngine
 
 
@@ -39,7 +39,7 @@ def make_engine(
         EngineError: the architecture cannot be decoded.
     """
     if config.kind == "table":
-        from streamrl.engines.table import TableEngine
+        from streamrl.engines.table.engine import TableEngine
 
         return TableEngine(model_dir, config, engine_id=engine_id, policy=policy, max_len=max_len, delay=delay)
     if config.kind == "sglang":
@@ -48,6 +48,6 @@ def make_engine(
 
         server = SglangServer(config, model_dir, name=engine_id, max_len=max_len, dtype=dtype or "float32", index=index, log_path=log_path)
         return SglangEngine(config, model_dir, server, engine_id=engine_id, policy=policy, max_len=max_len)
-    from streamrl.engines.local import LocalEngine
+    from streamrl.engines.local.engine import LocalEngine
 
     return LocalEngine(model_dir, config, engine_id=engine_id, policy=policy, max_len=max_len, dtype=dtype)

@@ -7,7 +7,7 @@ import signal
 import time
 
 from streamrl.errors import LaunchError
-from streamrl.launch.lock import holder, locked
+from streamrl.runtime.lock import holder, locked
 from streamrl.runtime.rundir import RunDir
 from streamrl.weights.factory import free_weights
 

@@ -9,17 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from streamrl.config.tree import SuperviseConfig
 from streamrl.errors import LaunchError
-from streamrl.launch.numbers import WorkerLine
 from streamrl.launch.protocol import Launcher, Process
+from streamrl.monitor.numbers import WorkerLine
 from streamrl.runtime.kinds import GANGS
-from streamrl.runtime.service import SHUTDOWN_ORDER, Exit
+from streamrl.runtime.service import SHUTDOWN_ORDER, Exit, describe_exit
 
 logger = logging.getLogger(__name__)
 
@@ -228,13 +227,3 @@ class Supervisor:
             hint=f"the whole log is logs/{child.name}.log in the run directory; mend it and run `up` again",
             worker=child.name,
         )
-
-
-def describe_exit(code: int) -> str:
-    """`exit code 1`, or the signal that ended it."""
-    if code < 0:
-        try:
-            return f"signal {signal.Signals(-code).name}"
-        except ValueError:
-            return f"signal {-code}"
-    return f"exit code {code}"

@@ -15,18 +15,18 @@ from streamrl.bus import connect
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
 from streamrl.errors import BusError, LaunchError
-from streamrl.launch.follow import Follower, read_totals
 from streamrl.launch.launchers import opened_launcher
-from streamrl.launch.lock import locked
-from streamrl.launch.outcome import Outcome, conclude
 from streamrl.launch.prepare import prepare
 from streamrl.launch.protocol import Launcher
-from streamrl.launch.record import write_or_check
-from streamrl.launch.screen import Display
-from streamrl.launch.serving import Serving, serving
 from streamrl.launch.supervisor import Supervisor
-from streamrl.launch.view import RunView
+from streamrl.monitor.follow import Follower, read_totals
+from streamrl.monitor.outcome import Outcome, conclude
+from streamrl.monitor.screen import Display
+from streamrl.monitor.view import RunView
+from streamrl.runtime.bus_server import Serving, serving
 from streamrl.runtime.kinds import num_workers
+from streamrl.runtime.lock import locked
+from streamrl.runtime.run_record import write_or_check
 from streamrl.runtime.rundir import RunDir
 from streamrl.telemetry.logs import configure_logging
 from streamrl.weights.factory import free_weights

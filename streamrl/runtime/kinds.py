@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 MAINS: Mapping[str, str] = MappingProxyType(
     {
-        "feeder": "streamrl.producers.tasks:main",
+        "feeder": "streamrl.producers.feeder:main",
         "producer": "streamrl.producers.rollouts:main",
         "evaluator": "streamrl.producers.evaluation:main",
-        "engine": "streamrl.consumers.engine_worker:main",
-        "trainer": "streamrl.consumers.trainer:main",
+        "engine": "streamrl.consumers.serving.engine_worker:main",
+        "trainer": "streamrl.consumers.training.worker:main",
     }
 )
 """Entry point of each kind. A name, not an import: a process loads its own part only (a producer needs no torch)."""

@@ -59,3 +59,13 @@ def die_with_parent(parent: int) -> None:
 def parent_is_gone(parent: int) -> bool:
     """Whether this process has been handed to another parent."""
     return os.getppid() != parent
+
+
+def describe_exit(code: int) -> str:
+    """`exit code 1`, or the signal that ended it."""
+    if code < 0:
+        try:
+            return f"signal {signal.Signals(-code).name}"
+        except ValueError:
+            return f"signal {-code}"
+    return f"exit code {code}"

@@ -9,9 +9,9 @@ from typing import Protocol, runtime_checkable
 
 from streamrl.config.tree import Config
 from streamrl.core.batches import TrainBatch
-from streamrl.core.schedule import learning_rate
 from streamrl.errors import TrainingError
 from streamrl.trainers.protocol import Trainer
+from streamrl.trainers.schedule import learning_rate
 
 
 @runtime_checkable
@@ -38,7 +38,7 @@ def make_trainer(config: Config, model_dir: Path) -> Trainer:
     """
     rate = learning_rates(config)
     if config.trainer.backend == "table":
-        from streamrl.trainers.table import TableTrainer
+        from streamrl.trainers.table.trainer import TableTrainer
 
         return TableTrainer(model_dir, trainer=config.trainer, loss=config.loss, learning_rate=rate)
 
@@ -46,7 +46,7 @@ def make_trainer(config: Config, model_dir: Path) -> Trainer:
     from transformers.utils.logging import disable_progress_bar
 
     from streamrl.trainers.device import training_device, training_dtype
-    from streamrl.trainers.torch import TorchTrainer
+    from streamrl.trainers.torch.trainer import TorchTrainer
 
     disable_progress_bar()  # a worker's log is no terminal
     torch.set_num_threads(config.trainer.threads)

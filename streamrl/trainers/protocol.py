@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
+from streamrl.algorithms.token_advantages import Role
 from streamrl.core.batches import TrainBatch
 from streamrl.schemas.versions import Version
 from streamrl.weights.protocol import Shard
-
-
-class Role(StrEnum):
-    """Whose log-probs `score` gives."""
-
-    POLICY = "policy"
-    REFERENCE = "reference"
-    PROXIMAL = "proximal"
-    VALUE = "value"
-    TEACHER = "teacher"
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):

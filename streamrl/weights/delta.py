@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from streamrl.core.digest import MASK, scattered_digest, tensor_digest
 from streamrl.errors import WeightSyncError
+from streamrl.tensors.digest import MASK, scattered_digest, tensor_digest
 
 BLOCK_ELEMENTS = 1 << 21
 """2 Mi elements: enough work for a thread, and temporary arrays of a few megabytes."""

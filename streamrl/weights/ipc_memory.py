@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamrl.core import cuda_ipc
+from streamrl.tensors import cuda_ipc
 from streamrl.weights.protocol import HostBytes
 
 STAGING_BYTES = 32 << 20

@@ -16,11 +16,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.core.concatenation import aligned
-from streamrl.core.digest import MASK, WORD_BYTES, as_words, combine, digest_text, slice_digest
 from streamrl.errors import SchemaError, WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Link, Manifest, PartRef, TensorSpec
+from streamrl.tensors.concatenation import aligned
+from streamrl.tensors.digest import MASK, WORD_BYTES, as_words, combine, digest_text, slice_digest
 from streamrl.weights.protocol import HostBytes, Shard, Slice
 
 ITEM_BYTES: Mapping[str, int] = {
@@ -41,6 +41,14 @@ ITEM_BYTES: Mapping[str, int] = {
 
 class Content:
     """The bytes of one version, read from its shards without joining them in memory first.
+
+    Example: two tensors of 6 and 2 bytes; the second begins at the next multiple of 64.
+
+        >>> def shard(name: str, n: int) -> Shard:
+        ...     return Shard(name=name, dtype="uint8", global_shape=(n,), shape=(n,), data=np.full(n, n, np.uint8))
+        >>> content = Content([shard("b.weight", 2), shard("a.weight", 6)])
+        >>> [(spec.name, spec.offset) for spec in content.tensors], content.nbytes
+        ([('a.weight', 0), ('b.weight', 64)], 66)
 
     Args:
         shards: every element of every tensor exactly once; a tensor may come as several slices (one per rank).

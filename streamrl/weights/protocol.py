@@ -30,7 +30,7 @@ class Guard(Protocol):
 
 
 class Snapshot(Protocol):
-    """A version's bytes on the trainer's device, laid out as `streamrl.core.concatenation` says, with zeros in the gaps.
+    """A version's bytes on the trainer's device, laid out as `streamrl.tensors.concatenation` says, with zeros in the gaps.
 
     Nothing writes to them while this object is referenced, nor before its guard, if it has one, is revoked.
     """
@@ -38,7 +38,7 @@ class Snapshot(Protocol):
     nbytes: int
 
     def handle(self) -> bytes:
-        """What other processes of this host open the memory with (streamrl.core.cuda_ipc), once the bytes are complete."""
+        """What other processes of this host open the memory with (streamrl.tensors.cuda_ipc), once the bytes are complete."""
         ...
 
     def guard(self, guard: Guard) -> None:
@@ -63,9 +63,9 @@ class DeviceBytes(Protocol):
         ...
 
     def digest(self, itemsize: int, global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> int:
-        """As `streamrl.core.digest.slice_digest`, computed on the device.
+        """As `streamrl.tensors.digest.slice_digest`, computed on the device.
 
-        It is asked for by elements, and by words of 8 bytes with shapes and offset counted in them (`streamrl.core.digest.as_words`).
+        It is asked for by elements, and by words of 8 bytes with shapes and offset counted in them (`streamrl.tensors.digest.as_words`).
         """
         ...
 
@@ -140,7 +140,7 @@ class FileSource(msgspec.Struct, frozen=True, tag="file"):
 
 
 class DeviceMemory(msgspec.Struct, frozen=True):
-    """Bytes `offset .. offset + nbytes` of a buffer on a device of this host, which `streamrl.core.cuda_ipc.open_shared(handle)` opens."""
+    """Bytes `offset .. offset + nbytes` of a buffer on a device of this host; `streamrl.tensors.cuda_ipc.open_shared(handle)` opens it."""
 
     handle: bytes
     offset: int

@@ -14,11 +14,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.core.concatenation import aligned
-from streamrl.core.digest import MASK, combine, digest_text
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Contribution, Link, Manifest, PartRef, Piece, TensorSlice, TensorSpec
+from streamrl.tensors.concatenation import aligned
+from streamrl.tensors.digest import MASK, combine, digest_text
 from streamrl.weights.manifest import ITEM_BYTES, shard_digests, sum_text
 from streamrl.weights.protocol import Shard, Slice
 

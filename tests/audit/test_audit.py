@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from streamrl.bus import BusAddress
 from streamrl.bus.protocol import Bus, Message
 from streamrl.config.tree import TasksConfig
-from streamrl.consumers.carried import write_carried
+from streamrl.consumers.training.carried import write_carried
 from streamrl.schemas.codec import encode
 from streamrl.schemas.control import Grant, Latest, Position
 from streamrl.schemas.ledger import Drop, LedgerEntry, Used

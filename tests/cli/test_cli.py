@@ -10,8 +10,8 @@ import pytest
 
 from streamrl.cli import main, parser
 from streamrl.config.tree import Config, RunConfig
-from streamrl.launch.lock import locked
-from streamrl.launch.summary import Summary, write_summary
+from streamrl.monitor.summary import Summary, write_summary
+from streamrl.runtime.lock import locked
 from streamrl.runtime.rundir import RunDir
 
 ROOT = Path(__file__).parents[2]

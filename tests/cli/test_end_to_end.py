@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.launch.lock import holder
+from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import RunDir
 from streamrl.weights.factory import weights_directory
 from tests.launch.digits import TABLE, write_digits

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from streamrl.config.tree import EngineConfig
-from streamrl.engines.batching import BatchingEngine
-from streamrl.engines.delays import TokenDelay
+from streamrl.engines.batching.delays import TokenDelay
+from streamrl.engines.batching.engine import BatchingEngine
 from streamrl.engines.http import HttpEngine
-from streamrl.engines.local import LocalEngine
+from streamrl.engines.local.engine import LocalEngine
 from streamrl.engines.protocol import Engine, GenerateRequest, HostedEngine
 from streamrl.engines.server import serve
-from streamrl.engines.table import TableEngine
+from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import EngineError, WeightSyncError
 from streamrl.schemas.samples import LogprobMode
 from streamrl.schemas.tasks import Sampling

@@ -12,15 +12,16 @@ import msgspec
 import numpy as np
 import pytest
 
+from streamrl.algorithms.token_advantages import Role
 from streamrl.config.loss import CorrectionConfig
 from streamrl.config.tree import Config, LossConfig, OptimizerConfig, RunConfig, TrainerConfig, WarmupConfig
 from streamrl.core.batches import TrainBatch
-from streamrl.core.digest import combine, tensor_digest
 from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
+from streamrl.tensors.digest import combine, tensor_digest
 from streamrl.trainers.factory import export_policy, make_trainer
-from streamrl.trainers.protocol import Role, Trainer
-from streamrl.trainers.table import TableTrainer
+from streamrl.trainers.protocol import Trainer
+from streamrl.trainers.table.trainer import TableTrainer
 
 VOCAB, EOS = 16, 1
 GROUP = 4

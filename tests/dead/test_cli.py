@@ -16,9 +16,9 @@ from streamrl.bus import BusAddress, connect
 from streamrl.bus.server import NatsServer
 from streamrl.cli import main
 from streamrl.config.tree import BusConfig, Config, RunConfig
-from streamrl.consumers.dead import bury
-from streamrl.consumers.ledger import open_ledger
-from streamrl.consumers.reader import open_message
+from streamrl.consumers.training.dead_letters import bury
+from streamrl.consumers.training.ledger import open_ledger
+from streamrl.consumers.training.reader import open_message
 from streamrl.core.fold import DeadLetter
 from streamrl.core.records import Poison
 from streamrl.runtime.rundir import RunDir

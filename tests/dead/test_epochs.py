@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
-from streamrl.consumers import trainer as trainer_service
-from streamrl.consumers.ledger import open_ledger
-from streamrl.consumers.reader import open_message
+from streamrl.consumers.training import worker as trainer_service
+from streamrl.consumers.training.ledger import open_ledger
+from streamrl.consumers.training.reader import open_message
 from streamrl.core.records import Forked, Rollouts
 from streamrl.data.model import ensure_model
 from streamrl.runtime.worker import Worker

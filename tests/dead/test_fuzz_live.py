@@ -10,13 +10,13 @@ import pytest
 from streamrl.bus import BusAddress
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
-from streamrl.consumers.dead_letters import DeadLetters
-from streamrl.consumers.reader import open_message
-from streamrl.consumers.replay import verify
+from streamrl.consumers.training.reader import open_message
 from streamrl.core.records import Ended, Marked, Poison, Rewarded, Rollouts
 from streamrl.errors import SchemaError
+from streamrl.history.dead_letters import DeadLetters
+from streamrl.history.replay import verify
 from streamrl.launch.prepare import prepare
-from streamrl.launch.record import write_or_check
+from streamrl.runtime.run_record import write_or_check
 from streamrl.schemas.codec import decode
 from streamrl.schemas.control import Grant
 from streamrl.schemas.ledger import LedgerEntry

@@ -6,14 +6,14 @@ import pytest
 
 from streamrl.bus.protocol import Bus, Message
 from streamrl.config.tree import BusConfig
-from streamrl.consumers.dead import INLINE_BYTES, bury
-from streamrl.consumers.dead_letters import DeadLetters
-from streamrl.consumers.fates import Fates
-from streamrl.consumers.ledger import open_ledger
-from streamrl.consumers.reader import open_message
+from streamrl.consumers.training.dead_letters import INLINE_BYTES, bury
+from streamrl.consumers.training.ledger import open_ledger
+from streamrl.consumers.training.reader import open_message
 from streamrl.core.fold import DeadLetter
 from streamrl.core.records import Poison, Rollouts
 from streamrl.errors import NotFound, SchemaError
+from streamrl.history.dead_letters import DeadLetters
+from streamrl.history.fates import Fates
 from streamrl.schemas.codec import encode
 from streamrl.schemas.dead import DeadRecord
 from streamrl.schemas.digests import body_digest

@@ -21,8 +21,8 @@ from streamrl.config.tree import Config
 from streamrl.producers.late import LateRewards
 from streamrl.telemetry.names import METRICS
 from tests.docs.blocks import Block, blocks
+from tests.history.conftest import FIXED, make_recorded
 from tests.kill.world import table_config
-from tests.replay.conftest import FIXED, make_recorded
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*/README.md")])

@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.core.digest import combine, digest_text, tensor_digest
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest, PartRef, TensorSpec
+from streamrl.tensors.digest import combine, digest_text, tensor_digest
 from streamrl.weights.protocol import Commit, Part, WeightHost
 
 ALIGNMENT = 64

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from streamrl.config.tree import EngineConfig
-from streamrl.engines.buffers import ALIGNMENT, TensorLayout, WeightBuffers, offsets
+from streamrl.engines.batching.buffers import ALIGNMENT, TensorLayout, WeightBuffers, offsets
 from streamrl.engines.protocol import GenerateRequest
-from streamrl.engines.table import TableEngine
+from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version

@@ -15,12 +15,12 @@ import torch
 
 from streamrl.config.tree import EngineConfig, ModelConfig
 from streamrl.data.model import write_qwen3
-from streamrl.engines.local import LocalEngine
+from streamrl.engines.local.engine import LocalEngine
 from streamrl.engines.protocol import GenerateRequest
 from streamrl.errors import ConfigError, EngineError
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
-from streamrl.trainers.causal_lm import CausalLM
+from streamrl.trainers.torch.causal_lm import CausalLM
 from tests.engines import models
 from tests.engines.models import Answer, ask
 from tests.engines.publishing import load, publish

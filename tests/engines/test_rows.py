@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from streamrl.engines.batching.rows import Rows
 from streamrl.engines.protocol import GenerateRequest
 from streamrl.engines.requests import Completion, Job
-from streamrl.engines.rows import Rows
 from streamrl.schemas.samples import VersionSpan
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from streamrl.core.seeds import uniform
-from streamrl.engines import local_sampling, sampling
-from streamrl.engines.model import Draws
+from streamrl.engines.batching.model import Draws
+from streamrl.engines.local import sampling as local_sampling
+from streamrl.engines.table import sampling
 
 SAMPLERS = ["numpy", "torch"]
 
@@ -63,7 +64,7 @@ def test_counter_based_seeds_pass_a_chi_square_test(kind):
 
 
 def kept_by_definition(p: np.ndarray, top_p: float, top_k: int) -> set[int]:
-    """Straight from the sentence in `streamrl.engines.sampling`."""
+    """Straight from the sentence in `streamrl.engines.table.sampling`."""
     order = sorted(range(len(p)), key=lambda token: (-p[token], token))
     kept: set[int] = set()
     before = 0.0

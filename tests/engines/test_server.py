@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from streamrl.config.tree import EngineConfig
-from streamrl.engines.delays import TokenDelay
+from streamrl.engines.batching.delays import TokenDelay
 from streamrl.engines.server import EngineServer, serve
-from streamrl.engines.table import TableEngine
+from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import EngineError
 from streamrl.schemas.versions import Version
 from tests.engines.publishing import Published, load, publish

@@ -13,9 +13,9 @@ import pytest
 
 from streamrl.engines.experts import Routing, from_sglang, from_text, read_routing
 from streamrl.engines.extras import read_extras, write_extras
+from streamrl.engines.live_swap.messages import stamp_of, version_of
 from streamrl.engines.protocol import Chunk, GenerateRequest
 from streamrl.engines.sglang.answers import Row, Style, body_of, joined
-from streamrl.engines.sglang.messages import stamp_of, version_of
 from streamrl.engines.wire import MetaInfo, Result
 from streamrl.errors import EngineError, SchemaError
 from streamrl.schemas.samples import LogprobMode, VersionSpan

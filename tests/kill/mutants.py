@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from streamrl.consumers.live import LiveTrainer
+from streamrl.consumers.training.loop import LiveTrainer
 from streamrl.core.state import FoldState
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import Position

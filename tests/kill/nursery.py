@@ -19,7 +19,12 @@ import msgspec
 
 from tests.kill.process import Request, end
 
-MODULES = ("streamrl.consumers.trainer", "streamrl.producers.rollouts", "streamrl.producers.tasks", "streamrl.trainers.table")
+MODULES = (
+    "streamrl.consumers.training.worker",
+    "streamrl.producers.rollouts",
+    "streamrl.producers.feeder",
+    "streamrl.trainers.table.trainer",
+)
 ROOT = Path(__file__).parents[2]
 
 

@@ -29,9 +29,9 @@ from streamrl.config.tree import (
     TrainerConfig,
     WeightsConfig,
 )
-from streamrl.consumers.replay import ReplayReport, verify
+from streamrl.history.replay import ReplayReport, verify
 from streamrl.launch.prepare import prepare
-from streamrl.launch.record import write_or_check
+from streamrl.runtime.run_record import write_or_check
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import Subjects

@@ -12,8 +12,9 @@ import pytest
 from streamrl.config.tree import Config, SuperviseConfig
 from streamrl.errors import LaunchError
 from streamrl.launch.local import LocalLauncher
-from streamrl.launch.supervisor import Supervisor, describe_exit
+from streamrl.launch.supervisor import Supervisor
 from streamrl.runtime.rundir import RunDir
+from streamrl.runtime.service import describe_exit
 from tests.launch.processes import alive, read_pids, until
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.launch.lock import holder
+from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import RunDir
 from tests.launch.processes import alive, read_pids, until
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from streamrl.config.load import load
 from streamrl.errors import StreamRLError
 from streamrl.launch.local import LocalLauncher
-from streamrl.launch.screen import PlainLines
 from streamrl.launch.up import up
+from streamrl.monitor.screen import PlainLines
 from streamrl.runtime.rundir import RunDir
 
 

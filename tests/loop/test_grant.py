@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from streamrl.bus.protocol import Bus
-from streamrl.consumers.live import raise_grant
+from streamrl.consumers.training.loop import raise_grant
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import Grant
 from streamrl.schemas.subjects import KEY_GRANTED

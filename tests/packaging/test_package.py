@@ -43,7 +43,7 @@ LIGHT = [
     "streamrl.launch.supervisor",
     "streamrl.producers.evaluation",
     "streamrl.producers.rollouts",
-    "streamrl.producers.tasks",
+    "streamrl.producers.feeder",
     "streamrl.runtime.worker",
 ]
 

@@ -6,10 +6,10 @@ import asyncio
 
 from streamrl.bus.memory import MemoryBus
 from streamrl.config.tree import BusConfig
-from streamrl.consumers.reader import RecordReader
-from streamrl.consumers.replay_log import PastLedger
-from streamrl.consumers.steps import FORGET_AT, Stepper
+from streamrl.consumers.training.reader import RecordReader
+from streamrl.consumers.training.steps import FORGET_AT, Stepper
 from streamrl.core.state import FoldConfig, initial_state
+from streamrl.history.replay_log import PastLedger
 from streamrl.schemas.columns import SampleBatch
 from tests.dead.messages import GROUP, RUN, SUBJECTS, patched, template
 

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.protocol import StreamState
-from streamrl.consumers.calls import Caller
-from streamrl.consumers.checkpoints import LOOK_EVERY_S, Checkpointer, read_latest
-from streamrl.consumers.live import fold_config
+from streamrl.consumers.training.calls import Caller
+from streamrl.consumers.training.checkpoints import LOOK_EVERY_S, Checkpointer, read_latest
+from streamrl.core.fold_config import fold_config
 from streamrl.core.state import initial_state
 from streamrl.data.model import ensure_model
 from streamrl.schemas.versions import Version

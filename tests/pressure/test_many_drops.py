@@ -11,17 +11,17 @@ import pytest
 
 from streamrl.bus import BusAddress
 from streamrl.bus.protocol import Bus
-from streamrl.consumers.fates import Fates
-from streamrl.consumers.record import record
-from streamrl.consumers.record_log import RecordedLog
-from streamrl.consumers.replay import verify
-from streamrl.consumers.spilled_drops import PREFIX_BLOBS, whole
+from streamrl.consumers.training.spilled_drops import PREFIX_BLOBS, whole
 from streamrl.errors import NotFound
-from streamrl.launch.follow import Follower
+from streamrl.history.fates import Fates
+from streamrl.history.record import record
+from streamrl.history.record_log import RecordedLog
+from streamrl.history.replay import verify
+from streamrl.history.source import read_record
 from streamrl.launch.prepare import prepare
-from streamrl.launch.record import write_or_check
-from streamrl.launch.source import read_record
-from streamrl.launch.view import RunView
+from streamrl.monitor.follow import Follower
+from streamrl.monitor.view import RunView
+from streamrl.runtime.run_record import write_or_check
 from streamrl.schemas.codec import encode
 from streamrl.schemas.ledger import SpilledDrops
 from streamrl.schemas.samples import RewardUpdate

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from streamrl.launch.screen import plain_line
-from streamrl.launch.view import RunView
+from streamrl.monitor.screen import plain_line
+from streamrl.monitor.view import RunView
 from streamrl.schemas.control import WorkerPresence
 from streamrl.schemas.events import Event
 

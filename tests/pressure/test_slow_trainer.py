@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import DebugConfig, TasksConfig
-from streamrl.consumers import trainer as trainer_module
-from streamrl.consumers.reader import RecordReader
+from streamrl.consumers.training import worker as trainer_module
+from streamrl.consumers.training.reader import RecordReader
 from streamrl.data.model import ensure_model
 from streamrl.schemas.codec import decode
 from streamrl.schemas.control import Grant

@@ -23,7 +23,7 @@ from streamrl.config.tree import (
 )
 from streamrl.data.tokenizer import Tokenizer
 from streamrl.engines.server import serve
-from streamrl.engines.table import TableEngine
+from streamrl.engines.table.engine import TableEngine
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.codec import decode, encode

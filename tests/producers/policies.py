@@ -10,8 +10,8 @@ import numpy as np
 from streamrl.config.tree import EngineConfig
 from streamrl.data.model import write_table
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer
-from streamrl.engines.delays import TokenDelay
-from streamrl.engines.table import TableEngine
+from streamrl.engines.batching.delays import TokenDelay
+from streamrl.engines.table.engine import TableEngine
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import PartRef
 from streamrl.weights.manifest import Content, build

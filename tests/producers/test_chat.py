@@ -8,7 +8,7 @@ import pytest
 
 from streamrl.core.seeds import rollout_seed
 from streamrl.data.tokenizer import Tokenizer
-from streamrl.engines.table import TableEngine
+from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import EngineError, SchemaError
 from streamrl.producers.chat import RolloutEngine
 from streamrl.producers.chat_format import ChatFormat

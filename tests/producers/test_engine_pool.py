@@ -10,13 +10,13 @@ import pytest
 from streamrl.bus.memory import MemoryBus
 from streamrl.config.tree import BusConfig
 from streamrl.data.tokenizer import Tokenizer
-from streamrl.engines.delays import TokenDelay
+from streamrl.engines.batching.delays import TokenDelay
 from streamrl.engines.http import HttpEngine
 from streamrl.engines.protocol import GenerateRequest
-from streamrl.engines.table import TableEngine
+from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import EngineError
 from streamrl.producers.completions import Completion, complete
-from streamrl.producers.engines import EnginePool
+from streamrl.producers.engine_pool import EnginePool
 from streamrl.schemas.codec import encode
 from streamrl.schemas.control import EnginePresence
 from streamrl.schemas.tasks import Sampling

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.config.tree import Config, EngineConfig, EvaluationConfig, WarmupConfig, WeightsConfig
-from streamrl.consumers import engine_worker
+from streamrl.consumers.serving import engine_worker
 from streamrl.producers.evaluation import Schedule, main
 from streamrl.runtime.kinds import num_workers
 from streamrl.schemas.codec import decode, encode

@@ -11,8 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.data.tokenizer import Tokenizer
-from streamrl.engines.delays import TokenDelay
-from streamrl.engines.table import TableEngine
+from streamrl.engines.batching.delays import TokenDelay
+from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import EngineError, SchemaError
 from streamrl.producers.chat import RolloutEngine
 from streamrl.producers.demonstrations import demonstration

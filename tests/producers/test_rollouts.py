@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.core.seeds import rollout_seed
-from streamrl.engines.delays import TokenDelay
+from streamrl.engines.batching.delays import TokenDelay
 from streamrl.errors import ConfigError, StreamFull
 from streamrl.producers.publishing import Publisher
 from streamrl.producers.rollouts import attach, main

@@ -13,7 +13,7 @@ from streamrl.config.tree import Config, DataConfig, EngineConfig, RunConfig, Ta
 from streamrl.data.model import ensure_model
 from streamrl.data.problems import Problem, Problems
 from streamrl.errors import ConfigError, SchemaError
-from streamrl.producers.tasks import Feeder, check_dataset, main, plan_tasks
+from streamrl.producers.feeder import Feeder, check_dataset, main, plan_tasks
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.codec import decode, encode

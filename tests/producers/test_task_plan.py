@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from streamrl.config.tree import Config, DataConfig, RunConfig, TasksConfig
 from streamrl.data.problems import Problem, Problems
-from streamrl.producers.tasks import min_version, plan_tasks
+from streamrl.producers.feeder import min_version, plan_tasks
 from streamrl.schemas.control import Grant
 
 PROBLEMS = Problems(

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from streamrl.bus.protocol import Bus
 from streamrl.config.check import check
 from streamrl.config.tree import Config, DataConfig, RewardConfig
-from streamrl.consumers.reader import open_message
+from streamrl.consumers.training.reader import open_message
 from streamrl.core.records import Rewarded
 from streamrl.errors import ConfigError, SchemaError
 from streamrl.producers.late import LateRewards

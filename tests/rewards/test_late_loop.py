@@ -13,14 +13,14 @@ import pytest
 from streamrl.bus import BusAddress
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
-from streamrl.consumers import trainer as trainer_service
-from streamrl.consumers.fates import Fates
-from streamrl.consumers.reader import open_message
-from streamrl.consumers.replay import verify
+from streamrl.consumers.training import worker as trainer_service
+from streamrl.consumers.training.reader import open_message
 from streamrl.core.records import Rewarded, Rollouts
+from streamrl.history.fates import Fates
+from streamrl.history.replay import verify
 from streamrl.launch.prepare import prepare
-from streamrl.launch.record import write_or_check
 from streamrl.producers.late import LateRewards
+from streamrl.runtime.run_record import write_or_check
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.ledger import LedgerEntry

@@ -14,7 +14,7 @@ from aiohttp import web
 from streamrl.engines.http import HttpEngine
 from streamrl.engines.protocol import GenerateRequest
 from streamrl.engines.server import EngineServer, serve
-from streamrl.engines.table import TableEngine
+from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import EngineError
 from streamrl.schemas.tasks import Sampling
 from tests.producers.policies import make_model, script, start_engine

@@ -14,7 +14,7 @@ from streamrl.config.hosts import is_loopback, servers
 from streamrl.config.load import load
 from streamrl.config.tree import BusConfig, RunConfig
 from streamrl.errors import ConfigError
-from streamrl.launch.credentials import certificate_of, users_of, write_cluster, write_credentials
+from streamrl.runtime.credentials import certificate_of, users_of, write_cluster, write_credentials
 from streamrl.runtime.rundir import RunDir
 from tests.security.tiny import write_run
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.engines.sglang.plugin.plan import Copy, apart, canonical, cut, merge, windows
+from streamrl.engines.live_swap.plan import Copy, apart, canonical, cut, merge, windows
 
 
 @st.composite

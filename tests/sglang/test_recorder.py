@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from streamrl.core.digest import tensor_digest
-from streamrl.engines.sglang.digests import DigestBooks
-from streamrl.engines.sglang.messages import Pace, Prepare, Prepared, Region, Stage, TensorEntry
-from streamrl.engines.sglang.plugin.buffers import Buffers
-from streamrl.engines.sglang.plugin.expand import expand
-from streamrl.engines.sglang.plugin.forwards import Forwards
-from streamrl.engines.sglang.plugin.model import aliases, twin
-from streamrl.engines.sglang.plugin.pace import Pacer
-from streamrl.engines.sglang.plugin.recorder import record
-from streamrl.engines.sglang.plugin.staging import Stager
-from streamrl.engines.sglang.plugin.swap import Swap
+from streamrl.engines.live_swap.buffers import Buffers
+from streamrl.engines.live_swap.expand import expand
+from streamrl.engines.live_swap.forwards import Forwards
+from streamrl.engines.live_swap.messages import Pace, Prepare, Prepared, Region, Stage, TensorEntry
+from streamrl.engines.live_swap.model import aliases, twin
+from streamrl.engines.live_swap.pace import Pacer
+from streamrl.engines.live_swap.rank_digests import DigestBooks
+from streamrl.engines.live_swap.recorder import record
+from streamrl.engines.live_swap.staging import Stager
+from streamrl.engines.live_swap.swap import Swap
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version
+from streamrl.tensors.digest import tensor_digest
 from streamrl.weights.manifest import Content, build
 from streamrl.weights.protocol import FileSource, Shard
 

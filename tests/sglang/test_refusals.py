@@ -11,8 +11,8 @@ import pytest
 import pytest_asyncio
 import torch
 
-from streamrl.engines.sglang.control import commit_body
-from streamrl.engines.sglang.messages import Failed, Hello, decode_reply, frame, frame_length, socket_path
+from streamrl.engines.live_swap.control import commit_body
+from streamrl.engines.live_swap.messages import Failed, Hello, decode_reply, frame, frame_length, socket_path
 from streamrl.engines.sglang.server import SglangServer
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version

@@ -117,7 +117,7 @@ async def test_the_key_is_asked_for_and_stands_in_no_command_line(sglang_server:
 
 
 async def test_truncated_sampling_gives_the_log_probs_of_what_was_drawn_from(sglang_engine: SglangEngine, epochs):
-    """Against the definition of the other engines (streamrl.engines.sampling): the kept set, renormalised."""
+    """Against the definition of the other engines (streamrl.engines.table.sampling): the kept set, renormalised."""
     version = Version(next(epochs), 0)
     model = build("qwen3", seed=5)
     await load(sglang_engine, publish(models.tensors(model), version))
@@ -138,8 +138,8 @@ def truncated(model, ids: list[int], sampling: Sampling) -> list[float]:
     import numpy as np
     import torch
 
-    from streamrl.engines.model import Draws
-    from streamrl.engines.sampling import distribution
+    from streamrl.engines.batching.model import Draws
+    from streamrl.engines.table.sampling import distribution
 
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([[*PROMPT, *ids]]), use_cache=False).logits[0, len(PROMPT) - 1 : -1].numpy()

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from streamrl.engines.sglang.messages import VERSIONS_KEY, stamp_of, version_of
-from streamrl.engines.sglang.plugin.forwards import Forwards
+from streamrl.engines.live_swap.forwards import Forwards
+from streamrl.engines.live_swap.messages import VERSIONS_KEY, stamp_of, version_of
 from streamrl.engines.sglang.plugin.stamps import one_for_each_token, stamp
 from streamrl.schemas.versions import Version
 

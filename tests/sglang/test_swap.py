@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from streamrl.engines.sglang.messages import Pace
+from streamrl.engines.live_swap.messages import Pace
 from streamrl.engines.sglang.prefixes import prefix_key
 from streamrl.engines.sglang.server import SglangServer
 from tests.engines import models

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.bus import BusAddress
-from streamrl.launch.opened import opened
+from streamrl.runtime.run_bus import opened
 from streamrl.runtime.rundir import RunDir
 from tests.audit.audit import audit
 from tests.loop.harness import read_ledger

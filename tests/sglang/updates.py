@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from streamrl.engines.sglang.control import commit_body
+from streamrl.engines.live_swap.control import commit_body
+from streamrl.engines.live_swap.messages import VERSIONS_KEY, Pace
 from streamrl.engines.sglang.host import ServerHost
-from streamrl.engines.sglang.messages import VERSIONS_KEY, Pace
 from streamrl.engines.sglang.server import SglangServer
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest

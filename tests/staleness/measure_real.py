@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from streamrl.bus import connect
 from streamrl.bus.server import NatsServer
 from streamrl.config.tree import DebugConfig, TasksConfig
-from streamrl.consumers import trainer as trainer_module
+from streamrl.consumers.training import worker as trainer_module
 from streamrl.data.model import ensure_model
 from tests.loop.harness import make_run, read_ledger, run_to_end
 from tests.staleness.conftest import table_config

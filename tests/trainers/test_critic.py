@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
+from streamrl.algorithms.token_advantages import Role
 from streamrl.config.loss import CorrectionConfig, CriticConfig, LossConfig
 from streamrl.config.tree import Config, ModelConfig, OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import ConfigError, TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.protocol import Role, Trainer
+from streamrl.trainers.protocol import Trainer
 
 Rollouts = Callable[..., TrainBatch]
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from streamrl.config.loss import CorrectionConfig, KLConfig, LossConfig
 from streamrl.config.tree import TrainerConfig
 from streamrl.errors import TrainingError
-from streamrl.trainers.parallel import DataParallel
+from streamrl.trainers.torch.parallel import DataParallel
 
 RANK = """
 import json, sys
@@ -28,7 +28,7 @@ from streamrl.config.tree import Config, LossConfig, OptimizerConfig, TrainerCon
 from streamrl.core.batches import TrainBatch
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.protocol import Role
+from streamrl.algorithms.token_advantages import Role
 
 model, out, rank, ranks = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 if ranks > 1:

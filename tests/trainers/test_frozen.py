@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from streamrl.algorithms.token_advantages import Role
 from streamrl.config.loss import CorrectionConfig, DistillationConfig, KLConfig, LossConfig
 from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import ConfigError, TrainingError
 from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.protocol import Role, Trainer
+from streamrl.trainers.protocol import Trainer
 
 Rollouts = Callable[..., TrainBatch]
 MakeModel = Callable[..., Path]
@@ -93,7 +94,7 @@ def test_distillation_draws_the_policy_to_its_teacher(model_dir: Path, other_dir
 
 
 def test_one_directory_is_loaded_once(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from streamrl.trainers import causal_lm
+    from streamrl.trainers.torch import causal_lm
 
     loaded: list[Path] = []
     load = causal_lm._load

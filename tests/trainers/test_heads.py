@@ -12,7 +12,7 @@ import torch
 
 from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import plan_micro_batches
-from streamrl.trainers.causal_lm import CausalLM
+from streamrl.trainers.torch.causal_lm import CausalLM
 
 
 class OtherLinear(torch.nn.Linear):

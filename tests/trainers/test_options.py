@@ -14,10 +14,10 @@ from streamrl.config.tree import Config, ModelConfig, OptimizerConfig, TrainerCo
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import ConfigError
 from streamrl.schemas.versions import Version
-from streamrl.trainers.causal_lm import CausalLM
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.fingerprint import numerics_fingerprint
 from streamrl.trainers.protocol import Trainer
+from streamrl.trainers.torch.causal_lm import CausalLM
 
 
 def make(directory: Path, **trainer: Any) -> Trainer:

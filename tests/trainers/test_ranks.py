@@ -12,19 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from streamrl.algorithms.token_advantages import Role
 from streamrl.config.tree import Config, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.gang import Meeting, MeetingPlace, attend
-from streamrl.trainers.local_ranks import opened_trainer
-from streamrl.trainers.protocol import Role
+from streamrl.trainers.ranks.local import opened_trainer
+from streamrl.trainers.ranks.process_group import Meeting, MeetingPlace, attend
 from tests.faults.processes import children
 
 Rollouts = Callable[..., TrainBatch]
 CONFIG = Config(trainer=TrainerConfig(ranks=2, rank_timeout_s=60.0))
-MODULE = "streamrl.trainers.local_ranks"
+MODULE = "streamrl.trainers.ranks.local"
 
 
 def test_two_ranks_do_everything_as_one_and_load_what_only_one_sees(model_dir: Path, rollouts: Rollouts, tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_rank_that_hangs_ends_the_step_within_the_timeout(model_dir: Path, rol
 def test_ranks_that_begin_with_other_weights_are_refused(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    import streamrl.trainers.local_ranks as local_ranks
+    import streamrl.trainers.ranks.local as local_ranks
 
     real: Any = make_trainer
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from streamrl.algorithms.token_advantages import Role
 from streamrl.config.tree import Config, OptimizerConfig, TasksConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.protocol import Role
-from streamrl.trainers.recheck import single_age
-from streamrl.trainers.torch import TorchTrainer
+from streamrl.trainers.torch.recheck import single_age
+from streamrl.trainers.torch.trainer import TorchTrainer
 
 MEAN, MAX = "train/same_weights_logprob_abs_diff", "train/same_weights_logprob_abs_diff_max"
 Rollouts = Callable[..., TrainBatch]

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 import torch
 
-from streamrl.core.digest_torch import NamedDigester
 from streamrl.errors import TrainingError
-from streamrl.trainers.torch_snapshot import SnapshotRing
+from streamrl.tensors.digest_torch import NamedDigester
+from streamrl.trainers.torch.snapshot import SnapshotRing
 from streamrl.weights.manifest import Content
 from streamrl.weights.protocol import Shard
 

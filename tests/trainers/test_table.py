@@ -11,21 +11,21 @@ import numpy as np
 import pytest
 import torch
 
+from streamrl.algorithms import losses
+from streamrl.algorithms.advantages import grpo
+from streamrl.algorithms.corrections import correct
+from streamrl.algorithms.logprobs import token_logprobs
+from streamrl.algorithms.policy import PolicyTokens, policy_loss
+from streamrl.algorithms.reductions import token_weights
+from streamrl.algorithms.sequences import Packed
+from streamrl.algorithms.token_advantages import Role
 from streamrl.config.loss import CorrectionConfig
 from streamrl.config.tree import Config, LossConfig, OptimizerConfig, TrainerConfig
-from streamrl.core import losses
-from streamrl.core.advantages import grpo
-from streamrl.core.batches import TrainBatch
-from streamrl.core.corrections import correct
-from streamrl.core.logprobs import token_logprobs
-from streamrl.core.policy import PolicyTokens, policy_loss
-from streamrl.core.reductions import sample_of_token, token_weights
-from streamrl.core.sequences import Packed
+from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.errors import ConfigError, TrainingError
-from streamrl.trainers import table_losses
 from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.protocol import Role
-from streamrl.trainers.table import TableTrainer, response_positions
+from streamrl.trainers.table import losses as table_losses
+from streamrl.trainers.table.trainer import TableTrainer, response_positions
 
 MakeBatch = Callable[..., TrainBatch]
 VOCAB = 16

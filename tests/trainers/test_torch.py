@@ -11,14 +11,15 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from streamrl.algorithms.token_advantages import Role
 from streamrl.config.tree import Config, LossConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import plan_micro_batches
 from streamrl.errors import ConfigError, TrainingError
 from streamrl.schemas.versions import Version
-from streamrl.trainers.causal_lm import CausalLM
 from streamrl.trainers.factory import export_policy, make_trainer
-from streamrl.trainers.protocol import Role, Trainer
+from streamrl.trainers.protocol import Trainer
+from streamrl.trainers.torch.causal_lm import CausalLM
 
 MakeBatch = Callable[..., TrainBatch]
 MakeModel = Callable[..., Path]

@@ -14,17 +14,18 @@ import numpy as np
 import pytest
 import torch
 
+from streamrl.algorithms.logprobs import GPU_CHUNK_ELEMENTS, LinearHead, linear_logprobs
+from streamrl.algorithms.nucleus import support
+from streamrl.algorithms.token_advantages import Role
 from streamrl.config.loss import CorrectionConfig, KLConfig
 from streamrl.config.tree import Config, LossConfig, OptimizerConfig, RunConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
-from streamrl.core.digest import combine, tensor_digest
-from streamrl.core.logprobs import GPU_CHUNK_ELEMENTS, LinearHead, linear_logprobs
-from streamrl.core.nucleus import support
 from streamrl.core.packing import plan_micro_batches
 from streamrl.schemas.versions import Version
-from streamrl.trainers.causal_lm import CausalLM
+from streamrl.tensors.digest import combine, tensor_digest
 from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.protocol import Role, Trainer
+from streamrl.trainers.protocol import Trainer
+from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.weights.manifest import Content
 
 # As the trainer's process does before torch begins: cuBLAS reads it once.

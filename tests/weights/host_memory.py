@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def share(buffer: torch.Tensor) -> bytes:
-    """As `streamrl.core.cuda_ipc.share`, of a tensor on the host: its storage moves to shared memory."""
+    """As `streamrl.tensors.cuda_ipc.share`, of a tensor on the host: its storage moves to shared memory."""
     storage: Any = buffer.untyped_storage()
     descriptor, _ = storage._share_fd_cpu_()
     return f"/proc/{os.getpid()}/fd/{descriptor}".encode()

@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import torch
 
-from streamrl.core.cuda_ipc import open_shared
-from streamrl.core.digest import combine, tensor_digest
-from streamrl.core.digest_torch import tensor_digests
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.weights import Manifest
+from streamrl.tensors.cuda_ipc import open_shared
+from streamrl.tensors.digest import combine, tensor_digest
+from streamrl.tensors.digest_torch import tensor_digests
 from streamrl.weights.ipc import IpcTransport
 from streamrl.weights.ipc_memory import CudaOpener
 from streamrl.weights.manifest import ITEM_BYTES, slices

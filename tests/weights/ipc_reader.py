@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from streamrl.core.digest import combine, tensor_digest
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.weights import Manifest
+from streamrl.tensors.digest import combine, tensor_digest
 from streamrl.weights.ipc import IpcTransport
 from streamrl.weights.manifest import ITEM_BYTES, slices
 from streamrl.weights.protocol import CudaSource

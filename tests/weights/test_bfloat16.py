@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from streamrl.algorithms.token_advantages import Role
 from streamrl.bus.memory import MemoryBus
 from streamrl.config.tree import Config, EngineConfig, ModelConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
@@ -16,7 +17,6 @@ from streamrl.engines.protocol import GenerateRequest
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.protocol import Role
 from streamrl.weights.bus import BusTransport
 from streamrl.weights.manifest import slices
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from streamrl.core.digest import MASK, tensor_digest
 from streamrl.errors import WeightSyncError
+from streamrl.tensors.digest import MASK, tensor_digest
 from streamrl.weights import delta
 from streamrl.weights.delta import Block, apply_block, encode_block, read_blocks
 

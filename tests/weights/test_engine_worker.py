@@ -16,7 +16,7 @@ import pytest
 
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config, EngineConfig, ModelConfig, RunConfig, SuperviseConfig
-from streamrl.consumers import engine_worker
+from streamrl.consumers.serving import engine_worker
 from streamrl.errors import EngineError
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import Worker

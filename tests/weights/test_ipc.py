@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 import torch
 
-from streamrl.core.digest import combine, tensor_digest
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
-from streamrl.trainers.torch_snapshot import SnapshotRing
+from streamrl.tensors.digest import combine, tensor_digest
+from streamrl.trainers.torch.snapshot import SnapshotRing
 from streamrl.weights.ipc import IpcTransport
 from streamrl.weights.manifest import Content, slices
 from streamrl.weights.pins import Pins

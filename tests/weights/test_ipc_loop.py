@@ -13,13 +13,13 @@ import torch
 
 from streamrl.bus.memory import MemoryBus
 from streamrl.config.tree import WeightsConfig
-from streamrl.consumers.weights import WeightWatcher
-from streamrl.core.digest import combine, tensor_digest
+from streamrl.consumers.serving.weight_watcher import WeightWatcher
 from streamrl.schemas.codec import decode
 from streamrl.schemas.subjects import WEIGHTS, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
-from streamrl.trainers.torch_snapshot import SnapshotRing
+from streamrl.tensors.digest import combine, tensor_digest
+from streamrl.trainers.torch.snapshot import SnapshotRing
 from streamrl.weights.factory import free_weights, make_publisher, make_transports
 from streamrl.weights.ipc import IpcTransport
 from streamrl.weights.manifest import slices

@@ -12,9 +12,9 @@ import safetensors.numpy
 
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config, EngineConfig, ModelConfig, RunConfig
-from streamrl.consumers.weights import WeightWatcher
+from streamrl.consumers.serving.weight_watcher import WeightWatcher
 from streamrl.data.model import ensure_model
-from streamrl.engines.batching import BatchingEngine
+from streamrl.engines.batching.engine import BatchingEngine
 from streamrl.engines.factory import make_engine
 from streamrl.engines.protocol import GenerateRequest
 from streamrl.schemas.subjects import Subjects

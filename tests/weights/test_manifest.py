@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.core.concatenation import ALIGNMENT
-from streamrl.core.digest import combine, digest_text, tensor_digest
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest, PartRef, TensorSpec
+from streamrl.tensors.concatenation import ALIGNMENT
+from streamrl.tensors.digest import combine, digest_text, tensor_digest
 from streamrl.weights.manifest import ITEM_BYTES, Content, build, check_same, check_tensors, cover, cut, offers, slices
 from streamrl.weights.protocol import Shard, Slice
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import EngineConfig
-from streamrl.consumers.weight_choice import choose_latest, choose_pinned
-from streamrl.consumers.weights import WeightWatcher
+from streamrl.consumers.serving.weight_choice import choose_latest, choose_pinned
+from streamrl.consumers.serving.weight_watcher import WeightWatcher
 from streamrl.engines.protocol import GenerateRequest
-from streamrl.engines.table import TableEngine
+from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.codec import encode
 from streamrl.schemas.control import EVALUATION_ROLE

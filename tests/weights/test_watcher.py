@@ -14,11 +14,11 @@ import pytest
 
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import EngineConfig
-from streamrl.consumers.weights import WeightWatcher
-from streamrl.engines.batching import BatchingEngine
-from streamrl.engines.delays import TokenDelay
+from streamrl.consumers.serving.weight_watcher import WeightWatcher
+from streamrl.engines.batching.delays import TokenDelay
+from streamrl.engines.batching.engine import BatchingEngine
 from streamrl.engines.protocol import Chunk, GenerateRequest
-from streamrl.engines.table import TableEngine
+from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import BusUnavailable
 from streamrl.schemas.codec import encode
 from streamrl.schemas.subjects import WEIGHTS, Subjects

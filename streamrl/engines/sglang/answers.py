@@ -18,8 +18,8 @@ import msgspec
 
 from streamrl.engines.experts import Routing, from_sglang
 from streamrl.engines.extras import EXPERTS, INEXACT, NUMBERS
+from streamrl.engines.live_swap.messages import version_of
 from streamrl.engines.protocol import Chunk, GenerateRequest
-from streamrl.engines.sglang.messages import version_of
 from streamrl.engines.sglang.prefixes import prefix_key
 from streamrl.engines.wire import MetaInfo, Result, spans_in
 from streamrl.errors import EngineError, SchemaError

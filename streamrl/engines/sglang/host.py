@@ -10,10 +10,10 @@ from typing import TypeVar
 
 import msgspec
 
-from streamrl.engines.sglang.control import RankClient
-from streamrl.engines.sglang.digests import DigestBooks
-from streamrl.engines.sglang.images import collected
-from streamrl.engines.sglang.messages import Committed, Forward, Pace, Prepare, Rank, Stage, Staged, TensorEntry
+from streamrl.engines.live_swap.control import RankClient
+from streamrl.engines.live_swap.images import collected
+from streamrl.engines.live_swap.messages import Committed, Forward, Pace, Prepare, Rank, Stage, Staged, TensorEntry
+from streamrl.engines.live_swap.rank_digests import DigestBooks
 from streamrl.errors import EngineError, WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import msgspec
 
 from streamrl.config.engines import EngineConfig
+from streamrl.engines.live_swap.control import commit_body
+from streamrl.engines.live_swap.messages import VERSIONS_KEY, Pace, Rank
 from streamrl.engines.sglang.client import SglangClient
-from streamrl.engines.sglang.control import commit_body
 from streamrl.engines.sglang.host import ServerHost
-from streamrl.engines.sglang.messages import VERSIONS_KEY, Pace, Rank
 from streamrl.engines.sglang.server import SglangServer
 from streamrl.engines.sglang.stock import StockHost
 from streamrl.errors import EngineError, StreamRLError

@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.core.digest import combine, tensor_digest
+from streamrl.engines.live_swap.images import collected, memory_folder
 from streamrl.engines.sglang.client import SglangClient
-from streamrl.engines.sglang.images import collected, memory_folder
 from streamrl.errors import EngineError, WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
+from streamrl.tensors.digest import combine, tensor_digest
 from streamrl.weights.protocol import Commit, CudaSource, FileSource, Part, Slice
 
 log = logging.getLogger(__name__)

@@ -1,13 +1,13 @@
 """What runs inside SGLang's scheduler processes: SGLang finds `register` by the entry point `streamrl` of `sglang.srt.plugins`.
 
-Without the environment variable that our worker sets (`streamrl.engines.sglang.messages.PLUGIN_ENV`) it does nothing.
+Without the environment variable that our worker sets (`streamrl.engines.live_swap.messages.PLUGIN_ENV`) it does nothing.
 """
 
 from __future__ import annotations
 
 import os
 
-from streamrl.engines.sglang.messages import PLUGIN_ENV
+from streamrl.engines.live_swap.messages import PLUGIN_ENV
 
 
 def register() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import torch
 
-from streamrl.engines.sglang.messages import Settings
-from streamrl.engines.sglang.plugin.model import aliases
+from streamrl.engines.live_swap.messages import Settings
+from streamrl.engines.live_swap.model import aliases
 
 
 class Choice(msgspec.Struct, frozen=True):

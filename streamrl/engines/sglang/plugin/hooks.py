@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import torch
 
-from streamrl.engines.sglang.messages import COPY_KEY, EPOCH_KEY, NUMBER_KEY, Settings
-from streamrl.engines.sglang.plugin.channel import Channel
+from streamrl.engines.live_swap.channel import Channel
+from streamrl.engines.live_swap.messages import COPY_KEY, EPOCH_KEY, NUMBER_KEY, Settings
 from streamrl.engines.sglang.plugin.rank import Placement, ServedRank
 from streamrl.engines.sglang.plugin.stamps import one_for_each_token, stamp
 from streamrl.engines.sglang.prefixes import renewed_key

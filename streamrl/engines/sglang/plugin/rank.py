@@ -11,7 +11,10 @@ from typing import Any
 import msgspec
 import torch
 
-from streamrl.engines.sglang.messages import (
+from streamrl.engines.live_swap.buffers import Buffers
+from streamrl.engines.live_swap.forwards import Forwards as ForwardCounter
+from streamrl.engines.live_swap.graphs import GraphSets
+from streamrl.engines.live_swap.messages import (
     CommitLog,
     Commits,
     Failed,
@@ -26,12 +29,9 @@ from streamrl.engines.sglang.messages import (
     Settings,
     Stage,
 )
-from streamrl.engines.sglang.plugin.buffers import Buffers
+from streamrl.engines.live_swap.staging import Stager
+from streamrl.engines.live_swap.swap import Swap
 from streamrl.engines.sglang.plugin.choice import Choice, choose
-from streamrl.engines.sglang.plugin.forwards import Forwards as ForwardCounter
-from streamrl.engines.sglang.plugin.graphs import GraphSets
-from streamrl.engines.sglang.plugin.staging import Stager
-from streamrl.engines.sglang.plugin.swap import Swap
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from streamrl.engines.sglang.messages import VERSIONS_KEY
+from streamrl.engines.live_swap.messages import VERSIONS_KEY
 
 
 def stamp(result: Any, rows: int, version: int) -> None:

@@ -1,0 +1,1 @@
+"""The trainer's side of the stream: the loop, its steps, reader, ledger and checkpoints."""

@@ -1,0 +1,78 @@
+"""Messages that a checkpoint carries itself, so that the sample stream may be trimmed above them.
+
+A group that waits (for a part that a dead producer still owes, for a reward that comes hours later) would otherwise pin everything behind
+it: a full stream then could never be trimmed, and what the group waits for could never be stored. A trainer under pressure copies the
+messages of its pending groups into its checkpoint, and its position moves to where it has read. There are at most (S + 1) * B such groups.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from streamrl.bus.protocol import Log, Message
+from streamrl.core.state import FoldState
+from streamrl.errors import TrainingError
+from streamrl.schemas.subjects import SAMPLES
+
+CARRIED_FILE = "carried.msgpack"
+_AT_ONCE = 32
+
+
+def held(state: FoldState) -> set[int]:
+    """Sequences of the messages that the state's pending groups are made of."""
+    return {r.sequence for task in state.pending.values() for r in task.rollouts.values()}
+
+
+def oldest_read_again(state: FoldState, carried: Iterable[int]) -> int:
+    """Lowest sequence that a trainer resuming from this state reads from the stream when its checkpoint carries `carried`."""
+    return min([*(held(state) - set(carried)), state.cursor + 1])
+
+
+async def fetch_messages(bus: Log, sequences: Iterable[int]) -> dict[int, Message]:
+    """Copies of stored messages by sequence; raises NotFound."""
+    gate = asyncio.Semaphore(_AT_ONCE)
+
+    async def fetch(sequence: int) -> Message:
+        async with gate:
+            found = await bus.fetch(SAMPLES, sequence)
+            return msgspec.structs.replace(found, body=bytes(found.body), headers=dict(found.headers))
+
+    messages = await asyncio.gather(*(fetch(sequence) for sequence in sequences))
+    return {message.sequence: message for message in messages}
+
+
+def write_carried(checkpoint: Path, messages: Iterable[Message]) -> None:
+    """Put the messages into a complete checkpoint; all of them are there or none."""
+    path = checkpoint / CARRIED_FILE
+    writing = path.with_suffix(".writing")
+    with writing.open("wb") as file:
+        file.write(msgspec.msgpack.encode(list(messages)))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(writing, path)
+    folder = os.open(checkpoint, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def read_carried(checkpoint: Path) -> dict[int, Message]:
+    """The messages that a checkpoint carries, by sequence; none if it was written without pressure.
+
+    Raises:
+        TrainingError: the file cannot be read.
+    """
+    path = checkpoint / CARRIED_FILE
+    if not path.exists():
+        return {}
+    try:
+        messages = msgspec.msgpack.decode(path.read_bytes(), type=list[Message])
+    except msgspec.MsgspecError as error:
+        raise TrainingError(f"expected messages in {path}, got: {error}", hint="was the checkpoint changed by hand?") from error
+    return {message.sequence: message for message in messages}

@@ -1,0 +1,275 @@
+"""Checkpoints of a live trainer, and what may happen only behind them: the `latest` pointer, the position, trimming."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from streamrl.bus.protocol import Bus, Log, Message
+from streamrl.consumers.training.calls import Caller
+from streamrl.consumers.training.carried import fetch_messages, held, oldest_read_again, write_carried
+from streamrl.core.state import FoldState
+from streamrl.errors import BusError, LogTruncated
+from streamrl.schemas.codec import decode, encode
+from streamrl.schemas.control import Latest, Position
+from streamrl.schemas.subjects import KEY_LATEST, PREFIX_POSITIONS, SAMPLES
+from streamrl.schemas.versions import Version
+from streamrl.trainers.checkpoints import prune
+from streamrl.trainers.protocol import Trainer
+
+log = logging.getLogger(__name__)
+
+TRIM_ABOVE = 0.7
+"""The sample stream is trimmed once it fills more than this share of its byte budget; the rest holds more than the largest message."""
+LOOK_EVERY_S = 0.25
+"""The stream's state is asked for no more often than this, however short the steps."""
+TRIM_EVERY_S = 1.0
+"""Between two looks at whether it is."""
+
+
+class Saving(msgspec.Struct, frozen=True):
+    """A checkpoint that is being written."""
+
+    future: Any  # Future[None]; msgspec has no type for it
+    latest: Latest
+    carried: tuple[Message, ...] = ()
+
+
+class AroundFold(Protocol):
+    """A state with the fold's in it, such as a tap's."""
+
+    @property
+    def own(self) -> FoldState: ...
+    @property
+    def version(self) -> Version: ...
+    @property
+    def cursor(self) -> int: ...
+    @property
+    def oldest_needed(self) -> int: ...
+    def encode(self) -> bytes: ...
+
+
+Resumable = FoldState | AroundFold
+"""A state that a trainer can go on from."""
+
+
+class Checkpointer:
+    """Writes checkpoints in the background, one at a time; `poll` moves the pointers once the files are complete.
+
+    Order: files synced and renamed -> `latest` -> position -> trim. A crash between any two leaves the older, complete state in force.
+    All methods are called from the training thread; `call` runs a coroutine on the bus's loop and waits for it.
+    With `lease_s` (a tap) the position lapses unless it is kept, and trimming is left to the run's own trainer.
+
+    When the sample stream is nearly full a checkpoint carries the messages of its pending groups, so that everything that has been read
+    can be trimmed: whatever the groups wait for finds room, and a full stream cannot come to a standstill.
+    """
+
+    def __init__(
+        self,
+        *,
+        bus: Bus,
+        call: Caller,
+        trainer: Trainer,
+        name: str,
+        run_path: Path,
+        every: int,
+        keep: int,
+        identity: str,
+        lease_s: int | None = None,
+    ) -> None:
+        self._bus = bus
+        self._call = call
+        self._trainer = trainer
+        self._name = name
+        self._run_path = run_path
+        self._every = every
+        self._keep = keep
+        self._identity = identity
+        self._lease_s = lease_s
+        self._saving: Saving | None = None
+        self._saved: Version | None = None
+        self._saved_cursor = 0
+        self._carried: dict[int, Message] = {}
+        """What is held and may be gone from the stream, by sequence."""
+        self._look_at_s = 0.0
+        self._nearly_full = False
+        """What the last look found."""
+
+    def resumed(self, latest: Latest | None, carried: Mapping[int, Message] | None = None) -> None:
+        """Tell it which checkpoint the trainer goes on from, and which messages that one carries.
+
+        With None it is one of another trainer: this one has no checkpoint yet, but what is carried is carried on.
+        """
+        if latest is not None:
+            self._saved, self._saved_cursor = latest.version, latest.cursor
+        self._carried = dict(carried or {})
+
+    def after_step(self, state: Resumable) -> None:
+        """Begin a checkpoint when one is due, and finish the one that is done."""
+        self.poll()
+        if self._saving is not None:
+            return
+        pressed = self._pressed()
+        saved = self._saved.number if self._saved else 0
+        if pressed or state.version.number - saved >= self._every:
+            self.begin(state, carry=pressed)
+
+    def while_waiting(self, state: Resumable) -> None:
+        """Finish the checkpoint that is done; make room if the stream is nearly full: nothing may come any more otherwise.
+
+        Called often while the training thread waits for records; looks at the stream a few times a second.
+        """
+        self.poll()
+        if self._saving is not None or time.monotonic() < self._look_at_s or state.cursor <= self._saved_cursor:
+            return
+        if self._pressed():
+            self.begin(state, carry=True)
+
+    def begin(self, state: Resumable, *, carry: bool = False) -> None:
+        """Snapshot now and write in the background; with `carry`, the messages of all pending groups too."""
+        path = f"checkpoints/{self._name}-v{state.version.number:08d}-e{state.version.epoch}"
+        oldest = self._carry(state if isinstance(state, FoldState) else state.own, everything=carry)
+        future: Future[None] = self._trainer.save(self._run_path / path, state.encode(), version=state.version)
+        latest = Latest(self._name, state.version, path, state.cursor, oldest, self._identity, tuple(sorted(self._carried)))
+        self._saving = Saving(future, latest, tuple(self._carried.values()))
+
+    def _carry(self, state: FoldState, *, everything: bool) -> int:
+        """Bring `_carried` up to date; returns the lowest sequence that is still needed from the stream.
+
+        What an earlier checkpoint carried may have been trimmed, so it is carried for as long as its group is pending.
+        """
+        needed = held(state)
+        self._carried = {sequence: message for sequence, message in self._carried.items() if sequence in needed}
+        if everything:
+            self._carried |= self._call(fetch_messages(self._bus, sorted(needed - self._carried.keys())))
+        return oldest_read_again(state, self._carried)
+
+    def poll(self) -> None:
+        """Move the pointers if the files are complete; raises what the writing raised."""
+        if self._saving is not None and self._saving.future.done():
+            self._finish()
+
+    def flush(self, state: Resumable) -> None:
+        """Wait until the newest state is saved and pointed to."""
+        if self._saving is not None:
+            self._finish()
+        if self._saved != state.version:
+            self.begin(state)
+            self._finish()
+
+    def _finish(self) -> None:
+        saving = self._saving
+        assert saving is not None
+        saving.future.result()
+        latest = saving.latest
+        if saving.carried:
+            write_carried(self._run_path / latest.path, saving.carried)
+        self._call(self._bus.kv.put(latest_key(self._name), encode(latest)))
+        position = Position(self._name, SAMPLES, latest.oldest_needed, latest.version)
+        self._call(self._bus.kv.put(PREFIX_POSITIONS + self._name, encode(position), ttl_s=self._lease_s))
+        self._saving, self._saved, self._saved_cursor = None, latest.version, latest.cursor
+        self._nearly_full = False  # perhaps: the position has moved, the next look tells
+        log.info(
+            "checkpoint complete version=%s cursor=%d carried=%d path=%s", latest.version, latest.cursor, len(saving.carried), latest.path
+        )
+        self._prune(latest)
+        if self._lease_s is None:
+            self._call(trim_if_full(self._bus))
+
+    def _prune(self, latest: Latest) -> None:
+        prune(self._run_path / "checkpoints", keep=self._keep, prefix=f"{self._name}-")
+
+    def _pressed(self) -> bool:
+        """Whether the stream was so full at the last look that only a newer position could let it be trimmed."""
+        now = time.monotonic()
+        if now >= self._look_at_s:
+            self._look_at_s = now + LOOK_EVERY_S
+            state = self._call(self._bus.state(SAMPLES))
+            self._nearly_full = state.max_bytes > 0 and state.bytes > TRIM_ABOVE * state.max_bytes
+        return self._nearly_full
+
+
+def latest_key(trainer: str) -> str:
+    """Key of a trainer's newest complete checkpoint."""
+    return f"{KEY_LATEST}/{trainer}"
+
+
+async def read_latest(bus: Bus, trainer: str) -> Latest | None:
+    """The newest complete checkpoint, or None."""
+    entry = await bus.kv.get(latest_key(trainer))
+    return decode(entry.value, Latest, where=latest_key(trainer)) if entry and entry.value else None
+
+
+async def check_stream(bus: Log, *, cursor: int, oldest_needed: int, identity: str) -> str:
+    """Return the sample stream's identity if a reader may go on from `cursor`.
+
+    Raises:
+        LogTruncated: it is another stream, lost its end (power loss), or was trimmed above what is needed.
+    """
+    state = await bus.state(SAMPLES)
+    if identity and identity != state.identity:
+        raise LogTruncated(
+            f"expected sample stream {identity}, got {state.identity}: it was deleted and made again",
+            hint="restore the bus's storage, or begin a new run with --name",
+        )
+    if state.last < cursor:
+        raise LogTruncated(
+            f"the sample stream ends at sequence {state.last}, the checkpoint has read up to {cursor}",
+            hint="the bus lost messages (power loss?); restore its storage or begin a new run; `bus.sync_always = true` prevents it",
+            needed=cursor,
+            first=state.first,
+        )
+    if state.first > oldest_needed:
+        raise LogTruncated(
+            f"sequence {oldest_needed} of the sample stream is needed, it begins at {state.first}",
+            hint="was it trimmed by hand, or made with discard=old? a replay from the start needs the whole stream",
+            needed=oldest_needed,
+            first=state.first,
+        )
+    return state.identity
+
+
+async def ensure_position(bus: Bus, trainer: str, state: Resumable, *, lease_s: int | None = None) -> None:
+    """Claim the stream from this reader's oldest needed message on, if it has no position yet."""
+    key = PREFIX_POSITIONS + trainer
+    if await bus.kv.get(key) is None:
+        await bus.kv.put(key, encode(Position(trainer, SAMPLES, state.oldest_needed, state.version)), ttl_s=lease_s)
+
+
+async def keep_trimmed(bus: Bus) -> None:
+    """Trim again and again, for ever, while the run's trainer lives.
+
+    A trainer trims with its checkpoints, but once a tap's position has let the stream fill up there are no more steps and no checkpoints:
+    then it is this that notices that the tap has moved on, or has lapsed.
+    """
+    while True:
+        await asyncio.sleep(TRIM_EVERY_S)
+        try:
+            await trim_if_full(bus, warn=False)
+        except BusError as error:
+            log.warning("samples not trimmed error=%s", error.message)
+
+
+async def trim_if_full(bus: Bus, *, warn: bool = True) -> None:
+    """Trim the sample stream below what its readers still need, once it is nearly full; with `warn`, say when nothing can be trimmed."""
+    state = await bus.state(SAMPLES)
+    if state.max_bytes <= 0 or state.bytes < TRIM_ABOVE * state.max_bytes:
+        return
+    needed = []
+    for key in await bus.kv.keys(PREFIX_POSITIONS):
+        entry = await bus.kv.get(key)
+        if entry is not None and entry.value is not None:
+            needed.append(decode(entry.value, Position, where=key).oldest_needed)
+    through = min(needed, default=1) - 1
+    if through >= state.first:
+        await bus.trim(SAMPLES, through=through)
+        log.info("samples trimmed through=%d bytes=%d", through, state.bytes)
+    elif warn:
+        log.warning("samples nearly full and nothing to trim first=%d bytes=%d max_bytes=%d", state.first, state.bytes, state.max_bytes)

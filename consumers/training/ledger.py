@@ -1,0 +1,148 @@
+"""The ledger of one trainer: what has been trained, and the fence that keeps a second trainer out."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+import msgspec
+
+from streamrl.bus.protocol import Bus
+from streamrl.consumers.training.checkpoints import trim_if_full
+from streamrl.consumers.training.spilled_drops import spill
+from streamrl.errors import Conflict, Fenced, StreamFull, TrainingError
+from streamrl.schemas.codec import decode, encode
+from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.samples import MARK_EPOCH, EpochMark, Mark
+from streamrl.schemas.subjects import LEDGER, PREFIX_FENCES, Subjects
+
+log = logging.getLogger(__name__)
+
+
+class Ledger:
+    """Entries by version number (of the newest epoch), and the tail that the next append must follow.
+
+    Make one with `open_ledger`. Not safe for several threads.
+    """
+
+    def __init__(self, bus: Bus, subjects: Subjects, trainer: str, fence: int) -> None:
+        self.trainer = trainer
+        self.fence = fence
+        self.entries: dict[int, LedgerEntry] = {}
+        self.max_epoch = 0
+        self.last_number = 0
+        """Highest version number that has an entry; 0 if none has."""
+        self._bus = bus
+        self._subject = subjects.ledger(trainer)
+        self._tail = 0
+        self._numbers: dict[int, tuple[int, int]] = {}
+
+    @property
+    def forks(self) -> tuple[EpochMark, ...]:
+        """Where each epoch after 0 began, and how far the one before it had come."""
+        epochs = sorted(self._numbers)
+        return tuple(EpochMark(new, self._numbers[new][0], self._numbers[old][1]) for old, new in itertools.pairwise(epochs))
+
+    def at(self, number: int) -> LedgerEntry | None:
+        """The entry that made version `number`, if it is there."""
+        return self.entries.get(number)
+
+    def forget(self, number: int) -> None:
+        """Free the entries up to version `number`; `at` no longer finds them."""
+        for old in [n for n in self.entries if n <= number]:
+            del self.entries[old]
+
+    async def load(self) -> None:
+        """Read every entry there is."""
+        newest = await self._bus.last(self._subject)
+        if newest is None:
+            return
+        async for message in self._bus.read(LEDGER, after=0, subject=self._subject):
+            self._take(decode(message.body, LedgerEntry, where=f"{self._subject} sequence {message.sequence}"), message.sequence)
+            if message.sequence >= newest.sequence:
+                return
+
+    async def append(self, entry: LedgerEntry) -> None:
+        """Make an entry durable; drops that would not fit a message go into a blob first.
+
+        Raises:
+            StreamFull: there is no room for that blob.
+            Fenced: a newer trainer has appended; this one must exit.
+            TrainingError: an older trainer slipped an entry in before it was fenced; start again from the checkpoint to train by it.
+        """
+        version = entry.version
+        entry = await spill(self._bus.blobs, entry)
+        try:
+            receipt = await self._bus.publish(
+                self._subject,
+                encode(entry),
+                id=f"l{self.trainer}.{version.epoch}.{version.number}.{self.fence}",
+                expect_subject_last=self._tail,
+            )
+        except Conflict as error:
+            raise await self._refused(entry) from error
+        self._take(entry, receipt.sequence)
+        self.forget(entry.version.number)
+
+    async def _refused(self, entry: LedgerEntry) -> Exception:
+        newest = await self._bus.last(self._subject)
+        other = decode(newest.body, LedgerEntry, where=self._subject) if newest else entry
+        if other.fence > self.fence:
+            return Fenced(
+                f"trainer {self.trainer!r} with fence {self.fence} was refused at version {entry.version}: "
+                f"a trainer with fence {other.fence} has written version {other.version}",
+                hint="another process trains this run; nothing is to be done here",
+                fence=self.fence,
+            )
+        return TrainingError(
+            f"the ledger of {self.trainer!r} grew to version {other.version} while version {entry.version} was being trained",
+            hint="a former trainer finished its last write late; a restart from the checkpoint trains by that entry",
+        )
+
+    def _take(self, entry: LedgerEntry, sequence: int) -> None:
+        known = self.entries.get(entry.version.number)
+        if known is None or known.version.epoch <= entry.version.epoch:
+            self.entries[entry.version.number] = entry
+        self.last_number = max(self.last_number, entry.version.number)
+        self.max_epoch = max(self.max_epoch, entry.version.epoch)
+        number, epoch = entry.version.number, entry.version.epoch
+        first, last = self._numbers.get(epoch, (number, number))
+        self._numbers[epoch] = (min(first, number), max(last, number))
+        self._tail = sequence
+
+
+async def open_ledger(bus: Bus, subjects: Subjects, trainer: str, *, fence: int = 0) -> Ledger:
+    """Read a trainer's ledger. A reader that will not append leaves `fence` at 0."""
+    ledger = Ledger(bus, subjects, trainer, fence)
+    await ledger.load()
+    return ledger
+
+
+async def take_fence(bus: Bus, trainer: str) -> int:
+    """A fencing token higher than any before it; whoever held a lower one is refused at the ledger from its successor's entry on."""
+    key = PREFIX_FENCES + trainer
+    while True:
+        entry = await bus.kv.get(key)
+        token = int(entry.value or b"0") + 1 if entry else 1
+        try:
+            await bus.kv.put(key, str(token).encode(), expect=entry.revision if entry else 0)
+        except Conflict:
+            continue
+        log.info("fence taken trainer=%s fence=%d", trainer, token)
+        return token
+
+
+async def mark_epoch(bus: Bus, subjects: Subjects, trainer: str, fork: EpochMark) -> None:
+    """Tell the sample stream of a forked epoch; the fold lets its versions pass from there on. A repeat changes nothing.
+
+    Raises:
+        StreamFull: there is no room, also after a trim.
+    """
+    mark = encode(Mark(name=MARK_EPOCH, detail=msgspec.to_builtins(fork)))
+    id = f"m{trainer}.{fork.epoch}"
+    try:
+        await bus.publish(subjects.marks, mark, id=id)
+    except StreamFull:
+        await trim_if_full(bus)
+        await bus.publish(subjects.marks, mark, id=id)
+    log.info("epoch marked epoch=%d first=%d last_before=%d", fork.epoch, fork.first, fork.last_before)

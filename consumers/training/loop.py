@@ -1,0 +1,300 @@
+"""The live trainer: train, write it down, publish it, checkpoint it, in an order that survives a crash between any two lines.
+
+```text
+fence = take_fence(); state = decode(trainer.load(latest)) or initial
+for each record in stream order:    fold                        (streamrl.consumers.training.steps)
+    dead letters, grant                                         idempotent
+    for each batch that closes:     step
+        ledger.append(entry)                                    durable, and the fence: a zombie is refused here
+        epoch marks                                             onto the stream, before weights of a forked epoch; idempotent
+        grant                                                   idempotent
+        publisher.offer(version)                                never before its ledger entry
+        checkpoint -> latest -> position -> trim                never trimmed below what a restart needs
+```
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from streamrl.bus.protocol import Bus
+from streamrl.config.tree import Config
+from streamrl.consumers.training.calls import Caller
+from streamrl.consumers.training.carried import fetch_messages, held, oldest_read_again, read_carried
+from streamrl.consumers.training.checkpoints import Checkpointer, check_stream, ensure_position, read_latest
+from streamrl.consumers.training.dead_letters import bury
+from streamrl.consumers.training.ledger import Ledger, mark_epoch, open_ledger, take_fence
+from streamrl.consumers.training.reader import Incoming, RecordReader, open_samples
+from streamrl.consumers.training.steps import Stepped, Stepper
+from streamrl.core.assembly import ages, used
+from streamrl.core.fold import Effects
+from streamrl.core.fold_config import fold_config
+from streamrl.core.seeds import run_seed
+from streamrl.core.state import FoldState, initial_state
+from streamrl.errors import Conflict, Diverged
+from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.codec import decode, encode
+from streamrl.schemas.control import Grant
+from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.subjects import KEY_GRANTED, SAMPLES, WARMUP_SOURCE, Subjects
+from streamrl.schemas.versions import Version
+from streamrl.trainers.protocol import Trainer
+from streamrl.weights.manifest import Content
+from streamrl.weights.protocol import Shard
+
+log = logging.getLogger(__name__)
+
+REWARD_WINDOW = 20
+"""Batches whose mean reward `run.until_reward` looks at."""
+
+
+class Offers(Protocol):
+    """What the loop needs of a publisher."""
+
+    def offer(self, version: Version, digest: str, shards: Iterable[Shard]) -> None: ...
+
+
+class LiveTrainer:
+    """One trainer process. `run` is called once, from the training thread; all bus work goes through `call`.
+
+    Args:
+        config: the whole tree.
+        subjects: of the run.
+        bus: connected.
+        call: runs a coroutine of the bus's loop.
+        trainer: the backend, initial weights loaded.
+        publisher: gets every version that is in the ledger.
+        run_dir: where checkpoints go.
+        fingerprint: digest of the numerics fingerprint.
+        vocab_size: of the model; a message with a token beyond it is quarantined. 0: not checked.
+        export: called with the version once the warm-up has ended and at the run's end, to save the policy for others to use.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        subjects: Subjects,
+        bus: Bus,
+        call: Caller,
+        trainer: Trainer,
+        publisher: Offers,
+        run_dir: RunDir,
+        fingerprint: str,
+        export: Callable[[Version], None],
+        vocab_size: int = 0,
+    ) -> None:
+        self.config = config
+        self.subjects = subjects
+        self.bus = bus
+        self.call = call
+        self.trainer = trainer
+        self.publisher = publisher
+        self.run_dir = run_dir
+        self.fingerprint = fingerprint
+        self.export = export
+        self.fold_config = fold_config(config, vocab_size)
+        self.rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
+        self._deadline = float("inf")
+        self._granted = 0
+        self._grant_revision: int | None = None
+        self._marked: set[int] = set()
+
+    def run(self, stop: Callable[[], bool]) -> tuple[FoldState, bool]:
+        """Train until the run's end (True) or until `stop` is true (False); the state returned is checkpointed.
+
+        Raises:
+            Fenced: another trainer has taken over.
+            Diverged: with run.numerics = "bitwise", a step gave other digits than the ledger.
+            LogTruncated: the stream no longer holds what is needed.
+        """
+        call, name = self.call, self.config.trainer.name
+        fence = call(take_fence(self.bus, name))
+        ledger = call(open_ledger(self.bus, self.subjects, name, fence=fence))
+        latest = call(read_latest(self.bus, name))
+        state = FoldState.decode(self.trainer.load(self.run_dir.path / latest.path)) if latest else initial_state(self.fold_config)
+        known = latest.stream_identity if latest else ""
+        carried = read_carried(self.run_dir.path / latest.path) if latest else {}
+        oldest = oldest_read_again(state, carried)
+        identity = call(check_stream(self.bus, cursor=state.cursor, oldest_needed=oldest, identity=known))
+        call(ensure_position(self.bus, name, state))
+        saver = self._checkpointer(identity)
+        if latest:
+            saver.resumed(latest, carried)
+        self._mark_epochs(ledger, state)
+        self._remember_rewards(ledger)
+        ledger.forget(state.version.number)
+        self._grant(state.grant)
+        if ledger.last_number <= state.version.number:
+            self._offer(state.version)
+        pending = carried | call(fetch_messages(self.bus, held(state) - carried.keys()))
+        reader = RecordReader(self.bus, call.loop, after=state.cursor, capacity=4 * self.config.tasks.batch_tasks)
+        stepper = Stepper(
+            reader=reader,
+            ledger=ledger,
+            trainer=self.trainer,
+            config=self.fold_config,
+            state=state,
+            messages=open_samples(pending[sequence] for sequence in held(state)),
+            effects=self._take_effects,
+            waiting=saver.while_waiting,
+        )
+        log.info("training from version=%s cursor=%d ledger=%d fence=%d", state.version, state.cursor, ledger.last_number, fence)
+        try:
+            finished = self._train(stepper, ledger, saver, stop)
+        finally:
+            reader.close()
+        saver.flush(stepper.state)
+        if finished:
+            self.export(stepper.state.version)
+        return stepper.state, finished
+
+    def _train(self, stepper: Stepper, ledger: Ledger, saver: Checkpointer, stop: Callable[[], bool]) -> bool:
+        while True:
+            if self._at_end(stepper, ledger):
+                return True
+            stepped = stepper.next(lambda: stop() or self._at_end(stepper, ledger))
+            if stepped is None:
+                if stop():
+                    return False
+                continue
+            state = self._commit(stepped, ledger)
+            stepper.state = state
+            if stepped.before.warmup_end is None and state.warmup_end is not None:
+                self.export(state.version)
+            self._grant(state.grant)
+            if state.version.number >= ledger.last_number:
+                self._offer(state.version, stepped.result.digest)
+            saver.after_step(state)
+
+    def _commit(self, stepped: Stepped, ledger: Ledger) -> FoldState:
+        """Make the batch durable in the ledger, or check it against what is there; returns the state with its final version."""
+        past, state = stepped.past, stepped.state
+        if past is not None and past.version.epoch >= state.version.epoch:
+            if past.digest == stepped.result.digest:
+                return replace(state, version=past.version)
+            if self.config.run.numerics == "bitwise":
+                raise Diverged(
+                    f"version {past.version} has digest {past.digest} in the ledger, training it again gave {stepped.result.digest}",
+                    hint='compare fingerprints with `streamrl replay RUN --verify`, or set run.numerics = "fast" to fork the epoch',
+                    version=str(past.version),
+                )
+            state = replace(state, version=Version(ledger.max_epoch + 1, state.version.number))
+            log.warning("epoch forked version=%s ledger_version=%s ledger_digest=%s", state.version, past.version, past.digest)
+        self.call(ledger.append(self._entry(stepped, state, ledger.fence)))
+        self._mark_epochs(ledger, state)
+        if stepped.arrays.kind == "rl":
+            self.rewards.append(stepped.metrics.get("rollout/raw_reward", 0.0))
+        return state
+
+    def _entry(self, stepped: Stepped, state: FoldState, fence: int) -> LedgerEntry:
+        before = stepped.before
+        return LedgerEntry(
+            run=self.subjects.run,
+            trainer=self.config.trainer.name,
+            version=state.version,
+            source=stepped.batch.source,
+            used=used(stepped.batch),
+            drops=before.drops,
+            cursor=before.cursor,
+            granted=state.granted,
+            retired=state.retired,
+            seed=run_seed(self.subjects.run, self.config.run.seed),
+            fingerprint=self.fingerprint,
+            digest=stepped.result.digest,
+            warm=state.warmup_end is not None,
+            staleness=tuple(ages(stepped.batch, before)["total"]),
+            num_samples=stepped.arrays.num_samples,
+            num_tokens=stepped.arrays.num_tokens,
+            metrics=stepped.metrics,
+            fence=fence,
+            time_s=time.time(),
+        )
+
+    def _at_end(self, stepper: Stepper, ledger: Ledger) -> bool:
+        """Whether all that the ledger has is trained again and the run's limits are reached."""
+        return stepper.state.version.number >= ledger.last_number and self._finished(stepper.state)
+
+    def _finished(self, state: FoldState) -> bool:
+        if state.warmup_end is None:
+            return False
+        limits = self.config.run
+        if limits.max_seconds and state.steps > 0 and self._deadline == float("inf"):
+            self._deadline = time.monotonic() + limits.max_seconds
+        if state.steps >= limits.steps or time.monotonic() >= self._deadline:
+            return True
+        full = len(self.rewards) == REWARD_WINDOW
+        return bool(limits.until_reward) and full and sum(self.rewards) / REWARD_WINDOW >= limits.until_reward
+
+    def _take_effects(self, effects: Effects, incoming: Incoming) -> None:
+        for letter in effects.dead:
+            message = incoming.message
+            if message is None:  # readable, but judged impossible in the fold
+                message = self.call(self.bus.fetch(SAMPLES, letter.sequence))
+            self.call(bury(self.bus, self.subjects, message, letter))
+        if effects.grant is not None:
+            self._grant(effects.grant)
+
+    def _mark_epochs(self, ledger: Ledger, state: FoldState) -> None:
+        """Put onto the stream every epoch of the ledger that is not known from there, before weights of it can be published."""
+        for fork in ledger.forks[len(state.epochs) - 1 :]:
+            if fork.epoch not in self._marked:
+                self.call(mark_epoch(self.bus, self.subjects, self.config.trainer.name, fork))
+                self._marked.add(fork.epoch)
+
+    def _grant(self, grant: Grant) -> None:
+        """Raise the key `granted`; it never goes down."""
+        if grant.granted > self._granted:
+            self._grant_revision = self.call(raise_grant(self.bus, grant, revision=self._grant_revision))
+            self._granted = grant.granted
+
+    def _offer(self, version: Version, digest: str = "") -> None:
+        if digest:
+            self.publisher.offer(version, digest, self.trainer.shards())
+            return
+        shards: tuple[Shard, ...] = tuple(self.trainer.shards())
+        self.publisher.offer(version, Content(shards).digest, shards)
+
+    def _remember_rewards(self, ledger: Ledger) -> None:
+        for _, entry in sorted(ledger.entries.items()):
+            if entry.source != WARMUP_SOURCE:
+                self.rewards.append(entry.metrics.get("rollout/raw_reward", 0.0))
+
+    def _checkpointer(self, identity: str) -> Checkpointer:
+        settings = self.config.trainer
+        return Checkpointer(
+            bus=self.bus,
+            call=self.call,
+            trainer=self.trainer,
+            name=settings.name,
+            run_path=self.run_dir.path,
+            every=settings.checkpoint_every,
+            keep=settings.keep_checkpoints,
+            identity=identity,
+        )
+
+
+async def raise_grant(bus: Bus, grant: Grant, *, revision: int | None = None) -> int | None:
+    """Put a grant unless a higher one is there; returns its revision, None when it was not put.
+
+    Args:
+        bus: connected.
+        grant: the new one.
+        revision: that of a lower grant, the last one put here: nothing is asked for while nobody else has put one. None: ask.
+    """
+    while True:
+        if revision is None:
+            entry = await bus.kv.get(KEY_GRANTED)
+            if entry is not None and entry.value is not None and decode(entry.value, Grant, where=KEY_GRANTED).granted >= grant.granted:
+                return None
+            revision = entry.revision if entry else 0
+        try:
+            return await bus.kv.put(KEY_GRANTED, encode(grant), expect=revision)
+        except Conflict:
+            revision = None

@@ -1,0 +1,131 @@
+"""Ranks of a run's trainer that a launcher has started as workers: they meet by an address that rank 0 announces on the bus."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
+
+from streamrl.consumers.training.calls import Caller
+from streamrl.data.model import ensure_model
+from streamrl.errors import ConfigError, TrainingError
+from streamrl.runtime.addresses import address_towards
+from streamrl.runtime.worker import Worker
+from streamrl.schemas.codec import decode, encode
+from streamrl.schemas.subjects import PREFIX_RANKS
+from streamrl.trainers.factory import make_trainer
+from streamrl.trainers.protocol import Trainer
+from streamrl.trainers.ranks.local import uses_cuda
+
+if TYPE_CHECKING:
+    from streamrl.trainers.ranks.leading import RankTrainer
+    from streamrl.trainers.ranks.process_group import Gang
+
+log = logging.getLogger(__name__)
+
+_ANNOUNCE_S = 1.0
+_ANNOUNCED_S = 5
+"""An announcement lapses after this long, so that nobody looks for a rank 0 that has died."""
+_POLL_S = 0.05
+_LOOK_S = 0.2
+
+
+def check_rank(worker: Worker) -> int:
+    """The worker's rank, which is its index; one trainer alone may have any index. Raises ConfigError."""
+    ranks = worker.config.trainer.ranks
+    if ranks > 1 and worker.index >= ranks:
+        raise ConfigError(
+            f"expected an index below trainer.ranks = {ranks}, got {worker.index}",
+            hint="a worker of kind trainer is one of its ranks; give --index",
+        )
+    return worker.index if ranks > 1 else 0
+
+
+def gather_ranks(worker: Worker, call: Caller) -> Gang | None:
+    """Rank 0: announce a meeting until all ranks are there; None when the worker drains before.
+
+    Raises:
+        TrainingError: some did not come within `trainer.rank_timeout_s`.
+        ConfigError: the GPU to train on is not there.
+    """
+    from streamrl.trainers.ranks.process_group import Meeting
+
+    settings = worker.config.trainer
+    key = _key(worker)
+    meeting = Meeting(address_towards(worker.bus_url), ranks=settings.ranks, timeout_s=settings.rank_timeout_s)
+    deadline, announced = time.monotonic() + settings.rank_timeout_s, 0.0
+    while missing := meeting.missing():
+        now = time.monotonic()
+        if worker.draining.is_set():
+            return None
+        if now > deadline:
+            raise TrainingError(
+                f"expected {settings.ranks} ranks of the trainer within {settings.rank_timeout_s:g} s, got none of {missing}",
+                hint="see their logs; each must reach this host at " + meeting.place.host,
+            )
+        if now >= announced + _ANNOUNCE_S:
+            call(worker.bus.kv.put(key, encode(meeting.place), ttl_s=_ANNOUNCED_S))
+            announced = now
+        time.sleep(_POLL_S)
+    call(worker.bus.kv.delete(key))
+    log.info("event=ranks_met ranks=%d generation=%s", settings.ranks, meeting.place.generation)
+    return meeting.begin(cuda=uses_cuda(worker.config, 0))
+
+
+def lead(trainer: Trainer, gang: Gang) -> Trainer:
+    """Rank 0's trainer as one that takes the other ranks along; raises TrainingError when they began with other parameters."""
+    from streamrl.trainers.ranks.leading import LeadingTrainer
+
+    return LeadingTrainer(cast("RankTrainer", trainer), gang)
+
+
+async def follow_rank_0(worker: Worker) -> None:
+    """Any other rank: do what rank 0 orders until it says that all is over. A drain is rank 0's to carry out.
+
+    Raises:
+        TrainingError: rank 0 did not announce itself in time, or has ended; the supervisor starts all ranks again.
+        ConfigError: the GPU to train on is not there.
+    """
+    await asyncio.to_thread(_follow, worker, Caller(asyncio.get_running_loop()))
+
+
+def _follow(worker: Worker, call: Caller) -> None:
+    from streamrl.trainers.ranks.leading import follow
+
+    gang = _find(worker, call, worker.draining.is_set)
+    if gang is None:
+        return
+    model_dir = ensure_model(worker.config, worker.run_dir.model_dir)
+    # Made in the thread that steps it, like rank 0's.
+    trainer = cast("RankTrainer", make_trainer(worker.config, model_dir))
+    log.info("event=following rank=%d", gang.rank)
+    follow(trainer, gang)
+    gang.close()
+
+
+def _find(worker: Worker, call: Caller, stop: Callable[[], bool]) -> Gang | None:
+    from streamrl.trainers.ranks.process_group import MeetingPlace, attend
+
+    settings = worker.config.trainer
+    cuda = uses_cuda(worker.config, worker.index)
+    deadline = time.monotonic() + settings.rank_timeout_s
+    while not stop():
+        entry = call(worker.bus.kv.get(_key(worker)))
+        if entry is not None and entry.value is not None:
+            place = decode(entry.value, MeetingPlace, where=_key(worker))
+            gang = attend(place, rank=worker.index, ranks=settings.ranks, cuda=cuda, timeout_s=settings.rank_timeout_s, stop=stop)
+            if gang is not None:
+                return gang
+        if time.monotonic() > deadline:
+            raise TrainingError(
+                f"rank {worker.index} of the trainer expected rank 0 within {settings.rank_timeout_s:g} s, got no address to meet at",
+                hint="see logs/trainer-0.log",
+            )
+        time.sleep(_LOOK_S)
+    return None
+
+
+def _key(worker: Worker) -> str:
+    return f"{PREFIX_RANKS}{worker.config.trainer.name}"

@@ -1,0 +1,90 @@
+"""The trainer's worker: puts the parts together and runs the loop in a thread of its own, beside the bus's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from streamrl.consumers.training.calls import Caller
+from streamrl.consumers.training.checkpoints import keep_trimmed
+from streamrl.consumers.training.loop import LiveTrainer
+from streamrl.consumers.training.ranks import check_rank, follow_rank_0, gather_ranks, lead
+from streamrl.core.state import FoldState
+from streamrl.data.model import ensure_model, vocab_size
+from streamrl.runtime.worker import Worker
+from streamrl.schemas.events import NUMERICS_EVENT
+from streamrl.schemas.versions import Version
+from streamrl.trainers.factory import export_policy, make_trainer
+from streamrl.trainers.fingerprint import fingerprint_digest, numerics_fingerprint
+from streamrl.weights.factory import make_publisher
+
+log = logging.getLogger(__name__)
+
+
+async def main(worker: Worker) -> None:
+    """Train until the run's end, then say so on `<run>.events.finished`; on a drain, checkpoint and return.
+
+    The training loop is synchronous and owns its thread: a step of any length leaves heartbeats, publishing and reading alone.
+    With `trainer.ranks` above 1 this is rank 0; the workers of the other indices do what it orders (`streamrl.consumers.training.ranks`).
+    """
+    if check_rank(worker):
+        return await follow_rank_0(worker)
+    trimming = asyncio.create_task(keep_trimmed(worker.bus))
+    try:
+        result = await asyncio.to_thread(train, worker, asyncio.get_running_loop())
+    finally:
+        trimming.cancel()
+        await asyncio.gather(trimming, return_exceptions=True)
+    if result is None:
+        return None
+    state, finished = result
+    log.info("trainer done version=%s finished=%s", state.version, finished)
+    if finished:
+        await worker.event("finished", {"version": str(state.version), "steps": state.steps, "warmup_steps": state.warmup_steps})
+
+
+def train(worker: Worker, loop: asyncio.AbstractEventLoop) -> tuple[FoldState, bool] | None:
+    """Everything that happens in the training thread; None when the worker drains before all ranks have met.
+
+    The backend is made in the thread that steps it: torch's thread count belongs to the thread that set it, and digits depend on it.
+    """
+    config, run_dir = worker.config, worker.run_dir
+    model_dir = ensure_model(config, run_dir.model_dir)
+    call = Caller(loop)
+    gang = gather_ranks(worker, call) if config.trainer.ranks > 1 else None
+    if gang is None and config.trainer.ranks > 1:
+        return None
+    trainer = make_trainer(config, model_dir)
+    if gang is not None:
+        trainer = lead(trainer, gang)
+    numerics = numerics_fingerprint(config)
+    fingerprint = fingerprint_digest(numerics)
+    call(worker.event(NUMERICS_EVENT, {"fingerprint": fingerprint, "values": numerics}))
+    publisher = make_publisher(
+        config.weights, bus=worker.bus, subjects=worker.subjects, policy="policy", run_dir=run_dir.path, loop=loop, report=worker.metrics
+    )
+
+    def export(version: Version) -> None:
+        path = run_dir.hf / f"v{version.number:08d}"
+        if not path.exists():
+            export_policy(trainer, path)
+
+    live = LiveTrainer(
+        config=config,
+        subjects=worker.subjects,
+        bus=worker.bus,
+        call=call,
+        trainer=trainer,
+        publisher=publisher,
+        run_dir=run_dir,
+        fingerprint=fingerprint,
+        export=export,
+        vocab_size=vocab_size(model_dir),
+    )
+    worker.set_up()
+    result = live.run(worker.draining.is_set)
+    publisher.close()
+    if gang is not None:
+        gang.dismiss()
+        gang.close()
+    return result

@@ -1,0 +1,137 @@
+"""Log-probs and entropies of chosen tokens from hidden states, a bounded number of logits at a time.
+
+Two forms. `linear_logprobs` knows the head's weight: a fused function with a backward pass of its own, which needs no more than the bound
+anywhere. `token_logprobs` takes any head as a callable: chunk by chunk under activation checkpointing.
+Letters: `M` predicted tokens, `H` hidden size, `V` vocabulary, `C` tokens of a chunk. Chunks are cut from the front in order, so equal
+inputs and an equal bound give equal bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from streamrl.algorithms.fused_head import FusedHead, Plan
+from streamrl.algorithms.nucleus import support
+
+CHUNK_ELEMENTS = 1 << 25
+"""Logits in memory at a time: 128 MiB of float32."""
+GPU_CHUNK_ELEMENTS = 1 << 27
+"""On a GPU: 512 MiB, and some 3 GiB with what is derived from them; 883 tokens of a vocabulary of 151,936."""
+
+
+class LinearHead(NamedTuple):
+    """logits = cap(scale (W h + b)) with cap(x) = softcap tanh(x / softcap)."""
+
+    weight: Tensor
+    """[V, H]"""
+    bias: Tensor | None = None
+    """[V]"""
+    scale: float = 1.0
+    """Cohere's `logit_scale`, or 1 / Granite's `logits_scaling`."""
+    softcap: float = 0.0
+    """Gemma's `final_logit_softcapping`; 0: off."""
+
+
+def linear_logprobs(
+    hidden_MH: Tensor,
+    targets_M: Tensor,
+    head: LinearHead,
+    *,
+    temperature_M: Tensor,
+    top_p_M: Tensor | None = None,
+    top_k_M: Tensor | None = None,
+    entropy_gradient: bool = False,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[Tensor, Tensor]:
+    """Log pi(target | state) = z_target - logsumexp(z) with z = logits / temperature, over the kept tokens where truncated.
+
+    Logits are float32 whatever the type of states and weight, as are all sums over tokens and vocabulary. On a GPU the logits' gradient is
+    rounded to the states' type before it meets the weight. Of gradients there are the first ones only.
+
+    Args:
+        hidden_MH: [M, H] states that predict the targets; bfloat16, float16, float32 or float64.
+        targets_M: [M] int64 token ids.
+        head: weight and bias of the states' type.
+        temperature_M: [M] above 0.
+        top_p_M: [M] float32, 1.0 = off; None = all off. With `top_k_M` or not at all.
+        top_k_M: [M] int64, -1 = off; None = all off.
+        entropy_gradient: whether the entropies carry a gradient.
+        chunk_elements: bound of the logits in memory at a time; a token's whole vocabulary is there all the same. Whatever fits
+            into it at once is kept for the backward pass, else logits are computed again there.
+
+    Returns:
+        [M] log-probs, which carry the gradient, and [M] entropies in nats; float32, of float64 states float64.
+    """
+    remember = torch.is_grad_enabled()
+    plan = Plan(chunk_elements, head.scale, head.softcap, entropy_gradient, remember)
+    found: tuple[Tensor, Tensor] = FusedHead.apply(hidden_MH, head.weight, head.bias, targets_M, temperature_M, top_p_M, top_k_M, plan)  # pyright: ignore[reportAssignmentType]
+    return found
+
+
+def token_logprobs(
+    hidden_MH: Tensor,
+    targets_M: Tensor,
+    head: Callable[[Tensor], Tensor],
+    *,
+    vocab_size: int,
+    temperature_M: Tensor,
+    top_p_M: Tensor | None = None,
+    top_k_M: Tensor | None = None,
+    entropy_gradient: bool = False,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[Tensor, Tensor]:
+    """What `linear_logprobs` computes, under any head; with more than one chunk the backward pass runs the head again.
+
+    Args:
+        hidden_MH: [M, H] states that predict the targets.
+        targets_M: [M] int64 token ids.
+        head: [C, H] to [C, V] logits.
+        vocab_size: V.
+        temperature_M: [M] float32 above 0.
+        top_p_M: [M] float32, 1.0 = off; None = all off.
+        top_k_M: [M] int64, -1 = off; None = all off.
+        entropy_gradient: whether the entropies carry a gradient.
+        chunk_elements: bound of C * V.
+
+    Returns:
+        As `linear_logprobs`.
+    """
+
+    def chunk(hidden: Tensor, targets: Tensor, temperature: Tensor, top_p: Tensor | None, top_k: Tensor | None) -> tuple[Tensor, Tensor]:
+        logits = head(hidden)
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        scaled = wide / temperature[:, None].to(wide.dtype)
+        return _chunk_logprobs(scaled, targets, top_p, top_k, entropy_gradient)
+
+    size = max(1, chunk_elements // vocab_size)
+    if len(targets_M) <= size:
+        return chunk(hidden_MH, targets_M, temperature_M, top_p_M, top_k_M)
+    parts: list[tuple[Tensor, Tensor]] = []
+    for first in range(0, len(targets_M), size):
+        part = slice(first, first + size)
+        top_p = None if top_p_M is None else top_p_M[part]
+        top_k = None if top_k_M is None else top_k_M[part]
+        parts.append(checkpoint(chunk, hidden_MH[part], targets_M[part], temperature_M[part], top_p, top_k, use_reentrant=False))
+    return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
+
+
+def _chunk_logprobs(
+    logits_MV: Tensor, targets_M: Tensor, top_p_M: Tensor | None, top_k_M: Tensor | None, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    finite = logits_MV
+    if top_p_M is not None and top_k_M is not None:
+        with torch.no_grad():
+            dropped = ~support(logits_MV, targets_M, top_p_M, top_k_M)
+        finite = logits_MV.masked_fill(dropped, 0.0)
+        logits_MV = logits_MV.masked_fill(dropped, -torch.inf)
+    normalizer = logits_MV.logsumexp(-1)
+    logprobs = logits_MV.gather(-1, targets_M[:, None])[:, 0] - normalizer
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        probs = (logits_MV - normalizer[:, None]).exp()
+        entropy = normalizer - (probs * finite).sum(-1)
+    return logprobs, entropy

@@ -1,0 +1,140 @@
+"""What one optimizer step minimises, as arrays over the batch's tokens: shared by all backends, no torch."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.algorithms.batch_metrics import length_metrics
+from streamrl.algorithms.reductions import token_weights
+from streamrl.algorithms.token_advantages import token_advantages
+from streamrl.config.tree import LossConfig
+from streamrl.core.batches import TrainBatch, sample_of_token
+from streamrl.core.packing import Indices, split_groups
+from streamrl.errors import TrainingError
+
+Array = npt.NDArray[np.floating]
+
+DISTANCE = "train/same_weights_logprob_abs_diff"
+DISTANCE_P99 = "train/same_weights_logprob_abs_diff_p99"
+DISTANCE_MAX = "train/same_weights_logprob_abs_diff_max"
+LOGPROB_AT_MAX = "train/same_weights_furthest_logprob"
+"""Metrics of the distance between trainer and sampler where both had the same weights; the last is the sampler's log-prob of the token with
+the greatest."""
+
+
+class Scores(msgspec.Struct, frozen=True, kw_only=True):
+    """What models say about the trained tokens before the batch's first optimizer step, all [T]; None where nobody asked."""
+
+    proximal: Array | None = None
+    """Log-probs under the policy."""
+    reference: Array | None = None
+    teacher: Array | None = None
+    values: Array | None = None
+    """The critic's, of the state before each token."""
+
+
+class Objective(msgspec.Struct, frozen=True, kw_only=True):
+    """One batch, ready for its optimizer steps."""
+
+    steps: tuple[Indices, ...]
+    """Samples of each optimizer step."""
+    weights: tuple[npt.NDArray[np.float64], ...]
+    """[T] for each step: how much a token's loss counts. Fixed before anything is dropped or rejected."""
+    advantages: npt.NDArray[np.float64]
+    """[T]; 0 for demonstrations."""
+    returns: npt.NDArray[np.float64] | None
+    """[T] what the critic learns, where there is one."""
+    finite: npt.NDArray[np.bool_]
+    """[T] False at trained tokens that are dropped and counted, for some log-prob of theirs is not finite."""
+    scores: Scores
+    metrics: dict[str, float]
+    """What is known before the model has been trained."""
+
+
+def check_batch(batch: TrainBatch) -> None:
+    """Raise TrainingError when the batch is empty, or trains a sequence's first token."""
+    if batch.num_samples == 0 or not (batch.lengths > 0).all():
+        raise TrainingError(
+            f"expected a batch of samples with tokens, got {batch.num_samples} samples of lengths {batch.lengths.tolist()[:8]}"
+        )
+    if batch.loss_mask[batch.offsets[:-1]].any():
+        raise TrainingError(
+            "expected no trained token at the beginning of a sequence: nothing predicts it", hint="keep the prompt's tokens masked"
+        )
+
+
+def make_objective(batch: TrainBatch, loss: LossConfig, minibatches: int, scores: Scores | None = None) -> Objective:
+    """Advantages over the whole batch, then `minibatches` steps of whole groups with weights of their own.
+
+    Raises:
+        TrainingError: the batch is empty, trains a sequence's first token, or its rewards cannot be used.
+    """
+    check_batch(batch)
+    scores = scores or Scores()
+    steps = split_groups(batch, minibatches)
+    weights = tuple(token_weights(batch, samples, loss.reduction, constant_length=loss.constant_length) for samples in steps)
+    metrics = length_metrics(batch)
+    if batch.kind == "sft":
+        nothing, every = np.zeros(batch.num_tokens), np.ones(batch.num_tokens, np.bool_)
+        return Objective(
+            steps=tuple(steps), weights=weights, advantages=nothing, returns=None, finite=every, scores=scores, metrics=metrics
+        )
+    found = token_advantages(
+        batch, loss, logprobs=scores.proximal, reference=scores.reference, teacher=scores.teacher, values=scores.values
+    )
+    return Objective(
+        steps=tuple(steps),
+        weights=weights,
+        advantages=found.advantages,
+        returns=found.returns,
+        finite=found.finite,
+        scores=scores,
+        metrics={**metrics, **found.metrics},
+    )
+
+
+def answer_probability(batch: TrainBatch, logprobs: npt.NDArray[np.float64]) -> float:
+    """Mean over the samples with trained tokens of the probability of all of them: exp(sum of log-probs).
+
+    Args:
+        batch: the batch.
+        logprobs: [T]; only those of trained tokens are read.
+    """
+    total_N = np.add.reduceat(np.where(batch.loss_mask, logprobs, 0.0), batch.offsets[:-1])
+    trained_N = np.add.reduceat(batch.loss_mask.astype(np.int64), batch.offsets[:-1]) > 0
+    return float(np.exp(total_N[trained_N]).mean()) if trained_N.any() else 0.0
+
+
+def logprob_differences(batch: TrainBatch, logprobs: npt.NDArray[np.floating]) -> dict[str, float]:
+    """How far trainer and sampler are apart on the trained tokens: the greatest distance, and what `distances` says of the same weights.
+
+    Those are of samples that the very version that is trained from has sampled, from the first token to the last: what is left is what two
+    implementations and their rounding leave. In other samples the policy has moved since, and a token of age 0 behind older ones was
+    sampled from keys and values of older weights. Without such samples there are no numbers for them.
+
+    Args:
+        batch: of sampled tokens.
+        logprobs: [T] the trainer's before the batch's first update; only those of trained tokens are read, where they are finite.
+    """
+    mask_T = batch.loss_mask & np.isfinite(logprobs) & np.isfinite(batch.sampler_logprobs)
+    distance_T = np.abs(np.where(mask_T, logprobs, 0.0) - np.where(mask_T, batch.sampler_logprobs, 0.0))
+    found: dict[str, float] = {}
+    if mask_T.any():
+        found["train/train_rollout_logprob_abs_diff_max"] = float(distance_T[mask_T].max())
+    fresh_N = np.maximum.reduceat(batch.staleness, batch.offsets[:-1]) == 0
+    fresh_T = mask_T & fresh_N[sample_of_token(batch)]
+    if fresh_T.any():
+        found |= distances(distance_T[fresh_T], batch.sampler_logprobs[fresh_T])
+    return found
+
+
+def distances(distance_M: npt.NDArray[np.floating], sampler_logprobs_M: npt.NDArray[np.floating]) -> dict[str, float]:
+    """What is said of the distances [M] between trainer and sampler on tokens that the same weights sampled; M > 0."""
+    return {
+        DISTANCE: float(distance_M.mean()),
+        DISTANCE_P99: float(np.percentile(distance_M, 99)),
+        DISTANCE_MAX: float(distance_M.max()),
+        LOGPROB_AT_MAX: float(sampler_logprobs_M[distance_M.argmax()]),
+    }

@@ -1,0 +1,194 @@
+"""Policy losses: what a token's log-prob, an anchor's and its advantage make of a gradient.
+
+Each function takes tensors of one shape, [M] packed or [N, L] padded, float32 or float64, and gives `(loss, metrics)` of that shape:
+the loss of each token, which carries the gradient, and per-token metrics, which do not. Reduction is not theirs:
+`streamrl.algorithms.reductions` gives the weights with which both are summed. Only `logprobs` gets a gradient; anchors are detached here.
+
+Letters: pi the policy under training, pi_old the policy before the batch's first step, mu the policy that sampled, A the advantage,
+r a ratio, sg(x) the value of x without its gradient. Log-ratios are clamped to +-20 before exp, so beyond that r is constant.
+What has no sequence in it works place by place: a place that holds NaN spoils itself and no other, and whoever passes the padded form
+fills what stands outside the mask (`streamrl.algorithms.policy.policy_loss` does).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from streamrl.algorithms.log_ratios import MAX_LOG_RATIO
+from streamrl.algorithms.sequences import Sequences, mean
+
+
+def ppo_clip(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float = 0.0
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Clipped policy gradient: L = max(-r A, -clamp(r, 1 - low, 1 + high) A), r = pi / pi_old.
+
+    arXiv 1707.06347; separate bounds: arXiv 2503.14476. With dual_clip = c, tokens of negative advantage have L = min(L, -c A)
+    (arXiv 1912.09729), which bounds what one token far above pi_old can do. At r = 1 the gradient is -A grad log pi. Where a clipped
+    term is chosen there is no gradient. Times the weight of an off-policy correction this is decoupled PPO (arXiv 2505.24298).
+
+    Args:
+        logprobs: log pi.
+        old_logprobs: log pi_old.
+        advantages: A.
+        clip_low: how far r may fall below 1.
+        clip_high: how far r may rise above 1.
+        dual_clip: c > 1; 0: off.
+
+    Returns:
+        Loss, and metrics `train/pg_clipfrac` (1 where the clipped term is the larger), `train/ppo_kl` (log pi_old - log pi),
+        `train/ois` (r) and, with dual_clip, `train/pg_dual_clipfrac` (1 where -c A took the place of the loss).
+    """
+    return _clipped(logprobs - old_logprobs.detach(), advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+
+
+def gspo(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequences: Sequences, *, clip_low: float, clip_high: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`ppo_clip` with one ratio a sequence: r = exp(mean over its trained tokens of log pi - log pi_old), at each of its tokens.
+
+    arXiv 2507.18071. The gradient goes through the mean: each token's log-prob gets the mean of what the sequence's tokens send back.
+    The bounds are narrower than PPO's, for a mean varies less: 3e-4 and 4e-4 in the paper.
+
+    Args:
+        logprobs: log pi.
+        old_logprobs: log pi_old.
+        advantages: A.
+        sequences: whose tokens these are; outside its mask anything may stand, and the loss there is 0.
+        clip_low: how far r may fall below 1.
+        clip_high: how far r may rise above 1.
+
+    Returns:
+        Loss and metrics as in `ppo_clip`, of the sequence's ratio.
+    """
+    log_ratio = sequences.spread(mean(sequences, logprobs - old_logprobs.detach()))
+    inside = advantages.masked_fill(~sequences.mask, 0.0)
+    return _clipped(log_ratio, inside, clip_low=clip_low, clip_high=clip_high, dual_clip=0.0)
+
+
+def cispo(
+    logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """REINFORCE under a clipped importance weight: L = -sg(clamp(r, 1 - low, 1 + high)) A log pi, r = pi / pi_anchor.
+
+    arXiv 2506.13585. Every token keeps a gradient, clipped or not. Usual bounds are 1 (none below) and about 4.
+
+    Args:
+        logprobs: log pi.
+        anchor_logprobs: log pi_anchor: pi_old, or mu, and then no off-policy correction may be multiplied too.
+        advantages: A.
+        clip_low: how far r may fall below 1.
+        clip_high: how far r may rise above 1.
+
+    Returns:
+        Loss, and metrics `train/pg_clipfrac` (1 where the weight is not r), `train/ppo_kl` and `train/ois` as in `ppo_clip`.
+    """
+    log_ratio = (logprobs - anchor_logprobs).detach()
+    ratio = _exp(log_ratio)
+    weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return -weight * advantages * logprobs, _metrics(log_ratio, ratio, weight != ratio)
+
+
+def sapo(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, tau_positive: float, tau_negative: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A soft gate in place of the clip: L = -(4 / tau) sigmoid(tau (r - 1)) A, r = pi / pi_old.
+
+    arXiv 2511.20347; tau is tau_positive where A > 0 and tau_negative elsewhere. The gradient is -w r A grad log pi with
+    w = 4 s (1 - s), s = sigmoid(tau (r - 1)): 1 at r = 1, and falling to 0 on both sides, the faster the greater tau. The loss itself is
+    -2 A / tau at r = 1: its level says nothing, its slope does.
+
+    Args:
+        logprobs: log pi.
+        old_logprobs: log pi_old.
+        advantages: A.
+        tau_positive: above 0.
+        tau_negative: above 0.
+
+    Returns:
+        Loss, and metrics `train/ppo_kl` and `train/ois` as in `ppo_clip`, `train/sapo_gate` (w).
+    """
+    log_ratio = logprobs - old_logprobs.detach()
+    ratio = _exp(log_ratio)
+    tau = torch.full_like(ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
+    gate = torch.sigmoid(tau * (ratio - 1.0))
+    metrics = {
+        "train/ppo_kl": -log_ratio.detach(),
+        "train/ois": ratio.detach(),
+        "train/sapo_gate": (4.0 * gate * (1.0 - gate)).detach(),
+    }
+    return -(4.0 / tau) * gate * advantages, metrics
+
+
+def aipo(logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, *, cap: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """REINFORCE under a weight truncated from above: L = -sg(min(pi / mu, cap)) A log pi.
+
+    arXiv 2505.24034. The ratio is the current policy's to the sampler's, anew at every step, so it corrects for age as well as for the
+    steps of the batch, and no other correction may be multiplied. The weight is taken without gradient because the paper states the
+    gradient, min(pi / mu, cap) A grad log pi: below the cap that is the gradient of -(pi / mu) A, and above it a token still counts,
+    cap times, where the derivative of min(pi / mu, cap) would drop it. There is no bound below.
+
+    Args:
+        logprobs: log pi.
+        sampler_logprobs: log mu.
+        advantages: A.
+        cap: upper bound of the weight.
+
+    Returns:
+        Loss, and metrics `train/pg_clipfrac` (1 where the ratio is above the cap), `train/ppo_kl` (log mu - log pi), `train/ois` (pi / mu).
+    """
+    log_ratio = (logprobs - sampler_logprobs).detach()
+    ratio = _exp(log_ratio)
+    return -ratio.clamp(max=cap) * advantages * logprobs, _metrics(log_ratio, ratio, ratio > cap)
+
+
+def dppo(logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, *, bound: float, kl: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Policy gradient that leaves out tokens whose probability has gone far enough: L = -keep r A + kl (log r)^2, r = pi / mu.
+
+    Divergence PPO's mask by binary total variation: keep = 0 where A > 0 and pi - mu > bound, or A < 0 and pi - mu < -bound, else 1. It
+    compares probabilities, not their ratio: a rare token may become many times as likely, a frequent one may not move by more than the
+    bound. A token that comes back towards mu is always kept. The quadratic term holds every token, left out or not, near the sampler.
+
+    Args:
+        logprobs: log pi.
+        sampler_logprobs: log mu.
+        advantages: A.
+        bound: of |pi - mu|, between 0 and 1.
+        kl: factor of the quadratic term.
+
+    Returns:
+        Loss, and metrics `train/pg_clipfrac` (1 where left out), `train/ppo_kl` (log mu - log pi), `train/ois` (r).
+    """
+    sampler = sampler_logprobs.detach()
+    log_ratio = logprobs - sampler
+    ratio = _exp(log_ratio)
+    moved = logprobs.detach().exp() - sampler.exp()
+    left_out = torch.where(advantages > 0, moved > bound, (advantages < 0) & (moved < -bound))
+    surrogate = torch.where(left_out, 0.0, -ratio * advantages)
+    return surrogate + kl * log_ratio.square(), _metrics(log_ratio, ratio, left_out)
+
+
+def _clipped(
+    log_ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    ratio = _exp(log_ratio)
+    free = -ratio * advantages
+    bounded = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+    # Not torch.maximum: it would halve the gradient between the two where they are equal.
+    loss = torch.where(bounded > free, bounded, free)
+    metrics = _metrics(log_ratio, ratio, bounded > free)
+    if dual_clip:
+        ceiling = -dual_clip * advantages
+        over = (advantages < 0) & (ceiling < loss)
+        loss = torch.where(over, ceiling, loss)
+        metrics["train/pg_dual_clipfrac"] = over.to(ratio.dtype)
+    return loss, metrics
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _metrics(log_ratio: Tensor, ratio: Tensor, clipped: Tensor) -> dict[str, Tensor]:
+    return {"train/pg_clipfrac": clipped.to(ratio.dtype), "train/ppo_kl": -log_ratio.detach(), "train/ois": ratio.detach()}

@@ -1,0 +1,260 @@
+"""From the section `loss` to one advantage per token of a batch. Without torch: both backends and all ranks come to the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.algorithms import advantages as estimators
+from streamrl.algorithms.distillation import distill
+from streamrl.algorithms.groups import rollout_mean, rollout_of_sample
+from streamrl.algorithms.returns import discounted_returns, gae, vtrace
+from streamrl.algorithms.token_rewards import token_kl, token_rewards
+from streamrl.algorithms.whitening import Reduce, whiten
+from streamrl.config.loss import ADVANTAGES, GROUPED, TOKEN_REWARDS, WHITENED, LossConfig
+from streamrl.config.plugins import resolve
+from streamrl.core.batches import TrainBatch, sample_of_token
+from streamrl.errors import ConfigError, TrainingError
+
+Floats = npt.NDArray[np.float64]
+
+BUILT_IN = frozenset(ADVANTAGES)
+
+
+class Role(StrEnum):
+    """Whose log-probs, or values, of a batch's tokens."""
+
+    POLICY = "policy"
+    REFERENCE = "reference"
+    PROXIMAL = "proximal"
+    VALUE = "value"
+    TEACHER = "teacher"
+
+
+class TokenArrays(msgspec.Struct, frozen=True, kw_only=True):
+    """What a batch's tokens were given by the models, all [T]; None where it was not asked for. Read at `mask` only."""
+
+    mask: npt.NDArray[np.bool_]
+    """Trained tokens whose log-probs are all finite."""
+    logprobs: Floats | None = None
+    """Of the policy before the batch's first step."""
+    reference: Floats | None = None
+    teacher: Floats | None = None
+    values: Floats | None = None
+    """Of the state before each token."""
+    kl: Floats | None = None
+    """The estimate `loss.kl.estimator` of KL(policy || reference)."""
+
+
+class TokenAdvantages(msgspec.Struct, frozen=True, kw_only=True):
+    """Advantages of a batch, before any of its optimizer steps."""
+
+    advantages: Floats
+    """[T]; 0 outside the loss mask."""
+    returns: Floats | None
+    """[T] what the critic learns (ppo), or the discounted returns (reinforce_plus_plus); 0 outside the loss mask; None: there are none."""
+    finite: npt.NDArray[np.bool_]
+    """[T] False at trained tokens with a log-prob that is not finite: they have no advantage and take part in no statistic, and are to be
+    dropped from the loss and counted."""
+    metrics: dict[str, float]
+
+
+Estimator = Callable[[Floats, npt.NDArray[np.int64], npt.NDArray[np.int64]], tuple[Floats, dict[str, float]]]
+Custom = Callable[[TrainBatch, TokenArrays], Any]
+
+_OF_GROUPS: MappingProxyType[str, Estimator] = MappingProxyType({"rloo": estimators.rloo, "maxrl": estimators.maxrl})
+
+
+def needed_scores(loss: LossConfig) -> frozenset[Role]:
+    """Whose per-token numbers `token_advantages` must be given: `PROXIMAL` stands for `logprobs`, `VALUE` for `values`."""
+    roles: set[Role] = set()
+    if loss.kl.reward_coef != 0:
+        roles |= {Role.PROXIMAL, Role.REFERENCE}
+    if loss.distillation.coef != 0:
+        roles |= {Role.PROXIMAL, Role.TEACHER}
+    if loss.advantage == "ppo":
+        roles.add(Role.VALUE)
+        if loss.critic.targets == "vtrace":
+            roles.add(Role.PROXIMAL)
+    return frozenset(roles)
+
+
+def token_advantages(
+    batch: TrainBatch,
+    loss: LossConfig,
+    *,
+    logprobs: npt.NDArray[np.floating] | None = None,
+    reference: npt.NDArray[np.floating] | None = None,
+    teacher: npt.NDArray[np.floating] | None = None,
+    values: npt.NDArray[np.floating] | None = None,
+    reduce: Reduce | None = None,
+    base: Path | None = None,
+) -> TokenAdvantages:
+    """Advantages of all tokens as `loss` says: the estimator, then distillation's term, then whitening.
+
+    `loss.normalize_rewards = false` gives grpo, gspo and cispo the rewards as they are, and reinforce_plus_plus_baseline the rewards less
+    the KL penalty. A function of the user's is called as f(batch, arrays) and returns [T] numbers, read at `arrays.mask`.
+
+    Metrics: those of the rewards (`groups.Votes.metrics`), and means by `groups.rollout_mean` over trained tokens: `rollout/advantages`
+    (as returned), and where there are such numbers `rollout/returns`, `rollout/values`, `rollout/kl` (the estimate before its coefficient)
+    and `train/opd_reverse_kl`.
+
+    Args:
+        batch: the whole batch, with rewards.
+        loss: the section `loss`.
+        logprobs: [T] of the policy before the batch's first step. This and the next three are read at trained tokens only; those that
+            `needed_scores` names must be given.
+        reference: [T] log-probs of the reference policy.
+        teacher: [T] log-probs of the teacher.
+        values: [T] the critic's, of the state before each token.
+        reduce: sums over ranks, where each is given other groups of the batch; the metrics are then of those.
+        base: directory that a relative path in `loss.advantage` starts from.
+
+    Raises:
+        TrainingError: rewards that cannot be used, an array that is missing or has another shape, a value or a user's advantage that is not
+            finite, or whitening where no token is trained.
+        ConfigError: a combination that would be ignored silently, or a function that cannot be found.
+    """
+    _check(loss)
+    arrays = _arrays(batch, loss, logprobs, reference, teacher, values)
+    rewards, metrics = _sample_numbers(batch, loss)
+    found, returns = _estimate(batch, loss, arrays, rewards, base)
+    mask, rollout_T = arrays.mask, rollout_of_sample(batch.tasks, batch.rollouts)[sample_of_token(batch)]
+    if loss.distillation.coef != 0:
+        assert arrays.logprobs is not None and arrays.teacher is not None  # `_arrays` has looked
+        found, reverse_kl = distill(found, arrays.logprobs, arrays.teacher, mask, coef=loss.distillation.coef)
+        metrics["train/opd_reverse_kl"] = rollout_mean(reverse_kl, mask, rollout_T)
+    if loss.whiten == "on" or loss.advantage in WHITENED:
+        found = whiten(found, mask, reduce=reduce)
+    named = {"advantages": found, "returns": returns, "values": arrays.values, "kl": arrays.kl}
+    metrics |= {f"rollout/{name}": rollout_mean(array, mask, rollout_T) for name, array in named.items() if array is not None}
+    return TokenAdvantages(advantages=found, returns=returns, finite=mask | ~batch.loss_mask, metrics=metrics)
+
+
+def _check(loss: LossConfig) -> None:
+    if loss.advantage in WHITENED and loss.whiten == "off":
+        raise ConfigError(
+            f'loss.whiten = "off" with loss.advantage = "{loss.advantage}": this estimator is defined with whitening',
+            hint='leave loss.whiten at "auto"',
+            key="loss.whiten",
+        )
+    if loss.kl.reward_coef != 0 and loss.advantage in BUILT_IN.difference(TOKEN_REWARDS):
+        raise ConfigError(
+            f'loss.kl.reward_coef = {loss.kl.reward_coef} with loss.advantage = "{loss.advantage}", which rewards rollouts, not tokens',
+            hint=f"use loss.kl.loss_coef, or one of {', '.join(sorted(TOKEN_REWARDS))}",
+            key="loss.kl.reward_coef",
+        )
+    if not loss.normalize_rewards and loss.advantage in _OF_GROUPS:
+        raise ConfigError(
+            f'loss.normalize_rewards = false with loss.advantage = "{loss.advantage}", which is nothing but that normalization',
+            hint='use loss.advantage = "grpo" for rewards as they are',
+            key="loss.normalize_rewards",
+        )
+
+
+def _arrays(
+    batch: TrainBatch,
+    loss: LossConfig,
+    logprobs: npt.NDArray[np.floating] | None,
+    reference: npt.NDArray[np.floating] | None,
+    teacher: npt.NDArray[np.floating] | None,
+    values: npt.NDArray[np.floating] | None,
+) -> TokenArrays:
+    """The arrays in float64, with the tokens where all are finite."""
+    needed = needed_scores(loss)
+    given: dict[str, Floats | None] = {}
+    for role, name, array in (
+        (Role.PROXIMAL, "logprobs", logprobs),
+        (Role.REFERENCE, "reference", reference),
+        (Role.TEACHER, "teacher", teacher),
+        (Role.VALUE, "values", values),
+    ):
+        if array is None and role in needed:
+            raise TrainingError(
+                f'loss.advantage = "{loss.advantage}" expects {name} of every token, got none', hint=f"score the role {role}"
+            )
+        if array is not None and array.shape != (batch.num_tokens,):
+            raise TrainingError(f"expected {name} of {batch.num_tokens} tokens, got an array of shape {array.shape}")
+        given[name] = None if array is None else array.astype(np.float64)
+    mask = batch.loss_mask & np.isfinite(batch.sampler_logprobs)
+    for name in ("logprobs", "reference", "teacher"):
+        array = given[name]
+        if array is not None:
+            mask = mask & np.isfinite(array)
+    found = given["values"]
+    if found is not None and not np.isfinite(found[mask]).all():
+        bad = int(np.flatnonzero(mask & ~np.isfinite(found))[0])
+        raise TrainingError(
+            f"expected finite values of the critic, got {found[bad]} at token {bad}", hint="lower loss.critic.learning_rate"
+        )
+    policy, other = given["logprobs"], given["reference"]
+    kl = None
+    if policy is not None and other is not None:
+        kl = np.zeros(batch.num_tokens)
+        kl[mask] = token_kl(policy[mask] - other[mask], loss.kl.estimator)
+    return TokenArrays(mask=mask, kl=kl, **given)
+
+
+def _sample_numbers(batch: TrainBatch, loss: LossConfig) -> tuple[Floats, dict[str, float]]:
+    """[N] advantages of grouped estimators, rewards for all others; with the metrics of the rewards."""
+    inputs = (batch.rewards, batch.tasks, batch.rollouts)
+    name = loss.advantage
+    if name in _OF_GROUPS:
+        return _OF_GROUPS[name](*inputs)
+    if name in GROUPED and loss.normalize_rewards:
+        return estimators.grpo(*inputs, normalize_std=loss.normalize_std and name != "reinforce_plus_plus_baseline")
+    return estimators.raw(*inputs)
+
+
+def _estimate(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays, numbers: Floats, base: Path | None) -> tuple[Floats, Floats | None]:
+    """[T] advantages and, where the estimator has them, [T] returns; both 0 outside the mask."""
+    mask, kl = arrays.mask, arrays.kl
+    if loss.advantage not in BUILT_IN:
+        return _custom(batch, loss, arrays, base), None
+    if loss.advantage in GROUPED:
+        found = np.where(mask, numbers[sample_of_token(batch)], 0.0)
+        if loss.kl.reward_coef != 0:
+            assert kl is not None  # `_arrays` has looked
+            found[mask] -= loss.kl.reward_coef * kl[mask]
+        return found, None
+    rewards = token_rewards(numbers, batch.offsets, mask, kl=kl, kl_coef=loss.kl.reward_coef)
+    if loss.advantage == "reinforce_plus_plus":
+        found = np.where(mask, discounted_returns(rewards, batch.offsets, gamma=loss.gamma), 0.0)
+        return found, found
+    assert arrays.values is not None  # `_arrays` has looked
+    if loss.critic.targets == "gae":
+        return gae(rewards, arrays.values, batch.offsets, mask, gamma=loss.gamma, gae_lambda=loss.gae_lambda)
+    assert arrays.logprobs is not None
+    return vtrace(
+        rewards,
+        arrays.values,
+        np.where(mask, arrays.logprobs, 0.0) - np.where(mask, batch.sampler_logprobs, 0.0),
+        batch.offsets,
+        mask,
+        gamma=loss.gamma,
+        gae_lambda=loss.gae_lambda,
+        rho=loss.critic.vtrace_rho,
+        c=loss.critic.vtrace_c,
+    )
+
+
+def _custom(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays, base: Path | None) -> Floats:
+    function: Custom = resolve(loss.advantage, what="advantage function", key="loss.advantage", base=base)
+    if not callable(function):
+        raise ConfigError(
+            f"loss.advantage = {loss.advantage!r} must name a function, got a {type(function).__name__}", key="loss.advantage"
+        )
+    found = np.asarray(function(batch, arrays), np.float64)
+    if found.shape != (batch.num_tokens,):
+        raise TrainingError(f"expected {loss.advantage} to return {batch.num_tokens} advantages, one a token, got shape {found.shape}")
+    if not np.isfinite(found[arrays.mask]).all():
+        bad = int(np.flatnonzero(arrays.mask & ~np.isfinite(found))[0])
+        raise TrainingError(f"expected finite advantages of {loss.advantage}, got {found[bad]} at token {bad}")
+    return np.where(arrays.mask, found, 0.0)

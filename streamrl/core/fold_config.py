@@ -1,0 +1,23 @@
+"""From the configuration to what the fold decides by."""
+
+from __future__ import annotations
+
+from streamrl.config.tree import Config
+from streamrl.core.state import FoldConfig
+
+
+def fold_config(config: Config, vocab_size: int = 0) -> FoldConfig:
+    """The part of the configuration that the fold depends on; `vocab_size` is the model's, 0 if it is not known."""
+    return FoldConfig(
+        batch_tasks=config.tasks.batch_tasks,
+        group_size=config.tasks.num_rollouts,
+        max_staleness=config.tasks.max_staleness,
+        stale=config.tasks.stale,
+        drop_zero_spread=config.tasks.drop_zero_spread,
+        late_versions=config.reward.late_versions,
+        warmup_steps=config.warmup.max_steps,
+        warmup_until=config.warmup.until,
+        hold_ahead=config.tasks.hold_ahead,
+        delay_versions=config.debug.delay_versions,
+        vocab_size=vocab_size,
+    )

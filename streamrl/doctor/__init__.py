@@ -1,0 +1,1 @@
+"""Is the machine fit, and what does a configuration ask of it?"""

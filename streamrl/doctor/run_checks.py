@@ -1,0 +1,167 @@
+"""Checks of one run: what its configuration asks of this machine, and, where it is up, whether its bus answers and keeps the time."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+from streamrl.bus import BusAddress, connect
+from streamrl.bus.permissions import READER
+from streamrl.config.tree import Config
+from streamrl.doctor.findings import Check
+from streamrl.doctor.limits import GIBIBYTE
+from streamrl.errors import BusError, ConfigError
+from streamrl.runtime.lock import holder
+from streamrl.runtime.rundir import RunDir
+
+SGLANG_TRIED = ("0.5.17", "0.5.23")
+_MAX_SKEW_S = 1.0
+_ANSWER_S = 5.0
+_START_S = 60.0
+_SAY_VERSION = "from importlib.metadata import version; print(version('sglang'))"
+
+
+def check_config(config: Config, *, num_gpus: int, up: bool = False) -> list[Check]:
+    """What the configuration asks for; `up`: its run holds its ports already."""
+    checks = [check_budgets(config), check_gpus_wanted(config, num_gpus)]
+    if not up:
+        checks.append(check_ports_wanted(config))
+    if config.engine.kind == "sglang":
+        checks.append(check_sglang(config.engine.sglang.python))
+    if config.ray.address:
+        checks.append(check_ray())
+    return checks
+
+
+def check_budgets(config: Config) -> Check:
+    """Whether the disk holds what the bus may store; the rest of a run directory is checkpoints, logs and keys."""
+    if config.bus.url:
+        return Check(name="budgets", state="ok", found="the log is on the cluster's disks")
+    wanted = config.bus.samples_bytes + config.bus.blobs_bytes
+    place = Path(config.run.dir).absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    found = f"samples and blobs may take {wanted / GIBIBYTE:.1f} GB, {free / GIBIBYTE:.1f} GB are free at {place}"
+    if wanted > free:
+        hint = "lower bus.samples_bytes and bus.blobs_bytes, or choose another place with run.dir; a full disk stops the bus"
+        return Check(name="budgets", state="warn", found=found, hint=hint)
+    return Check(name="budgets", state="ok", found=found)
+
+
+def check_gpus_wanted(config: Config, num_gpus: int) -> Check:
+    """Whether the GPUs that the configuration names are there. With Ray they may be on other nodes."""
+    if config.ray.address:
+        return Check(name="gpus wanted", state="ok", found="placed by Ray, which says whether they fit")
+    sglang, wanted = config.engine.sglang, 0
+    if config.trainer.device == "cuda":
+        wanted = config.trainer.gpu + config.trainer.ranks
+    if config.engine.kind == "sglang" and sglang.flags.get("device") != "cpu":
+        wanted = max(wanted, 1 + max(sglang.gpus, default=sglang.tensor_parallel - 1))
+    found = f"{wanted or 'none'}, of {num_gpus} that torch sees"
+    if wanted > num_gpus:
+        hint = "choose others with trainer.gpu and engine.sglang.gpus, or run on a machine that has them"
+        return Check(name="gpus wanted", state="fail", found=found, hint=hint)
+    return Check(name="gpus wanted", state="ok", found=found)
+
+
+def check_ports_wanted(config: Config) -> Check:
+    """Whether the ports that the configuration names are free; most runs name none."""
+    wanted = [(config.bus.host, config.bus.port)] if config.bus.port and not config.bus.url else []
+    if config.engine.port:
+        wanted += [(config.engine.host, config.engine.port + index) for index in range(config.engine.workers + config.evaluation.engines)]
+    taken = [str(port) for host, port in wanted if not _free(host, port)]
+    if taken:
+        hint = "set bus.port and engine.port to 0 for any free ones, or end what listens there (ss -ltnp shows it)"
+        return Check(name="ports wanted", state="fail", found=f"cannot listen on {', '.join(taken)}", hint=hint)
+    return Check(name="ports wanted", state="ok", found=", ".join(str(port) for _, port in wanted) or "any free ones")
+
+
+def check_sglang(python: str) -> Check:
+    """Whether SGLang is in the environment whose interpreter starts the servers."""
+    interpreter = python or sys.executable
+    try:
+        done = subprocess.run([interpreter, "-c", _SAY_VERSION], capture_output=True, text=True, timeout=_START_S, check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        hint = "name the interpreter of SGLang's environment in engine.sglang.python"
+        return Check(name="sglang", state="fail", found=f"{interpreter} does not run: {error}", hint=hint)
+    if done.returncode:
+        hint = "install sglang there, name another environment in engine.sglang.python, or make one for this CPU with make sglang-cpu"
+        return Check(name="sglang", state="fail", found=f"not installed in the environment of {interpreter}", hint=hint)
+    version, (oldest, newest) = done.stdout.strip(), SGLANG_TRIED
+    found = f"{version} ({interpreter})"
+    if not _numbers(oldest) <= _numbers(version) <= _numbers(newest):
+        hint = f'tried with {oldest} to {newest}: see whether weights change without a pause, or set engine.sglang.swap = "pause"'
+        return Check(name="sglang", state="warn", found=found, hint=hint)
+    return Check(name="sglang", state="ok", found=found)
+
+
+def check_ray() -> Check:
+    """Whether Ray can place the workers."""
+    try:
+        return Check(name="ray", state="ok", found=metadata.version("ray"))
+    except metadata.PackageNotFoundError:
+        return Check(name="ray", state="fail", found="not installed", hint="pip install 'streamrl[ray]', or leave ray.address empty")
+
+
+async def check_bus(run: RunDir) -> list[Check]:
+    """Whether the bus of a run answers, and how far its clock is from this machine's.
+
+    A run that is not up is no fault: its bus is started with it.
+    """
+    config = run.load_config()
+    if not config.bus.url and holder(run) is None and not _elsewhere(config):
+        return [Check(name="bus", state="ok", found=f"run {run.name} is not up; its bus starts with it")]
+    try:
+        address = BusAddress.load(run.bus_path_of(READER))
+        bus = await connect(address, run.name, config.bus, create=False, name="doctor", patience_s=_ANSWER_S)
+    except (BusError, ConfigError) as error:
+        return [Check(name="bus", state="fail", found=error.message, hint=error.hint or "is the run up? `streamrl status` lists all runs")]
+    try:
+        asked_s = time.time()
+        theirs_s = await bus.clock_s()
+        now_s = time.time()
+    except BusError as error:
+        return [Check(name="bus", state="fail", found=error.message, hint=error.hint or "see bus/nats-server.log in the run directory")]
+    finally:
+        await bus.close()
+    answers = Check(name="bus", state="ok", found=f"{address.url} answers in {(now_s - asked_s) * 1e3:.1f} ms")
+    return [answers, *([] if theirs_s is None else [check_skew(theirs_s, asked_s, now_s)])]
+
+
+def check_skew(theirs_s: float, asked_s: float, now_s: float) -> Check:
+    """The server's clock against this machine's, which showed `asked_s` before the question and `now_s` after the answer.
+
+    Nothing is decided by a clock of one machine against another's, but certificates are checked by it, and people read the times.
+    """
+    ahead_s = max(0.0, theirs_s - now_s) or min(0.0, theirs_s - asked_s)
+    found = f"the bus's clock is within {max(abs(ahead_s), now_s - asked_s):.3f} s of this one"
+    if abs(ahead_s) > _MAX_SKEW_S:
+        found = f"the bus's clock is {abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} this one"
+        hint = "set both by NTP: certificates may be refused, and times in logs and plots do not fit together"
+        return Check(name="clock skew", state="warn", found=found, hint=hint)
+    return Check(name="clock skew", state="ok", found=found)
+
+
+def _elsewhere(config: Config) -> bool:
+    """Whether the embedded server of the run may be up on another host."""
+    return bool(config.bus.advertise) or config.bus.host not in ("127.0.0.1", "localhost", "::1")
+
+
+def _free(host: str, port: int) -> bool:
+    try:
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            return True
+    except OSError:
+        return False
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version, for comparing."""
+    parts = version.replace("+", ".").split(".")
+    return tuple(int(part) for part in parts[:3] if part.isdigit())

@@ -1,0 +1,1 @@
+"""Continuous batching in this process: a decode loop over any `DecodeModel`."""

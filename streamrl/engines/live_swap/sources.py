@@ -1,0 +1,93 @@
+"""Where a version's bytes are read from: a file of this host, or device memory of a trainer."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from streamrl.errors import WeightSyncError
+from streamrl.weights.protocol import CudaSource, FileSource
+
+
+class HostImage:
+    """A file that holds a version's concatenation, mapped for reading; unmapped when nothing refers to its bytes any more.
+
+    Args:
+        source: the file.
+        nbytes: bytes it must have.
+
+    Raises:
+        WeightSyncError: it cannot be read or is too short.
+    """
+
+    def __init__(self, source: FileSource, nbytes: int) -> None:
+        try:
+            descriptor = os.open(source.path, os.O_RDONLY)
+        except OSError as error:
+            raise WeightSyncError(
+                f"cannot read the version in {source.path}: {error.strerror}", hint="a newer version brings its own"
+            ) from error
+        try:
+            size = os.fstat(descriptor).st_size
+            if size < nbytes:
+                raise WeightSyncError(f"expected a version of {nbytes} bytes in {source.path}, got {size}")
+            mapping = mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_READ)
+        finally:
+            os.close(descriptor)
+        with warnings.catch_warnings():
+            # The tensor is only ever read.
+            warnings.simplefilter("ignore", UserWarning)
+            self.bytes: Tensor = torch.from_numpy(np.frombuffer(mapping, np.uint8))
+
+
+class DeviceSpan:
+    """Device memory that holds bytes `first .. end` of a version's concatenation."""
+
+    def __init__(self, first: int, data: Tensor) -> None:
+        self.first = first
+        self.end = first + data.numel()
+        self.data = data
+
+
+class DeviceImages:
+    """Trainers' device memory, opened once for each buffer: a trainer publishes from a few buffers in turn.
+
+    A dead trainer's buffers are closed when its successor's are opened: until then they keep its memory from being freed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._open: dict[tuple[str, bytes], Tensor] = {}
+
+    def spans(self, source: CudaSource) -> Sequence[DeviceSpan]:
+        """The memory of a source, in the order of the concatenation.
+
+        Raises:
+            WeightSyncError: memory that cannot be opened here.
+        """
+        owners = {memory.owner for memory in source.memory}
+        self._open = {key: data for key, data in self._open.items() if key[0] in owners}
+        spans: list[DeviceSpan] = []
+        first = 0
+        for memory in source.memory:
+            data = self._opened(memory.owner, memory.handle)[memory.offset : memory.offset + memory.nbytes]
+            if data.numel() != memory.nbytes:
+                raise WeightSyncError(f"expected {memory.nbytes} bytes at {memory.offset} of a device buffer, got {data.numel()}")
+            spans.append(DeviceSpan(first, data))
+            first += memory.nbytes
+        return spans
+
+    def _opened(self, owner: str, handle: bytes) -> Tensor:
+        known = self._open.get((owner, handle))
+        if known is None:
+            # Not at the top: streams and handles of CUDA are of no use on a CPU.
+            from streamrl.tensors.cuda_ipc import open_shared
+
+            known = self._open[owner, handle] = open_shared(handle, self._device)
+        return known

@@ -1,0 +1,219 @@
+"""Staging: a version's bytes go into the idle buffer while the other one is served.
+
+It runs in the channel's thread, on a stream of its own on a GPU. In the steady state it allocates nothing: views, pinned memory and the
+digests' tables are made once. Calls into torch release the interpreter's lock while they copy, and what is done in Python between two of
+them is kept short, because the scheduler's thread wants the lock back for the next forward pass.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from streamrl.engines.live_swap.digests import Digests, make_digests, make_word_digests, sums
+from streamrl.engines.live_swap.fallback import DerivedLoad
+from streamrl.engines.live_swap.layout import ALIGNMENT, Layout, source_view, target_view
+from streamrl.engines.live_swap.messages import Prepare, Prepared, Served, Stage, Staged, TensorEntry
+from streamrl.engines.live_swap.pace import Pacer, Passes
+from streamrl.engines.live_swap.plan import DEVICE_WINDOW_BYTES, Window
+from streamrl.engines.live_swap.recorder import record
+from streamrl.engines.live_swap.side import Side
+from streamrl.engines.live_swap.sources import DeviceImages, DeviceSpan, HostImage
+from streamrl.engines.live_swap.swap import Swap
+from streamrl.errors import WeightSyncError
+from streamrl.weights.protocol import CudaSource, FileSource
+
+Pairs = tuple[list[Tensor], list[Tensor]]
+"""Targets and sources of one window."""
+Bound = tuple[int, int, Pairs]
+"""A window's first source byte, bytes that it reads and writes in the device's memory, and what to copy."""
+KEPT_BINDINGS = 16
+BREATH = 16
+"""Views made in a row before the interpreter's lock is offered to others: about 0.1 ms."""
+
+
+class Stager:
+    """Prepares layouts and stages versions of one rank.
+
+    Args:
+        swap: the rank's two buffers and which of them is idle.
+        passes: forward passes.
+        streams: that SGLang uses.
+    """
+
+    def __init__(self, swap: Swap, passes: Passes, streams: Sequence[Any]) -> None:
+        self._swap = swap
+        self._passes = passes
+        self._side = Side(swap.device, streams, host_only=swap.buffers.pinned)
+        self._layouts: dict[str, Layout] = {}
+        self._bindings: dict[tuple[object, ...], list[Bound]] = {}
+        self._scratch_windows: dict[str, list[Window]] = {}
+        self._digests: dict[tuple[str, int], Digests] = {}
+        self._word_digests: dict[tuple[str, int], Digests] = {}
+        self._devices = DeviceImages(swap.device)
+        self._derived: DerivedLoad | None = None
+
+    def prepare(self, request: Prepare) -> Prepared:
+        """Record how the layout reaches the parameters, and make all that staging will use.
+
+        Raises:
+            WeightSyncError: the tensors do not fit the model.
+        """
+        started = time.perf_counter()
+        layout = self._layouts.get(request.layout)
+        if layout is None:
+            _check_offsets(request.tensors)
+            layout = Layout(request.tensors, record(self._swap.model, request.tensors))
+            if layout.recorded:
+                self._make(request.layout, layout)
+            self._layouts[request.layout] = layout
+        return Prepared(
+            recorded=layout.recorded,
+            why=layout.why,
+            regions=layout.regions(),
+            ignored=layout.ignored,
+            took_s=time.perf_counter() - started,
+            words=all((request.layout, index) in self._word_digests for index in (0, 1)),
+        )
+
+    def stage(self, request: Stage) -> Staged:
+        """Write the version into the idle buffer; from then on it can be committed.
+
+        Raises:
+            WeightSyncError: the layout is not prepared, or the source cannot be read. The idle buffer may then hold anything; it is
+                not committed.
+        """
+        started = time.perf_counter()
+        layout = self._layout(request.layout)
+        idle = self._swap.begin_staging()
+        with self._side.entered():
+            self._side.wait(self._swap.released)
+            try:
+                digests = self._replay(layout, idle, request) if layout.recorded else self._derive(layout, idle, request)
+            finally:
+                # Nobody may read the source any more when this returns, whatever happened.
+                self._side.finish()
+        self._swap.end_staging(request.version)
+        nbytes = sum(piece.numel() * piece.element_size() for piece in self._swap.buffers.sets[idle])
+        return Staged(version=request.version, took_ms=(time.perf_counter() - started) * 1e3, nbytes=nbytes, digests=digests)
+
+    def served(self, layout_key: str) -> Served:
+        """Digest what is served, on the side stream; tried again when a commit comes in between.
+
+        Raises:
+            WeightSyncError: the layout is not prepared, or its weights are derived and cannot be read back.
+        """
+        layout = self._layout(layout_key)
+        if not layout.recorded:
+            raise WeightSyncError(f"expected weights that can be read back, got derived ones: {layout.why}")
+        while True:
+            version, active = self._swap.serving, self._swap.buffers.active
+            with self._side.entered():
+                found = sums(self._digests[layout_key, active], self._side, Pacer(0.0, self._passes))
+            if (version, active) == (self._swap.serving, self._swap.buffers.active):
+                return Served(version=version, digests=found)
+
+    def _replay(self, layout: Layout, idle: int, request: Stage) -> tuple[int, ...]:
+        """Copy by the plan, and digest what has been copied while the rest follows."""
+        pacer = Pacer(request.pace.max_gap_ms, self._passes)
+        digests = (self._word_digests if request.words else self._digests)[request.layout, idle]
+        digests.begin()
+        for first_byte, moved, pairs in self._windows(request.layout, layout, idle, request.source):
+            if request.verify:
+                digests.advance(self._side, first_byte, pacer)
+            pacer.spend(moved / self._side.bytes_s)
+            self._side.copy(pairs)
+        return digests.result(self._side, pacer) if request.verify else ()
+
+    def _layout(self, key: str) -> Layout:
+        layout = self._layouts.get(key)
+        if layout is None:
+            raise WeightSyncError(f"expected a prepared layout, got {key}", hint="prepare it first")
+        return layout
+
+    def _make(self, key: str, layout: Layout) -> None:
+        cut = layout.cut([(0, layout.nbytes)])
+        self._scratch_windows[key] = cut
+        with self._side.entered():
+            if self._side.reserve(max(window.end_byte - _base(window) for window in cut)):
+                self._bindings.clear()
+            for index in (0, 1):
+                # The weights loaded first have this padding already, unless they were dummies.
+                for fill in layout.fills:
+                    target_view(self._swap.buffers.sets[index], fill.place).fill_(fill.value)
+                self._digests[key, index] = make_digests(self._swap.buffers.sets[index], layout)
+                if (words := make_word_digests(self._swap.buffers.sets[index], layout)) is not None:
+                    self._word_digests[key, index] = words
+
+    def _windows(self, key: str, layout: Layout, idle: int, source: FileSource | CudaSource) -> Iterator[Bound]:
+        """Windows to copy, one after the other."""
+        if isinstance(source, CudaSource):
+            yield from self._bound_to_device(key, layout, idle, self._devices.spans(source))
+            return
+        image = HostImage(source, layout.nbytes)
+        cut = self._scratch_windows[key]
+        for index, (window, bound) in enumerate(zip(cut, self._bound_to_scratch(key, layout, idle), strict=True)):
+            self._side.load(index % 2, image.bytes[_base(window) : window.end_byte])
+            yield bound
+
+    def _bound_to_scratch(self, key: str, layout: Layout, idle: int) -> list[Bound]:
+        known = self._bindings.get((key, idle))
+        if known is None:
+            slots = self._side.scratch
+            # Written to the scratch, read there, and written to their parameters.
+            known = [
+                (window.first_byte, 3 * window.nbytes, self._pairs(layout, window, idle, slots[index % 2], _base(window)))
+                for index, window in enumerate(self._scratch_windows[key])
+            ]
+            self._bindings[key, idle] = known
+        return known
+
+    def _bound_to_device(self, key: str, layout: Layout, idle: int, spans: Sequence[DeviceSpan]) -> list[Bound]:
+        identity = (key, idle, *((span.first, span.end, span.data.data_ptr()) for span in spans))
+        known = self._bindings.get(identity)
+        if known is None:
+            cut = layout.cut([(span.first, span.end) for span in spans], DEVICE_WINDOW_BYTES)
+            known = []
+            for window in cut:
+                span = spans[window.source]
+                targets, sources = self._pairs(layout, window, idle, span.data, span.first)
+                pairs = [*targets, *self._side.unlike[:1]], [*sources, *self._side.unlike[1:]]
+                # Another GPU's memory is read at no cost to this one's.
+                known.append((window.first_byte, window.nbytes * (2 if span.data.device == self._swap.device else 1), pairs))
+            self._bindings[identity] = known
+            if len(self._bindings) > KEPT_BINDINGS:
+                del self._bindings[next(iter(self._bindings))]
+        return known
+
+    def _pairs(self, layout: Layout, window: Window, idle: int, data: Tensor, first_byte: int) -> Pairs:
+        parameters = self._swap.buffers.sets[idle]
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for index, piece in enumerate(window.pieces):
+            targets.append(target_view(parameters, piece.copy))
+            sources.append(source_view(data, piece.first_byte - first_byte, piece.copy, layout.dtypes[piece.copy.tensor]))
+            if index % BREATH == BREATH - 1:
+                time.sleep(0)
+        return targets, sources
+
+    def _derive(self, layout: Layout, idle: int, request: Stage) -> tuple[int, ...]:
+        if self._derived is None:
+            self._derived = DerivedLoad(self._swap.model)
+        if isinstance(request.source, CudaSource):
+            spans = self._devices.spans(request.source)
+        else:
+            spans = [DeviceSpan(0, HostImage(request.source, layout.nbytes).bytes)]
+        return self._derived.load(self._swap.buffers.sets[idle], layout, spans, verify=request.verify)
+
+
+def _base(window: Window) -> int:
+    return window.first_byte // ALIGNMENT * ALIGNMENT
+
+
+def _check_offsets(entries: Sequence[TensorEntry]) -> None:
+    for entry in entries:
+        if entry.offset % ALIGNMENT:
+            raise WeightSyncError(f"tensor {entry.name!r}: expected an offset that is a multiple of {ALIGNMENT}, got {entry.offset}")

@@ -1,0 +1,1 @@
+"""The `local` engine: transformers models with continuous batching, on a CPU or one GPU."""

@@ -1,0 +1,235 @@
+"""The local engine's policy: a transformers model's parameters in two buffers, its cache rows, and one pass at a time."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from streamrl.engines.batching.buffers import TensorLayout, offsets
+from streamrl.engines.batching.model import Draws
+from streamrl.engines.local.cache import HeadShape, Pass, SlotCache
+from streamrl.engines.local.functional import GLUED, FunctionalForward, Weights, buffer_order, supports
+from streamrl.engines.local.modules import ModuleForward, check_config
+from streamrl.engines.local.sampling import draw
+from streamrl.errors import ConfigError
+from streamrl.tensors.building import BUILDING
+
+log = logging.getLogger(__name__)
+
+PREFILL_TOKENS = 8192
+"""Padded tokens of one prefill pass; more joiners are prefilled in several passes."""
+
+
+class Forward(Protocol):
+    """A forward pass over the slot cache. Adapters: `FunctionalForward` (fast) and `ModuleForward` (any model)."""
+
+    def head_shapes(self) -> Sequence[HeadShape]: ...
+
+    def attach(self, cache: SlotCache) -> None: ...
+
+    def prefill(self, tokens: Tensor, step: Pass) -> None: ...
+
+    def decode(self, tokens: Tensor, step: Pass) -> Tensor: ...
+
+
+class LocalModel:
+    """`streamrl.engines.batching.model.DecodeModel` over a Hugging Face causal LM; weights come from commits only.
+
+    Args:
+        model_dir: holds `config.json` (and `generation_config.json` for the end tokens, if there is one).
+        slots: rows of the cache.
+        max_len: longest sequence in tokens.
+        threads: CPU threads of the decode thread's operations.
+        deterministic: compute every row alone, so that nothing it is batched with changes a bit of it.
+        forward: `functional` where the architecture is known, else `modules`; `auto` chooses.
+        device: where the weights and the cache lie.
+        dtype: type of the weights; None: the configuration's.
+
+    Raises:
+        ConfigError: no usable configuration in `model_dir`.
+        EngineError: an architecture that the cache cannot hold.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        slots: int,
+        max_len: int,
+        threads: int,
+        deterministic: bool,
+        forward: Literal["auto", "functional", "modules"],
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        config = _read_config(model_dir)
+        check_config(config)
+        self.vocab_size: int = config.get_text_config().vocab_size
+        self.max_len = max_len
+        self.eos_ids = _eos_ids(model_dir, config)
+        self._device = device
+        self._threads = threads
+        self._deterministic = deterministic
+        dtype = dtype or (config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32)
+        model = _empty_model(config, dtype, device)
+        parameters = dict(model.named_parameters())
+        known = supports(config, list(parameters))
+        if forward == "functional" and not known:
+            raise ConfigError(f"expected a Llama-like model for the functional forward, got {config.model_type}", hint="use forward='auto'")
+        self._functional: FunctionalForward | None = None
+        if known and forward != "modules":
+            rotary: nn.Module = model.get_decoder().rotary_emb  # type: ignore[assignment]
+            self._functional = FunctionalForward(config, rotary, max_len=max_len, dtype=dtype, device=device)
+        self.layout = _layout(config, parameters, fused=self._functional is not None)
+        # The modules' own parameters are re-pointed at a commit; the functional forward has no modules.
+        self._parameters = {} if self._functional else parameters
+        self._forward: Forward = self._functional or ModuleForward(model)
+        self._cache = SlotCache(self._forward.head_shapes(), slots=slots, max_len=max_len, dtype=dtype, device=device)
+        self._forward.attach(self._cache)
+        self._lengths = np.zeros(slots, np.int64)
+        """Positions of each row that hold keys and values."""
+        self._host: tuple[Tensor, ...] = ()
+        self._on_device: tuple[Tensor, ...] = ()
+        self._views: list[dict[str, Tensor]] = []
+        self._weights: list[Weights | None] = [None, None]
+        log.info(
+            "event=model_built model_type=%s functional=%s device=%s dtype=%s slots=%d",
+            *(config.model_type, bool(self._functional), device, dtype, slots),
+        )
+
+    def bind(self, buffers: Sequence[npt.NDArray[np.uint8]]) -> None:
+        """See `DecodeModel.bind`. On a CPU the parameters are views of the buffers, elsewhere of a copy on the device."""
+        self._host = tuple(torch.from_numpy(buffer) for buffer in buffers)
+        self._on_device = tuple(host.to(self._device) for host in self._host)
+        starts = offsets(self.layout)
+        for buffer in self._on_device:
+            views: dict[str, Tensor] = {}
+            for tensor in self.layout:
+                raw = buffer[starts[tensor.name] : starts[tensor.name] + tensor.nbytes]
+                views[tensor.name] = raw.view(getattr(torch, tensor.dtype)).view(tensor.shape)
+            self._views.append(views)
+
+    def prepare(self, index: int) -> None:
+        """See `DecodeModel.prepare`."""
+        if self._device.type != "cpu":
+            self._on_device[index].copy_(self._host[index])
+            torch.cuda.synchronize(self._device)
+        if self._functional is not None:
+            self._weights[index] = self._functional.collect(self._views[index])
+
+    def activate(self, index: int) -> None:
+        """See `DecodeModel.activate`."""
+        weights = self._weights[index]
+        if self._functional is not None:
+            assert weights is not None
+            self._functional.use(weights)
+        for name, parameter in self._parameters.items():
+            parameter.data = self._views[index][name]
+
+    @contextmanager
+    def thread(self) -> Generator[None]:
+        """See `DecodeModel.thread`."""
+        torch.set_num_threads(self._threads)
+        with torch.inference_mode():
+            yield
+
+    def join(self, rows: Sequence[int], prompts: Sequence[tuple[int, ...]]) -> None:
+        """See `DecodeModel.join`. Rows with one prompt share its prefill."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for row, prompt in zip(rows, prompts, strict=True):
+            groups.setdefault(prompt, []).append(row)
+            self._lengths[row] = len(prompt) - 1
+        batch: list[tuple[int, ...]] = []
+        for prompt in sorted((prompt for prompt in groups if len(prompt) > 1), key=len):
+            if batch and (self._deterministic or (len(batch) + 1) * (len(prompt) - 1) > PREFILL_TOKENS):
+                self._prefill(batch, groups)
+                batch = []
+            batch.append(prompt)
+        if batch:
+            self._prefill(batch, groups)
+
+    def move(self, targets: Sequence[int], sources: Sequence[int]) -> None:
+        """See `DecodeModel.move`."""
+        self._lengths[targets] = self._lengths[sources]
+        self._cache.move(targets, sources, int(self._lengths[sources].max()))
+
+    def step(
+        self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], drawn: npt.NDArray[np.int64], draws: Draws
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """See `DecodeModel.step`; row i of the batch is row i of the cache."""
+        n = len(tokens)
+        self._lengths[:n] = positions + 1
+        if not self._deterministic:
+            return draw(self._decode(tokens, positions, 0), draws)
+        ids = np.empty(n, np.int64)
+        logprobs = np.empty(n, np.float32)
+        for row in range(n):
+            part = slice(row, row + 1)
+            ids[part], logprobs[part] = draw(self._decode(tokens[part], positions[part], row), draws.row(row))
+        return ids, logprobs
+
+    def _prefill(self, batch: list[tuple[int, ...]], groups: dict[tuple[int, ...], list[int]]) -> None:
+        longest = len(batch[-1]) - 1
+        tokens = torch.tensor([prompt[:-1] + (0,) * (longest + 1 - len(prompt)) for prompt in batch], device=self._device)
+        rows = [row for prompt in batch for row in groups[prompt]]
+        source = [index for index, prompt in enumerate(batch) for _ in groups[prompt]]
+        self._forward.prefill(tokens, self._cache.begin_prefill(rows, source, longest))
+
+    def _decode(self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], first: int) -> Tensor:
+        longest = int(positions.max()) + 1
+        at = torch.from_numpy(positions).to(self._device)
+        step = self._cache.begin_decode(at, first=first, longest=longest, ragged=bool(positions.min() + 1 < longest))
+        return self._forward.decode(torch.from_numpy(tokens).to(self._device), step)
+
+
+def _read_config(model_dir: Path) -> PretrainedConfig:
+    if not (model_dir / "config.json").is_file():
+        raise ConfigError(f"expected config.json in {model_dir}, got none", hint="set model.path to a Hugging Face model directory")
+    try:
+        return AutoConfig.from_pretrained(model_dir)
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"expected a Hugging Face configuration in {model_dir}, got: {error}", hint="is it known to transformers?"
+        ) from error
+
+
+def _empty_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    # The bytes come with the first commit, and until then nothing is served: no time is spent on random ones.
+    with BUILDING, no_init_weights():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model.tie_weights()
+    cast(nn.Module, model).to(device).eval().requires_grad_(False)
+    return model
+
+
+def _layout(config: PretrainedConfig, parameters: Mapping[str, Tensor], *, fused: bool) -> tuple[TensorLayout, ...]:
+    names = buffer_order(config, list(parameters)) if fused else list(parameters)
+    return tuple(
+        TensorLayout(
+            name, str(parameters[name].dtype).removeprefix("torch."), tuple(parameters[name].shape), fused and name.endswith(GLUED)
+        )
+        for name in names
+    )
+
+
+def _eos_ids(model_dir: Path, config: PretrainedConfig) -> tuple[int, ...]:
+    path = model_dir / "generation_config.json"
+    found: Any = None
+    if path.is_file():
+        found = json.loads(path.read_text()).get("eos_token_id")
+    if found is None:
+        found = config.get_text_config().eos_token_id
+    if found is None:
+        return ()
+    return (found,) if isinstance(found, int) else tuple(found)

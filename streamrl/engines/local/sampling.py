@@ -1,0 +1,73 @@
+"""Drawing tokens by inverse CDF, in torch: the `local` engine's sampler. The definition is in `streamrl.engines.table.sampling`.
+
+Letters: `n` rows, `V` vocabulary. One uniform number a row, one cumulative sum and one search: 4 to 6 times cheaper on a
+CPU than `torch.multinomial` or Gumbel noise at V = 151,936.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from streamrl.engines.batching.model import Draws
+
+
+def draw(logits: Tensor, draws: Draws) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Draw one token a row.
+
+    Args:
+        logits: [n, V], any floating type; computed with in float32, cumulated in float64.
+        draws: how, n rows.
+
+    Returns:
+        ids [n] int64, log-probs [n] float32 of the distribution drawn from; NaN where the logits are not finite.
+    """
+    logp = log_probs(logits, draws)
+    cumulative = torch.cumsum(torch.exp(logp), -1, dtype=torch.float64)
+    total = cumulative[:, -1]
+    # Below the total even when u * total rounds up to it, so that a token of probability 0 is never drawn.
+    target = torch.minimum(_on(draws.uniform, logits) * total, torch.nextafter(total, torch.zeros_like(total)))
+    ids = torch.searchsorted(cumulative, target[:, None], right=True).clamp_(max=logits.shape[-1] - 1)
+    greedy = draws.temperature <= 0
+    if greedy.any():
+        rows = _on(np.flatnonzero(greedy), logits)
+        ids[rows] = logp[rows].argmax(-1, keepdim=True)
+    chosen = torch.gather(logp, -1, ids)
+    # A row with a NaN has a NaN total whichever token was found.
+    chosen = torch.where(torch.isfinite(total)[:, None], chosen, torch.nan)
+    return ids[:, 0].cpu().numpy(), chosen[:, 0].cpu().numpy()
+
+
+def log_probs(logits: Tensor, draws: Draws) -> Tensor:
+    """Log-probs [n, V] float32 of the distributions drawn from; -inf where a token is not kept. Greedy rows: temperature 1."""
+    logits = logits.float()
+    temperature = draws.temperature
+    if (temperature != 1).any():
+        logits = logits / _on(np.where(temperature > 0, temperature, np.float32(1)), logits)[:, None]
+    logp = torch.log_softmax(logits, -1)
+    filtered = ((draws.top_p < 1) | (draws.top_k > 0)) & (temperature > 0)
+    if filtered.any():
+        rows = np.flatnonzero(filtered)
+        index = _on(rows, logits)
+        logp[index] = _restrict(logp[index], _on(draws.top_p[rows], logits), _on(draws.top_k[rows], logits))
+    return logp
+
+
+def _restrict(logp: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
+    vocabulary = logp.shape[-1]
+    ordered, order = torch.sort(logp, dim=-1, descending=True, stable=True)
+    mass = torch.exp(ordered.double())
+    before = mass.cumsum(-1) - mass
+    limit = torch.where(top_k > 0, top_k, vocabulary)
+    rank = torch.arange(vocabulary, device=logp.device)
+    kept = (rank < limit[:, None]) & ((before < top_p[:, None]) | (top_p[:, None] >= 1))
+    kept[:, 0] = True
+    kept_mass = torch.where(kept, mass, 0.0).sum(-1, keepdim=True)
+    values = torch.where(kept, (ordered - kept_mass.log()).float(), -torch.inf)
+    return torch.empty_like(logp).scatter_(-1, order, values)
+
+
+def _on(array: npt.NDArray[np.generic], like: Tensor) -> Tensor:
+    return torch.from_numpy(array).to(like.device)

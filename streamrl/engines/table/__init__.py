@@ -1,0 +1,1 @@
+"""The `table` engine: a tabular policy without any framework."""

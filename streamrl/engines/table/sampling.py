@@ -1,0 +1,69 @@
+"""Drawing tokens by inverse CDF, in numpy: the `table` engine's sampler and the definition the others are tested against.
+
+Letters: `n` rows, `V` vocabulary.
+
+The distribution of a row is softmax(logits / temperature), restricted to a kept set and renormalised. With the tokens
+sorted by falling probability (ties: the lower id first), a token is kept when its rank is below `top_k` and the mass of
+the tokens before it, in the unrestricted distribution, is below `top_p`. So top-k and top-p each look at the
+unrestricted distribution, and the most probable token is always kept. Temperature 0 takes the most probable token; its
+log-prob is that under temperature 1.
+
+The token drawn for `u` is the first, in order of ids, whose cumulative probability exceeds `u`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.engines.batching.model import Draws
+
+
+def log_softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """[n, V] to [n, V], natural logarithms."""
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def distribution(logits: npt.NDArray[np.floating], draws: Draws) -> npt.NDArray[np.float64]:
+    """Log-probs [n, V] float64 of the distributions that `draws` draws from; -inf where a token is not kept.
+
+    Greedy rows hold the log-probs under temperature 1.
+    """
+    temperature = np.where(draws.temperature > 0, draws.temperature, 1.0).astype(np.float64)
+    logp = log_softmax(logits.astype(np.float64) / temperature[:, None])
+    filtered = ((draws.top_p < 1) | (draws.top_k > 0)) & (draws.temperature > 0)
+    if filtered.any():
+        rows = np.flatnonzero(filtered)
+        logp[rows] = _restrict(logp[rows], draws.top_p[rows], draws.top_k[rows])
+    return logp
+
+
+def draw(logits: npt.NDArray[np.floating], draws: Draws) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Draw one token a row: ids [n] int64 and their log-probs [n] float32; NaN where the logits are not finite."""
+    logp = distribution(logits, draws)
+    cumulative = np.exp(logp).cumsum(axis=-1)
+    total = cumulative[:, -1]
+    # Below the total even when u * total rounds up to it, so that a token of probability 0 is never drawn.
+    target = np.minimum(draws.uniform * total, np.nextafter(total, 0.0))
+    ids = np.minimum((cumulative <= target[:, None]).sum(axis=-1), logits.shape[-1] - 1)
+    greedy = draws.temperature <= 0
+    if greedy.any():
+        ids[greedy] = logp[greedy].argmax(axis=-1)
+    return ids, np.take_along_axis(logp, ids[:, None], axis=-1)[:, 0].astype(np.float32)
+
+
+def _restrict(logp: npt.NDArray[np.float64], top_p: npt.NDArray[np.float32], top_k: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    vocabulary = logp.shape[-1]
+    order = np.argsort(-logp, axis=-1, kind="stable")
+    mass = np.exp(np.take_along_axis(logp, order, axis=-1))
+    before = mass.cumsum(axis=-1) - mass
+    rank = np.arange(vocabulary)
+    limit = np.where(top_k > 0, top_k, vocabulary)
+    kept = (rank < limit[:, None]) & ((before < top_p[:, None]) | (top_p[:, None] >= 1))
+    kept[:, 0] = True
+    kept_mass = np.where(kept, mass, 0.0).sum(axis=-1, keepdims=True)
+    result = np.full_like(logp, -np.inf)
+    values = np.where(kept, np.take_along_axis(logp, order, axis=-1) - np.log(kept_mass), -np.inf)
+    np.put_along_axis(result, order, values, axis=-1)
+    return result

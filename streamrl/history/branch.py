@@ -1,0 +1,195 @@
+"""Branch: a new run that trains another loss, rate, bound or batch size on its parent's recorded stream, without engines.
+
+Its parent is (run, version). It reads the parent's log and writes into its own directory only: `ledger.jsonl`, `branch.json`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from streamrl.bus.protocol import Log
+from streamrl.config.load import override_keys
+from streamrl.config.tree import Config
+from streamrl.consumers.training.calls import Caller
+from streamrl.consumers.training.reader import RecordReader
+from streamrl.consumers.training.steps import Stepped
+from streamrl.core.assembly import ages, used
+from streamrl.core.fold_config import fold_config
+from streamrl.core.seeds import run_seed
+from streamrl.core.state import FoldState
+from streamrl.errors import ConfigError, SchemaError
+from streamrl.history.branch_state import begin, translate
+from streamrl.history.branch_steps import BranchStepper
+from streamrl.history.replay import Range, check_span, find_start
+from streamrl.history.replay_log import PastLedger, read_past
+from streamrl.history.replay_pending import read_pending
+from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.subjects import Subjects
+from streamrl.trainers.protocol import Trainer
+
+log = logging.getLogger(__name__)
+
+BRANCH_FILE = "branch.json"
+LEDGER_FILE = "ledger.jsonl"
+
+CHANGES_LOSS = ("loss", "trainer.optimizer", "trainer.minibatches", "trainer.micro_tokens", "warmup.learning_rate", "run.steps")
+"""Keys whose change leaves the batches alone."""
+CHANGES_BATCHES = ("tasks.batch_tasks", "tasks.max_staleness", "tasks.stale", "tasks.drop_zero_spread")
+"""Keys whose change may give other batches of the same samples."""
+
+
+class BranchFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of branch.json."""
+
+    branch: str
+    parent: str
+    """Run that it branches from."""
+    parent_version: str
+    """Version that it branches at."""
+    overrides: tuple[str, ...]
+    same_batches: bool
+    """Whether its batches are the parent's."""
+    created_s: float
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for a key that changes nothing when recorded samples are trained again."""
+    known = (*CHANGES_LOSS, *CHANGES_BATCHES)
+    for key in override_keys(overrides):
+        if not any(key == name or key.startswith(f"{name}.") for name in known):
+            raise ConfigError(
+                f"{key} has no part in training recorded samples again",
+                hint=f"a branch may change {', '.join(known)}; for anything else start a run",
+                key=key,
+            )
+
+
+def branch(
+    *,
+    config: Config,
+    parent: Config,
+    log: Log,
+    call: Caller,
+    trainer: Trainer,
+    checkpoints: Path,
+    span: Range,
+    directory: Path,
+    overrides: Sequence[str],
+    fingerprint: str,
+    num_tokens: int = 0,
+    progress: Callable[[LedgerEntry], None] | None = None,
+) -> list[LedgerEntry]:
+    """Train the branch to the end of the span; call from the training thread. Returns its ledger.
+
+    Args:
+        config: the branch's: the parent's with other values and a name of its own.
+        parent: the parent's.
+        log: the parent's log; only read.
+        call: runs a coroutine of the log's loop.
+        trainer: made from `config`, with the parent's initial weights.
+        checkpoints: the parent's.
+        span: the parent's versions; its beginning is where the branch leaves.
+        directory: the branch's own.
+        overrides: what was changed, for branch.json.
+        fingerprint: digest of this process's numerics fingerprint.
+        num_tokens: vocabulary of the model; 0: token ids are not checked.
+        progress: called with every entry.
+
+    Raises:
+        LogTruncated: the parent's stream does not go back far enough.
+        ConfigError: the parent does not have all versions of the span.
+    """
+    past: PastLedger = call(read_past(log, Subjects(parent.run.name), parent.trainer.name))
+    check_span(past, span, f"the ledger of run {parent.run.name!r}")
+    start = find_start(past, checkpoints, parent.trainer.name, span.first)
+    before = FoldState.decode(trainer.load(start.path)) if start.path else None
+    mine, theirs = fold_config(config, num_tokens), fold_config(parent, num_tokens)
+    state = begin(mine, theirs, before)
+    stretch = past.between(start.version.number, span.last)
+    pending = call(read_pending(log, state.own, start.path))
+    note = BranchFile(
+        branch=config.run.name,
+        parent=parent.run.name,
+        parent_version=str(start.version),
+        overrides=tuple(overrides),
+        same_batches=mine == theirs,
+        created_s=time.time(),
+    )
+    (directory / BRANCH_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(note), indent=2) + b"\n")
+    reader = RecordReader(log, call.loop, after=state.cursor, capacity=4 * config.tasks.batch_tasks)
+    stepper = BranchStepper(
+        reader=reader,
+        parent=PastLedger(stretch),
+        trainer=trainer,
+        config=mine,
+        parent_config=theirs,
+        state=state,
+        messages={sequence: translate(samples, state.numbers) for sequence, samples in pending.samples.items()},
+    )
+    entries: list[LedgerEntry] = []
+    try:
+        with (directory / LEDGER_FILE).open("wb") as file:
+            # A record that is awaited comes: the parent's ledger says so. Without a further entry there is nothing left.
+            while (stepped := stepper.next(lambda: stepper.state.parent.version.number < stretch[-1].version.number)) is not None:
+                assert stepper.beside is not None
+                entry = entry_of(stepped, config, stepper.beside, fingerprint)
+                entries.append(entry)
+                file.write(msgspec.json.encode(entry) + b"\n")
+                file.flush()
+                if progress is not None:
+                    progress(entry)
+    finally:
+        reader.close()
+    return entries
+
+
+def entry_of(stepped: Stepped, config: Config, beside: LedgerEntry, fingerprint: str, *, fence: int = 0) -> LedgerEntry:
+    """The ledger entry of a branch's or a tap's version; cursor, credits and the end of the warm-up are those of the parent's beside it.
+
+    Metrics that are not finite are left out: JSON has no word for them.
+    """
+    state, before = stepped.state, stepped.before
+    return LedgerEntry(
+        run=config.run.name,
+        trainer=config.trainer.name,
+        version=state.version,
+        source=stepped.batch.source,
+        used=used(stepped.batch),
+        drops=before.drops,
+        cursor=beside.cursor,
+        granted=beside.granted,
+        retired=state.retired,
+        seed=run_seed(config.run.name, config.run.seed),
+        fingerprint=fingerprint,
+        digest=stepped.result.digest,
+        warm=beside.warm,
+        staleness=tuple(ages(stepped.batch, before)["total"]),
+        num_samples=stepped.arrays.num_samples,
+        num_tokens=stepped.arrays.num_tokens,
+        metrics={name: value for name, value in stepped.metrics.items() if abs(value) < float("inf")},
+        fence=fence,
+        time_s=time.time(),
+    )
+
+
+def ledger_size(directory: Path) -> int:
+    """Bytes of the ledger that a branch has written; 0 while it has none."""
+    path = directory / LEDGER_FILE
+    return path.stat().st_size if path.is_file() else 0
+
+
+def read_branch_ledger(directory: Path) -> list[LedgerEntry]:
+    """The entries of a branch, in order; raises SchemaError for a line that is none."""
+    path = directory / LEDGER_FILE
+    entries: list[LedgerEntry] = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            entries.append(msgspec.json.decode(line, type=LedgerEntry))
+        except msgspec.MsgspecError as error:
+            raise SchemaError(f"expected a ledger entry in line {number} of {path}: {error}", hint="run the branch again") from error
+    return entries

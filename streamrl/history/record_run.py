@@ -1,0 +1,58 @@
+"""`record`: a run, up or not, as files."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from streamrl.bus.protocol import Bus
+from streamrl.config.tree import Config
+from streamrl.errors import BusUnavailable
+from streamrl.history.record import Recording, record
+from streamrl.history.source import read_record
+from streamrl.history.tap_position import hold_stream, keeping_position
+from streamrl.runtime.lock import holder
+from streamrl.runtime.run_bus import opened
+from streamrl.runtime.rundir import RunDir
+
+logger = logging.getLogger(__name__)
+
+LEASE_S = 60
+
+
+async def record_run(run: RunDir, out: Path, *, checkpoints: bool = False) -> Recording:
+    """Record everything that the run has at this moment; while it is up, hold its stream against trimming for as long as this takes.
+
+    Raises:
+        ConfigError: `out` exists.
+        LaunchError: the run is being started, or its server cannot be.
+        LogTruncated: the stream was trimmed before it could be held.
+    """
+    config = run.load_config()
+    if not config.bus.url and holder(run) is None:
+        return await _at_rest(config, run, out, checkpoints)
+    try:
+        return await _live(config, run, out, checkpoints)
+    except BusUnavailable as error:
+        if config.bus.url or holder(run) is not None:
+            raise
+        logger.warning("the run has ended while it was recorded; beginning again on its store run=%s error=%s", run.name, error.message)
+    return await _at_rest(config, run, out, checkpoints)
+
+
+async def _at_rest(config: Config, run: RunDir, out: Path, checkpoints: bool) -> Recording:
+    async with opened(run) as bus:
+        return await _record(bus, config, run, out, checkpoints)
+
+
+async def _live(config: Config, run: RunDir, out: Path, checkpoints: bool) -> Recording:
+    async with opened(run) as bus:
+        reader = f"record-{os.getpid()}"
+        await hold_stream(bus, reader, lease_s=LEASE_S)
+        async with keeping_position(bus, reader, lease_s=LEASE_S, release=True):
+            return await _record(bus, config, run, out, checkpoints)
+
+
+async def _record(bus: Bus, config: Config, run: RunDir, out: Path, checkpoints: bool) -> Recording:
+    return await record(bus, config, run, out, run_record=await read_record(bus), checkpoints=checkpoints)

@@ -1,0 +1,237 @@
+"""Replay: the loop over a run's own log, with nothing published, compared with the ledger digest by digest."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from streamrl.bus.protocol import Log
+from streamrl.config.tree import Config
+from streamrl.consumers.training.calls import Caller
+from streamrl.consumers.training.reader import RecordReader, open_message
+from streamrl.consumers.training.spilled_drops import whole
+from streamrl.consumers.training.steps import Stepper
+from streamrl.core.fold_config import fold_config
+from streamrl.core.records import Poison
+from streamrl.core.state import FoldState, initial_state
+from streamrl.data.model import vocab_size
+from streamrl.errors import BusError, ConfigError, TrainingError
+from streamrl.history.replay_log import PastLedger, read_fingerprints, read_past
+from streamrl.history.replay_pending import read_pending
+from streamrl.history.replay_report import Comparison, Difference, ReplayReport, differing_groups
+from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.subjects import SAMPLES, Subjects
+from streamrl.schemas.versions import Version
+from streamrl.trainers.checkpoints import list_checkpoints
+from streamrl.trainers.fingerprint import fingerprint_difference, fingerprint_digest, numerics_fingerprint
+from streamrl.trainers.protocol import Trainer
+from streamrl.trainers.ranks.local import opened_trainer
+from streamrl.weights.manifest import Content
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = 0.05
+"""Deviation of a metric that passes on another fingerprint, as a fraction of its mean magnitude."""
+
+
+class Range(msgspec.Struct, frozen=True, kw_only=True):
+    """Which versions are replayed."""
+
+    first: int = 0
+    """Begin at the nearest checkpoint at or below this version number; 0: at the initial weights."""
+    last: int | None = None
+    """End with this version number; None: with the ledger."""
+
+
+class Start(msgspec.Struct, frozen=True):
+    """Where a replay begins; `path` is the checkpoint, None for the initial weights."""
+
+    version: Version
+    path: Path | None
+
+
+def replay(
+    *,
+    config: Config,
+    log: Log,
+    call: Caller,
+    trainer: Trainer,
+    numerics: Mapping[str, str],
+    checkpoints: Path | None = None,
+    span: Range | None = None,
+    config_difference: str = "",
+    initial_digest: str = "",
+    tolerance: float = TOLERANCE,
+    num_tokens: int = 0,
+    progress: Callable[[LedgerEntry, bool], None] | None = None,
+) -> ReplayReport:
+    """Train a run again by its own ledger and compare; call from the training thread.
+
+    Args:
+        config: the run's configuration.
+        log: the run's bus, or a recording of it; only read.
+        call: runs a coroutine of the log's loop.
+        trainer: the backend with the run's initial weights.
+        numerics: this process's numerics fingerprint.
+        checkpoints: the directory of the run's checkpoints, for a span that begins late.
+        span: which versions; all of them if None.
+        config_difference: what of `config` is known not to be what the run was trained with, in words.
+        initial_digest: digest of the version 0 that the run published; empty if it is not known.
+        tolerance: see `ReplayReport`.
+        num_tokens: vocabulary of the model; 0: token ids are not checked.
+        progress: called after every version with its entry and whether the digest was equal.
+
+    Raises:
+        LogTruncated: the sample stream does not go back far enough.
+        ConfigError: the ledger does not have all versions of the span.
+    """
+    span = span or Range()
+    subjects = Subjects(config.run.name)
+    past = call(read_past(log, subjects, config.trainer.name))
+    check_span(past, span, f"the ledger of run {config.run.name!r}")
+    start = find_start(past, checkpoints, config.trainer.name, span.first)
+    known_cause = ("config", config_difference) if config_difference else None
+    if start.path is None and known_cause is None:
+        known_cause = _other_weights(trainer, initial_digest)
+    rules = fold_config(config, num_tokens)
+    state = FoldState.decode(trainer.load(start.path)) if start.path else initial_state(rules)
+    entries = past.between(state.version.number, span.last)
+    pending = call(read_pending(log, state, start.path))
+    ours = fingerprint_digest(numerics)
+    others = sorted({entry.fingerprint for entry in entries} - {ours})
+    comparison = Comparison(entries, same_fingerprint=not others, known_cause=known_cause)
+    reader = RecordReader(log, call.loop, after=state.cursor, capacity=4 * config.tasks.batch_tasks)
+    stepper = Stepper(
+        reader=reader,
+        ledger=past,
+        trainer=trainer,
+        config=rules,
+        state=state,
+        messages=pending.samples,
+        effects=lambda effects, incoming: None,
+    )
+    problem, digest, first = "", "", None
+    try:
+        for entry in entries:
+            stepped = stepper.next(lambda: False)
+            assert stepped is not None and stepped.past is not None
+            digest = stepped.result.digest
+            same = comparison.add(stepped, call(whole(log.blobs, entry)))
+            if progress is not None:
+                progress(entry, same)
+    except TrainingError as error:
+        problem = error.message
+        first = call(_explain(log, error, known_cause))
+    finally:
+        reader.close()
+    done = entries[comparison.versions - 1].version if comparison.versions else start.version
+    return ReplayReport(
+        run=config.run.name,
+        versions=comparison.versions,
+        equal=comparison.equal,
+        began=str(start.version),
+        ended=str(done),
+        first_difference=comparison.first or first,
+        same_fingerprint=not others,
+        fingerprint_lines=_fingerprint_lines(numerics, others, call(read_fingerprints(log, subjects))),
+        deviation=comparison.deviation,
+        deviation_of=comparison.deviation_of,
+        tolerance=tolerance,
+        problem=problem,
+        digest=digest,
+    )
+
+
+def check_span(past: PastLedger, span: Range, where: str) -> None:
+    """Raise ConfigError unless the span has a version and all of its versions are in the ledger."""
+    newest = max(past.entries, default=0)
+    hint = f"it has the versions 0 to {newest}; leave --to out for all after --from"
+    if newest == 0:
+        raise ConfigError(f"expected a version to train again, {where} is empty", hint="let the run train first")
+    if not 0 <= span.first < newest:
+        raise ConfigError(f"expected --from below {newest}, with which {where} ends, got {span.first}", hint=hint)
+    if span.last is not None and not span.first < span.last <= newest:
+        raise ConfigError(
+            f"expected --to above --from, {span.first}, and at most {newest}, with which {where} ends, got {span.last}", hint=hint
+        )
+
+
+def find_start(past: PastLedger, checkpoints: Path | None, trainer: str, at_most: int) -> Start:
+    """The newest checkpoint at or below a version number that lies on the ledger's line of versions, else the initial weights."""
+    found = list_checkpoints(checkpoints, f"{trainer}-") if checkpoints is not None and at_most > 0 else []
+    for version, path in reversed(found):
+        entry = past.at(version.number)
+        if version.number <= at_most and entry is not None and entry.version == version:
+            return Start(version, path)
+    return Start(Version(), None)
+
+
+async def verify(
+    config: Config,
+    log: Log,
+    model_dir: Path,
+    *,
+    checkpoints: Path | None = None,
+    span: Range | None = None,
+    config_difference: str = "",
+    initial_digest: str = "",
+    tolerance: float = TOLERANCE,
+    progress: Callable[[LedgerEntry, bool], None] | None = None,
+) -> ReplayReport:
+    """Replay a run against its ledger: all of `streamrl replay --verify` but for opening the log. Arguments are those of `replay`."""
+    call = Caller(asyncio.get_running_loop())
+
+    def work() -> ReplayReport:
+        # Made in the thread that steps it, like the live trainer's backend.
+        with opened_trainer(config, model_dir) as trainer:
+            return replay(
+                config=config,
+                log=log,
+                call=call,
+                trainer=trainer,
+                numerics=numerics_fingerprint(config),
+                checkpoints=checkpoints,
+                span=span,
+                config_difference=config_difference,
+                initial_digest=initial_digest,
+                tolerance=tolerance,
+                num_tokens=vocab_size(model_dir),
+                progress=progress,
+            )
+
+    return await asyncio.to_thread(work)
+
+
+def _other_weights(trainer: Trainer, published: str) -> tuple[str, str] | None:
+    """(cause, detail) when the initial weights are not those that the run published as version 0."""
+    ours = Content(tuple(trainer.shards())).digest
+    if published in ("", ours):
+        return None
+    return "initial weights", f"version 0 was published with digest {published}, the model directory gives {ours}"
+
+
+def _fingerprint_lines(ours: Mapping[str, str], others: Sequence[str], told: Mapping[str, Mapping[str, str]]) -> tuple[str, ...]:
+    lines = [line for digest in others if digest in told for line in fingerprint_difference(ours, told[digest])]
+    return tuple(dict.fromkeys(lines))
+
+
+async def _explain(log: Log, error: TrainingError, known_cause: tuple[str, str] | None) -> Difference | None:
+    """Why the stream gave another batch than the ledger has; None when the error is about something else."""
+    expected = error.values.get("expected")
+    if not isinstance(expected, LedgerEntry):
+        return None
+    what = differing_groups(expected.used, error.values["got"])
+    if known_cause is not None and known_cause[0] == "config":
+        return Difference(str(expected.version), what, *known_cause)
+    for sequence in sorted({sequence for group in expected.used for sequence in group.sequences}):
+        try:
+            record = open_message(await log.fetch(SAMPLES, sequence)).record
+        except BusError as gone:
+            return Difference(str(expected.version), what, "data", gone.message)
+        if isinstance(record, Poison):
+            return Difference(str(expected.version), what, "schema", record.reason)
+    return Difference(str(expected.version), what, "data", "")

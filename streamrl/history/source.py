@@ -1,0 +1,116 @@
+"""What the verbs that look back read: a run (up or not), a branch, a tap of a run, or a recording on disk."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from streamrl.bus.protocol import Bus, Log
+from streamrl.config.load import dump
+from streamrl.config.tree import Config
+from streamrl.errors import ConfigError
+from streamrl.history.branch import BRANCH_FILE, read_branch_ledger
+from streamrl.history.record import RECORDING_FILE
+from streamrl.history.record_log import RecordedLog
+from streamrl.history.replay_log import read_initial_digest, read_past
+from streamrl.runtime.run_bus import opened
+from streamrl.runtime.run_record import check_resume
+from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.codec import decode
+from streamrl.schemas.control import RunRecord
+from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.subjects import KEY_RUN, RUN_ID, Subjects
+
+
+class Source:
+    """An opened log with what belongs to it. All attributes stay the same."""
+
+    def __init__(
+        self, *, config: Config, log: Log, model_dir: Path, checkpoints: Path, record: RunRecord | None, initial_digest: str
+    ) -> None:
+        self.config = config
+        self.log = log
+        self.model_dir = model_dir
+        self.checkpoints = checkpoints
+        self.record = record
+        """What the run was started with, where it is known."""
+        self.initial_digest = initial_digest
+        """Digest of the version 0 that it published, where that is known."""
+
+    @property
+    def config_difference(self) -> str:
+        """The first key that decides what is learned and is not what the run was started with, in words; else an empty string."""
+        if self.record is None:
+            return ""
+        try:
+            check_resume(self.record, replace(self.record, config=dump(self.config)))
+        except ConfigError as error:
+            return error.message
+        return ""
+
+
+@contextlib.asynccontextmanager
+async def opened_source(text: str, *, base: Path | str = "runs") -> AsyncGenerator[Source]:
+    """The run or the recording that `text` names; a recording needs no server.
+
+    Raises:
+        ConfigError: there is none, or it is a branch, which has no stream of its own.
+        SchemaError: the recording cannot be read.
+    """
+    if (Path(text) / RECORDING_FILE).is_file():
+        log = RecordedLog(Path(text))
+        yield Source(
+            config=log.config,
+            log=log,
+            model_dir=log.model_dir,
+            checkpoints=log.checkpoints,
+            record=log.recording.record,
+            initial_digest=log.recording.initial_digest,
+        )
+        return
+    run = RunDir.find(text, base=base)
+    if (run.path / BRANCH_FILE).is_file():
+        raise ConfigError(
+            f"expected a run with a stream of its own, got the branch {run.name!r}",
+            hint=f"see its parent in {run.path / BRANCH_FILE}, and replay that with the same --set",
+        )
+    config = run.load_config()
+    async with opened(run) as bus:
+        yield Source(
+            config=config,
+            log=bus,
+            model_dir=run.policy_dir(config),
+            checkpoints=run.checkpoints,
+            record=await read_record(bus),
+            initial_digest=await read_initial_digest(bus),
+        )
+
+
+async def read_record(bus: Bus) -> RunRecord | None:
+    """The run record, or None where none was written."""
+    entry = await bus.kv.get(KEY_RUN)
+    return decode(entry.value, RunRecord, where=KEY_RUN) if entry is not None and entry.value is not None else None
+
+
+async def read_entries(text: str, *, base: Path | str = "runs") -> tuple[str, list[LedgerEntry]]:
+    """Name and ledger of a run, a branch, a recording, or (as `RUN:NAME`) a tap; raises ConfigError when nothing was trained."""
+    name, trainer = _split(text)
+    branch = [path for path in (Path(base) / name, Path(name)) if (path / BRANCH_FILE).is_file()]
+    if branch:
+        entries = read_branch_ledger(branch[0])
+    else:
+        async with opened_source(name, base=base) as source:
+            past = await read_past(source.log, Subjects(source.config.run.name), trainer or source.config.trainer.name)
+            entries = past.between(min(past.entries, default=1) - 1, None)
+    if not entries:
+        raise ConfigError(f"expected a ledger with entries, got none for {text!r}", hint="has it trained? a tap is named RUN:NAME")
+    return Path(text).name, entries
+
+
+def _split(text: str) -> tuple[str, str]:
+    """(run, tap) of `RUN:TAP`; the tap is empty where none is named."""
+    name, colon, trainer = text.rpartition(":")
+    return (name, trainer) if colon and RUN_ID.match(trainer) and not Path(text).exists() else (text, "")

@@ -1,0 +1,242 @@
+"""Tap: a second trainer beside a live run. It reads the stream and the run's ledger, publishes no weights and grants nothing.
+
+It has a name, a ledger, checkpoints and a position of its own. Its position is a lease: it keeps the stream from being trimmed under the
+tap, and lapses when the tap has been gone for `lease_s`. What it trains is a branch of the run (`streamrl.history.branch_steps`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from streamrl.bus.protocol import Bus
+from streamrl.config.load import override
+from streamrl.config.tree import Config
+from streamrl.consumers.training.calls import Caller
+from streamrl.consumers.training.checkpoints import Checkpointer, ensure_position, read_latest
+from streamrl.consumers.training.ledger import Ledger, open_ledger, take_fence
+from streamrl.consumers.training.reader import RecordReader
+from streamrl.consumers.training.steps import POLL_S, Stepped
+from streamrl.core.assembly import used
+from streamrl.core.fold_config import fold_config
+from streamrl.core.state import FoldState
+from streamrl.data.model import ensure_model, vocab_size
+from streamrl.errors import ConfigError, Diverged, TrainingError
+from streamrl.history.branch import check_overrides, entry_of
+from streamrl.history.branch_state import BranchState, begin, translate
+from streamrl.history.branch_steps import BranchStepper
+from streamrl.history.replay import find_start
+from streamrl.history.replay_log import read_past
+from streamrl.history.replay_pending import read_pending
+from streamrl.history.tap_ledger import FollowedLedger
+from streamrl.history.tap_position import hold_stream, keeping_position
+from streamrl.runtime.rundir import RunDir
+from streamrl.runtime.worker import Worker
+from streamrl.schemas.subjects import Subjects
+from streamrl.schemas.versions import Version
+from streamrl.trainers.fingerprint import fingerprint_digest, numerics_fingerprint
+from streamrl.trainers.protocol import Trainer
+from streamrl.trainers.ranks.local import opened_trainer
+
+log = logging.getLogger(__name__)
+
+LEASE_S = 60
+
+
+class TapSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the user asks for."""
+
+    name: str
+    """Name of the tap's trainer: its ledger, checkpoints and position."""
+    overrides: tuple[str, ...] = ()
+    first: int = 0
+    """A new tap begins at the run's nearest checkpoint at or below this version number; 0: at the initial weights."""
+    lease_s: int = LEASE_S
+    """Whole seconds for which its position holds the stream after the tap was last heard of."""
+
+
+def tap_config(config: Config, settings: TapSettings) -> Config:
+    """The tap's configuration; raises ConfigError for a name or an override that a tap cannot have."""
+    check_overrides(settings.overrides)
+    main = config.trainer.name
+    if settings.name == main or settings.name.startswith(f"{main}-"):
+        raise ConfigError(
+            f"expected a name for the tap that is not {main!r} and does not begin with '{main}-', got {settings.name!r}",
+            hint="those are the run's own trainer's",
+        )
+    if settings.lease_s < 3:
+        raise ConfigError(f"the lease of a tap must be at least 3 seconds, got {settings.lease_s}", hint="it is renewed every third of it")
+    changed = override(config, settings.overrides)
+    return replace(changed, trainer=replace(changed.trainer, name=settings.name))
+
+
+async def tap(worker: Worker, settings: TapSettings) -> BranchState:
+    """Train beside the run until it has trained all its steps or the worker drains."""
+    config = tap_config(worker.config, settings)
+    loop = asyncio.get_running_loop()
+
+    def work() -> BranchState:
+        model_dir = ensure_model(config, worker.run_dir.model_dir)
+        with opened_trainer(config, model_dir) as trainer:
+            live = Tap(
+                config=config,
+                parent=worker.config,
+                settings=settings,
+                bus=worker.bus,
+                call=Caller(loop),
+                trainer=trainer,
+                run_dir=worker.run_dir,
+                fingerprint=fingerprint_digest(numerics_fingerprint(config)),
+                num_tokens=vocab_size(model_dir),
+            )
+            return live.run(worker.draining.is_set)
+
+    async with keeping_position(worker.bus, settings.name, lease_s=settings.lease_s):
+        state = await asyncio.to_thread(work)
+    log.info("tap done name=%s version=%s", settings.name, state.version)
+    return state
+
+
+class Tap:
+    """One tap process. `run` is called once, from the training thread."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        parent: Config,
+        settings: TapSettings,
+        bus: Bus,
+        call: Caller,
+        trainer: Trainer,
+        run_dir: RunDir,
+        fingerprint: str,
+        num_tokens: int = 0,
+    ) -> None:
+        self.config = config
+        self.parent = parent
+        self.rules = fold_config(config, num_tokens)
+        self.parent_rules = fold_config(parent, num_tokens)
+        self.settings = settings
+        self.bus = bus
+        self.call = call
+        self.trainer = trainer
+        self.run_dir = run_dir
+        self.fingerprint = fingerprint
+        self.subjects = Subjects(parent.run.name)
+
+    def run(self, stop: Callable[[], bool]) -> BranchState:
+        """Train until the run's last step, or until `stop` is true; the state returned is checkpointed.
+
+        Raises:
+            Fenced: another tap of the same name has taken over.
+            Diverged: with run.numerics = "bitwise", a step gave other digits than the tap's own ledger.
+            LogTruncated: the stream no longer goes back to where the tap stood.
+        """
+        call, name = self.call, self.settings.name
+        fence = call(take_fence(self.bus, name))
+        ledger = call(open_ledger(self.bus, self.subjects, name, fence=fence))
+        latest = call(read_latest(self.bus, name))
+        if latest is None:
+            # Before a checkpoint is chosen: what the newest one needs may else be trimmed while it is being loaded.
+            call(hold_stream(self.bus, name, lease_s=self.settings.lease_s))
+        if latest:
+            path: Path | None = self.run_dir.path / latest.path
+            state = BranchState.decode(self.trainer.load(path))
+        else:
+            state, path = self._first_state()
+        pending = call(read_pending(self.bus, state.own, path, identity=latest.stream_identity if latest else ""))
+        saver = self._checkpointer(pending.identity)
+        saver.resumed(latest, pending.carried)
+        if latest:
+            call(ensure_position(self.bus, name, state, lease_s=self.settings.lease_s))
+        else:
+            # Whatever happens from here on, the tap goes on from this version: its ledger has no gap, and its position has moved up.
+            saver.flush(state)
+        parent = FollowedLedger(self.bus, call.loop, self.subjects, self.parent.trainer.name, after=state.parent.version.number)
+        reader = RecordReader(self.bus, call.loop, after=state.cursor, capacity=4 * self.config.tasks.batch_tasks)
+        stepper = BranchStepper(
+            reader=reader,
+            parent=parent,
+            trainer=self.trainer,
+            config=self.rules,
+            parent_config=self.parent_rules,
+            state=state,
+            messages={sequence: translate(samples, state.numbers) for sequence, samples in pending.samples.items()},
+        )
+        log.info("tapping from version=%s parent=%s cursor=%d fence=%d", state.version, state.parent.version, state.cursor, fence)
+        try:
+            while (stepped := stepper.next(lambda: self._wait(stepper, saver, stop))) is not None:
+                stepper.state = self._commit(stepped, stepper, ledger)
+                saver.after_step(stepper.state)
+                if stop():  # a tap that is behind never waits
+                    break
+        finally:
+            reader.close()
+            parent.close()
+        saver.flush(stepper.state)
+        return stepper.state
+
+    def _first_state(self) -> tuple[BranchState, Path | None]:
+        """Where a new tap begins, and the run's checkpoint that this is."""
+        past = self.call(read_past(self.bus, self.subjects, self.parent.trainer.name))
+        start = find_start(past, self.run_dir.checkpoints, self.parent.trainer.name, self.settings.first)
+        before = FoldState.decode(self.trainer.load(start.path)) if start.path else None
+        return begin(self.rules, self.parent_rules, before), start.path
+
+    def _wait(self, stepper: BranchStepper, saver: Checkpointer, stop: Callable[[], bool]) -> bool:
+        saver.while_waiting(stepper.state)  # a full stream may wait for this very position
+        parent = stepper.state.parent
+        if stop() or (parent.warmup_end is not None and parent.steps >= self.config.run.steps):
+            return False
+        time.sleep(POLL_S)
+        return True
+
+    def _commit(self, stepped: Stepped, stepper: BranchStepper, ledger: Ledger) -> BranchState:
+        """Make the batch durable in the tap's ledger, or check it against what is there; returns the state with its final version."""
+        state, beside = stepper.state, stepper.beside
+        assert beside is not None
+        past = ledger.at(state.version.number)
+        if past is not None and past.used != used(stepped.batch):
+            raise TrainingError(
+                f"version {past.version} of tap {self.settings.name!r} was trained from other groups than now",
+                hint="was it started with other --set values? a tap with others needs another --name",
+            )
+        if past is not None and past.version.epoch >= state.version.epoch:
+            if past.digest == stepped.result.digest:
+                return _renamed(state, past.version)
+            if self.config.run.numerics == "bitwise":
+                raise Diverged(
+                    f"version {past.version} of tap {self.settings.name!r} has digest {past.digest} in its ledger, training it again gave "
+                    f"{stepped.result.digest}",
+                    hint="was it started with other --set values? a tap with others needs another --name",
+                    version=str(past.version),
+                )
+            state = _renamed(state, Version(ledger.max_epoch + 1, state.version.number))
+        renamed = replace(stepped, state=state.own)
+        self.call(ledger.append(entry_of(renamed, self.config, beside, self.fingerprint, fence=ledger.fence)))
+        return state
+
+    def _checkpointer(self, identity: str) -> Checkpointer:
+        settings = self.config.trainer
+        return Checkpointer(
+            bus=self.bus,
+            call=self.call,
+            trainer=self.trainer,
+            name=settings.name,
+            run_path=self.run_dir.path,
+            every=settings.checkpoint_every,
+            keep=settings.keep_checkpoints,
+            identity=identity,
+            lease_s=self.settings.lease_s,
+        )
+
+
+def _renamed(state: BranchState, version: Version) -> BranchState:
+    return state if version == state.version else replace(state, own=replace(state.own, version=version))

@@ -1,0 +1,160 @@
+"""Follows a run on its bus and keeps a RunView up to date; reads no samples."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from streamrl.bus.protocol import Bus, Message
+from streamrl.errors import BusError, LogTruncated, SchemaError
+from streamrl.monitor.view import LedgerLine, RunView, Totals
+from streamrl.schemas.codec import decode, encode
+from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
+from streamrl.schemas.events import Event, MetricReport
+from streamrl.schemas.subjects import EVENTS, KEY_GRANTED, LEDGER, METRICS, PREFIX_PRESENCE, SAMPLES, source_of
+
+logger = logging.getLogger(__name__)
+
+KEY_TOTALS = "totals"
+_ENGINES = f"{PREFIX_PRESENCE}engines/"
+_WORKERS = f"{PREFIX_PRESENCE}workers/"
+_POLL_S = 1.0
+_RETRY_S = 1.0
+
+
+class Follower:
+    """Tasks that read ledger, events, metrics, presence and the sample stream's state into `view`.
+
+    Use as an async context manager. Errors of the bus are logged and retried: a view must not end a run.
+
+    Args:
+        bus: connected.
+        view: brought up to date.
+        started_s: when this session of the run began, on the monotonic clock; now if None.
+        trainer: whose ledger; those of taps are not the run's.
+        carry_totals: store the totals every few seconds (the supervisor does; a look from outside must not).
+    """
+
+    def __init__(
+        self, bus: Bus, view: RunView, *, started_s: float | None = None, trainer: str = "main", carry_totals: bool = False
+    ) -> None:
+        self.view = view
+        self._bus = bus
+        self._trainer = trainer
+        self._carry_totals = carry_totals
+        self._after = {LEDGER: 0, EVENTS: 0, METRICS: 0}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._started_s = time.monotonic() if started_s is None else started_s
+        self._history_ends = dict.fromkeys(self._after, 0)
+        self._folded = asyncio.Event()
+
+    async def __aenter__(self) -> Follower:
+        # Reports of earlier sessions would spoil the folded metrics; the ledger and the events are history worth having.
+        self._history_ends = {stream: (await self._bus.state(stream)).last for stream in self._after}
+        self._after[METRICS] = self._history_ends[METRICS]
+        folds: dict[str, Callable[[Message], None]] = {LEDGER: self._ledger, EVENTS: self._event, METRICS: self._metric}
+        self._tasks = [asyncio.create_task(self._read(stream, fold)) for stream, fold in folds.items()]
+        self._tasks.append(asyncio.create_task(self._watch()))
+        self._tasks.append(asyncio.create_task(self._poll()))
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Wall time of the run in seconds, earlier sessions included."""
+        return self.view.before.wall_s + time.monotonic() - self._started_s
+
+    async def catch_up(self, *, within_s: float = 10.0) -> None:
+        """Return once everything that is on the ledger and the event stream now has been folded, or after `within_s`."""
+        ends = {stream: (await self._bus.state(stream)).last for stream in (LEDGER, EVENTS)}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while any(self._after[stream] < end for stream, end in ends.items()):
+                    self._folded.clear()
+                    await self._folded.wait()
+
+    async def store_totals(self) -> None:
+        """Keep the counts that no stream holds for the next session of this run."""
+        totals = Totals(tokens_made=self.view.tokens_made, swaps=self.view.swaps, wall_s=self.elapsed_s)
+        await self._bus.kv.put(KEY_TOTALS, encode(totals))
+
+    async def _read(self, stream: str, fold: Callable[[Message], None]) -> None:
+        while True:
+            try:
+                async for message in self._bus.read(stream, after=self._after[stream]):
+                    try:
+                        fold(message)
+                    except SchemaError as error:
+                        logger.warning("event=unreadable stream=%s seq=%d error=%s", stream, message.sequence, error.message)
+                    self._after[stream] = message.sequence
+                    self._folded.set()
+            except LogTruncated as gap:
+                first = (await self._bus.state(stream)).first
+                logger.info("event=history_trimmed stream=%s first=%d after=%s", stream, first, gap.values.get("needed"))
+                self._after[stream] = first - 1
+            except BusError as error:
+                logger.warning("event=follow_retry stream=%s error=%s", stream, error.message)
+                await asyncio.sleep(_RETRY_S)
+
+    def _ledger(self, message: Message) -> None:
+        if source_of(message.subject) != self._trainer:
+            return
+        self.view.ledger(decode(message.body, LedgerLine, where=f"{message.subject} {message.sequence}"))
+
+    def _event(self, message: Message) -> None:
+        event = decode(message.body, Event, where=f"{message.subject} {message.sequence}")
+        if event.kind != "finished" or message.sequence > self._history_ends[EVENTS]:  # an earlier session's end is not this one's
+            self.view.event(event)
+
+    def _metric(self, message: Message) -> None:
+        self.view.metric(decode(message.body, MetricReport, where=f"{message.subject} {message.sequence}"))
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                async for entry in self._bus.kv.watch(PREFIX_PRESENCE):
+                    self._present(entry.key, entry.value)
+            except BusError as error:
+                logger.warning("event=watch_retry error=%s", error.message)
+                await asyncio.sleep(_RETRY_S)
+
+    def _present(self, key: str, value: bytes | None) -> None:
+        try:
+            if key.startswith(_ENGINES):
+                self.view.engine(key.removeprefix(_ENGINES), decode(value, EnginePresence, where=key) if value else None)
+            elif key.startswith(_WORKERS):
+                self.view.worker(key.removeprefix(_WORKERS), decode(value, WorkerPresence, where=key) if value else None)
+        except SchemaError as error:
+            logger.warning("event=unreadable key=%s error=%s", key, error.message)
+
+    async def _poll(self) -> None:
+        count = 0
+        while True:
+            try:
+                state = await self._bus.state(SAMPLES)
+                self.view.stream(last=state.last, num_bytes=state.bytes)
+                granted = await self._bus.kv.get(KEY_GRANTED)
+                if granted is not None and granted.value:
+                    self.view.grant(decode(granted.value, Grant, where=KEY_GRANTED))
+                count += 1
+                if self._carry_totals and count % 5 == 0:
+                    await self.store_totals()
+            except BusError as error:
+                logger.warning("event=poll_retry error=%s", error.message)
+            if self._after[LEDGER] >= self._history_ends[LEDGER]:  # reading history is no training
+                self.view.mark(time.monotonic())
+            await asyncio.sleep(_POLL_S)
+
+
+async def read_totals(bus: Bus) -> Totals:
+    """What earlier sessions of the run have counted."""
+    entry = await bus.kv.get(KEY_TOTALS)
+    return decode(entry.value, Totals, where=KEY_TOTALS) if entry and entry.value else Totals()

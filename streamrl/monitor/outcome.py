@@ -1,0 +1,70 @@
+"""How a session of a run ended, written to the run directory and told to the user."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import msgspec
+from rich.console import Console
+
+from streamrl.monitor.numbers import Evaluation
+from streamrl.monitor.plot import write_plot
+from streamrl.monitor.summary import Summary, learning_evaluations, problem_table, summarize, summary_line, write_summary
+from streamrl.monitor.view import RunView
+from streamrl.runtime.rundir import RunDir
+
+logger = logging.getLogger(__name__)
+
+
+class Outcome:
+    """The end of one `up`.
+
+    Args:
+        run: which run.
+        state: `finished`, `stopped` (drained), `failed` or `killed`.
+        exit_code: of the command.
+        summary: None if nothing was trained.
+        evaluations: held-out evaluations, by version.
+    """
+
+    def __init__(
+        self, *, run: RunDir, state: str, exit_code: int = 0, summary: Summary | None = None, evaluations: Sequence[Evaluation] = ()
+    ) -> None:
+        self.run = run
+        self.state = state
+        self.exit_code = exit_code
+        self.summary = summary
+        self.evaluations = evaluations
+
+    @property
+    def summary_json(self) -> str:
+        """The content of `summary.json`; `null` if nothing was trained."""
+        return msgspec.json.format(msgspec.json.encode(self.summary), indent=2).decode()
+
+    def print(self, console: Console | None = None) -> None:
+        """The problems before and after, the summary line, and where the files are; to stdout."""
+        out = console or Console(soft_wrap=True)
+        table = problem_table(self.evaluations)
+        if table is not None:
+            out.print(table)
+        if self.summary is None:
+            out.print(f"{self.run.name} {self.state}; nothing was trained", highlight=False)
+            return
+        out.print(f"{self.run.name} {self.state}: {summary_line(self.summary)}", highlight=False)
+        for path in (self.run.summary_path, self.run.plot_path):
+            if path.exists():
+                out.print(f"  {path}", highlight=False)
+
+
+async def conclude(run: RunDir, view: RunView, *, state: str, wall_s: float) -> Outcome:
+    """Write `summary.json`, and the plot once there is something to plot."""
+    if not view.points:
+        return Outcome(run=run, state=state)
+    summary = summarize(view, wall_s=wall_s)
+    write_summary(summary, run.summary_path)
+    if view.reward_points:
+        await asyncio.to_thread(write_plot, view, run.plot_path)
+    logger.info("event=summary state=%s %s", state, summary_line(summary))
+    return Outcome(run=run, state=state, summary=summary, evaluations=learning_evaluations(view))

@@ -1,0 +1,236 @@
+"""The live view: a panel in a terminal, plain lines in a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Protocol, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from streamrl.monitor.numbers import EngineLine, RunNumbers
+
+_BARS = "▁▂▃▄▅▆▇█"
+_PLAIN_EVERY_S = 3.0
+_NUM_NOTES = 5
+_STATE_COLOURS = {"running": "green", "waiting": "yellow", "draining": "yellow", "failed": "red"}
+
+
+class Display(Protocol):
+    """Where a run is shown. `show` is called a few times a second, `note` when something happened."""
+
+    def __enter__(self) -> Display: ...
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def show(self, numbers: RunNumbers) -> None: ...
+    def note(self, text: str) -> None: ...
+
+
+class PlainLines:
+    """One line every few seconds, and one for each note."""
+
+    def __init__(self, out: TextIO | None = None, *, every_s: float = _PLAIN_EVERY_S) -> None:
+        self._out = out or sys.stdout
+        self._every_s = every_s
+        self._next_s = 0.0
+
+    def __enter__(self) -> PlainLines:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        return None
+
+    def show(self, numbers: RunNumbers) -> None:
+        """Print the numbers, but not more often than every few seconds."""
+        now_s = time.monotonic()
+        if now_s >= self._next_s:
+            self._next_s = now_s + self._every_s
+            print(plain_line(numbers), file=self._out, flush=True)
+
+    def note(self, text: str) -> None:
+        """Print one line."""
+        print(f"[{time.strftime('%H:%M:%S')}] {text}", file=self._out, flush=True)
+
+
+class Screen:
+    """A panel that is redrawn in place; the last notes stand below it."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._notes: deque[str] = deque(maxlen=_NUM_NOTES)
+        self._numbers: RunNumbers | None = None
+        self._live = Live(console=console or Console(), auto_refresh=False, transient=False)
+
+    def __enter__(self) -> Screen:
+        self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with contextlib.suppress(OSError):  # the terminal may have been closed
+            self._live.stop()
+
+    def show(self, numbers: RunNumbers) -> None:
+        """Redraw."""
+        self._numbers = numbers
+        self._draw()
+
+    def note(self, text: str) -> None:
+        """Show a line below the panel."""
+        self._notes.append(f"{time.strftime('%H:%M:%S')} {text}")
+        self._draw()
+
+    def _draw(self) -> None:
+        notes = Text("\n".join(self._notes), style="dim", overflow="fold")
+        self._live.update(Group(panel(self._numbers), notes) if self._numbers else notes, refresh=True)
+
+
+def choose_display(*, plain: bool) -> Display:
+    """A panel when standard output is a terminal, else lines."""
+    return PlainLines() if plain or not sys.stdout.isatty() else Screen()
+
+
+def panel(numbers: RunNumbers) -> Panel:
+    """The numbers of a run as a panel."""
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="bold cyan", no_wrap=True)
+    rows.add_column()
+    rows.add_row("step", progress(numbers))
+    rows.add_row("reward", reward_text(numbers))
+    rows.add_row(
+        "tokens",
+        f"made {short(numbers.made_per_s)}/s ({short(numbers.tokens_made)})   "
+        f"trained {short(numbers.trained_per_s)}/s ({short(numbers.tokens_trained)})",
+    )
+    rows.add_row("staleness", staleness_text(numbers))
+    rows.add_row(
+        "stream",
+        f"lag {numbers.stream_lag} messages, {short(numbers.stream_bytes)}B   swaps {numbers.swaps}   "
+        f"tasks {numbers.tasks_ended} ended of {numbers.tasks_granted}",
+    )
+    rows.add_row("dropped", drops_text(numbers))
+    if numbers.stalled:
+        rows.add_row("full", f"[yellow]the sample stream is full; {', '.join(numbers.stalled)} wait for the trainer to free room[/yellow]")
+    rows.add_row("workers", workers_text(numbers))
+    title = f"[bold]streamrl[/bold] {numbers.run}   {numbers.phase}   {clock(numbers.elapsed_s)}"
+    return Panel(rows, title=title, title_align="left", border_style="blue", expand=False)
+
+
+def progress(numbers: RunNumbers) -> str:
+    """Step, warm-up and version."""
+    steps = f"{numbers.step}/{numbers.steps}" if numbers.steps else str(numbers.step)
+    warmup = f"warm-up {numbers.warmup_step}" if numbers.warmup_step else ""
+    if warmup and numbers.answer_probability is not None and numbers.phase == "warm-up":
+        warmup += f" (whole answers {numbers.answer_probability:.2f})"
+    return "   ".join(part for part in (steps, warmup, f"version {numbers.version}") if part)
+
+
+def reward_text(numbers: RunNumbers) -> Text:
+    """Reward as a sparkline with its newest mean, and the held-out accuracy."""
+    text = Text(sparkline(numbers.rewards), style="green")
+    text.append(f"  {numbers.reward:.3f}" if numbers.reward is not None else "-", style="bold")
+    if numbers.heldout is not None:
+        text.append(f"   held-out {numbers.heldout:.3f}", style="default")
+    return text
+
+
+def staleness_text(numbers: RunNumbers) -> str:
+    """Age of the trained rollouts over the run and, for the newest batch, its parts; in versions."""
+    parts = (
+        ("in flight", numbers.staleness_in_flight),
+        ("queued", numbers.staleness_queued),
+        ("publish lag", numbers.staleness_publish_lag),
+    )
+    known = ", ".join(f"{name} {value:.2f}" for name, value in parts if value is not None)
+    return f"p50 {numbers.staleness_p50:g}  max {numbers.staleness_max}" + (f"   ({known})" if known else "")
+
+
+def drops_text(numbers: RunNumbers) -> str:
+    """Number of rollouts dropped, and why."""
+    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(numbers.drops.items(), key=lambda item: -item[1]))
+    return f"{numbers.dropped} ({reasons})" if reasons else "0"
+
+
+def workers_text(numbers: RunNumbers) -> Text:
+    """Workers with their states; engines with the version they serve and their load."""
+    unnamed = list(numbers.engines)
+    text = Text()
+    for position, worker in enumerate(numbers.workers):
+        text.append("\n" if position else "")
+        text.append("● ", style=_STATE_COLOURS.get(worker.state, "dim"))
+        text.append(f"{worker.worker:<12} {worker.state}")
+        if worker.restarts:
+            text.append(f", {worker.restarts} restart{'s' * (worker.restarts > 1)}", style="yellow")
+        for engine in [one for one in unnamed if is_of(one, worker.worker)]:
+            unnamed.remove(engine)
+            text.append(f", {load_text(engine)}")
+    for engine in unnamed:
+        text.append(f"\n● {engine.engine}, {load_text(engine)}")
+    return text
+
+
+def is_of(engine: EngineLine, worker: str) -> bool:
+    """Whether `worker` runs this engine: an engine's id is its worker's name, which a restart extends by something new."""
+    return engine.engine == worker or engine.engine.startswith(f"{worker}-")
+
+
+def load_text(engine: EngineLine) -> str:
+    """What an engine does now."""
+    return f"serves {engine.serving}, {engine.running}/{engine.slots} slots, {engine.waiting} waiting"
+
+
+def plain_line(numbers: RunNumbers) -> str:
+    """The numbers of a run as one line."""
+    steps = f"{numbers.step}/{numbers.steps}" if numbers.steps else str(numbers.step)
+    fields = [numbers.phase, f"step={steps}"]
+    if numbers.warmup_step:
+        fields.append(f"warmup={numbers.warmup_step}")
+    if numbers.phase == "warm-up" and numbers.answer_probability is not None:
+        fields.append(f"answers={numbers.answer_probability:.3f}")
+    fields.append(f"version={numbers.version}")
+    if numbers.reward is not None:
+        fields.append(f"reward={numbers.reward:.3f}")
+    if numbers.heldout is not None:
+        fields.append(f"heldout={numbers.heldout:.3f}")
+    fields += [
+        f"made={short(numbers.made_per_s)}/s",
+        f"trained={short(numbers.trained_per_s)}/s",
+        f"staleness={numbers.staleness_p50:g}/{numbers.staleness_max}",
+        f"lag={numbers.stream_lag}",
+        f"tasks={numbers.tasks_ended}/{numbers.tasks_granted}",
+        f"dropped={numbers.dropped}",
+        f"swaps={numbers.swaps}",
+    ]
+    if numbers.stalled:
+        fields.append(f"stream-full={','.join(numbers.stalled)}")
+    troubled = [f"{worker.worker}:{worker.state}" for worker in numbers.workers if worker.state not in ("running", "done")]
+    if troubled:
+        fields.append(f"workers={','.join(troubled)}")
+    return f"[{clock(numbers.elapsed_s)}] " + " ".join(fields)
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """One bar a value, between the smaller of 0 and their minimum and the larger of 1 and their maximum."""
+    low, high = min((0.0, *values)), max((1.0, *values))
+    highest = len(_BARS) - 1
+    return "".join(_BARS[round((value - low) / (high - low) * highest)] for value in values)
+
+
+def short(count: float) -> str:
+    """A count with at most four characters of digits: 950, 12.3k, 4.5M."""
+    for bound, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(count) >= bound:
+            return f"{count / bound:.1f}{unit}"
+    return f"{count:.0f}"
+
+
+def clock(seconds: float) -> str:
+    """Minutes and seconds, with hours when there are any."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,121 @@
+"""`streamrl status`: one look at a run from another process."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from streamrl.errors import BusUnavailable
+from streamrl.monitor.follow import Follower, read_totals
+from streamrl.monitor.numbers import RunNumbers
+from streamrl.monitor.screen import panel, plain_line
+from streamrl.monitor.summary import Summary
+from streamrl.monitor.view import RunView
+from streamrl.runtime.lock import holder
+from streamrl.runtime.rundir import RunDir, known_runs
+from streamrl.runtime.worker import connected
+
+_RATE_LOOK_S = 1.2
+"""Long enough for two samples of the totals, which a rate needs."""
+
+
+class RunLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of the list."""
+
+    run: str
+    path: str
+    state: str
+    """`running` or `stopped`."""
+    supervisor: int | None
+    summary: Summary | None
+    """Of the last time it stopped."""
+
+
+class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One run in detail. `numbers` is None unless its bus answers."""
+
+    line: RunLine
+    numbers: RunNumbers | None
+
+
+def list_runs(base: str | Path) -> list[RunLine]:
+    """All runs under `base`, the most recently started first."""
+    return [describe(run) for run in known_runs(base)]
+
+
+def describe(run: RunDir) -> RunLine:
+    """What the run directory alone says."""
+    pid = holder(run)
+    return RunLine(
+        run=run.name, path=str(run.path), state="stopped" if pid is None else "running", supervisor=pid, summary=read_summary(run)
+    )
+
+
+def read_summary(run: RunDir) -> Summary | None:
+    """The summary of the last time the run stopped; None if it never has, or if another version wrote it."""
+    try:
+        return msgspec.json.decode(run.summary_path.read_bytes(), type=Summary)
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return None
+
+
+async def read_status(run: RunDir) -> RunStatus:
+    """A run in detail; takes a little over a second when it is running."""
+    line = describe(run)
+    config = run.load_config()
+    if line.supervisor is None and not config.bus.url:
+        return RunStatus(line=line, numbers=None)
+    try:
+        async with connected(run, role="reader", patience_s=5.0) as bus:
+            view = RunView(
+                run.name, steps=config.run.steps, warmup_steps=config.warmup.max_steps, before=await read_totals(bus), joined=True
+            )
+            async with Follower(bus, view, trainer=config.trainer.name) as follower:
+                await follower.catch_up()
+                await asyncio.sleep(_RATE_LOOK_S)
+                return RunStatus(line=line, numbers=view.numbers(elapsed_s=view.before.wall_s))
+    except BusUnavailable:
+        return RunStatus(line=line, numbers=None)
+
+
+def print_runs(lines: Sequence[RunLine], *, as_json: bool) -> None:
+    """The list, to stdout."""
+    if as_json:
+        _print_json(lines)
+        return
+    if not lines:
+        print("there are no runs yet; `streamrl up my.toml` starts one")
+        return
+    table = Table(box=None, padding=(0, 2))
+    for title in ("run", "state", "steps", "reward", "directory"):
+        table.add_column(title)
+    for line in lines:
+        last = line.summary
+        reward = f"{last.reward_last:.3f}" if last and last.reward_last is not None else "-"
+        table.add_row(line.run, line.state, str(last.steps) if last else "-", reward, line.path)
+    Console().print(table)
+
+
+def print_status(status: RunStatus, *, as_json: bool) -> None:
+    """One run, to stdout."""
+    line, numbers = status.line, status.numbers
+    if as_json:
+        _print_json(status)
+    elif numbers is None:
+        print(f"run {line.run} is {line.state}" + (f" (supervisor {line.supervisor}); its bus does not answer" if line.supervisor else ""))
+        if line.summary:
+            print(msgspec.json.format(msgspec.json.encode(line.summary), indent=2).decode())
+    elif sys.stdout.isatty():
+        Console().print(panel(numbers))
+    else:
+        print(plain_line(numbers))
+
+
+def _print_json(value: object) -> None:
+    print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())

@@ -1,0 +1,125 @@
+"""What a run came to: `summary.json`, one line, and the fixed held-out problems before and after."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.table import Table
+
+from streamrl.monitor.numbers import Evaluation, Problem
+from streamrl.monitor.screen import clock, short
+from streamrl.monitor.view import REWARD_WINDOW, RunView, counted_median
+
+_NUM_PROBLEMS = 8
+_MAX_CELL = 48
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """The keys of `summary.json`. None: there was nothing to measure."""
+
+    steps: int
+    """Batches trained by reinforcement learning; the warm-up is not counted."""
+    reward_first: float | None
+    """Mean reward of the first 20 of them."""
+    reward_last: float | None
+    """Mean reward of the last 20."""
+    heldout_first: float | None
+    """Held-out accuracy when reinforcement learning began."""
+    heldout_last: float | None
+    tokens_made: int
+    """Sampled by the engines."""
+    tokens_trained: int
+    """In trained batches, prompts and warm-up included."""
+    staleness_p50: float
+    """Median age of the trained groups, in versions."""
+    staleness_max: int
+    dropped: int
+    """Rollouts that were decided against, for any reason."""
+    swaps: int
+    """Weight versions that engines took while they ran."""
+    wall_s: float
+    """Time that the run was up, all its sessions together."""
+
+
+def summarize(view: RunView, *, wall_s: float) -> Summary:
+    """The summary of what `view` has seen."""
+    rewards = [point.reward for point in view.reward_points if point.reward is not None]
+    evaluations = learning_evaluations(view)
+    return Summary(
+        steps=len(view.reward_points),
+        reward_first=statistics.fmean(rewards[:REWARD_WINDOW]) if rewards else None,
+        reward_last=statistics.fmean(rewards[-REWARD_WINDOW:]) if rewards else None,
+        heldout_first=evaluations[0].accuracy if evaluations else None,
+        heldout_last=evaluations[-1].accuracy if evaluations else None,
+        tokens_made=view.tokens_made,
+        tokens_trained=view.tokens_trained,
+        staleness_p50=counted_median(view.ages),
+        staleness_max=max(view.ages, default=0),
+        dropped=view.drops.total(),
+        swaps=view.swaps,
+        wall_s=round(wall_s, 2),
+    )
+
+
+def learning_evaluations(view: RunView) -> list[Evaluation]:
+    """Evaluations from the end of the warm-up on, by version, the newest of each; all of them if there are none after it."""
+    last_cold = max((point.number for point in view.points if not point.warm), default=-1)
+    newest = {evaluation.version: evaluation for evaluation in view.evaluations}
+    ordered = [newest[version] for version in sorted(newest)]
+    return [one for one in ordered if one.version.number > last_cold] or ordered
+
+
+def write_summary(summary: Summary, path: Path) -> None:
+    """Write `summary.json`."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+
+
+def summary_line(summary: Summary) -> str:
+    """The run in one line."""
+    parts = [f"{summary.steps} steps in {clock(summary.wall_s)}"]
+    if summary.reward_first is not None and summary.reward_last is not None:
+        parts.append(f"reward {summary.reward_first:.3f} -> {summary.reward_last:.3f}")
+    if summary.heldout_first is not None and summary.heldout_last is not None:
+        parts.append(f"held-out {summary.heldout_first:.3f} -> {summary.heldout_last:.3f}")
+    parts += [
+        f"{short(summary.tokens_made)} tokens made, {short(summary.tokens_trained)} trained",
+        f"staleness p50 {summary.staleness_p50:g} max {summary.staleness_max}",
+        f"{summary.dropped} dropped",
+        f"{summary.swaps} swaps",
+    ]
+    return ", ".join(parts)
+
+
+def problem_table(evaluations: Sequence[Evaluation]) -> Table | None:
+    """The same held-out problems at the first and at the last evaluation; None unless there are two evaluations with problems."""
+    told = [evaluation for evaluation in evaluations if evaluation.problems]
+    if len(told) < 2:
+        return None
+    first, last = told[0], told[-1]
+    after = {problem.prompt: problem for problem in last.problems}
+    both = [(problem, after[problem.prompt]) for problem in first.problems if problem.prompt in after][:_NUM_PROBLEMS]
+    table = Table(title="held-out problems", title_justify="left")
+    table.add_column("problem")
+    table.add_column("expected")
+    table.add_column(f"version {first.version}")
+    table.add_column(f"version {last.version}")
+    for before, now in both:
+        table.add_row(_cell(before.prompt), _cell(before.expected), _answer(before), _answer(now))
+    return table
+
+
+def _answer(problem: Problem) -> str:
+    reward = problem.reward
+    if reward is None:
+        reward = float(problem.got.strip() == problem.expected.strip())
+    verdict = {1.0: "[green]right[/green]", 0.0: "[red]wrong[/red]"}.get(reward, f"reward {reward:g}")
+    return f"{_cell(problem.got)} {verdict}"
+
+
+def _cell(text: str) -> str:
+    line = " ".join(text.split())
+    line = line if len(line) <= _MAX_CELL else line[: _MAX_CELL - 3] + "..."
+    return line.replace("[", r"\[")

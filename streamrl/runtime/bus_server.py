@@ -1,0 +1,104 @@
+"""The bus of a run: an embedded nats-server that is kept running, or an existing cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+
+from streamrl.bus.address import BusAddress
+from streamrl.bus.server import NatsServer
+from streamrl.config.tree import Config, SuperviseConfig
+from streamrl.errors import LaunchError
+from streamrl.runtime.credentials import certificate_of, users_of, write_cluster, write_credentials
+from streamrl.runtime.rundir import RunDir
+from streamrl.runtime.service import describe_exit
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+
+
+class Serving:
+    """A bus that is up. `check` is called now and then by whoever can end the run."""
+
+    def __init__(self, address: BusAddress) -> None:
+        self.address = address
+        self.failure: LaunchError | None = None
+
+    def check(self) -> None:
+        """Raise LaunchError if the server could not be kept running."""
+        if self.failure is not None:
+            raise self.failure
+
+
+@contextlib.asynccontextmanager
+async def serving(config: Config, run: RunDir, note: Callable[[str], None]) -> AsyncGenerator[Serving]:
+    """The bus of `run`, its credentials written to the run directory; an embedded server is stopped at the end.
+
+    The server is started from the event loop's own thread on purpose: the kernel ends it when the thread that started it ends.
+
+    Raises:
+        LaunchError: no binary, the port is taken, no certificate can be made, or the server does not become ready.
+        ConfigError: a secrets file cannot be read.
+    """
+    if config.bus.url:
+        address = BusAddress.from_config(config.bus)
+        write_cluster(run, address)
+        yield Serving(address)
+        return
+    bus, users = config.bus, users_of(run)
+    server = NatsServer(
+        run.bus_store,
+        port=bus.port,
+        sync_always=bus.sync_always,
+        tls=certificate_of(run, bus),
+        host=bus.host,
+        advertise=bus.advertise,
+        users=users,
+    )
+    address = server.start()
+    try:
+        write_credentials(run, server, users)
+        up = Serving(address)
+        keeper = asyncio.create_task(_keep(server, up, config.supervise, note))
+        try:
+            yield up
+        finally:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+    finally:
+        server.stop()
+
+
+async def _keep(server: NatsServer, up: Serving, config: SuperviseConfig, note: Callable[[str], None]) -> None:
+    """Start the server again whenever it ends: same port, same store, so that clients reconnect and find everything."""
+    failures: deque[float] = deque()
+    while True:
+        await asyncio.sleep(_POLL_S)
+        code = server.poll()
+        if code is None:
+            continue
+        now_s = time.monotonic()
+        failures.append(now_s)
+        while failures[0] < now_s - config.window_s:
+            failures.popleft()
+        note(f"nats-server ended with {describe_exit(code)}; restarting it on the same store")
+        try:
+            if len(failures) > config.max_restarts:
+                raise LaunchError(
+                    f"nats-server ended {len(failures)} times within {config.window_s:g} s",
+                    hint=f"see {server.log_path}; is the disk full?",
+                )
+            if server.start() != up.address:
+                raise LaunchError(
+                    f"the port of the nats-server, {up.address.url}, was taken while it was down",
+                    hint="run `up` again to resume on another port, or fix one with bus.port",
+                )
+        except LaunchError as error:
+            logger.error("event=bus_lost error=%s", error.message)
+            up.failure = error
+            return

@@ -1,0 +1,106 @@
+"""The run record: written once, and compared with the configuration whenever the run is resumed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from streamrl.bus.protocol import Bus
+from streamrl.config.load import dump, from_json
+from streamrl.errors import ConfigError, Conflict
+from streamrl.schemas.codec import decode, encode
+from streamrl.schemas.control import RunRecord
+from streamrl.schemas.subjects import KEY_RUN
+
+FREE_KEYS = (
+    "run.dir",
+    "run.max_seconds",
+    "run.until_reward",
+    "run.numerics",
+    "model.path",
+    "data.train",
+    "data.heldout",
+    "tasks.max_deliveries",
+    "producer",
+    "engine.workers",
+    "engine.slots",
+    "engine.threads",
+    "engine.deterministic",
+    "engine.host",
+    "engine.advertise",
+    "engine.port",
+    "trainer.ranks",
+    "trainer.rank_timeout_s",
+    "trainer.threads",
+    "trainer.device",
+    "trainer.gpu",
+    "trainer.attention",
+    "trainer.gradient_checkpointing",
+    "trainer.micro_tokens",
+    "trainer.check_logprobs",
+    "trainer.checkpoint_every",
+    "trainer.keep_checkpoints",
+    "weights",
+    "evaluation",
+    "bus",
+    "supervise",
+    "ray",
+    "debug.token_delay_s",
+    "debug.token_delay_sigma",
+)
+"""Keys and sections that may differ when a run is resumed: how fast and where, not what is learned.
+
+The paths are free because their content is what counts: rows are compared by digest, and a checkpoint replaces the initial weights.
+"""
+
+
+async def write_or_check(bus: Bus, record: RunRecord) -> bool:
+    """Write the record of a new run, or check `record` against the one that is there; returns whether the run is resumed.
+
+    Raises:
+        ConfigError: the dataset, or a key that decides what is learned, is not what the run was started with.
+    """
+    entry = await bus.kv.get(KEY_RUN)
+    if entry is None or entry.value is None:
+        try:
+            await bus.kv.put(KEY_RUN, encode(record), expect=0 if entry is None else entry.revision)
+        except Conflict:
+            return await write_or_check(bus, record)
+        return False
+    check_resume(decode(entry.value, RunRecord, where=KEY_RUN), record)
+    return True
+
+
+def check_resume(old: RunRecord, new: RunRecord) -> None:
+    """Raise ConfigError unless `new` may continue the run that `old` describes.
+
+    A key that came after `old` was written counts as its default, which for a key that decides means off.
+    """
+    if old.dataset_digest != new.dataset_digest:
+        raise ConfigError(
+            f"dataset changed on resume: run {old.run!r} was started on {old.num_rows} rows with digest {old.dataset_digest[:16]}, "
+            f"data.train now has {new.num_rows} rows with digest {new.dataset_digest[:16]}",
+            hint="put the old rows back, or start a new run with --name NAME",
+            key="data.train",
+        )
+    before = _flat(json.loads(dump(from_json(old.config, where=f"the record of run {old.run!r}"))))
+    after = _flat(json.loads(new.config))
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) != after.get(key) and not _is_free(key):
+            raise ConfigError(
+                f"{key} changed on resume: run {old.run!r} was started with {before.get(key)!r}, got {after.get(key)!r}",
+                hint=f"set {key} back, or start a new run with --name NAME",
+                key=key,
+            )
+
+
+def _is_free(key: str) -> bool:
+    return any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value})
+    return flat

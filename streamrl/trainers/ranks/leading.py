@@ -1,0 +1,234 @@
+"""One trainer on several ranks: rank 0 is a `Trainer` like any other, and has the other ranks do what it does.
+
+```text
+rank 0       LiveTrainer, replay or tap -> LeadingTrainer.step(batch) ─┬─> own trainer's step ──┬─> digests agree -> StepResult
+                                                    order, batch bytes │     collectives        │
+rank r > 0                                 follow: wait for an order <─┴─> own trainer's step ──┘
+```
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from streamrl.algorithms.token_advantages import Role
+from streamrl.core.batch_bytes import pack, unpack
+from streamrl.core.batches import TrainBatch
+from streamrl.errors import TrainingError
+from streamrl.schemas.versions import Version
+from streamrl.tensors.digest import digest_text
+from streamrl.trainers.checkpoints import recover
+from streamrl.trainers.protocol import StepResult, Trainer
+from streamrl.trainers.ranks.process_group import Gang
+from streamrl.weights.protocol import Shard
+
+_CHUNK_BYTES = 256 << 20
+
+
+class RankTrainer(Trainer, Protocol):
+    """What each rank has: a trainer that is one of several, and can say which parameters it has."""
+
+    def digest(self) -> str: ...
+    def save_hf(self, path: Path) -> None: ...
+
+
+class Score(msgspec.Struct, frozen=True, tag=True):
+    """Order: `Trainer.score`."""
+
+    batch: TrainBatch
+    role: Role
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """Order: `Trainer.step`."""
+
+    batch: TrainBatch
+
+
+class Digest(msgspec.Struct, frozen=True, tag=True):
+    """Order: compare parameters."""
+
+
+class Shards(msgspec.Struct, frozen=True, tag=True):
+    """Order: `Trainer.shards`."""
+
+
+class Save(msgspec.Struct, frozen=True, tag=True):
+    """Order: `Trainer.save`."""
+
+    path: str
+    extra: bytes
+    version: Version
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """Order: `Trainer.load`, after the ranks have told whether they see the path's files."""
+
+    path: str
+    files: dict[str, int]
+    """Bytes of each file on rank 0, by its path within."""
+
+
+Order = Score | Step | Digest | Shards | Save | Load
+
+
+class LeadingTrainer:
+    """Rank 0's trainer and, through orders, everybody else's. Implements `streamrl.trainers.protocol.Trainer`.
+
+    After each step and each load the parameters' digests of all ranks are compared.
+
+    Args:
+        own: this rank's trainer.
+        gang: formed, this process rank 0 of it.
+
+    Raises:
+        TrainingError: the ranks began with different parameters. So do all methods when a rank has ended, or hangs for longer than
+            `trainer.rank_timeout_s`, or has other parameters than this one; the trainer is of no use then.
+    """
+
+    def __init__(self, own: RankTrainer, gang: Gang) -> None:
+        self._own = own
+        self._gang = gang
+        self._agree("at the start", own.digest())
+
+    def score(self, batch: TrainBatch, role: Role) -> Any:
+        self._gang.order(pack(Score(batch, role)))
+        found = self._own.score(batch, role)
+        self._finish()
+        return found
+
+    def step(self, batch: TrainBatch) -> StepResult:
+        self._gang.order(pack(Step(batch)))
+        result = self._own.step(batch)
+        self._finish(f"after the step from {batch.version}", result.digest)
+        return result
+
+    def digest(self) -> str:
+        """Digest of the parameters, the same on all ranks."""
+        self._gang.order(pack(Digest()))
+        digest = self._own.digest()
+        self._finish("when asked", digest)
+        return digest
+
+    def shards(self) -> Iterator[Shard]:
+        """See `Trainer.shards`: those of rank 0, which are the whole in a data-parallel group."""
+        self._gang.order(pack(Shards()))
+        found = self._own.shards()
+        self._finish()
+        return found
+
+    def save(self, path: Path, extra: bytes, *, version: Version) -> Future[None]:
+        self._gang.order(pack(Save(str(path), extra, version)))
+        saved = self._own.save(path, extra, version=version)
+        self._finish()
+        return saved
+
+    def load(self, path: Path) -> bytes:
+        """See `Trainer.load`. Ranks that do not see the files, being on another host, are sent them."""
+        # Once, before all ranks look at the same files.
+        recover(path)
+        files = _files(path)
+        self._gang.order(pack(Load(str(path), files)))
+        if not all(self._gang.gather(1)):
+            _send_files(self._gang, path, files)
+        extra = self._own.load(path)
+        self._finish(f"after loading {path}", self._own.digest())
+        return extra
+
+    def save_hf(self, path: Path) -> None:
+        """Write a model directory; the other ranks have no part in it."""
+        self._own.save_hf(path)
+
+    def close(self) -> None:
+        """Let the other ranks end, and leave the group. Call it when nothing is under way."""
+        self._gang.dismiss()
+        self._gang.close()
+
+    def _finish(self, when: str = "", digest: str = "") -> None:
+        if digest:
+            self._agree(when, digest)
+        else:
+            self._gang.gather(0)
+        self._gang.done()
+
+    def _agree(self, when: str, digest: str) -> None:
+        digests = [digest_text(one) for one in self._gang.gather(int(digest, 16))]
+        if len(set(digests)) > 1:
+            said = ", ".join(f"{one} on rank {rank}" for rank, one in enumerate(digests))
+            raise TrainingError(
+                f"expected the same parameters on all ranks {when}, got digests {said}",
+                hint="do all ranks have the same model directory, checkpoints, torch and kind of device?",
+            )
+
+
+def follow(own: RankTrainer, gang: Gang) -> None:
+    """Do what rank 0 orders until it dismisses this rank.
+
+    Raises:
+        TrainingError: rank 0 or another one has ended, or an order failed here; this process must end then.
+    """
+    gang.gather(int(own.digest(), 16))
+    while (body := gang.next_order()) is not None:
+        digest = _execute(own, gang, unpack(body, Order))
+        gang.gather(int(digest, 16) if digest else 0)
+
+
+def _execute(own: RankTrainer, gang: Gang, order: Order) -> str:
+    """The digest that rank 0 compares; empty where it compares none."""
+    match order:
+        case Step():
+            return own.step(order.batch).digest
+        case Score():
+            own.score(order.batch, order.role)
+        case Digest():
+            return own.digest()
+        case Shards():
+            own.shards()
+        case Save():
+            own.save(Path(order.path), order.extra, version=order.version).result()
+        case Load():
+            _load(own, gang, order)
+            return own.digest()
+    return ""
+
+
+def _load(own: RankTrainer, gang: Gang, order: Load) -> None:
+    seen = _files(Path(order.path)) == order.files
+    if all(gang.gather(int(seen))):
+        own.load(Path(order.path))
+        return
+    copy = Path(tempfile.mkdtemp(prefix="streamrl-checkpoint-"))
+    try:
+        _receive_files(gang, copy, order.files)
+        own.load(copy)
+    finally:
+        shutil.rmtree(copy)
+
+
+def _files(path: Path) -> dict[str, int]:
+    return {str(file.relative_to(path)): file.stat().st_size for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+def _send_files(gang: Gang, path: Path, files: dict[str, int]) -> None:
+    for name, nbytes in files.items():
+        with (path / name).open("rb") as file:
+            for first in range(0, nbytes, _CHUNK_BYTES):
+                gang.send(file.read(min(_CHUNK_BYTES, nbytes - first)))
+
+
+def _receive_files(gang: Gang, path: Path, files: dict[str, int]) -> None:
+    for name, nbytes in files.items():
+        target = path / name
+        if path not in target.resolve().parents:
+            raise TrainingError(f"expected a file within the checkpoint, got {name!r}")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("wb") as file:
+            for first in range(0, nbytes, _CHUNK_BYTES):
+                file.write(gang.receive(min(_CHUNK_BYTES, nbytes - first)))

@@ -1,0 +1,136 @@
+"""A trainer with all of its ranks on this machine, for whoever trains without a supervisor: replay, branches and taps.
+
+Rank 0 is this process; the others are children, each `python -m streamrl.trainers.ranks.local` with what it needs on its standard input.
+They end when rank 0 dismisses them or dies.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import msgspec
+
+from streamrl.config.load import dump, from_json
+from streamrl.config.tree import Config
+from streamrl.errors import StreamRLError, TrainingError
+from streamrl.telemetry.logs import configure_logging
+from streamrl.trainers.factory import make_trainer
+from streamrl.trainers.protocol import Trainer
+
+_HOST = "127.0.0.1"
+_POLL_S = 0.05
+_END_S = 10.0
+
+
+class _Start(msgspec.Struct, frozen=True):
+    """What a child is told."""
+
+    config: str
+    model_dir: str
+    rank: int
+    port: int
+    generation: str
+
+
+@contextmanager
+def opened_trainer(config: Config, model_dir: Path) -> Generator[Trainer]:
+    """`make_trainer`, and with `trainer.ranks` above 1 the processes of the other ranks; call from the thread that trains.
+
+    Raises:
+        TrainingError: a rank does not start.
+    """
+    ranks, timeout_s = config.trainer.ranks, config.trainer.rank_timeout_s
+    if ranks == 1:
+        yield make_trainer(config, model_dir)
+        return
+    from streamrl.trainers.ranks.leading import LeadingTrainer, RankTrainer
+    from streamrl.trainers.ranks.process_group import Meeting
+
+    meeting = Meeting(_HOST, ranks=ranks, timeout_s=timeout_s)
+    text = dump(config)
+    starts = [_Start(text, str(model_dir), rank, meeting.place.port, meeting.place.generation) for rank in range(1, ranks)]
+    children: list[subprocess.Popen[bytes]] = []
+    patience_s = 0.0
+    try:
+        for start in starts:
+            children.append(_spawn(start))
+        deadline = time.monotonic() + timeout_s
+        while missing := meeting.missing():
+            ended = [rank for rank in missing if children[rank - 1].poll() is not None]
+            if ended or time.monotonic() > deadline:
+                why = "ended at once" if ended else f"did not come within {timeout_s:g} s"
+                raise TrainingError(f"rank {(ended or missing)[0]} of the trainer {why}", hint="what it said is above")
+            time.sleep(_POLL_S)
+        gang = meeting.begin(cuda=uses_cuda(config, 0))
+        try:
+            trainer = LeadingTrainer(cast("RankTrainer", make_trainer(config, model_dir)), gang)
+            yield trainer
+            trainer.close()
+            patience_s = _END_S
+        except BaseException:
+            # First of all: a group on NCCL is left by all ranks together, and would wait for ever for one that hangs.
+            _end(children, 0.0)
+            raise
+        finally:
+            gang.close()
+    finally:
+        _end(children, patience_s)
+
+
+def uses_cuda(config: Config, rank: int) -> bool:
+    """Whether a rank trains on a GPU, so that gradients go over NCCL; raises ConfigError when its GPU is not there."""
+    from streamrl.trainers.device import training_device
+
+    return training_device(config.trainer, rank).type == "cuda"
+
+
+def main() -> int:
+    """Be one rank until it is dismissed; errors go to stderr without a traceback."""
+    from streamrl.trainers.ranks.leading import RankTrainer, follow
+    from streamrl.trainers.ranks.process_group import MeetingPlace, attend
+
+    start = msgspec.json.decode(sys.stdin.buffer.read(), type=_Start)
+    configure_logging(f"trainer-{start.rank}")
+    try:
+        config = from_json(start.config, where="what rank 0 sent")
+        settings, rank = config.trainer, start.rank
+        place = MeetingPlace(_HOST, start.port, start.generation)
+        cuda = uses_cuda(config, rank)
+        gang = attend(place, rank=rank, ranks=settings.ranks, cuda=cuda, timeout_s=settings.rank_timeout_s)
+        if gang is None:
+            raise TrainingError(f"rank {rank} found no rank 0 at {place.host}:{place.port}", hint="has it ended?")
+        follow(cast("RankTrainer", make_trainer(config, Path(start.model_dir))), gang)
+        gang.close()
+    except StreamRLError as error:
+        print(f"rank {start.rank}: error: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def _spawn(start: _Start) -> subprocess.Popen[bytes]:
+    child = subprocess.Popen([sys.executable, "-m", "streamrl.trainers.ranks.local"], stdin=subprocess.PIPE, stdout=sys.stderr.fileno())
+    assert child.stdin is not None
+    with child.stdin:
+        child.stdin.write(msgspec.json.encode(start))
+    return child
+
+
+def _end(children: Sequence[subprocess.Popen[bytes]], patience_s: float) -> None:
+    """Ranks that were dismissed end by themselves; those that were not, or hang, are killed."""
+    deadline = time.monotonic() + patience_s
+    for child in children:
+        try:
+            child.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The `table` trainer: exact gradients of a tabular policy in numpy."""

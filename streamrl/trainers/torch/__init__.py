@@ -1,0 +1,1 @@
+"""The `torch` trainer: a Hugging Face causal language model under AdamW."""

@@ -1,0 +1,210 @@
+"""A Hugging Face causal language model, run on micro-batches. Letters as in `streamrl.core.packing`, `H` hidden size, `V` vocabulary.
+
+The body and the output head are called apart, so that only the states that predict a wanted token meet the head, a bounded
+number of logits at a time. Whether that equals the model's own forward, and whether the model can be masked freely
+(shared prefixes, several samples a row), is tried out once when it is loaded.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from streamrl.algorithms.logprobs import CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS, LinearHead, linear_logprobs, token_logprobs
+from streamrl.core.batches import TrainBatch, samples_at
+from streamrl.core.packing import MicroBatch
+from streamrl.errors import ConfigError
+from streamrl.tensors.building import BUILDING
+
+log = logging.getLogger(__name__)
+
+# Wide enough for rounding in bfloat16, far below what a wrong mask or a missing scale does to the logits.
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+
+
+class CausalLM:
+    """Owns the module; dropout is off throughout, as it was when the tokens were sampled.
+
+    Args:
+        model_dir: Hugging Face model directory.
+        dtype: type of the weights.
+        device: where they lie.
+        attention: `sdpa` or `flash`; see `TrainerConfig`.
+        checkpoint_layers: keep only the layers' inputs for the backward pass.
+
+    Raises:
+        ConfigError: the directory holds no causal language model, one whose head cannot be called apart or, with
+            `checkpoint_layers`, one whose layers are not known; or FlashAttention is not installed.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        attention: Literal["sdpa", "flash"] = "sdpa",
+        checkpoint_layers: bool = False,
+    ) -> None:
+        self.module: Any = _load(model_dir, dtype, attention)
+        self.module.to(device).eval()
+        self.device = device
+        self._chunk_elements = CHUNK_ELEMENTS if device.type == "cpu" else GPU_CHUNK_ELEMENTS
+        self.width: int = self.module.config.get_text_config().hidden_size
+        self.vocab_size: int = self.module.get_output_embeddings().weight.shape[0]
+        self._body = self.module.get_decoder()
+        text = self.module.config.get_text_config()
+        # Cohere multiplies its logits by logit_scale, Granite divides them by logits_scaling, Gemma caps them.
+        self._scale: float = (getattr(text, "logit_scale", None) or 1.0) / (getattr(text, "logits_scaling", None) or 1.0)
+        self._softcap: float = getattr(text, "final_logit_softcapping", None) or 0.0
+        self._takes_positions = "position_ids" in inspect.signature(self._body.forward).parameters
+        self._check_head()
+        maskable = attention == "sdpa" and self._takes_positions and _all_full_attention(self.module.config)
+        self.free_masks = maskable and self._masks_work()
+        if checkpoint_layers:
+            _checkpoint_layers(self._body, self.module.config.get_text_config().num_hidden_layers)
+        if not self.free_masks:
+            log.info("one_sample_per_row model=%s", type(self.module).__name__)
+
+    def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Trained parameters by Hugging Face name; tied ones once, under their first name."""
+        return self.module.named_parameters()
+
+    def body_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Parameters of all but the output head, by their name within the body."""
+        return self._body.named_parameters()
+
+    def predict(self, micro: MicroBatch, batch: TrainBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-probs [M] float32 of `micro.target`, with gradient, and entropies [M] float32, with one where it is asked for."""
+        sample = samples_at(batch, micro.target)
+        truncated = bool(((batch.top_p[sample] < 1) | (batch.top_k[sample] > 0)).any())
+        states, targets = self.states(micro), self._tensor(batch.tokens[micro.target].astype(np.int64))
+        compute = partial(
+            token_logprobs if self._linear is None else linear_logprobs,
+            temperature_M=self._tensor(batch.temperature[sample]),
+            top_p_M=self._tensor(batch.top_p[sample]) if truncated else None,
+            top_k_M=self._tensor(batch.top_k[sample].astype(np.int64)) if truncated else None,
+            entropy_gradient=entropy_gradient,
+            chunk_elements=self._chunk_elements,
+        )
+        if self._linear is None:
+            return compute(states, targets, self._head, vocab_size=self.vocab_size)
+        return compute(states, targets, self._linear)
+
+    def logits(self, micro: MicroBatch, batch: TrainBatch) -> Tensor:
+        """All logits [M, V] float32 at `micro.target`, over the temperature, nothing cut off: the whole of them, at once in memory."""
+        temperature = self._tensor(batch.temperature[samples_at(batch, micro.target)])
+        logits = self._head(self.states(micro))
+        return (logits if logits.dtype == torch.float64 else logits.float()) / temperature[:, None]
+
+    def states(self, micro: MicroBatch) -> Tensor:
+        """Hidden states [M, H] that predict `micro.target`."""
+        return self._states(micro).flatten(0, 1)[self._tensor(micro.source)]
+
+    def drop_head(self) -> None:
+        """Forget the output head, where its weights are not the embedding's: only `states` works from here on."""
+        if self.module.get_output_embeddings().weight is not self.module.get_input_embeddings().weight:
+            self.module.set_output_embeddings(torch.nn.Identity())
+
+    def _states(self, micro: MicroBatch) -> Tensor:
+        inputs = self._tensor(micro.inputs)
+        if micro.plain:
+            return self._body(input_ids=inputs, use_cache=False).last_hidden_state
+        mask = attention_mask(self._tensor(micro.tree), self._tensor(micro.branch))
+        positions = self._tensor(micro.positions)
+        return self._body(input_ids=inputs, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state
+
+    def _head(self, states: Tensor) -> Tensor:
+        logits = self.module.get_output_embeddings()(states) * self._scale
+        return torch.tanh(logits / self._softcap) * self._softcap if self._softcap else logits
+
+    @property
+    def _linear(self) -> LinearHead | None:
+        """The head as its numbers; None for a module that does more than a matrix product."""
+        head = self.module.get_output_embeddings()
+        return LinearHead(head.weight, head.bias, self._scale, self._softcap) if type(head) is torch.nn.Linear else None
+
+    def _tensor(self, array: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        ids = torch.arange(8, device=self.device)[None] % self.vocab_size
+        ours = self._head(self._body(input_ids=ids, use_cache=False).last_hidden_state)
+        theirs = self.module(input_ids=ids, use_cache=False).logits
+        if ours.shape != theirs.shape or not self._close(ours, theirs):
+            raise ConfigError(
+                f"{type(self.module).__name__} does something to its logits that this trainer does not know of",
+                hint="use a model whose logits are the output embedding of the last hidden state",
+            )
+
+    @torch.no_grad()
+    def _masks_work(self) -> bool:
+        """Whether two branches behind a shared prefix, laid out in one row, give the states of two rows."""
+        row = torch.arange(2, 10, device=self.device)[None] % self.vocab_size
+        branch = torch.tensor([[0, 0, 0, 0, 1, 1, 2, 2]], device=self.device)
+        positions = torch.tensor([[0, 1, 2, 3, 4, 5, 4, 5]], device=self.device)
+        mask = attention_mask(torch.zeros_like(branch), branch)
+        shared = self._body(input_ids=row, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state[0]
+        first, second = (self._body(input_ids=row[:, branch[0] != other], use_cache=False).last_hidden_state[0] for other in (2, 1))
+        return self._close(self._head(shared), self._head(torch.cat([first, second[4:]])))
+
+    def _close(self, ours: Tensor, theirs: Tensor) -> bool:
+        bound = PROBE_TOLERANCE.get(ours.dtype, 1e-3) * max(1.0, float(theirs.abs().max()))
+        return bool((ours - theirs).abs().max() <= bound)
+
+
+def attention_mask(tree_RL: Tensor, branch_RL: Tensor) -> Tensor:
+    """Which keys each query may look at: [R, 1, L, L] bool, by the rule of `streamrl.core.packing`."""
+    length = tree_RL.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=tree_RL.device).tril()
+    same_tree = tree_RL[:, :, None] == tree_RL[:, None, :]
+    on_path = (branch_RL[:, None, :] == 0) | (branch_RL[:, :, None] == branch_RL[:, None, :])
+    return (causal & same_tree & on_path)[:, None]
+
+
+def _load(model_dir: Path, dtype: torch.dtype, attention: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    kernels = {"sdpa": "sdpa", "flash": "flash_attention_2"}[attention]
+    try:
+        with BUILDING:
+            return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation=kernels)
+    except ImportError as error:
+        raise ConfigError(
+            f"trainer.attention = {attention} cannot be used here: {error}", hint="install flash-attn, or set trainer.attention = 'sdpa'"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no causal language model in {model_dir}: {error}", hint="is model.path a Hugging Face directory?") from error
+
+
+def _checkpoint_layers(body: Any, count: int) -> None:
+    """Run every layer under activation checkpointing. transformers' own switch asks for training mode, which would bring dropout."""
+    stacks = [module for module in body.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == count]
+    if not stacks:
+        raise ConfigError(
+            f"trainer.gradient_checkpointing: {type(body).__name__} has no list of {count} layers",
+            hint="switch it off and lower trainer.micro_tokens",
+        )
+    for layer in stacks[0]:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def _all_full_attention(config: Any) -> bool:
+    """False for sliding windows, linear attention and state-space layers: an explicit mask would replace or bypass them."""
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None)
+    if kinds is not None:
+        return all(kind == "full_attention" for kind in kinds)
+    windowed = getattr(text, "sliding_window", None) is not None and getattr(text, "use_sliding_window", True)
+    return not windowed and not getattr(text, "is_encoder_decoder", False)

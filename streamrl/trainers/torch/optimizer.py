@@ -1,0 +1,112 @@
+"""AdamW with gradient clipping on named parameters, whose whole state is a flat mapping of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from streamrl.config.tree import OptimizerConfig
+from streamrl.errors import TrainingError
+from streamrl.trainers.torch.checkpoint import host_copy
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+class ClippedAdamW:
+    """AdamW (arXiv 1711.05101) in float32 behind a global-norm clip. Weight decay applies to matrices, not to norms and biases.
+
+    Parameters of less than float32 get a float32 master copy, which the update is made on and which gradients of several
+    micro-batches are summed in; an update smaller than a bfloat16's rounding would otherwise be lost.
+
+    Args:
+        parameters: name and parameter, in a fixed order.
+        config: rates are given to `step`; `learning_rate` and the schedule's fields are not used here.
+    """
+
+    def __init__(self, parameters: Sequence[tuple[str, torch.nn.Parameter]], config: OptimizerConfig) -> None:
+        self._config = config
+        self._parameters = parameters
+        self._masters = [(name, p if p.dtype in (torch.float32, torch.float64) else _master(p)) for name, p in parameters]
+        self._adam = self._fresh()
+
+    def reset(self) -> None:
+        """Forget the moments; master copies stay."""
+        self._adam = self._fresh()
+
+    def collect(self) -> None:
+        """Move the gradients of one backward pass to where they are summed; call it after each."""
+        for (_, p), (_, master) in zip(self._parameters, self._masters, strict=True):
+            if master is not p and p.grad is not None:
+                master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
+                p.grad = None
+
+    def gradients(self) -> list[Tensor]:
+        """The summed gradients, zeros where a parameter has none, in parameter order; written to in place by data parallelism."""
+        for _, master in self._masters:
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+        return [master.grad for _, master in self._masters if master.grad is not None]
+
+    def step(self, learning_rate: float) -> tuple[float, bool]:
+        """One update from the summed gradients, which are cleared.
+
+        Returns:
+            The gradient's global norm before clipping, and whether it was finite. If it was not, nothing is changed.
+        """
+        norm = torch.nn.utils.get_total_norm(self.gradients())
+        finite = bool(torch.isfinite(norm))
+        if finite:
+            bound = self._config.clip_norm
+            if bound > 0:
+                torch.nn.utils.clip_grads_with_norm_([master for _, master in self._masters], bound, norm)
+            for group in self._adam.param_groups:
+                group["lr"] = learning_rate
+            self._adam.step()
+            with torch.no_grad():
+                for (_, p), (_, master) in zip(self._parameters, self._masters, strict=True):
+                    if master is not p:
+                        p.copy_(master)
+        for _, master in self._masters:
+            master.grad = None
+        return float(norm), finite
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of the moments (none before the first step) and of the master copies, on the host."""
+        found: dict[str, Tensor] = {}
+        for (name, p), (_, master) in zip(self._parameters, self._masters, strict=True):
+            for moment, value in self._adam.state.get(master, {}).items():
+                found[f"{name}.{moment}"] = host_copy(value)
+            if master is not p:
+                found[f"{name}.master"] = host_copy(master)
+        return found
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Take what `state` gave.
+
+        Raises:
+            TrainingError: it belongs to other parameters.
+        """
+        self.reset()
+        known = {f"{name}.{part}" for name, _ in self._parameters for part in (*MOMENTS, "master")}
+        if unknown := sorted(set(state) - known):
+            raise TrainingError(f"expected optimizer state of this model's parameters, got {unknown[0]} and {len(unknown) - 1} others")
+        with torch.no_grad():
+            for (name, p), (_, master) in zip(self._parameters, self._masters, strict=True):
+                if master is not p:
+                    master.copy_(state[f"{name}.master"])
+                if f"{name}.step" in state:
+                    # The step counter of the fused implementation lies beside the parameter.
+                    self._adam.state[master] = {moment: state[f"{name}.{moment}"].clone().to(master.device) for moment in MOMENTS}
+
+    def _fresh(self) -> torch.optim.AdamW:
+        c = self._config
+        matrices = [master for _, master in self._masters if master.ndim >= 2]
+        others = [master for _, master in self._masters if master.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": c.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        return torch.optim.AdamW([g for g in groups if g["params"]], lr=c.learning_rate, betas=(c.beta1, c.beta2), eps=c.eps, fused=True)
+
+
+def _master(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    return torch.nn.Parameter(parameter.detach().float())

@@ -1,0 +1,111 @@
+"""How far trainer and sampler are apart under the same weights: samples scored again with the very version that sampled them.
+
+The version that is trained from has moved on since a sample was drawn, so the plain distance of the two log-probabilities mixes the
+policy's drift with what two implementations of one model and their rounding leave. Here the latter stands alone, at every version.
+
+Whether that is rounding can be seen from the rollout where they are furthest apart, scored once more in float32: rounding takes sampler
+and trainer about equally far from there. Where the sampler alone is far off, it did not sample from these weights and this text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from streamrl.algorithms.objective import distances
+from streamrl.core.batches import TrainBatch, sample_of_token
+from streamrl.core.packing import Indices
+
+SAMPLER_ERROR = "train/float32_sampler_abs_diff_max"
+TRAINER_ERROR = "train/float32_trainer_abs_diff_max"
+"""Greatest distance of either's log-probs from those in float32, in the rollout where the two are furthest apart."""
+
+Score = Callable[[TrainBatch, npt.NDArray[np.bool_], Indices], npt.NDArray[np.float32]]
+"""(batch, wanted [T], samples) to log-probs [T] under the parameters as they are now."""
+
+
+class Recheck:
+    """Keeps copies of the newest versions and puts them in place of the parameters for a moment. The parameters' bits stay as they are.
+
+    Args:
+        parameters: of the model.
+        samples: of each batch that are scored again; 0: nothing is kept and nothing done.
+        versions: how many are kept, that being trained from included: one more than the oldest age to be scored.
+        widen: the model also runs in float32; one rollout of each batch is scored so, which takes a float32 copy for a moment.
+    """
+
+    def __init__(self, parameters: Sequence[tuple[str, torch.nn.Parameter]], *, samples: int, versions: int, widen: bool = True) -> None:
+        self._parameters = [parameter for _, parameter in parameters]
+        self._samples = samples
+        self._versions = versions
+        self._widen = widen and any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in self._parameters)
+        self._kept: dict[int, list[Tensor]] = {}
+
+    def keep(self, number: int) -> None:
+        """Copy the parameters, which are those of version `number`, and forget what is too old, or newer and from before a restart."""
+        if self._samples == 0:
+            return
+        self._kept = {n: copies for n, copies in self._kept.items() if number - self._versions < n < number}
+        self._kept[number] = [parameter.detach().clone() for parameter in self._parameters]
+
+    def measure(self, batch: TrainBatch, score: Score) -> dict[str, float]:
+        """Distances over the trained tokens of the chosen samples (see `distances`); nothing where no sample can be scored."""
+        number = batch.version.number
+        ages_N = single_age(batch)
+        known = [age for age in np.unique(ages_N) if number - int(age) in self._kept]
+        eligible = np.flatnonzero(np.isin(ages_N, known))
+        if self._samples == 0 or len(eligible) == 0:
+            return {}
+        chosen = eligible[np.unique(np.linspace(0, len(eligible) - 1, self._samples).astype(np.int64))]
+        sample_T = sample_of_token(batch)
+        wanted = batch.loss_mask & np.isfinite(batch.sampler_logprobs) & np.isin(sample_T, chosen)
+        if not wanted.any():
+            return {}
+        found = np.zeros(batch.num_tokens, np.float32)
+        for age in np.unique(ages_N[chosen]):
+            samples = chosen[ages_N[chosen] == age]
+            of_age = wanted & np.isin(sample_T, samples)
+            with self._in_place(self._kept[number - int(age)]):
+                found[of_age] = score(batch, of_age, samples)[of_age]
+        distance_T = np.where(wanted, np.abs(found - batch.sampler_logprobs), -1.0)
+        metrics = distances(distance_T[wanted], batch.sampler_logprobs[wanted])
+        if self._widen:
+            furthest = sample_T[[distance_T.argmax()]]
+            metrics |= self._against_float32(batch, furthest, found, score, number - int(ages_N[furthest[0]]))
+        return metrics
+
+    def _against_float32(
+        self, batch: TrainBatch, sample: Indices, trainers: npt.NDArray[np.float32], score: Score, number: int
+    ) -> dict[str, float]:
+        wanted = batch.loss_mask & (sample_of_token(batch) == sample[0])
+        with self._in_place([kept.float() for kept in self._kept[number]]):
+            exact = score(batch, wanted, sample)[wanted]
+        return {
+            SAMPLER_ERROR: float(np.abs(batch.sampler_logprobs[wanted] - exact).max()),
+            TRAINER_ERROR: float(np.abs(trainers[wanted] - exact).max()),
+        }
+
+    @contextmanager
+    def _in_place(self, values: Sequence[Tensor]) -> Generator[None]:
+        current = [parameter.data for parameter in self._parameters]
+        try:
+            for parameter, value in zip(self._parameters, values, strict=True):
+                parameter.data = value
+            yield
+        finally:
+            for parameter, data in zip(self._parameters, current, strict=True):
+                parameter.data = data
+
+
+def single_age(batch: TrainBatch) -> npt.NDArray[np.int64]:
+    """[N] the age of samples that one version sampled from the first token to the last; -1 for others and those that train nothing."""
+    begins = batch.offsets[:-1]
+    staleness_T = batch.staleness.astype(np.int64)
+    oldest = np.maximum.reduceat(staleness_T, begins)
+    youngest = np.minimum.reduceat(np.where(batch.loss_mask, staleness_T, np.iinfo(np.int64).max), begins)
+    return np.where(oldest == youngest, oldest, -1)

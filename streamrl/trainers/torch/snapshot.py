@@ -1,0 +1,297 @@
+"""Snapshots of a model on a device: one copy into a ring of buffers, beside the training thread's work, read by others at leisure.
+
+```text
+training stream   step v ──┬──────── forward, backward of v + 1 ─────────┬─ optimizer writes the parameters
+                           │                                             │ (waits for `copied`, long past by then)
+snapshot stream            └─ copy parameters to a free buffer ─ copied ─┘
+reader threads                                                    └─ digest, copy to the host, or hand out a handle to the memory
+```
+A buffer is free when no snapshot of it is referenced any more and its guard, where its memory was handed out, is revoked.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamrl.errors import TrainingError
+from streamrl.tensors import cuda_ipc
+from streamrl.tensors.concatenation import lay_out
+from streamrl.tensors.digest import WORD_BYTES
+from streamrl.tensors.digest_torch import NamedDigester, NamedDigests
+from streamrl.weights.protocol import Guard, HostBytes, Shard
+
+log = logging.getLogger(__name__)
+
+STAGING_BYTES = 64 << 20
+"""Pinned host memory that a buffer's bytes pass through on their way to the host; half of it is filled while the other is emptied."""
+READER_PATIENCE_S = 5.0
+"""How long engines may go on reading a buffer that is needed."""
+HOLDER_PATIENCE_S = 300.0
+"""How long a publisher may hold the last free buffer: a bus takes minutes for a large model."""
+LARGE_BYTES = 4 << 20
+"""Tensors from this size on are copied by calls of their own, which move a GPU's memory faster than one kernel over all of them does; for
+smaller ones the calls would take longer than the copies."""
+
+
+class Buffer:
+    """One of the ring's buffers: a version's bytes as they are published, and the parameters' views of it."""
+
+    def __init__(self, names: Sequence[str], like: Sequence[Tensor], device: torch.device, share: Callable[[Tensor], bytes]) -> None:
+        sizes = {name: tensor.nbytes for name, tensor in zip(names, like, strict=True)}
+        self.starts, self.nbytes = lay_out(sizes)
+        # Zeros once: the gaps between tensors are never written.
+        self.memory = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+        self.views = [
+            self.memory[self.starts[name] : self.starts[name] + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for name, tensor in zip(names, like, strict=True)
+        ]
+        self.held = False
+        """By a snapshot that is referenced."""
+        self.guard: Guard | None = None
+        self.used = 0
+        """When it was last written, as a count of snapshots."""
+        self._share = share
+        self._handle = b""
+        self.digester = NamedDigester(dict(zip(names, self.views, strict=True)))
+
+    def handle(self) -> bytes:
+        """See `Snapshot.handle`; made once, and the same for all versions that pass through this buffer."""
+        self._handle = self._handle or self._share(self.memory)
+        return self._handle
+
+
+class DeviceSnapshot:
+    """Implements `streamrl.weights.protocol.Snapshot`: the bytes of one version, for as long as somebody refers to it."""
+
+    def __init__(self, buffer: Buffer, copied: Any, reader: HostReader, known: NamedDigests | None) -> None:
+        self.nbytes = buffer.nbytes
+        self._buffer = buffer
+        self._copied = copied
+        self._reader = reader
+        self._known = known
+        self._lock = threading.Lock()
+
+    def handle(self) -> bytes:
+        self._wait()
+        return self._buffer.handle()
+
+    def guard(self, guard: Guard) -> None:
+        self._buffer.guard = guard
+
+    def copy_to(self, start: int, out: HostBytes) -> None:
+        """Write bytes `start .. start + len(out)` of the snapshot to the host."""
+        self._wait()
+        self._reader.read(self._buffer.memory[start : start + len(out)], out)
+
+    def digests(self) -> NamedDigests:
+        """Of all its tensors; computed once, unless they were known when it was taken."""
+        with self._lock:
+            if self._known is None:
+                self._wait()
+                with self._reader.stream():
+                    self._known = self._buffer.digester.digests()
+            return self._known
+
+    def _wait(self) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+
+
+class SnapshotBytes:
+    """Implements `streamrl.weights.protocol.DeviceBytes`: one whole tensor of a snapshot."""
+
+    def __init__(self, snapshot: DeviceSnapshot, name: str, start: int, nbytes: int, item: int) -> None:
+        self.snapshot = snapshot
+        self.start = start
+        self.nbytes = nbytes
+        self._item = item
+        self._name = name
+
+    def copy_to(self, first: int, out: HostBytes) -> None:
+        self.snapshot.copy_to(self.start + first, out)
+
+    def digest(self, itemsize: int, global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> int:
+        if tuple(global_shape) != tuple(shape):
+            raise TrainingError(f"expected to digest a whole tensor of shape {tuple(global_shape)}, got a slice of shape {tuple(shape)}")
+        digests = self.snapshot.digests()
+        return digests.elements[self._name] if itemsize == self._item else digests.words[self._name]
+
+
+class HostReader:
+    """Copies device memory to ordinary host memory through pinned buffers; one read at a time, on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._staging: Tensor | None = None
+        self._lock = threading.Lock()
+
+    def stream(self) -> AbstractContextManager[Any]:
+        """A context in which work goes to the reader's stream."""
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+    def read(self, source: Tensor, out: HostBytes) -> None:
+        """Copy `source` ([n] uint8 on the device) to `out` ([n] uint8); returns when it is there."""
+        target = torch.from_numpy(out)
+        if self._stream is None:
+            target.copy_(source)
+            return
+        with self._lock, torch.cuda.stream(self._stream):
+            if self._staging is None:
+                self._staging = torch.empty((2, STAGING_BYTES // 2), dtype=torch.uint8, pin_memory=True)
+            size = self._staging.shape[1]
+            filled: list[tuple[Tensor, Tensor, Any]] = []
+            for index, first in enumerate(range(0, len(source), size)):
+                piece = source[first : first + size]
+                half = self._staging[index % 2, : len(piece)]
+                half.copy_(piece, non_blocking=True)
+                done: Any = torch.cuda.Event()
+                done.record(self._stream)
+                filled.append((target[first : first + size], half, done))
+                if len(filled) == 2:
+                    _empty(*filled.pop(0))
+            for last in filled:
+                _empty(*last)
+
+
+class SnapshotRing:
+    """Takes snapshots of named parameters; see the module. One thread calls `take`, `shards` and `settle`.
+
+    Args:
+        parameters: name and tensor, all on `device`; their addresses stay.
+        slots: buffers. With one a snapshot waits for the readers of the one before; every buffer costs the model's bytes.
+        share: gives a buffer's handle.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, Tensor]],
+        device: torch.device,
+        *,
+        slots: int,
+        share: Callable[[Tensor], bytes] = cuda_ipc.share,
+        reader_patience_s: float = READER_PATIENCE_S,
+        holder_patience_s: float = HOLDER_PATIENCE_S,
+    ) -> None:
+        self._names = [name for name, _ in parameters]
+        self._tensors = [tensor.detach() for _, tensor in parameters]
+        self._described = [
+            (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes, tensor.element_size())
+            for tensor in self._tensors
+        ]
+        self._of_words = {name for name, (_, _, nbytes, _) in zip(self._names, self._described, strict=True) if not nbytes % WORD_BYTES}
+        large = [tensor.nbytes >= LARGE_BYTES and tensor.is_contiguous() for tensor in self._tensors]
+        self._large = [index for index, is_large in enumerate(large) if is_large]
+        self._small = [index for index, is_large in enumerate(large) if not is_large]
+        self._device = device
+        self._slots = slots
+        self._share = share
+        self._reader_patience_s = reader_patience_s
+        self._holder_patience_s = holder_patience_s
+        self._buffers: list[Buffer] = []
+        self._freed = threading.Condition()
+        self._taken = 0
+        self._reader = HostReader(device)
+        cuda = device.type == "cuda"
+        self._stream: Any = torch.cuda.Stream(device) if cuda else None
+        self._copied: Any = None
+
+    def take(self, known: NamedDigests | None = None) -> list[Shard]:
+        """A snapshot of the parameters as they are at this point of the current stream.
+
+        Returns as soon as the copy is under way; it waits only where every buffer is still in use: `reader_patience_s` for
+        engines, then they lose it.
+
+        Args:
+            known: of the parameters as they are, so that engines compare what they get with what was trained, and nobody waits for
+                digests; None: they are computed from the snapshot when somebody asks.
+
+        Raises:
+            TrainingError: publishers held all buffers for `holder_patience_s`.
+        """
+        buffer = self._free_buffer()
+        self._taken += 1
+        buffer.used = self._taken
+        self._copy(buffer)
+        # A parameter that does not lie in C order has no words, but its copy has.
+        complete = known is not None and set(known.words) == self._of_words
+        snapshot = DeviceSnapshot(buffer, self._copied, self._reader, known if complete else None)
+        weakref.finalize(snapshot, self._release, buffer).atexit = False
+        return [
+            Shard(
+                name=name,
+                dtype=dtype,
+                global_shape=shape,
+                shape=shape,
+                data=SnapshotBytes(snapshot, name, buffer.starts[name], nbytes, item),
+            )
+            for name, (dtype, shape, nbytes, item) in zip(self._names, self._described, strict=True)
+        ]
+
+    def shards(self, known: NamedDigests | None = None) -> Iterator[Shard]:
+        """A snapshot that is taken when the first shard is drawn; `known` as in `take`."""
+        yield from self.take(known)
+
+    def settle(self) -> None:
+        """Let what the current stream does from now on come after the last copy; call it before the parameters are written."""
+        if self._copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+
+    def _copy(self, buffer: Buffer) -> None:
+        if self._stream is None:
+            self._copy_all(buffer.views)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self._copy_all(buffer.views)
+            self._copied = torch.cuda.Event()
+            self._copied.record(self._stream)
+
+    def _copy_all(self, views: Sequence[Tensor]) -> None:
+        for index in self._large:
+            views[index].copy_(self._tensors[index], non_blocking=True)
+        if self._small:
+            torch.ops.aten._foreach_copy_([views[index] for index in self._small], [self._tensors[index] for index in self._small])
+
+    def _free_buffer(self) -> Buffer:
+        until = time.monotonic() + self._holder_patience_s
+        with self._freed:
+            while True:
+                free = [buffer for buffer in self._buffers if not buffer.held]
+                if buffer := next((one for one in free if one.guard is None), None):
+                    break
+                if len(self._buffers) < self._slots:
+                    self._buffers.append(buffer := Buffer(self._names, self._tensors, self._device, self._share))
+                    break
+                if free:
+                    buffer = min(free, key=lambda one: one.used)
+                    break
+                if not self._freed.wait(max(0.0, until - time.monotonic())):
+                    raise TrainingError(
+                        f"expected one of {self._slots} snapshot buffers to become free within {self._holder_patience_s:g} s, none did",
+                        hint="the transport is slower than the trainer: raise weights.ring, or publish less often",
+                    )
+            buffer.held = True
+        if buffer.guard is not None:
+            buffer.guard.revoke(self._reader_patience_s)
+            buffer.guard = None
+        return buffer
+
+    def _release(self, buffer: Buffer) -> None:
+        with self._freed:
+            buffer.held = False
+            self._freed.notify_all()
+
+
+def _empty(target: Tensor, half: Tensor, done: Any) -> None:
+    done.synchronize()
+    target.copy_(half)

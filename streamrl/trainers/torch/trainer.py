@@ -1,0 +1,311 @@
+"""The `torch` trainer: a Hugging Face causal language model under AdamW, one rank or data parallel, CPU or GPU."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from streamrl.algorithms.batch_metrics import ratio_metrics, weight_metrics
+from streamrl.algorithms.groups import rollout_mean, rollout_of_sample
+from streamrl.algorithms.objective import Objective, Scores, answer_probability, check_batch, logprob_differences, make_objective
+from streamrl.algorithms.token_advantages import Role
+from streamrl.config.tree import LossConfig, TrainerConfig
+from streamrl.core.batches import TrainBatch, sample_of_token
+from streamrl.core.packing import Indices
+from streamrl.errors import TrainingError
+from streamrl.schemas.versions import Version
+from streamrl.tensors.digest import combine
+from streamrl.tensors.digest_torch import NamedDigester, NamedDigests
+from streamrl.trainers.checkpoints import BackgroundWriter, write_directory
+from streamrl.trainers.protocol import StepResult
+from streamrl.trainers.torch.causal_lm import CausalLM
+from streamrl.trainers.torch.checkpoint import (
+    ModelState,
+    TorchState,
+    check_state,
+    digest_of,
+    host_bytes,
+    host_copy,
+    read_checkpoint,
+    write_checkpoint,
+)
+from streamrl.trainers.torch.critic import Critic
+from streamrl.trainers.torch.frozen import load_frozen
+from streamrl.trainers.torch.micro_steps import MicroSteps
+from streamrl.trainers.torch.optimizer import ClippedAdamW
+from streamrl.trainers.torch.parallel import DataParallel
+from streamrl.trainers.torch.recheck import Recheck
+from streamrl.trainers.torch.reproducible import reproducible
+from streamrl.trainers.torch.scores import Scorer, needed_roles, predictable
+from streamrl.trainers.torch.snapshot import SnapshotRing
+from streamrl.weights.protocol import Shard
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+
+
+class TorchTrainer:
+    """Implements `streamrl.trainers.protocol.Trainer`. Not thread-safe: one thread calls it.
+
+    Equal state, batch, thread count and software give equal bits. The optimizer's moments begin anew whenever the kind of
+    batch changes, so the end of the warm-up needs no state but the kind itself.
+
+    Args:
+        model_dir: Hugging Face directory of the initial policy.
+        trainer: this backend's section.
+        loss: the objective.
+        learning_rate: the rate of a batch's optimizer steps.
+        dtype: type of the parameters; below float32 the optimizer holds float32 masters.
+        device: where they lie.
+        deterministic: refuse kernels that are not reproducible.
+        snapshots: buffers that `shards` copies to on a GPU.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        trainer: TrainerConfig,
+        loss: LossConfig,
+        learning_rate: Callable[[TrainBatch], float],
+        dtype: torch.dtype,
+        device: torch.device,
+        deterministic: bool,
+        snapshots: int = 2,
+        recheck_versions: int = 1,
+    ) -> None:
+        self._model_dir = model_dir
+        self._config = trainer
+        self._loss = loss
+        self._learning_rate = learning_rate
+        self._deterministic = deterministic
+        self._parallel = DataParallel(trainer.ranks)
+        self._scorer = Scorer(trainer, self._parallel, deterministic=deterministic)
+        attention, checkpointing = trainer.attention, trainer.gradient_checkpointing
+        self._policy = CausalLM(model_dir, dtype, device, attention=attention, checkpoint_layers=checkpointing)
+        self._parameters = list(self._policy.parameters())
+        vocab_size = self._policy.vocab_size
+        self._frozen = load_frozen(loss, model_dir, dtype, device, attention=attention, vocab_size=vocab_size)
+        self._critic: Critic | None = None
+        if loss.advantage == "ppo":
+            self._critic = Critic(
+                model_dir,
+                dtype,
+                device,
+                config=loss.critic,
+                optimizer=trainer.optimizer,
+                attention=attention,
+                checkpoint_layers=checkpointing,
+            )
+        cuda = device.type == "cuda"
+        self._snapshots = SnapshotRing(self._parameters, device, slots=snapshots) if cuda else None
+        self._digester = NamedDigester(dict(self._parameters)) if cuda else None
+        self._optimizer = ClippedAdamW(self._parameters, trainer.optimizer)
+        self._micro_steps = MicroSteps(loss, self._policy, self._optimizer, self._critic, self._scorer, self._parallel)
+        # FlashAttention knows no float32.
+        widen = trainer.attention == "sdpa"
+        self._recheck = Recheck(self._parameters, samples=trainer.check_logprobs, versions=recheck_versions, widen=widen)
+        self._stage = ""
+        self._known: NamedDigests | None = None
+        """Of the parameters as they are, on a GPU; None when nobody has asked since they were written."""
+        self._writer = BackgroundWriter()
+
+    def score(self, batch: TrainBatch, role: Role) -> npt.NDArray[np.float32]:
+        """See `Trainer.score`; `value` gives the critic's values of the state before each token.
+
+        Raises:
+            TrainingError: this trainer does not hold that model.
+        """
+        return self._score(batch, role, predictable(batch), np.arange(batch.num_samples))
+
+    def step(self, batch: TrainBatch) -> StepResult:
+        """See `Trainer.step`. Metrics are means over the batch's optimizer steps, weighted as the loss is."""
+        self._known = None
+        check_batch(batch)
+        scores = self._scores(batch)
+        objective = make_objective(batch, self._loss, self._config.minibatches, scores)
+        if batch.kind != self._stage:
+            self._optimizer.reset()
+            self._stage = batch.kind
+        rate = self._learning_rate(batch)
+        learns = batch.kind == "sft" or batch.stage_step >= self._loss.critic.only_steps
+        self._recheck.keep(batch.version.number)
+        found = self._micro_steps.begin(batch, objective)
+        rows: list[dict[str, float]] = []
+        finite = True
+        with reproducible(self._deterministic):
+            for index in range(len(objective.steps)):
+                sums = found.accumulate(index, learns=learns)
+                norms, applied = self._update(rate, policy=learns, critic=batch.kind == "rl")
+                finite = finite and applied
+                rows.append({**sums, **norms})
+        metrics = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+        metrics["train/nonfinite_tokens"] = float(sum(row["train/nonfinite_tokens"] for row in rows))
+        metrics |= self._batch_metrics(batch, objective, found.logprobs(), found.weights(), found.factor)
+        return StepResult(digest=self.digest(), metrics={**objective.metrics, **metrics}, finite=finite)
+
+    def digest(self) -> str:
+        """Digest of the parameters as they are now, 16 hex digits."""
+        if self._digester is None:
+            return digest_of(self._parameters)
+        self._known = self._digester.digests()
+        return combine(self._known.elements)
+
+    def shards(self) -> Iterator[Shard]:
+        """See `Trainer.shards`; every rank of a data-parallel group gives the whole.
+
+        On a CPU all are copied before this returns. On a GPU they are when the first is drawn: into a buffer beside the training
+        stream, and the parameters are not written before that is done.
+        """
+        if self._snapshots is not None:
+            return self._snapshots.shards(self._known)
+        return iter(
+            [
+                Shard(
+                    name=name,
+                    dtype=str(p.dtype).removeprefix("torch."),
+                    global_shape=tuple(p.shape),
+                    data=host_bytes(p).copy(),
+                    shape=tuple(p.shape),
+                )
+                for name, p in self._parameters
+            ]
+        )
+
+    def save(self, path: Path, extra: bytes, *, version: Version) -> Future[None]:
+        """See `Trainer.save`. Rank 0 writes, for all hold the same; on the others the future is done at once."""
+        if self._parallel.rank != 0:
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
+        state = TorchState(
+            policy=ModelState(
+                parameters={name: host_copy(p) for name, p in self._parameters}, optimizer=self._optimizer.state(), digest=self.digest()
+            ),
+            critic=self._critic.state() if self._critic is not None else None,
+            random=_random_state(self._policy.device),
+            stage=self._stage,
+            version=str(version),
+        )
+        return self._writer.submit(path, lambda directory: write_checkpoint(directory, state, extra))
+
+    def load(self, path: Path) -> bytes:
+        """See `Trainer.load`; raises TrainingError when `path` is no checkpoint of this model, or was damaged."""
+        state, extra = read_checkpoint(path)
+        check_state(state.policy, dict(self._parameters), path, "parameters")
+        if self._critic is not None:
+            if state.critic is None:
+                raise TrainingError(
+                    f"expected a critic in the checkpoint {path}, got none: it is of a run without loss.advantage = ppo",
+                    hint="begin from the initial weights",
+                )
+            self._critic.restore(state.critic, path)
+        self._settle()
+        self._known = None
+        with torch.no_grad():
+            for name, p in self._parameters:
+                p.copy_(state.policy.parameters[name])
+        self._optimizer.restore(state.policy.optimizer)
+        self._stage = state.stage
+        torch.set_rng_state(state.random["cpu"])
+        if "cuda" in state.random and self._policy.device.type == "cuda":
+            torch.cuda.set_rng_state(state.random["cuda"], self._policy.device)
+        return extra
+
+    def save_hf(self, path: Path) -> None:
+        """Write a Hugging Face directory (weights, configuration, tokenizer) at `path`, whole or not at all."""
+
+        def write(directory: Path) -> None:
+            self._policy.module.save_pretrained(directory)
+            for source in sorted(self._model_dir.iterdir()):
+                target = directory / source.name
+                if source.is_file() and not target.exists() and not source.name.endswith(WEIGHT_SUFFIXES):
+                    shutil.copyfile(source, target)
+
+        write_directory(path, write)
+
+    def _scores(self, batch: TrainBatch) -> Scores:
+        """What the batch's loss needs of each model, at the trained tokens."""
+        samples = np.arange(batch.num_samples)
+        roles = needed_roles(batch, self._loss, min(self._config.minibatches, len(np.unique(batch.tasks))))
+        # Sorted: every rank must come to each sum in the same order, and a set's order is that of its process.
+        found = {role: self._score(batch, role, batch.loss_mask, samples) for role in sorted(roles)}
+        return Scores(
+            proximal=found.get(Role.PROXIMAL),
+            reference=found.get(Role.REFERENCE),
+            teacher=found.get(Role.TEACHER),
+            values=found.get(Role.VALUE),
+        )
+
+    def _score(self, batch: TrainBatch, role: Role, wanted: npt.NDArray[np.bool_], samples: Indices) -> npt.NDArray[np.float32]:
+        """[T] numbers of the `wanted` tokens of `samples`, 0 elsewhere."""
+        if role == Role.VALUE and (critic := self._critic) is not None:
+            return self._scorer.score(batch, wanted, samples, critic.values, free_masks=critic.free_masks, width=critic.width)
+        model = self._policy if role in (Role.POLICY, Role.PROXIMAL) else self._frozen.get(role)
+        if model is None:
+            held = ", ".join(["policy", "proximal", *self._frozen, *(["value"] if self._critic is not None else [])])
+            raise TrainingError(f"expected role {held}, got {role}", hint="the section loss says which models a trainer holds")
+        return self._scorer.score(
+            batch, wanted, samples, lambda micro: model.predict(micro, batch)[0], free_masks=model.free_masks, width=model.width
+        )
+
+    def _logprobs(self, batch: TrainBatch, wanted: npt.NDArray[np.bool_], samples: Indices) -> npt.NDArray[np.float32]:
+        return self._score(batch, Role.POLICY, wanted, samples)
+
+    def _update(self, rate: float, *, policy: bool, critic: bool) -> tuple[dict[str, float], bool]:
+        """One step of the policy and of the critic; the gradients' norms, and whether all were finite."""
+        norms = {"train/grad_norm": 0.0, "train/lr": rate if policy else 0.0}
+        applied = True
+        if policy:
+            self._parallel.sum_gradients(self._optimizer.gradients())
+            self._settle()
+            norms["train/grad_norm"], applied = self._optimizer.step(rate)
+        if critic and self._critic is not None:
+            self._parallel.sum_gradients(self._critic.gradients())
+            norms["train/value_grad_norm"], also = self._critic.step()
+            norms["train/value_norm"] = self._critic.norm()
+            applied = applied and also
+        return norms, applied
+
+    def _batch_metrics(
+        self,
+        batch: TrainBatch,
+        objective: Objective,
+        logprobs: npt.NDArray[np.float64],
+        weights: npt.NDArray[np.float64],
+        factor: float,
+    ) -> dict[str, float]:
+        """What only the whole batch gives, from [T] log-probs at the optimizer steps and correction weights."""
+        if batch.kind == "sft":
+            return {"train/answer_probability": answer_probability(batch, logprobs)}
+        scores = objective.scores
+        before = logprobs if scores.proximal is None else scores.proximal
+        arrays = {"rollout/log_probs": before, "rollout/rollout_log_probs": batch.sampler_logprobs}
+        if scores.reference is not None:
+            arrays["rollout/ref_log_probs"] = scores.reference
+        mask, owner = batch.loss_mask & objective.finite, rollout_of_sample(batch.tasks, batch.rollouts)[sample_of_token(batch)]
+        return {
+            **{name: rollout_mean(values.astype(np.float64), mask, owner) for name, values in arrays.items()},
+            **ratio_metrics(batch, before),
+            **({} if self._loss.slime_loss else weight_metrics(batch, weights, factor=factor)),
+            **logprob_differences(batch, before),
+            **self._recheck.measure(batch, self._logprobs),
+        }
+
+    def _settle(self) -> None:
+        """Before the parameters are written: let a snapshot of them be complete."""
+        if self._snapshots is not None:
+            self._snapshots.settle()
+
+
+def _random_state(device: torch.device) -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state

@@ -1,0 +1,5 @@
+from __future__ import annotations
+
+from tests.batches import make_batch
+
+__all__ = ["make_batch"]

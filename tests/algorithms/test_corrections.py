@@ -1,0 +1,258 @@
+"""The whole correction against a second implementation, and what holds for every configuration."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamrl.algorithms.corrections import correct
+from streamrl.algorithms.importance import normalization
+from streamrl.algorithms.policy_losses import ppo_clip
+from streamrl.algorithms.sequences import Packed, Padded
+from streamrl.config.loss import CorrectionConfig
+from streamrl.telemetry.names import Reduction, metric
+from tests.algorithms import reference_corrections as second
+from tests.algorithms.reference_corrections import Sample, Token
+
+LOGPROBS = st.floats(-4.0, 0.0).map(lambda x: round(x, 6))
+BROKEN = st.sampled_from([math.nan, math.inf, -math.inf])
+TOKENS = st.builds(Token, LOGPROBS, LOGPROBS, st.integers(0, 4))
+ANY_TOKENS = st.one_of(TOKENS, TOKENS, TOKENS, st.builds(Token, BROKEN, LOGPROBS), st.builds(Token, LOGPROBS, BROKEN))
+SAMPLES = st.lists(st.lists(ANY_TOKENS, max_size=4), min_size=1, max_size=4)
+CONFIGS = st.builds(
+    CorrectionConfig,
+    kind=st.sampled_from(["none", "truncate", "clip", "mask"]),
+    level=st.sampled_from(["token", "sequence", "geometric"]),
+    low=st.floats(0.05, 0.95),
+    high=st.floats(1.05, 4.0),
+    reject=st.sampled_from(["none", "ratio", "k1", "k2", "k3"]),
+    reject_level=st.sampled_from(["token", "sequence_sum", "sequence_mean", "sequence_max"]),
+    reject_low=st.floats(-1.0, 0.6),
+    reject_high=st.floats(0.7, 4.0),
+    veto=st.sampled_from([0.0, 0.05, 0.2]),
+    mask_staleness=st.integers(0, 3),
+    staleness_decay=st.sampled_from([1.0, 0.9, 0.5]),
+)
+ON = CorrectionConfig(
+    kind="mask",
+    level="geometric",
+    low=0.5,
+    reject="k3",
+    reject_level="sequence_mean",
+    reject_high=0.1,
+    veto=1e-4,
+    mask_staleness=2,
+    staleness_decay=0.9,
+)
+
+
+def packed(samples: list[Sample], order: list[int] | None = None) -> dict[str, Any]:
+    owner = [index for index, sample in enumerate(samples) for _ in sample]
+    tokens = [token for sample in samples for token in sample]
+    order = list(range(len(tokens))) if order is None else order
+    return {
+        "proximal": torch.tensor([tokens[i].log_p for i in order], dtype=torch.float64),
+        "sampler": torch.tensor([tokens[i].log_q for i in order], dtype=torch.float64),
+        "staleness": torch.tensor([tokens[i].age for i in order], dtype=torch.int32),
+        "sequences": Packed(torch.tensor([owner[i] for i in order], dtype=torch.int64), len(samples)),
+    }
+
+
+def padded(samples: list[Sample]) -> dict[str, Any]:
+    """One sample a row, at its right end, with rubbish around it."""
+    width = max(1, *(len(sample) for sample in samples)) + 1
+    rows = [[Token(math.nan, math.inf, -7)] * (width - len(sample)) + sample for sample in samples]
+    mask = torch.tensor([[i >= width - len(sample) for i in range(width)] for sample in samples])
+    return {
+        "proximal": torch.tensor([[token.log_p for token in row] for row in rows], dtype=torch.float64),
+        "sampler": torch.tensor([[token.log_q for token in row] for row in rows], dtype=torch.float64),
+        "staleness": torch.tensor([[token.age for token in row] for row in rows], dtype=torch.int32),
+        "sequences": Padded(mask),
+    }
+
+
+def away_from_bounds(samples: list[Sample], config: CorrectionConfig) -> bool:
+    """Whether no value is so close to a bound that rounding decides."""
+    for sample in samples:
+        finite = [token for token in sample if token.finite]
+        if not finite:
+            continue
+        values = [(value, bound) for value in second.ratios(finite, config.level) for bound in (config.low, config.high)]
+        values += [(token.rho, config.veto) for token in finite]
+        if config.reject != "none":
+            measures = second.measures(finite, config.reject, config.reject_level)
+            values += [(value, bound) for value in measures for bound in (config.reject_low, config.reject_high)]
+        if any(abs(value - bound) < 1e-9 for value, bound in values):
+            return False
+    return True
+
+
+@settings(deadline=None, max_examples=300)
+@given(SAMPLES, CONFIGS)
+def test_it_agrees_with_the_second_implementation(samples: list[Sample], config: CorrectionConfig) -> None:
+    if not away_from_bounds(samples, config):
+        return
+    found = correct(**packed(samples), config=config)
+    weights, keeps, total, count = second.correct(samples, config)
+    assert found.keep.tolist() == [keep for row in keeps for keep in row]
+    assert found.weights.tolist() == pytest.approx([weight for row in weights for weight in row], rel=1e-9)
+    assert found.sums.tolist() == pytest.approx([total, count], rel=1e-9)
+
+
+@settings(deadline=None, max_examples=100)
+@given(SAMPLES, CONFIGS)
+def test_packed_and_padded_agree_and_everything_is_finite(samples: list[Sample], config: CorrectionConfig) -> None:
+    flat, rows = packed(samples), padded(samples)
+    one, other = correct(**flat, config=config), correct(**rows, config=config)
+    mask = rows["sequences"].mask
+    assert other.weights[mask].tolist() == pytest.approx(one.weights.tolist())
+    assert other.keep[mask].tolist() == one.keep.tolist()
+    assert other.sums.tolist() == pytest.approx(one.sums.tolist())
+    assert not other.keep[~mask].any()
+    assert not other.weights[~mask].any()
+    assert one.metrics.keys() == other.metrics.keys()
+    for name, values in other.metrics.items():
+        assert values[mask].tolist() == pytest.approx(one.metrics[name].tolist()), name
+        assert values.isfinite().all(), name
+        assert not values[~mask].any(), name
+
+
+@settings(deadline=None, max_examples=100)
+@given(SAMPLES, CONFIGS, st.randoms(use_true_random=False))
+def test_the_order_of_tokens_does_not_matter(samples: list[Sample], config: CorrectionConfig, random: Any) -> None:
+    order = list(range(sum(map(len, samples))))
+    random.shuffle(order)
+    one, other = correct(**packed(samples), config=config), correct(**packed(samples, order), config=config)
+    assert other.weights.tolist() == pytest.approx(one.weights[order].tolist())
+    assert other.keep.tolist() == one.keep[order].tolist()
+
+
+@settings(deadline=None, max_examples=100)
+@given(SAMPLES, CONFIGS)
+def test_micro_batches_add_up_to_the_batch(samples: list[Sample], config: CorrectionConfig) -> None:
+    whole = correct(**packed(samples), config=config)
+    parts = [correct(**packed([sample]), config=config) for sample in samples]
+    assert torch.cat([part.weights for part in parts]).tolist() == pytest.approx(whole.weights.tolist())
+    assert torch.stack([part.sums for part in parts]).sum(0).tolist() == pytest.approx(whole.sums.tolist())
+
+
+@settings(deadline=None, max_examples=100)
+@given(SAMPLES, CONFIGS)
+def test_rejection_changes_no_denominator_and_no_other_tokens_weight(samples: list[Sample], config: CorrectionConfig) -> None:
+    free = msgspec.structs.replace(config, reject="none", veto=0.0, mask_staleness=0)
+    one, other = correct(**packed(samples), config=config), correct(**packed(samples), config=free)
+    assert one.sums.tolist() == other.sums.tolist()
+    assert one.weights.tolist() == torch.where(one.keep, other.weights, 0.0).tolist()
+    assert not (one.keep & ~other.keep).any()
+    assert one.metrics["train/rejected_fraction"].tolist() == (other.keep & ~one.keep).double().tolist()
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.lists(TOKENS, min_size=1, max_size=4), min_size=1, max_size=4), CONFIGS)
+def test_normalisation_makes_the_mean_weight_1(samples: list[Sample], config: CorrectionConfig) -> None:
+    free = msgspec.structs.replace(config, reject="none", veto=0.0, mask_staleness=0, staleness_decay=1.0)
+    parts = [correct(**packed([sample]), config=free) for sample in samples]
+    factor = normalization(torch.stack([part.sums for part in parts]).sum(0))
+    scaled = torch.cat([part.scaled(factor).weights for part in parts])
+    assert scaled.mean().item() == pytest.approx(1.0 if scaled.any() else 0.0)
+
+
+def test_normalisation_leaves_the_decay_by_age() -> None:
+    old = [[Token(-1.0, -1.5, 2), Token(-1.0, -0.5, 2)]]
+    found = correct(**packed(old), config=CorrectionConfig(high=9.0, staleness_decay=0.5))
+    assert found.scaled(normalization(found.sums)).weights.mean().item() == pytest.approx(0.25)
+
+
+def test_neither_weights_nor_metrics_carry_a_gradient_to_the_current_policy() -> None:
+    """`ratio = "current"`: the weight is of the log-probs under training, and only the loss's own ratio sends a gradient."""
+    inputs = packed([[Token(-1.0, -1.3), Token(-0.5, -0.4)]])
+    logprobs = inputs["proximal"].requires_grad_()
+    found = correct(**inputs, config=CorrectionConfig())
+    assert not found.weights.requires_grad
+    assert not any(values.requires_grad for values in found.metrics.values())
+    advantages = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    loss, _ = ppo_clip(logprobs, logprobs.detach(), advantages, clip_low=0.2, clip_high=0.2)
+    (found.weights * loss).sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-math.exp(0.3), 2.0 * math.exp(-0.1)])
+
+
+def test_weights_are_fresh_at_every_step_of_the_current_policy() -> None:
+    config = CorrectionConfig(ratio="current", high=10.0)
+    before = correct(**packed([[Token(-1.0, -1.0)]]), config=config)
+    after = correct(**packed([[Token(-0.5, -1.0)]]), config=config)
+    assert (before.weights.item(), after.weights.item()) == pytest.approx((1.0, math.exp(0.5)))
+
+
+def test_a_geometric_filter_with_token_weights() -> None:
+    """Samples pass by the geometric mean of their ratios, and their tokens are then weighted one by one."""
+    config = CorrectionConfig(high=2.0, reject="ratio", reject_level="sequence_mean", reject_low=0.99, reject_high=1.01)
+    near, far = [Token(-1.0, -1.9), Token(-1.0, -0.1)], [Token(-1.0, -1.1), Token(-1.0, -1.1)]
+    found = correct(**packed([near, far]), config=config)
+    assert found.keep.tolist() == [True, True, False, False]
+    assert found.weights.tolist() == pytest.approx([2.0, math.exp(-0.9), 0.0, 0.0])
+    assert found.metrics["train/mis_rs_mask_fraction_high"].tolist() == [0, 0, 1, 1]
+
+
+def test_age_masks_and_decays() -> None:
+    tokens = [[Token(-1.0, -1.0, age) for age in range(4)]]
+    found = correct(**packed(tokens), config=CorrectionConfig(mask_staleness=2, staleness_decay=0.5))
+    assert found.weights.tolist() == [1.0, 0.5, 0.25, 0.0]
+    assert found.metrics["train/stale_masked_fraction"].tolist() == [0, 0, 0, 1]
+    assert found.metrics["train/staleness_weight"].tolist() == [1.0, 0.5, 0.25, 0.125]
+
+
+def test_what_is_off_has_no_metrics() -> None:
+    found = correct(**packed([[Token(-1.0, -1.0, 3)]]), config=CorrectionConfig(kind="none"))
+    assert set(found.metrics) == {
+        "train/tis",
+        "train/tis_abs",
+        "train/tis_clipfrac",
+        "train/train_rollout_logprob_abs_diff",
+        "train/rejected_fraction",
+    }
+    assert found.weights.tolist() == [1.0]
+
+
+def test_a_token_that_is_not_finite_is_in_no_samples_ratio() -> None:
+    samples = [[Token(-1.0, -1.4), Token(math.nan, -1.0), Token(-1.0, -1.2)]]
+    found = correct(**packed(samples), config=CorrectionConfig(level="geometric"))
+    assert found.weights.tolist() == pytest.approx([math.exp(0.3), 0.0, math.exp(0.3)])
+    assert found.keep.tolist() == [True, False, True]
+    assert found.sums.tolist() == pytest.approx([2 * math.exp(0.3), 2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_results_have_the_log_probs_dtype_and_sums_are_float64(dtype: torch.dtype) -> None:
+    inputs = packed([[Token(-1.0, -1.3)]])
+    found = correct(inputs["proximal"].to(dtype), inputs["sampler"].to(dtype), inputs["staleness"], inputs["sequences"], ON)
+    assert found.weights.dtype == dtype
+    assert {values.dtype for values in found.metrics.values()} == {dtype}
+    assert found.sums.dtype == torch.float64
+    assert found.scaled(2.0).weights.dtype == dtype
+
+
+def test_long_samples_of_float32_are_added_up_in_float64() -> None:
+    difference = torch.full((100_000,), 1e-5, dtype=torch.float32)
+    proximal, sampler = torch.zeros_like(difference), -difference
+    sequences = Packed(torch.zeros(len(difference), dtype=torch.int64), 1)
+    found = correct(
+        proximal, sampler, torch.zeros(len(difference), dtype=torch.int32), sequences, CorrectionConfig(level="sequence", high=9.0)
+    )
+    assert found.weights[0].item() == pytest.approx(math.exp(float(np.float32(1e-5)) * 100_000), rel=1e-6)
+
+
+@settings(deadline=None, max_examples=50)
+@given(CONFIGS)
+def test_every_metric_is_declared_with_its_reduction_and_given_for_no_tokens_too(config: CorrectionConfig) -> None:
+    nothing, something = correct(**packed([[]]), config=config), correct(**packed([[Token(-1.0, -1.0)]]), config=config)
+    assert nothing.metrics.keys() == something.metrics.keys()
+    assert {metric(name).reduction for name in something.metrics} == {Reduction.MEAN}
+    assert nothing.sums.tolist() == [0.0, 0.0]

@@ -1,0 +1,71 @@
+"""Off-policy sequence masking."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from streamrl.algorithms.opsm import opsm_keep
+from streamrl.algorithms.sequences import Packed, Padded
+from tests.algorithms import reference_policy_losses as reference
+from tests.algorithms.policy_cases import packed, padded, random_sequences
+
+
+def t(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_only_bad_samples_that_the_policy_left_are_masked() -> None:
+    # Means of log pi_old - log pi: 0.2, 0.2, -0.2, 0.05.
+    old = t(0.1, 0.3, 0.1, 0.3, -0.2, 0.05)
+    sequences = Packed(torch.tensor([0, 0, 1, 1, 2, 3]), 4)
+    keep, metrics = opsm_keep(t(0, 0, 0, 0, 0, 0), old, t(-1, -1, 1, 1, -1, -1), sequences, delta=0.1)
+    assert keep.tolist() == [0, 0, 1, 1, 1, 1]
+    assert metrics["train/opsm_clipfrac"].tolist() == [1, 1, 0, 0, 0, 0]
+
+
+def test_the_mean_counts_not_the_sum_and_the_bound_itself_is_kept() -> None:
+    old, advantages = t(0.25, 0.25, 0.25), t(-1, -1, -1)
+    sequences = Packed(torch.tensor([0, 0, 0]), 1)
+    assert opsm_keep(t(0, 0, 0), old, advantages, sequences, delta=0.25)[0].tolist() == [1, 1, 1]
+    assert opsm_keep(t(0, 0, 0), old, advantages, sequences, delta=0.2499)[0].tolist() == [0, 0, 0]
+
+
+def test_tokens_of_a_masked_sample_with_other_signs_are_kept() -> None:
+    keep, _ = opsm_keep(t(0, 0, 0), t(1, 1, 1), t(-1, 0, 1), Packed(torch.tensor([0, 0, 0]), 1), delta=1e-4)
+    assert keep.tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize("layout", [packed, padded])
+@pytest.mark.parametrize("seed", range(8))
+def test_equals_the_second_implementation(seed: int, layout: object) -> None:
+    sequences = random_sequences(seed)
+    want = [
+        float(k)
+        for s, kept in zip(sequences, reference.opsm(sequences, 0.05), strict=True)
+        for x, k in zip(s, kept, strict=True)
+        if x.trained
+    ]
+    x = (packed if layout is packed else padded)(sequences)
+    keep, metrics = opsm_keep(x.logprobs, x.old, x.advantages, x.sequences, delta=0.05)
+    assert x.flat(keep) == want
+    assert x.flat(metrics["train/opsm_clipfrac"]) == [1 - w for w in want]
+    assert not keep.requires_grad
+
+
+def test_some_are_masked_and_some_are_not_in_these_cases() -> None:
+    kept = [k for seed in range(8) for row in reference.opsm(random_sequences(seed), 0.05) for k in row]
+    assert {True, False} == set(kept)
+
+
+def test_nothing_outside_the_mask_is_read_or_masked() -> None:
+    nan = math.nan
+    mask = torch.tensor([[True, False, True], [False, False, False]])
+    logprobs = torch.tensor([[-2.0, nan, -2.0], [nan, nan, -9.0]], dtype=torch.float64)
+    old = torch.tensor([[-1.0, nan, -1.0], [nan, 0.0, 0.0]], dtype=torch.float64)
+    advantages = torch.tensor([[-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]], dtype=torch.float64)
+    keep, _ = opsm_keep(logprobs, old, advantages, Padded(mask), delta=0.5)
+    assert keep.tolist() == [[0, 1, 0], [1, 1, 1]]

@@ -1,0 +1,402 @@
+"""Policy losses: golden numbers, closed forms, and gradients of a second implementation, at clip boundaries too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from streamrl.algorithms.policy_losses import aipo, cispo, dppo, gspo, ppo_clip, sapo
+from streamrl.algorithms.sequences import Packed, Padded
+from tests.algorithms import reference_policy_losses as reference
+from tests.algorithms.policy_cases import Layout, one_token, packed, padded, random_sequences, reference_result, weights_for
+
+Loss = tuple[Tensor, dict[str, Tensor]]
+Ours = Callable[[Layout], Loss]
+Theirs = Callable[[list[reference.Sequence]], reference.PerToken]
+
+
+def t(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def ppo_pair(low: float, high: float, dual: float) -> tuple[Ours, Theirs]:
+    return (
+        lambda x: ppo_clip(x.logprobs, x.old, x.advantages, clip_low=low, clip_high=high, dual_clip=dual),
+        partial(reference.ppo, low=low, high=high, dual=dual),
+    )
+
+
+def gspo_pair(low: float, high: float) -> tuple[Ours, Theirs]:
+    return (
+        lambda x: gspo(x.logprobs, x.old, x.advantages, x.sequences, clip_low=low, clip_high=high),
+        partial(reference.gspo, low=low, high=high),
+    )
+
+
+def cispo_pair(low: float, high: float) -> tuple[Ours, Theirs]:
+    return (
+        lambda x: cispo(x.logprobs, x.old, x.advantages, clip_low=low, clip_high=high),
+        partial(reference.cispo, low=low, high=high),
+    )
+
+
+def sapo_pair(positive: float, negative: float) -> tuple[Ours, Theirs]:
+    return (
+        lambda x: sapo(x.logprobs, x.old, x.advantages, tau_positive=positive, tau_negative=negative),
+        partial(reference.sapo, tau_positive=positive, tau_negative=negative),
+    )
+
+
+def aipo_pair(cap: float) -> tuple[Ours, Theirs]:
+    return lambda x: aipo(x.logprobs, x.mu, x.advantages, cap=cap), partial(reference.aipo, cap=cap)
+
+
+def dppo_pair(bound: float, kl: float) -> tuple[Ours, Theirs]:
+    return lambda x: dppo(x.logprobs, x.mu, x.advantages, bound=bound, kl=kl), partial(reference.dppo, bound=bound, kl=kl)
+
+
+PAIRS = {
+    "ppo": ppo_pair(0.2, 0.28, 0.0),
+    "ppo_narrow": ppo_pair(0.05, 0.1, 0.0),
+    "ppo_dual": ppo_pair(0.2, 0.28, 1.3),
+    "gspo": gspo_pair(0.2, 0.28),
+    "gspo_narrow": gspo_pair(3e-4, 4e-4),
+    "cispo": cispo_pair(1.0, 0.5),
+    "cispo_both": cispo_pair(0.2, 0.28),
+    "sapo": sapo_pair(1.0, 1.05),
+    "sapo_steep": sapo_pair(0.5, 4.0),
+    "aipo": aipo_pair(1.4),
+    "dppo": dppo_pair(0.1, 1e-3),
+    "dppo_plain": dppo_pair(0.02, 0.0),
+}
+BY_TOKEN = sorted(set(PAIRS) - {"gspo", "gspo_narrow"})
+
+
+def check(ours: Ours, theirs: Theirs, sequences: list[reference.Sequence], layout: Layout) -> None:
+    weights = weights_for(sequences)
+    values, gradient = reference_result(sequences, theirs(sequences), weights)
+    if layout.padded:
+        zeros = {name: getattr(layout, name).nan_to_num(0.0) for name in ("old", "mu", "ref", "advantages")}
+        logprobs = layout.logprobs.detach().nan_to_num(0.0).requires_grad_()
+        layout = Layout(logprobs=logprobs, sequences=layout.sequences, padded=True, **zeros)
+    loss, metrics = ours(layout)
+    assert layout.flat(loss) == pytest.approx(values, rel=1e-11, abs=1e-12)
+    assert layout.gradient(loss, weights) == pytest.approx(gradient, rel=1e-11, abs=1e-12)
+    assert all(m.shape == loss.shape and not m.requires_grad for m in metrics.values())
+
+
+@pytest.mark.parametrize("layout", [packed, padded])
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("name", sorted(PAIRS))
+def test_value_and_gradient_are_those_of_the_second_implementation(
+    name: str, seed: int, layout: Callable[[list[reference.Sequence]], Layout]
+) -> None:
+    sequences = random_sequences(seed, spread=0.02 if name == "gspo_narrow" else 0.6)
+    check(*PAIRS[name], sequences, layout(sequences))
+
+
+EDGES = {
+    "ppo": (0.8, 1.28),
+    "ppo_narrow": (0.95, 1.1),
+    "ppo_dual": (0.8, 1.28, 1.3),
+    "gspo": (0.8, 1.28),
+    "gspo_narrow": (1 - 3e-4, 1 + 4e-4),
+    "cispo": (1.5,),
+    "cispo_both": (0.8, 1.28),
+    "sapo": (),
+    "sapo_steep": (),
+    "aipo": (1.4,),
+    "dppo": (1 - 0.1 * math.e, 1 + 0.1 * math.e),
+    "dppo_plain": (1 - 0.02 * math.e, 1 + 0.02 * math.e),
+}
+
+
+@pytest.mark.parametrize("advantage", [1.7, -1.7, 0.0])
+@pytest.mark.parametrize("name", sorted(PAIRS))
+def test_on_both_sides_of_every_bound_and_at_ratio_one(name: str, advantage: float) -> None:
+    for edge in (1.0, *EDGES[name]):
+        for offset in (-1e-7, 1e-7, -1e-2, 1e-2):
+            sequences = one_token(edge + offset, advantage)
+            check(*PAIRS[name], sequences, packed(sequences))
+    sequences = one_token(1.0, advantage)
+    check(*PAIRS[name], sequences, packed(sequences))
+
+
+@pytest.mark.parametrize("name", sorted(set(PAIRS)))
+def test_where_the_policy_has_not_moved_the_gradient_is_that_of_reinforce(name: str) -> None:
+    logprobs = t(-1.0, -2.0, -0.5).requires_grad_()
+    same = logprobs.detach().clone()
+    advantages = t(2.0, -1.0, 0.0)
+    layout = Layout(logprobs, same, same, same, advantages, Packed(torch.tensor([0, 1, 2]), 3), padded=False)
+    loss, metrics = PAIRS[name][0](layout)
+    loss.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-2.0, 1.0, 0.0], abs=1e-15)
+    assert metrics["train/ois"].tolist() == [1.0, 1.0, 1.0]
+    assert metrics["train/ppo_kl"].tolist() == [0.0, 0.0, 0.0]
+    assert metrics.get("train/pg_clipfrac", t(0)).sum() == 0
+
+
+@pytest.mark.parametrize("name", sorted(PAIRS))
+def test_anchors_and_advantages_never_get_a_gradient(name: str) -> None:
+    layout = packed(random_sequences(3))
+    layout.old, layout.mu = layout.old.clone().requires_grad_(), layout.mu.clone().requires_grad_()
+    PAIRS[name][0](layout)[0].sum().backward()
+    assert layout.old.grad is None
+    assert layout.mu.grad is None
+    assert layout.logprobs.grad is not None
+
+
+@pytest.mark.parametrize("name", sorted(PAIRS))
+def test_types_are_kept_and_far_ratios_stay_finite(name: str) -> None:
+    for dtype in (torch.float32, torch.float64):
+        logprobs = torch.tensor([-500.0, -1e-9], dtype=dtype, requires_grad=True)
+        anchor = torch.tensor([-1e-9, -500.0], dtype=dtype)
+        layout = Layout(logprobs, anchor, anchor, anchor, torch.tensor([1.0, -1.0], dtype=dtype), Packed(torch.arange(2), 2), padded=False)
+        loss, metrics = PAIRS[name][0](layout)
+        loss.sum().backward()
+        assert logprobs.grad is not None
+        assert loss.dtype == dtype and loss.isfinite().all() and logprobs.grad.isfinite().all()
+        assert all(m.dtype == dtype and m.isfinite().all() for m in metrics.values())
+        assert metrics["train/ois"].tolist() == pytest.approx([math.exp(-20), math.exp(20)], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(PAIRS))
+def test_no_tokens_give_no_losses_and_the_same_metrics(name: str) -> None:
+    empty = t()
+    layout = Layout(empty.clone().requires_grad_(), empty, empty, empty, empty, Packed(torch.zeros(0, dtype=torch.int64), 0), padded=False)
+    loss, metrics = PAIRS[name][0](layout)
+    assert loss.shape == (0,)
+    assert set(metrics) == set(PAIRS[name][0](packed(random_sequences(0)))[1])
+
+
+def test_ppo_clip_golden() -> None:
+    ratios, advantages = t(1.5, 0.5, 2, 0.9), t(1, -1, -1, 1)
+    loss, metrics = ppo_clip(ratios.log(), t(0, 0, 0, 0), advantages, clip_low=0.2, clip_high=0.28)
+    assert loss.tolist() == pytest.approx([-1.28, 0.8, 2.0, -0.9])
+    assert metrics["train/pg_clipfrac"].tolist() == [1, 1, 0, 0]
+    assert metrics["train/ois"].tolist() == pytest.approx([1.5, 0.5, 2, 0.9])
+    assert metrics["train/ppo_kl"].tolist() == pytest.approx([-math.log(1.5), math.log(2), -math.log(2), -math.log(0.9)])
+    assert "train/pg_dual_clipfrac" not in metrics
+
+
+def test_dual_clip_golden() -> None:
+    logprobs = t(1.5, 0.5, 2, 0.9).log().requires_grad_()
+    loss, metrics = ppo_clip(logprobs, t(0, 0, 0, 0), t(1, -1, -1, 1), clip_low=0.2, clip_high=0.28, dual_clip=1.5)
+    loss.sum().backward()
+    assert loss.tolist() == pytest.approx([-1.28, 0.8, 1.5, -0.9])
+    assert metrics["train/pg_dual_clipfrac"].tolist() == [0, 0, 1, 0]
+    assert metrics["train/pg_clipfrac"].tolist() == [1, 1, 0, 0]
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([0, 0, 0, -0.9])
+
+
+def test_dual_clip_is_no_bound_for_good_tokens() -> None:
+    loss, metrics = ppo_clip(t(math.log(9.0), 0.0), t(0, 0), t(1, 1e-6), clip_low=0.2, clip_high=20.0, dual_clip=1.5)
+    assert loss.tolist() == pytest.approx([-9.0, -1e-6])
+    assert metrics["train/pg_dual_clipfrac"].tolist() == [0, 0]
+
+
+def test_dual_clip_at_its_bound_keeps_the_gradient() -> None:
+    logprobs = t(-0.7).requires_grad_()
+    loss, metrics = ppo_clip(logprobs, t(-0.7), t(-2.0), clip_low=0.2, clip_high=0.28, dual_clip=1.0)
+    loss.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [2.0]
+    assert metrics["train/pg_dual_clipfrac"].tolist() == [0]
+
+
+def test_dual_clip_bounds_the_smallest_bad_advantage_too() -> None:
+    loss, metrics = ppo_clip(t(1.0), t(0), t(-1e-6), clip_low=0.2, clip_high=0.28, dual_clip=1.5)
+    assert loss.tolist() == pytest.approx([1.5e-6])
+    assert metrics["train/pg_dual_clipfrac"].tolist() == [1]
+
+
+def test_ppo_with_no_room_still_moves_at_ratio_one_and_counts_nothing_as_clipped() -> None:
+    for advantage in (1.0, -1.0):
+        logprobs = t(-0.7).requires_grad_()
+        loss, metrics = ppo_clip(logprobs, t(-0.7), t(advantage), clip_low=0.0, clip_high=0.0)
+        loss.sum().backward()
+        assert logprobs.grad is not None
+        assert logprobs.grad.tolist() == [-advantage]
+        assert metrics["train/pg_clipfrac"].tolist() == [0]
+
+
+@settings(deadline=None)
+@given(
+    ratio=st.floats(0.01, 20.0),
+    advantage=st.floats(-3, 3),
+    low=st.floats(0, 0.9),
+    high=st.floats(0, 3),
+    dual=st.sampled_from([0.0, 1.5, 3.0]),
+)
+def test_ppo_is_never_below_its_unclipped_loss_without_dual_clip_and_never_above_the_ceiling_with_it(
+    ratio: float, advantage: float, low: float, high: float, dual: float
+) -> None:
+    loss = ppo_clip(t(math.log(ratio)), t(0), t(advantage), clip_low=low, clip_high=high, dual_clip=dual)[0].item()
+    if dual and advantage < 0:
+        assert loss <= -dual * advantage + 1e-12
+    else:
+        assert loss >= -ratio * advantage - 1e-9
+
+
+def test_gspo_broadcasts_the_mean_and_sends_its_gradient_to_every_token() -> None:
+    logprobs = t(0.3, -0.1, 0.2, 0.5).requires_grad_()
+    old = t(0, 0, 0, 0.25)
+    sequences = Packed(torch.tensor([0, 0, 0, 1]), 2)
+    loss, metrics = gspo(logprobs, old, t(1.0, 1.0, 1.0, -2.0), sequences, clip_low=0.2, clip_high=0.28)
+    (loss * t(1.0, 0.0, 0.0, 1.0)).sum().backward()
+    first, second = math.exp(0.4 / 3), math.exp(0.25)
+    assert loss.tolist() == pytest.approx([-first, -first, -first, 2 * second])
+    assert metrics["train/ois"].tolist() == pytest.approx([first, first, first, second])
+    assert metrics["train/ppo_kl"].tolist() == pytest.approx([-0.4 / 3] * 3 + [-0.25])
+    assert metrics["train/pg_clipfrac"].tolist() == [0, 0, 0, 0]
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-first / 3] * 3 + [2 * second])
+
+
+def test_gspo_clips_whole_sequences_even_where_single_tokens_are_within_bounds() -> None:
+    logprobs = t(1.2, 0.0).requires_grad_()
+    sequences = Packed(torch.tensor([0, 0]), 1)
+    loss, metrics = gspo(logprobs, t(0, 0), t(1, 1), sequences, clip_low=0.2, clip_high=0.28)
+    loss.sum().backward()
+    assert metrics["train/pg_clipfrac"].tolist() == [1, 1]
+    assert loss.tolist() == pytest.approx([-1.28, -1.28])
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [0, 0]
+
+
+def test_gspo_reads_nothing_outside_the_mask() -> None:
+    nan = math.nan
+    logprobs = torch.tensor([[-1.0, nan, -2.0], [nan, nan, nan]], dtype=torch.float64, requires_grad=True)
+    other = torch.tensor([[-1.5, nan, -2.0], [nan, 3.0, nan]], dtype=torch.float64)
+    advantages = torch.tensor([[1.0, nan, 1.0], [nan, nan, nan]], dtype=torch.float64)
+    mask = torch.tensor([[True, False, True], [False, False, False]])
+    loss, metrics = gspo(logprobs, other, advantages, Padded(mask), clip_low=0.5, clip_high=0.5)
+    loss.sum().backward()
+    ratio = math.exp(0.25)
+    assert logprobs.grad is not None
+    assert loss.flatten().tolist() == pytest.approx([-ratio, 0, -ratio, 0, 0, 0])
+    assert logprobs.grad.flatten().tolist() == pytest.approx([-ratio, 0, -ratio, 0, 0, 0])
+    assert all(m.isfinite().all() for m in metrics.values())
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
+    logprobs = t(-1.0, -1.0, -1.0).requires_grad_()
+    anchor = logprobs.detach() - t(9.0, 0.4, 1.25).log()
+    loss, metrics = cispo(logprobs, anchor, t(1, -2, 1), clip_low=0.5, clip_high=4.0)
+    loss.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-5.0, 2 * 0.5, -1.25])
+    assert loss.tolist() == pytest.approx([5.0, -2 * 0.5, 1.25])
+    assert metrics["train/pg_clipfrac"].tolist() == [1, 1, 0]
+    assert metrics["train/ois"].tolist() == pytest.approx([9.0, 0.4, 1.25])
+    assert metrics["train/ppo_kl"].tolist() == pytest.approx([-math.log(9.0), -math.log(0.4), -math.log(1.25)])
+
+
+def test_sapo_value_and_weight_at_ratio_one() -> None:
+    for tau_positive, tau_negative in ((1.0, 1.05), (0.3, 7.0)):
+        logprobs = t(-1.0, -1.0).requires_grad_()
+        loss, metrics = sapo(logprobs, logprobs.detach(), t(1.5, -1.5), tau_positive=tau_positive, tau_negative=tau_negative)
+        loss.sum().backward()
+        assert loss.tolist() == pytest.approx([-2 * 1.5 / tau_positive, 2 * 1.5 / tau_negative])
+        assert logprobs.grad is not None
+        assert logprobs.grad.tolist() == pytest.approx([-1.5, 1.5], abs=1e-15)
+        assert metrics["train/sapo_gate"].tolist() == [1.0, 1.0]
+
+
+def test_sapo_weight_falls_on_both_sides_faster_with_the_greater_tau() -> None:
+    ratios = t(0.25, 0.5, 1.0, 1.5, 2.5)
+    gates = {}
+    for sign in (1.0, -1.0):
+        logprobs = ratios.log().requires_grad_()
+        loss, metrics = sapo(logprobs, torch.zeros_like(ratios), sign * torch.ones_like(ratios), tau_positive=1.0, tau_negative=3.0)
+        loss.sum().backward()
+        gate = metrics["train/sapo_gate"]
+        assert logprobs.grad is not None
+        assert logprobs.grad.tolist() == pytest.approx((-sign * gate * ratios).tolist())
+        tau = 1.0 if sign > 0 else 3.0
+        assert gate.tolist() == pytest.approx([1 / math.cosh(tau * (r - 1) / 2) ** 2 for r in ratios.tolist()])
+        gates[sign] = gate
+    assert (gates[-1.0] <= gates[1.0]).all()
+
+
+def test_sapo_metrics_and_the_temperature_of_an_advantage_of_zero() -> None:
+    _, metrics = sapo(t(-0.5, -0.5), t(-1.0, -0.2), t(0.0, 1e-6), tau_positive=1.0, tau_negative=3.0)
+    assert metrics["train/ppo_kl"].tolist() == pytest.approx([-0.5, 0.3])
+    assert metrics["train/ois"].tolist() == pytest.approx([math.exp(0.5), math.exp(-0.3)])
+    assert metrics["train/sapo_gate"][0].item() == pytest.approx(1 / math.cosh(3 * (math.exp(0.5) - 1) / 2) ** 2)
+    assert metrics["train/sapo_gate"][1].item() == pytest.approx(1 / math.cosh((math.exp(-0.3) - 1) / 2) ** 2)
+
+
+def test_aipo_caps_from_above_only() -> None:
+    logprobs = t(-1.0, -1.0, -1.0).requires_grad_()
+    sampler = logprobs.detach() - t(9.0, 0.01, 2.0).log()
+    loss, metrics = aipo(logprobs, sampler, t(1, 1, -1), cap=4.0)
+    loss.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-4.0, -0.01, 2.0])
+    assert loss.tolist() == pytest.approx([4.0, 0.01, -2.0])
+    assert metrics["train/pg_clipfrac"].tolist() == [1, 0, 0]
+    assert metrics["train/ois"].tolist() == pytest.approx([9.0, 0.01, 2.0])
+    assert metrics["train/ppo_kl"].tolist() == pytest.approx([-math.log(9.0), -math.log(0.01), -math.log(2.0)])
+
+
+def test_aipo_counts_nothing_as_clipped_at_the_cap_itself() -> None:
+    assert aipo(t(-1.0), t(-1.0), t(1.0), cap=1.0)[1]["train/pg_clipfrac"].tolist() == [0]
+
+
+def test_dppo_masks_by_probability_not_by_ratio() -> None:
+    pi, mu = t(0.10, 0.75, 0.45, 0.45, 0.75), t(0.01, 0.50, 0.70, 0.70, 0.50)
+    logprobs = pi.log().requires_grad_()
+    advantages = t(1, 1, -1, 1, -1)
+    loss, metrics = dppo(logprobs, mu.log(), advantages, bound=0.2, kl=0.0)
+    loss.sum().backward()
+    # Ten times as likely, yet kept; moved on by 0.25, left out both ways; moved by 0.25 against its advantage, kept.
+    assert metrics["train/pg_clipfrac"].tolist() == [0, 1, 1, 0, 0]
+    want = [-10.0, 0.0, 0.0, -0.45 / 0.70, 1.5]
+    assert loss.tolist() == pytest.approx(want)
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx(want)
+    assert metrics["train/ois"].tolist() == pytest.approx((pi / mu).tolist())
+    assert metrics["train/ppo_kl"].tolist() == pytest.approx((mu / pi).log().tolist())
+
+
+def test_dppo_leaves_out_nothing_at_the_bound_itself_or_without_an_advantage() -> None:
+    logprobs = t(-1.0, -1.0).requires_grad_()
+    loss, metrics = dppo(logprobs, logprobs.detach(), t(1.5, -1.5), bound=0.0, kl=0.0)
+    loss.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [-1.5, 1.5]
+    assert metrics["train/pg_clipfrac"].tolist() == [0, 0]
+    advantages = t(0.0, 0.0, 1e-6, -1e-6)
+    _, metrics = dppo(t(0.9, 0.1, 0.9, 0.1).log(), t(0.1, 0.9, 0.1, 0.9).log(), advantages, bound=0.2, kl=0.0)
+    assert metrics["train/pg_clipfrac"].tolist() == [0, 0, 1, 1]
+
+
+def test_dppo_pulls_back_tokens_that_it_leaves_out() -> None:
+    logprobs = t(0.75).log().requires_grad_()
+    loss, _ = dppo(logprobs, t(0.5).log(), t(1), bound=0.2, kl=0.1)
+    loss.sum().backward()
+    assert loss.tolist() == pytest.approx([0.1 * math.log(1.5) ** 2])
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([0.2 * math.log(1.5)])
+
+
+@pytest.mark.parametrize("name", BY_TOKEN)
+def test_a_place_with_nan_spoils_no_other(name: str) -> None:
+    layout = packed(random_sequences(5))
+    clean = PAIRS[name][0](layout)[0]
+    spoiled = layout.logprobs.detach().clone()
+    spoiled[1] = math.nan
+    again = PAIRS[name][0](Layout(spoiled, layout.old, layout.mu, layout.ref, layout.advantages, layout.sequences, padded=False))[0]
+    others = torch.arange(len(clean)) != 1
+    assert again[1].isnan()
+    assert again[others].tolist() == clean[others].tolist()

@@ -1,0 +1,141 @@
+"""Returns of tokens: golden numbers, and a second implementation over packed batches with holes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.algorithms.returns import Floats, discounted_returns, find_steps, gae, vtrace
+from tests.algorithms import reference_returns as reference
+
+ALL = np.ones(3, np.bool_)
+PLAIN = {"gamma": 1.0, "gae_lambda": 1.0, "rho": 1.0, "c": 1.0}
+
+
+class Packed(NamedTuple):
+    rewards: Floats
+    values: Floats
+    log_ratio: Floats
+    offsets: np.ndarray
+    mask: np.ndarray
+
+    def sequences(self) -> list[tuple[list[int], list[reference.Step]]]:
+        """Of each sample its trained tokens, and the reference's steps."""
+        found = []
+        for first, end in zip(self.offsets[:-1], self.offsets[1:], strict=True):
+            tokens = [t for t in range(first, end) if self.mask[t]]
+            ratios = np.exp(np.clip(self.log_ratio, -20, 20))
+            found.append((tokens, [(t, self.rewards[t], self.values[t], ratios[t]) for t in tokens]))
+        return found
+
+
+@st.composite
+def packed(draw: st.DrawFn) -> Packed:
+    lengths = draw(st.lists(st.integers(0, 7), min_size=1, max_size=5))
+    size = sum(lengths)
+
+    def numbers(low: float, high: float) -> Floats:
+        return np.array(draw(st.lists(st.floats(low, high), min_size=size, max_size=size)), np.float64)
+
+    mask = np.array(draw(st.lists(st.booleans(), min_size=size, max_size=size)), np.bool_)
+    log_ratio, rewards, values = numbers(-3, 3), numbers(-2, 2), numbers(-2, 2)
+    for array in (log_ratio, rewards, values):
+        array[~mask] = np.nan  # what is not a step must not be read
+    return Packed(rewards, values, log_ratio, np.cumsum([0, *lengths]), mask)
+
+
+gammas, lambdas, clips = st.sampled_from([1.0, 0.9, 0.5]), st.sampled_from([1.0, 0.95, 0.0]), st.sampled_from([0.3, 1.0, 4.0])
+
+
+def test_gae_golden() -> None:
+    advantages, returns = gae(np.array([0.0, 0, 1]), np.array([0.5, 0.4, 0.3]), np.array([0, 3]), ALL, gamma=0.99, gae_lambda=0.95)
+    assert advantages == pytest.approx([0.418307, 0.55535, 0.7], abs=1e-6)
+    assert returns == pytest.approx([0.918307, 0.95535, 1.0], abs=1e-6)
+
+
+def test_reinforce_plus_plus_golden() -> None:
+    rewards = np.array([-0.01, -0.02, 0.0, 1 - 0.04])
+    assert discounted_returns(rewards, np.array([0, 4]), gamma=0.9) == pytest.approx([0.6718, 0.7576, 0.8640, 0.9600], abs=5e-5)
+
+
+def test_discounted_returns_end_with_their_sample() -> None:
+    got = discounted_returns(np.array([1.0, 2, 4, 8]), np.array([0, 1, 1, 3, 4, 4]), gamma=0.5)
+    assert got.tolist() == [1, 4, 4, 8]
+
+
+def test_a_batch_without_tokens_has_no_returns() -> None:
+    assert discounted_returns(np.zeros(0), np.array([0, 0]), gamma=0.5).tolist() == []
+
+
+def test_lambda_one_is_the_discounted_return_less_the_value() -> None:
+    rewards, values = np.array([1.0, 2, 4]), np.array([7.0, -3, 0.5])
+    advantages, returns = gae(rewards, values, np.array([0, 3]), ALL, gamma=0.5, gae_lambda=1.0)
+    assert returns == pytest.approx([3, 4, 4])
+    assert advantages == pytest.approx([3 - 7, 4 + 3, 4 - 0.5])
+
+
+def test_a_hole_costs_time_and_nothing_else() -> None:
+    """Two steps with one token of a tool between them: the discount counts it, its reward and value are not read."""
+    mask = np.array([True, False, True])
+    advantages, returns = gae(np.array([0.0, 99, 1]), np.array([0.5, np.nan, 0.25]), np.array([0, 3]), mask, gamma=0.5, gae_lambda=0.5)
+    second = 1 - 0.25
+    first = 0.25 * 0.25 - 0.5 + 0.25 * 0.5 * second
+    assert advantages == pytest.approx([first, 0, second])
+    assert returns == pytest.approx([first + 0.5, 0, 1])
+
+
+@given(packed(), gammas, lambdas)
+def test_gae_equals_the_papers_sum(batch: Packed, gamma: float, lam: float) -> None:
+    advantages, returns = gae(batch.rewards, batch.values, batch.offsets, batch.mask, gamma=gamma, gae_lambda=lam)
+    assert not advantages[~batch.mask].any() and not returns[~batch.mask].any()
+    for tokens, steps in batch.sequences():
+        expected = reference.gae(steps, gamma, lam)
+        assert advantages[tokens] == pytest.approx(expected, abs=1e-9)
+        assert returns[tokens] == pytest.approx([a + step[2] for a, step in zip(expected, steps, strict=True)], abs=1e-9)
+
+
+@given(packed(), gammas, lambdas, clips, clips)
+def test_vtrace_equals_the_papers_sum(batch: Packed, gamma: float, lam: float, rho: float, c: float) -> None:
+    advantages, targets = vtrace(
+        batch.rewards, batch.values, batch.log_ratio, batch.offsets, batch.mask, gamma=gamma, gae_lambda=lam, rho=rho, c=c
+    )
+    assert not advantages[~batch.mask].any() and not targets[~batch.mask].any()
+    for tokens, steps in batch.sequences():
+        expected = reference.vtrace(steps, gamma, lam, rho, c)
+        assert advantages[tokens] == pytest.approx(expected[0], rel=1e-9, abs=1e-9)
+        assert targets[tokens] == pytest.approx(expected[1], rel=1e-9, abs=1e-9)
+
+
+@given(packed(), gammas, lambdas)
+def test_vtrace_on_policy_learns_gaes_returns(batch: Packed, gamma: float, lam: float) -> None:
+    where = (batch.rewards, batch.values)
+    layout = (batch.offsets, batch.mask)
+    advantages, targets = vtrace(*where, np.zeros(len(batch.mask)), *layout, gamma=gamma, gae_lambda=lam, rho=1.0, c=1.0)
+    assert targets == pytest.approx(gae(*where, *layout, gamma=gamma, gae_lambda=lam)[1], abs=1e-9)
+    if lam == 1.0:
+        assert advantages == pytest.approx(gae(*where, *layout, gamma=gamma, gae_lambda=1.0)[0], abs=1e-9)
+
+
+def test_vtrace_forgets_what_the_policy_would_not_do() -> None:
+    """A ratio of 0 at the second of three steps: its own target stays its value, and the first learns only up to it."""
+    log_ratio = np.array([0.0, -np.inf, 0.0])
+    _, targets = vtrace(np.array([1.0, 5, 9]), np.array([0.5, 0.25, 0.125]), log_ratio, np.array([0, 3]), ALL, **PLAIN)
+    assert targets == pytest.approx([1 + 0.25, 0.25, 9], abs=1e-7)
+
+
+def test_log_ratios_are_clamped_before_exp() -> None:
+    one, step = np.array([1.0]), (np.array([0, 1]), np.array([True]))
+    _, targets = vtrace(one, one * 0.5, np.array([1e6]), *step, gamma=1.0, gae_lambda=1.0, rho=np.inf, c=np.inf)
+    assert targets == pytest.approx(0.5 + np.exp(20.0) * 0.5)
+    _, targets = vtrace(one, one * 0.5, np.array([-1e6]), *step, **PLAIN)
+    assert targets - 0.5 == pytest.approx(np.exp(-20.0) * 0.5, rel=1e-6)
+
+
+def test_discounts_count_the_tokens_between_steps_and_nothing_follows_a_samples_last() -> None:
+    steps = find_steps(np.array([0, 1, 1, 6, 8]), np.array([1, 1, 0, 0, 1, 1, 0, 1], np.bool_), 0.5)
+    assert steps.index.tolist() == [0, 1, 4, 5, 7]
+    assert steps.discount.tolist() == [0.0, 0.125, 0.5, 0.0, 0.0]

@@ -1,0 +1,296 @@
+"""From the section `loss` to advantages of tokens: which estimator runs, in which order, over which tokens."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from streamrl.algorithms import advantages as estimators
+from streamrl.algorithms.returns import gae, vtrace
+from streamrl.algorithms.token_advantages import BUILT_IN, Role, TokenArrays, needed_scores, token_advantages
+from streamrl.algorithms.whitening import whiten
+from streamrl.config.loss import LossConfig
+from streamrl.core.batches import TrainBatch
+from streamrl.errors import ConfigError, TrainingError
+
+MakeBatch = Callable[..., TrainBatch]
+MASK = [False, True, False, True, False, True, True, False, True]
+"""Of the batch below."""
+
+
+def config(**values: Any) -> LossConfig:
+    return msgspec.convert(values, LossConfig)
+
+
+@pytest.fixture
+def batch(make_batch: MakeBatch) -> TrainBatch:
+    """Two rollouts of one task, the second of two samples; the first with a tool's token between its two trained ones."""
+    return make_batch(
+        [
+            {"prompt": [1], "answer": [2, 3, 4], "mask": [True, False, True], "mu": [-2.0] * 3, "reward": 1.0, "task": 5, "rollout": 0},
+            {"prompt": [1], "answer": [2, 3], "mu": [-2.0] * 2, "reward": 0.0, "task": 5, "rollout": 1},
+            {"prompt": [1], "answer": [2], "mu": [-2.0], "reward": 0.0, "task": 5, "rollout": 1},
+        ]
+    )
+
+
+def spread(first: float, second: float) -> Any:
+    """Approximately these advantages for the tokens of the two rollouts."""
+    return pytest.approx([0, first, 0, first, 0, second, second, 0, second], abs=1e-5)
+
+
+def with_gaps(numbers: list[float]) -> np.ndarray:
+    """Numbers for the trained tokens; NaN elsewhere, for nothing there may be read."""
+    found = np.full(len(MASK), np.nan)
+    found[MASK] = numbers
+    return found
+
+
+ROOT = 0.5**0.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "first", "second"),
+    [
+        ({"advantage": "grpo"}, ROOT, -ROOT),
+        ({"advantage": "gspo"}, ROOT, -ROOT),
+        ({"advantage": "cispo"}, ROOT, -ROOT),
+        ({"advantage": "cispo", "normalize_std": False}, 0.5, -0.5),
+        ({"advantage": "rloo"}, 1.0, -1.0),
+        ({"advantage": "maxrl"}, 1.0, -1.0),
+        ({"advantage": "grpo", "normalize_rewards": False}, 1.0, 0.0),
+    ],
+)
+def test_group_estimators_give_each_trained_token_its_samples_advantage(
+    batch: TrainBatch, settings: dict[str, Any], first: float, second: float
+) -> None:
+    found = token_advantages(batch, config(**settings))
+    assert found.advantages == spread(first, second)
+    assert found.returns is None and found.finite.all()
+    assert found.metrics["rollout/raw_reward"] == 0.5
+    assert found.metrics["rollout/advantages"] == pytest.approx((first + second) / 2, abs=1e-5)
+    assert set(found.metrics) == {"rollout/raw_reward", "rollout/raw_reward_std", "rollout/zero_spread", "rollout/advantages"}
+
+
+def test_metrics_average_each_rollout_then_the_rollouts(batch: TrainBatch) -> None:
+    """The second rollout has three tokens in two samples; it weighs no more than the first with two."""
+    values = with_gaps([1, 3, 10, 20, 60])
+    found = token_advantages(batch, config(advantage="ppo"), values=values)
+    assert found.metrics["rollout/values"] == (2 + 30) / 2
+
+
+def test_reinforce_plus_plus_takes_the_reward_at_the_last_token_and_whitens(batch: TrainBatch) -> None:
+    loss = config(advantage="reinforce_plus_plus", gamma=0.9, kl={"reward_coef": 0.1, "estimator": "k1"})
+    logprobs, reference = with_gaps([0.1, 0.4, 0.2, 0.2, 0.5]), with_gaps([0] * 5)
+    found = token_advantages(batch, loss, logprobs=logprobs, reference=reference)
+    # One token of a tool between the two steps: two tokens of time.
+    last = 1 - 0.04
+    returns = np.array([-0.01 + 0.81 * last, last, -0.02 - 0.9 * 0.02, -0.02, -0.05])
+    assert found.returns is not None
+    assert found.returns[MASK] == pytest.approx(returns)
+    assert found.advantages[MASK] == pytest.approx((returns - returns.mean()) / np.sqrt(returns.var(ddof=1) + 1e-8))
+    assert not found.advantages[~np.array(MASK)].any() and not found.returns[~np.array(MASK)].any()
+    assert found.metrics["rollout/kl"] == pytest.approx((0.25 + 0.3) / 2)
+    assert found.metrics["rollout/returns"] == pytest.approx((returns[:2].mean() + returns[2:].mean()) / 2)
+    assert found.metrics["rollout/advantages"] == pytest.approx((found.advantages[[1, 3]].mean() + found.advantages[[5, 6, 8]].mean()) / 2)
+
+
+def test_reinforce_plus_plus_baseline_is_the_centred_reward_less_each_tokens_kl(batch: TrainBatch) -> None:
+    """Before whitening the reference's golden numbers: .49, .48, ... for a centred reward of .5."""
+    loss = config(advantage="reinforce_plus_plus_baseline", kl={"reward_coef": 0.1})
+    found = token_advantages(batch, loss, logprobs=with_gaps([0.1, 0.2, 0.3, 0.4, 0.5]), reference=with_gaps([0] * 5))
+    before = with_gaps([0.49, 0.48, -0.53, -0.54, -0.55])
+    assert found.advantages == pytest.approx(whiten(before, np.array(MASK)), abs=1e-12)
+    assert found.returns is None
+
+
+def test_reinforce_plus_plus_baseline_without_the_mean(batch: TrainBatch) -> None:
+    loss = config(advantage="reinforce_plus_plus_baseline", normalize_rewards=False)
+    assert token_advantages(batch, loss).advantages == pytest.approx(whiten(with_gaps([1, 1, 0, 0, 0]), np.array(MASK)))
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_whitening_belongs_to_reinforce_plus_plus(batch: TrainBatch, name: str) -> None:
+    found = token_advantages(batch, config(advantage=name)).advantages
+    assert found.sum() == pytest.approx(0, abs=1e-9) and found[MASK].std(ddof=1) == pytest.approx(1)
+    with pytest.raises(ConfigError, match="defined with whitening"):
+        token_advantages(batch, config(advantage=name, whiten="off"))
+
+
+@pytest.mark.parametrize("whitening", ["auto", "off"])
+def test_others_are_whitened_only_when_asked(batch: TrainBatch, whitening: str) -> None:
+    assert token_advantages(batch, config(whiten=whitening)).advantages == spread(ROOT, -ROOT)
+    expected = whiten(with_gaps([ROOT, ROOT, -ROOT, -ROOT, -ROOT]), np.array(MASK))
+    assert token_advantages(batch, config(whiten="on")).advantages == pytest.approx(expected, abs=1e-5)
+
+
+def test_whitening_sums_over_ranks(batch: TrainBatch) -> None:
+    """Another rank with the same tokens: twice every sum, so only Bessel's correction changes."""
+    found = token_advantages(batch, config(whiten="on", normalize_std=False), reduce=lambda sums: 2 * sums)
+    values = np.array([0.5, 0.5, -0.5, -0.5, -0.5] * 2)
+    assert found.advantages[MASK] == pytest.approx(((values - values.mean()) / np.sqrt(values.var(ddof=1) + 1e-8))[:5])
+
+
+def test_ppo_is_gae_of_token_rewards(batch: TrainBatch) -> None:
+    values = with_gaps([0.5, 0.4, 0.3, 0.2, 0.1])
+    loss = config(advantage="ppo", gamma=0.99, gae_lambda=0.95, kl={"reward_coef": 0.5, "estimator": "k2"})
+    logprobs = with_gaps([-1, -2, -3, -4, -5])
+    found = token_advantages(batch, loss, logprobs=logprobs, reference=with_gaps([-2] * 5), values=values)
+    rewards = with_gaps([-0.25, 1.0, -0.25, -1.0, -2.25])
+    expected = gae(rewards, values, batch.offsets, batch.loss_mask, gamma=0.99, gae_lambda=0.95)
+    assert found.advantages == pytest.approx(expected[0]) and found.returns == pytest.approx(expected[1])
+    assert found.metrics["rollout/kl"] == pytest.approx((0.25 + (0.5 + 2 + 4.5) / 3) / 2)
+
+
+def test_whitened_advantages_leave_the_critics_returns_alone(batch: TrainBatch) -> None:
+    values = with_gaps([0.5, 0.4, 0.3, 0.2, 0.1])
+    plain = token_advantages(batch, config(advantage="ppo"), values=values)
+    white = token_advantages(batch, config(advantage="ppo", whiten="on"), values=values)
+    assert plain.returns is not None and white.returns is not None
+    assert white.returns.tolist() == plain.returns.tolist()
+    assert white.advantages == pytest.approx(whiten(plain.advantages, batch.loss_mask))
+
+
+def test_vtrace_corrects_for_the_sampler(batch: TrainBatch) -> None:
+    critic = {"targets": "vtrace", "vtrace_rho": 1.5, "vtrace_c": 0.8}
+    loss = config(advantage="ppo", gamma=0.9, gae_lambda=0.95, critic=critic)
+    values, logprobs = with_gaps([0.5, 0.4, 0.3, 0.2, 0.1]), with_gaps([-1, -2.5, -3, -1.5, -2])
+    found = token_advantages(batch, loss, logprobs=logprobs, values=values)
+    expected = vtrace(
+        with_gaps([0, 1, 0, 0, 0]), values, logprobs + 2.0, batch.offsets, batch.loss_mask, gamma=0.9, gae_lambda=0.95, rho=1.5, c=0.8
+    )
+    assert found.advantages == pytest.approx(expected[0]) and found.returns == pytest.approx(expected[1])
+
+
+def test_distillation_is_part_of_what_is_whitened(batch: TrainBatch) -> None:
+    logprobs, teacher = with_gaps([-1, -1, -1, -1, -1]), with_gaps([-2, -1, -1, 0, -3])
+    loss = config(normalize_std=False, distillation={"coef": 0.5})
+    before = with_gaps([0.0, 0.5, -0.5, 0.0, -1.5])
+    found = token_advantages(batch, loss, logprobs=logprobs, teacher=teacher)
+    assert found.advantages == pytest.approx(np.nan_to_num(before))
+    assert found.metrics["train/opd_reverse_kl"] == pytest.approx((0.5 + 1 / 3) / 2)
+    white = token_advantages(batch, msgspec.structs.replace(loss, whiten="on"), logprobs=logprobs, teacher=teacher)
+    assert white.advantages == pytest.approx(whiten(before, np.array(MASK)))
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", ["logprobs", "reference", "teacher", "sampler"])
+def test_tokens_with_a_log_prob_that_is_not_finite_take_no_part(batch: TrainBatch, odd: float, where: str) -> None:
+    """They get 0 and are reported; everything else is as if they were not trained, the reward's place included."""
+    arrays = {name: with_gaps([-1, -2, -3, -4, -5]) for name in ("logprobs", "reference", "teacher")}
+    arrays["reference"][1] += 0.5
+    loss = config(advantage="reinforce_plus_plus", gamma=0.9, kl={"reward_coef": 0.1}, distillation={"coef": 0.1})
+    without = msgspec.structs.replace(batch, loss_mask=batch.loss_mask & (np.arange(9) != 3))
+    expected = token_advantages(without, loss, **arrays)
+    if where == "sampler":
+        sampler = batch.sampler_logprobs.copy()
+        sampler[3] = odd
+        batch = msgspec.structs.replace(batch, sampler_logprobs=sampler)
+    else:
+        arrays[where][3] = odd
+    found = token_advantages(batch, loss, **arrays)
+    assert found.finite.tolist() == [True, True, True, False, True, True, True, True, True]
+    assert found.advantages.tolist() == expected.advantages.tolist() and found.advantages[1] != 0
+    assert found.metrics == expected.metrics
+
+
+def test_values_that_are_not_finite_are_refused(batch: TrainBatch) -> None:
+    with pytest.raises(TrainingError, match=r"finite values of the critic, got nan at token 5"):
+        token_advantages(batch, config(advantage="ppo"), values=with_gaps([1, 2, np.nan, 3, 4]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "roles"),
+    [
+        ({}, set()),
+        ({"advantage": "ppo"}, {Role.VALUE}),
+        ({"advantage": "ppo", "critic": {"targets": "vtrace"}}, {Role.VALUE, Role.PROXIMAL}),
+        ({"advantage": "reinforce_plus_plus", "kl": {"reward_coef": 0.1}}, {Role.PROXIMAL, Role.REFERENCE}),
+        ({"distillation": {"coef": 1.0}}, {Role.PROXIMAL, Role.TEACHER}),
+    ],
+)
+def test_what_must_be_scored(batch: TrainBatch, settings: dict[str, Any], roles: set[Role]) -> None:
+    loss = config(**settings)
+    assert needed_scores(loss) == roles
+    name = {Role.PROXIMAL: "logprobs", Role.REFERENCE: "reference", Role.TEACHER: "teacher", Role.VALUE: "values"}
+    given = {name[role]: with_gaps([-1] * 5) for role in roles}
+    token_advantages(batch, loss, **given)
+    for missing in given:
+        with pytest.raises(TrainingError, match=f"expects {missing} of every token"):
+            token_advantages(batch, loss, **{key: array for key, array in given.items() if key != missing})
+
+
+def test_refuses_arrays_of_another_batch(batch: TrainBatch) -> None:
+    with pytest.raises(TrainingError, match=r"expected values of 9 tokens, got an array of shape \(5,\)"):
+        token_advantages(batch, config(advantage="ppo"), values=np.zeros(5))
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN - {"reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"}))
+def test_a_kl_penalty_without_token_rewards_is_refused(batch: TrainBatch, name: str) -> None:
+    with pytest.raises(ConfigError, match="rewards rollouts, not tokens"):
+        token_advantages(batch, config(advantage=name, kl={"reward_coef": 0.1}), logprobs=np.zeros(9), reference=np.zeros(9))
+
+
+@pytest.mark.parametrize("name", ["rloo", "maxrl"])
+def test_rloo_and_maxrl_are_normalizations(batch: TrainBatch, name: str) -> None:
+    with pytest.raises(ConfigError, match="nothing but that normalization"):
+        token_advantages(batch, config(advantage=name, normalize_rewards=False))
+
+
+def by_position(batch: TrainBatch, arrays: TokenArrays) -> np.ndarray:
+    """Position in the batch, and the KL where it is known."""
+    assert arrays.mask.tolist() == MASK
+    return np.arange(batch.num_tokens) + (0.0 if arrays.kl is None else arrays.kl)
+
+
+def too_few(batch: TrainBatch, arrays: TokenArrays) -> np.ndarray:
+    return np.zeros(batch.num_samples)
+
+
+def odd_somewhere(batch: TrainBatch, arrays: TokenArrays) -> np.ndarray:
+    return with_gaps([1, 2, 3, np.inf, 5])
+
+
+not_a_function = 3.0
+
+
+def test_a_function_of_the_users(batch: TrainBatch) -> None:
+    found = token_advantages(batch, config(advantage=f"{__file__}:by_position"))
+    assert found.advantages.tolist() == [0, 1, 0, 3, 0, 5, 6, 0, 8] and found.returns is None
+    assert found.metrics["rollout/raw_reward"] == 0.5
+    white = token_advantages(batch, config(advantage=f"{__file__}:by_position", whiten="on"))
+    assert white.advantages == pytest.approx(whiten(np.arange(9.0), np.array(MASK)))
+    loss = config(advantage=f"{Path(__file__).name}:by_position", kl={"reward_coef": 0.5})
+    more = token_advantages(batch, loss, logprobs=with_gaps([1] * 5), reference=with_gaps([0.75] * 5), base=Path(__file__).parent)
+    assert more.advantages.tolist() == [0, 1.25, 0, 3.25, 0, 5.25, 6.25, 0, 8.25]
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("too_few", TrainingError, r"9 advantages, one a token, got shape \(3,\)"),
+        ("odd_somewhere", TrainingError, "finite advantages of .*, got inf at token 6"),
+        ("not_a_function", ConfigError, "must name a function, got a float"),
+        ("by_posizion", ConfigError, "by_posizion"),
+    ],
+)
+def test_a_function_that_cannot_be_used(batch: TrainBatch, name: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        token_advantages(batch, config(advantage=f"{__file__}:{name}"))
+
+
+def test_samples_of_one_rollout_count_as_one_vote(batch: TrainBatch) -> None:
+    expected = estimators.rloo(np.array([1.0, 0.0]), np.array([5, 5]), np.array([0, 1]))[0]
+    assert token_advantages(batch, config(advantage="rloo")).advantages == spread(*expected)
+
+
+def test_needs_no_torch() -> None:
+    code = "import sys, streamrl.algorithms.token_advantages; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,83 @@
+"""The critic's loss."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from streamrl.algorithms.value_loss import value_loss
+from tests.algorithms import reference_policy_losses as reference
+
+
+def t(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_golden_by_hand() -> None:
+    values = t(1.0, 1.0, 0.0, 1.5).requires_grad_()
+    # Moved towards R beyond the clip; moved away from R; within the clip; moved towards R, past it by more than the clipped one is short.
+    loss, metrics = value_loss(values, t(0.0, 0.0, 0.1, 0.0), t(2.0, -1.0, 1.0, 0.3), clip=0.2)
+    loss.sum().backward()
+    assert loss.tolist() == pytest.approx([1.8**2, 4.0, 1.0, 1.44])
+    assert metrics["train/value_clipfrac"].tolist() == [1, 0, 0, 0]
+    assert values.grad is not None
+    assert values.grad.tolist() == pytest.approx([0.0, 4.0, -2.0, 2.4])
+
+
+def test_without_clip_it_is_the_squared_error() -> None:
+    values = t(3.0, -1.0).requires_grad_()
+    loss, metrics = value_loss(values, t(0.0, 0.0), t(1.0, 1.0), clip=0.0)
+    loss.sum().backward()
+    assert loss.tolist() == [4.0, 4.0]
+    assert metrics["train/value_clipfrac"].tolist() == [0, 0]
+    assert values.grad is not None
+    assert values.grad.tolist() == [4.0, -4.0]
+
+
+def test_where_both_terms_are_equal_the_value_still_moves() -> None:
+    values = t(1.5).requires_grad_()
+    loss, metrics = value_loss(values, t(0.0), t(1.0), clip=0.5)
+    loss.sum().backward()
+    assert loss.tolist() == [0.25]
+    assert metrics["train/value_clipfrac"].tolist() == [0]
+    assert values.grad is not None
+    assert values.grad.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize("offset", [-1e-6, 1e-6, -0.3, 0.3, 0.0])
+@pytest.mark.parametrize("side", [-1.0, 0.0, 1.0])
+@pytest.mark.parametrize("target", [-2.0, 0.05, 0.4, 3.0])
+def test_value_and_gradient_around_both_bounds(clip: float, offset: float, side: float, target: float) -> None:
+    old = 0.3
+    leaf = torch.tensor(old + side * (clip + offset), dtype=torch.float64, requires_grad=True)
+    want = reference.value(leaf, old, target, clip)
+    gradient = torch.autograd.grad(want, leaf)[0].item()
+    values = leaf.detach()[None].requires_grad_()
+    loss, metrics = value_loss(values, t(old), t(target), clip=clip)
+    loss.sum().backward()
+    assert loss.tolist() == pytest.approx([want.item()], rel=1e-12)
+    assert values.grad is not None
+    # Where V has not gone beyond the clip both terms are one, and either's gradient is right.
+    assert values.grad.tolist() == pytest.approx([gradient], rel=1e-9, abs=1e-12)
+    assert not metrics["train/value_clipfrac"].requires_grad
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_points(seed: int) -> None:
+    rng = random.Random(seed)
+    rows = [(rng.gauss(0, 1), rng.gauss(0, 1), rng.gauss(0, 1)) for _ in range(50)]
+    leaves = [torch.tensor(new, dtype=torch.float64, requires_grad=True) for new, _, _ in rows]
+    want = [reference.value(leaf, old, target, 0.2) for leaf, (_, old, target) in zip(leaves, rows, strict=True)]
+    gradients = [torch.autograd.grad(w, leaf)[0].item() for w, leaf in zip(want, leaves, strict=True)]
+    columns = torch.tensor(rows, dtype=torch.float64)
+    values, old_values = columns[:, 0].clone().requires_grad_(), columns[:, 1].clone().requires_grad_()
+    loss, _ = value_loss(values, old_values, columns[:, 2], clip=0.2)
+    loss.sum().backward()
+    assert loss.tolist() == pytest.approx([w.item() for w in want])
+    assert values.grad is not None
+    assert values.grad.tolist() == pytest.approx(gradients)
+    assert old_values.grad is None

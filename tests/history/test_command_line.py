@@ -1,0 +1,148 @@
+"""The verbs on a finished run with a nats-server's store, and on a recording of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from streamrl.bus import connect
+from streamrl.bus.server import NatsServer
+from streamrl.cli import main
+from streamrl.config.tree import Config
+from streamrl.history.record_run import record_run
+from streamrl.launch.prepare import prepare
+from streamrl.runtime.lock import locked
+from streamrl.runtime.run_record import write_or_check
+from streamrl.runtime.rundir import RunDir
+from tests.history.conftest import FIXED
+from tests.kill.world import table_config
+from tests.loop.harness import run_to_end
+
+pytestmark = pytest.mark.nats
+
+
+async def train(config: Config, run: RunDir) -> None:
+    """Train on a server whose store lies where `streamrl up` has it; the server is stopped then."""
+    server = NatsServer(run.bus_store)
+    address = server.start()
+    try:
+        bus = await connect(address, config.run.name, config.bus)
+        await write_or_check(bus, await prepare(config, run))
+        await run_to_end(config, run, bus)
+        await bus.close()
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of runs with the finished run `demo` in it."""
+    base = tmp_path_factory.mktemp("runs")
+    config = table_config(base, run={"name": "demo", "steps": 12}, **FIXED)
+    run = RunDir(base / "demo")
+    run.create()
+    run.write_config(config)
+    asyncio.run(train(config, run))
+    return base
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+    """Run a command that must succeed and prints JSON."""
+    assert main(arguments) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_record_replay_branch_and_compare(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here, out = ("--dir", str(runs), "--json"), str(runs / "recording")
+    recorded = answer(capsys, "record", "demo", "--out", out, "--checkpoints", *here)
+    assert recorded["run"] == "demo" and recorded["entries"] == 12
+    for source in ("demo", out):
+        report = answer(capsys, "replay", source, "--verify", *here)
+        assert report["ok"] and report["versions"] == report["equal"] == 12
+        stretch = answer(capsys, "replay", source, "--verify", "--from", "0.7", "--to", "9", *here)
+        assert (stretch["ok"], stretch["began"], stretch["ended"]) == (True, "0.6", "0.9")
+    branch = answer(capsys, "replay", "demo", "--set", "trainer.optimizer.learning_rate=0.01", "--name", "fast", *here)
+    assert branch["run"] == "fast" and branch["steps"] == 12
+    compared = answer(capsys, "compare", out, "fast", "--out", str(runs / "both.png"), *here)
+    assert (compared["same_batches_to"], compared["same_digests_to"]) == (12, 0)
+    assert (runs / "both.png").stat().st_size > 10_000
+    backtest = answer(capsys, "replay", out, "--policy-only", "--set", "tasks.max_staleness=1,4", "--set", "tasks.stale=drop", *here)
+    assert [one["max_staleness"] for one in backtest["outcomes"]] == [1, 4]  # type: ignore[attr-defined]
+    assert main(["status", "--dir", str(runs)]) == 0
+    assert "fast" in capsys.readouterr().out
+
+
+LOSS = "loss.clip_low=0.1"
+WRONG = (
+    (("replay", "nobody"), "expected the name or directory of a run"),
+    (("replay", "demo", "--from", "x"), "expected a version such as"),
+    (("replay", "demo", "--from", "12"), "expected --from below 12"),
+    (("replay", "demo", "--to", "13"), "at most 12"),
+    (("replay", "demo", "--from", "7", "--to", "5"), "expected --to above --from, 7"),
+    (("replay", "demo", "--verify", "--set", LOSS), "takes no --verify"),
+    (("replay", "demo", "--name", "x"), "takes no --name"),
+    (("replay", "demo", "--policy-only", "--to", "5", "--verify"), "takes no --verify or --to"),
+    (("replay", "demo", "--set", "engine.slots=1"), "has no part in training recorded samples"),
+    (("replay", "demo", "--set", "tasks.max_stalenes=1"), "did you mean tasks.max_staleness?"),
+    (("replay", "demo", "--policy-only", "--set", "tasks.max_stalenes=1"), "did you mean tasks.max_staleness?"),
+    (("record", "demo", "--out", "."), "does not exist yet"),
+    (("record", "demo", "--out", "/dev/null/recording"), "cannot be made"),
+    (("compare", "demo", "demo:nobody"), "expected a ledger with entries"),
+    (("compare", "demo", "demo", "--out", "/dev/null/both.png"), "cannot be written"),
+    (("tap", "demo", "--name", "shadow"), "nobody supervises run 'demo'"),
+    (("attach", "single_turn", "--run", "demo"), "nobody supervises run 'demo'"),
+    (("attach", "single_turn", "--run", "demo", "--source", "mian"), "expected --source main or warmup"),
+    (("worker", "engine", "--run", "demo", "--index", "-3"), "expected --index of at least 0"),
+    (("reward", "demo", "--task", "0", "--rollout", "0", "--reward", "1", "--part", "=1"), "--part NAME=VALUE"),
+)
+
+
+@pytest.mark.parametrize(("arguments", "said"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
+def test_what_a_user_gets_wrong(runs: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str) -> None:
+    before = sorted(runs.iterdir())
+    assert main([*arguments, "--dir", str(runs)]) == 1
+    captured = capsys.readouterr()
+    assert said in captured.err and "\nhint: " in captured.err, captured.err
+    assert sorted(runs.iterdir()) == before
+
+
+def test_a_refused_branch_leaves_nothing_and_a_branch_has_no_log(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here = ("--dir", str(runs))
+    arguments = ("replay", "demo", "--set", LOSS, "--name", "tried", *here)
+    assert main([*arguments, "--from", "99"]) == 1
+    assert "expected --from below 12" in capsys.readouterr().err
+    assert not (runs / "tried").exists()
+    assert main([*arguments, "--from", "9"]) == 0
+    assert main(arguments) == 1
+    assert "expected a name that no run has" in capsys.readouterr().err
+    for wrong in (("record", "tried", "--out", str(runs / "never")), ("dead", "list", "tried"), ("dead", "show", "tried", "3")):
+        assert main([*wrong, *here]) == 1
+        assert "expected a run with a log of its own, got 'tried'" in capsys.readouterr().err
+    assert main(["replay", "tried", *here]) == 1
+    assert "got the branch 'tried'" in capsys.readouterr().err
+
+
+def test_a_reward_hours_later_is_no_arrival_of_a_back_test(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here = ("--dir", str(runs), "--json")
+    tested = ("replay", "demo", "--policy-only", "--set", "tasks.max_staleness=1", "--set", "tasks.stale=drop")
+    before = answer(capsys, *tested, *here)
+    assert answer(capsys, "reward", "demo", "--task", "0", "--rollout", "0", "--reward", "0.5", *here)["state"] == "dropped"
+    assert answer(capsys, *tested, *here) == before
+
+
+async def test_a_run_that_ends_while_it_is_recorded_is_recorded_from_its_store(runs: Path, tmp_path: Path) -> None:
+    run = RunDir(runs / "demo")
+    config = run.load_config()
+    hasty = replace(config, bus=replace(config.bus, patience_s=1.5))
+    run.write_config(hasty)
+    try:
+        with locked(run):  # it looks as if it were up, but its server is gone
+            recording = asyncio.create_task(record_run(run, tmp_path / "out"))
+            await asyncio.sleep(0.5)
+        assert (await recording).entries == 12
+    finally:
+        run.write_config(config)

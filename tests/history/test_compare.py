@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from streamrl.history.branch_run import train_branch
+from streamrl.history.compare import compare
+from streamrl.history.compare_plot import write_comparison
+from streamrl.history.compare_table import compare_runs, print_comparison
+from streamrl.history.replay import Range
+from streamrl.history.source import opened_source
+from tests.history.conftest import Recorded
+
+
+async def test_a_run_and_its_branch(recorded: Recorded, tmp_path: Path, capsys: object) -> None:
+    async with opened_source(str(recorded.path)) as source:
+        run, _ = await train_branch(source, overrides=["trainer.optimizer.learning_rate=0.05"], name="fast", base=tmp_path, span=Range())
+    report = await compare_runs(str(recorded.path), run.name, base=tmp_path)
+    warmup = sum(e.source == "warmup" for e in recorded.ledger)
+    assert report.same_batches_to == len(recorded.ledger)
+    assert report.same_digests_to == warmup
+    assert (report.a.batches, report.b.batches) == (len(recorded.ledger) - warmup,) * 2
+    assert report.a.curves["rollout/raw_reward"] == report.b.curves["rollout/raw_reward"], "the rewards are in the recording"
+    assert report.a.curves["train/grad_norm"].numbers == tuple(range(warmup + 1, len(recorded.ledger) + 1))
+    by_title = {row[0]: row[1:] for row in report.table}
+    assert by_title["reward"][-1] == "0" and by_title["tis"][-1] != "0", "other parameters weigh the same samples otherwise"
+    print_comparison(report)
+    write_comparison(report, tmp_path / "both.png")
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_branches_that_begin_late_are_compared_where_both_are(recorded: Recorded) -> None:
+    late = [replace(e, digest="x") if e.version.number > 15 else e for e in recorded.ledger[9:]]
+    report = compare("a", recorded.ledger, "b", late)
+    assert (report.same_batches_to, report.same_digests_to) == (len(recorded.ledger), 15)
+
+
+def test_the_newest_epoch_of_a_number_counts(recorded: Recorded) -> None:
+    forked = [replace(e, version=replace(e.version, epoch=1), digest="x") for e in recorded.ledger if e.version.number == 9]
+    report = compare("a", recorded.ledger, "b", [*recorded.ledger, *forked])
+    assert report.same_digests_to == 8 and report.b.batches == report.a.batches

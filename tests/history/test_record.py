@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import duckdb
+import numpy as np
+import pandas
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+
+from streamrl.bus.protocol import Message
+from streamrl.consumers.training.reader import open_message
+from streamrl.errors import ConfigError, LogTruncated, NotFound, SchemaError
+from streamrl.history import record as record_module
+from streamrl.history.record import record
+from streamrl.history.record_log import RecordedLog
+from streamrl.schemas.columns import arrow_schema
+from streamrl.schemas.subjects import LEDGER, SAMPLES
+from tests.history.conftest import Recorded
+
+
+async def read_all(log: RecordedLog, after: int = 0) -> list[Message]:
+    """Everything above `after`; the end of a recording is an error, so that nobody waits for more."""
+    found: list[Message] = []
+    with pytest.raises(LogTruncated):
+        async for message in log.read(SAMPLES, after=after):
+            found.append(message)
+    return found
+
+
+def same_samples(a: Message, b: Message) -> None:
+    ours, theirs = open_message(a), open_message(b)
+    assert ours.record == theirs.record
+    if ours.samples is None or theirs.samples is None:
+        assert bytes(a.body) == bytes(b.body)
+        assert ours.samples is None and theirs.samples is None
+        return
+    assert ours.samples.batch.equals(theirs.samples.batch, check_metadata=True)
+    assert np.array_equal(ours.samples.logprobs.view(np.int32), theirs.samples.logprobs.view(np.int32)), "bit for bit"
+
+
+async def test_every_message_reads_as_it_did_on_the_bus(recorded: Recorded) -> None:
+    read = await read_all(RecordedLog(recorded.path))
+    assert [(m.sequence, m.subject) for m in read] == [(sequence, subject) for sequence, subject, _, _ in recorded.messages]
+    for mine, (sequence, subject, body, headers) in zip(read, recorded.messages, strict=True):
+        same_samples(mine, Message(subject, sequence, body, headers))
+    kinds = {type(open_message(m).record).__name__ for m in read}
+    assert {"Rollouts", "Ended", "Poison"} <= kinds, "the run must have had all of these"
+
+
+async def test_reading_goes_on_from_anywhere(recorded: Recorded) -> None:
+    log = RecordedLog(recorded.path)
+    whole = await read_all(log)
+    for after in (1, 17, len(whole) - 1):
+        assert [m.sequence for m in await read_all(log, after)] == [m.sequence for m in whole[after:]]
+    assert bytes((await log.fetch(SAMPLES, 17)).body) == bytes(whole[16].body)
+    with pytest.raises(NotFound):
+        await log.fetch(SAMPLES, len(whole) + 1)
+
+
+async def test_several_row_groups_read_like_one(recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_module, "ROWS_BYTES", 10000)
+    log = RecordedLog(recorded.path)
+    out = tmp_path / "again"
+    await record(log, recorded.config, recorded.run, out, run_record=None)
+    for name in ("samples", "messages", "ledger"):
+        assert pq.ParquetFile(out / f"{name}.parquet").num_row_groups > 3, name
+    again = RecordedLog(out)
+    for mine, theirs in zip(await read_all(again), await read_all(log), strict=True):
+        same_samples(mine, theirs)
+    assert (await again.last(f"{recorded.config.run.name}.ledger.main")) == (await log.last(f"{recorded.config.run.name}.ledger.main"))
+    assert [m.sequence for m in await read_all(again, 100)] == [m.sequence for m in await read_all(log, 100)]
+
+
+async def test_the_ledger_keeps_its_bytes(recorded: Recorded) -> None:
+    log, entries = RecordedLog(recorded.path), []
+    with pytest.raises(LogTruncated):
+        async for message in log.read(LEDGER, after=0, subject="parent.ledger.main"):
+            entries.append(message)
+    assert len(entries) == len(recorded.ledger) == recorded.recording.entries
+    table = pq.read_table(recorded.path / "ledger.parquet")
+    assert table.column("digest").to_pylist() == [entry.digest for entry in recorded.ledger]
+    assert [bytes(m.body) for m in entries] == table.column("body").to_pylist()
+
+
+def test_the_tables_open_elsewhere(recorded: Recorded) -> None:
+    samples = ds.dataset(recorded.path / "samples.parquet").to_table()
+    assert samples.column_names == ["sequence", "subject", *arrow_schema().names]
+    assert samples.num_rows == recorded.recording.samples
+    used = {s for entry in recorded.ledger for group in entry.used for s in group.sequences}
+    assert used <= set(samples.column("sequence").to_pylist())
+
+
+def test_duckdb_and_pandas_open_them(recorded: Recorded) -> None:
+    query = f"""
+        select l.number, avg(s.reward), sum(len(s.tokens))
+        from (select number, unnest(tasks) as task from '{recorded.path}/ledger.parquet' where source = 'main') l
+        join '{recorded.path}/samples.parquet' s using (task) group by l.number order by l.number
+    """
+    rows = duckdb.sql(query).fetchall()
+    assert [row[0] for row in rows] == [e.version.number for e in recorded.ledger if e.source == "main"]
+    frame = pandas.read_parquet(recorded.path / "samples.parquet")
+    assert len(frame) == recorded.recording.samples
+    assert list(frame["tokens"].iloc[0]) == duckdb.sql(f"select tokens from '{recorded.path}/samples.parquet' limit 1").fetchall()[0][0]
+
+
+def test_a_directory_is_never_overwritten(recorded: Recorded, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist yet"):
+        asyncio.run(record(RecordedLog(recorded.path), recorded.config, recorded.run, tmp_path, run_record=None))
+    with pytest.raises(SchemaError, match="expected a recording"):
+        RecordedLog(tmp_path)
+
+
+async def test_a_failed_recording_leaves_nothing(recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: object) -> str:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(record_module, "_copy_model", fail)
+    with pytest.raises(ConfigError, match="no space"):
+        await record(RecordedLog(recorded.path), recorded.config, recorded.run, tmp_path / "out", run_record=None)
+    assert not os.listdir(tmp_path)

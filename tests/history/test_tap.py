@@ -1,0 +1,178 @@
+"""Taps beside live runs: in process for what they decide, as processes on a real nats-server for what happens when they are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.protocol import Bus
+from streamrl.config.tree import Config
+from streamrl.data.model import ensure_model
+from streamrl.errors import ConfigError
+from streamrl.history.record_run import record_run
+from streamrl.history.tap import TapSettings, tap, tap_config
+from streamrl.runtime.lock import locked
+from streamrl.runtime.rundir import RunDir
+from streamrl.runtime.worker import Worker
+from streamrl.schemas.codec import decode
+from streamrl.schemas.control import Position
+from streamrl.schemas.ledger import LedgerEntry
+from tests.history.conftest import FIXED
+from tests.kill.conftest import children, own_server  # noqa: F401  fixtures
+from tests.kill.world import World, table_config, world
+from tests.loop.harness import make_run, read_ledger, run_to_end
+
+ROOT = Path(__file__).parents[2]
+
+
+async def lockstep(base: Path, *taps: TapSettings) -> tuple[list[LedgerEntry], dict[str, list[LedgerEntry]], dict[str, int]]:
+    """A lockstep run with taps beside it: its ledger, theirs, and how much there is of what only the run itself may write."""
+    fixed: dict[str, dict[str, object]] = {**FIXED, "engine": {"deterministic": True}}
+    config = table_config(base, run={"name": "live", "steps": 12}, tasks={"max_staleness": 0}, **fixed)
+    run, config = make_run(base, config)
+    ensure_model(config, run.model_dir)
+    bus = MemoryBus(config.run.name, config.bus)
+    workers = [Worker(config=config, run_dir=run, bus=bus, kind="trainer", index=n + 1) for n in range(len(taps))]
+    async with asyncio.TaskGroup() as group:
+        states = [group.create_task(tap(worker, settings)) for worker, settings in zip(workers, taps, strict=True)]
+        await run_to_end(config, run, bus)
+    ledgers = {settings.name: await read_ledger(bus, "live", settings.name) for settings in taps}
+    for state, settings in zip(states, taps, strict=True):
+        assert state.result().version == ledgers[settings.name][-1].version
+    written = {stream: (await bus.state(stream)).last for stream in ("weights", "dead")}
+    main = await read_ledger(bus, "live")
+    await bus.close()
+    return main, ledgers, written
+
+
+async def test_a_tap_shadows_the_run_and_leaves_it_alone(tmp_path_factory: pytest.TempPathFactory) -> None:
+    alone, _, written = await lockstep(tmp_path_factory.mktemp("alone"))
+    main, taps, beside = await lockstep(
+        tmp_path_factory.mktemp("beside"),
+        TapSettings(name="shadow"),
+        TapSettings(name="fast", overrides=("trainer.optimizer.learning_rate=0.02",)),
+        TapSettings(name="halves", overrides=("tasks.batch_tasks=1", "tasks.max_staleness=2")),
+    )
+    assert [e.digest for e in main] == [e.digest for e in alone] and len(main) == 12
+    assert beside == written, "a tap publishes no weights and buries nothing"
+    assert [e.digest for e in taps["shadow"]] == [e.digest for e in main]
+    assert [e.used for e in taps["fast"]] == [e.used for e in main]
+    assert not {e.digest for e in taps["fast"]} & {e.digest for e in main}
+    assert [g.task for e in taps["halves"] for g in e.used] == [g.task for e in main for g in e.used], "in other portions"
+    assert len(taps["halves"]) == 3 * len(main)
+
+
+async def test_a_tap_that_is_behind_heeds_its_drain(tmp_path: Path) -> None:
+    """It has no need to wait before it has caught up, and looks nevertheless."""
+    config = table_config(tmp_path, run={"name": "live", "steps": 12}, tasks={"max_staleness": 0}, **FIXED)
+    run, config = make_run(tmp_path, config)
+    ensure_model(config, run.model_dir)
+    bus = MemoryBus(config.run.name, config.bus)
+    await run_to_end(config, run, bus)
+    worker = Worker(config=config, run_dir=run, bus=bus, kind="trainer", index=1)
+    worker.draining.set()
+    state = await tap(worker, TapSettings(name="late", first=1))
+    assert state.version.number <= 1  # 1, unless the first record was not there yet when it looked
+    assert [entry.version.number for entry in await read_ledger(bus, "live", "late")] == [*range(1, state.version.number + 1)]
+    await bus.close()
+
+
+def test_names_and_values_that_a_tap_cannot_have() -> None:
+    config = Config()
+    for name in ("main", "main-2"):
+        with pytest.raises(ConfigError, match="begin with 'main-'"):
+            tap_config(config, TapSettings(name=name))
+    with pytest.raises(ConfigError, match="no part in training recorded samples"):
+        tap_config(config, TapSettings(name="shadow", overrides=("engine.slots=2",)))
+    with pytest.raises(ConfigError, match="at least 3 seconds"):
+        tap_config(config, TapSettings(name="shadow", lease_s=1))
+
+
+@asynccontextmanager
+async def tap_process(run: RunDir, lease_s: int) -> AsyncIterator[asyncio.subprocess.Process]:
+    """`streamrl tap` as a process of its own; killed at the end if it still runs."""
+    command = (sys.executable, "-m", "streamrl", "tap", str(run.path), "--name", "shadow", "--lease", str(lease_s), "--from", "1000000")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with (run.path / "tap.log").open("ab") as log:
+        process = await asyncio.create_subprocess_exec(*command, env=environment, stderr=log)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def position(bus: Bus) -> Position | None:
+    entry = await bus.kv.get("positions/shadow")
+    return decode(entry.value, Position) if entry is not None and entry.value is not None else None
+
+
+async def newest(bus: Bus, w: World) -> int:
+    message = await bus.last(w.subjects.ledger("shadow"))
+    return 0 if message is None else decode(message.body, LedgerEntry).version.number
+
+
+async def until_trained(w: World, number: int, process: asyncio.subprocess.Process) -> None:
+    async with asyncio.timeout(80):
+        while await newest(w.bus, w) < number:
+            assert process.returncode is None, (w.run.path / "tap.log").read_text()[-2000:]
+            await held(w.bus)
+            await asyncio.sleep(0.05)
+
+
+async def held(bus: Bus) -> Position | None:
+    """The tap's position, below which alone the stream may have been trimmed."""
+    mine = await position(bus)
+    first = (await bus.state("samples")).first
+    assert mine is None or first <= mine.oldest_needed, "trimmed under the tap"
+    return mine
+
+
+@pytest.mark.nats
+async def test_a_killed_tap_holds_the_stream_resumes_and_lapses(tmp_path: Path, own_server: object, children: object) -> None:  # noqa: F811
+    config = table_config(tmp_path, run={"name": "live", "steps": 100_000}, bus={"samples_bytes": 300_000}, **FIXED)
+    async with world(config, own_server, children) as w:  # type: ignore[arg-type]
+        # The lock as a supervisor holds it while the run is up.
+        with locked(w.run):
+            async with w.around("engine", "producer", "feeder", "trainer"):
+                async with tap_process(w.run, 60) as process:
+                    await until_trained(w, 1, process)
+                    process.send_signal(signal.SIGKILL)
+                    await process.wait()
+                known = await newest(w.bus, w)
+                assert await w.bus.kv.get("latest/shadow") is not None, "it has a checkpoint before its first entry, so that none is lost"
+                # Nobody renews the lease now, and it lasts: the stream fills up to what the dead tap needs.
+                for _ in range(20):
+                    assert await held(w.bus) is not None
+                    await asyncio.sleep(0.05)
+                async with tap_process(w.run, 3) as process:
+                    await until_trained(w, known + 10, process)
+                    process.send_signal(signal.SIGKILL)
+                    await process.wait()
+                last = await held(w.bus)
+                assert last is not None
+                async with asyncio.timeout(80):
+                    while (await w.bus.state("samples")).first <= last.oldest_needed:
+                        await asyncio.sleep(0.1)
+                assert await position(w.bus) is None, "trimming went on because the lease had lapsed"
+                recording = await record_run(w.run, tmp_path / "recording", checkpoints=True)
+                assert not [key for key in await w.bus.kv.keys("positions/") if "record" in key], "a recording lets go at its end"
+                messages = pq.read_table(tmp_path / "recording" / "messages.parquet")
+                facts = recording.streams["samples"]
+                assert messages.column("sequence").to_pylist() == list(range(facts.first, facts.last + 1))
+                shadow = await read_ledger(w.bus, "live", "shadow")
+                begin = shadow[0].version.number
+                main = {e.version: e for e in await read_ledger(w.bus, "live")}
+                assert [e.version.number for e in shadow] == list(range(begin, begin + len(shadow))), "once, without a gap"
+                assert all(e.digest == main[e.version].digest and e.used == main[e.version].used for e in shadow)
+                assert {e.fence for e in shadow} == {1, 2} and {e.fence for e in main.values()} == {1}

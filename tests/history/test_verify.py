@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from msgspec.structs import replace
+
+from streamrl.config.load import dump, override
+from streamrl.config.tree import Config
+from streamrl.errors import ConfigError, LogTruncated, StreamRLError
+from streamrl.history.record_log import RecordedLog
+from streamrl.history.replay import Range, verify
+from streamrl.history.replay_report import ReplayReport
+from streamrl.history.source import opened_source
+from streamrl.schemas.codec import decode, encode
+from streamrl.schemas.ledger import LedgerEntry
+from streamrl.trainers.checkpoints import list_checkpoints
+from tests.history.conftest import Recorded
+
+
+@pytest.fixture
+def copy(recorded: Recorded, tmp_path: Path) -> Path:
+    """A recording that may be spoiled."""
+    return Path(shutil.copytree(recorded.path, tmp_path / "copy"))
+
+
+async def replayed(path: Path, span: Range | None = None, **options: object) -> ReplayReport:
+    async with opened_source(str(path)) as source:
+        return await verify(
+            source.config,
+            source.log,
+            source.model_dir,
+            checkpoints=source.checkpoints,
+            span=span,
+            config_difference=source.config_difference,
+            initial_digest=source.initial_digest,
+            **options,  # type: ignore[arg-type]
+        )
+
+
+def change(path: Path, edit: object) -> None:
+    """Rewrite a table through a function of it."""
+    assert callable(edit)
+    table = pq.read_table(path)
+    pq.write_table(edit(table).cast(table.schema), path)
+
+
+def edited_entries(path: Path, edit: object) -> None:
+    """Rewrite the ledger's exact bytes through a function of an entry."""
+    assert callable(edit)
+
+    def rewrite(table: pa.Table) -> pa.Table:
+        bodies = [encode(edit(decode(body, LedgerEntry))) for body in table.column("body").to_pylist()]
+        return table.set_column(table.column_names.index("body"), "body", pa.array(bodies, pa.binary()))
+
+    change(path / "ledger.parquet", rewrite)
+
+
+async def test_a_recording_gives_the_ledger_again(recorded: Recorded) -> None:
+    report = await replayed(recorded.path)
+    assert report.ok and report.same_fingerprint, report.lines
+    assert report.versions == report.equal == len(recorded.ledger) >= 24
+    assert report.digest == recorded.ledger[-1].digest
+    assert report.began == "0.0" and report.ended == str(recorded.ledger[-1].version)
+
+
+def saved(path: Path) -> list[int]:
+    """Numbers of the versions that have a checkpoint."""
+    return [version.number for version, _ in list_checkpoints(path / "checkpoints", "main-")]
+
+
+@pytest.mark.parametrize(("first", "last"), [(9, None), (0, 5), (8, 12), (13, 14)])
+async def test_a_stretch_begins_at_the_nearest_checkpoint(recorded: Recorded, first: int, last: int | None) -> None:
+    report = await replayed(recorded.path, Range(first=first, last=last))
+    assert report.ok, report.lines
+    began = int(report.began.partition(".")[2])
+    assert began == max((n for n in saved(recorded.path) if n <= first), default=0)
+    end = last or len(recorded.ledger)
+    assert report.versions == end - began
+    assert report.digest == recorded.ledger[end - 1].digest
+
+
+async def test_nothing_to_replay_is_said(recorded: Recorded) -> None:
+    newest = recorded.ledger[-1].version.number
+    for span, said in (
+        (Range(first=20, last=3), "expected --to above --from, 20"),
+        (Range(last=newest + 1), f"at most {newest}"),
+        (Range(first=newest), f"expected --from below {newest}"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            await replayed(recorded.path, span)
+
+
+async def test_a_recording_that_is_not_whole_is_refused_at_once(copy: Path) -> None:
+    for name in ("config.json", "ledger.parquet", "samples.parquet"):
+        whole = (copy / name).read_bytes()
+        for damage in (lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:40])):
+            damage(copy / name)
+            with pytest.raises(StreamRLError, match=name):
+                _ = RecordedLog(copy).config
+            (copy / name).write_bytes(whole)
+    assert RecordedLog(copy).config.run.name == "parent"
+
+
+async def test_a_trimmed_recording_needs_a_checkpoint(copy: Path) -> None:
+    log = RecordedLog(copy)
+    facts = log.recording.streams["samples"]
+    trimmed = replace(log.recording, streams=log.recording.streams | {"samples": replace(facts, first=30)})
+    (copy / "recording.json").write_bytes(msgspec.json.encode(trimmed))
+    for name in ("samples", "messages"):
+        change(copy / f"{name}.parquet", lambda table: table.filter(pc.field("sequence") >= 30))
+    with pytest.raises(LogTruncated):
+        await replayed(copy)
+    report = await replayed(copy, Range(first=20))
+    assert report.ok, report.lines
+    assert report.began == f"0.{max(n for n in saved(copy) if n <= 20)}"
+
+
+async def test_changed_samples_are_named_as_data(recorded: Recorded, copy: Path) -> None:
+    entry = recorded.ledger[10]
+    sequence = entry.used[0].sequences[0]
+
+    def tamper(table: pa.Table) -> pa.Table:
+        hit = np.array(table.column("sequence")) == sequence
+        rewards = np.array(table.column("reward").fill_null(np.nan))
+        changed = pa.array(np.where(hit, rewards + 0.5, rewards), from_pandas=True)
+        return table.set_column(table.column_names.index("reward"), "reward", changed)
+
+    change(copy / "samples.parquet", tamper)
+    report = await replayed(copy)
+    assert not report.ok and report.first_difference is not None
+    assert report.first_difference.cause == "data", report.lines
+    arrived = next(e for e in recorded.ledger if e.cursor >= sequence)
+    assert report.first_difference.version == str(arrived.version), "the reward counts for the batch before which it arrived"
+    assert "raw_reward" in report.first_difference.detail
+
+
+async def test_a_lost_group_is_named(recorded: Recorded, copy: Path) -> None:
+    entry = recorded.ledger[12]
+    group = entry.used[0]
+
+    def swap(entry: LedgerEntry) -> LedgerEntry:
+        return replace(entry, used=(replace(group, sequences=(1,) * len(group.sequences)), *entry.used[1:])) if entry == mine else entry
+
+    mine = entry
+    edited_entries(copy, swap)
+    report = await replayed(copy)
+    assert not report.ok and report.problem and report.first_difference is not None
+    assert report.first_difference.version == str(entry.version)
+    assert f"task {group.task} was trained from messages" in report.first_difference.what
+    assert report.first_difference.cause == "schema", "message 1 is no Arrow data"
+    assert report.versions == 12, "all before it were compared"
+
+
+async def test_an_edited_configuration_is_the_cause(copy: Path) -> None:
+    config = RecordedLog(copy).config
+    (copy / "config.json").write_text(dump(override(config, ["trainer.optimizer.learning_rate=0.01"])))
+    report = await replayed(copy)
+    assert not report.ok and report.first_difference is not None
+    assert report.first_difference.cause == "config"
+    assert "trainer.optimizer.learning_rate changed" in report.first_difference.detail
+
+
+async def test_other_initial_weights_are_the_cause(copy: Path) -> None:
+    shape = msgspec.json.decode((copy / "model" / "table.json").read_bytes())
+    np.save(copy / "model" / "logits.npy", np.full((shape["max_position"], shape["vocab"], shape["vocab"]), 0.25, np.float32))
+    report = await replayed(copy)
+    assert not report.ok and report.first_difference is not None
+    assert (report.first_difference.cause, report.first_difference.version) == ("initial weights", "0.1")
+
+
+async def test_another_fingerprint_is_named_and_compared_by_tolerance(recorded: Recorded, copy: Path) -> None:
+    def elsewhere(entry: LedgerEntry) -> LedgerEntry:
+        metrics = {name: value * (1 + 1e-6) if name == "train/loss" else value for name, value in entry.metrics.items()}
+        return replace(entry, fingerprint="0" * 16, digest="f" * 16, metrics=metrics)
+
+    edited_entries(copy, elsewhere)
+    tell_fingerprint(copy, recorded.config, "0" * 16, numpy="1.0.0")
+    report = await replayed(copy)
+    assert report.ok and report.by_tolerance, report.lines
+    assert report.equal == 0 and not report.same_fingerprint
+    assert any(line.startswith("numpy: ") and line.endswith("1.0.0 there") for line in report.fingerprint_lines), report.fingerprint_lines
+    assert report.lines[0].startswith("numerics fingerprint differs"), "fingerprints come first"
+    assert "train/loss" in report.deviation_of and 0 < report.deviation < 1e-4
+    strict = await replayed(copy, tolerance=1e-9)
+    assert not strict.ok and "beyond" in "\n".join(strict.lines)
+
+
+def tell_fingerprint(path: Path, config: Config, digest: str, **others: str) -> None:
+    """Put the values behind a fingerprint into the recorded events, with some of them changed."""
+
+    def add(table: pa.Table) -> pa.Table:
+        from streamrl.schemas.events import Event
+
+        rows = table.to_pylist()
+        for row in rows:
+            event = decode(row["body"], Event)
+            if event.kind == "numerics":
+                values = {**event.detail["values"], **others}
+                row["body"] = encode(replace(event, detail={"fingerprint": digest, "values": values}))
+        return pa.Table.from_pylist(rows, table.schema)
+
+    change(path / "events.parquet", add)
+
+
+async def test_the_same_fingerprint_and_batch_with_other_digits_is_no_excuse(copy: Path) -> None:
+    edited_entries(copy, lambda entry: replace(entry, digest="f" * 16) if entry.version.number == 7 else entry)
+    report = await replayed(copy)
+    assert not report.ok and report.first_difference is not None
+    assert (report.first_difference.cause, report.first_difference.version) == ("unknown", "0.7")
+    assert report.equal == report.versions - 1

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import pytest
+
+from streamrl.bus.protocol import Bus
+from streamrl.monitor.follow import Follower, read_totals
+from streamrl.monitor.view import RunView, Totals
+from streamrl.schemas.codec import encode
+from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
+from streamrl.schemas.events import Event
+from streamrl.schemas.subjects import KEY_GRANTED, Subjects
+from streamrl.schemas.versions import Version
+from streamrl.telemetry.metrics import report
+from tests.launch.processes import until
+from tests.monitor.conftest import MakeEntry, evaluation
+
+
+async def test_a_view_follows_ledger_events_metrics_presence_and_grant(bus: Bus, run_id: str, entry: MakeEntry) -> None:
+    subjects, view = Subjects(run_id), RunView(run_id)
+    await bus.publish(subjects.ledger("main"), encode(entry(1)), id="0.1")
+    await bus.publish(subjects.metrics("trainer-0"), encode(report("trainer-0", {"train/loss": 9.0}, time_s=0.0)))
+    async with Follower(bus, view) as follower:
+        await bus.publish(subjects.ledger("main"), encode(entry(2)), id="0.2")
+        await bus.publish(subjects.events("evaluation"), encode(Event(kind="evaluation", worker="e", detail=evaluation(2, 0.5))))
+        await bus.publish(subjects.metrics("trainer-0"), encode(report("trainer-0", {"train/loss": 3.0}, time_s=0.0)))
+        engine = EnginePresence(engine="engine-0", address="http://127.0.0.1:1", serving=Version(0, 1), tokens_total=40, swaps_total=2)
+        await bus.kv.put("presence/engines/engine-0", encode(engine), ttl_s=60)
+        await bus.kv.put("presence/workers/engine-0", encode(WorkerPresence(worker="engine-0", kind="engine", pid=3)), ttl_s=60)
+        await bus.kv.put(KEY_GRANTED, encode(Grant(granted=24, version=0, retired=6)))
+        await follower.catch_up()
+        assert [point.number for point in view.points] == [1, 2]
+        assert view.evaluations[0].accuracy == 0.5
+        await until(lambda: view.numbers(elapsed_s=0.0).tasks_granted == 24 and view.tokens_made == 40 and view.metrics.values)
+        numbers = view.numbers(elapsed_s=0.0)
+        assert [worker.worker for worker in numbers.workers] == ["engine-0"]
+        assert numbers.swaps == 2
+        assert view.metrics.values == {"train/loss": 3.0}, "reports from before count for nothing"
+        await bus.kv.delete("presence/engines/engine-0")
+        await until(lambda: not view.numbers(elapsed_s=0.0).engines)
+
+
+async def test_the_end_of_an_earlier_session_is_not_the_end_of_this_one(bus: Bus, run_id: str) -> None:
+    subject, finished = Subjects(run_id).events("finished"), encode(Event(kind="finished", worker="trainer-0"))
+    await bus.publish(subject, finished)
+    view = RunView(run_id)
+    async with Follower(bus, view) as follower:
+        await follower.catch_up()
+        assert not view.finished
+        await bus.publish(subject, finished)
+        await follower.catch_up()
+        assert view.finished
+
+
+async def test_what_cannot_be_read_is_passed_over(bus: Bus, run_id: str, entry: MakeEntry, caplog: pytest.LogCaptureFixture) -> None:
+    subjects, view = Subjects(run_id), RunView(run_id)
+    await bus.publish(subjects.ledger("main"), b"\xc1 no entry")
+    await bus.publish(subjects.ledger("main"), encode(entry(1)))
+    await bus.publish(subjects.events("evaluation"), encode(Event(kind="evaluation", worker="e", detail={"accuracy": "high"})))
+    await bus.kv.put("presence/workers/x", b"\xc1")
+    with caplog.at_level(logging.WARNING):
+        async with Follower(bus, view) as follower:
+            await follower.catch_up()
+            await until(lambda: caplog.text.count("event=unreadable") == 3)
+    assert [point.number for point in view.points] == [1]
+
+
+async def test_totals_are_carried_to_the_next_session(bus: Bus, run_id: str) -> None:
+    assert await read_totals(bus) == Totals()
+    view = RunView(run_id, before=Totals(tokens_made=100, swaps=3, wall_s=50.0))
+    view.engine("engine-0", EnginePresence(engine="engine-0", address="", tokens_total=11, swaps_total=2))
+    async with Follower(bus, view, started_s=time.monotonic() - 7.0) as follower:
+        await follower.store_totals()
+    totals = await read_totals(bus)
+    assert (totals.tokens_made, totals.swaps) == (111, 5)
+    assert 57.0 <= totals.wall_s < 1000.0
+
+
+async def test_reading_history_does_not_count_as_training_speed(bus: Bus, run_id: str, entry: MakeEntry) -> None:
+    for number in range(1, 6):
+        await bus.publish(Subjects(run_id).ledger("main"), encode(entry(number, tokens=1_000_000)), id=f"0.{number}")
+    view = RunView(run_id)
+    async with Follower(bus, view) as follower:
+        await follower.catch_up()
+        await asyncio.sleep(2.2)  # two polls
+    assert view.tokens_trained == 5_000_000
+    assert view.numbers(elapsed_s=0.0).trained_per_s == 0.0
+
+
+async def test_catching_up_gives_up_in_the_end(bus: Bus, run_id: str, entry: MakeEntry, monkeypatch: pytest.MonkeyPatch) -> None:
+    view = RunView(run_id)
+    async with Follower(bus, view) as follower:
+        monkeypatch.setattr(follower, "_after", {stream: -1 for stream in follower._after})
+        await asyncio.wait_for(follower.catch_up(within_s=0.05), 20)

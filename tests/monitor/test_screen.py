@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from streamrl.monitor.numbers import WorkerLine
+from streamrl.monitor.screen import PlainLines, Screen, clock, panel, plain_line, short, sparkline
+from streamrl.monitor.view import RunView
+from streamrl.schemas.control import WorkerPresence
+from streamrl.schemas.events import Event
+
+STATES = {
+    "engine-0": WorkerLine(worker="engine-0", state="running", restarts=1),
+    "producer-0": WorkerLine(worker="producer-0", state="waiting", restarts=2),
+}
+
+
+def test_the_panel_tells_everything(learned_run: RunView) -> None:
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(panel(learned_run.numbers(elapsed_s=65.0, supervised=STATES)))
+    text = console.export_text()
+    for words in (
+        "demo   training   1:05",
+        "80/80   warm-up 20   version 0.100",
+        "held-out 0.910",
+        "p50 1  max 2",
+        "in flight 0.25, queued 0.50",
+        "160 (zero_spread 160)",
+        "engine-0     running, 1 restart, serves 0.99",
+        "producer-0   waiting, 2 restarts",
+    ):
+        assert words in text
+
+
+def test_an_empty_run_can_be_shown() -> None:
+    console = Console(width=120, record=True, file=io.StringIO())
+    numbers = RunView("demo").numbers(elapsed_s=0.0)
+    console.print(panel(numbers))
+    assert "starting" in console.export_text()
+    assert plain_line(numbers).startswith("[0:00] starting step=0 version=-")
+
+
+def test_a_plain_line_holds_the_numbers_and_who_is_in_trouble(learned_run: RunView) -> None:
+    learned_run.worker("producer-0", WorkerPresence(worker="producer-0", kind="producer"))
+    learned_run.event(Event(kind="stalled", worker="producer-0"))
+    line = plain_line(learned_run.numbers(elapsed_s=65.0, supervised=STATES))
+    assert line.startswith("[1:05] training step=80/80 warmup=20 version=0.100 reward=0.8")
+    assert "heldout=0.910" in line
+    assert "staleness=1/2" in line
+    assert "stream-full=producer-0" in line
+    assert line.endswith("workers=producer-0:waiting")
+
+
+def test_plain_lines_are_sparse_but_notes_are_not_held_back(learned_run: RunView) -> None:
+    out = io.StringIO()
+    numbers = learned_run.numbers(elapsed_s=1.0)
+    with PlainLines(out, every_s=3600.0) as lines:
+        for _ in range(5):
+            lines.show(numbers)
+        lines.note("engine-0 ended")
+        lines.note("engine-0 is back")
+    assert len(out.getvalue().splitlines()) == 3
+
+
+def test_the_screen_redraws_in_place_and_keeps_the_last_notes(learned_run: RunView) -> None:
+    console = Console(width=120, file=io.StringIO(), force_terminal=True)
+    with Screen(console) as screen:
+        for number in range(9):
+            screen.note(f"note {number}")
+        screen.show(learned_run.numbers(elapsed_s=1.0))
+    written = console.file.getvalue()  # type: ignore[attr-defined]
+    last = written[written.rindex("streamrl") :]
+    assert "note 8" in last
+    assert "note 4" in last
+    assert "note 3" not in last
+
+
+@pytest.mark.parametrize(
+    ("values", "bars"),
+    [((), ""), ((0.0, 1.0), "▁█"), ((0.0, 0.5, 1.0), "▁▅█"), ((-1.0, 1.0), "▁█"), ((0.0, 4.0), "▁█"), ((0.5, 0.5), "▅▅")],
+)
+def test_a_sparkline_spans_0_to_1_and_what_lies_beyond(values: tuple[float, ...], bars: str) -> None:
+    assert sparkline(values) == bars
+
+
+def test_counts_and_times_are_short() -> None:
+    assert [short(count) for count in (0, 999, 1000, 12_345, 4_560_000, 7.8e9)] == ["0", "999", "1.0k", "12.3k", "4.6M", "7.8G"]
+    assert [clock(seconds) for seconds in (0, 59.9, 61, 3661)] == ["0:00", "0:59", "1:01", "1:01:01"]

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from streamrl.bus.protocol import Bus
+from streamrl.config.load import dump
+from streamrl.config.tree import Config, EngineConfig, RunConfig, TasksConfig, TrainerConfig
+from streamrl.errors import ConfigError
+from streamrl.runtime.run_record import FREE_KEYS, check_resume, write_or_check
+from streamrl.schemas.control import RunRecord
+
+
+def record(config: Config, *, digest: str = "a" * 64) -> RunRecord:
+    return RunRecord(
+        run="demo",
+        config=dump(config),
+        dataset_digest=digest,
+        num_rows=4,
+        code_version="0",
+        fingerprint={},
+        created_s=float(hash(digest) % 9),
+    )
+
+
+async def test_the_record_is_written_once_and_checked_afterwards(bus: Bus) -> None:
+    first = record(Config())
+    assert not await write_or_check(bus, first)
+    assert await write_or_check(bus, msgspec.structs.replace(first, created_s=99.0))
+    with pytest.raises(ConfigError, match="dataset changed on resume"):
+        await write_or_check(bus, record(Config(), digest="b" * 64))
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        (Config(tasks=TasksConfig(max_staleness=3)), "tasks.max_staleness"),
+        (Config(run=RunConfig(seed=5)), "run.seed"),
+        (Config(run=RunConfig(steps=5)), "run.steps"),
+        (Config(trainer=TrainerConfig(minibatches=2)), "trainer.minibatches"),
+    ],
+)
+def test_what_decides_the_result_may_not_change(config: Config, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} changed on resume") as caught:
+        check_resume(record(Config()), record(config))
+    assert caught.value.values["key"] == key
+    assert "--name" in caught.value.hint
+
+
+def test_how_fast_and_where_may_change() -> None:
+    other = Config(
+        run=RunConfig(dir="elsewhere", max_seconds=9.0), engine=EngineConfig(workers=3, threads=2), trainer=TrainerConfig(threads=2)
+    )
+    check_resume(record(Config()), record(other))
+
+
+def test_a_key_that_came_later_is_off() -> None:
+    tree = json.loads(dump(Config()))
+    del tree["tasks"]["hold_ahead"], tree["debug"]
+    old = msgspec.structs.replace(record(Config()), config=json.dumps(tree))
+    check_resume(old, record(Config()))
+    with pytest.raises(ConfigError) as caught:
+        check_resume(old, record(Config(tasks=TasksConfig(hold_ahead=True))))
+    assert caught.value.values["key"] == "tasks.hold_ahead"
+
+
+def test_every_free_key_exists() -> None:
+    tree = msgspec.to_builtins(Config())
+    for key in FREE_KEYS:
+        section, _, name = key.partition(".")
+        assert section in tree
+        assert not name or name in tree[section], key

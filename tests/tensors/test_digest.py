@@ -1,0 +1,102 @@
+"""Digests: against the definition in Python integers, and independence of sharding."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.core.seeds import mix64
+from streamrl.errors import SchemaError
+from streamrl.tensors.digest import BLOCK, MASK, as_words, combine, digest_text, slice_digest, slice_indices, tensor_digest
+
+GAMMA = 0x9E3779B97F4A7C15
+
+
+def defined(elements: list[int], start: int = 0) -> int:
+    # seeds.mix64 adds gamma itself, hence i and not i + 1.
+    return sum(mix64((bits + (start + i) * GAMMA) & MASK) for i, bits in enumerate(elements)) & MASK
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
+def test_equals_the_definition_for_every_width(itemsize: int) -> None:
+    data = np.random.default_rng(1).integers(0, 256, 24 * itemsize, dtype=np.uint8)
+    elements = [int.from_bytes(data[i : i + itemsize].tobytes(), "little") for i in range(0, len(data), itemsize)]
+    assert tensor_digest(data, itemsize, start=1 << 40) == defined(elements, 1 << 40)
+
+
+def test_golden_value_never_changes() -> None:
+    data = np.arange(5, dtype=np.float32).view(np.uint8)
+    assert digest_text(tensor_digest(data, 4)) == "d1430de7c9a85298"
+    assert combine({"b": 2, "a": 1}) == combine({"a": 1, "b": 2}) == "847822ab7c2d7e8c"
+
+
+@given(cut=st.integers(0, 3 * BLOCK + 5))
+def test_parts_add_up(cut: int) -> None:
+    data = np.random.default_rng(0).standard_normal(3 * BLOCK + 5).astype(np.float32).view(np.uint8)
+    parts = tensor_digest(data[: cut * 4], 4) + tensor_digest(data[cut * 4 :], 4, start=cut)
+    assert parts & MASK == tensor_digest(data, 4)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_slices_along_any_axis_add_up(axis: int) -> None:
+    whole = np.random.default_rng(0).standard_normal((6, 40, 100)).astype(np.float32)
+    total = 0
+    first = 0
+    for piece in np.array_split(whole, 4, axis=axis):
+        offset = [0, 0, 0]
+        offset[axis] = first
+        first += piece.shape[axis]
+        total += slice_digest(np.ascontiguousarray(piece).reshape(-1).view(np.uint8), 4, whole.shape, offset, piece.shape)
+    assert total & MASK == tensor_digest(whole.reshape(-1).view(np.uint8), 4)
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_words_of_slices_that_cut_none_add_up(axis: int, itemsize: int) -> None:
+    whole = np.random.default_rng(0).integers(0, 256, (8, 5, 32 * itemsize), dtype=np.uint8).view(f"V{itemsize}")
+    assert whole.shape == (8, 5, 32)
+    total = first = 0
+    for piece in np.split(whole, {0: 4, 1: 5, 2: 4}[axis], axis=axis):
+        offset = [first if dim == axis else 0 for dim in range(3)]
+        first += piece.shape[axis]
+        words = as_words(itemsize, whole.shape, offset, piece.shape)
+        assert words is not None
+        total += slice_digest(np.ascontiguousarray(piece).reshape(-1).view(np.uint8), 8, *words)
+    assert total & MASK == tensor_digest(whole.reshape(-1).view(np.uint8), 8)
+
+
+def test_slices_that_cut_words_have_none() -> None:
+    assert as_words(2, (4, 6), (0, 0), (2, 6)) == ((6,), (0,), (3,)), "rows that end with a word together"
+    assert as_words(2, (4, 6), (1, 0), (1, 6)) is None
+    assert as_words(2, (4, 8), (0, 2), (4, 4)) is None
+    assert as_words(4, (3,), (), (3,)) is None
+    assert as_words(2, (), (), ()) is None and as_words(8, (), (), ()) == ((1,), (0,), (1,))
+    assert as_words(4, (0, 3), (), (0, 3)) == ((0,), (0,), (0,))
+
+
+def test_slice_indices_are_those_of_numpy() -> None:
+    whole = np.arange(2 * 3 * 4).reshape(2, 3, 4)
+    assert slice_indices((2, 3, 4), (1, 0, 2), (1, 3, 2)).tolist() == whole[1:2, 0:3, 2:4].ravel().tolist()
+    assert slice_indices((), (), ()).tolist() == [0]
+
+
+def test_every_bit_and_every_position_counts() -> None:
+    base = np.zeros(64, np.uint8)
+    seen = {tensor_digest(base, 4)}
+    for bit in range(8 * len(base)):
+        changed = base.copy()
+        changed[bit // 8] ^= 1 << (bit % 8)
+        seen.add(tensor_digest(changed, 4))
+    assert len(seen) == 8 * len(base) + 1
+    assert combine({"a": 1, "b": 2}) != combine({"a": 2, "b": 1})
+
+
+def test_refuses_bytes_that_are_no_elements() -> None:
+    with pytest.raises(SchemaError, match="1, 2, 4 or 8"):
+        tensor_digest(np.zeros(12, np.uint8), 3)
+    with pytest.raises(SchemaError, match="flat uint8"):
+        tensor_digest(np.zeros(6, np.uint8), 4)
+    with pytest.raises(SchemaError, match="within shape"):
+        slice_indices((4, 4), (2, 0), (3, 4))
