@@ -15,6 +15,7 @@ from streamrl.errors import ConfigError
 
 MIN_VOCAB_SIZE = 264
 """The special tokens and the 256 bytes, rounded up to a multiple of 8."""
+_MIN_SAMPLES_BYTES = 32 << 20
 
 
 def check(config: Config) -> None:
@@ -192,6 +193,18 @@ def _check_model(config: Config) -> None:
 
 def _check_bus(config: Config) -> None:
     bus = config.bus
+    refuse(
+        bus.samples_bytes < _MIN_SAMPLES_BYTES,
+        f"bus.samples_bytes must be at least {_MIN_SAMPLES_BYTES} (32 MiB), got {bus.samples_bytes}: the largest message must find room",
+        hint="change it in the TOML file or with --set bus.samples_bytes=...",
+        key="bus.samples_bytes",
+    )
+    refuse(
+        bus.ack_wait_s < 1,
+        f"bus.ack_wait_s must be at least 1, got {bus.ack_wait_s}: a busy worker could not keep its tasks alive in time",
+        hint="change it in the TOML file or with --set bus.ack_wait_s=...",
+        key="bus.ack_wait_s",
+    )
     credentials = [key for key in ("user", "token_file", "credentials_file") if getattr(bus, key)]
     refuse(
         not bus.url and bool(credentials or bus.password_file or bus.ca_file),

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from streamrl.config.bounds import Fraction, NonNegativeFloat, NonNegativeInt, Port, PositiveInt, Section
+from streamrl.config.bounds import Fraction, NonNegativeFloat, NonNegativeInt, Port, PositiveFloat, PositiveInt, Section
 from streamrl.config.engines import EngineConfig
 from streamrl.config.loss import LossConfig
 from streamrl.config.ray import RayConfig
@@ -264,12 +264,12 @@ class BusConfig(Section, frozen=True, kw_only=True):
     """Allow a bus off loopback without TLS: whoever sees the network then reads passwords and samples."""
     patience_s: NonNegativeFloat = 60.0
     """How long an operation is retried while the bus is away."""
-    samples_bytes: Annotated[int, Meta(ge=32 << 20)] = 2_000_000_000
+    samples_bytes: PositiveInt = 2_000_000_000
     """Byte budget of the sample stream, at least 32 MiB: what is kept free while it is trimmed must hold the largest message."""
     blobs_bytes: PositiveInt = 4_000_000_000
     """Byte budget of the blobs."""
-    ack_wait_s: Annotated[float, Meta(ge=1)] = 30.0
-    """A claimed task that is not kept alive for this long is delivered again."""
+    ack_wait_s: PositiveFloat = 30.0
+    """A claimed task that is not kept alive for this long is delivered again; at least 1."""
     sync_always: bool = False
     """Sync every message to disk (survives power loss; slower)."""
 

@@ -84,7 +84,6 @@ def test_unknown_key_is_refused_with_a_suggestion(write, text, key, hint):
         ("[engine.sglang]\ngpus = [0, -1]\n", "engine.sglang.gpus[1] must be at least 0, got -1"),
         ("[ray.engine.resources]\n'a.b' = 0\n", "ray.engine.resources.a.b must be above 0, got 0"),
         ("[engine]\nport = 70000\n", "engine.port must be at most 65535"),
-        ("[bus]\nsamples_bytes = 1000\n", "bus.samples_bytes must be at least 33554432, got 1000"),
     ],
 )
 def test_wrong_values_name_the_key(write, text, message, tmp_path):
@@ -204,6 +203,8 @@ def test_bad_slice(write):
         ("[model]\nheads = 3\n", "model.heads must be a multiple of model.kv_heads"),
         ("[model]\nmax_len = 100\n", "model.max_len must hold"),
         ("[bus]\nuser = 'x'\n", "got no bus.url"),
+        ("[bus]\nsamples_bytes = 1000\n", "bus.samples_bytes must be at least 33554432 (32 MiB), got 1000"),
+        ("[bus]\nack_wait_s = 0.5\n", "bus.ack_wait_s must be at least 1, got 0.5"),
         ("[bus]\nurl = 'nats://a'\nport = 3\n", "bus.port is the embedded server's"),
         ("[bus]\nurl = 'http://a'\n", "bus.url must begin with"),
         ("[bus]\nurl = 'nats://a'\ntoken_file = 'x'\nuser = 'y'\n", "expected one kind of credentials"),
