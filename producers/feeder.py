@@ -22,6 +22,7 @@ from streamrl.data.order import row_of
 from streamrl.data.problems import Problems, load_problems
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.errors import BusError, ConfigError, Conflict, StreamFull
+from streamrl.runtime.retries import pause_s
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import Grant, RunRecord
 from streamrl.schemas.subjects import KEY_GRANTED, KEY_RUN, MAIN_SOURCE, TASKS, WARMUP_SOURCE, Subjects
@@ -117,7 +118,7 @@ class Feeder:
 
     async def _issue(self) -> None:
         issued = (await self._bus.state(TASKS)).last
-        pause_s = _FULL_FIRST_S
+        refusals = 0
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -127,15 +128,15 @@ class Feeder:
                 before, issued = issued, (await self._bus.state(TASKS)).last if failure else plan[-1].index + 1
                 if isinstance(failure, StreamFull):
                     self._stall(failure)
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, _FULL_MAX_S)
+                    refusals += 1
+                    await asyncio.sleep(pause_s(refusals, first_s=_FULL_FIRST_S, most_s=_FULL_MAX_S))
                     continue
                 if failure is not None and issued <= before:
                     raise failure
                 if failure is not None:
                     logger.info("event=overtaken position=%d reason=another_feeder", issued)
                 self._resume()
-                pause_s = _FULL_FIRST_S
+                refusals = 0
 
     async def _publish(self, plan: Sequence[RolloutTask]) -> BusError | None:
         """Publish tasks in order without waiting in between; the first failure, if any. What follows a failure is refused by the server."""
