@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from streamrl.bus.protocol import Bus, Log, Message
+from streamrl.config.tree import TrainerConfig
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.carried import fetch_messages, held, oldest_read_again, write_carried
 from streamrl.core.state import FoldState
@@ -77,20 +78,18 @@ class Checkpointer:
         bus: Bus,
         call: Caller,
         trainer: Trainer,
-        name: str,
+        settings: TrainerConfig,
         run_path: Path,
-        every: int,
-        keep: int,
         identity: str,
         lease_s: int | None = None,
     ) -> None:
         self._bus = bus
         self._call = call
         self._trainer = trainer
-        self._name = name
+        self._name = settings.name
         self._run_path = run_path
-        self._every = every
-        self._keep = keep
+        self._every = settings.checkpoint_every
+        self._keep = settings.keep_checkpoints
         self._identity = identity
         self._lease_s = lease_s
         self._saving: Saving | None = None
@@ -179,12 +178,9 @@ class Checkpointer:
         log.info(
             "checkpoint complete version=%s cursor=%d carried=%d path=%s", latest.version, latest.cursor, len(saving.carried), latest.path
         )
-        self._prune(latest)
+        prune(self._run_path / "checkpoints", keep=self._keep, prefix=f"{self._name}-")
         if self._lease_s is None:
             self._call(trim_if_full(self._bus))
-
-    def _prune(self, latest: Latest) -> None:
-        prune(self._run_path / "checkpoints", keep=self._keep, prefix=f"{self._name}-")
 
     def _pressed(self) -> bool:
         """Whether the stream was so full at the last look that only a newer position could let it be trimmed."""

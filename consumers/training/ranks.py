@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
+from streamrl.config.hosts import address_towards
 from streamrl.consumers.training.calls import Caller
 from streamrl.data.model import ensure_model
 from streamrl.errors import ConfigError, TrainingError
-from streamrl.runtime.addresses import address_towards
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.subjects import PREFIX_RANKS

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
+import msgspec
 from msgspec.structs import replace
 
 from streamrl.bus.protocol import Bus, Log
@@ -25,20 +26,17 @@ from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import KEY_RUN, RUN_ID, Subjects
 
 
-class Source:
-    """An opened log with what belongs to it. All attributes stay the same."""
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """An opened log with what belongs to it."""
 
-    def __init__(
-        self, *, config: Config, log: Log, model_dir: Path, checkpoints: Path, record: RunRecord | None, initial_digest: str
-    ) -> None:
-        self.config = config
-        self.log = log
-        self.model_dir = model_dir
-        self.checkpoints = checkpoints
-        self.record = record
-        """What the run was started with, where it is known."""
-        self.initial_digest = initial_digest
-        """Digest of the version 0 that it published, where that is known."""
+    config: Config
+    log: Log
+    model_dir: Path
+    checkpoints: Path
+    record: RunRecord | None
+    """What the run was started with, where it is known."""
+    initial_digest: str
+    """Digest of the version 0 that it published, where that is known."""
 
     @property
     def config_difference(self) -> str:
