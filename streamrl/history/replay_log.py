@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from streamrl.bus.protocol import Log, Message
+from streamrl.bus.reading import stretch
 from streamrl.consumers.training.carried import fetch_messages, held, oldest_read_again, read_carried
 from streamrl.consumers.training.checkpoints import check_stream
 from streamrl.consumers.training.reader import open_samples
@@ -47,14 +48,8 @@ async def read_past(log: Log, subjects: Subjects, trainer: str) -> PastLedger:
     """Everything that a trainer's ledger has at this moment, spilled drops left where they are."""
     subject = subjects.ledger(trainer)
     newest = await log.last(subject)
-    entries: list[LedgerEntry] = []
-    if newest is None:
-        return PastLedger(entries)
-    async for message in log.read(LEDGER, after=0, subject=subject):
-        entries.append(decode(message.body, LedgerEntry, where=f"{subject} sequence {message.sequence}"))
-        if message.sequence >= newest.sequence:
-            break
-    return PastLedger(entries)
+    messages = stretch(log, LEDGER, first=1, last=newest.sequence if newest else 0, subject=subject)
+    return PastLedger([decode(one.body, LedgerEntry, where=f"{subject} sequence {one.sequence}") async for one in messages])
 
 
 async def read_fingerprints(log: Log, subjects: Subjects) -> dict[str, dict[str, str]]:
@@ -62,14 +57,10 @@ async def read_fingerprints(log: Log, subjects: Subjects) -> dict[str, dict[str,
     subject = subjects.events(NUMERICS_EVENT)
     newest = await log.last(subject)
     found: dict[str, dict[str, str]] = {}
-    if newest is None:
-        return found
     first = (await log.state(EVENTS)).first
-    async for message in log.read(EVENTS, after=first - 1, subject=subject):
+    async for message in stretch(log, EVENTS, first=first, last=newest.sequence if newest else 0, subject=subject):
         detail = decode(message.body, Event, where=f"{subject} sequence {message.sequence}").detail
         found[str(detail["fingerprint"])] = {str(name): str(value) for name, value in detail["values"].items()}
-        if message.sequence >= newest.sequence:
-            break
     return found
 
 
