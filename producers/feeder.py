@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from streamrl.bus.protocol import Bus
+from streamrl.bus.reading import read_key
 from streamrl.config.tree import Config
 from streamrl.core.seeds import run_seed, task_seed
 from streamrl.data.order import row_of
@@ -165,11 +166,8 @@ class Feeder:
 
 async def check_dataset(bus: Bus, problems: Problems, config: Config) -> None:
     """Raise ConfigError unless the problems are those that the run record names; a run without a record passes."""
-    entry = await bus.kv.get(KEY_RUN)
-    if entry is None or entry.value is None:
-        return
-    record = decode(entry.value, RunRecord, where=f"key {KEY_RUN}")
-    if (record.dataset_digest, record.num_rows) != (problems.digest, len(problems)):
+    record = await read_key(bus.kv, KEY_RUN, RunRecord)
+    if record is not None and (record.dataset_digest, record.num_rows) != (problems.digest, len(problems)):
         raise ConfigError(
             f"expected the {record.num_rows} rows that the run {record.run} was started with (digest {record.dataset_digest[:16]}), "
             f"got {len(problems)} rows (digest {problems.digest[:16]}) in {config.data.train}",

@@ -1,10 +1,14 @@
-"""A stretch of a stream: reading that does not wait for what is still to come."""
+"""What there is now, read without waiting for more: a stretch of a stream, the value of a key."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import TypeVar
 
-from streamrl.bus.protocol import Log, Message
+from streamrl.bus.protocol import KeyValue, Log, Message
+from streamrl.schemas.codec import decode
+
+T = TypeVar("T")
 
 
 async def stretch(log: Log, stream: str, *, first: int, last: int, subject: str | None = None) -> AsyncIterator[Message]:
@@ -19,3 +23,9 @@ async def stretch(log: Log, stream: str, *, first: int, last: int, subject: str 
         yield message
         if message.sequence >= last:
             return
+
+
+async def read_key(keys: KeyValue, key: str, kind: type[T]) -> T | None:
+    """The value of a key; None where there is none, or an empty one. Raises SchemaError for a value that is no `kind`."""
+    entry = await keys.get(key)
+    return decode(entry.value, kind, where=f"key {key}") if entry is not None and entry.value else None

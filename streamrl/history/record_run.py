@@ -7,14 +7,16 @@ import logging
 import os
 from pathlib import Path
 
+from streamrl.bus.reading import read_key
 from streamrl.config.tree import Config
 from streamrl.errors import BusUnavailable
 from streamrl.history.record import Recording, record
-from streamrl.history.source import read_record
 from streamrl.history.tap_position import hold_stream, keeping_position
 from streamrl.runtime.lock import holder
 from streamrl.runtime.run_bus import opened
 from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.control import RunRecord
+from streamrl.schemas.subjects import KEY_RUN
 
 logger = logging.getLogger(__name__)
 
@@ -48,4 +50,4 @@ async def _record(config: Config, run: RunDir, out: Path, checkpoints: bool, *, 
         if reader:
             await hold_stream(bus, reader, lease_s=LEASE_S)
             await held.enter_async_context(keeping_position(bus, reader, lease_s=LEASE_S, release=True))
-        return await record(bus, config, run, out, run_record=await read_record(bus), checkpoints=checkpoints)
+        return await record(bus, config, run, out, run_record=await read_key(bus.kv, KEY_RUN, RunRecord), checkpoints=checkpoints)

@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from streamrl.bus.protocol import Bus, Log
+from streamrl.bus.protocol import Log
+from streamrl.bus.reading import read_key
 from streamrl.config.load import dump
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError
@@ -20,7 +21,6 @@ from streamrl.history.replay_log import read_initial_digest, read_past
 from streamrl.runtime.run_bus import opened
 from streamrl.runtime.run_record import check_resume
 from streamrl.runtime.rundir import RunDir
-from streamrl.schemas.codec import decode
 from streamrl.schemas.control import RunRecord
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import KEY_RUN, RUN_ID, Subjects
@@ -82,15 +82,9 @@ async def opened_source(text: str, *, base: Path | str = "runs") -> AsyncGenerat
             log=bus,
             model_dir=run.policy_dir(config),
             checkpoints=run.checkpoints,
-            record=await read_record(bus),
+            record=await read_key(bus.kv, KEY_RUN, RunRecord),
             initial_digest=await read_initial_digest(bus),
         )
-
-
-async def read_record(bus: Bus) -> RunRecord | None:
-    """The run record, or None where none was written."""
-    entry = await bus.kv.get(KEY_RUN)
-    return decode(entry.value, RunRecord, where=KEY_RUN) if entry is not None and entry.value is not None else None
 
 
 async def read_entries(text: str, *, base: Path | str = "runs") -> tuple[str, list[LedgerEntry]]:
