@@ -6,10 +6,10 @@ import asyncio
 import time
 from pathlib import Path
 
+from benchmarks.bus.bus_thread import BusThread
 from benchmarks.bus.lanes import Order, Ran, Receiver
 from benchmarks.bus.payload import NUM_PATTERNS, group, with_task
 from streamrl.bus import Bus, BusAddress, connect
-from streamrl.bus.thread import BusThread
 from streamrl.consumers.training.reader import RecordReader
 from streamrl.core.records import Rollouts
 from streamrl.errors import BusError

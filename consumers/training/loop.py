@@ -124,7 +124,14 @@ class LiveTrainer:
         oldest = oldest_read_again(state, carried)
         identity = call(check_stream(self.bus, cursor=state.cursor, oldest_needed=oldest, identity=known))
         call(ensure_position(self.bus, name, state))
-        saver = self._checkpointer(identity)
+        saver = Checkpointer(
+            bus=self.bus,
+            call=call,
+            trainer=self.trainer,
+            settings=self.config.trainer,
+            run_path=self.run_dir.path,
+            identity=identity,
+        )
         if latest:
             saver.resumed(latest, carried)
         self._mark_epochs(ledger, state)
@@ -265,19 +272,6 @@ class LiveTrainer:
         for _, entry in sorted(ledger.entries.items()):
             if entry.source != WARMUP_SOURCE:
                 self.rewards.append(entry.metrics.get("rollout/raw_reward", 0.0))
-
-    def _checkpointer(self, identity: str) -> Checkpointer:
-        settings = self.config.trainer
-        return Checkpointer(
-            bus=self.bus,
-            call=self.call,
-            trainer=self.trainer,
-            name=settings.name,
-            run_path=self.run_dir.path,
-            every=settings.checkpoint_every,
-            keep=settings.keep_checkpoints,
-            identity=identity,
-        )
 
 
 async def raise_grant(bus: Bus, grant: Grant, *, revision: int | None = None) -> int | None:

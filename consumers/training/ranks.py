@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
+from streamrl.bus.reading import read_key
+from streamrl.config.hosts import address_towards
 from streamrl.consumers.training.calls import Caller
 from streamrl.data.model import ensure_model
 from streamrl.errors import ConfigError, TrainingError
-from streamrl.runtime.addresses import address_towards
 from streamrl.runtime.worker import Worker
-from streamrl.schemas.codec import decode, encode
+from streamrl.schemas.codec import encode
 from streamrl.schemas.subjects import PREFIX_RANKS
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
@@ -112,9 +113,8 @@ def _find(worker: Worker, call: Caller, stop: Callable[[], bool]) -> Gang | None
     cuda = uses_cuda(worker.config, worker.index)
     deadline = time.monotonic() + settings.rank_timeout_s
     while not stop():
-        entry = call(worker.bus.kv.get(_key(worker)))
-        if entry is not None and entry.value is not None:
-            place = decode(entry.value, MeetingPlace, where=_key(worker))
+        place = call(read_key(worker.bus.kv, _key(worker), MeetingPlace))
+        if place is not None:
             gang = attend(place, rank=worker.index, ranks=settings.ranks, cuda=cuda, timeout_s=settings.rank_timeout_s, stop=stop)
             if gang is not None:
                 return gang

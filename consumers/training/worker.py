@@ -11,6 +11,7 @@ from streamrl.consumers.training.loop import LiveTrainer
 from streamrl.consumers.training.ranks import check_rank, follow_rank_0, gather_ranks, lead
 from streamrl.core.state import FoldState
 from streamrl.data.model import ensure_model, vocab_size
+from streamrl.runtime.collection import keep_all
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.events import NUMERICS_EVENT
 from streamrl.schemas.versions import Version
@@ -81,7 +82,7 @@ def train(worker: Worker, loop: asyncio.AbstractEventLoop) -> tuple[FoldState, b
         export=export,
         vocab_size=vocab_size(model_dir),
     )
-    worker.set_up()
+    keep_all()
     result = live.run(worker.draining.is_set)
     publisher.close()
     if gang is not None:

@@ -11,7 +11,7 @@ import itertools
 import re
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
@@ -79,15 +79,23 @@ def _section(name: str, values: msgspec.Struct) -> str:
 
 def _type(kind: Any) -> str:
     origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return f"{_type(arguments[0])}, {' and '.join(_bounds(arguments[1]))}"
     if origin is Literal:
         return " \\| ".join(f"`{_toml(value)}`" for value in arguments)
     if origin in (Union, UnionType):
         return " or ".join(_type(part) for part in arguments if part is not NoneType)
     if origin in (tuple, list):
-        return f"list of {_type(arguments[0])}s"
+        kind, *bounds = _type(arguments[0]).split(",")
+        return ", each".join([f"list of {kind}s", *bounds])
     if origin is dict:
         return "table"
     return _NAMES[kind]
+
+
+def _bounds(meta: msgspec.Meta) -> list[str]:
+    found = {"at least": meta.ge, "above": meta.gt, "at most": meta.le, "below": meta.lt}
+    return [f"{word} {_toml(bound)}" for word, bound in found.items() if bound is not None]
 
 
 def _toml(value: Any) -> str:

@@ -22,6 +22,7 @@ from streamrl.consumers.training.ledger import open_ledger, take_fence
 from streamrl.data.characters import write_tokenizer
 from streamrl.data.problems import load_problems
 from streamrl.data.tokenizer import load_tokenizer
+from streamrl.engines.batching.buffers import TensorLayout, WeightBuffers
 from streamrl.engines.protocol import GenerateRequest
 from streamrl.engines.requests import check_request
 from streamrl.runtime.lock import locked
@@ -31,7 +32,7 @@ from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import SAMPLES, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.names import metric
-from streamrl.weights.manifest import Content, build, check_tensors
+from streamrl.weights.manifest import Content, build
 from streamrl.weights.protocol import Shard
 
 RUN = "demo"
@@ -138,7 +139,7 @@ def other_model() -> None:
     shard = Shard(name="logits", dtype="float32", global_shape=shape, shape=shape, data=np.zeros(4 * 8 * 8 * 4, np.uint8))
     content = Content([shard])
     manifest = build(content, run=RUN, policy="policy", version=Version(0, 12), parts=(), transport="bus")
-    check_tensors(manifest, {"logits": ("float32", (4, 6, 6))})
+    WeightBuffers([TensorLayout("logits", "float32", (4, 6, 6))]).check(manifest)
 
 
 async def another_trainer() -> None:

@@ -1,6 +1,6 @@
 """The bus seam: durable streams, a task queue, keys and blobs of one run.
 
-All methods are coroutines of one event loop (see `streamrl.bus.thread.BusThread` for callers without one).
+All methods are coroutines of one event loop.
 Sequences count from 1 within a stream, without holes.
 """
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
+from streamrl.engines.events import event_data
 from streamrl.engines.extras import read_extras
 from streamrl.engines.protocol import Chunk, EngineInfo, GenerateRequest
 from streamrl.engines.wire import ErrorBody, GenerateBody, MetaInfo, Result, SamplingParams, ServerInfo, spans_in
@@ -181,14 +182,8 @@ class HttpEngine:
         async with self._connected().post(f"{self.address}/generate", data=body, headers=JSON_HEADERS) as response:
             if response.status != 200:
                 self._check(response.status, await response.read())
-            rest = b""
-            async for data in response.content.iter_any():
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    if line == b"data: [DONE]":
-                        return
-                    if line.startswith(b"data: {"):
-                        await events.put(self._event(line[6:]))
+            async for data in event_data(response):
+                await events.put(self._event(data))
 
     def _event(self, data: bytes) -> Result:
         try:

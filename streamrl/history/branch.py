@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -26,8 +26,7 @@ from streamrl.errors import ConfigError, SchemaError
 from streamrl.history.branch_state import begin, translate
 from streamrl.history.branch_steps import BranchStepper
 from streamrl.history.replay import Range, check_span, find_start
-from streamrl.history.replay_log import PastLedger, read_past
-from streamrl.history.replay_pending import read_pending
+from streamrl.history.replay_log import PastLedger, read_past, read_pending
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import Subjects
 from streamrl.trainers.protocol import Trainer
@@ -82,7 +81,6 @@ def branch(
     overrides: Sequence[str],
     fingerprint: str,
     num_tokens: int = 0,
-    progress: Callable[[LedgerEntry], None] | None = None,
 ) -> list[LedgerEntry]:
     """Train the branch to the end of the span; call from the training thread. Returns its ledger.
 
@@ -98,7 +96,6 @@ def branch(
         overrides: what was changed, for branch.json.
         fingerprint: digest of this process's numerics fingerprint.
         num_tokens: vocabulary of the model; 0: token ids are not checked.
-        progress: called with every entry.
 
     Raises:
         LogTruncated: the parent's stream does not go back far enough.
@@ -141,8 +138,6 @@ def branch(
                 entries.append(entry)
                 file.write(msgspec.json.encode(entry) + b"\n")
                 file.flush()
-                if progress is not None:
-                    progress(entry)
     finally:
         reader.close()
     return entries

@@ -25,6 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from streamrl.bus.protocol import Log, Message
+from streamrl.bus.reading import stretch
 from streamrl.config.load import dump
 from streamrl.config.tree import Config
 from streamrl.consumers.training.reader import open_message
@@ -144,28 +145,22 @@ async def _facts(bus: Log, stream: str) -> StreamFacts:
 async def _write(bus: Log, stream: str, facts: StreamFacts, path: Path, schema: pa.Schema, row: Callable[[Message], dict[str, Any]]) -> int:
     """Messages of a stream to a table of one row each; returns how many."""
     with Table(path, schema) as table:
-        if facts.first <= facts.last:
-            async for message in bus.read(stream, after=facts.first - 1):
-                table.add(row(message), len(message.body))
-                if message.sequence >= facts.last:
-                    break
+        async for message in stretch(bus, stream, first=facts.first, last=facts.last):
+            table.add(row(message), len(message.body))
         return table.num_rows
 
 
 async def _write_ledger(bus: Log, facts: StreamFacts, directory: Path) -> int:
     """The ledger to ledger.parquet, and the blobs that its entries name; returns the entries."""
     with Table(directory / "ledger.parquet", columns.ledger_schema()) as table:
-        if facts.first <= facts.last:
-            async for message in bus.read(LEDGER, after=facts.first - 1):
-                entry = decode(message.body, LedgerEntry, where=f"{message.subject} sequence {message.sequence}")
-                if not isinstance(entry.spilled, msgspec.UnsetType):
-                    path = blob_path(directory, entry.spilled.blob)
-                    path.parent.mkdir(exist_ok=True)
-                    path.write_bytes(await bus.blobs.get(entry.spilled.blob))
-                    entry = await whole(bus.blobs, entry)
-                table.add(columns.ledger_row(message, entry), len(message.body) + _DROP_BYTES * len(entry.drops))
-                if message.sequence >= facts.last:
-                    break
+        async for message in stretch(bus, LEDGER, first=facts.first, last=facts.last):
+            entry = decode(message.body, LedgerEntry, where=f"{message.subject} sequence {message.sequence}")
+            if not isinstance(entry.spilled, msgspec.UnsetType):
+                path = blob_path(directory, entry.spilled.blob)
+                path.parent.mkdir(exist_ok=True)
+                path.write_bytes(await bus.blobs.get(entry.spilled.blob))
+                entry = await whole(bus.blobs, entry)
+            table.add(columns.ledger_row(message, entry), len(message.body) + _DROP_BYTES * len(entry.drops))
         return table.num_rows
 
 
@@ -180,15 +175,12 @@ async def _write_samples(bus: Log, facts: StreamFacts, directory: Path) -> int:
         Table(directory / "messages.parquet", columns.messages_schema()) as messages,
         Table(directory / "samples.parquet", columns.samples_schema()) as rows,
     ):
-        if facts.first <= facts.last:
-            async for message in bus.read(SAMPLES, after=facts.first - 1):
-                opened = open_message(message)
-                record, samples = opened.record, opened.samples
-                messages.add(columns.message_row(message, record, samples), 200 if samples is not None else len(message.body))
-                if samples is not None:
-                    rows.add_batch(columns.sample_rows(message, samples), samples.nbytes)
-                if message.sequence >= facts.last:
-                    break
+        async for message in stretch(bus, SAMPLES, first=facts.first, last=facts.last):
+            opened = open_message(message)
+            record, samples = opened.record, opened.samples
+            messages.add(columns.message_row(message, record, samples), 200 if samples is not None else len(message.body))
+            if samples is not None:
+                rows.add_batch(columns.sample_rows(message, samples), samples.nbytes)
         return rows.num_rows
 
 

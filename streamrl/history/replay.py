@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,8 +20,7 @@ from streamrl.core.records import Poison
 from streamrl.core.state import FoldState, initial_state
 from streamrl.data.model import vocab_size
 from streamrl.errors import BusError, ConfigError, TrainingError
-from streamrl.history.replay_log import PastLedger, read_fingerprints, read_past
-from streamrl.history.replay_pending import read_pending
+from streamrl.history.replay_log import PastLedger, read_fingerprints, read_past, read_pending
 from streamrl.history.replay_report import Comparison, Difference, ReplayReport, differing_groups
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import SAMPLES, Subjects
@@ -67,7 +66,6 @@ def replay(
     initial_digest: str = "",
     tolerance: float = TOLERANCE,
     num_tokens: int = 0,
-    progress: Callable[[LedgerEntry, bool], None] | None = None,
 ) -> ReplayReport:
     """Train a run again by its own ledger and compare; call from the training thread.
 
@@ -83,7 +81,6 @@ def replay(
         initial_digest: digest of the version 0 that the run published; empty if it is not known.
         tolerance: see `ReplayReport`.
         num_tokens: vocabulary of the model; 0: token ids are not checked.
-        progress: called after every version with its entry and whether the digest was equal.
 
     Raises:
         LogTruncated: the sample stream does not go back far enough.
@@ -120,9 +117,7 @@ def replay(
             stepped = stepper.next(lambda: False)
             assert stepped is not None and stepped.past is not None
             digest = stepped.result.digest
-            same = comparison.add(stepped, call(whole(log.blobs, entry)))
-            if progress is not None:
-                progress(entry, same)
+            comparison.add(stepped, call(whole(log.blobs, entry)))
     except TrainingError as error:
         problem = error.message
         first = call(_explain(log, error, known_cause))
@@ -180,7 +175,6 @@ async def verify(
     config_difference: str = "",
     initial_digest: str = "",
     tolerance: float = TOLERANCE,
-    progress: Callable[[LedgerEntry, bool], None] | None = None,
 ) -> ReplayReport:
     """Replay a run against its ledger: all of `streamrl replay --verify` but for opening the log. Arguments are those of `replay`."""
     call = Caller(asyncio.get_running_loop())
@@ -200,7 +194,6 @@ async def verify(
                 initial_digest=initial_digest,
                 tolerance=tolerance,
                 num_tokens=vocab_size(model_dir),
-                progress=progress,
             )
 
     return await asyncio.to_thread(work)

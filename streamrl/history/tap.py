@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from streamrl.bus.protocol import Bus
+from streamrl.bus.protocol import Bus, Log
 from streamrl.config.load import override
 from streamrl.config.tree import Config
 from streamrl.consumers.training.calls import Caller
@@ -32,13 +32,13 @@ from streamrl.history.branch import check_overrides, entry_of
 from streamrl.history.branch_state import BranchState, begin, translate
 from streamrl.history.branch_steps import BranchStepper
 from streamrl.history.replay import find_start
-from streamrl.history.replay_log import read_past
-from streamrl.history.replay_pending import read_pending
-from streamrl.history.tap_ledger import FollowedLedger
+from streamrl.history.replay_log import read_past, read_pending
 from streamrl.history.tap_position import hold_stream, keeping_position
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import Worker
-from streamrl.schemas.subjects import Subjects
+from streamrl.schemas.codec import decode
+from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.subjects import LEDGER, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.trainers.fingerprint import fingerprint_digest, numerics_fingerprint
 from streamrl.trainers.protocol import Trainer
@@ -152,7 +152,15 @@ class Tap:
         else:
             state, path = self._first_state()
         pending = call(read_pending(self.bus, state.own, path, identity=latest.stream_identity if latest else ""))
-        saver = self._checkpointer(pending.identity)
+        saver = Checkpointer(
+            bus=self.bus,
+            call=call,
+            trainer=self.trainer,
+            settings=self.config.trainer,
+            run_path=self.run_dir.path,
+            identity=pending.identity,
+            lease_s=self.settings.lease_s,
+        )
         saver.resumed(latest, pending.carried)
         if latest:
             call(ensure_position(self.bus, name, state, lease_s=self.settings.lease_s))
@@ -223,20 +231,55 @@ class Tap:
         self.call(ledger.append(entry_of(renamed, self.config, beside, self.fingerprint, fence=ledger.fence)))
         return state
 
-    def _checkpointer(self, identity: str) -> Checkpointer:
-        settings = self.config.trainer
-        return Checkpointer(
-            bus=self.bus,
-            call=self.call,
-            trainer=self.trainer,
-            name=settings.name,
-            run_path=self.run_dir.path,
-            every=settings.checkpoint_every,
-            keep=settings.keep_checkpoints,
-            identity=identity,
-            lease_s=self.settings.lease_s,
-        )
-
 
 def _renamed(state: BranchState, version: Version) -> BranchState:
     return state if version == state.version else replace(state, own=replace(state.own, version=version))
+
+
+AHEAD = 512
+"""Entries that are read ahead of the tap; it frees them as it trains."""
+
+
+class FollowedLedger:
+    """Reads a trainer's entries on the bus's loop; the training thread asks `at`. Satisfies `streamrl.consumers.training.steps.Entries`.
+
+    A version that the parent trained again after a crash has the same batch, so that either entry serves.
+    """
+
+    def __init__(self, log: Log, loop: asyncio.AbstractEventLoop, subjects: Subjects, trainer: str, *, after: int) -> None:
+        self._log = log
+        self._subject = subjects.ledger(trainer)
+        self._done = after
+        self._entries: dict[int, LedgerEntry] = {}
+        self._failure: BaseException | None = None
+        self._task = asyncio.run_coroutine_threadsafe(self._follow(), loop)
+
+    def at(self, number: int) -> LedgerEntry | None:
+        """The entry that made version `number`, once it is there; those below are freed. Raises what reading raised."""
+        if self._failure is not None and number not in self._entries:
+            raise self._failure
+        self._done = max(self._done, number - 1)
+        for old in [n for n in list(self._entries) if n < number]:
+            del self._entries[old]
+        return self._entries.get(number)
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._task.cancel()
+
+    async def _room(self, number: int) -> None:
+        # The other thread makes the room, and no asyncio.Event may be set from there.
+        while number > self._done + AHEAD:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+    async def _follow(self) -> None:
+        try:
+            async for message in self._log.read(LEDGER, after=0, subject=self._subject):
+                entry = decode(message.body, LedgerEntry, where=f"{self._subject} sequence {message.sequence}")
+                await self._room(entry.version.number)
+                if entry.version.number > self._done:
+                    self._entries[entry.version.number] = entry
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # handed to the training thread, which raises it
+            self._failure = error

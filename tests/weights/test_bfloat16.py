@@ -18,7 +18,7 @@ from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
 from streamrl.weights.bus import BusTransport
-from streamrl.weights.manifest import slices
+from tests.weights.wanted import slices
 
 VOCAB = 64
 

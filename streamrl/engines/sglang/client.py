@@ -8,15 +8,13 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
+from streamrl.engines.events import event_data
 from streamrl.engines.wire import Result
 from streamrl.errors import EngineError
 
 T = TypeVar("T")
 
 _JSON = {"Content-Type": "application/json"}
-_EVENT = b"data: "
-_MAX_LINE = 1 << 28
-"""Bytes of one streamed answer: the routed experts of a long sequence come in one line."""
 
 
 class SglangClient:
@@ -65,15 +63,10 @@ class SglangClient:
             async with self._opened().post(self.address + "/generate", data=self._encoder.encode(body), headers=_JSON) as response:
                 if response.status != 200:
                     self._check("/generate", response.status, await response.read())
-                async for line in response.content:
-                    if line.startswith(b"data: [DONE]"):
-                        return
-                    if line.startswith(_EVENT):
-                        data = line[len(_EVENT) :]
-                        self._check("/generate", 200, data)
-                        yield self._result.decode(data)
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            # ValueError: msgspec's DecodeError, and a line that is longer than the limit.
+                async for data in event_data(response):
+                    self._check("/generate", 200, data)
+                    yield self._result.decode(data)
+        except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
             raise self._gone("/generate", error) from error
 
     async def _call(self, method: str, path: str, body: bytes | None, timeout_s: float | None) -> bytes:
@@ -90,7 +83,7 @@ class SglangClient:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0)
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers, read_bufsize=_MAX_LINE)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
         return self._session
 
     def _decode(self, path: str, data: bytes, expect: type[T]) -> T:

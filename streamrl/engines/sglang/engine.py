@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,6 @@ from streamrl.errors import ConfigError, EngineError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
 from streamrl.weights.protocol import Commit, CudaSource, FileSource, Part, Slice
-
-log = logging.getLogger(__name__)
 
 
 class SglangEngine:

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from streamrl.config.engines import EngineConfig
+from streamrl.config.files import write_private
 from streamrl.engines.sglang.client import SglangClient
 from streamrl.engines.sglang.command import arguments, count_gpus, environment, holds_weights, interpreter, write_site
 from streamrl.errors import EngineError
@@ -170,7 +171,7 @@ class SglangServer:
     async def _start(self, site: Path) -> None:
         port = _free_port()
         secret = self.directory / "server.yaml"
-        _write_private(secret, f'api-key: "{self._key}"\n')
+        write_private(secret, f'api-key: "{self._key}"\n'.encode())
         sglang = self._config.sglang
         plugin = None
         if sglang.swap != "pause":
@@ -335,13 +336,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def _write_private(path: Path, text: str) -> None:
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
 
 
 def _tail(text: str) -> str:

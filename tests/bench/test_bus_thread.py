@@ -2,17 +2,27 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from benchmarks.bus.bus_thread import BusThread
 from streamrl.bus import BusAddress, connect
 from streamrl.bus.server import NatsServer
-from streamrl.bus.thread import BusThread
 from streamrl.config.tree import BusConfig
 from streamrl.errors import BusUnavailable, LogTruncated
 from streamrl.schemas.subjects import Subjects
 
 pytestmark = pytest.mark.nats
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[NatsServer]:
+    server = NatsServer(tmp_path / "bus")
+    server.start()
+    yield server
+    server.stop()
 
 
 def test_a_thread_without_a_loop_publishes_and_reads(own_server: NatsServer) -> None:
