@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -15,9 +15,9 @@ from streamrl.core.assembly import ages, assemble, used
 from streamrl.core.batches import TrainBatch
 from streamrl.core.fold import Batch, Effects, close, fold, is_warm, trained
 from streamrl.core.state import FoldConfig, FoldState
-from streamrl.errors import TrainingError
+from streamrl.errors import BatchDiffers
 from streamrl.schemas.columns import SampleBatch
-from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.ledger import LedgerEntry, Used
 from streamrl.trainers.protocol import StepResult, Trainer
 
 POLL_S = 0.05
@@ -80,7 +80,7 @@ class Stepper:
         """Train the next batch; None when `stop` came true while waiting for one.
 
         Raises:
-            TrainingError: the stream does not give the batch that the ledger says it gave (G4).
+            BatchDiffers: the stream does not give the batch that the ledger says it gave (G4).
         """
         began = time.perf_counter()
         past = self._ledger.at(self.state.version.number + 1)
@@ -88,12 +88,11 @@ class Stepper:
         if batch is None:
             return None
         if past is not None and past.used != used(batch):
-            raise TrainingError(
+            raise batch_differs(
                 f"version {past.version} was trained from {_describe(past)}, the stream now gives {len(batch.groups)} groups from task "
                 f"{batch.groups[0].task}, cursor {self.state.cursor}",
-                hint="was the stream, the ledger or the configuration changed by hand?",
-                expected=past,
-                got=used(batch),
+                past,
+                used(batch),
             )
         arrays = assemble(batch, self._messages, self.state, self._config)
         waited = time.perf_counter() - began
@@ -116,11 +115,10 @@ class Stepper:
             elif past is not None and self.state.cursor >= past.cursor:
                 batch = close(self.state, self._config)
                 if batch is None or self.state.cursor > past.cursor:
-                    raise TrainingError(
+                    raise batch_differs(
                         f"version {past.version} closed at sequence {past.cursor} with {_describe(past)}, the stream gives none there",
-                        hint="was the stream, the ledger or the configuration changed by hand?",
-                        expected=past,
-                        got=(),
+                        past,
+                        (),
                     )
                 return batch
             if stop():
@@ -162,6 +160,32 @@ def measure(batch: Batch, arrays: TrainBatch, state: FoldState) -> dict[str, flo
     if state.reward_count:
         metrics["rollout/raw_reward"] = state.reward_sum / state.reward_count
     return metrics
+
+
+def batch_differs(message: str, entry: LedgerEntry, got: Sequence[Used], *, hint: str = "") -> BatchDiffers:
+    """The error for a batch `got` that is not the one of a ledger's `entry`; `hint` is added to the usual one."""
+    usual = "was the stream, the ledger or the configuration changed by hand?"
+    sequences = {sequence for group in entry.used for sequence in group.sequences}
+    return BatchDiffers(
+        message,
+        hint=f"{usual} {hint}".rstrip(),
+        version=str(entry.version),
+        what=differing_groups(entry.used, got),
+        sequences=tuple(sorted(sequences)),
+    )
+
+
+def differing_groups(expected: Sequence[Used], got: Sequence[Used]) -> str:
+    """The first groups of two batches that differ, in words."""
+    ours = {group.task: group for group in got}
+    for group in expected:
+        other = ours.get(group.task)
+        if other is None:
+            return f"task {group.task} was in the batch, the stream does not give it there"
+        if other != group:
+            return f"task {group.task} was trained from messages {group.sequences}, the stream gives {other.sequences}"
+    more = sorted(set(ours) - {group.task for group in expected})
+    return f"task {more[0]} was not in the batch, the stream gives it there" if more else "the groups are the same"
 
 
 def _describe(entry: LedgerEntry) -> str:

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 
 from streamrl.consumers.training.reader import Incoming, RecordReader
-from streamrl.consumers.training.steps import FORGET_AT, POLL_S, Entries, Stepped, measure
+from streamrl.consumers.training.steps import FORGET_AT, POLL_S, Entries, Stepped, batch_differs, measure
 from streamrl.core.assembly import assemble, used
 from streamrl.core.fold import Batch
 from streamrl.core.state import FoldConfig
-from streamrl.errors import TrainingError
+from streamrl.errors import BatchDiffers
 from streamrl.history.branch_state import BranchState, own_batch, own_trained, parent_batch, parent_trained, take, translate
 from streamrl.schemas.columns import SampleBatch
 from streamrl.schemas.ledger import LedgerEntry
@@ -67,7 +67,7 @@ class BranchStepper:
             None when `wait` said no.
 
         Raises:
-            TrainingError: the stream does not give a batch that the parent's ledger says it gave.
+            BatchDiffers: the stream does not give a batch that the parent's ledger says it gave.
         """
         began = time.perf_counter()
         while True:
@@ -121,12 +121,12 @@ class BranchStepper:
             del self._messages[sequence]
         self._forget_at = max(FORGET_AT, 2 * len(self._messages))
 
-    def _wrong(self, entry: LedgerEntry, batch: Batch | None) -> TrainingError:
+    def _wrong(self, entry: LedgerEntry, batch: Batch | None) -> BatchDiffers:
         got = used(batch) if batch is not None else ()
-        return TrainingError(
+        return batch_differs(
             f"the parent's version {entry.version} was trained from {len(entry.used)} groups, cursor {entry.cursor}; the stream gives "
             f"{len(got)} others there",
-            hint="was the stream, the ledger or the configuration changed by hand? `streamrl replay RUN --verify` tells more",
-            expected=entry,
-            got=got,
+            entry,
+            got,
+            hint="`streamrl replay RUN --verify` tells more",
         )

@@ -19,10 +19,10 @@ from streamrl.core.fold_config import fold_config
 from streamrl.core.records import Poison
 from streamrl.core.state import FoldState, initial_state
 from streamrl.data.model import vocab_size
-from streamrl.errors import BusError, ConfigError, TrainingError
+from streamrl.errors import BatchDiffers, BusError, ConfigError, TrainingError
 from streamrl.history.replay_log import PastLedger, read_fingerprints, read_past
 from streamrl.history.replay_pending import read_pending
-from streamrl.history.replay_report import Comparison, Difference, ReplayReport, differing_groups
+from streamrl.history.replay_report import Comparison, Difference, ReplayReport
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import SAMPLES, Subjects
 from streamrl.schemas.versions import Version
@@ -125,7 +125,7 @@ def replay(
                 progress(entry, same)
     except TrainingError as error:
         problem = error.message
-        first = call(_explain(log, error, known_cause))
+        first = call(_explain(log, error, known_cause)) if isinstance(error, BatchDiffers) else None
     finally:
         reader.close()
     done = entries[comparison.versions - 1].version if comparison.versions else start.version
@@ -219,19 +219,15 @@ def _fingerprint_lines(ours: Mapping[str, str], others: Sequence[str], told: Map
     return tuple(dict.fromkeys(lines))
 
 
-async def _explain(log: Log, error: TrainingError, known_cause: tuple[str, str] | None) -> Difference | None:
-    """Why the stream gave another batch than the ledger has; None when the error is about something else."""
-    expected = error.values.get("expected")
-    if not isinstance(expected, LedgerEntry):
-        return None
-    what = differing_groups(expected.used, error.values["got"])
+async def _explain(log: Log, differs: BatchDiffers, known_cause: tuple[str, str] | None) -> Difference:
+    """Why the stream gave another batch than the ledger has."""
     if known_cause is not None and known_cause[0] == "config":
-        return Difference(str(expected.version), what, *known_cause)
-    for sequence in sorted({sequence for group in expected.used for sequence in group.sequences}):
+        return Difference(differs.version, differs.what, *known_cause)
+    for sequence in differs.sequences:
         try:
             record = open_message(await log.fetch(SAMPLES, sequence)).record
         except BusError as gone:
-            return Difference(str(expected.version), what, "data", gone.message)
+            return Difference(differs.version, differs.what, "data", gone.message)
         if isinstance(record, Poison):
-            return Difference(str(expected.version), what, "schema", record.reason)
-    return Difference(str(expected.version), what, "data", "")
+            return Difference(differs.version, differs.what, "schema", record.reason)
+    return Difference(differs.version, differs.what, "data", "")

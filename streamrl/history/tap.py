@@ -22,12 +22,12 @@ from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.checkpoints import Checkpointer, ensure_position, read_latest
 from streamrl.consumers.training.ledger import Ledger, open_ledger, take_fence
 from streamrl.consumers.training.reader import RecordReader
-from streamrl.consumers.training.steps import POLL_S, Stepped
+from streamrl.consumers.training.steps import POLL_S, Stepped, batch_differs
 from streamrl.core.assembly import used
 from streamrl.core.fold_config import fold_config
 from streamrl.core.state import FoldState
 from streamrl.data.model import ensure_model, vocab_size
-from streamrl.errors import ConfigError, Diverged, TrainingError
+from streamrl.errors import ConfigError, Diverged
 from streamrl.history.branch import check_overrides, entry_of
 from streamrl.history.branch_state import BranchState, begin, translate
 from streamrl.history.branch_steps import BranchStepper
@@ -204,9 +204,11 @@ class Tap:
         assert beside is not None
         past = ledger.at(state.version.number)
         if past is not None and past.used != used(stepped.batch):
-            raise TrainingError(
+            raise batch_differs(
                 f"version {past.version} of tap {self.settings.name!r} was trained from other groups than now",
-                hint="was it started with other --set values? a tap with others needs another --name",
+                past,
+                used(stepped.batch),
+                hint="or the tap started with other --set values? one with others needs another --name",
             )
         if past is not None and past.version.epoch >= state.version.epoch:
             if past.digest == stepped.result.digest:
