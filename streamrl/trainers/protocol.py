@@ -23,6 +23,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float]
     finite: bool = True
     """False when a gradient was not finite and the update was skipped."""
+    score: float | None = None
+    """For a batch of the warm-up, which ends by it: mean probability of whole answers under the policy that the batch was trained from."""
 
 
 class Trainer(Protocol):

@@ -104,12 +104,13 @@ class TableTrainer:
             finite = finite and applied
             rows.append({**sums, "train/grad_norm": norm, "train/lr": rate})
         metrics = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
-        if batch.kind == "sft":
-            metrics["train/answer_probability"] = answer_probability(batch, logprobs)
+        score = answer_probability(batch, logprobs) if batch.kind == "sft" else None
+        if score is not None:
+            metrics["train/answer_probability"] = score
         else:
             metrics["train/nonfinite_tokens"] = float(sum(row["train/nonfinite_tokens"] for row in rows))
             metrics |= ratio_metrics(batch, old_logprobs) | weight_metrics(batch, used) | logprob_differences(batch, old_logprobs)
-        return StepResult(digest=self.digest(), metrics={**objective.metrics, **metrics}, finite=finite)
+        return StepResult(digest=self.digest(), metrics={**objective.metrics, **metrics}, finite=finite, score=score)
 
     def digest(self) -> str:
         """Digest of the parameters as they are now, 16 hex digits."""

@@ -147,8 +147,13 @@ class TorchTrainer:
                 rows.append({**sums, **norms})
         metrics = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
         metrics["train/nonfinite_tokens"] = float(sum(row["train/nonfinite_tokens"] for row in rows))
-        metrics |= self._batch_metrics(batch, objective, found.logprobs(), found.weights(), found.factor)
-        return StepResult(digest=self.digest(), metrics={**objective.metrics, **metrics}, finite=finite)
+        logprobs = found.logprobs()
+        score = answer_probability(batch, logprobs) if batch.kind == "sft" else None
+        if score is not None:
+            metrics["train/answer_probability"] = score
+        else:
+            metrics |= self._batch_metrics(batch, objective, logprobs, found.weights(), found.factor)
+        return StepResult(digest=self.digest(), metrics={**objective.metrics, **metrics}, finite=finite, score=score)
 
     def digest(self) -> str:
         """Digest of the parameters as they are now, 16 hex digits."""
@@ -281,9 +286,7 @@ class TorchTrainer:
         weights: npt.NDArray[np.float64],
         factor: float,
     ) -> dict[str, float]:
-        """What only the whole batch gives, from [T] log-probs at the optimizer steps and correction weights."""
-        if batch.kind == "sft":
-            return {"train/answer_probability": answer_probability(batch, logprobs)}
+        """What only a whole batch of sampled tokens gives, from [T] log-probs at the optimizer steps and correction weights."""
         scores = objective.scores
         before = logprobs if scores.proximal is None else scores.proximal
         arrays = {"rollout/log_probs": before, "rollout/rollout_log_probs": batch.sampler_logprobs}
