@@ -14,7 +14,8 @@ from streamrl.config.tree import Config
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.reader import RecordReader, open_message
 from streamrl.consumers.training.spilled_drops import whole
-from streamrl.consumers.training.steps import Stepper
+from streamrl.consumers.training.steps import Stepped, train_version
+from streamrl.consumers.training.stream_fold import StreamFold
 from streamrl.core.fold_config import fold_config
 from streamrl.core.records import Poison
 from streamrl.core.state import FoldState, initial_state
@@ -105,24 +106,14 @@ def replay(
     others = sorted({entry.fingerprint for entry in entries} - {ours})
     comparison = Comparison(entries, same_fingerprint=not others, known_cause=known_cause)
     reader = RecordReader(log, call.loop, after=state.cursor, capacity=4 * config.tasks.batch_tasks)
-    stepper = Stepper(
-        reader=reader,
-        ledger=past,
-        trainer=trainer,
-        config=rules,
-        state=state,
-        messages=pending.samples,
-        effects=lambda effects, incoming: None,
-    )
+    fold = StreamFold(reader=reader, config=rules, state=state, messages=pending.samples)
+    books = ComparedBooks(past, comparison, lambda entry: call(whole(log.blobs, entry)), progress)
     problem, digest, first = "", "", None
     try:
-        for entry in entries:
-            stepped = stepper.next(lambda: False)
-            assert stepped is not None and stepped.past is not None
+        for _ in entries:
+            stepped = train_version(fold, trainer, books, lambda: False)
+            assert stepped is not None
             digest = stepped.result.digest
-            same = comparison.add(stepped, call(whole(log.blobs, entry)))
-            if progress is not None:
-                progress(entry, same)
     except TrainingError as error:
         problem = error.message
         first = call(_explain(log, error, known_cause)) if isinstance(error, BatchDiffers) else None
@@ -144,6 +135,40 @@ def replay(
         problem=problem,
         digest=digest,
     )
+
+
+class ComparedBooks:
+    """Implements `streamrl.consumers.training.steps.Books`: every version is in the ledger, and is held against it.
+
+    Args:
+        past: the ledger.
+        comparison: takes each version.
+        whole: an entry with its drops in it, wherever they are.
+        progress: see `replay`.
+    """
+
+    hint = ""
+
+    def __init__(
+        self,
+        past: PastLedger,
+        comparison: Comparison,
+        whole: Callable[[LedgerEntry], LedgerEntry],
+        progress: Callable[[LedgerEntry, bool], None] | None,
+    ) -> None:
+        self.at = past.at
+        self._comparison = comparison
+        self._whole = whole
+        self._progress = progress
+
+    def enter(self, stepped: Stepped) -> Version:
+        """See `Books.enter`; other digits are told and gone on with."""
+        assert stepped.past is not None
+        entry = self._whole(stepped.past)
+        same = self._comparison.add(stepped, entry)
+        if self._progress is not None:
+            self._progress(entry, same)
+        return entry.version
 
 
 def check_span(past: PastLedger, span: Range, where: str) -> None:
