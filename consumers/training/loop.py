@@ -43,7 +43,6 @@ from streamrl.schemas.ledger import decided_by
 from streamrl.schemas.subjects import KEY_GRANTED, SAMPLES, WARMUP_SOURCE, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.trainers.protocol import Trainer
-from streamrl.weights.manifest import Content
 from streamrl.weights.protocol import Shard
 
 log = logging.getLogger(__name__)
@@ -130,7 +129,7 @@ class LiveTrainer:
         ledger.forget(state.version.number)
         self._grant(state.grant)
         if ledger.last_number <= state.version.number:
-            self._offer(state.version)
+            self.publisher.offer(state.version, self.trainer.digest(), self.trainer.shards())
         pending = carried | call(fetch_messages(self.bus, held(state) - carried.keys()))
         reader = RecordReader(self.bus, call.loop, after=state.cursor, capacity=4 * self.config.tasks.batch_tasks)
         fold = StreamFold(
@@ -173,7 +172,7 @@ class LiveTrainer:
                 self.export(state.version)
             self._grant(state.grant)
             if state.version.number >= ledger.last_number:
-                self._offer(state.version, stepped.result.digest)
+                self.publisher.offer(state.version, stepped.result.digest, self.trainer.shards())
             saver.after_step(state)
 
     def _appended(self, ledger: Ledger, stepped: Stepped) -> None:
@@ -217,13 +216,6 @@ class LiveTrainer:
         if grant.granted > self._granted:
             self._grant_revision = self.call(raise_grant(self.bus, grant, revision=self._grant_revision))
             self._granted = grant.granted
-
-    def _offer(self, version: Version, digest: str = "") -> None:
-        if digest:
-            self.publisher.offer(version, digest, self.trainer.shards())
-            return
-        shards: tuple[Shard, ...] = tuple(self.trainer.shards())
-        self.publisher.offer(version, Content(shards).digest, shards)
 
     def _remember_rewards(self, ledger: Ledger) -> None:
         for _, entry in sorted(ledger.entries.items()):

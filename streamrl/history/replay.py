@@ -31,7 +31,6 @@ from streamrl.trainers.checkpoints import list_checkpoints
 from streamrl.trainers.fingerprint import fingerprint_difference, fingerprint_digest, numerics_fingerprint
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.ranks.local import opened_trainer
-from streamrl.weights.manifest import Content
 
 log = logging.getLogger(__name__)
 
@@ -233,7 +232,7 @@ async def verify(
 
 def _other_weights(trainer: Trainer, published: str) -> tuple[str, str] | None:
     """(cause, detail) when the initial weights are not those that the run published as version 0."""
-    ours = Content(tuple(trainer.shards())).digest
+    ours = trainer.digest()
     if published in ("", ours):
         return None
     return "initial weights", f"version 0 was published with digest {published}, the model directory gives {ours}"
