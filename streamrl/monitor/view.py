@@ -105,10 +105,6 @@ class Rate:
     def __init__(self) -> None:
         self._marks: deque[tuple[float, int]] = deque()
 
-    def grant(self, grant: Grant) -> None:
-        """How many tasks may be issued and how many have ended."""
-        self._grant = grant
-
     def mark(self, now_s: float, total: int) -> None:
         """The total is `total` at `now_s`; times must not fall."""
         self._marks.append((now_s, total))
