@@ -17,7 +17,7 @@ from streamrl.engines.batching.delays import TokenDelay
 from streamrl.engines.factory import make_engine
 from streamrl.engines.protocol import Chunk, Engine, EngineInfo, GenerateRequest, HostedEngine
 from streamrl.engines.server import serve
-from streamrl.errors import BusError, EngineError
+from streamrl.errors import BusError, EngineDied, EngineError
 from streamrl.runtime.collection import keep_all
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.codec import encode
@@ -55,8 +55,8 @@ async def main(worker: Worker) -> None:
     for left in range(restarts, -1, -1):
         try:
             return await _one_life(worker, model_dir)
-        except EngineError as error:
-            if not error.values.get("died") or not left or worker.draining.is_set():
+        except EngineDied as error:
+            if not left or worker.draining.is_set():
                 raise
             logger.error("event=engine_restarting worker=%s left=%d message=%s", worker.name, left, error.message)
             await worker.metrics({"engine/restarts_total": 1.0})

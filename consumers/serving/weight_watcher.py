@@ -136,8 +136,7 @@ class WeightWatcher:
                 async for message in self._bus.read(WEIGHTS, after=end, subject=self._subject):
                     await self._consider(message)
             except LogTruncated as error:
-                needed = error.values.get("needed")
-                logger.info("event=weights_manifests_trimmed engine=%s needed=%s action=take_the_newest", self._engine, needed)
+                logger.info("event=weights_manifests_trimmed engine=%s needed=%s action=take_the_newest", self._engine, error.needed)
             except BusUnavailable as error:
                 logger.warning("event=weights_bus_away engine=%s serving=%s error=%s", self._engine, self.serving, error.message)
                 await asyncio.sleep(self._backoff_s)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from streamrl.bus.reading import read_key
 from streamrl.config.hosts import address_towards
@@ -21,7 +21,6 @@ from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.ranks.local import uses_cuda
 
 if TYPE_CHECKING:
-    from streamrl.trainers.ranks.leading import RankTrainer
     from streamrl.trainers.ranks.process_group import Gang
 
 log = logging.getLogger(__name__)
@@ -79,7 +78,7 @@ def lead(trainer: Trainer, gang: Gang) -> Trainer:
     """Rank 0's trainer as one that takes the other ranks along; raises TrainingError when they began with other parameters."""
     from streamrl.trainers.ranks.leading import LeadingTrainer
 
-    return LeadingTrainer(cast("RankTrainer", trainer), gang)
+    return LeadingTrainer(trainer, gang)
 
 
 async def follow_rank_0(worker: Worker) -> None:
@@ -100,7 +99,7 @@ def _follow(worker: Worker, call: Caller) -> None:
         return
     model_dir = ensure_model(worker.config, worker.run_dir.model_dir)
     # Made in the thread that steps it, like rank 0's.
-    trainer = cast("RankTrainer", make_trainer(worker.config, model_dir))
+    trainer = make_trainer(worker.config, model_dir)
     log.info("event=following rank=%d", gang.rank)
     follow(trainer, gang)
     gang.close()

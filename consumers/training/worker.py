@@ -15,7 +15,7 @@ from streamrl.runtime.collection import keep_all
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.events import NUMERICS_EVENT
 from streamrl.schemas.versions import Version
-from streamrl.trainers.factory import export_policy, make_trainer
+from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.fingerprint import fingerprint_digest, numerics_fingerprint
 from streamrl.weights.factory import make_publisher
 
@@ -68,7 +68,7 @@ def train(worker: Worker, loop: asyncio.AbstractEventLoop) -> tuple[FoldState, b
     def export(version: Version) -> None:
         path = run_dir.hf / f"v{version.number:08d}"
         if not path.exists():
-            export_policy(trainer, path)
+            trainer.export(path)
 
     live = LiveTrainer(
         config=config,

@@ -14,7 +14,7 @@ from streamrl.engines.events import event_data
 from streamrl.engines.extras import read_extras
 from streamrl.engines.protocol import Chunk, EngineInfo, GenerateRequest
 from streamrl.engines.wire import ErrorBody, GenerateBody, MetaInfo, Result, SamplingParams, ServerInfo, spans_in
-from streamrl.errors import EngineError, SchemaError
+from streamrl.errors import EngineError, EngineUnavailable, SchemaError
 from streamrl.schemas.samples import LogprobMode
 from streamrl.schemas.versions import Version
 
@@ -300,10 +300,10 @@ class HttpEngine:
             detail = msgspec.json.decode(data, type=ErrorBody).error
         except msgspec.DecodeError:
             raise EngineError(f"expected status 200 from {self.address}, got {status}: {data[:200]!r}", hint="see its log") from None
-        raise EngineError(detail.message, hint=detail.hint, unavailable=status == 503)
+        raise (EngineUnavailable if status == 503 else EngineError)(detail.message, hint=detail.hint)
 
-    def _gone(self, reason: str) -> EngineError:
-        return EngineError(f"engine at {self.address} has gone: {reason}", hint="is its process running?", unavailable=True)
+    def _gone(self, reason: str) -> EngineUnavailable:
+        return EngineUnavailable(f"engine at {self.address} has gone: {reason}", hint="is its process running?")
 
     def _unexpected(self, path: str, error: Exception) -> EngineError:
         return EngineError(f"expected an answer of SGLang's form from {self.address}{path}, got: {error}", hint="is it an engine?")

@@ -20,7 +20,7 @@ from streamrl.core.state import FoldConfig, initial_state
 from streamrl.errors import TrainingError
 from streamrl.history.replay_log import PastLedger
 from streamrl.schemas.columns import SampleBatch
-from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.ledger import LedgerEntry, decided_by
 from streamrl.schemas.subjects import SAMPLES
 
 OUTLIER = 10.0
@@ -98,8 +98,8 @@ async def read_history(log: Log, past: PastLedger, config: FoldConfig) -> Histor
             batch = close(state, config)
             if batch is None:
                 raise TrainingError(f"the stream does not give the batch of version {entry.version}", hint="see `replay --verify`")
-            score = entry.metrics.get("train/answer_probability", 0.0)
-            state = replace(trained(state, batch, config, warm=entry.warm, score=score), version=entry.version)
+            after = trained(state, batch, config, warm=entry.warm, score=decided_by(entry).score)
+            state = replace(after, version=entry.version)
             if state.granted > grants[-1][0]:
                 grants.append((state.granted, entry.time_s))
     warmup = next((n for n, entry in enumerate(entries, start=1) if entry.warm), len(entries)) if config.warmup_steps else 0

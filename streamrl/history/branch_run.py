@@ -24,7 +24,6 @@ from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import check_name
-from streamrl.trainers.factory import export_policy
 from streamrl.trainers.fingerprint import fingerprint_digest, numerics_fingerprint
 from streamrl.trainers.ranks.local import opened_trainer
 
@@ -75,7 +74,7 @@ async def train_branch(
                 num_tokens=vocab_size(source.model_dir),
             )
             if entries:
-                export_policy(trainer, run.hf / f"v{entries[-1].version.number:08d}")
+                trainer.export(run.hf / f"v{entries[-1].version.number:08d}")
             return entries
 
     try:

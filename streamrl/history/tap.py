@@ -1,14 +1,13 @@
 """Tap: a second trainer beside a live run. It reads the stream and the run's ledger, publishes no weights and grants nothing.
 
 It has a name, a ledger, checkpoints and a position of its own. Its position is a lease: it keeps the stream from being trimmed under the
-tap, and lapses when the tap has been gone for `lease_s`. What it trains is a branch of the run (`streamrl.history.branch_steps`).
+tap, and lapses when the tap has been gone for `lease_s`. What it trains is a branch of the run (`streamrl.history.branch_fold`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,19 +17,19 @@ from msgspec.structs import replace
 from streamrl.bus.protocol import Bus, Log
 from streamrl.config.load import override
 from streamrl.config.tree import Config
+from streamrl.consumers.training.books import LedgerBooks
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.checkpoints import Checkpointer, ensure_position, read_latest
-from streamrl.consumers.training.ledger import Ledger, open_ledger, take_fence
+from streamrl.consumers.training.ledger import open_ledger, take_fence
 from streamrl.consumers.training.reader import RecordReader
-from streamrl.consumers.training.steps import POLL_S, Stepped
-from streamrl.core.assembly import used
+from streamrl.consumers.training.steps import train_version
 from streamrl.core.fold_config import fold_config
 from streamrl.core.state import FoldState
 from streamrl.data.model import ensure_model, vocab_size
-from streamrl.errors import ConfigError, Diverged, TrainingError
-from streamrl.history.branch import check_overrides, entry_of
+from streamrl.errors import ConfigError
+from streamrl.history.branch import check_overrides
+from streamrl.history.branch_fold import BranchFold
 from streamrl.history.branch_state import BranchState, begin, translate
-from streamrl.history.branch_steps import BranchStepper
 from streamrl.history.replay import find_start
 from streamrl.history.replay_log import read_past, read_pending
 from streamrl.history.tap_position import hold_stream, keeping_position
@@ -39,7 +38,6 @@ from streamrl.runtime.worker import Worker
 from streamrl.schemas.codec import decode
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import LEDGER, Subjects
-from streamrl.schemas.versions import Version
 from streamrl.trainers.fingerprint import fingerprint_digest, numerics_fingerprint
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.ranks.local import opened_trainer
@@ -169,27 +167,28 @@ class Tap:
             saver.flush(state)
         parent = FollowedLedger(self.bus, call.loop, self.subjects, self.parent.trainer.name, after=state.parent.version.number)
         reader = RecordReader(self.bus, call.loop, after=state.cursor, capacity=4 * self.config.tasks.batch_tasks)
-        stepper = BranchStepper(
+        fold = BranchFold(
             reader=reader,
             parent=parent,
-            trainer=self.trainer,
             config=self.rules,
             parent_config=self.parent_rules,
             state=state,
             messages={sequence: translate(samples, state.numbers) for sequence, samples in pending.samples.items()},
+            waiting=saver.while_waiting,  # a full stream may wait for this very position
         )
+        other = "was it started with other --set values? a tap with others needs another --name"
+        books = LedgerBooks(ledger, call, self.config, self.fingerprint, hint=other, diverged=other)
         log.info("tapping from version=%s parent=%s cursor=%d fence=%d", state.version, state.parent.version, state.cursor, fence)
         try:
-            while (stepped := stepper.next(lambda: self._wait(stepper, saver, stop))) is not None:
-                stepper.state = self._commit(stepped, stepper, ledger)
-                saver.after_step(stepper.state)
+            while train_version(fold, self.trainer, books, lambda: self._stops(fold.state, stop)):
+                saver.after_step(fold.state)
                 if stop():  # a tap that is behind never waits
                     break
         finally:
             reader.close()
             parent.close()
-        saver.flush(stepper.state)
-        return stepper.state
+        saver.flush(fold.state)
+        return fold.state
 
     def _first_state(self) -> tuple[BranchState, Path | None]:
         """Where a new tap begins, and the run's checkpoint that this is."""
@@ -198,42 +197,9 @@ class Tap:
         before = FoldState.decode(self.trainer.load(start.path)) if start.path else None
         return begin(self.rules, self.parent_rules, before), start.path
 
-    def _wait(self, stepper: BranchStepper, saver: Checkpointer, stop: Callable[[], bool]) -> bool:
-        saver.while_waiting(stepper.state)  # a full stream may wait for this very position
-        parent = stepper.state.parent
-        if stop() or (parent.warmup_end is not None and parent.steps >= self.config.run.steps):
-            return False
-        time.sleep(POLL_S)
-        return True
-
-    def _commit(self, stepped: Stepped, stepper: BranchStepper, ledger: Ledger) -> BranchState:
-        """Make the batch durable in the tap's ledger, or check it against what is there; returns the state with its final version."""
-        state, beside = stepper.state, stepper.beside
-        assert beside is not None
-        past = ledger.at(state.version.number)
-        if past is not None and past.used != used(stepped.batch):
-            raise TrainingError(
-                f"version {past.version} of tap {self.settings.name!r} was trained from other groups than now",
-                hint="was it started with other --set values? a tap with others needs another --name",
-            )
-        if past is not None and past.version.epoch >= state.version.epoch:
-            if past.digest == stepped.result.digest:
-                return _renamed(state, past.version)
-            if self.config.run.numerics == "bitwise":
-                raise Diverged(
-                    f"version {past.version} of tap {self.settings.name!r} has digest {past.digest} in its ledger, training it again gave "
-                    f"{stepped.result.digest}",
-                    hint="was it started with other --set values? a tap with others needs another --name",
-                    version=str(past.version),
-                )
-            state = _renamed(state, Version(ledger.max_epoch + 1, state.version.number))
-        renamed = replace(stepped, state=state.own)
-        self.call(ledger.append(entry_of(renamed, self.config, beside, self.fingerprint, fence=ledger.fence)))
-        return state
-
-
-def _renamed(state: BranchState, version: Version) -> BranchState:
-    return state if version == state.version else replace(state, own=replace(state.own, version=version))
+    def _stops(self, state: BranchState, stop: Callable[[], bool]) -> bool:
+        parent = state.parent
+        return stop() or (parent.warmup_end is not None and parent.steps >= self.config.run.steps)
 
 
 AHEAD = 512

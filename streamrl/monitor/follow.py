@@ -99,7 +99,7 @@ class Follower:
                     self._folded.set()
             except LogTruncated as gap:
                 first = (await self._bus.state(stream)).first
-                logger.info("event=history_trimmed stream=%s first=%d after=%s", stream, first, gap.values.get("needed"))
+                logger.info("event=history_trimmed stream=%s first=%d after=%s", stream, first, gap.needed)
                 self._after[stream] = first - 1
             except BusError as error:
                 logger.warning("event=follow_retry stream=%s error=%s", stream, error.message)

@@ -15,6 +15,7 @@ from streamrl.errors import SchemaError
 from streamrl.monitor.numbers import EngineLine, Evaluation, Point, Problem, RunNumbers, WorkerLine
 from streamrl.schemas.control import EVALUATION_ROLE, ROLLOUT_ROLE, EnginePresence, Grant, WorkerPresence
 from streamrl.schemas.events import Event, MetricReport
+from streamrl.schemas.ledger import decided_by
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.metrics import Fold
 
@@ -51,6 +52,8 @@ class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
     time_s: float = 0.0
     spilled: SpilledLine | None = None
+    score: float | msgspec.UnsetType = msgspec.UNSET
+    reward: float | msgspec.UnsetType = msgspec.UNSET
 
 
 class ProblemDetail(msgspec.Struct, frozen=True):
@@ -183,7 +186,7 @@ class RunView:
                 number=entry.version.number,
                 warmup=warmup,
                 warm=entry.warm,
-                reward=None if warmup else entry.metrics.get("rollout/raw_reward"),
+                reward=None if warmup else decided_by(entry).reward,
                 age_min=min(ages, default=0),
                 age_mean=statistics.fmean(ages) if ages else 0.0,
                 age_max=max(ages, default=0),

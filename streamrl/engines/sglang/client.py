@@ -10,7 +10,7 @@ import msgspec
 
 from streamrl.engines.events import event_data
 from streamrl.engines.wire import Result
-from streamrl.errors import EngineError
+from streamrl.errors import EngineError, EngineUnavailable
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class SglangClient:
             self._session = None
 
     async def get(self, path: str, *, timeout_s: float, expect: type[T]) -> T:
-        """GET; raises EngineError (`unavailable`) when there is no answer in time, or another one than `expect`."""
+        """GET; raises EngineUnavailable when there is no answer in time, or another one than `expect`."""
         return self._decode(path, await self._call("GET", path, None, timeout_s), expect)
 
     async def post(self, path: str, body: Any, *, timeout_s: float, expect: type[T]) -> T:
@@ -97,17 +97,14 @@ class SglangClient:
     def _check(self, path: str, status: int, data: bytes) -> None:
         if status == 200 and not data.startswith(b'{"error"'):
             return
-        raise EngineError(
+        raise (EngineUnavailable if status >= 500 else EngineError)(
             f"expected SGLang at engine {self._name} to answer {path}, got status {status}: {_said(data)}",
             hint="see the server's log",
             status=status,
-            unavailable=status >= 500,
         )
 
-    def _gone(self, path: str, error: Exception) -> EngineError:
-        return EngineError(
-            f"SGLang at engine {self._name} did not answer {path}: {error!r}", hint="see the server's log", unavailable=True, broken=True
-        )
+    def _gone(self, path: str, error: Exception) -> EngineUnavailable:
+        return EngineUnavailable(f"SGLang at engine {self._name} did not answer {path}: {error!r}", hint="see the server's log")
 
 
 def _said(data: bytes) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 
 from streamrl.engines.live_swap.images import collected, memory_folder
 from streamrl.engines.sglang.client import SglangClient
-from streamrl.errors import EngineError, WeightSyncError
+from streamrl.errors import EngineDied, EngineError, WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
 from streamrl.tensors.concatenation import ITEM_BYTES
@@ -110,14 +110,12 @@ class StockHost:
             self.broken = True
             answer = await self._post("update_weights_from_disk", body, LOAD_S)
             if not answer.get("success"):
-                raise EngineError(f"SGLang at engine {self._engine} refused version {version}: {answer.get('message')}", died=True)
+                raise EngineError(f"SGLang at engine {self._engine} refused version {version}: {answer.get('message')}")
             self.broken = False
         except EngineError as error:
-            raise EngineError(
+            raise EngineDied(
                 f"engine {self._engine} may hold a mixture of {self.serving} and {version}: {error.message}",
                 hint="its server is started anew",
-                died=True,
-                unavailable=True,
             ) from error
         finally:
             if not self.broken:

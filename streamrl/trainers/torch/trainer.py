@@ -43,7 +43,7 @@ from streamrl.trainers.torch.optimizer import ClippedAdamW
 from streamrl.trainers.torch.parallel import DataParallel
 from streamrl.trainers.torch.recheck import Recheck
 from streamrl.trainers.torch.reproducible import reproducible
-from streamrl.trainers.torch.scores import Scorer, needed_roles, predictable
+from streamrl.trainers.torch.scores import Scorer, needed_roles
 from streamrl.trainers.torch.snapshot import SnapshotRing
 from streamrl.weights.protocol import Shard
 
@@ -116,14 +116,6 @@ class TorchTrainer:
         """Of the parameters as they are, on a GPU; None when nobody has asked since they were written."""
         self._writer = BackgroundWriter()
 
-    def score(self, batch: TrainBatch, role: Role) -> npt.NDArray[np.float32]:
-        """See `Trainer.score`; `value` gives the critic's values of the state before each token.
-
-        Raises:
-            TrainingError: this trainer does not hold that model.
-        """
-        return self._score(batch, role, predictable(batch), np.arange(batch.num_samples))
-
     def step(self, batch: TrainBatch) -> StepResult:
         """See `Trainer.step`. Metrics are means over the batch's optimizer steps, weighted as the loss is."""
         self._known = None
@@ -147,11 +139,16 @@ class TorchTrainer:
                 rows.append({**sums, **norms})
         metrics = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
         metrics["train/nonfinite_tokens"] = float(sum(row["train/nonfinite_tokens"] for row in rows))
-        metrics |= self._batch_metrics(batch, objective, found.logprobs(), found.weights(), found.factor)
-        return StepResult(digest=self.digest(), metrics={**objective.metrics, **metrics}, finite=finite)
+        logprobs = found.logprobs()
+        score = answer_probability(batch, logprobs) if batch.kind == "sft" else None
+        if score is not None:
+            metrics["train/answer_probability"] = score
+        else:
+            metrics |= self._batch_metrics(batch, objective, logprobs, found.weights(), found.factor)
+        return StepResult(digest=self.digest(), metrics={**objective.metrics, **metrics}, finite=finite, score=score)
 
     def digest(self) -> str:
-        """Digest of the parameters as they are now, 16 hex digits."""
+        """See `Trainer.digest`."""
         if self._digester is None:
             return digest_of(self._parameters)
         self._known = self._digester.digests()
@@ -218,8 +215,8 @@ class TorchTrainer:
             torch.cuda.set_rng_state(state.random["cuda"], self._policy.device)
         return extra
 
-    def save_hf(self, path: Path) -> None:
-        """Write a Hugging Face directory (weights, configuration, tokenizer) at `path`, whole or not at all."""
+    def export(self, path: Path) -> None:
+        """See `Trainer.export`: a Hugging Face directory with weights, configuration and tokenizer."""
 
         def write(directory: Path) -> None:
             self._policy.module.save_pretrained(directory)
@@ -281,9 +278,7 @@ class TorchTrainer:
         weights: npt.NDArray[np.float64],
         factor: float,
     ) -> dict[str, float]:
-        """What only the whole batch gives, from [T] log-probs at the optimizer steps and correction weights."""
-        if batch.kind == "sft":
-            return {"train/answer_probability": answer_probability(batch, logprobs)}
+        """What only a whole batch of sampled tokens gives, from [T] log-probs at the optimizer steps and correction weights."""
         scores = objective.scores
         before = logprobs if scores.proximal is None else scores.proximal
         arrays = {"rollout/log_probs": before, "rollout/rollout_log_probs": batch.sampler_logprobs}
