@@ -1,8 +1,13 @@
-"""Files that are there as a whole or not at all."""
+"""Files and directories that are there as a whole or not at all."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import shutil
+import tempfile
+from collections.abc import Generator
 from pathlib import Path
 
 
@@ -23,3 +28,26 @@ def write_private(path: Path, data: bytes) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+@contextlib.contextmanager
+def new_directory(path: Path) -> Generator[Path]:
+    """An empty directory beside `path`, the owner's alone, which becomes `path` at the end and is removed after an error.
+
+    Raises:
+        FileExistsError: `path` is there.
+        OSError: it cannot be made.
+    """
+    if path.exists():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path.parent)) from error
+    scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        yield scratch
+        scratch.rename(path)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
