@@ -11,7 +11,7 @@ from msgspec import UNSET
 from streamrl.config.tree import Config
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.ledger import Ledger
-from streamrl.consumers.training.steps import Stepped
+from streamrl.consumers.training.steps import Books, Stepped
 from streamrl.core.assembly import ages, used
 from streamrl.core.seeds import run_seed
 from streamrl.errors import Diverged
@@ -21,68 +21,53 @@ from streamrl.schemas.versions import Version
 logger = logging.getLogger(__name__)
 
 
-class LedgerBooks:
-    """Implements `streamrl.consumers.training.steps.Books`.
+def ledger_books(
+    ledger: Ledger,
+    call: Caller,
+    config: Config,
+    fingerprint: str,
+    *,
+    diverged: str,
+    hint: str = "",
+    appended: Callable[[Stepped], None] | None = None,
+) -> Books:
+    """A ledger to write to.
 
-    A version that is in the ledger with the same digest is known by that entry. With other digits it is another one: the epoch is
-    forked, or with run.numerics = "bitwise" that is an error.
+    A version that is in it with the same digest is known by that entry. With other digits it is another one: the epoch is forked, or
+    with run.numerics = "bitwise" that is an error.
 
     Args:
         ledger: opened by whoever holds its fence.
         call: runs a coroutine of the bus's loop.
         config: of whoever trains.
         fingerprint: digest of the numerics fingerprint.
-        hint: see `Books.hint`.
         diverged: what to do about other digits.
-        appended: called once a version has become durable in the ledger.
+        hint: see `Books.hint`.
+        appended: called once a version has become durable.
+
+    Returns:
+        Its `enter` raises Diverged, and Fenced when another trainer has taken over.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        call: Caller,
-        config: Config,
-        fingerprint: str,
-        *,
-        diverged: str,
-        hint: str = "",
-        appended: Callable[[Stepped], None] | None = None,
-    ) -> None:
-        self.hint = hint
-        self._ledger = ledger
-        self._call = call
-        self._config = config
-        self._fingerprint = fingerprint
-        self._diverged = diverged
-        self._appended = appended
-
-    def at(self, number: int) -> LedgerEntry | None:
-        """See `Entries.at`."""
-        return self._ledger.at(number)
-
-    def enter(self, stepped: Stepped) -> Version:
-        """See `Books.enter`.
-
-        Raises:
-            Diverged: with run.numerics = "bitwise", the step gave other digits than the ledger has.
-            Fenced: another trainer has taken over.
-        """
+    def enter(stepped: Stepped) -> Version:
         past, version = stepped.past, stepped.state.version
         if past is not None and past.version.epoch >= version.epoch:
             if past.digest == stepped.result.digest:
                 return past.version
-            if self._config.run.numerics == "bitwise":
+            if config.run.numerics == "bitwise":
                 raise Diverged(
                     f"version {past.version} has digest {past.digest} in the ledger, training it again gave {stepped.result.digest}",
-                    hint=self._diverged,
+                    hint=diverged,
                     version=str(past.version),
                 )
-            version = Version(self._ledger.max_epoch + 1, version.number)
+            version = Version(ledger.max_epoch + 1, version.number)
             logger.warning("epoch forked version=%s ledger_version=%s ledger_digest=%s", version, past.version, past.digest)
-        self._call(self._ledger.append(entry_of(stepped, version, self._config, self._fingerprint, fence=self._ledger.fence)))
-        if self._appended is not None:
-            self._appended(stepped)
+        call(ledger.append(entry_of(stepped, version, config, fingerprint, fence=ledger.fence)))
+        if appended is not None:
+            appended(stepped)
         return version
+
+    return Books(ledger.at, enter, hint)
 
 
 def entry_of(stepped: Stepped, version: Version, config: Config, fingerprint: str, *, fence: int = 0) -> LedgerEntry:

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
-from streamrl.consumers.training.books import LedgerBooks
+from streamrl.consumers.training.books import ledger_books
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.carried import fetch_messages, held, oldest_read_again, read_carried
 from streamrl.consumers.training.checkpoints import Checkpointer, check_stream, ensure_position, read_latest
@@ -158,7 +158,7 @@ class LiveTrainer:
         return fold.own, finished
 
     def _train(self, fold: StreamFold, ledger: Ledger, saver: Checkpointer, stop: Callable[[], bool]) -> bool:
-        books = LedgerBooks(
+        books = ledger_books(
             ledger,
             self.call,
             self.config,

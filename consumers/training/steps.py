@@ -4,7 +4,7 @@
 books.at      what is known of it already                                       ledger, or nothing
 fold.next     the batch that is due, from records in stream order               StreamFold: live, replay    BranchFold: branch, tap
 trainer.step
-books.enter   into the ledger, or held against it; gives the version's name     LedgerBooks: live, tap; a report; a file
+books.enter   into the ledger, or held against it; gives the version's name     ledger_books: live, tap; a report; a file
 ```
 
 The fold owns the state. Nobody else sets it.
@@ -58,17 +58,15 @@ class Entries(Protocol):
         ...
 
 
-class Books(Entries, Protocol):
-    """Where versions are written down, or looked up."""
+class Books(msgspec.Struct, frozen=True):
+    """Where versions are written down, or held against what is there."""
 
-    @property
-    def hint(self) -> str:
-        """What else may be the cause when a batch is not the one in the books."""
-        ...
-
-    def enter(self, stepped: Stepped) -> Version:
-        """Write the version down or hold it against what is there, by the rules of whoever trains; gives the version it is known by."""
-        ...
+    at: Callable[[int], LedgerEntry | None]
+    """The entry that made a version number, when that has been trained before."""
+    enter: Callable[[Stepped], Version]
+    """Takes a version in, by the rules of whoever trains; gives the version that it is known by."""
+    hint: str = ""
+    """What else may be the cause when a batch is not the one in the books."""
 
 
 class Folding(Protocol):

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
@@ -19,7 +18,7 @@ from streamrl.config.tree import Config
 from streamrl.consumers.training.books import entry_of
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.reader import RecordReader
-from streamrl.consumers.training.steps import Stepped, train_version
+from streamrl.consumers.training.steps import Books, Stepped, train_version
 from streamrl.core.fold_config import fold_config
 from streamrl.core.state import FoldState
 from streamrl.errors import ConfigError, SchemaError
@@ -128,43 +127,24 @@ def branch(
         state=state,
         messages={sequence: translate(samples, state.numbers) for sequence, samples in pending.samples.items()},
     )
+    entries: list[LedgerEntry] = []
     try:
         with (directory / LEDGER_FILE).open("wb") as file:
-            books = LedgerFile(file, lambda stepped: entry_of(stepped, stepped.state.version, config, fingerprint))
+
+            def enter(stepped: Stepped) -> Version:
+                entry = entry_of(stepped, stepped.state.version, config, fingerprint)
+                entries.append(entry)
+                file.write(msgspec.json.encode(entry) + b"\n")
+                file.flush()
+                return entry.version
+
+            books = Books(lambda number: None, enter)  # all of its versions are new
             # A record that is awaited comes: the parent's ledger says so. Without a further entry there is nothing left.
             while train_version(fold, trainer, books, lambda: fold.state.parent.version.number >= stretch[-1].version.number):
                 pass
-            return books.entries
     finally:
         reader.close()
-
-
-class LedgerFile:
-    """Implements `streamrl.consumers.training.steps.Books`: all versions are new, and become lines of a file.
-
-    Args:
-        file: open for writing.
-        entry: the entry of a version.
-    """
-
-    hint = ""
-
-    def __init__(self, file: BinaryIO, entry: Callable[[Stepped], LedgerEntry]) -> None:
-        self.entries: list[LedgerEntry] = []
-        self._file = file
-        self._entry = entry
-
-    def at(self, number: int) -> LedgerEntry | None:
-        """None: see `Entries.at`."""
-        return None
-
-    def enter(self, stepped: Stepped) -> Version:
-        """See `Books.enter`."""
-        entry = self._entry(stepped)
-        self.entries.append(entry)
-        self._file.write(msgspec.json.encode(entry) + b"\n")
-        self._file.flush()
-        return entry.version
+    return entries
 
 
 def ledger_size(directory: Path) -> int:

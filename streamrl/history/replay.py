@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,7 +14,7 @@ from streamrl.config.tree import Config
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.reader import RecordReader, open_message
 from streamrl.consumers.training.spilled_drops import whole
-from streamrl.consumers.training.steps import Stepped, train_version
+from streamrl.consumers.training.steps import Books, Stepped, train_version
 from streamrl.consumers.training.stream_fold import StreamFold
 from streamrl.core.fold_config import fold_config
 from streamrl.core.records import Poison
@@ -23,7 +23,6 @@ from streamrl.data.model import vocab_size
 from streamrl.errors import BatchDiffers, BusError, ConfigError, TrainingError
 from streamrl.history.replay_log import PastLedger, read_fingerprints, read_past, read_pending
 from streamrl.history.replay_report import Comparison, Difference, ReplayReport
-from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import SAMPLES, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.trainers.checkpoints import list_checkpoints
@@ -103,11 +102,17 @@ def replay(
     comparison = Comparison(entries, same_fingerprint=not others, known_cause=known_cause)
     reader = RecordReader(log, call.loop, after=state.cursor, capacity=4 * config.tasks.batch_tasks)
     fold = StreamFold(reader=reader, config=rules, state=state, messages=pending.samples)
-    books = ComparedBooks(past, comparison, lambda entry: call(whole(log.blobs, entry)))
+
+    def enter(stepped: Stepped) -> Version:
+        assert stepped.past is not None
+        entry = call(whole(log.blobs, stepped.past))
+        comparison.add(stepped, entry)
+        return entry.version
+
     problem, digest, first = "", "", None
     try:
         for _ in entries:
-            stepped = train_version(fold, trainer, books, lambda: False)
+            stepped = train_version(fold, trainer, Books(past.at, enter), lambda: False)
             assert stepped is not None
             digest = stepped.result.digest
     except TrainingError as error:
@@ -131,35 +136,6 @@ def replay(
         problem=problem,
         digest=digest,
     )
-
-
-class ComparedBooks:
-    """Implements `streamrl.consumers.training.steps.Books`: every version is in the ledger, and is held against it.
-
-    Args:
-        past: the ledger.
-        comparison: takes each version.
-        whole: an entry with its drops in it, wherever they are.
-    """
-
-    hint = ""
-
-    def __init__(
-        self,
-        past: PastLedger,
-        comparison: Comparison,
-        whole: Callable[[LedgerEntry], LedgerEntry],
-    ) -> None:
-        self.at = past.at
-        self._comparison = comparison
-        self._whole = whole
-
-    def enter(self, stepped: Stepped) -> Version:
-        """See `Books.enter`; other digits are told and gone on with."""
-        assert stepped.past is not None
-        entry = self._whole(stepped.past)
-        self._comparison.add(stepped, entry)
-        return entry.version
 
 
 def check_span(past: PastLedger, span: Range, where: str) -> None:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from streamrl.bus.protocol import Bus, Log
 from streamrl.config.load import override
 from streamrl.config.tree import Config
-from streamrl.consumers.training.books import LedgerBooks
+from streamrl.consumers.training.books import ledger_books
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.checkpoints import Checkpointer, ensure_position, read_latest
 from streamrl.consumers.training.ledger import open_ledger, take_fence
@@ -177,7 +177,7 @@ class Tap:
             waiting=saver.while_waiting,  # a full stream may wait for this very position
         )
         other = "was it started with other --set values? a tap with others needs another --name"
-        books = LedgerBooks(ledger, call, self.config, self.fingerprint, hint=other, diverged=other)
+        books = ledger_books(ledger, call, self.config, self.fingerprint, hint=other, diverged=other)
         log.info("tapping from version=%s parent=%s cursor=%d fence=%d", state.version, state.parent.version, state.cursor, fence)
         try:
             while train_version(fold, self.trainer, books, lambda: self._stops(fold.state, stop)):

@@ -9,15 +9,17 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Literal
 
 import pyarrow.parquet as pq
 import pytest
+from msgspec.structs import replace
 
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
 from streamrl.data.model import ensure_model
-from streamrl.errors import ConfigError
+from streamrl.errors import BatchDiffers, ConfigError, Diverged
 from streamrl.history.record_run import record_run
 from streamrl.history.tap import TapSettings, tap, tap_config
 from streamrl.runtime.lock import locked
@@ -26,6 +28,7 @@ from streamrl.runtime.worker import Worker
 from streamrl.schemas.codec import decode
 from streamrl.schemas.control import Position
 from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.subjects import KEY_LATEST
 from tests.history.conftest import FIXED
 from tests.kill.conftest import children, own_server  # noqa: F401  fixtures
 from tests.kill.world import World, table_config, world
@@ -83,6 +86,33 @@ async def test_a_tap_that_is_behind_heeds_its_drain(tmp_path: Path) -> None:
     state = await tap(worker, TapSettings(name="late", first=1))
     assert state.version.number <= 1  # 1, unless the first record was not there yet when it looked
     assert [entry.version.number for entry in await read_ledger(bus, "live", "late")] == [*range(1, state.version.number + 1)]
+    await bus.close()
+
+
+async def test_a_tap_that_begins_again_with_other_values_finds_its_ledger(tmp_path: Path) -> None:
+    """Its checkpoints are lost, so it trains by its ledger: other batches are refused before they are trained, other digits by numerics."""
+    config = table_config(tmp_path, run={"name": "live", "steps": 4}, tasks={"max_staleness": 0}, **FIXED)
+    run, config = make_run(tmp_path, config)
+    ensure_model(config, run.model_dir)
+    bus = MemoryBus(config.run.name, config.bus)
+    await run_to_end(config, run, bus)
+
+    async def again(*overrides: str, numerics: Literal["bitwise", "fast"] = "bitwise") -> list[LedgerEntry]:
+        changed = replace(config, run=replace(config.run, numerics=numerics))
+        await bus.kv.delete(f"{KEY_LATEST}/late")
+        await tap(Worker(config=changed, run_dir=run, bus=bus, kind="trainer", index=1), TapSettings(name="late", overrides=overrides))
+        return await read_ledger(bus, "live", "late")
+
+    first = await again()
+    assert len(first) == 4 and await again() == first
+    with pytest.raises(BatchDiffers) as differs:
+        await again("tasks.batch_tasks=1", "tasks.max_staleness=2")
+    assert differs.value.version == "0.1" and "another --name" in differs.value.hint
+    faster = "trainer.optimizer.learning_rate=0.02"
+    with pytest.raises(Diverged, match=r"version 0\.1 has digest"):
+        await again(faster)
+    forked = await again(faster, numerics="fast")
+    assert forked[:4] == first and [str(entry.version) for entry in forked[4:]] == ["1.1", "1.2", "1.3", "1.4"]
     await bus.close()
 
 

@@ -11,7 +11,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from streamrl.consumers.training import loop
 from streamrl.consumers.training.loop import LiveTrainer
+from streamrl.consumers.training.steps import Books, Stepped
 from streamrl.core.state import FoldState
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import Position
@@ -66,20 +68,29 @@ def position_before_checkpoint(bus: Any, module: ModuleType) -> Any:
 
 def publish_before_ledger(bus: Any, module: ModuleType) -> Any:
     """A version goes to the engines before its entry is durable."""
-    commit, offer = LiveTrainer._commit, LiveTrainer._offer
+    train, make = LiveTrainer._train, loop.ledger_books
 
-    def early(self: LiveTrainer, stepped: Any, ledger: Any) -> FoldState:
-        version = stepped.state.version
-        if stepped.past is None:
-            offer(self, version, stepped.result.digest)
-            while self.call(bus.last(self.subjects.weights("policy"))) is None or announced(self) < version:
-                time.sleep(0.005)
-        return commit(self, stepped, ledger)
+    def training(self: LiveTrainer, *given: Any) -> bool:
+        def early_books(*parts: Any, **options: Any) -> Books:
+            books = make(*parts, **options)
+
+            def enter(stepped: Stepped) -> Version:
+                version = stepped.state.version
+                if stepped.past is None:
+                    self.publisher.offer(version, stepped.result.digest, self.trainer.shards())
+                    while self.call(bus.last(self.subjects.weights("policy"))) is None or announced(self) < version:
+                        time.sleep(0.005)
+                return books.enter(stepped)
+
+            return Books(books.at, enter)
+
+        loop.ledger_books = early_books
+        return train(self, *given)
 
     def announced(self: LiveTrainer) -> Version:
         return decode(self.call(bus.last(self.subjects.weights("policy"))).body, Manifest).version
 
-    LiveTrainer._commit = early  # type: ignore[method-assign]
+    LiveTrainer._train = training  # type: ignore[method-assign]
     return bus
 
 
