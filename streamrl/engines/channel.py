@@ -212,7 +212,7 @@ class ChannelEngine(HttpEngine):
                     self.address + PATH,
                     heartbeat=heartbeat_s,
                     max_msg_size=MAX_FRAME_BYTES,
-                    timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_S),
+                    timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_S),  # pyright: ignore[reportCallIssue]  # attrs makes it
                 )
         except aiohttp.WSServerHandshakeError as error:
             await self._call("GET", "/server_info")  # says why, where the server turns all requests away
