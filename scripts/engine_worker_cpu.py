@@ -129,14 +129,17 @@ async def worker(address: str) -> None:
         print(time.process_time(), flush=True)
 
 
-async def measure(address: str, cpu: Any, *, streams: int, tokens: int, rounds: int, stream: bool, hop: str) -> dict[str, Any]:
+async def measure(address: str, cpu: Any, *, streams: int, tokens: int, rounds: int, answers: str, hop: str) -> dict[str, Any]:
     """Tokens and the worker's CPU time over `rounds` rounds of all groups, the first one left out."""
     engine = ChannelEngine(address) if hop == "channel" else HttpEngine(address)
-    sampling = Sampling(max_new_tokens=tokens)
+    # A stop token beside ignore_eos makes the worker stream from SGLang, to cut there: the producer gets whole answers all the same.
+    cut = {"ignore_eos": True, "stop_token_ids": (1999,)} if answers == "streamed to the worker" else {}
+    sampling = Sampling(max_new_tokens=tokens, **cut)
+    stream = answers == "streamed"
 
     async def group(number: int, round_: int) -> int:
         request = GenerateRequest(
-            request_id=f"{stream}-{hop}-{round_}-{number}", prompt_ids=PROMPT, sampling=sampling, seeds=range(GROUP), stream=stream
+            request_id=f"{answers}-{hop}-{round_}-{number}", prompt_ids=PROMPT, sampling=sampling, seeds=range(GROUP), stream=stream
         )
         return sum(len(one.token_ids) for one in await complete(engine, request))
 
@@ -149,7 +152,7 @@ async def measure(address: str, cpu: Any, *, streams: int, tokens: int, rounds: 
     await engine.close()
     return {
         "producer_asks_over": hop,
-        "answers": "streamed" if stream else "whole",
+        "answers": answers,
         "streams": streams,
         "tokens_per_s": round(made / seconds),
         "cpu_us_a_token": round(1e6 * used / made, 1),
@@ -185,10 +188,10 @@ async def main() -> None:
         return float(ours.stdout.readline())
 
     try:
-        for stream in (True, False):
+        for answers in ("streamed", "streamed to the worker", "whole"):
             for hop in ("channel", "http"):
                 sizes = {"streams": given.streams, "tokens": given.tokens, "rounds": given.rounds}
-                print(json.dumps(await measure(address, cpu, **sizes, stream=stream, hop=hop)), flush=True)
+                print(json.dumps(await measure(address, cpu, **sizes, answers=answers, hop=hop)), flush=True)
     finally:
         for child in (ours, fake):
             child.kill()
