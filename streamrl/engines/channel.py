@@ -137,6 +137,11 @@ class _Line:
         except msgspec.DecodeError as error:
             self.reason = f"it sent what is no answer: {error}"
         finally:
+            await self.end()
+
+    async def end(self) -> None:
+        """Tell who waits, and close the connection."""
+        if not self.over:
             self.over = True
             for queue in self.waiting.values():
                 queue.put_nowait(None)
@@ -155,7 +160,7 @@ class ChannelEngine(HttpEngine):
         self._numbers = itertools.count()
         self._line: _Line | None = None
         self._reader: asyncio.Task[None] | None = None
-        self._opening = asyncio.Lock()
+        self._opening: asyncio.Task[_Line] | None = None
 
     async def close(self) -> None:
         """See `HttpEngine.close`."""
@@ -165,8 +170,11 @@ class ChannelEngine(HttpEngine):
                 self._line.reason = "the client was closed"
                 self._reader.cancel()
                 await asyncio.gather(self._reader, return_exceptions=True)
+                await self._line.end()  # a reader that had not begun has not done so
         finally:
             await super().close()
+            if self._opening is not None:
+                await asyncio.gather(self._opening, return_exceptions=True)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """See `Engine.generate`. Closing the iterator makes the server abort."""
@@ -197,11 +205,24 @@ class ChannelEngine(HttpEngine):
         (await self._opened()).outgoing.put(Abort(request_id))
 
     async def _opened(self) -> _Line:
-        async with self._opening:
-            if self._line is None or self._line.over:
-                self._line = _Line(await self._dial())
-                self._reader = asyncio.create_task(self._line.read())
+        """The open connection. All who need one while there is none wait for the same attempt, and fail with it."""
+        if self._line is not None and not self._line.over:
             return self._line
+        if self._opening is None or self._opening.done():
+            self._opening = asyncio.create_task(self._connect())
+        line = await asyncio.shield(self._opening)
+        if line.over:
+            raise self._gone(line.reason)
+        return line
+
+    async def _connect(self) -> _Line:
+        socket = await self._dial()
+        if self._closed:
+            await socket.close()
+            raise self._gone("the client was closed")
+        self._line = line = _Line(socket)
+        self._reader = asyncio.create_task(line.read())
+        return line
 
     async def _dial(self) -> aiohttp.ClientWebSocketResponse:
         # aiohttp pings after this long without a word, and waits half as long for the answer.

@@ -169,6 +169,41 @@ async def test_a_server_that_falls_silent_fails_its_open_requests():
         assert caught.value.values["unavailable"]
 
 
+@pytest.mark.parametrize("closed", [False, True])
+async def test_all_who_wait_for_a_connection_fail_with_its_one_attempt(closed: bool):
+    opens = 0
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal opens
+        opens += 1
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    client = ChannelEngine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", silence_s=30.0 if closed else 0.2)
+    tasks = [asyncio.ensure_future(ask(client, REQUEST)) for _ in range(5)]
+    while not opens:
+        await asyncio.sleep(0.005)
+    if closed:
+        await client.close()
+    for task in tasks:
+        with pytest.raises(EngineError, match="has gone"):
+            await task
+    assert closed or opens == 1, "aiohttp asks once more where the connection is broken"
+    await client.close()
+    server.close()
+
+
+async def test_a_client_that_is_closed_with_its_first_request_ends_it():
+    async with scripted() as (_, client):
+        task = asyncio.ensure_future(ask(client, msgspec.structs.replace(REQUEST, prompt_ids=(2,))))
+        while client._line is None:
+            await asyncio.sleep(0)
+        await client.close()
+        with pytest.raises(EngineError, match="has gone"):
+            await task
+
+
 async def test_a_slow_answer_from_a_healthy_server_is_waited_for():
     async def slow(request: web.Request) -> web.StreamResponse:
         socket = await opened(request)
