@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer
-from streamrl.engines.http import HttpEngine
+from streamrl.engines.channel import ChannelEngine
 from streamrl.errors import ConfigError
 from streamrl.producers.engine_pool import EnginePool
 from streamrl.producers.functions import is_user_code, make_producer
@@ -30,9 +30,9 @@ def policy_tokenizer(worker: Worker) -> tuple[Tokenizer, int]:
 
 
 def make_pool(worker: Worker, *, role: str = ROLLOUT_ROLE) -> EnginePool:
-    """The engines of the run's policy that have this role, asked over HTTP."""
+    """The engines of the run's policy that have this role, asked over a channel each."""
     token = worker.run_dir.engine_token()
-    return EnginePool(worker.bus.kv, lambda presence: HttpEngine(presence.address, token=token), policy="policy", role=role)
+    return EnginePool(worker.bus.kv, lambda presence: ChannelEngine(presence.address, token=token), policy="policy", role=role)
 
 
 def make_runner(worker: Worker, pool: EnginePool, function: str, *, key: str) -> GroupRunner:

@@ -15,7 +15,7 @@ from streamrl.schemas.tasks import RolloutTask
 
 
 class SingleTurn:
-    """Prompt in, `num_rollouts` completions out; the prompt is sent and prefilled once."""
+    """Prompt in, `num_rollouts` completions out; the prompt is sent once, and prefilled once where all of them begin together."""
 
     async def rollout(self, task: RolloutTask, context: Context) -> Sequence[Episode | Failure]:
         """One episode per rollout; rollout k is sampled with seed `rollout_seed(task.seed, k)`."""

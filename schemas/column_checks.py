@@ -8,13 +8,35 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import numpy.typing as npt
 
 from streamrl.schemas.columns import SampleBatch
 from streamrl.schemas.samples import LogprobMode, Status
 
 
+def all_well(b: SampleBatch, starts: npt.NDArray[np.int64]) -> bool:
+    """Whether the messages whose rows begin at `starts` ([M]) keep every rule below, each of them; if not, they are to be asked singly."""
+    tasks, sizes, samples = b.ints("task"), b.ints("group_size"), b.ints("num_samples")
+    counts = np.diff(starts, append=b.num_rows)
+    rising = b.rollouts[1:] > b.rollouts[:-1]
+    rising[starts[1:] - 1] = True
+    return (
+        not _rows_problem(b)
+        and np.array_equal(tasks, np.repeat(tasks[starts], counts))
+        and np.array_equal(sizes, np.repeat(sizes[starts], counts))
+        and bool(tasks.min() >= 0 and sizes.min() >= 1 and b.rollouts.min() >= 0 and (b.rollouts < sizes).all())
+        # One sample a rollout, in order: what nearly every message holds.
+        and bool(samples.min() == 1 == samples.max() and not b.ints("sample").any() and rising.all())
+        and not value_problem(b)
+    )
+
+
 def shape_problem(b: SampleBatch) -> str:
     """The first thing in which columns do not fit together, or an empty string."""
+    return _rows_problem(b) or _task_problem(b)
+
+
+def _rows_problem(b: SampleBatch) -> str:
     if not b.same_offsets("tokens", "loss_mask", "logprobs"):
         return "expected tokens, loss_mask and logprobs of equal lengths"
     lengths = b.lengths
@@ -29,6 +51,10 @@ def shape_problem(b: SampleBatch) -> str:
         return "expected version spans that cover every token once"
     if b.span_number.min() < -1 or b.span_epoch.min() < -1 or ((b.span_number < 0) != (b.span_epoch < 0)).any():
         return "expected versions with epoch and number of at least 0, or both -1 where no model sampled"
+    return ""
+
+
+def _task_problem(b: SampleBatch) -> str:
     sizes = set(b.ints("group_size").tolist())
     if set(b.ints("task").tolist()) != {b.task} or sizes != {b.group_size} or b.task < 0 or b.group_size < 1:
         return "expected all rows to be of one task and one group size"

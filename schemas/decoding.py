@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
+import numpy as np
 import pyarrow as pa
 
 from streamrl.errors import SchemaError
-from streamrl.schemas.column_checks import shape_problem, value_problem
+from streamrl.schemas.column_checks import all_well, shape_problem, value_problem
 from streamrl.schemas.columns import SCHEMA_KEY, SCHEMA_NAME, SampleBatch, arrow_schema, schema_bytes
+
+_UNREADABLE = (pa.ArrowException, StopIteration, EOFError, OSError, ValueError, OverflowError, MemoryError)
+
+
+def decode_together(bodies: Sequence[bytes | memoryview]) -> Sequence[SampleBatch] | None:
+    """What `decode_samples` gives for each of several small messages, for a third of the time; their tokens are copied once.
+
+    None when anything at all is wrong with one of them, or is unusual: decode them one by one then.
+    """
+    try:
+        batches = [_open(body, "") for body in bodies]
+        joined = pa.concat_batches(batches)
+        starts = np.cumsum([0] + [batch.num_rows for batch in batches[:-1]])
+        columns = joined.columns
+        if not all(batch.num_rows for batch in batches) or any(_has_nulls(columns[index], is_list) for index, _, is_list in _never_null()):
+            return None
+        whole = SampleBatch(joined, columns, sum(map(len, bodies)))
+        return whole.parts(starts, [len(body) for body in bodies]) if all_well(whole, starts) else None
+    except (SchemaError, *_UNREADABLE):
+        return None
 
 
 def decode_samples(body: bytes | memoryview, *, where: str = "") -> SampleBatch:
@@ -21,7 +43,7 @@ def decode_samples(body: bytes | memoryview, *, where: str = "") -> SampleBatch:
     place = f" at {where}" if where else ""
     try:
         batch = _open(body, place)
-    except (pa.ArrowException, StopIteration, EOFError, OSError, ValueError, OverflowError, MemoryError) as error:
+    except _UNREADABLE as error:
         raise SchemaError(f"expected an Arrow stream of {SCHEMA_NAME}{place}, got {len(body)} bytes that are none: {error}") from error
     if batch.num_rows == 0:
         raise SchemaError(f"expected at least one row of {SCHEMA_NAME}{place}, got none")

@@ -119,6 +119,7 @@ def judge(
     *,
     digest: str | None = None,
     schema: str | None = None,
+    decoded: SampleBatch | None = None,
 ) -> tuple[Record, SampleBatch | None]:
     """One stored message to one record, with the decoded samples when it has some.
 
@@ -129,6 +130,7 @@ def judge(
         task_header: value of the `Streamrl-Task` header, if any.
         digest: value of the `Streamrl-Digest` header, if any.
         schema: value of the `Streamrl-Schema` header, if any.
+        decoded: the samples in the body, where they have been decoded with others'.
     """
     where = f"{subject} sequence {sequence}"
     kind = kind_of(subject)
@@ -139,7 +141,7 @@ def judge(
         if kind == "samples":
             if schema is not None and schema != SCHEMA_NAME:
                 raise SchemaError(f"expected sample schema {SCHEMA_NAME} at {where}, got {schema[:40]!r} (header)")
-            batch = decode_samples(body, where=where)
+            batch = decoded or decode_samples(body, where=where)
             if task_header is not None and task_header != str(batch.task):
                 # With a digest that fits, the body is what was published, and it is the header that was written wrongly.
                 named = named if digest is None else batch.task

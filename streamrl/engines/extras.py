@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from streamrl.engines.experts import from_text
+import msgspec
+
+from streamrl.engines.experts import RoutedExperts, from_text
+from streamrl.engines.protocol import Chunk
 from streamrl.engines.wire import MetaInfo
 
 NUMBERS = ("cached_tokens", "num_retractions", "spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts")
@@ -39,3 +42,10 @@ def write_extras(extras: Mapping[str, Any], meta: MetaInfo) -> None:
     if (experts := extras.get(EXPERTS)) is not None:
         meta.routed_experts, meta.routed_experts_dtype, meta.routed_experts_shape = experts.text(), experts.dtype, experts.shape
     meta.inexact_versions = bool(extras.get(INEXACT))
+
+
+def restore(chunk: Chunk) -> Chunk:
+    """A chunk as it was before it went through MessagePack, which knows no types within `extras`."""
+    if EXPERTS in chunk.extras:
+        chunk.extras[EXPERTS] = msgspec.convert(chunk.extras[EXPERTS], RoutedExperts)
+    return chunk

@@ -1,4 +1,4 @@
-"""Any engine over HTTP, in SGLang's subset (`streamrl.engines.wire`)."""
+"""Any engine over HTTP, in SGLang's subset (`streamrl.engines.wire`), and over channels to our own clients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import msgspec
 from aiohttp import web
 
 from streamrl.config.hosts import is_loopback
+from streamrl.engines.channel import PATH as CHANNEL
 from streamrl.engines.protocol import Engine, EngineInfo, GenerateRequest
+from streamrl.engines.server_channel import Channels
 from streamrl.engines.server_requests import Group, Numbers, read_groups
 from streamrl.engines.server_results import Completed
 from streamrl.engines.wire import ErrorBody, ErrorDetail, GenerateBody, Result, ServerInfo
@@ -53,6 +55,9 @@ class EngineServer:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._admit])
         app.router.add_post("/generate", _answering(self._generate))
         app.router.add_post("/abort_request", _answering(self._abort))
+        channels = Channels(self._engine, shutdown_s=SHUTDOWN_S)
+        app.router.add_get(CHANNEL, channels.serve)
+        app.on_shutdown.append(channels.close)
         app.router.add_get(HEALTH, _answering(self._health))
         app.router.add_get("/health_generate", _answering(self._health_generate))
         for path in ("/server_info", "/get_server_info"):

@@ -1,4 +1,4 @@
-"""One contract for every `Engine`: local and table in process, and each of them behind HTTP.
+"""One contract for every `Engine`: local and table in process, and each of them behind HTTP and behind a channel.
 
 tests/sglang/test_contract.py runs the same tests on SGLang.
 """
@@ -17,6 +17,7 @@ import pytest
 from streamrl.config.tree import EngineConfig
 from streamrl.engines.batching.delays import TokenDelay
 from streamrl.engines.batching.engine import BatchingEngine
+from streamrl.engines.channel import ChannelEngine
 from streamrl.engines.http import HttpEngine
 from streamrl.engines.local.engine import LocalEngine
 from streamrl.engines.protocol import Engine, GenerateRequest, HostedEngine
@@ -93,18 +94,18 @@ def make_host(kind: str, path: Path) -> BatchingEngine:
     return TableEngine(path, config, engine_id="engine-0", policy="policy", max_len=MAX_LEN, delay=delay)
 
 
-@pytest.fixture(params=["local", "table", "http-local", "http-table"])
+@pytest.fixture(params=["local", "table", "http-local", "http-table", "channel-local", "channel-table"])
 async def bare(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Site]:
     """A site that serves no weights yet."""
-    kind = request.param.removeprefix("http-")
+    way, _, kind = request.param.rpartition("-")
     host = make_host(kind, tmp_path)
     await host.start()
     try:
-        if request.param == kind:
+        if not way:
             yield Site(host, host, kind)
         else:
             server = await serve(host)
-            client = HttpEngine(server.address)
+            client = HttpEngine(server.address) if way == "http" else ChannelEngine(server.address)
             try:
                 yield Site(client, host, kind)
             finally:

@@ -32,10 +32,9 @@ MESSAGES: dict[str, tuple[str, bytes]] = {
     "presence": ("engine", f"PUB $KV.{NAME}.presence.engines.".encode()),
 }
 """Aims on the wire: who sends the message, and how its line begins. One aim more, the writing of a checkpoint, is seen in its files."""
-REQUESTS: dict[str, tuple[str, bytes]] = {
-    "request": ("producer", b"POST /generate"),
-    "attached request": ("attached producer", b"POST /generate"),
-}
+_FRAME = b"\x82\xfe"
+"""How a client's WebSocket frame of more than 125 bytes begins: on a channel, one with requests."""
+REQUESTS: dict[str, tuple[str, bytes]] = {"request": ("producer", _FRAME), "attached request": ("attached producer", _FRAME)}
 """Aims on the wire to the engine. `after`: the engine has the request, and nothing of its answer gets through."""
 WHERE: tuple[Where, ...] = ("before", "within", "after")
 

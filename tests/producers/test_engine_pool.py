@@ -11,7 +11,7 @@ from streamrl.bus.memory import MemoryBus
 from streamrl.config.tree import BusConfig
 from streamrl.data.tokenizer import Tokenizer
 from streamrl.engines.batching.delays import TokenDelay
-from streamrl.engines.http import HttpEngine
+from streamrl.engines.channel import ChannelEngine
 from streamrl.engines.protocol import GenerateRequest
 from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import EngineError
@@ -155,7 +155,7 @@ async def test_a_refused_request_says_nothing_against_the_engine(tmp_path: Path)
 async def test_an_engine_that_cannot_be_reached_is_left_out_until_it_is_announced_again(tmp_path: Path) -> None:
     async with running(tmp_path / "model") as fleet:
         await fleet.add("b", running=4)
-        fleet.engines["a"] = HttpEngine("http://127.0.0.1:9")  # type: ignore[assignment]  # nobody listens on the discard port
+        fleet.engines["a"] = ChannelEngine("http://127.0.0.1:9")  # type: ignore[assignment]  # nobody listens on the discard port
         await fleet.announce("a")
         await fleet.until(lambda: "a" in fleet.pool.engines)
         try:

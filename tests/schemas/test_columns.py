@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from streamrl.errors import SchemaError
 from streamrl.schemas.columns import SampleBatch, arrow_schema
-from streamrl.schemas.decoding import decode_samples
+from streamrl.schemas.decoding import decode_samples, decode_together
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import BlobRef, LogprobMode, Sample, Status, VersionSpan
 from streamrl.schemas.tasks import Sampling
@@ -173,56 +173,102 @@ def put(**columns: Any) -> Change:
     return change
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (put(loss_mask=[[0, 0, 1, 1], [0, 0, 1, 1, 1]]), "equal lengths"),
-        (put(logprobs=[[0, 0, -1, -1, -1], [0, 0, -1]]), "equal lengths"),
-        (put(tokens=[[1, 2, 3, 4], []], loss_mask=[[0, 0, 1, 1], []], logprobs=[[0.0, 0, -1, -1], []]), "at least one token"),
-        (put(logprobs=[[0, 0, -1, -1], [0, 0, float("nan"), -1]]), "finite log-probs"),
-        (put(logprobs=[[0, 0, -1, -1], [0, 0, float("-inf"), -1]]), "finite log-probs"),
-        (put(logprobs=[[0, 0, -1, 0.01], [0, 0, -1, -1]]), "at most 0"),
-        (put(loss_mask=[[0, 0, 1, 1], [1, 0, 1, 1]]), "0 at each first token"),
-        (put(loss_mask=[[0, 0, 1, 1], [0, 0, 2, 1]]), "loss mask of 0 and 1"),
-        (put(tokens=[[1, 2, 3, 4], [1, 2, -3, 4]]), "token ids"),
-        (put(span_length=[[2, 2], [2, 1]]), "cover every token"),
-        (put(span_length=[[2, 2], [4, 0]]), "at least one token each"),
-        (put(span_length=[[2, 2], [2]], span_epoch=[[-1, 0], [-1]], span_number=[[-1, 4], [-1]]), "cover every token"),
-        (put(span_length=[[2, 2], []], span_epoch=[[-1, 0], []], span_number=[[-1, 4], []]), "at least one token each"),
-        (
-            put(span_length=[[2**31 - 1, 2**31 - 1, 6], [2, 2]], span_epoch=[[0] * 3, [-1, 0]], span_number=[[4] * 3, [-1, 4]]),
-            "cover every token",
-        ),
-        (put(span_number=[[-1, 4, 4], [-1]]), "equal lengths"),
-        (put(span_number=[[-1, 4], [-1, -4]]), "epoch and number"),
-        (put(span_number=[[-1, 4], [4, 4]]), "epoch and number"),
-        (put(task=[3, 4]), "one task"),
-        (put(task=[-1, -1]), "one task"),
-        (put(group_size=[2, 3]), "one group size"),
-        (put(group_size=[0, 0]), "group size"),
-        (put(rollout=[0, 2]), "below the group size 2"),
-        (put(rollout=[0, -1]), "below the group size 2"),
-        (put(rollout=[0, 0]), "all samples of rollout 0"),
-        (put(num_samples=[1, 2]), "all samples of rollout 1"),
-        (put(sample=[0, 1]), "all samples of rollout 1"),
-        (put(reward=[0.0, float("inf")]), "finite rewards"),
-        (put(temperature=-0.5), "temperature"),
-        (put(temperature=float("nan")), "temperature"),
-        (put(temperature=0.0), "temperature above 0"),
-        (put(top_p=0.0), "top_p"),
-        (put(top_k=0), "top_k"),
-        (put(max_new_tokens=0), "max_new_tokens"),
-        (put(status="melted"), "melted"),
-        (put(logprob_mode="guess"), "guess"),
-        (put(span_number=[[-1, 4], [-1, -1]], span_epoch=[[-1, 0], [-1, -1]]), "carry the version"),
-    ],
-)
+WRONG = [
+    (put(loss_mask=[[0, 0, 1, 1], [0, 0, 1, 1, 1]]), "equal lengths"),
+    (put(logprobs=[[0, 0, -1, -1, -1], [0, 0, -1]]), "equal lengths"),
+    (put(tokens=[[1, 2, 3, 4], []], loss_mask=[[0, 0, 1, 1], []], logprobs=[[0.0, 0, -1, -1], []]), "at least one token"),
+    (put(logprobs=[[0, 0, -1, -1], [0, 0, float("nan"), -1]]), "finite log-probs"),
+    (put(logprobs=[[0, 0, -1, -1], [0, 0, float("-inf"), -1]]), "finite log-probs"),
+    (put(logprobs=[[0, 0, -1, 0.01], [0, 0, -1, -1]]), "at most 0"),
+    (put(loss_mask=[[0, 0, 1, 1], [1, 0, 1, 1]]), "0 at each first token"),
+    (put(loss_mask=[[0, 0, 1, 1], [0, 0, 2, 1]]), "loss mask of 0 and 1"),
+    (put(tokens=[[1, 2, 3, 4], [1, 2, -3, 4]]), "token ids"),
+    (put(span_length=[[2, 2], [2, 1]]), "cover every token"),
+    (put(span_length=[[2, 2], [4, 0]]), "at least one token each"),
+    (put(span_length=[[2, 2], [2]], span_epoch=[[-1, 0], [-1]], span_number=[[-1, 4], [-1]]), "cover every token"),
+    (put(span_length=[[2, 2], []], span_epoch=[[-1, 0], []], span_number=[[-1, 4], []]), "at least one token each"),
+    (
+        put(span_length=[[2**31 - 1, 2**31 - 1, 6], [2, 2]], span_epoch=[[0] * 3, [-1, 0]], span_number=[[4] * 3, [-1, 4]]),
+        "cover every token",
+    ),
+    (put(span_number=[[-1, 4, 4], [-1]]), "equal lengths"),
+    (put(span_number=[[-1, 4], [-1, -4]]), "epoch and number"),
+    (put(span_number=[[-1, 4], [4, 4]]), "epoch and number"),
+    (put(task=[3, 4]), "one task"),
+    (put(task=[-1, -1]), "one task"),
+    (put(group_size=[2, 3]), "one group size"),
+    (put(group_size=[0, 0]), "group size"),
+    (put(rollout=[0, 2]), "below the group size 2"),
+    (put(rollout=[0, -1]), "below the group size 2"),
+    (put(rollout=[0, 0]), "all samples of rollout 0"),
+    (put(num_samples=[1, 2]), "all samples of rollout 1"),
+    (put(sample=[0, 1]), "all samples of rollout 1"),
+    (put(reward=[0.0, float("inf")]), "finite rewards"),
+    (put(temperature=-0.5), "temperature"),
+    (put(temperature=float("nan")), "temperature"),
+    (put(temperature=0.0), "temperature above 0"),
+    (put(top_p=0.0), "top_p"),
+    (put(top_k=0), "top_k"),
+    (put(max_new_tokens=0), "max_new_tokens"),
+    (put(status="melted"), "melted"),
+    (put(logprob_mode="guess"), "guess"),
+    (put(span_number=[[-1, 4], [-1, -1]], span_epoch=[[-1, 0], [-1, -1]]), "carry the version"),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), WRONG)
 def test_wrong_rows_are_refused_and_say_where(change: Change, says: str) -> None:
     columns = table()
     change(columns)
     with pytest.raises(SchemaError, match=says) as caught:
         decode_samples(message(columns), where="run.samples.main sequence 7")
     assert "at run.samples.main sequence 7" in caught.value.message
+
+
+@pytest.mark.parametrize(("change", "says"), WRONG)
+@pytest.mark.parametrize("place", range(3))
+def test_one_wrong_message_is_seen_among_others(change: Change, says: str, place: int) -> None:
+    columns = table()
+    change(columns)
+    bodies = [encode_samples([sample(0, task=task), sample(1, task=task)]) for task in range(3)]
+    assert decode_together(bodies) is not None
+    bodies[place] = message(columns)
+    assert decode_together(bodies) is None
+
+
+@pytest.mark.parametrize(
+    "other", [b"", b"no arrow", message({name: [] for name in arrow_schema().names}), encode_samples([sample(0)])[:-100]]
+)
+def test_what_is_no_message_is_seen_among_others(other: bytes) -> None:
+    assert decode_together([encode_samples([sample(0)]), other]) is None
+
+
+def same_samples(ours: SampleBatch, theirs: SampleBatch) -> None:
+    """Whether all that is ever asked of two batches is equal."""
+    assert [plain(row) for row in ours.rows()] == [plain(row) for row in theirs.rows()]
+    assert ours.batch.equals(theirs.batch, check_metadata=True)
+    for name in ("num_rows", "nbytes", "task", "source", "group_size"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    arrays = "rollouts tokens loss_mask logprobs span_length span_epoch span_number offsets span_offsets lengths rewards trained_in_spans"
+    for name in arrays.split():
+        a, b = getattr(ours, name), getattr(theirs, name)
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b, err_msg=name)
+    np.testing.assert_array_equal(ours.token_versions(), theirs.token_versions())
+    for name in ("sample", "temperature", "top_p", "top_k", "num_samples", "seed"):
+        assert ours.ints(name).tolist() == theirs.ints(name).tolist()
+    assert ours.texts("logprob_mode") == theirs.texts("logprob_mode")
+
+
+@given(messages=st.lists(groups(), min_size=1, max_size=5))
+@settings(deadline=None, max_examples=150)
+def test_messages_decoded_together_are_what_each_is_by_itself(messages: list[list[Sample]]) -> None:
+    bodies = [encode_samples(rows) for rows in messages]
+    together = decode_together(bodies)
+    in_order = all([(row.rollout, row.sample) for row in rows] == sorted({(row.rollout, 0) for row in rows}) for rows in messages)
+    assert (together is not None) == (in_order and all(row.num_samples == 1 for rows in messages for row in rows))
+    for found, body in zip(together or (), bodies, strict=False):
+        same_samples(found, decode_samples(body))
 
 
 def schema_with(*fields: pa.Field, without: str = "", name: str = "samples/1") -> pa.Schema:
@@ -313,3 +359,6 @@ def test_mutated_bytes_are_refused_or_valid(seed: int, count: int) -> None:
     for place in random.integers(0, len(body), count):
         body[place] = random.choice([0, 1, 127, 128, 255, body[place] ^ (1 << int(random.integers(8)))])
     opened(bytes(body))
+    together = decode_together([encode_samples([sample(0)]), bytes(body)])
+    if together is not None:
+        assert decode_samples(bytes(body)).batch.equals(together[1].batch), "what passes among others passes by itself"

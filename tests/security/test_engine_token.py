@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from streamrl.engines.channel import ChannelEngine
 from streamrl.engines.http import HttpEngine
 from streamrl.engines.protocol import GenerateRequest
 from streamrl.engines.server import EngineServer, serve
@@ -23,6 +24,7 @@ TOKEN = "t0ken-of-the-run"
 ROUTES = [
     ("POST", "/generate"),
     ("POST", "/abort_request"),
+    ("GET", "/channel"),
     ("GET", "/health_generate"),
     ("GET", "/server_info"),
     ("GET", "/get_server_info"),
@@ -69,10 +71,11 @@ async def test_every_route_but_health_asks_for_the_token(tmp_path: Path, given: 
     assert TOKEN not in caplog.text
 
 
-async def test_a_client_with_the_token_is_served_and_one_without_is_told_why(tmp_path: Path) -> None:
+@pytest.mark.parametrize("client", [HttpEngine, ChannelEngine])
+async def test_a_client_with_the_token_is_served_and_one_without_is_told_why(tmp_path: Path, client: type[HttpEngine]) -> None:
     request = GenerateRequest(request_id="r", prompt_ids=(1, 2), sampling=Sampling(max_new_tokens=3), seeds=(7,))
     async with serving(tmp_path) as server:
-        good, bad = HttpEngine(server.address, token=TOKEN), HttpEngine(server.address)
+        good, bad = client(server.address, token=TOKEN), client(server.address)
         try:
             assert sum(len(chunk.token_ids) for chunk in [chunk async for chunk in good.generate(request)]) >= 1
             assert (await good.info()).engine == "e"

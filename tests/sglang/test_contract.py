@@ -1,4 +1,4 @@
-"""The engine contract on the real SGLang behind our HTTP server; the tests are those of tests/contracts/test_engine.py."""
+"""The engine contract on the real SGLang behind our server; the tests are those of tests/contracts/test_engine.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from streamrl.engines.http import HttpEngine
+from streamrl.engines.channel import ChannelEngine
 from streamrl.engines.server import serve
 from streamrl.engines.sglang.engine import SglangEngine
 from tests.contracts.test_engine import *  # noqa: F403
@@ -15,10 +15,10 @@ from tests.contracts.test_engine import Site
 
 @pytest.fixture
 async def bare(sglang_engine: SglangEngine, epochs: Iterator[int]) -> AsyncIterator[Site]:
-    """A site that serves no weights yet, asked over HTTP as producers do."""
+    """A site that serves no weights yet, asked over a channel as producers do."""
     assert sglang_engine.detail["swap"] == "flip"
     server = await serve(sglang_engine)
-    client = HttpEngine(server.address)
+    client = ChannelEngine(server.address)
     try:
         # Seeds need --enable-deterministic-inference, which SGLang has for GPUs only.
         yield Site(client, sglang_engine, "sglang", seeded=False, first_epoch=next(epochs), chunk_by_token=False)
