@@ -12,6 +12,8 @@ VENV ?= .venv
 RUN ?= quickstart
 ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist worksteal
+SGLANG_PYTEST_ARGS ?= tests/sglang -o cache_dir=.pytest_cache/sglang
+TEST_ARGS ?=
 SGLANG_VENV ?= .venv-sglang
 CHAOS_ARGS ?= --minutes 120
 MODULES ?=
@@ -25,11 +27,10 @@ up: $(VENV)/.installed
 
 # The tests on SGLang share one server: they run after the others, one after the other, or are skipped with the reason.
 test: lint
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) --ignore=tests/sglang
-	$(MAKE) test-sglang
+	$(VENV)/bin/python -m scripts.run_tests $(TEST_ARGS) "$(PYTEST_ARGS) --ignore=tests/sglang" "$(SGLANG_PYTEST_ARGS)"
 
 test-sglang: $(VENV)/.installed-dev
-	$(VENV)/bin/python -m pytest tests/sglang -o cache_dir=.pytest_cache/sglang $(SGLANG_PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest $(SGLANG_PYTEST_ARGS)
 
 sglang-cpu: $(SGLANG_VENV)/.installed
 

@@ -19,17 +19,23 @@ from streamrl.bus.jetstream.bus import JetStreamBus
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.server import NatsServer
 from streamrl.config.tree import BusConfig
+from tests.support.needs import need, required
 
 MakeBus = Callable[..., Awaitable[Bus]]
 SMALL = BusConfig(patience_s=20.0, ack_wait_s=5.0, samples_bytes=200_000_000, blobs_bytes=200_000_000)
 
 
+def pytest_sessionstart() -> None:
+    """A need that is required and not known is said before anything runs."""
+    required()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Tests with the marker `gpu` run where there is one: `pytest -m gpu` on such a machine."""
+    """What a machine lacks is found before a test's fixtures are made; `gpu` is a need with a marker of its own."""
     if item.get_closest_marker("gpu") is not None:
-        torch = pytest.importorskip("torch")
-        if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA device")
+        need("gpu")
+    for marker in item.iter_markers("needs"):
+        need(*marker.args)
 
 
 @pytest.fixture(scope="session")

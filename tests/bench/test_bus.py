@@ -24,15 +24,17 @@ from streamrl.cli import main
 from streamrl.errors import BusError, ConfigError, LaunchError
 from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.encoding import encode_samples
+from tests.support.needs import need
 
+NEEDS = {Transport.REDIS_ORJSON: "redis", Transport.REDIS_PICKLE: "redis", Transport.ZMQ_MSGPACK: "zmq", Transport.RAY: "ray"}
 TINY = BusOptions(out="", samples=(1, 3), tokens=(40, 64), rounds=2, round_tokens=1000, min_tasks=2, max_tasks=7)
 
 
 @pytest.mark.nats
 @pytest.mark.parametrize("transport", [t if t is not Transport.RAY else pytest.param(t, marks=pytest.mark.slow) for t in Transport])
 def test_every_sample_arrives(transport: Transport) -> None:
-    if reason := missing(transport):
-        pytest.skip(reason)
+    if transport in NEEDS:
+        need(NEEDS[transport])
     options = msgspec.structs.replace(TINY, transports=(transport,), rounds=1 if transport is Transport.RAY else 2)
     found = run(options)
     assert found.left_out == {} and {one.transport for one in found.measured} == {transport}

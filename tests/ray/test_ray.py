@@ -19,8 +19,7 @@ from tests.faults.processes import find, worker_pid
 from tests.launch.processes import alive, parent, until
 from tests.ray.running import Start, said, two_nodes, up
 
-pytest.importorskip("ray", reason="the extra `ray` is not installed")
-pytestmark = [pytest.mark.nats, pytest.mark.slow]
+pytestmark = [pytest.mark.needs("ray"), pytest.mark.nats, pytest.mark.slow]
 
 ENDLESS = ("--set", "tasks.drop_zero_spread=false", "--set", "run.steps=100000")
 ACROSS = ("bus.host=0.0.0.0", "bus.advertise=127.0.0.1", "engine.host=0.0.0.0", "engine.advertise=127.0.0.1")

@@ -21,6 +21,7 @@ from streamrl.trainers.gang import Meeting, MeetingPlace, attend
 from streamrl.trainers.local_ranks import opened_trainer
 from streamrl.trainers.protocol import Role
 from tests.faults.processes import children
+from tests.support.needs import need
 
 Rollouts = Callable[..., TrainBatch]
 CONFIG = Config(trainer=TrainerConfig(ranks=2, rank_timeout_s=60.0))
@@ -90,10 +91,7 @@ def test_ranks_that_begin_with_other_weights_are_refused(
 
 @pytest.mark.gpu
 def test_two_gpus_train_as_one(model_dir: Path, rollouts: Rollouts, tmp_path: Path) -> None:
-    import torch
-
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+    need("two gpus")
     alone = make_trainer(Config(trainer=TrainerConfig(device="cuda")), model_dir)
     expected = [alone.step(rollouts(step)).metrics for step in range(2)]
     for _ in range(2):
