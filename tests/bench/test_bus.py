@@ -43,9 +43,11 @@ def test_every_sample_arrives(transport: Transport) -> None:
         assert one.tasks == one.messages == options.num_tasks(one.cell)
         assert one.samples == one.tasks * one.cell.samples
         assert one.tokens == one.samples * one.cell.tokens
-        assert one.wall_s > 0 and min(one.producer_s, one.server_s, one.consumer_s) >= 0
+        assert min(one.wall_s, one.consumer_s) > 0
+        # Of servers and Ray's actor the kernel counts ticks of 10 ms; a process that died would have counted backwards.
+        assert one.producer_s > 0 or (transport is Transport.RAY and one.producer_s == 0)
+        assert one.server_s == 0 if transport is Transport.ZMQ_MSGPACK else one.server_s >= 0
         assert (one.nbytes >= 6 * one.tokens) or transport is Transport.RAY
-    assert sum(one.producer_s + one.consumer_s for one in found.measured) > 0
 
 
 def test_all_carry_the_same_facts() -> None:
