@@ -8,6 +8,7 @@ from typing import Any
 from streamrl.config.engines import EngineConfig, SglangConfig
 from tests.engines import models
 
+ROOT = Path(__file__).resolve().parents[2]
 MAX_LEN = 1024
 SLOTS = 8
 FLAGS: dict[str, Any] = {
