@@ -19,10 +19,17 @@ from streamrl.bus.jetstream.bus import JetStreamBus
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.server import NatsServer
 from streamrl.config.tree import BusConfig
+from tests.support.leftovers import Leftovers
 from tests.support.needs import need, required
 
 MakeBus = Callable[..., Awaitable[Bus]]
 SMALL = BusConfig(patience_s=20.0, ack_wait_s=5.0, samples_bytes=200_000_000, blobs_bytes=200_000_000)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The process that leads the session looks at what all of them leave behind."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Leftovers(), "leftovers")
 
 
 def pytest_sessionstart() -> None:
