@@ -10,6 +10,7 @@ import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -19,8 +20,10 @@ from streamrl.bus.jetstream.bus import JetStreamBus
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.server import NatsServer
 from streamrl.config.tree import BusConfig
+from tests.kill.nursery import Nursery, nursery
 from tests.support.leftovers import Leftovers
 from tests.support.needs import need, required
+from tests.support.programs import Start, programs
 
 MakeBus = Callable[..., Awaitable[Bus]]
 SMALL = BusConfig(patience_s=20.0, ack_wait_s=5.0, samples_bytes=200_000_000, blobs_bytes=200_000_000)
@@ -57,6 +60,29 @@ def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer
 @pytest.fixture(scope="session")
 def nats_address(nats_server: NatsServer) -> BusAddress:
     return nats_server.address
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[NatsServer]:
+    """A started nats-server that the test may kill and start again."""
+    server = NatsServer(tmp_path / "nats")
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest_asyncio.fixture
+async def start(tmp_path: Path) -> AsyncIterator[Start]:
+    """`await start(*words)`: a Python program in `tmp_path`; none outlives the test."""
+    async with programs(tmp_path) as found:
+        yield found
+
+
+@pytest_asyncio.fixture
+async def children(tmp_path: Path) -> AsyncIterator[Nursery]:
+    """The process that services are forked from."""
+    async with nursery(tmp_path / "children.log") as found:
+        yield found
 
 
 @pytest.fixture

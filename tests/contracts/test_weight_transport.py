@@ -128,12 +128,10 @@ def memory_bus() -> MemoryBus:
 
 
 @pytest.fixture
-async def nats_bus(tmp_path: Path) -> AsyncIterator[Bus]:
-    server = NatsServer(tmp_path / "nats")
-    bus = await connect(server.start(), "r")
+async def nats_bus(own_server: NatsServer) -> AsyncIterator[Bus]:
+    bus = await connect(own_server.address, "r")
     yield bus
     await bus.close()
-    server.stop()
 
 
 NATS = [pytest.param("bus-nats", marks=pytest.mark.nats), pytest.param("deltas-nats", marks=pytest.mark.nats)]

@@ -18,9 +18,9 @@ from streamrl.bus import BusAddress, connect
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.subjects import LEDGER, Subjects
 from tests.faults.faults import CHECKPOINT, MESSAGES, REQUESTS, Fault
-from tests.faults.processes import send, server_pid, worker_pid
 from tests.faults.shapes import NAME, Shape, open_gate, write_files
 from tests.faults.wire import SERVER, Wire, open_wire
+from tests.support.processes import send, server_pid, worker_pid
 
 ROOT = Path(__file__).parents[2]
 AIM_S = 10.0

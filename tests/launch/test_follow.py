@@ -16,7 +16,7 @@ from streamrl.schemas.subjects import KEY_GRANTED, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.metrics import report
 from tests.launch.conftest import MakeEntry, evaluation
-from tests.launch.processes import until
+from tests.support.processes import until
 
 
 async def test_a_view_follows_ledger_events_metrics_presence_and_grant(bus: Bus, run_id: str, entry: MakeEntry) -> None:

@@ -14,7 +14,7 @@ from streamrl.errors import LaunchError
 from streamrl.launch.local import LocalLauncher
 from streamrl.launch.supervisor import Supervisor, describe_exit
 from streamrl.runtime.rundir import RunDir
-from tests.launch.processes import alive, read_pids, until
+from tests.support.processes import alive, read_pids, until
 
 
 class Team:

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from streamrl.runtime.rundir import RunDir
-from tests.faults.processes import find, worker_pid
-from tests.launch.digits import TRANSFORMER
-from tests.launch.processes import alive, parent, until
-from tests.ray.running import Start, said, two_nodes, up
+from tests.ray.running import two_nodes, up
+from tests.support.digits import TRANSFORMER
 from tests.support.needs import need
+from tests.support.processes import alive, find, parent, until, worker_pid
+from tests.support.programs import Start, said
 
 pytestmark = [pytest.mark.needs("ray"), pytest.mark.nats, pytest.mark.slow, pytest.mark.timeout(420)]
 

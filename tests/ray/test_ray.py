@@ -15,9 +15,9 @@ from streamrl.launch.placed import PlacedWorker
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import Exit
 from streamrl.weights.factory import weights_directory
-from tests.faults.processes import find, worker_pid
-from tests.launch.processes import alive, parent, until
-from tests.ray.running import Start, said, two_nodes, up
+from tests.ray.running import two_nodes, up
+from tests.support.processes import alive, find, parent, until, worker_pid
+from tests.support.programs import Start, said
 
 pytestmark = [pytest.mark.needs("ray"), pytest.mark.nats, pytest.mark.slow]
 

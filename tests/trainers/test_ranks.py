@@ -20,8 +20,8 @@ from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.gang import Meeting, MeetingPlace, attend
 from streamrl.trainers.local_ranks import opened_trainer
 from streamrl.trainers.protocol import Role
-from tests.faults.processes import children
 from tests.support.needs import need
+from tests.support.processes import children
 
 Rollouts = Callable[..., TrainBatch]
 CONFIG = Config(trainer=TrainerConfig(ranks=2, rank_timeout_s=60.0))
