@@ -7,6 +7,7 @@ take a BusConfig. The server is shared by the session, each test has a run id of
 from __future__ import annotations
 
 import re
+import sys
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -21,10 +22,12 @@ from streamrl.bus.memory import MemoryBus
 from streamrl.bus.server import NatsServer
 from streamrl.config.tree import BusConfig
 from tests.kill.nursery import Nursery, nursery
+from tests.support.guard import mark, starts_no_process_unmarked
 from tests.support.leftovers import Leftovers
 from tests.support.needs import need, required
 from tests.support.programs import Start, programs
 
+__all__ = ["starts_no_process_unmarked"]
 MakeBus = Callable[..., Awaitable[Bus]]
 SMALL = BusConfig(patience_s=20.0, ack_wait_s=5.0, samples_bytes=200_000_000, blobs_bytes=200_000_000)
 
@@ -40,12 +43,27 @@ def pytest_sessionstart() -> None:
     required()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before `-m` chooses."""
+    for item in items:
+        mark(item)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """What a machine lacks is found before a test's fixtures are made; `gpu` is a need with a marker of its own."""
     if item.get_closest_marker("gpu") is not None:
         need("gpu")
     for marker in item.iter_markers("needs"):
         need(*marker.args)
+
+
+@pytest.fixture(autouse=True)
+def shared_memory_is_freed() -> Iterator[None]:
+    """After all other fixtures. Only tests that prepare runs have imported the module."""
+    yield
+    if memory := sys.modules.get("tests.support.memory"):
+        memory.free()
 
 
 @pytest.fixture(scope="session")

@@ -96,12 +96,14 @@ def test_a_sample_too_many_or_too_few_is_an_error() -> None:
         counts.ran(start_s=1.0, end_s=3.0, cpu_s=0.5)
 
 
+@pytest.mark.process
 def test_a_process_that_dies_is_an_error(tmp_path: Path) -> None:
     lane = LaneProcess("consumer", Transport.STREAMRL, str(tmp_path / "nowhere.json"))
     with lane, pytest.raises(LaunchError, match="streamrl consumer's process ended with exit code 1"):
         lane.prepare(Order(Cell(1, 1), 0, 1))
 
 
+@pytest.mark.process
 def test_cpu_time_of_other_processes() -> None:
     code = "import os, time; t = time.process_time()\nwhile time.process_time() - t < 0.3: pass\nprint(flush=True); input()"
     before = cpu_of_tree()

@@ -228,6 +228,7 @@ async def test_a_reader_takes_one_version_after_the_other_and_skips_some(site):
             assert all(tensor(manifest, shard.name, data) == shard.data.tobytes() for shard in model(number))
 
 
+@pytest.mark.process
 async def test_another_process_finds_the_whole_version_in_a_file(site):
     publisher, reader = site.transport(), site.transport()
     for number in range(3):

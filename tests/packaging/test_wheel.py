@@ -6,10 +6,13 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("streamrl", "producers", "consumers", "schemas")
 
 
+@pytest.mark.process
 def test_the_wheel_holds_one_package_with_everything_in_it(tmp_path):
     for name in FOLDERS:
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))

@@ -7,6 +7,7 @@ import sys
 
 CODE = """
 import gc
+import pytest
 from streamrl.runtime.collection import THRESHOLDS, collect_rarely, keep_all, keep_none
 
 class Node:
@@ -29,5 +30,6 @@ assert gc.get_freeze_count() == 0
 """
 
 
+@pytest.mark.process
 def test_what_is_there_is_left_alone_and_what_comes_later_is_collected() -> None:
     subprocess.run([sys.executable, "-c", CODE], check=True)

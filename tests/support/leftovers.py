@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import time
 from pathlib import Path
 
@@ -32,7 +34,8 @@ class Leftovers:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """After the workers' ends."""
-        self.left = sorted(self.abandoned())
+        base: Path = session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+        self.left = sorted(name for name in self.abandoned() if not of_another_session(name, base))
         if self.left and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             session.exitstatus = FAILED
 
@@ -70,6 +73,15 @@ def held(place: Path) -> set[str]:
             except OSError:
                 continue  # it has ended, or is another user's
     return {Path(path).relative_to(place).parts[0] for path in used if path.startswith(f"{place}/")}
+
+
+def of_another_session(name: str, base: Path) -> bool:
+    """Whether a name is that of a run's versions (`weights_directory`), and no run below `base` has it."""
+    found = re.fullmatch(rf"streamrl-{os.getuid()}-(.+)-([0-9a-f]{{8}})", name)
+    if found is None:
+        return False
+    runs = (Path(parent) / found[1] for parent, folders, _ in os.walk(base) if found[1] in folders)
+    return not any(hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:8] == found[2] for run in runs)
 
 
 def describe(path: Path) -> str:

@@ -183,7 +183,8 @@ def test_rejected_tokens_keep_their_place_in_the_denominator(tiny: Path) -> None
     assert 0 < masked["train/stale_masked_fraction"] < 1
     assert masked["train/ess_weights"] == pytest.approx(1 - old[batch.loss_mask].mean())
     everything = make(tiny, LossConfig(correction=CorrectionConfig(kind="none"))).step(batch).metrics
-    assert masked["train/entropy_loss"] == everything["train/entropy_loss"]
+    # Sums of one set of numbers: threads that share them differently differ in the last bit.
+    assert masked["train/entropy_loss"] == pytest.approx(everything["train/entropy_loss"], rel=1e-12)
 
 
 def test_the_entropy_bonus_raises_the_entropy(tiny: Path, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ CONFIG = Config(trainer=TrainerConfig(ranks=2, rank_timeout_s=60.0))
 MODULE = "streamrl.trainers.local_ranks"
 
 
+@pytest.mark.process
 def test_two_ranks_do_everything_as_one_and_load_what_only_one_sees(model_dir: Path, rollouts: Rollouts, tmp_path: Path) -> None:
     alone = make_trainer(Config(), model_dir)
     with opened_trainer(CONFIG, model_dir) as trainer:
@@ -52,6 +53,7 @@ def test_two_ranks_do_everything_as_one_and_load_what_only_one_sees(model_dir: P
         assert trainer.step(rollouts(0)) == first
 
 
+@pytest.mark.process
 def test_a_rank_that_is_killed_ends_the_step(model_dir: Path, rollouts: Rollouts) -> None:
     with pytest.raises(TrainingError, match="needs all ranks of the trainer") as caught, opened_trainer(CONFIG, model_dir) as trainer:
         trainer.step(rollouts(0))
@@ -62,6 +64,7 @@ def test_a_rank_that_is_killed_ends_the_step(model_dir: Path, rollouts: Rollouts
     assert "logs/trainer-<rank>.log" in caught.value.hint
 
 
+@pytest.mark.process
 def test_a_rank_that_hangs_ends_the_step_within_the_timeout(model_dir: Path, rollouts: Rollouts) -> None:
     config = Config(trainer=TrainerConfig(ranks=2, rank_timeout_s=15.0))
     with pytest.raises(TrainingError, match="needs all ranks of the trainer"), opened_trainer(config, model_dir) as trainer:
@@ -72,6 +75,7 @@ def test_a_rank_that_hangs_ends_the_step_within_the_timeout(model_dir: Path, rol
     assert children(MODULE) == []
 
 
+@pytest.mark.process
 def test_ranks_that_begin_with_other_weights_are_refused(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,6 +108,7 @@ def test_two_gpus_train_as_one(model_dir: Path, rollouts: Rollouts, tmp_path: Pa
             assert result.metrics == pytest.approx(metrics, rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.process
 def test_a_rank_that_cannot_start_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = Config(trainer=TrainerConfig(ranks=2, device="cuda"))
     import torch
