@@ -13,6 +13,8 @@ from streamrl.config.tree import WeightsConfig
 from streamrl.weights.factory import weights_directory
 from tests.support.leftovers import FAILED, Leftovers, held, of_another_session
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[2]
 CONFTEST = """
 from pathlib import Path
@@ -35,7 +37,6 @@ def session(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("arguments", [(), ("-p", "xdist", "-n", "1")])
 def test_what_is_left_fails_the_session_and_is_named(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     (tmp_path / "test_a.py").write_text(LEAVES)
@@ -45,14 +46,12 @@ def test_what_is_left_fails_the_session_and_is_named(tmp_path: Path, arguments: 
     assert "of-before" not in done.stdout
 
 
-@pytest.mark.process
 def test_what_is_cleaned_up_does_not(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text(CLEANS)
     done = session(tmp_path)
     assert (done.returncode, "left in" in done.stdout) == (0, False)
 
 
-@pytest.mark.process
 def test_versions_of_a_run_elsewhere_are_another_sessions(tmp_path: Path) -> None:
     run = tmp_path / "test_0" / "runs" / "demo"
     run.mkdir(parents=True)

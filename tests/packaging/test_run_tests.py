@@ -13,6 +13,8 @@ import pytest
 
 from scripts.run_tests import read
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[2]
 PASSES = "def test_passes():\n    pass\n"
 FAILS = "def test_fails():\n    raise AssertionError('always')\n"
@@ -69,7 +71,6 @@ def strictly(folder: Path, *arguments: str) -> Said:
     return Said(done.returncode, [line for line in lines if line.startswith("tests: ")], lines[-1])
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("arguments", [ALONE, WORKERS])
 def test_all_pass(folder: Path, arguments: str) -> None:
     (folder / "test_a.py").write_text(PASSES)
@@ -79,7 +80,6 @@ def test_all_pass(folder: Path, arguments: str) -> None:
     assert not any("retried" in line for line in said.lines)
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("arguments", [ALONE, WORKERS])
 def test_one_that_fails_and_then_passes_is_named_and_counted(folder: Path, arguments: str) -> None:
     (folder / "test_a.py").write_text(PASSES)
@@ -90,7 +90,6 @@ def test_one_that_fails_and_then_passes_is_named_and_counted(folder: Path, argum
     assert said.has("retried: test_b.py::test_comes_back: first failed, then passed")
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("arguments", [ALONE, WORKERS])
 def test_one_that_always_fails(folder: Path, arguments: str) -> None:
     (folder / "test_a.py").write_text(PASSES + FAILS)
@@ -100,7 +99,6 @@ def test_one_that_always_fails(folder: Path, arguments: str) -> None:
     assert said.has("FAILED failed: test_a.py::test_fails")
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("test", [FAILS_ONCE, DIES_ONCE])
 def test_without_a_retry_what_has_not_passed_has_failed(folder: Path, test: str) -> None:
     (folder / "test_a.py").write_text(PASSES)
@@ -110,14 +108,12 @@ def test_without_a_retry_what_has_not_passed_has_failed(folder: Path, test: str)
     assert not any("retried" in line for line in said.lines)
 
 
-@pytest.mark.process
 def test_a_failure_after_the_test_counts(folder: Path) -> None:
     (folder / "test_a.py").write_text("import pytest\n@pytest.fixture\ndef f():\n    yield\n    1 / 0\ndef test_a(f):\n    pass\n")
     said = run(folder, ALONE)
     assert (said.code, said.closing) == (1, "0 passed, 1 failed")
 
 
-@pytest.mark.process
 def test_a_killed_pytest_is_not_green_and_the_tests_without_result_run(folder: Path) -> None:
     """Those after the one that died have no result either; one that passed before it is not run again."""
     (folder / "test_a.py").write_text("import pathlib\ndef test_first():\n    pathlib.Path('first').touch(exist_ok=False)\n")
@@ -130,7 +126,6 @@ def test_a_killed_pytest_is_not_green_and_the_tests_without_result_run(folder: P
     assert said.has("retried: test_c.py::test_passes: first no result, then passed")
 
 
-@pytest.mark.process
 def test_one_that_always_kills_its_process(folder: Path) -> None:
     (folder / "test_a.py").write_text(PASSES)
     (folder / "test_b.py").write_text(DIES)
@@ -141,7 +136,6 @@ def test_one_that_always_kills_its_process(folder: Path) -> None:
     assert said.has("FAILED no result: test_c.py::test_passes")
 
 
-@pytest.mark.process
 def test_one_that_ends_the_process_as_if_all_were_well(folder: Path) -> None:
     (folder / "test_a.py").write_text(PASSES + "def test_leaves():\n    import os\n    os._exit(0)\n")
     said = run(folder, ALONE)
@@ -149,7 +143,6 @@ def test_one_that_ends_the_process_as_if_all_were_well(folder: Path) -> None:
     assert said.has("pytest did not come to its end: status 0")
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(("dies", "code", "closing"), [(DIES_ONCE, 0, "3 passed, 0 failed"), (DIES, 1, "2 passed, 1 failed")])
 def test_a_worker_that_dies(folder: Path, dies: str, code: int, closing: str) -> None:
     (folder / "test_a.py").write_text(PASSES)
@@ -160,7 +153,6 @@ def test_a_worker_that_dies(folder: Path, dies: str, code: int, closing: str) ->
     assert said.has("1 tests ran once more, alone; " + ("1" if code == 0 else "0") + " of them passed then:")
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("arguments", [ALONE, WORKERS])
 def test_a_file_that_cannot_be_collected(folder: Path, arguments: str) -> None:
     (folder / "test_a.py").write_text(PASSES)
@@ -171,7 +163,6 @@ def test_a_file_that_cannot_be_collected(folder: Path, arguments: str) -> None:
     assert any(line.startswith("tests: FAILED cannot be collected: test_b.py") for line in said.lines)
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("arguments", [ALONE, WORKERS, f"{ALONE} --no-such-option", f"{ALONE} -k nothing", f"{ALONE} nowhere"])
 def test_no_tests_are_no_success(folder: Path, arguments: str) -> None:
     if "-k" in arguments:
@@ -180,14 +171,12 @@ def test_no_tests_are_no_success(folder: Path, arguments: str) -> None:
     assert (said.code, said.closing) == (1, "0 passed, 1 failed")
 
 
-@pytest.mark.process
 def test_one_run_without_tests_spoils_the_others(folder: Path) -> None:
     (folder / "test_a.py").write_text(PASSES)
     said = run(folder, ALONE, f"{ALONE} -k nothing")
     assert (said.code, said.closing) == (1, "1 passed, 1 failed")
 
 
-@pytest.mark.process
 def test_a_pytest_that_dies_before_it_collects_leaves_no_report(folder: Path) -> None:
     (folder / "test_a.py").write_text(PASSES)
     (folder / "conftest.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
@@ -196,7 +185,6 @@ def test_a_pytest_that_dies_before_it_collects_leaves_no_report(folder: Path) ->
     assert said.has(f"FAILED no usable report or no tests: pytest {ALONE}")
 
 
-@pytest.mark.process
 def test_a_run_that_stops_early_is_no_success(folder: Path) -> None:
     (folder / "test_a.py").write_text(FAILS_ONCE + PASSES)
     said = run(folder, f"{ALONE} -x")
@@ -204,7 +192,6 @@ def test_a_run_that_stops_early_is_no_success(folder: Path) -> None:
     assert said.has(f"FAILED pytest {ALONE} -x ended without running all tests")
 
 
-@pytest.mark.process
 def test_a_session_that_fails_though_its_tests_pass(folder: Path) -> None:
     (folder / "test_a.py").write_text(PASSES)
     (folder / "conftest.py").write_text("def pytest_sessionfinish(session):\n    session.exitstatus = 1\n")
@@ -212,7 +199,6 @@ def test_a_session_that_fails_though_its_tests_pass(folder: Path) -> None:
     assert (said.code, said.closing) == (1, "1 passed, 1 failed")
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("may", [True, False])
 def test_a_skipped_test_is_a_failure_unless_it_may_be(folder: Path, may: bool) -> None:
     (folder / "test_a.py").write_text(PASSES)
@@ -223,7 +209,6 @@ def test_a_skipped_test_is_a_failure_unless_it_may_be(folder: Path, may: bool) -
     assert said.has("FAILED skipped: test_b.py::test_skips: needs gpu: none here") is not may
 
 
-@pytest.mark.process
 def test_a_file_that_skips_itself_is_a_failure(folder: Path) -> None:
     (folder / "test_a.py").write_text(PASSES)
     (folder / "test_b.py").write_text("import pytest\npytest.importorskip('nothing_of_this_name')\n" + PASSES)
@@ -231,7 +216,6 @@ def test_a_file_that_skips_itself_is_a_failure(folder: Path) -> None:
     assert (said.code, said.closing) == (1, "1 passed, 1 failed")
 
 
-@pytest.mark.process
 def test_a_step_before_the_tests_counts(folder: Path) -> None:
     (folder / "test_a.py").write_text(PASSES)
     said = run(folder, ALONE, "--also-failed", "the quickstart")
@@ -239,7 +223,6 @@ def test_a_step_before_the_tests_counts(folder: Path) -> None:
     assert said.has("FAILED the quickstart")
 
 
-@pytest.mark.process
 def test_a_report_that_is_cut_off_is_read_up_to_there(tmp_path: Path) -> None:
     lines = [{"collected": ["a", "b"]}, *({"test": "a", "when": when, "outcome": "passed", "reason": ""} for when in ("call", "teardown"))]
     text = "".join(json.dumps(line) + "\n" for line in lines)

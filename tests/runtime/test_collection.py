@@ -5,9 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import gc
-import pytest
 from streamrl.runtime.collection import THRESHOLDS, collect_rarely, keep_all, keep_none
 
 class Node:
