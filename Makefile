@@ -1,5 +1,6 @@
 # make up    install once, then train the quickstart until it has visibly learned (about a minute on two cores)
 # make test  lint, layer rules, types and tests; those on the real SGLang too where make sglang-cpu has made its environment
+# make test-fast  the tests that start no process, in two minutes on two cores, without lint and types
 # make sglang-cpu  .venv-sglang: SGLang on this machine's CPU, for the tests and for engine.sglang.python (3 minutes, 2.7 GB)
 # make docs  the pages, tables and pictures of docs/ that are made from the code: configuration, errors, metrics, the loop
 # make chaos two hours of kill -9, SIGSTOP and cut connections (CHAOS_ARGS="--minutes 10"), and the tables of docs/reliability.md
@@ -7,19 +8,22 @@
 #            core; MODULES="fold kl" for some, JOBS=16 for so many at a time)
 #
 # TORCH=cpu|cuda|torch==X picks the build of torch; without it a machine with a GPU gets CUDA, any other CPU.
+# TEST_ARGS=...  of scripts/run_tests.py, for make test: --retry runs once more what has not passed, as CI does.
 # RUN=name   names the run; ARGS="--set tasks.max_staleness=0" is handed to streamrl up.
 
 VENV ?= .venv
 RUN ?= quickstart
 ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist worksteal
+SGLANG_PYTEST_ARGS ?= tests/sglang -o cache_dir=.pytest_cache/sglang
+TEST_ARGS ?=
 SGLANG_VENV ?= .venv-sglang
 CHAOS_ARGS ?= --minutes 120
 MODULES ?=
 JOBS ?= 1
 export VENV SGLANG_VENV
 
-.PHONY: up test test-sglang lint docs chaos mutants clean torch sglang-cpu
+.PHONY: up test test-fast test-sglang lint docs chaos mutants clean torch sglang-cpu
 .DEFAULT_GOAL := up
 
 up: $(VENV)/.installed
@@ -27,11 +31,13 @@ up: $(VENV)/.installed
 
 # The tests on SGLang share one server: they run after the others, one after the other, or are skipped with the reason.
 test: lint
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) --ignore=tests/sglang
-	$(MAKE) test-sglang
+	$(VENV)/bin/python -m scripts.run_tests $(TEST_ARGS) "$(PYTEST_ARGS) --ignore=tests/sglang" "$(SGLANG_PYTEST_ARGS)"
+
+test-fast: $(VENV)/.installed-dev
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) -m "not process and not slow" --ignore=tests/sglang
 
 test-sglang: $(VENV)/.installed-dev
-	$(VENV)/bin/python -m pytest tests/sglang -o cache_dir=.pytest_cache/sglang $(SGLANG_PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest $(SGLANG_PYTEST_ARGS)
 
 sglang-cpu: $(SGLANG_VENV)/.installed
 

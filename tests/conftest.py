@@ -7,9 +7,11 @@ take a BusConfig. The server is shared by the session, each test has a run id of
 from __future__ import annotations
 
 import re
+import sys
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -19,17 +21,49 @@ from streamrl.bus.jetstream.bus import JetStreamBus
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.server import NatsServer
 from streamrl.config.tree import BusConfig
+from tests.kill.nursery import Nursery, nursery
+from tests.support.guard import mark, starts_no_process_unmarked
+from tests.support.leftovers import Leftovers
+from tests.support.needs import need, required
+from tests.support.programs import Start, programs
 
+__all__ = ["starts_no_process_unmarked"]
 MakeBus = Callable[..., Awaitable[Bus]]
 SMALL = BusConfig(patience_s=20.0, ack_wait_s=5.0, samples_bytes=200_000_000, blobs_bytes=200_000_000)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """The process that leads the session looks at what all of them leave behind."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Leftovers(), "leftovers")
+
+
+def pytest_sessionstart() -> None:
+    """A need that is required and not known is said before anything runs."""
+    required()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before `-m` chooses."""
+    for item in items:
+        mark(item)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Tests with the marker `gpu` run where there is one: `pytest -m gpu` on such a machine."""
+    """What a machine lacks is found before a test's fixtures are made; `gpu` is a need with a marker of its own."""
     if item.get_closest_marker("gpu") is not None:
-        torch = pytest.importorskip("torch")
-        if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA device")
+        need("gpu")
+    for marker in item.iter_markers("needs"):
+        need(*marker.args)
+
+
+@pytest.fixture(autouse=True)
+def shared_memory_is_freed() -> Iterator[None]:
+    """After all other fixtures. Only tests that prepare runs have imported the module."""
+    yield
+    if memory := sys.modules.get("tests.support.memory"):
+        memory.free()
 
 
 @pytest.fixture(scope="session")
@@ -44,6 +78,29 @@ def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer
 @pytest.fixture(scope="session")
 def nats_address(nats_server: NatsServer) -> BusAddress:
     return nats_server.address
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[NatsServer]:
+    """A started nats-server that the test may kill and start again."""
+    server = NatsServer(tmp_path / "nats")
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest_asyncio.fixture
+async def start(tmp_path: Path) -> AsyncIterator[Start]:
+    """`await start(*words)`: a Python program in `tmp_path`; none outlives the test."""
+    async with programs(tmp_path) as found:
+        yield found
+
+
+@pytest_asyncio.fixture
+async def children(tmp_path: Path) -> AsyncIterator[Nursery]:
+    """The process that services are forked from."""
+    async with nursery(tmp_path / "children.log") as found:
+        yield found
 
 
 @pytest.fixture

@@ -1,5 +1,15 @@
 from __future__ import annotations
 
-from tests.batches import make_batch
+from collections.abc import Callable
 
-__all__ = ["make_batch"]
+import pytest
+
+from streamrl.core.batches import TrainBatch
+from tests.support.batches import train_batch
+
+MakeBatch = Callable[..., TrainBatch]
+
+
+@pytest.fixture
+def make_batch() -> MakeBatch:
+    return train_batch

@@ -104,6 +104,7 @@ def _loss_of_rank(rank: int, rendezvous: str, results: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.process
 def test_gspo_over_sequences_split_between_two_processes(tmp_path: Path) -> None:
     mp.spawn(_loss_of_rank, args=(str(tmp_path / "rendezvous"), str(tmp_path)), nprocs=2)
     logprobs = t(*LOGPROBS).requires_grad_()

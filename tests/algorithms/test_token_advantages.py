@@ -291,6 +291,7 @@ def test_samples_of_one_rollout_count_as_one_vote(batch: TrainBatch) -> None:
     assert token_advantages(batch, config(advantage="rloo")).advantages == spread(*expected)
 
 
+@pytest.mark.process
 def test_needs_no_torch() -> None:
     code = "import sys, streamrl.algorithms.token_advantages; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

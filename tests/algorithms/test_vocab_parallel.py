@@ -77,6 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("name", "softcap", "entropy_gradient"), [("plain", 0.0, False), ("chunks", 0.0, True), ("capped", 1.5, True)])
 def test_two_parts_make_the_whole_head(folder: Path, name: str, softcap: float, entropy_gradient: bool) -> None:
     problem = load_file(folder / "problem.safetensors")

@@ -25,15 +25,17 @@ from streamrl.cli import main
 from streamrl.errors import BusError, ConfigError, LaunchError
 from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.encoding import encode_samples
+from tests.support.needs import need
 
+NEEDS = {Transport.REDIS_ORJSON: "redis", Transport.REDIS_PICKLE: "redis", Transport.ZMQ_MSGPACK: "zmq", Transport.RAY: "ray"}
 TINY = BusOptions(samples=(1, 3), tokens=(40, 64), rounds=2, round_tokens=1000, min_tasks=2, max_tasks=7)
 
 
 @pytest.mark.nats
 @pytest.mark.parametrize("transport", [t if t is not Transport.RAY else pytest.param(t, marks=pytest.mark.slow) for t in Transport])
 def test_every_sample_arrives(transport: Transport) -> None:
-    if reason := missing(transport):
-        pytest.skip(reason)
+    if transport in NEEDS:
+        need(NEEDS[transport])
     options = msgspec.structs.replace(TINY, transports=(transport,), rounds=1 if transport is Transport.RAY else 2)
     found = [one for one in rounds(options) if isinstance(one, Round)]
     assert {one.contender for one in found} == {transport}
@@ -44,9 +46,11 @@ def test_every_sample_arrives(transport: Transport) -> None:
         assert values["tasks"] == values["messages"] == options.num_tasks(cell)
         assert values["samples"] == values["tasks"] * cell.samples
         assert values["tokens"] == values["samples"] * cell.tokens
-        assert values["wall_s"] > 0 and min(values["producer_s"], values["server_s"], values["consumer_s"]) >= 0
+        assert min(values["wall_s"], values["consumer_s"]) > 0
+        # Of servers and Ray's actor the kernel counts ticks of 10 ms; a process that died would have counted backwards.
+        assert values["producer_s"] > 0 or (transport is Transport.RAY and values["producer_s"] == 0)
+        assert values["server_s"] == 0 if transport is Transport.ZMQ_MSGPACK else values["server_s"] >= 0
         assert (values["nbytes"] >= 6 * values["tokens"]) or transport is Transport.RAY
-    assert sum(one.values["producer_s"] + one.values["consumer_s"] for one in found) > 0
 
 
 def test_all_carry_the_same_facts() -> None:
@@ -95,12 +99,14 @@ def test_a_sample_too_many_or_too_few_is_an_error() -> None:
         counts.ran(start_s=1.0, end_s=3.0, cpu_s=0.5)
 
 
+@pytest.mark.process
 def test_a_process_that_dies_is_an_error(tmp_path: Path) -> None:
     lane = LaneProcess("consumer", Transport.STREAMRL, str(tmp_path / "nowhere.json"))
     with lane, pytest.raises(LaunchError, match="streamrl consumer's process ended with exit code 1"):
         lane.prepare(Order(Cell(1, 1), 0, 1))
 
 
+@pytest.mark.process
 def test_cpu_time_of_other_processes() -> None:
     code = "import os, time; t = time.process_time()\nwhile time.process_time() - t < 0.3: pass\nprint(flush=True); input()"
     before = cpu_of_tree()

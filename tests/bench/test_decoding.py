@@ -90,6 +90,7 @@ def test_what_cannot_be_measured_is_refused(values):
         Spec(**values)
 
 
+@pytest.mark.process
 def test_a_tiny_run_measures_all_three(tmp_path: Path, capsys):
     out = tmp_path / "out"
     flags = ["--models", "quickstart", "--batches", "1,3", "--tokens", "4", "--prompt", "3", "--rounds", "2", "--round-s", "0.01"]

@@ -138,6 +138,7 @@ input()
 """
 
 
+@pytest.mark.process
 def test_the_sampler_counts_what_a_process_says_it_used_also_once_it_has_ended():
     command = [sys.executable, "-c", BUSY, "worker", "demo"]
     with Sampler(os.getpid()) as sampler, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
@@ -169,6 +170,7 @@ def test_ways_are_named():
         names("--ways", "fast", Way)
 
 
+@pytest.mark.process
 def test_a_tiny_run_measures_every_way_and_both_tails(tmp_path: Path, capsys):
     out = tmp_path / "out"
     flags = ["--backend", "table", "--batches", "4", "--skip", "2", "--rounds", "1", "--tail-rounds", "1", "--tail-batches", "8"]

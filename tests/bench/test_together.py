@@ -17,6 +17,7 @@ def together(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedP
     )
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -32,6 +33,7 @@ def test_what_cannot_be_asked_is_refused(tmp_path, arguments, said):
     assert not (tmp_path / "work").exists()
 
 
+@pytest.mark.process
 def test_each_question_keeps_what_it_wrote_and_says_how_it_ended(tmp_path):
     # No time is left for a server, which is an answer too.
     ended = together(tmp_path, "tiny:", "tiny:", LIMIT="60")

@@ -29,6 +29,7 @@ distributed.destroy_process_group(group)
 """
 
 
+@pytest.mark.process
 def test_torch_distributed_on_the_other_side_gets_the_bytes():
     tensors = [torch.arange(12, dtype=torch.float32).reshape(3, 4), torch.ones(5, dtype=torch.bfloat16)]
     wanted = sum(int(tensor.flatten().view(torch.uint8).sum()) for tensor in tensors)

@@ -57,6 +57,7 @@ def test_a_run_id_that_is_no_subject_token_is_refused() -> None:
             Topology.of(run, BusConfig())
 
 
+@pytest.mark.process
 def test_importing_the_bus_loads_no_client_and_no_torch() -> None:
     check = "import sys, streamrl.bus, streamrl.bus.memory, streamrl.bus.server; print([m for m in ('nats', 'torch') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", check], check=True, capture_output=True, text=True).stdout.strip() == "[]"

@@ -63,6 +63,7 @@ def test_the_verbs_are_known() -> None:
     assert set(actions[0].choices or ()) == VERBS
 
 
+@pytest.mark.process
 def test_help_loads_nothing_heavy() -> None:
     heavy = {"torch", "transformers", "rich", "nats", "numpy", "pyarrow", "matplotlib"}
     code = f"import sys; from streamrl.cli import parser; parser(); print(sorted({heavy!r} & sys.modules.keys()))"

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import signal
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import RunDir
 from streamrl.weights.factory import weights_directory
-from tests.launch.digits import TABLE, write_digits
-from tests.launch.processes import until
+from tests.support.digits import TABLE, write_digits
+from tests.support.processes import until
+from tests.support.programs import STREAMRL, Start, answer, said
 
 pytestmark = pytest.mark.nats
 
-ROOT = Path(__file__).parents[2]
 PRODUCER = """
 async def mine(task, engine):
     chat = engine.chat(task)
     await chat.generate()
     return chat.episode()
 """
-Streamrl = Callable[..., Awaitable[asyncio.subprocess.Process]]
 
 
 @pytest.fixture
@@ -38,60 +33,27 @@ def place(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def streamrl(place: Path) -> AsyncIterator[Streamrl]:
-    """Starts one command in `place`."""
-    started: list[asyncio.subprocess.Process] = []
-
-    async def start(*arguments: str) -> asyncio.subprocess.Process:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "streamrl",
-            *arguments,
-            cwd=place,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
+def streamrl(start: Start) -> Start:
+    """Starts one command."""
+    return partial(start, *STREAMRL)
 
 
-async def said(process: asyncio.subprocess.Process) -> tuple[int, str, str]:
-    out, err = await asyncio.wait_for(process.communicate(), 120)
-    assert process.returncode is not None
-    return process.returncode, out.decode(), err.decode()
-
-
-async def answer(streamrl: Streamrl, *arguments: str) -> Any:
-    """What a command that must succeed prints as JSON."""
-    code, out, err = await said(await streamrl(*arguments))
-    assert code == 0, err
-    return json.loads(out)
-
-
-async def test_a_run_learns_and_its_log_gives_its_ledger_again(streamrl: Streamrl, place: Path) -> None:
-    summary = await answer(streamrl, "up", "run.toml", "--json")
+async def test_a_run_learns_and_its_log_gives_its_ledger_again(streamrl: Start, place: Path) -> None:
+    summary = await answer(await streamrl("up", "run.toml", "--json"))
     assert summary["steps"] == 15
     assert summary["heldout_last"] == 1.0
     assert summary["staleness_max"] <= 1
     assert summary["swaps"] > 0
     run = RunDir(place / "runs" / "digits")
     assert not weights_directory(run.load_config().weights, run.name, run.path).exists()
-    report = await answer(streamrl, "replay", "digits", "--verify", "--json")
+    report = await answer(await streamrl("replay", "digits", "--verify", "--json"))
     assert report["ok"] is True
     assert report["equal"] == report["versions"] >= 15
-    (listed,) = await answer(streamrl, "status", "--json")
+    (listed,) = await answer(await streamrl("status", "--json"))
     assert (listed["state"], listed["summary"]) == ("stopped", summary)
 
 
-async def test_a_run_is_joined_looked_at_stopped_and_resumed(streamrl: Streamrl, place: Path) -> None:
+async def test_a_run_is_joined_looked_at_stopped_and_resumed(streamrl: Start, place: Path) -> None:
     run = RunDir(place / "runs" / "digits")
     endless = ("run.toml", "--plain", "--set", "run.max_seconds=600", "--set", "tasks.drop_zero_spread=false", "--set", "run.steps=100000")
     first = await streamrl("up", *endless)
@@ -100,7 +62,7 @@ async def test_a_run_is_joined_looked_at_stopped_and_resumed(streamrl: Streamrl,
     (place / "mine.py").write_text(PRODUCER)
     producer = await streamrl("attach", "mine.py:mine", "--run", "digits", "--concurrency", "4")
     await until(lambda: run.log_path("producer-1").exists() and "event=started" in run.log_path("producer-1").read_text(), within_s=60)
-    status = await answer(streamrl, "status", "digits", "--json")
+    status = await answer(await streamrl("status", "digits", "--json"))
     assert status["line"]["supervisor"] == first.pid
     workers = {worker["worker"] for worker in status["numbers"]["workers"]}
     assert workers == {"trainer-0", "engine-0", "feeder-0", "producer-0", "producer-1", "evaluator-0"}

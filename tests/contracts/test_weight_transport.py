@@ -128,12 +128,10 @@ def memory_bus() -> MemoryBus:
 
 
 @pytest.fixture
-async def nats_bus(tmp_path: Path) -> AsyncIterator[Bus]:
-    server = NatsServer(tmp_path / "nats")
-    bus = await connect(server.start(), "r")
+async def nats_bus(own_server: NatsServer) -> AsyncIterator[Bus]:
+    bus = await connect(own_server.address, "r")
     yield bus
     await bus.close()
-    server.stop()
 
 
 NATS = [pytest.param("bus-nats", marks=pytest.mark.nats), pytest.param("deltas-nats", marks=pytest.mark.nats)]
@@ -230,6 +228,7 @@ async def test_a_reader_takes_one_version_after_the_other_and_skips_some(site):
             assert all(tensor(manifest, shard.name, data) == shard.data.tobytes() for shard in model(number))
 
 
+@pytest.mark.process
 async def test_another_process_finds_the_whole_version_in_a_file(site):
     publisher, reader = site.transport(), site.transport()
     for number in range(3):

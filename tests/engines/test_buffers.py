@@ -87,8 +87,9 @@ def test_an_adapter_is_refused_and_a_version_that_comes_as_changes_is_not():
 # Through an engine that serves.
 
 
-def table(number: int) -> Published:
-    logits = np.random.default_rng(number).normal(size=(2, 8, 8)).astype(np.float32)
+def table(number: int, *, like: int | None = None) -> Published:
+    """A version with weights of its own, or with those of another."""
+    logits = np.random.default_rng(number if like is None else like).normal(size=(2, 8, 8)).astype(np.float32)
     return publish({"logits": logits}, Version(0, number))
 
 
@@ -164,4 +165,11 @@ async def test_a_newer_version_may_be_staged_over_one_never_committed(engine: Ta
     with pytest.raises(WeightSyncError, match="staged"):
         await engine.commit(Version(0, 1))
     commit = await engine.commit(Version(0, 2))
-    assert commit.committed and commit.took_ms >= 0
+    assert commit.committed
+    info = await engine.info()
+    assert (info.serving, info.last_swap_ms) == (Version(0, 2), commit.took_ms)
+    served = await tokens(engine)
+    assert (await load(engine, table(3, like=2))).committed
+    assert await tokens(engine) == served
+    assert (await load(engine, table(4, like=1))).committed
+    assert await tokens(engine) != served

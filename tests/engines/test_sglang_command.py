@@ -66,6 +66,7 @@ def test_the_plugin_is_told_by_the_environment_alone(tmp_path: Path):
     assert json.loads(awake["STREAMRL_PLUGIN"]) == {"dir": "/d"} and awake["SGLANG_PLUGINS"] == "mine,streamrl"
 
 
+@pytest.mark.process
 def test_any_interpreter_finds_the_plugin_and_keeps_its_own_packages(tmp_path: Path):
     site = write_site(tmp_path)
     code = (

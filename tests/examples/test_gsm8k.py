@@ -65,6 +65,7 @@ def test_the_short_rows_are_those_of_the_training_file() -> None:
     assert sum(len(row["prompt"]) + len(row["label"]) < longest for row in train) < len(short)
 
 
+@pytest.mark.process
 def test_prepare_makes_the_rows(tmp_path: Path) -> None:
     lines = [
         {"question": "How many? ", "answer": "He has 6*7 = <<6*7=42>>42 apples.\n#### 42"},

@@ -32,6 +32,7 @@ def test_every_method_is_accepted_at_every_age(monkeypatch: pytest.MonkeyPatch, 
             assert config.trainer.minibatches == 2
 
 
+@pytest.mark.process
 def test_a_run_is_kept_as_a_table_and_not_made_again(tmp_path: Path) -> None:
     command = [str(EXAMPLE / "curves.py"), "run", "--out", str(tmp_path), "--parallel", "1", "--seeds", "1", "--ages", "2"]
     command += ["--batches", "4", "--set", "warmup.max_steps=3", "--set", "tasks.batch_tasks=8"]
@@ -45,6 +46,7 @@ def test_a_run_is_kept_as_a_table_and_not_made_again(tmp_path: Path) -> None:
     assert "batches" not in execute(*command, "--methods", "decoupled").stdout
 
 
+@pytest.mark.process
 def test_the_table_and_the_picture_show_what_the_runs_wrote(tmp_path: Path) -> None:
     rewards = {("none", 0): 0.5, ("none", 1): 0.7, ("cispo", 0): 0.9}
     for (method, seed), reward in rewards.items():
@@ -61,6 +63,7 @@ def test_the_table_and_the_picture_show_what_the_runs_wrote(tmp_path: Path) -> N
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
+@pytest.mark.process
 def test_a_folder_without_tables_is_named(tmp_path: Path) -> None:
     done = execute(str(EXAMPLE / "curves.py"), "report", str(tmp_path))
     assert done.returncode != 0

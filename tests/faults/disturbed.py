@@ -18,9 +18,10 @@ from streamrl.bus import BusAddress, connect
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.subjects import LEDGER, Subjects
 from tests.faults.faults import CHECKPOINT, MESSAGES, REQUESTS, Fault
-from tests.faults.processes import send, server_pid, worker_pid
 from tests.faults.shapes import NAME, Shape, open_gate, write_files
 from tests.faults.wire import SERVER, Wire, open_wire
+from tests.support.memory import freed_after_test
+from tests.support.processes import send, server_pid, worker_pid
 
 ROOT = Path(__file__).parents[2]
 AIM_S = 10.0
@@ -254,6 +255,8 @@ class Disturbed:
             if process.returncode is None:
                 process.kill()
             await process.wait()
+        if self.run.exists:
+            freed_after_test(self.run.load_config(), self.run)
 
 
 async def command(place: Path, *words: str) -> asyncio.subprocess.Process:

@@ -30,7 +30,6 @@ from streamrl.schemas.control import Position
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import KEY_LATEST
 from tests.history.conftest import FIXED
-from tests.kill.conftest import children, own_server  # noqa: F401  fixtures
 from tests.kill.world import World, table_config, world
 from tests.loop.harness import make_run, read_ledger, run_to_end
 
@@ -169,7 +168,7 @@ async def held(bus: Bus) -> Position | None:
 
 
 @pytest.mark.nats
-async def test_a_killed_tap_holds_the_stream_resumes_and_lapses(tmp_path: Path, own_server: object, children: object) -> None:  # noqa: F811
+async def test_a_killed_tap_holds_the_stream_resumes_and_lapses(tmp_path: Path, own_server: object, children: object) -> None:
     config = table_config(tmp_path, run={"name": "live", "steps": 100_000}, bus={"samples_bytes": 300_000}, **FIXED)
     async with world(config, own_server, children) as w:  # type: ignore[arg-type]
         # The lock as a supervisor holds it while the run is up.

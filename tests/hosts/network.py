@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-
-import pytest
 
 SUBNET = "10.213.77"
 
@@ -48,26 +45,6 @@ def ip(*arguments: str) -> None:
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
-
-
-def skip_unless_possible() -> None:
-    """Skip where this user may not make namespaces, and say why."""
-    missing = [tool for tool in ("ip", "unshare", "mount") if shutil.which(tool) is None]
-    if missing:
-        pytest.skip(f"network namespaces need {', '.join(missing)} (iproute2, util-linux)")
-    trial = f"streamrl-trial-{uuid.uuid4().hex[:6]}"
-    try:
-        ip("netns", "add", trial)
-    except OSError as error:
-        pytest.skip(f"network namespaces cannot be made here, which needs the right CAP_SYS_ADMIN: {error}")
-    try:
-        ip("-n", trial, "link", "add", "name", "port1", "type", "veth", "peer", "name", "port2")
-        ip("-n", trial, "link", "add", "name", "br0", "type", "bridge")
-        subprocess.run(["ip", "netns", "exec", trial, "unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"virtual cables, a bridge or a private mount cannot be made here: {error}")
-    finally:
-        ip("netns", "del", trial)
 
 
 @contextmanager

@@ -16,9 +16,10 @@ from streamrl.bus.address import BusAddress
 from streamrl.bus.server import NatsServer
 from streamrl.runtime.rundir import RunDir
 from tests.audit.audit import audit
-from tests.hosts.network import Host, hosts, skip_unless_possible
+from tests.hosts.network import Host, hosts
 from tests.loop.harness import read_ledger
 from tests.security.tiny import started, trained, until, write_run
+from tests.support.needs import need
 
 pytestmark = pytest.mark.nats
 
@@ -36,7 +37,7 @@ ack_wait_s = 5
 
 @pytest.fixture
 def network() -> Iterator[dict[str, Host]]:
-    skip_unless_possible()
+    need("hosts")
     with hosts(["head", "engines", "producers"]) as made:
         yield made
 

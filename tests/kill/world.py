@@ -42,6 +42,7 @@ from tests.kill.fuse import BLOWN, Spot
 from tests.kill.nursery import Nursery
 from tests.kill.process import Request
 from tests.loop.harness import read_ledger, services
+from tests.support.memory import freed_after_test
 
 # Some groups have no spread, one task in nine fails and ends as a tombstone, one in five takes `slow_s` longer.
 REWARD = """
@@ -137,6 +138,7 @@ async def world(config: Config, server: NatsServer, nursery: Nursery) -> AsyncIt
     run.create()
     run.write_config(config)
     server.address.save(run.bus_path)
+    freed_after_test(config, run)
     bus = await connect(server.address, config.run.name, config.bus)
     try:
         await write_or_check(bus, await prepare(config, run))

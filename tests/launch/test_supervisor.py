@@ -15,7 +15,7 @@ from streamrl.launch.local import LocalLauncher
 from streamrl.launch.supervisor import Supervisor
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import describe_exit
-from tests.launch.processes import alive, read_pids, until
+from tests.support.processes import alive, read_pids, until
 
 
 class Team:
@@ -81,6 +81,7 @@ async def team(run: RunDir) -> AsyncIterator[Team]:
     await one.supervisor.kill_all()
 
 
+@pytest.mark.process
 async def test_a_failed_worker_waits_longer_each_time_and_starts_again(team: Team) -> None:
     team.start("producer", "exit 1")
     await team.tick_until("producer", "waiting")
@@ -100,6 +101,7 @@ async def test_a_failed_worker_waits_longer_each_time_and_starts_again(team: Tea
     assert team.supervisor.lines()["producer-0"].restarts == 1
 
 
+@pytest.mark.process
 async def test_too_many_failures_end_with_the_log_and_a_hint_and_leave_the_others_alone(team: Team) -> None:
     team.start("trainer", "sleep 60")
     team.start("engine", "echo no such device; exit 1")
@@ -112,6 +114,7 @@ async def test_too_many_failures_end_with_the_log_and_a_hint_and_leave_the_other
     assert alive(team.pid("trainer"))
 
 
+@pytest.mark.process
 async def test_failures_long_ago_are_forgotten(team: Team) -> None:
     team.start("producer", "exit 1")
     for _ in range(5):
@@ -121,6 +124,7 @@ async def test_failures_long_ago_are_forgotten(team: Team) -> None:
     assert {note.partition(";")[2] for note in team.notes} == {" restart 1 in 0.5 s"}
 
 
+@pytest.mark.process
 async def test_a_signal_is_named(team: Team) -> None:
     team.start("engine", "sleep 60")
     os.kill(team.pid("engine"), signal.SIGKILL)
@@ -128,6 +132,7 @@ async def test_a_signal_is_named(team: Team) -> None:
     assert team.notes == ["engine-0 ended with signal SIGKILL; restart 1 in 0.5 s"]
 
 
+@pytest.mark.process
 async def test_work_that_is_over_is_not_started_again_but_endless_work_is(team: Team) -> None:
     team.start("trainer", "exit 0")
     team.start("producer", "exit 0")
@@ -138,12 +143,14 @@ async def test_work_that_is_over_is_not_started_again_but_endless_work_is(team: 
     assert not team.supervisor.over("engine")
 
 
+@pytest.mark.process
 async def test_a_wrong_configuration_is_not_tried_twice(team: Team) -> None:
     team.start("feeder", "echo error: no such file; exit 2")
     with pytest.raises(LaunchError, match=r"feeder-0 cannot run with this configuration.*\n.*no such file"):
         await team.tick_until("feeder", "waiting")
 
 
+@pytest.mark.process
 async def test_a_fenced_worker_stays_down(team: Team) -> None:
     team.start("trainer", "exit 3")
     await team.tick_until("trainer", "fenced")
@@ -154,6 +161,7 @@ async def test_a_fenced_worker_stays_down(team: Team) -> None:
     assert team.notes == ["trainer-0 stopped: another trainer has taken over"]
 
 
+@pytest.mark.process
 async def test_a_drain_goes_kind_by_kind_in_the_order_of_shutdown(team: Team) -> None:
     order = team.run.path / "order"
     for kind in ("feeder", "engine", "evaluator", "producer", "trainer"):
@@ -166,6 +174,7 @@ async def test_a_drain_goes_kind_by_kind_in_the_order_of_shutdown(team: Team) ->
     assert team.notes == []
 
 
+@pytest.mark.process
 async def test_a_drain_lets_a_kind_finish_by_itself(team: Team) -> None:
     told = team.run.path / "told"
     team.start("evaluator", f"trap 'echo cut > {told}; exit 0' TERM; sleep 0.3; echo finished > {told}")
@@ -173,6 +182,7 @@ async def test_a_drain_lets_a_kind_finish_by_itself(team: Team) -> None:
     assert told.read_text() == "finished\n"
 
 
+@pytest.mark.process
 async def test_a_worker_that_does_not_stop_is_killed_with_what_it_started(team: Team) -> None:
     pids = team.run.path / "pids"
     team.start("engine", f"trap '' TERM; sleep 600 & echo $! >> {pids}; echo $$ >> {pids}; wait; while :; do sleep 1; done")
@@ -182,6 +192,7 @@ async def test_a_worker_that_does_not_stop_is_killed_with_what_it_started(team: 
     assert team.notes == ["engine-0 did not stop within 20 s and is killed"]
 
 
+@pytest.mark.process
 async def test_what_a_dead_worker_leaves_behind_is_swept(team: Team) -> None:
     pids = team.run.path / "pids"
     team.start("trainer", f"sleep 600 & echo $! > {pids}; exit 1")
@@ -189,6 +200,7 @@ async def test_what_a_dead_worker_leaves_behind_is_swept(team: Team) -> None:
     await until(lambda: not alive(read_pids(pids)[0]))
 
 
+@pytest.mark.process
 async def test_kill_all_ends_the_stubborn_too(team: Team) -> None:
     pids = team.run.path / "pids"
     for kind in ("trainer", "engine"):
@@ -198,6 +210,7 @@ async def test_kill_all_ends_the_stubborn_too(team: Team) -> None:
     assert not any(alive(pid) for pid in read_pids(pids))
 
 
+@pytest.mark.process
 async def test_workers_get_their_threads_and_their_supervisor(team: Team) -> None:
     team.start("engine", "echo threads=$OMP_NUM_THREADS supervisor=$STREAMRL_SUPERVISOR; exit 0")
     await team.tick_until("engine", "waiting")
@@ -231,6 +244,7 @@ asyncio.run(main(RunDir(sys.argv[1]), sys.argv[2]))
 """
 
 
+@pytest.mark.process
 async def test_no_worker_outlives_a_supervisor_that_is_killed(run: RunDir) -> None:
     pids = run.path / "pids"
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", _ORPHANAGE, str(run.path), str(pids))
@@ -247,6 +261,7 @@ def test_exits_are_described() -> None:
     assert [describe_exit(code) for code in (0, 3, -9, -99)] == ["exit code 0", "exit code 3", "signal SIGKILL", "signal 99"]
 
 
+@pytest.mark.process
 async def test_a_rank_that_dies_takes_the_others_along_and_all_start_again(team: Team) -> None:
     team.start("trainer", "sleep 600", "sleep 600", "sleep 600")
     team.start("engine", "sleep 600")
@@ -267,6 +282,7 @@ async def test_a_rank_that_dies_takes_the_others_along_and_all_start_again(team:
     assert (team.pid("engine"), alive(engine)) == (engine, True)
 
 
+@pytest.mark.process
 async def test_failures_of_ranks_count_once(team: Team) -> None:
     team.start("trainer", "exit 1", "exit 1")
     with pytest.raises(LaunchError, match=r"trainer-[01] ended 3 times within 100 s"):
@@ -277,6 +293,7 @@ async def test_failures_of_ranks_count_once(team: Team) -> None:
     assert [child.restarts for child in team.supervisor.children.values()] == [2, 2]
 
 
+@pytest.mark.process
 async def test_ranks_are_over_when_all_have_finished(team: Team) -> None:
     go = team.run.path / "go"
     team.start("trainer", f"while [ ! -e {go} ]; do sleep 0.01; done; exit 0", "exit 0")
@@ -290,12 +307,14 @@ async def test_ranks_are_over_when_all_have_finished(team: Team) -> None:
     assert team.supervisor.over("trainer")
 
 
+@pytest.mark.process
 async def test_what_one_rank_says_of_its_configuration_counts_more_than_that_the_other_failed(team: Team) -> None:
     team.start("trainer", "sleep 0.2; echo error: no such GPU; exit 2", "exit 1")
     with pytest.raises(LaunchError, match=r"trainer-0 cannot run with this configuration.*\n.*no such GPU"):
         await team.tick_until("trainer", "waiting")
 
 
+@pytest.mark.process
 async def test_ranks_of_a_fenced_trainer_stay_down(team: Team) -> None:
     team.start("trainer", "exit 3", "exit 1")
     await team.tick_until("trainer", "fenced")

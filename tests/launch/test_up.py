@@ -5,19 +5,18 @@ import json
 import os
 import signal
 import socket
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import RunDir
-from tests.launch.processes import alive, read_pids, until
+from tests.support.processes import alive, read_pids, server_pid, until
+from tests.support.programs import Start, said
 
 pytestmark = pytest.mark.nats
 
-ROOT = Path(__file__).parents[2]
 TOML = """
 [run]
 name = "demo"
@@ -32,7 +31,6 @@ backend = "table"
 drain_s = 5
 backoff_s = 0.05
 """
-Up = Callable[..., Awaitable[asyncio.subprocess.Process]]
 
 
 @pytest.fixture
@@ -50,56 +48,16 @@ def run(place: Path) -> RunDir:
 
 
 @pytest.fixture
-async def up(place: Path) -> AsyncIterator[Up]:
-    """Starts `tiny_up.py` in `place`; whatever is left of it is killed at the end."""
-    started: list[asyncio.subprocess.Process] = []
-
-    async def start(mode: str, *overrides: str, stdout: int = asyncio.subprocess.PIPE) -> asyncio.subprocess.Process:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            str(Path(__file__).with_name("tiny_up.py")),
-            "demo.toml",
-            mode,
-            *overrides,
-            cwd=place,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=stdout,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
-
-
-async def said(process: asyncio.subprocess.Process) -> tuple[int, str, str]:
-    """Wait for the end: exit code, stdout, stderr."""
-    out, err = await asyncio.wait_for(process.communicate(), 60)
-    return process.returncode or 0, out.decode(), err.decode()
-
-
-def server_pid(run: RunDir) -> int | None:
-    """The nats-server of a run, found by its command line."""
-    wanted = str(run.bus_store / "nats-server.conf").encode()
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit():
-            try:
-                if wanted in (path / "cmdline").read_bytes().split(b"\0"):
-                    return int(path.name)
-            except OSError:
-                continue
-    return None
+def up(place: Path, start: Start) -> Start:
+    """Starts `tiny_up.py` in `place`: the mode, then overrides."""
+    return partial(start, str(Path(__file__).with_name("tiny_up.py")), "demo.toml")
 
 
 def nothing_runs(run: RunDir) -> bool:
     return server_pid(run) is None and not any(alive(pid) for pid in read_pids(run.path / "pids"))
 
 
-async def test_a_run_ends_when_its_trainer_has_finished(up: Up, run: RunDir) -> None:
+async def test_a_run_ends_when_its_trainer_has_finished(up: Start, run: RunDir) -> None:
     code, out, err = await said(await up("learn"))
     assert (code, err) == (0, "")
     summary = json.loads(run.summary_path.read_text())
@@ -114,7 +72,7 @@ async def test_a_run_ends_when_its_trainer_has_finished(up: Up, run: RunDir) -> 
     assert (run.bus_path.stat().st_mode & 0o777, run.path.stat().st_mode & 0o777) == (0o600, 0o700)
 
 
-async def test_ctrl_c_drains_in_order_and_exits_with_0(up: Up, run: RunDir) -> None:
+async def test_ctrl_c_drains_in_order_and_exits_with_0(up: Start, run: RunDir) -> None:
     process = await up("endless")
     await until(lambda: len(read_pids(run.path / "pids")) == 5)
     process.send_signal(signal.SIGINT)
@@ -125,7 +83,7 @@ async def test_ctrl_c_drains_in_order_and_exits_with_0(up: Up, run: RunDir) -> N
     assert nothing_runs(run)
 
 
-async def test_a_second_ctrl_c_stops_at_once_and_leaves_nothing(up: Up, run: RunDir) -> None:
+async def test_a_second_ctrl_c_stops_at_once_and_leaves_nothing(up: Start, run: RunDir) -> None:
     process = await up("stubborn", "supervise.drain_s=600")
     await until(lambda: len(read_pids(run.path / "pids")) == 5)
     process.send_signal(signal.SIGINT)
@@ -138,7 +96,7 @@ async def test_a_second_ctrl_c_stops_at_once_and_leaves_nothing(up: Up, run: Run
     assert nothing_runs(run)
 
 
-async def test_nothing_outlives_a_supervisor_that_is_killed_and_the_run_can_be_resumed(up: Up, run: RunDir) -> None:
+async def test_nothing_outlives_a_supervisor_that_is_killed_and_the_run_can_be_resumed(up: Start, run: RunDir) -> None:
     process = await up("endless")
     await until(lambda: len(read_pids(run.path / "pids")) == 5)
     assert server_pid(run) is not None
@@ -150,7 +108,7 @@ async def test_nothing_outlives_a_supervisor_that_is_killed_and_the_run_can_be_r
     assert "] resuming" in out
 
 
-async def test_a_run_that_is_up_is_not_started_twice(up: Up, run: RunDir) -> None:
+async def test_a_run_that_is_up_is_not_started_twice(up: Start, run: RunDir) -> None:
     first = await up("endless")
     await until(lambda: len(read_pids(run.path / "pids")) == 5)
     code, _, err = await said(await up("endless"))
@@ -159,7 +117,7 @@ async def test_a_run_that_is_up_is_not_started_twice(up: Up, run: RunDir) -> Non
     assert "streamrl down demo" in err
 
 
-async def test_a_dead_nats_server_comes_back_on_the_same_port(up: Up, run: RunDir) -> None:
+async def test_a_dead_nats_server_comes_back_on_the_same_port(up: Start, run: RunDir) -> None:
     process = await up("endless")
     await until(lambda: len(read_pids(run.path / "pids")) == 5)
     first, address = server_pid(run), run.bus_path.read_bytes()
@@ -173,7 +131,7 @@ async def test_a_dead_nats_server_comes_back_on_the_same_port(up: Up, run: RunDi
     assert run.bus_path.read_bytes() == address
 
 
-async def test_a_killed_worker_is_restarted_and_that_is_said(up: Up, run: RunDir) -> None:
+async def test_a_killed_worker_is_restarted_and_that_is_said(up: Start, run: RunDir) -> None:
     process = await up("endless")
     await until(lambda: len(read_pids(run.path / "pids")) == 5)
     os.kill(read_pids(run.path / "pids")[0], signal.SIGKILL)
@@ -184,7 +142,7 @@ async def test_a_killed_worker_is_restarted_and_that_is_said(up: Up, run: RunDir
     assert "ended with signal SIGKILL; restart 1 in 0.05 s" in out
 
 
-async def test_resuming_on_other_rows_is_refused(up: Up, run: RunDir, place: Path) -> None:
+async def test_resuming_on_other_rows_is_refused(up: Start, run: RunDir, place: Path) -> None:
     assert (await said(await up("learn")))[0] == 0
     config = run.config_path.read_bytes()
     with (place / "train.jsonl").open("a") as file:
@@ -197,7 +155,7 @@ async def test_resuming_on_other_rows_is_refused(up: Up, run: RunDir, place: Pat
     assert nothing_runs(run)
 
 
-async def test_resuming_with_another_batch_is_refused_but_with_other_workers_is_not(up: Up, run: RunDir) -> None:
+async def test_resuming_with_another_batch_is_refused_but_with_other_workers_is_not(up: Start, run: RunDir) -> None:
     assert (await said(await up("learn")))[0] == 0
     code, _, err = await said(await up("learn", "tasks.batch_tasks=7"))
     assert code == 1
@@ -205,7 +163,7 @@ async def test_resuming_with_another_batch_is_refused_but_with_other_workers_is_
     assert (await said(await up("learn", "producer.workers=2", "engine.slots=4")))[0] == 0
 
 
-async def test_a_port_that_is_taken_is_said(up: Up, run: RunDir) -> None:
+async def test_a_port_that_is_taken_is_said(up: Start, run: RunDir) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, _, err = await said(await up("learn", f"bus.port={port}"))
@@ -214,7 +172,7 @@ async def test_a_port_that_is_taken_is_said(up: Up, run: RunDir) -> None:
     assert "hint:" in err
 
 
-async def test_a_broken_row_stops_the_run_before_it_starts(up: Up, run: RunDir, place: Path) -> None:
+async def test_a_broken_row_stops_the_run_before_it_starts(up: Start, run: RunDir, place: Path) -> None:
     with (place / "train.jsonl").open("a") as file:
         file.write('{"prompt": "9+9=", "lab')
     code, _, err = await said(await up("learn"))
@@ -223,7 +181,7 @@ async def test_a_broken_row_stops_the_run_before_it_starts(up: Up, run: RunDir, 
     assert not (run.path / "pids").exists()
 
 
-async def test_a_reader_that_leaves_drains_the_run(up: Up, run: RunDir) -> None:
+async def test_a_reader_that_leaves_drains_the_run(up: Start, run: RunDir) -> None:
     reader, writer = os.pipe()
     process = await up("endless", stdout=writer)
     os.close(writer)

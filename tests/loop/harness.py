@@ -18,6 +18,7 @@ from streamrl.runtime.worker import Worker
 from streamrl.schemas.codec import decode
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import LEDGER, Subjects
+from tests.support.memory import freed_after_test
 
 
 def make_run(tmp_path: Path, config: Config) -> tuple[RunDir, Config]:
@@ -26,6 +27,7 @@ def make_run(tmp_path: Path, config: Config) -> tuple[RunDir, Config]:
     run.create()
     config = replace(config, run=replace(config.run, dir=str(tmp_path)))
     run.write_config(config)
+    freed_after_test(config, run)
     return run, config
 
 

@@ -15,8 +15,8 @@ from streamrl.schemas.events import Event
 from streamrl.schemas.subjects import KEY_GRANTED, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.metrics import report
-from tests.launch.processes import until
 from tests.monitor.conftest import MakeEntry, evaluation
+from tests.support.processes import until
 
 
 async def test_a_view_follows_ledger_events_metrics_presence_and_grant(bus: Bus, run_id: str, entry: MakeEntry) -> None:

@@ -48,6 +48,7 @@ LIGHT = [
 ]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("module", LIGHT)
 def test_light_modules_load_no_framework(module):
     code = f"import sys, {module}; print(sorted({{'torch', 'transformers', 'matplotlib', 'pandas'}} & set(sys.modules)))"

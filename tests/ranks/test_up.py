@@ -6,22 +6,19 @@ import asyncio
 import json
 import os
 import signal
-import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from streamrl.runtime.rundir import RunDir
-from tests.faults.processes import worker_pid
 from tests.faults.shapes import NAME
 from tests.faults.verdict import judge
-from tests.launch.digits import TRANSFORMER
-from tests.launch.processes import alive, until
+from tests.support.digits import TRANSFORMER
+from tests.support.processes import alive, until, worker_pid
+from tests.support.programs import STREAMRL, Start
 
 pytestmark = [pytest.mark.nats, pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
 TOML = f"""{TRANSFORMER}
 [run]
 name = "demo"
@@ -49,22 +46,12 @@ backoff_s = 0.1
 
 
 @pytest.fixture
-async def up(tmp_path: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A run that is up; its supervisor is killed at the end if it still runs."""
+async def up(tmp_path: Path, start: Start) -> asyncio.subprocess.Process:
+    """A run that is up."""
     rows = [{"prompt": f"{a}{b}", "label": str((b + 3) % 10)} for b in range(10) for a in range(10)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "run.toml").write_text(TOML)
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "streamrl", "up", "run.toml", "--json"),
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    yield process
-    if process.returncode is None:
-        process.kill()
-        await process.communicate()
+    return await start(*STREAMRL, "up", "run.toml", "--json")
 
 
 async def test_a_run_with_two_ranks_learns_survives_one_and_is_replayed(up: asyncio.subprocess.Process, tmp_path: Path) -> None:

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from streamrl.runtime.rundir import RunDir
-from tests.faults.processes import find, worker_pid
-from tests.launch.digits import TRANSFORMER
-from tests.launch.processes import alive, parent, until
-from tests.ray.running import Start, said, two_nodes, up
+from tests.ray.running import two_nodes, up
+from tests.support.digits import TRANSFORMER
+from tests.support.needs import need
+from tests.support.processes import alive, find, parent, until, worker_pid
+from tests.support.programs import Start, said
 
-pytest.importorskip("ray", reason="the extra `ray` is not installed")
-pytestmark = [pytest.mark.nats, pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.needs("ray"), pytest.mark.nats, pytest.mark.slow, pytest.mark.timeout(420)]
 
 TOML = f"""{TRANSFORMER}
 [run]
@@ -56,10 +56,7 @@ WITHIN_S = 240
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the test starts sees two GPUs, however many there are."""
-    import torch
-
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+    need("two gpus")
     there = os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(there.split(",")[:2]))
 

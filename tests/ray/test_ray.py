@@ -15,12 +15,11 @@ from streamrl.launch.placed import PlacedWorker
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import Exit
 from streamrl.weights.factory import weights_directory
-from tests.faults.processes import find, worker_pid
-from tests.launch.processes import alive, parent, until
-from tests.ray.running import Start, said, two_nodes, up
+from tests.ray.running import two_nodes, up
+from tests.support.processes import alive, find, parent, until, worker_pid
+from tests.support.programs import Start, said
 
-pytest.importorskip("ray", reason="the extra `ray` is not installed")
-pytestmark = [pytest.mark.nats, pytest.mark.slow]
+pytestmark = [pytest.mark.needs("ray"), pytest.mark.nats, pytest.mark.slow]
 
 ENDLESS = ("--set", "tasks.drop_zero_spread=false", "--set", "run.steps=100000")
 ACROSS = ("bus.host=0.0.0.0", "bus.advertise=127.0.0.1", "engine.host=0.0.0.0", "engine.advertise=127.0.0.1")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import gc
 from streamrl.runtime.collection import THRESHOLDS, collect_rarely, keep_all, keep_none
@@ -29,5 +31,6 @@ assert gc.get_freeze_count() == 0
 """
 
 
+@pytest.mark.process
 def test_what_is_there_is_left_alone_and_what_comes_later_is_collected() -> None:
     subprocess.run([sys.executable, "-c", CODE], check=True)

@@ -3,8 +3,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -20,11 +18,9 @@ from streamrl.schemas.codec import decode
 from streamrl.schemas.control import WorkerPresence
 from streamrl.schemas.events import Event, MetricReport
 from streamrl.schemas.subjects import Subjects
+from tests.support.programs import Start, said
 
 pytestmark = pytest.mark.nats
-
-ROOT = Path(__file__).parents[2]
-Start = Callable[..., Awaitable[asyncio.subprocess.Process]]
 
 
 @pytest.fixture
@@ -37,36 +33,14 @@ def run(tmp_path: Path, nats_address: BusAddress, run_id: str) -> RunDir:
 
 
 @pytest.fixture
-async def start(run: RunDir, nats_bus: Bus) -> AsyncIterator[Start]:
+def behave(run: RunDir, nats_bus: Bus, start: Start) -> Start:
     """Starts `behaving_worker.py`; `nats_bus` makes the streams before and removes them after."""
-    started: list[asyncio.subprocess.Process] = []
 
     async def one(behaviour: str, *, index: str = "0", supervised: bool = False) -> asyncio.subprocess.Process:
-        surroundings = {**os.environ, "PYTHONPATH": str(ROOT)} | ({SUPERVISOR_VARIABLE: str(os.getpid())} if supervised else {})
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            str(Path(__file__).with_name("behaving_worker.py")),
-            str(run.path),
-            index,
-            behaviour,
-            env=surroundings,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        started.append(process)
-        return process
+        supervisor = {SUPERVISOR_VARIABLE: str(os.getpid())} if supervised else {}
+        return await start(str(Path(__file__).with_name("behaving_worker.py")), str(run.path), index, behaviour, env=supervisor)
 
-    yield one
-    for process in started:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
-
-
-async def said(process: asyncio.subprocess.Process) -> tuple[int, str, str]:
-    out, err = await asyncio.wait_for(process.communicate(), 30)
-    assert process.returncode is not None
-    return process.returncode, out.decode(), err.decode()
+    return one
 
 
 async def line(process: asyncio.subprocess.Process) -> str:
@@ -83,22 +57,22 @@ async def line(process: asyncio.subprocess.Process) -> str:
         ("fence", Exit.FENCED, "error: another trainer has fence 7\n"),
     ],
 )
-async def test_errors_choose_the_exit_code_and_leave_no_traceback(start: Start, behaviour: str, code: int, message: str) -> None:
-    found, _, err = await said(await start(behaviour))
+async def test_errors_choose_the_exit_code_and_leave_no_traceback(behave: Start, behaviour: str, code: int, message: str) -> None:
+    found, _, err = await said(await behave(behaviour))
     assert found == code
     assert message in err
     assert "Traceback" not in err
 
 
-async def test_an_unexpected_error_comes_with_its_traceback(start: Start, run: RunDir) -> None:
-    code, _, err = await said(await start("crash"))
+async def test_an_unexpected_error_comes_with_its_traceback(behave: Start, run: RunDir) -> None:
+    code, _, err = await said(await behave("crash"))
     assert code == Exit.FAILED
     assert "Traceback" in err
     assert "ZeroDivisionError" in run.log_path("producer-0").read_text()
 
 
-async def test_the_first_signal_drains(start: Start, nats_bus: Bus) -> None:
-    process = await start("wait")
+async def test_the_first_signal_drains(behave: Start, nats_bus: Bus) -> None:
+    process = await behave("wait")
     assert await line(process) == "producer-0"
     entry = await nats_bus.kv.get("presence/workers/producer-0")
     assert entry is not None
@@ -112,8 +86,8 @@ async def test_the_first_signal_drains(start: Start, nats_bus: Bus) -> None:
     assert gone is None or gone.value is None
 
 
-async def test_the_second_signal_ends_the_process_at_once(start: Start) -> None:
-    process = await start("ignore")
+async def test_the_second_signal_ends_the_process_at_once(behave: Start) -> None:
+    process = await behave("ignore")
     await line(process)
     process.send_signal(signal.SIGINT)
     assert await line(process) == "draining"
@@ -121,29 +95,29 @@ async def test_the_second_signal_ends_the_process_at_once(start: Start) -> None:
     assert (await said(process))[0] == -signal.SIGINT
 
 
-async def test_a_worker_by_hand_takes_a_name_that_nobody_has(start: Start) -> None:
-    supervised = await start("wait", index="0", supervised=True)
-    first, second = await start("wait", index="-"), None
+async def test_a_worker_by_hand_takes_a_name_that_nobody_has(behave: Start) -> None:
+    supervised = await behave("wait", index="0", supervised=True)
+    first, second = await behave("wait", index="-"), None
     assert (await line(supervised), await line(first)) == ("producer-0", "producer-1")
-    second = await start("wait", index="-")
+    second = await behave("wait", index="-")
     assert await line(second) == "producer-2"
 
 
-async def test_a_supervised_worker_logs_to_stderr_alone(start: Start, run: RunDir) -> None:
-    code, _, err = await said(await start("fail", supervised=True))
+async def test_a_supervised_worker_logs_to_stderr_alone(behave: Start, run: RunDir) -> None:
+    code, _, err = await said(await behave("fail", supervised=True))
     assert code == Exit.FAILED
     assert "event=failed" in err
     assert not run.log_path("producer-0").exists()
 
 
-async def test_a_worker_whose_supervisor_is_gone_does_not_start(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_whose_supervisor_is_gone_does_not_start(behave: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SUPERVISOR_VARIABLE, "1")
-    code, out, _ = await said(await start("wait"))
+    code, out, _ = await said(await behave("wait"))
     assert (code, out) == (Exit.FAILED, "")
 
 
-async def test_metrics_and_events_are_published(start: Start, nats_bus: Bus, run: RunDir) -> None:
-    assert (await said(await start("report")))[0] == 0
+async def test_metrics_and_events_are_published(behave: Start, nats_bus: Bus, run: RunDir) -> None:
+    assert (await said(await behave("report")))[0] == 0
     subjects = Subjects(run.name)
     metrics, event = await nats_bus.last(subjects.metrics("producer-0")), await nats_bus.last(subjects.events("evaluation"))
     assert metrics is not None
@@ -152,9 +126,9 @@ async def test_metrics_and_events_are_published(start: Start, nats_bus: Bus, run
     assert decode(event.body, Event).detail == {"accuracy": 0.5}
 
 
-async def test_a_run_that_is_not_up_says_so(start: Start, run: RunDir) -> None:
+async def test_a_run_that_is_not_up_says_so(behave: Start, run: RunDir) -> None:
     run.bus_path.unlink()
-    code, _, err = await said(await start("wait"))
+    code, _, err = await said(await behave("wait"))
     assert code == Exit.CONFIG
     assert "is the run up?" in err
 

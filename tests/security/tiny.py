@@ -10,6 +10,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from streamrl.runtime.rundir import RunDir
+from tests.support.memory import freed_after_test
+
 ROOT = Path(__file__).parents[2]
 TOML = """
 [run]
@@ -75,6 +78,9 @@ async def started(
         if process.returncode is None:
             process.kill()
         await process.wait()
+        run = RunDir(place / "runs" / "demo")
+        if run.exists:
+            freed_after_test(run.load_config(), run)
 
 
 async def until(holds: Callable[[], object], process: asyncio.subprocess.Process, place: Path, *, within_s: float = 90.0) -> None:

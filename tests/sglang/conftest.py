@@ -1,14 +1,12 @@
 """A real SGLang on this machine's CPU, one server for all tests of this folder: it takes half a minute to start.
 
-It needs an environment of its own: `make sglang-cpu` makes `.venv-sglang`; SGLANG_PYTHON names another one's interpreter. Without any the
-tests are skipped, unless STREAMRL_REQUIRE_SGLANG is set (as in CI).
+It needs an environment of its own: `make sglang-cpu` makes `.venv-sglang`; SGLANG_PYTHON names another one's interpreter.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -17,18 +15,15 @@ import pytest_asyncio
 from streamrl.config.engines import EngineConfig
 from streamrl.engines.sglang.engine import SglangEngine
 from streamrl.engines.sglang.server import SglangServer
-from tests.sglang.cpu import MAX_LEN, cpu_config, find_python, write_model
+from tests.sglang.cpu import MAX_LEN, cpu_config, write_model
+from tests.support import needs
+from tests.support.needs import need
 
 
 @pytest.fixture(scope="session")
 def sglang_python() -> str:
-    python = find_python()
-    if python is None:
-        reason = "no SGLang here: `make sglang-cpu` makes .venv-sglang, or name an interpreter in SGLANG_PYTHON"
-        if os.environ.get("STREAMRL_REQUIRE_SGLANG"):
-            pytest.fail(reason)
-        pytest.skip(reason)
-    return python
+    need("sglang")
+    return str(needs.sglang_python())
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,6 @@ FLAGS: dict[str, Any] = {
     "mem_fraction_static": 0.2,
     "max_total_tokens": 16384,
 }
-
-
-def find_python() -> str | None:
-    """The interpreter of an environment with SGLang."""
-    named = os.environ.get("SGLANG_PYTHON")
-    python = Path(named) if named else ROOT / ".venv-sglang" / "bin" / "python"
-    return str(python) if python.exists() else None
 
 
 def cpu_config(python: str, *, slots: int = SLOTS, flags: dict[str, Any] | None = None, **sglang: Any) -> EngineConfig:

@@ -12,6 +12,9 @@ from streamrl.engines.sglang.engine import SglangEngine
 from tests.contracts.test_engine import *  # noqa: F403
 from tests.contracts.test_engine import Site
 
+test_equal_seeds_give_equal_tokens_and_other_seeds_others = None
+"""No test here: seeds need --enable-deterministic-inference, which SGLang has for GPUs only."""
+
 
 @pytest.fixture
 async def bare(sglang_engine: SglangEngine, epochs: Iterator[int]) -> AsyncIterator[Site]:
@@ -20,7 +23,6 @@ async def bare(sglang_engine: SglangEngine, epochs: Iterator[int]) -> AsyncItera
     server = await serve(sglang_engine)
     client = ChannelEngine(server.address)
     try:
-        # Seeds need --enable-deterministic-inference, which SGLang has for GPUs only.
         yield Site(client, sglang_engine, "sglang", seeded=False, first_epoch=next(epochs), chunk_by_token=False)
     finally:
         await client.close()

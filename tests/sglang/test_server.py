@@ -105,6 +105,23 @@ def test_no_process_outlives_a_killed_worker(sglang_python: str, tmp_path: Path)
     assert left and not any(path.exists() for path in left) and own.exists()
 
 
+def test_shared_memory_of_a_killed_worker_goes_with_its_folder(tmp_path: Path):
+    worker = subprocess.Popen([sys.executable, "-c", ""])
+    worker.wait()
+    left = tmp_path / f"{FOLDER}{worker.pid}-x"
+    left.mkdir()
+    memory = tmp_path / "sglang_loads_x"
+    memory.touch()
+    (left / "shared-memory").write_text(f"{memory}\n{tmp_path / 'gone'}\n")
+    remove_left_behind(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_servers_shared_memory_is_known(shared_server: SglangServer):
+    noted = (shared_server.directory / "shared-memory").read_text().split()
+    assert noted and all(Path(path).exists() for path in noted)
+
+
 async def test_the_key_is_asked_for_and_stands_in_no_command_line(sglang_server: SglangServer):
     import aiohttp
 

@@ -46,6 +46,7 @@ def content(path: Path) -> str | None:
     return a
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("former", [None, "old"])
 def test_a_kill_at_any_call_leaves_one_whole_content(tmp_path: Path, former: str | None) -> None:
     seen: list[str | None] = []

@@ -101,6 +101,7 @@ def launch(model: Path, out: Path, ranks: int) -> list[dict[str, Any]]:
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
+@pytest.mark.process
 def test_two_ranks_train_as_one(model_dir: Path, tmp_path: Path) -> None:
     (alone,) = launch(model_dir, tmp_path / "one", 1)
     first, second = launch(model_dir, tmp_path / "two", 2)

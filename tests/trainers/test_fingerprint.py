@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from streamrl.config.tree import Config, TrainerConfig
 from streamrl.trainers.fingerprint import fingerprint_difference, fingerprint_digest, numerics_fingerprint
@@ -27,6 +28,7 @@ def test_whatever_changes_digits_changes_it() -> None:
     assert numerics_fingerprint(config) == base
 
 
+@pytest.mark.process
 def test_the_table_backend_imports_no_torch(table_dir: Path) -> None:
     code = """
 import sys

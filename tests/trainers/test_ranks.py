@@ -18,7 +18,8 @@ from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.ranks.local import opened_trainer
 from streamrl.trainers.ranks.process_group import Meeting, MeetingPlace, attend
-from tests.faults.processes import children
+from tests.support.needs import need
+from tests.support.processes import children
 
 Rollouts = Callable[..., TrainBatch]
 CONFIG = Config(trainer=TrainerConfig(ranks=2, minibatches=2, rank_timeout_s=60.0))
@@ -26,6 +27,7 @@ CONFIG = Config(trainer=TrainerConfig(ranks=2, minibatches=2, rank_timeout_s=60.
 MODULE = "streamrl.trainers.ranks.local"
 
 
+@pytest.mark.process
 def test_two_ranks_do_everything_as_one_and_load_what_only_one_sees(model_dir: Path, rollouts: Rollouts, tmp_path: Path) -> None:
     alone = make_trainer(Config(trainer=TrainerConfig(minibatches=2)), model_dir)
     with opened_trainer(CONFIG, model_dir) as trainer:
@@ -49,6 +51,7 @@ def test_two_ranks_do_everything_as_one_and_load_what_only_one_sees(model_dir: P
         assert trainer.step(rollouts(0)) == first
 
 
+@pytest.mark.process
 def test_a_rank_that_is_killed_ends_the_step(model_dir: Path, rollouts: Rollouts) -> None:
     with pytest.raises(TrainingError, match="needs all ranks of the trainer") as caught, opened_trainer(CONFIG, model_dir) as trainer:
         trainer.step(rollouts(0))
@@ -59,6 +62,7 @@ def test_a_rank_that_is_killed_ends_the_step(model_dir: Path, rollouts: Rollouts
     assert "logs/trainer-<rank>.log" in caught.value.hint
 
 
+@pytest.mark.process
 def test_a_rank_that_hangs_ends_the_step_within_the_timeout(model_dir: Path, rollouts: Rollouts) -> None:
     config = Config(trainer=TrainerConfig(ranks=2, rank_timeout_s=15.0))
     with pytest.raises(TrainingError, match="needs all ranks of the trainer"), opened_trainer(config, model_dir) as trainer:
@@ -69,6 +73,7 @@ def test_a_rank_that_hangs_ends_the_step_within_the_timeout(model_dir: Path, rol
     assert children(MODULE) == []
 
 
+@pytest.mark.process
 def test_ranks_that_begin_with_other_weights_are_refused(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,10 +93,7 @@ def test_ranks_that_begin_with_other_weights_are_refused(
 
 @pytest.mark.gpu
 def test_two_gpus_train_as_one(model_dir: Path, rollouts: Rollouts, tmp_path: Path) -> None:
-    import torch
-
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+    need("two gpus")
     alone = make_trainer(Config(trainer=TrainerConfig(device="cuda")), model_dir)
     expected = [alone.step(rollouts(step)).metrics for step in range(2)]
     for _ in range(2):
@@ -104,6 +106,7 @@ def test_two_gpus_train_as_one(model_dir: Path, rollouts: Rollouts, tmp_path: Pa
             assert result.metrics == pytest.approx(metrics, rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.process
 def test_a_rank_that_cannot_start_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = Config(trainer=TrainerConfig(ranks=2, device="cuda"))
     import torch

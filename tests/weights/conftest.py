@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -17,16 +16,8 @@ def memory_bus() -> MemoryBus:
 
 
 @pytest.fixture
-def nats(tmp_path: Path) -> Iterator[NatsServer]:
-    server = NatsServer(tmp_path / "nats")
-    server.start()
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-async def nats_bus(nats: NatsServer) -> AsyncIterator[Bus]:
+async def nats_bus(own_server: NatsServer) -> AsyncIterator[Bus]:
     """The bus of a run called `r` on a server of its own."""
-    bus = await connect(nats.address, "r")
+    bus = await connect(own_server.address, "r")
     yield bus
     await bus.close()

@@ -55,9 +55,9 @@ asyncio.run(main())
 
 @pytest.mark.nats
 async def test_a_publisher_killed_in_the_middle_announces_nothing_and_its_blobs_are_retired(
-    nats: NatsServer, nats_bus: Bus, tmp_path: Path
+    own_server: NatsServer, nats_bus: Bus, tmp_path: Path
 ):
-    nats.address.save(tmp_path / "bus.json")
+    own_server.address.save(tmp_path / "bus.json")
     ended = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", KILLED, str(tmp_path / "bus.json")], check=False, timeout=60)
     assert ended.returncode == -signal.SIGKILL
     assert await nats_bus.last("r.weights.policy") is None

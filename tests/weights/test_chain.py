@@ -368,10 +368,10 @@ asyncio.run(main())
 @pytest.mark.nats
 @pytest.mark.parametrize("number", [2, 4])
 async def test_a_publisher_killed_between_bytes_and_manifest_is_repeated_without_harm(
-    nats: NatsServer, nats_bus: Bus, tmp_path: Path, number: int
+    own_server: NatsServer, nats_bus: Bus, tmp_path: Path, number: int
 ):
     """Version 2 is stored as changes, version 4 whole and as changes; nobody heard of either when its publisher died."""
-    nats.address.save(tmp_path / "bus.json")
+    own_server.address.save(tmp_path / "bus.json")
     command = [sys.executable, "-c", KILLED, str(tmp_path / "bus.json"), str(number)]
     ended = await asyncio.to_thread(subprocess.run, command, check=False, timeout=60)
     assert ended.returncode == -signal.SIGKILL

@@ -114,6 +114,7 @@ def trainer(tmp_path: Path) -> Trainer:
     return Trainer(tmp_path / "weights")
 
 
+@pytest.mark.process
 async def test_another_process_reads_the_snapshot_and_not_the_parameters(trainer: Trainer) -> None:
     manifest = await trainer.publish(1)
     digest = trainer.digest()
@@ -140,6 +141,7 @@ async def test_the_ring_holds_the_newest_versions(trainer: Trainer) -> None:
     assert "newer" in caught.value.hint
 
 
+@pytest.mark.process
 async def test_a_buffer_is_not_written_while_an_engine_reads_it(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, slots=1)
     first = await trainer.publish(1)
@@ -165,6 +167,7 @@ def memory(manifest: Manifest) -> bytes:
     return out.tobytes()
 
 
+@pytest.mark.process
 async def test_a_dead_reader_holds_nothing_up(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, slots=1, patience_s=1e9)
     async with engine(tmp_path, await trainer.publish(1)) as process:
@@ -174,6 +177,7 @@ async def test_a_dead_reader_holds_nothing_up(tmp_path: Path) -> None:
         assert await read(reader(tmp_path), await trainer.publish(2)) == trainer.digest()
 
 
+@pytest.mark.process
 async def test_a_stuck_reader_loses_the_buffer_and_learns_of_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = Trainer(tmp_path, slots=1, patience_s=0.1)
     async with engine(tmp_path, await trainer.publish(1)) as process:

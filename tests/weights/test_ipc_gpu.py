@@ -21,6 +21,7 @@ from streamrl.trainers.torch.snapshot import SnapshotRing
 from streamrl.weights.ipc import IpcTransport
 from streamrl.weights.manifest import Content
 from streamrl.weights.shm import ShmTransport
+from tests.support.needs import need
 
 pytestmark = pytest.mark.gpu
 
@@ -74,8 +75,7 @@ async def ask(process: Process, manifest: Manifest, way: str) -> str:
 
 @pytest.mark.parametrize("gpu", [0, 1])
 def test_engines_read_snapshots_while_the_trainer_goes_on(tmp_path: Path, gpu: int) -> None:
-    if gpu >= torch.cuda.device_count():
-        pytest.skip("needs two GPUs")
+    need("two gpus" if gpu else "gpu")
     asyncio.run(read_while_training(tmp_path, gpu))
 
 

@@ -252,9 +252,9 @@ async def read_all(transport: WeightTransport, manifest) -> bytes:
 
 @pytest.mark.nats
 @pytest.mark.parametrize("kind", ["shm", "bus"])
-async def test_two_processes_hand_over_their_slices(nats: NatsServer, nats_bus: Bus, tmp_path: Path, kind: str):
+async def test_two_processes_hand_over_their_slices(own_server: NatsServer, nats_bus: Bus, tmp_path: Path, kind: str):
     """Rank 0 announces; a follower and a late joiner read; by bus most of it are changes."""
-    nats.address.save(tmp_path / "bus.json")
+    own_server.address.save(tmp_path / "bus.json")
     command = [sys.executable, "-c", RANK, str(tmp_path), kind]
     processes = [start([*command, str(rank), "2"]) for rank in range(2)]
 

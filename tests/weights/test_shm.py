@@ -62,6 +62,7 @@ def names(directory: Path) -> list[str]:
     return sorted(path.suffix for path in directory.iterdir())
 
 
+@pytest.mark.process
 def test_a_publisher_killed_in_the_middle_leaves_nothing_to_fetch_and_the_next_one_cleans_up(tmp_path):
     directory = tmp_path / "weights"
     ended = subprocess.run([sys.executable, "-c", KILLED, str(directory)], check=False, timeout=60)

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -39,6 +40,11 @@ POLL_S = 0.1
 CHECK_EVERY_S = 2.0
 SILENCE_S = 60.0
 """Time in which the schedulers may leave a question unanswered (a long prompt on a slow machine), before the server counts as dead."""
+
+_MEMORY = re.compile(r"/dev/shm/sglang_loads_\S+")
+"""Where SGLang's schedulers write their load."""
+_NOTED = "shared-memory"
+"""A file in the private folder: paths of shared memory, one a line, to be removed with the folder."""
 
 
 class Load(msgspec.Struct):
@@ -141,6 +147,8 @@ class SglangServer:
                 log.warning("event=sglang_port_taken engine=%s", self._name)
         self.version = str((await self.client.get("/server_info", timeout_s=SILENCE_S, expect=dict[str, Any])).get("version", ""))
         self.start_s = time.monotonic() - began
+        if self.pid is not None:
+            await asyncio.to_thread(_note_memory, self.pid, self.directory)
         self.attach()
         log.info("event=sglang_started engine=%s pid=%s version=%s seconds=%.1f", self._name, self.pid, self.version, self.start_s)
 
@@ -162,7 +170,7 @@ class SglangServer:
         await self.detach()
         self._end(EngineUnavailable(f"engine {self._name} was stopped", hint="ask another engine"))
         await self._kill()
-        await asyncio.to_thread(shutil.rmtree, self.directory, True)
+        await asyncio.to_thread(_remove, self.directory)
 
     async def ended(self) -> EngineUnavailable:
         """Wait until the server is over; says why."""
@@ -307,6 +315,7 @@ class SglangServer:
         process = self._process
         if process is None:
             return
+        await asyncio.to_thread(_note_memory, process.pid, self.directory)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await asyncio.to_thread(process.wait)
@@ -320,7 +329,27 @@ def remove_left_behind(place: Path) -> None:
         pid = path.name.removeprefix(FOLDER).partition("-")[0]
         with contextlib.suppress(OSError):
             if pid.isdecimal() and path.stat().st_uid == os.getuid() and not Path(f"/proc/{pid}").exists():
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
+
+
+def _note_memory(group: int, directory: Path) -> None:
+    """Write down which files in shared memory SGLang's processes have: killed, they leave them there, and the names tell nothing."""
+    held: set[str] = set()
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if process.name.isdecimal() and os.getpgid(int(process.name)) == group:
+                held.update(_MEMORY.findall((process / "maps").read_text()))
+    if held and directory.exists():
+        with (directory / _NOTED).open("a") as file:
+            file.writelines(f"{path}\n" for path in sorted(held))
+
+
+def _remove(directory: Path) -> None:
+    """Remove a private folder, and before it the shared memory that is noted there."""
+    with contextlib.suppress(FileNotFoundError):
+        for path in (directory / _NOTED).read_text().splitlines():
+            Path(path).unlink(missing_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _load(loads: Loads) -> dict[str, float]:

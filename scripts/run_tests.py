@@ -1,0 +1,209 @@
+"""Run the tests: green only if every one of them ran and passed. `make test` is this, and so is CI, with two options more.
+
+    python -m scripts.run_tests [--retry] [--may-skip PREFIX] [--also-failed NAME] "PYTEST ARGUMENTS" ...
+
+Each argument is one run of pytest, in its order. A test without a result, because its process died, has failed.
+With `--retry` tests that failed or have no result run once more when all runs are through, one after the other; each of them is named and
+counted in the last lines. Red at once, whatever a second try would say: nothing is collected, a file cannot be collected, the first run
+leaves no report, or it ends by itself with a status that is not about tests. With `--may-skip` a test that is skipped for another reason
+than one that begins so has failed. The last line reads "3 passed, 1 failed".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ABOUT_TESTS = (0, 1)
+"""Exit statuses of pytest that say: all tests ran, and passed or not."""
+
+
+@dataclass
+class Report:
+    """What one run of pytest has written."""
+
+    collected: list[str] = field(default_factory=list)
+    passed: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    skipped: dict[str, str] = field(default_factory=dict)
+    broken: dict[str, str] = field(default_factory=dict)
+    exit: int | None = None
+    """None: the process died before it came to its end."""
+
+    @property
+    def wanting(self) -> dict[str, str]:
+        """Tests that have not passed, and what became of them."""
+        done = self.passed | self.skipped.keys()
+        return {one: "failed" if one in self.failed else "no result" for one in self.collected if one not in done}
+
+
+def read(path: Path) -> Report:
+    """The report in a file; a last line that is cut off counts as not written.
+
+    Raises:
+        ValueError: another line is not what `scripts.outcomes` writes.
+    """
+    report = Report()
+    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
+        entry = json.loads(line)
+        if "collected" in entry:
+            report.collected += entry["collected"]
+        elif "broken" in entry:
+            report.broken[entry["broken"]] = entry["error"]
+        elif "exit" in entry:
+            report.exit = entry["exit"]
+        else:
+            _add(report, **entry)
+    return report
+
+
+def _add(report: Report, *, test: str, when: str, outcome: str, reason: str) -> None:
+    """One phase: a test has passed when it is torn down and no phase has failed."""
+    if outcome == "failed":
+        report.failed.add(test)
+        report.passed.discard(test)
+        report.skipped.pop(test, None)
+    elif outcome == "skipped":
+        report.skipped[test] = reason
+    elif when == "teardown" and test not in report.failed and test not in report.skipped:
+        report.passed.add(test)
+
+
+def pytest_run(arguments: Sequence[str], path: Path) -> Report:
+    """Run pytest; its report, empty where it has left none.
+
+    Raises:
+        ValueError: the report is none.
+    """
+    command = [sys.executable, "-m", "pytest", "-p", "scripts.outcomes", f"--outcomes={path}", *arguments]
+    say("runs " + shlex.join(command))
+    status = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
+    report = read(path) if path.exists() else Report()
+    if report.exit is None:
+        print()  # its own line was not ended
+        say(f"pytest did not come to its end: status {status}")
+    else:
+        report.exit = status  # it may die after its last line
+    return report
+
+
+@dataclass
+class Verdict:
+    """What is said at the end."""
+
+    passed: int = 0
+    failures: list[str] = field(default_factory=list)
+    retried: list[str] = field(default_factory=list)
+    passed_then: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+
+    def first(self, arguments: str, report: Report, may_skip: Sequence[str]) -> bool:
+        """Add a first run; whether its wanting tests may run once more."""
+        problems = [f"cannot be collected: {one or arguments}\n{error}" for one, error in report.broken.items()]
+        if not report.collected and not report.broken:
+            problems.append(f"no usable report or no tests: pytest {arguments}")
+        if report.exit is not None and not problems:
+            if report.exit not in ABOUT_TESTS or (report.exit == 1) != bool(report.failed):
+                problems.append(f"pytest {arguments} ended with status {report.exit}, which no failed test explains")
+            elif report.wanting.keys() - report.failed:
+                # Nobody has died: an option such as -x has stopped it, or too many workers were lost.
+                problems.append(f"pytest {arguments} ended without running all tests")
+        if not problems and not report.passed and not report.wanting:
+            problems.append(f"no test of pytest {arguments} passed")
+        self.failures += problems
+        self.passed += len(report.passed)
+        self.skips(report, may_skip)
+        return not problems
+
+    def again(self, before: Report, after: Report, may_skip: Sequence[str]) -> None:
+        """Add the second run of what the first was wanting."""
+        for test, cause in before.wanting.items():
+            passed = test in after.passed
+            then = "passed" if passed else "failed" if test in after.failed else "skipped" if test in after.skipped else "no result"
+            self.retried.append(f"{test}: first {cause}, then {then}")
+            self.passed_then += passed
+            if then in ("failed", "no result"):
+                self.failures.append(f"{then}: {test}")
+        self.passed += len(after.passed)
+        self.skips(after, may_skip)
+        if after.exit != 0 and not after.wanting:
+            self.failures.append(f"the second run ended with status {after.exit}, which no test explains")
+
+    def skips(self, report: Report, may_skip: Sequence[str]) -> None:
+        """Count the skipped that may be, and fail for the others."""
+        for test, why in report.skipped.items():
+            if why.startswith(tuple(may_skip)):
+                self.skipped[why] += 1
+            else:
+                self.failures.append(f"skipped: {test}: {why}")
+
+    def tell(self) -> None:
+        """Print it; the counts come last, in a line of their own."""
+        for why, count in self.skipped.items():
+            say(f"skipped {count}, as it may be: {why}")
+        if self.retried:
+            say(f"{len(self.retried)} tests ran once more, alone; {self.passed_then} of them passed then:")
+        for line in self.retried:
+            say(f"retried: {line}")
+        for line in self.failures:
+            say(f"FAILED {line}")
+        print(f"{self.passed} passed, {len(self.failures)} failed", flush=True)
+
+
+def say(line: str) -> None:
+    """A line of the script's own, between those of pytest."""
+    print(f"tests: {line}", flush=True)
+
+
+def judged(runs: Sequence[str], scratch: Path, *, retry: bool, may_skip: Sequence[str]) -> Verdict:
+    """Run all, then once more what is wanting where that is asked for."""
+    verdict = Verdict()
+    wanting: list[tuple[int, str, Report]] = []
+    for number, arguments in enumerate(runs):
+        try:
+            report = pytest_run(shlex.split(arguments), scratch / f"first-{number}.jsonl")
+        except ValueError as error:
+            verdict.failures.append(f"the report of pytest {arguments} cannot be read: {error}")
+            continue
+        if verdict.first(arguments, report, may_skip) and retry:
+            wanting += [(number, arguments, report)] if report.wanting else []
+        else:
+            verdict.failures += [f"{cause}: {test}" for test, cause in report.wanting.items()]
+    for number, arguments, report in wanting:
+        only = scratch / f"only-{number}.json"
+        only.write_text(json.dumps(list(report.wanting)), encoding="utf-8")
+        alone = [*shlex.split(arguments), *(["-n", "0"] if " -n" in f" {arguments}" else []), f"--only={only}"]
+        try:
+            after = pytest_run(alone, scratch / f"second-{number}.jsonl")
+        except ValueError as error:
+            verdict.failures.append(f"the report of the second run of pytest {arguments} cannot be read: {error}")
+            after = Report()
+        verdict.again(report, after, may_skip)
+    return verdict
+
+
+def main() -> int:
+    """The command; 0 only when every test ran and passed."""
+    parser = argparse.ArgumentParser(prog="run_tests", description="Run the tests: green only if every one of them ran and passed.")
+    parser.add_argument("runs", nargs="+", metavar="PYTEST ARGUMENTS", help="arguments of one run of pytest, as one word")
+    parser.add_argument("--retry", action="store_true", help="run once more, alone, what has not passed")
+    parser.add_argument("--may-skip", action="append", metavar="PREFIX", help="begin of a reason to skip that is no failure")
+    parser.add_argument("--also-failed", action="append", default=[], metavar="NAME", help="a step of before that counts as a failed test")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="streamrl-tests-") as scratch:
+        verdict = judged(options.runs, Path(scratch), retry=options.retry, may_skip=options.may_skip or [""])
+    verdict.failures += options.also_failed
+    verdict.tell()
+    return 1 if verdict.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""A session that leaves something in shared memory fails and names it, whatever its tests say."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from streamrl.config.tree import WeightsConfig
+from streamrl.weights.factory import weights_directory
+from tests.support.leftovers import FAILED, Leftovers, held, of_another_session
+
+pytestmark = pytest.mark.process
+
+ROOT = Path(__file__).parents[2]
+CONFTEST = """
+from pathlib import Path
+from tests.support.leftovers import Leftovers
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Leftovers(Path("memory"), 0.5))
+"""
+LEAVES = "from pathlib import Path\ndef test_leaves():\n    Path('memory/run-7').mkdir()\n    Path('memory/run-7/version-3').touch()\n"
+CLEANS = "from pathlib import Path\ndef test_cleans():\n    Path('memory/x').touch()\n    Path('memory/x').unlink()\n"
+
+
+def session(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "memory").mkdir()
+    (folder / "memory" / "of-before").touch()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("arguments", [(), ("-p", "xdist", "-n", "1")])
+def test_what_is_left_fails_the_session_and_is_named(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    (tmp_path / "test_a.py").write_text(LEAVES)
+    done = session(tmp_path, *arguments)
+    assert done.returncode == FAILED
+    assert "run-7: version-3" in done.stdout
+    assert "of-before" not in done.stdout
+
+
+def test_what_is_cleaned_up_does_not(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").write_text(CLEANS)
+    done = session(tmp_path)
+    assert (done.returncode, "left in" in done.stdout) == (0, False)
+
+
+def test_versions_of_a_run_elsewhere_are_another_sessions(tmp_path: Path) -> None:
+    run = tmp_path / "test_0" / "runs" / "demo"
+    run.mkdir(parents=True)
+    name = weights_directory(WeightsConfig(), "demo", run).name
+    assert not of_another_session(name, tmp_path)
+    assert of_another_session(name, tmp_path / "test_1")
+    assert not of_another_session("sem.mp-x", tmp_path)
+
+
+def test_what_a_living_process_uses_is_not_left(tmp_path: Path) -> None:
+    leftovers = Leftovers(tmp_path, grace_s=0.3)
+    (tmp_path / "folder").mkdir()
+    for name in ("folder/open", "mapped", "nobodys"):
+        (tmp_path / name).write_bytes(b"x" * 4096)
+    opens = "f = open(sys.argv[1]); g = open(sys.argv[2], 'r+b'); m = mmap.mmap(g.fileno(), 0); g.close()"
+    code = f"import mmap, sys\n{opens}\nprint(flush=True); input()"
+    command = [sys.executable, "-c", code, str(tmp_path / "folder" / "open"), str(tmp_path / "mapped")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert held(tmp_path) == {"folder", "mapped"}
+        assert leftovers.abandoned() == {"nobodys"}
+        process.kill()
+    assert leftovers.abandoned() == {"folder", "mapped", "nobodys"}

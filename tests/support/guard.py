@@ -1,0 +1,45 @@
+"""Tests that start processes say so: `make test-fast` leaves them out by their marker."""
+
+from __future__ import annotations
+
+import multiprocessing.util
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+FIXTURES = {"start", "own_server", "children", "nats_server", "role_server", "shared_server"}
+"""Who asks for one of these starts a process."""
+WAYS = ((subprocess.Popen, "_execute_child"), (os, "fork"), (os, "posix_spawn"), (multiprocessing.util, "spawnv_passfds"))
+
+
+def mark(item: pytest.Item) -> None:
+    """Add the marker `process` where another marker or a fixture says it already."""
+    names = getattr(item, "fixturenames", ())
+    if item.get_closest_marker("nats") or item.get_closest_marker("gpu") or FIXTURES.intersection(names):
+        item.add_marker("process")
+
+
+@pytest.fixture(autouse=True)
+def starts_no_process_unmarked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A test without the marker that starts a process fails when it is over."""
+    if request.node.get_closest_marker("process") is not None:
+        yield
+        return
+    started: list[str] = []
+
+    def told(way: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def start(*words: Any, **options: Any) -> Any:
+            started.append(f"{name} {words[:2]}"[:160])
+            return way(*words, **options)
+
+        return start
+
+    with monkeypatch.context() as patched:
+        for owner, name in WAYS:
+            patched.setattr(owner, name, told(getattr(owner, name), name))
+        yield
+    if started:
+        pytest.fail(f"it starts a process and lacks the marker `process`: {started}", pytrace=False)

@@ -1,0 +1,105 @@
+"""What a machine may lack, and what that makes of the tests that need it.
+
+Tests say so with `@pytest.mark.needs("redis")`, a fixture or a test with `need("redis")`. They are skipped with the reason, or fail with
+it where STREAMRL_REQUIRE names the need: `STREAMRL_REQUIRE=sglang,hosts`, or `all` for every one but GPUs, as in CI.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import uuid
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SWITCH = "STREAMRL_REQUIRE"
+
+
+def sglang_python() -> str | None:
+    """The interpreter of an environment with SGLang: SGLANG_PYTHON, or the one that `make sglang-cpu` makes."""
+    named = os.environ.get("SGLANG_PYTHON")
+    python = Path(named) if named else ROOT / ".venv-sglang" / "bin" / "python"
+    return str(python) if python.exists() else None
+
+
+def _no_sglang() -> str:
+    return "" if sglang_python() else "no SGLang here: `make sglang-cpu` makes .venv-sglang, or name an interpreter in SGLANG_PYTHON"
+
+
+def _no_hosts() -> str:
+    """Whether this user may make namespaces, cables and a private mount: it makes some."""
+    missing = [tool for tool in ("ip", "unshare", "mount") if shutil.which(tool) is None]
+    if missing:
+        return f"network namespaces need {', '.join(missing)} (iproute2, util-linux)"
+    trial = f"streamrl-trial-{uuid.uuid4().hex[:6]}"
+    made = _said("ip", "netns", "add", trial)
+    if made:
+        return f"network namespaces cannot be made here, which needs the right CAP_SYS_ADMIN: {made}"
+    try:
+        said = (
+            _said("ip", "-n", trial, "link", "add", "name", "port1", "type", "veth", "peer", "name", "port2")
+            or _said("ip", "-n", trial, "link", "add", "name", "br0", "type", "bridge")
+            or _said("ip", "netns", "exec", trial, "unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
+        )
+    finally:
+        _said("ip", "netns", "del", trial)
+    return f"virtual cables, a bridge or a private mount cannot be made here: {said}" if said else ""
+
+
+def _said(*command: str) -> str:
+    """What a command that failed has said."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return (done.stderr.strip() or f"exit code {done.returncode}") if done.returncode else ""
+
+
+def _no_package(*names: str) -> str:
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    return f"no Python package {' and '.join(missing)}: the extra `dev` has it" if missing else ""
+
+
+def _no_redis() -> str:
+    server = "" if shutil.which("redis-server") else "no redis-server on PATH: apt install redis-server"
+    return server or _no_package("redis", "orjson")
+
+
+def _no_gpus(least: int) -> str:
+    import torch
+
+    return "" if torch.cuda.device_count() >= least else f"{least} CUDA device{'s' if least > 1 else ''}, got {torch.cuda.device_count()}"
+
+
+REASONS: dict[str, Callable[[], str]] = {
+    "sglang": cache(_no_sglang),
+    "hosts": cache(_no_hosts),
+    "redis": cache(_no_redis),
+    "zmq": cache(lambda: _no_package("zmq")),
+    "ray": cache(lambda: _no_package("ray")),
+    "gpu": lambda: _no_gpus(1),
+    "two gpus": lambda: _no_gpus(2),
+}
+"""Each need, and why this machine does not meet it; empty where it does."""
+GPUS = {"gpu", "two gpus"}
+
+
+def required() -> set[str]:
+    """The needs that must be met here.
+
+    Raises:
+        pytest.UsageError: one is not known.
+    """
+    named = {name.strip() for name in os.environ.get(SWITCH, "").split(",")} - {""}
+    if unknown := named - REASONS.keys() - {"all"}:
+        raise pytest.UsageError(f"{SWITCH}: expected all, or some of {', '.join(REASONS)}; got {', '.join(sorted(unknown))}")
+    return (named - {"all"}) | (REASONS.keys() - GPUS if "all" in named else set())
+
+
+def need(name: str) -> None:
+    """Skip the test that calls where the machine does not meet a need, or fail where it must."""
+    if reason := REASONS[name]():
+        (pytest.fail if name in required() else pytest.skip)(f"needs {name}: {reason}")

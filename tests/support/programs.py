@@ -1,0 +1,71 @@
+"""Programs that a test starts, and what becomes of them. The fixture `start` (tests/conftest.py) leaves none running."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+Start = Callable[..., Awaitable[asyncio.subprocess.Process]]
+ROOT = Path(__file__).resolve().parents[2]
+PIPE = asyncio.subprocess.PIPE
+STREAMRL = ("-m", "streamrl")
+
+
+def surroundings(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a program that imports this checkout wherever it runs; packages may lie where only PYTHONPATH says."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0", **(more or {})}
+
+
+@asynccontextmanager
+async def programs(place: Path, *, patience_s: float = 20.0) -> AsyncIterator[Start]:
+    """`await start(*words)`: a Python program in `place`, whose output is read, or goes where keywords of `create_subprocess_exec` say.
+
+    At the end the last is ended first: one that has a standard input when that closes, within `patience_s`; any other is killed.
+    """
+    started: list[asyncio.subprocess.Process] = []
+
+    async def start(*words: str, env: Mapping[str, str] | None = None, **streams: Any) -> asyncio.subprocess.Process:
+        options = {"cwd": place, "env": surroundings(env), "stdout": PIPE, "stderr": PIPE} | streams
+        process = await asyncio.create_subprocess_exec(sys.executable, *words, **options)
+        started.append(process)
+        return process
+
+    try:
+        yield start
+    finally:
+        for process in reversed(started):
+            if process.returncode is None:
+                await _end(process, patience_s)
+            await process.communicate()
+
+
+async def _end(process: asyncio.subprocess.Process, patience_s: float) -> None:
+    if process.stdin is not None:
+        process.stdin.close()
+        try:
+            await asyncio.wait_for(process.communicate(), patience_s)
+            return
+        except TimeoutError:
+            pass
+    process.kill()
+
+
+async def said(process: asyncio.subprocess.Process, within_s: float = 120) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error, once it has ended."""
+    out, err = await asyncio.wait_for(process.communicate(), within_s)
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+async def answer(process: asyncio.subprocess.Process) -> Any:
+    """What a command that must succeed prints as JSON."""
+    code, out, err = await said(process)
+    assert code == 0, err
+    return json.loads(out)
