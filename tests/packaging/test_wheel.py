@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("streamrl", "producers", "consumers", "schemas")
+pytestmark = pytest.mark.process
 MEASURED_BESIDE = {"benchmarks", "pickle", "redis", "zmq", "orjson"}
 
 
