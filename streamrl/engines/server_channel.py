@@ -13,7 +13,7 @@ from aiohttp import web
 from streamrl.engines.channel import MAX_FRAME_BYTES, Abort, Answer, Ask, Call, Leave, Outgoing, decode_calls, decode_request
 from streamrl.engines.protocol import Chunk, Engine
 from streamrl.engines.wire import ErrorDetail
-from streamrl.errors import StreamRLError
+from streamrl.errors import EngineUnavailable, StreamRLError
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class Channel:
                         kept.append(chunk)
             answer = Answer(ask.number, tuple(kept), last=True)
         except StreamRLError as error:
-            unavailable = bool(error.values.get("unavailable"))
+            unavailable = isinstance(error, EngineUnavailable)
             answer = Answer(ask.number, last=True, error=ErrorDetail(error.message, error.hint), unavailable=unavailable)
         except msgspec.DecodeError as error:
             answer = Answer(ask.number, last=True, error=ErrorDetail(f"expected a request, got one that cannot be read: {error}"))
