@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from hypothesis import HealthCheck, settings
 
 from streamrl.bus import Bus, BusAddress, connect
 from streamrl.bus.jetstream.bus import JetStreamBus
@@ -28,6 +29,9 @@ from tests.support.needs import need, required
 from tests.support.programs import Start, programs
 
 __all__ = ["starts_no_process_unmarked"]
+# A busy machine decides no test: Hypothesis would fail an example that takes 200 ms, or a strategy that is slow to draw.
+settings.register_profile("streamrl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("streamrl")
 MakeBus = Callable[..., Awaitable[Bus]]
 SMALL = BusConfig(patience_s=20.0, ack_wait_s=5.0, samples_bytes=200_000_000, blobs_bytes=200_000_000)
 

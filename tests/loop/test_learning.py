@@ -56,7 +56,7 @@ def train(tmp_path: Path, *settings: str) -> list[tuple[float, float]]:
     command = [sys.executable, "-m", "streamrl", "up", str(QUICKSTART / "quickstart.toml"), "--plain"]
     for setting in (*fixed, *settings):
         command += ["--set", setting]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=850, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     saved = sorted((tmp_path / "quickstart" / "hf").iterdir())
     assert len(saved) == 2, f"expected the policy after the warm-up and at the end, got {saved}"
@@ -77,7 +77,7 @@ RISE = 0.2
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_rewards_teach(tmp_path: Path, seed: int) -> None:
     """Asynchronously it learns in the quickstart: .ci/quickstart holds `make up` to the same rise."""
@@ -88,7 +88,7 @@ def test_rewards_teach(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_shuffled_rewards_teach_nothing(tmp_path: Path, seed: int) -> None:
     """The same rewards, given to any of a group's rollouts."""
