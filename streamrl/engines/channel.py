@@ -24,7 +24,7 @@ from streamrl.engines.extras import restore
 from streamrl.engines.http import HttpEngine
 from streamrl.engines.protocol import Chunk, GenerateRequest
 from streamrl.engines.wire import ErrorDetail
-from streamrl.errors import EngineError
+from streamrl.errors import EngineError, EngineUnavailable
 
 PATH = "/channel"
 FRAME_BYTES = 4 << 20
@@ -192,7 +192,7 @@ class ChannelEngine(HttpEngine):
                 if answer is None:
                     raise self._gone(line.reason)
                 if answer.error is not None:
-                    raise EngineError(answer.error.message, hint=answer.error.hint, unavailable=answer.unavailable)
+                    raise (EngineUnavailable if answer.unavailable else EngineError)(answer.error.message, hint=answer.error.hint)
                 for chunk in answer.chunks:
                     yield restore(chunk)
         finally:

@@ -13,7 +13,7 @@ from aiohttp import web
 from streamrl.engines.channel import MAX_FRAME_BYTES, Abort, Answer, Ask, Call, Leave, Outgoing, decode_calls, decode_request
 from streamrl.engines.protocol import Chunk, Engine
 from streamrl.engines.wire import ErrorDetail
-from streamrl.errors import StreamRLError
+from streamrl.errors import EngineUnavailable, StreamRLError
 
 log = logging.getLogger(__name__)
 
@@ -102,8 +102,9 @@ class Channel:
                         kept.append(chunk)
             answer = Answer(ask.number, tuple(kept), last=True)
         except StreamRLError as error:
-            unavailable = bool(error.values.get("unavailable"))
-            answer = Answer(ask.number, last=True, error=ErrorDetail(error.message, error.hint), unavailable=unavailable)
+            answer = Answer(
+                ask.number, last=True, error=ErrorDetail(error.message, error.hint), unavailable=isinstance(error, EngineUnavailable)
+            )
         except msgspec.DecodeError as error:
             answer = Answer(ask.number, last=True, error=ErrorDetail(f"expected a request, got one that cannot be read: {error}"))
         except Exception as error:  # told to the client, which would else wait for ever
