@@ -31,13 +31,13 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENT = ROOT / "scripts" / "equivalent_mutants.txt"
 MODULES = (
-    "policy_losses policy opsm value_loss kl losses importance rejection corrections staleness_weights proximal nonfinite batch_metrics "
-    "groups advantages returns scan token_rewards whitening distillation reductions balance packing logprobs fused_head nucleus "
-    "vocab_parallel sequences schedule"
+    "policy_losses policy kl importance rejection corrections batch_metrics groups advantages returns reductions balance packing logprobs "
+    "fused_head nucleus vocab_parallel sequences schedule"
 )
 TESTS = {
     "fused_head": ["logprobs", "vocab_parallel"],
     "groups": ["groups", "advantages"],
+    "policy_losses": ["policy_losses", "opsm", "value_loss"],
 }
 """Which tests a module has, where it is not `test_<module>.py` alone."""
 CPU_S = 30

@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from streamrl.algorithms.nonfinite import finite_tokens
-from streamrl.algorithms.opsm import opsm_keep
-from streamrl.algorithms.policy_losses import aipo, cispo, dppo, gspo, ppo_clip, sapo
+from streamrl.algorithms.corrections import finite_tokens
+from streamrl.algorithms.policy_losses import aipo, cispo, dppo, gspo, opsm_keep, ppo_clip, sapo
 from streamrl.algorithms.sequences import Selected, Sequences
 from streamrl.config.loss import LossConfig, policy_name
 from streamrl.errors import ConfigError

@@ -12,14 +12,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.corrections import correct
+from streamrl.algorithms.corrections import correct, drop_nonfinite, log_linear_proximal
 from streamrl.algorithms.importance import normalization
 from streamrl.algorithms.kl import kl_loss
-from streamrl.algorithms.losses import sft
-from streamrl.algorithms.nonfinite import drop_nonfinite
 from streamrl.algorithms.objective import Objective
 from streamrl.algorithms.policy import PolicyLoss, PolicyTokens, policy_loss
-from streamrl.algorithms.proximal import log_linear_proximal
+from streamrl.algorithms.policy_losses import sft
 from streamrl.algorithms.sequences import Packed, Selected
 from streamrl.config.loss import is_function
 from streamrl.config.plugins import resolve

@@ -13,11 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.algorithms import advantages as estimators
-from streamrl.algorithms.distillation import distill
+from streamrl.algorithms.advantages import Reduce, distill, token_kl, token_rewards, whiten
 from streamrl.algorithms.groups import rollout_mean, rollout_of_sample
 from streamrl.algorithms.returns import discounted_returns, gae, vtrace
-from streamrl.algorithms.token_rewards import token_kl, token_rewards
-from streamrl.algorithms.whitening import Reduce, whiten
 from streamrl.config.loss import ADVANTAGES, GROUPED, TOKEN_REWARDS, WHITENED, LossConfig
 from streamrl.config.plugins import resolve
 from streamrl.core.batches import TrainBatch, sample_of_token

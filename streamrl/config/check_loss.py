@@ -187,7 +187,7 @@ def _check_policy(config: Config) -> None:
     refuse(
         loss.opsm_delta > 0 and (is_function(policy) or bool(loss.slime_loss)),
         "loss.opsm_delta belongs to the built-in policy losses, but the policy loss is a function",
-        hint="use streamrl.algorithms.opsm.opsm_keep in it, and leave loss.opsm_delta out",
+        hint="use streamrl.algorithms.policy_losses.opsm_keep in it, and leave loss.opsm_delta out",
         key="loss.opsm_delta",
     )
     frozen = config.trainer.minibatches == 1 and loss.proximal == "recomputed"

@@ -9,6 +9,8 @@ import msgspec
 Reduction = Literal["rollout_mean", "token_mean", "sequence_mean", "constant_length"]
 KLEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 
+MAX_LOG_RATIO = 20.0
+"""No key: wherever exp of a log-ratio is taken, it is clamped to plus and minus this; e^20 is 5e8, whose square float32 still holds."""
 
 GROUPED = ("grpo", "rloo", "maxrl", "gspo", "cispo", "reinforce_plus_plus_baseline")
 """Advantages that compare the rollouts of a task with each other."""

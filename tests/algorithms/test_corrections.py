@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.algorithms.corrections import correct
+from streamrl.algorithms.corrections import correct, decay_weights, drop_nonfinite, finite_tokens, fresh, log_linear_proximal
 from streamrl.algorithms.importance import normalization
 from streamrl.algorithms.policy_losses import ppo_clip
 from streamrl.algorithms.sequences import Packed, Padded
@@ -256,3 +256,91 @@ def test_every_metric_is_declared_with_its_reduction_and_given_for_no_tokens_too
     assert nothing.metrics.keys() == something.metrics.keys()
     assert {metric(name).reduction for name in something.metrics} == {Reduction.MEAN}
     assert nothing.sums.tolist() == [0.0, 0.0]
+
+
+AGES = torch.tensor([0, 1, 2, 3])
+
+
+def test_tokens_up_to_the_limit_are_kept() -> None:
+    assert fresh(AGES, 2).tolist() == [True, True, True, False]
+
+
+def test_weights_fall_by_the_same_factor_with_every_version() -> None:
+    assert decay_weights(AGES, 0.5).tolist() == [1.0, 0.5, 0.25, 0.125]
+    assert decay_weights(AGES, 1.0).tolist() == [1.0] * 4
+    assert decay_weights(AGES, 0.0).tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert decay_weights(AGES, 0.5).dtype == torch.float64
+
+
+NAN, INF = math.nan, math.inf
+
+
+def test_tokens_with_any_log_prob_that_is_not_finite_are_dropped_and_counted() -> None:
+    logprobs = torch.tensor([-1.0, NAN, -INF, -2.0, -3.0], requires_grad=True)
+    sampler = torch.tensor([-1.5, -1.0, -1.0, INF, -3.0], dtype=torch.float64)
+    keep, (ours, theirs), metrics = drop_nonfinite(torch.ones(5, dtype=torch.bool), logprobs, sampler)
+    assert keep.tolist() == [True, False, False, False, True]
+    assert ours.tolist() == [-1.0, 0.0, 0.0, 0.0, -3.0]
+    assert theirs.tolist() == [-1.5, 0.0, 0.0, 0.0, -3.0]
+    assert metrics["train/nonfinite_tokens"].tolist() == [0, 1, 1, 1, 0]
+    assert metrics["train/nonfinite_tokens"].dtype == logprobs.dtype != sampler.dtype
+    ((ours - theirs).exp() * keep).sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([math.exp(0.5), 0.0, 0.0, 0.0, 1.0])
+
+
+def test_what_is_not_trained_is_neither_read_nor_counted() -> None:
+    mask = torch.tensor([[True, False], [True, True]])
+    keep, (values,), metrics = drop_nonfinite(mask, torch.tensor([[1.0, NAN], [NAN, 2.0]], dtype=torch.float64))
+    assert keep.tolist() == [[True, False], [False, True]]
+    assert values.tolist() == [[1.0, 0.0], [0.0, 2.0]]
+    assert metrics["train/nonfinite_tokens"].tolist() == [[0, 0], [1, 0]]
+    assert metrics["train/nonfinite_tokens"].dtype == torch.float64
+
+
+def test_without_log_probs_the_mask_is_left() -> None:
+    mask = torch.tensor([True, False])
+    assert finite_tokens(mask).tolist() == [True, False]
+
+
+def t(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_at_the_first_step_it_is_the_policy_itself_at_every_age() -> None:
+    logprobs = torch.tensor([-0.1, -0.7, -1.3], dtype=torch.float32)
+    found = log_linear_proximal(logprobs, torch.tensor([-3.3, -0.2, -9.0]), torch.tensor([0, 1, 7]), progress=0.0)
+    assert found.tolist() == logprobs.tolist()
+
+
+def test_later_a_token_that_the_version_trained_from_sampled_has_its_samplers_log_prob() -> None:
+    assert log_linear_proximal(t(-1.0), t(-3.0), torch.tensor([0]), progress=0.5).tolist() == [-3.0]
+
+
+def test_the_policy_has_gone_a_part_of_a_version_beyond() -> None:
+    # v_behave = 4, v_prox = 7, v = 7.5: alpha = 3 / 3.5
+    found = log_linear_proximal(t(-1.0), t(-4.5), torch.tensor([3]), progress=0.5)
+    assert found.tolist() == pytest.approx([-4.5 + 3.0])
+
+
+def test_with_a_whole_version_it_is_the_published_form() -> None:
+    # alpha = (v_prox - v_behave) / (v - v_behave) with v_prox = v - 1, for v = 9 and tokens of versions 8, 7, 5
+    theta, mu = t(-1.0, -1.0, -1.0), t(-2.0, -2.0, -2.0)
+    found = log_linear_proximal(theta, mu, torch.tensor([0, 1, 3]), progress=1.0)
+    assert found.tolist() == pytest.approx([-2 + (8 - v) / (9 - v) for v in (8, 7, 5)])
+
+
+def test_it_carries_no_gradient() -> None:
+    logprobs = t(-1.0).requires_grad_()
+    assert not log_linear_proximal(logprobs, t(-2.0), torch.tensor([2]), progress=0.5).requires_grad
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    found = log_linear_proximal(t(math.nan, -1.0, -math.inf), t(-1.0, -math.inf, -1.0), torch.tensor([1, 1, 1]), progress=0.5)
+    assert not found.isfinite().any()
+
+
+@given(st.floats(-9, 0), st.floats(-9, 0), st.integers(0, 50), st.floats(0, 1))
+def test_it_lies_between_sampler_and_policy(theta: float, mu: float, age: int, progress: float) -> None:
+    found = log_linear_proximal(t(theta), t(mu), torch.tensor([age]), progress=progress).item()
+    assert min(theta, mu) - 1e-12 <= found <= max(theta, mu) + 1e-12

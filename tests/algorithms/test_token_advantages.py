@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from streamrl.algorithms import advantages as estimators
+from streamrl.algorithms.advantages import whiten
 from streamrl.algorithms.returns import gae, vtrace
 from streamrl.algorithms.token_advantages import BUILT_IN, Role, TokenArrays, needed_scores, token_advantages
-from streamrl.algorithms.whitening import whiten
 from streamrl.config.loss import LossConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import ConfigError, TrainingError

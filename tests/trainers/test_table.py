@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from streamrl.algorithms import losses
+from streamrl.algorithms import policy_losses
 from streamrl.algorithms.advantages import grpo
 from streamrl.algorithms.corrections import correct
 from streamrl.algorithms.logprobs import token_logprobs
@@ -93,7 +93,7 @@ def test_a_step_is_that_of_torchs_adamw_on_autograds_gradient(table_dir: Path, r
             top_k_M=torch.from_numpy(batch.top_k[sample].astype(np.int64)),
         )
         weights = torch.from_numpy(token_weights(batch, np.arange(batch.num_samples), "rollout_mean")[target])
-        loss = losses.sft(logprobs)[0]
+        loss = policy_losses.sft(logprobs)[0]
         if kind == "rl":
             advantages = torch.from_numpy(grpo(batch.rewards, batch.tasks, batch.rollouts)[0][sample])
             mu = torch.from_numpy(batch.sampler_logprobs[target].astype(np.float64))

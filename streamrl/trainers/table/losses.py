@@ -8,8 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.algorithms.log_ratios import MAX_LOG_RATIO
-from streamrl.config.loss import CorrectionConfig, policy_name
+from streamrl.config.loss import MAX_LOG_RATIO, CorrectionConfig, policy_name
 from streamrl.config.tree import LossConfig
 
 Values = npt.NDArray[np.float64]
