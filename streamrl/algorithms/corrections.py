@@ -35,7 +35,7 @@ def correct(proximal: Tensor, sampler: Tensor, staleness: Tensor, sequences: Seq
     """Weights w of the tokens, and which of them are kept.
 
     With l = log pi - log mu: importance weights of l (`importance.importance_weights`), times decay ^ age; kept are finite tokens that
-    pass the rejection (`rejection.accept`), are in no vetoed sample and are young enough. Everything is computed in float64.
+    meet every criterion of the rejection (`rejection.accept`), are in no vetoed sample and are young enough. All of it in float64.
 
     Batch normalisation takes two steps, because the mean is the whole batch's: `sums` of all parts are added up, and the correction is
     `scaled` by `normalization(sums)`. It makes the mean of the importance weights 1 before rejection, which thus cannot change the others'
@@ -55,10 +55,10 @@ def correct(proximal: Tensor, sampler: Tensor, staleness: Tensor, sequences: Seq
         weights, metrics = importance_weights(log_ratio, among, kind=config.kind, level=config.level, low=config.low, high=config.high)
         sums = torch.stack([weights.sum(), finite.sum().double()])
         keep = finite
-        if config.reject != "none":
-            passed, found = accept(
-                log_ratio, among, measure=config.reject, level=config.reject_level, low=config.reject_low, high=config.reject_high
-            )
+        for one in config.reject:
+            passed, found = accept(log_ratio, among, measure=one.measure, level=one.level, low=one.low, high=one.high)
+            # Of several criteria a metric says which tokens any of them rejects.
+            found = {name: values.maximum(metrics.get(name, values)) for name, values in found.items()}
             keep, metrics = keep & passed, metrics | found
         if config.veto > 0.0:
             passed, found = veto(log_ratio, among, least=config.veto)

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from streamrl.config.registry import ENGINES, EngineKind, EngineName
+
 
 class SglangConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """SGLang servers (engine.kind = "sglang"): each engine starts one on loopback and watches it. Tried with SGLang 0.5.17 and 0.5.23."""
@@ -42,7 +44,7 @@ class SglangConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Generation engines started with the run."""
 
-    kind: Literal["local", "table", "sglang"] = "local"
+    kind: EngineName = "local"
     """`local`: a transformers model in this package's engine. `table`: a tabular policy without any framework. `sglang`: SGLang servers."""
     workers: int = 1
     """Engine processes."""
@@ -59,3 +61,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     port: int = 0
     """Port of the first engine; 0: any free one."""
     sglang: SglangConfig = SglangConfig()
+
+    @property
+    def traits(self) -> EngineKind:
+        """What is known of this kind of engine: nobody else asks for it by name."""
+        return ENGINES[self.kind]

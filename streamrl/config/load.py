@@ -13,6 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 import msgspec
 
 from streamrl.config.check import check, check_files
+from streamrl.config.former import FORMER_KEYS, in_present_words
 from streamrl.config.paths import resolve
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError, SchemaError
@@ -60,20 +61,27 @@ def override_keys(overrides: Sequence[str]) -> list[str]:
     keys = [_parse_override(text)[0] for text in overrides]
     for parts in keys:
         named: dict[str, Any] = {}
-        _place(named, parts, None)
+        _place(named, FORMER_KEYS.get(".".join(parts), ".".join(parts)).split("."), None)
         _refuse_unknown(named, Config, where="--set")
     return [".".join(parts) for parts in keys]
 
 
 def convert(tree: Mapping[str, Any], *, where: str) -> Config:
-    """A plain table to the tree, strictly; raises ConfigError that names the key and `where` the table is from."""
-    _refuse_unknown(tree, Config, where=where)
+    """A plain table to the tree, strictly, with former words read as `streamrl.config.former` says.
+
+    Raises ConfigError that names the key and `where` the table is from.
+    """
     try:
-        return msgspec.convert(tree, Config, strict=True)
+        present = in_present_words(tree)
+    except ConfigError as error:
+        raise _located(error, where) from error
+    _refuse_unknown(present, Config, where=where)
+    try:
+        return msgspec.convert(present, Config, strict=True)
     except msgspec.ValidationError as error:
         raise ConfigError(_readable(str(error), where), hint="see streamrl/config/tree.py for every key", path=where) from error
     except ConfigError as error:
-        raise ConfigError(f"{error.message}, in {where}", hint=error.hint, **error.values) from error
+        raise _located(error, where) from error
     except SchemaError as error:
         raise ConfigError(f"{error.message}, in {where}", hint=error.hint or "change it in the file or with --set", path=where) from error
 
@@ -191,6 +199,10 @@ def _all_keys(kind: Any, prefix: str = "") -> list[str]:
 
 def _is_struct(kind: Any) -> bool:
     return get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _located(error: ConfigError, where: str) -> ConfigError:
+    return ConfigError(f"{error.message}, in {where}", hint=error.hint, **error.values)
 
 
 def _readable(message: str, where: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from streamrl.bus.protocol import Bus
+from streamrl.config.former import in_present_words
 from streamrl.errors import ConfigError, Conflict
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import RunRecord
@@ -80,7 +81,7 @@ def check_resume(old: RunRecord, new: RunRecord) -> None:
             hint="put the old rows back, or start a new run with --name NAME",
             key="data.train",
         )
-    before, after = _flat(json.loads(old.config)), _flat(json.loads(new.config))
+    before, after = (_flat(in_present_words(json.loads(record.config))) for record in (old, new))
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key) and not _is_free(key):
             raise ConfigError(

@@ -73,7 +73,12 @@ _DECLARED = (
     Metric("train/value_norm", _MEAN, "norm", "norm of the critic's parameters: a replay whose critic comes out otherwise shows it here"),
     Metric("train/grad_norm", _MEAN, "norm", "global gradient norm before clipping"),
     Metric("train/lr", _MEAN, "1", "learning rate"),
-    Metric("train/answer_probability", _MEAN, "probability", "smoothed probability of whole answers during the warm-up"),
+    Metric(
+        "train/answer_probability",
+        _MEAN,
+        "probability",
+        "probability of whole answers during the warm-up, mean over a batch's samples",
+    ),
     Metric("train/nonfinite_tokens", _SUM, "tokens", "trained tokens left out because a log-probability was not finite"),
     # Off-policy correction: rho is the probability before the batch (or, with `ratio = "current"`, now) over the sampler's.
     Metric("train/tis", _MEAN, "ratio", "rho of what is weighted (token, sample or geometric mean), before any bound"),

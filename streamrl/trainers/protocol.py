@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from streamrl.algorithms.token_advantages import Role
+from streamrl.config.registry import Role
 from streamrl.core.batches import TrainBatch
 from streamrl.schemas.versions import Version
 from streamrl.weights.protocol import Shard

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.algorithms.corrections import correct, decay_weights, drop_nonfinite, finite_tokens, fresh, log_linear_proximal
+from streamrl.algorithms.corrections import Correction, correct, decay_weights, drop_nonfinite, finite_tokens, fresh, log_linear_proximal
 from streamrl.algorithms.importance import normalization
 from streamrl.algorithms.policy_losses import ppo_clip
 from streamrl.algorithms.sequences import Packed, Padded
-from streamrl.config.loss import CorrectionConfig
+from streamrl.config.loss import CorrectionConfig, RejectionConfig
 from streamrl.telemetry.names import Reduction, metric
 from tests.algorithms import reference_corrections as second
 from tests.algorithms.reference_corrections import Sample, Token
@@ -26,16 +26,20 @@ BROKEN = st.sampled_from([math.nan, math.inf, -math.inf])
 TOKENS = st.builds(Token, LOGPROBS, LOGPROBS, st.integers(0, 4))
 ANY_TOKENS = st.one_of(TOKENS, TOKENS, TOKENS, st.builds(Token, BROKEN, LOGPROBS), st.builds(Token, LOGPROBS, BROKEN))
 SAMPLES = st.lists(st.lists(ANY_TOKENS, max_size=4), min_size=1, max_size=4)
+CRITERIA = st.builds(
+    RejectionConfig,
+    measure=st.sampled_from(["ratio", "k1", "k2", "k3"]),
+    level=st.sampled_from(["token", "sequence_sum", "sequence_mean", "sequence_max"]),
+    low=st.floats(-1.0, 0.6),
+    high=st.floats(0.7, 4.0),
+)
 CONFIGS = st.builds(
     CorrectionConfig,
     kind=st.sampled_from(["none", "truncate", "clip", "mask"]),
     level=st.sampled_from(["token", "sequence", "geometric"]),
     low=st.floats(0.05, 0.95),
     high=st.floats(1.05, 4.0),
-    reject=st.sampled_from(["none", "ratio", "k1", "k2", "k3"]),
-    reject_level=st.sampled_from(["token", "sequence_sum", "sequence_mean", "sequence_max"]),
-    reject_low=st.floats(-1.0, 0.6),
-    reject_high=st.floats(0.7, 4.0),
+    reject=st.lists(CRITERIA, max_size=3).map(tuple),
     veto=st.sampled_from([0.0, 0.05, 0.2]),
     mask_staleness=st.integers(0, 3),
     staleness_decay=st.sampled_from([1.0, 0.9, 0.5]),
@@ -44,9 +48,7 @@ ON = CorrectionConfig(
     kind="mask",
     level="geometric",
     low=0.5,
-    reject="k3",
-    reject_level="sequence_mean",
-    reject_high=0.1,
+    reject=(RejectionConfig(measure="k3", level="sequence_mean", high=0.1),),
     veto=1e-4,
     mask_staleness=2,
     staleness_decay=0.9,
@@ -86,9 +88,9 @@ def away_from_bounds(samples: list[Sample], config: CorrectionConfig) -> bool:
             continue
         values = [(value, bound) for value in second.ratios(finite, config.level) for bound in (config.low, config.high)]
         values += [(token.rho, config.veto) for token in finite]
-        if config.reject != "none":
-            measures = second.measures(finite, config.reject, config.reject_level)
-            values += [(value, bound) for value in measures for bound in (config.reject_low, config.reject_high)]
+        for one in config.reject:
+            measures = second.measures(finite, one.measure, one.level)
+            values += [(value, bound) for value in measures for bound in (one.low, one.high)]
         if any(abs(value - bound) < 1e-9 for value, bound in values):
             return False
     return True
@@ -146,7 +148,7 @@ def test_micro_batches_add_up_to_the_batch(samples: list[Sample], config: Correc
 @settings(deadline=None, max_examples=100)
 @given(SAMPLES, CONFIGS)
 def test_rejection_changes_no_denominator_and_no_other_tokens_weight(samples: list[Sample], config: CorrectionConfig) -> None:
-    free = msgspec.structs.replace(config, reject="none", veto=0.0, mask_staleness=0)
+    free = msgspec.structs.replace(config, reject=(), veto=0.0, mask_staleness=0)
     one, other = correct(**packed(samples), config=config), correct(**packed(samples), config=free)
     assert one.sums.tolist() == other.sums.tolist()
     assert one.weights.tolist() == torch.where(one.keep, other.weights, 0.0).tolist()
@@ -157,7 +159,7 @@ def test_rejection_changes_no_denominator_and_no_other_tokens_weight(samples: li
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.lists(TOKENS, min_size=1, max_size=4), min_size=1, max_size=4), CONFIGS)
 def test_normalisation_makes_the_mean_weight_1(samples: list[Sample], config: CorrectionConfig) -> None:
-    free = msgspec.structs.replace(config, reject="none", veto=0.0, mask_staleness=0, staleness_decay=1.0)
+    free = msgspec.structs.replace(config, reject=(), veto=0.0, mask_staleness=0, staleness_decay=1.0)
     parts = [correct(**packed([sample]), config=free) for sample in samples]
     factor = normalization(torch.stack([part.sums for part in parts]).sum(0))
     scaled = torch.cat([part.scaled(factor).weights for part in parts])
@@ -193,12 +195,33 @@ def test_weights_are_fresh_at_every_step_of_the_current_policy() -> None:
 
 def test_a_geometric_filter_with_token_weights() -> None:
     """Samples pass by the geometric mean of their ratios, and their tokens are then weighted one by one."""
-    config = CorrectionConfig(high=2.0, reject="ratio", reject_level="sequence_mean", reject_low=0.99, reject_high=1.01)
+    config = CorrectionConfig(high=2.0, reject=(RejectionConfig(level="sequence_mean", low=0.99, high=1.01),))
     near, far = [Token(-1.0, -1.9), Token(-1.0, -0.1)], [Token(-1.0, -1.1), Token(-1.0, -1.1)]
     found = correct(**packed([near, far]), config=config)
     assert found.keep.tolist() == [True, True, False, False]
     assert found.weights.tolist() == pytest.approx([2.0, math.exp(-0.9), 0.0, 0.0])
     assert found.metrics["train/mis_rs_mask_fraction_high"].tolist() == [0, 0, 1, 1]
+
+
+def test_several_criteria_reject_what_any_of_them_does() -> None:
+    """By hand: rho is e^0.9, e^-0.9 | e^0.1, e^0.1 | 1, e^-3; the first sample's mean is 1, the second's e^0.1."""
+    samples = [[Token(-1.0, -1.9), Token(-1.0, -0.1)], [Token(-1.0, -1.1), Token(-1.0, -1.1)], [Token(-1.0, -1.0), Token(-4.0, -1.0)]]
+    mean = RejectionConfig(measure="ratio", level="sequence_mean", low=0.99, high=1.01)
+    token = RejectionConfig(measure="k2", level="token", high=0.5)  # l^2 / 2: 0.405, 0.405 | 0.005, 0.005 | 0, 4.5
+    high, low = "train/mis_rs_mask_fraction_high", "train/mis_rs_mask_fraction_low"
+
+    def found(*criteria: RejectionConfig) -> Correction:
+        return correct(**packed(samples), config=CorrectionConfig(kind="none", reject=criteria))
+
+    assert found(mean).keep.tolist() == [True, True, False, False, False, False]
+    assert found(token).keep.tolist() == [True, True, True, True, True, False]
+    assert found(token, RejectionConfig(measure="k3", level="token", high=0.005)).keep.tolist() == [False, False, False, False, True, False]
+    both, turned = found(mean, token), found(token, mean)
+    assert both.keep.tolist() == turned.keep.tolist() == [True, True, False, False, False, False]
+    assert both.metrics[high].tolist() == turned.metrics[high].tolist() == [0, 0, 1, 1, 0, 1]
+    assert both.metrics[low].tolist() == turned.metrics[low].tolist() == [0, 0, 0, 0, 1, 1]
+    assert both.metrics["train/rejected_fraction"].tolist() == [0, 0, 1, 1, 1, 1]
+    assert set(both.metrics) == set(found(mean).metrics)
 
 
 def test_age_masks_and_decays() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamrl.algorithms.token_advantages import Role
+from streamrl.config.registry import Role
 from streamrl.config.tree import Config, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import TrainingError

@@ -18,8 +18,8 @@ from streamrl.algorithms.logprobs import token_logprobs
 from streamrl.algorithms.policy import PolicyTokens, policy_loss
 from streamrl.algorithms.reductions import token_weights
 from streamrl.algorithms.sequences import Packed
-from streamrl.algorithms.token_advantages import Role
 from streamrl.config.loss import CorrectionConfig
+from streamrl.config.registry import Role
 from streamrl.config.tree import Config, LossConfig, OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.errors import ConfigError, TrainingError
@@ -55,7 +55,7 @@ def test_losses_and_derivatives_equal_torchs(advantage: float, policy: str, corr
     value, slope, weights, metrics = table_losses.policy_gradient(logprobs, old, mu, advantages, config)
     leaf = torch.tensor(logprobs, requires_grad=True)
     proximal, sampler, ages = torch.tensor(old), torch.tensor(mu), torch.zeros(200, dtype=torch.int64)
-    tokens = PolicyTokens(leaf, proximal, sampler, torch.tensor(advantages), None, None, ages, Packed(ages, 1))
+    tokens = PolicyTokens(leaf, proximal, sampler, torch.tensor(advantages), ages, Packed(ages, 1))
     surrogate, named = policy_loss(tokens, config)
     found = correct(proximal, sampler, ages, tokens.sequences, correction)
     expected = surrogate * found.weights

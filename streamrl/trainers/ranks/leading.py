@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from streamrl.algorithms.token_advantages import Role
+from streamrl.config.registry import Role
 from streamrl.core.batch_bytes import pack, unpack
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import TrainingError

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from streamrl.algorithms.batch_metrics import ratio_metrics, weight_metrics
 from streamrl.algorithms.objective import Objective, Scores, answer_probability, check_batch, logprob_differences, make_objective
-from streamrl.algorithms.token_advantages import Role
+from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig, OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch, samples_at
 from streamrl.core.packing import Indices
