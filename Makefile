@@ -3,7 +3,8 @@
 # make sglang-cpu  .venv-sglang: SGLang on this machine's CPU, for the tests and for engine.sglang.python (3 minutes, 2.7 GB)
 # make docs  the pages, tables and pictures of docs/ that are made from the code: configuration, errors, metrics, the loop
 # make chaos two hours of kill -9, SIGSTOP and cut connections (CHAOS_ARGS="--minutes 10"), and the tables of docs/reliability.md
-# make mutants  small faults in streamrl/core, one at a time, that its tests must find (half an hour; MODULES="kl opsm" for some)
+# make mutants  small faults in the stream's decisions and the mathematics, one at a time, that their tests must find (an hour of one
+#            core; MODULES="fold kl" for some, JOBS=16 for so many at a time)
 #
 # TORCH=cpu|cuda|torch==X picks the build of torch; without it a machine with a GPU gets CUDA, any other CPU.
 # RUN=name   names the run; ARGS="--set tasks.max_staleness=0" is handed to streamrl up.
@@ -15,6 +16,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 SGLANG_VENV ?= .venv-sglang
 CHAOS_ARGS ?= --minutes 120
 MODULES ?=
+JOBS ?= 1
 export VENV SGLANG_VENV
 
 .PHONY: up test test-sglang lint docs chaos mutants clean torch sglang-cpu
@@ -48,7 +50,7 @@ chaos: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m tests.chaos.report runs/chaos/*.jsonl && exit $$code
 
 mutants: $(VENV)/.installed-dev
-	nice $(VENV)/bin/python scripts/mutants.py $(MODULES)
+	nice $(VENV)/bin/python -m scripts.mutants $(MODULES) --jobs $(JOBS)
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -78,7 +78,7 @@ class RolloutEngine:
         """
         number, self._num_chats = self._num_chats, self._num_chats + 1
         prompt_ids = tuple(self._prompt_ids(prompt))
-        return Chat(self.context, self._format, prompt_ids, sampling or self.context.sampling, number, self._saves)
+        return Chat(self.context, self._format, prompt_ids, sampling or self.context.task.sampling, number, self._saves)
 
     def _prompt_ids(self, prompt: RolloutTask | str | Sequence[Any]) -> Sequence[int]:
         if isinstance(prompt, RolloutTask):

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable
 from streamrl.bus.protocol import Bus, Lease
 from streamrl.errors import BusError, EngineError, SchemaError
 from streamrl.producers.publishing import Publisher
+from streamrl.runtime.retries import pause_s
 from streamrl.schemas.codec import decode
 from streamrl.schemas.tasks import RolloutTask
 
@@ -143,7 +144,7 @@ class Claims:
             self.num_done += 1
             self._counts.num_done += 1
         except EngineError as error:
-            delay_s = min(_RETRY_FIRST_S * 2 ** (lease.deliveries - 1), _RETRY_MAX_S)
+            delay_s = pause_s(lease.deliveries, first_s=_RETRY_FIRST_S, most_s=_RETRY_MAX_S)
             self._counts.num_failures += 1
             logger.warning(
                 "event=task_given_back source=%s task=%d delay_s=%.1f error=%s", self.source, lease.sequence - 1, delay_s, error.message

@@ -10,7 +10,7 @@ from contextlib import aclosing
 
 from streamrl.bus.protocol import KeyEntry, KeyValue
 from streamrl.engines.protocol import Chunk, Engine, EngineInfo, GenerateRequest
-from streamrl.errors import EngineError, SchemaError
+from streamrl.errors import EngineError, EngineUnavailable, SchemaError
 from streamrl.schemas.codec import decode
 from streamrl.schemas.control import EnginePresence
 from streamrl.schemas.subjects import PREFIX_PRESENCE
@@ -124,7 +124,7 @@ class EnginePool:
                     yield chunk
         except EngineError as error:
             # A refused request says nothing against the engine; a broken connection does.
-            member.suspect = bool(error.values.get("unavailable"))
+            member.suspect = isinstance(error, EngineUnavailable)
             raise
         finally:
             member.own -= count

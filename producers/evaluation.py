@@ -25,6 +25,7 @@ from streamrl.producers.episode import Episode
 from streamrl.producers.factory import make_pool, make_runner, policy_tokenizer
 from streamrl.producers.groups import Group, GroupRunner
 from streamrl.producers.protocol import Failure
+from streamrl.runtime.retries import pause_s
 from streamrl.schemas.codec import decode
 from streamrl.schemas.control import EVALUATION_ROLE, ROLLOUT_ROLE
 from streamrl.schemas.events import Event
@@ -45,6 +46,7 @@ NUM_SHOWN = 8
 _CONCURRENCY = 64
 _ATTEMPTS = 5
 _RETRY_S = 1.0
+_MAX_RETRY_S = 30.0
 
 
 class Schedule:
@@ -254,7 +256,7 @@ async def _ask(runner: GroupRunner, task: RolloutTask) -> Group:
         except EngineError as error:
             logger.warning("event=problem_retried row=%d attempt=%d error=%s", task.row, attempt + 1, error.message)
             failure = Failure(0, "failed", error.message)
-            await asyncio.sleep(_RETRY_S * 2**attempt)
+            await asyncio.sleep(pause_s(attempt + 1, first_s=_RETRY_S, most_s=_MAX_RETRY_S))
     return Group((), (failure,))
 
 

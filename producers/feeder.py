@@ -16,12 +16,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from streamrl.bus.protocol import Bus
+from streamrl.bus.reading import read_key
 from streamrl.config.tree import Config
 from streamrl.core.seeds import run_seed, task_seed
 from streamrl.data.order import row_of
 from streamrl.data.problems import Problems, load_problems
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.errors import BusError, ConfigError, Conflict, StreamFull
+from streamrl.runtime.retries import pause_s
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import Grant, RunRecord
 from streamrl.schemas.subjects import KEY_GRANTED, KEY_RUN, MAIN_SOURCE, TASKS, WARMUP_SOURCE, Subjects
@@ -117,7 +119,7 @@ class Feeder:
 
     async def _issue(self) -> None:
         issued = (await self._bus.state(TASKS)).last
-        pause_s = _FULL_FIRST_S
+        refusals = 0
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -127,15 +129,15 @@ class Feeder:
                 before, issued = issued, (await self._bus.state(TASKS)).last if failure else plan[-1].index + 1
                 if isinstance(failure, StreamFull):
                     self._stall(failure)
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, _FULL_MAX_S)
+                    refusals += 1
+                    await asyncio.sleep(pause_s(refusals, first_s=_FULL_FIRST_S, most_s=_FULL_MAX_S))
                     continue
                 if failure is not None and issued <= before:
                     raise failure
                 if failure is not None:
                     logger.info("event=overtaken position=%d reason=another_feeder", issued)
                 self._resume()
-                pause_s = _FULL_FIRST_S
+                refusals = 0
 
     async def _publish(self, plan: Sequence[RolloutTask]) -> BusError | None:
         """Publish tasks in order without waiting in between; the first failure, if any. What follows a failure is refused by the server."""
@@ -164,11 +166,8 @@ class Feeder:
 
 async def check_dataset(bus: Bus, problems: Problems, config: Config) -> None:
     """Raise ConfigError unless the problems are those that the run record names; a run without a record passes."""
-    entry = await bus.kv.get(KEY_RUN)
-    if entry is None or entry.value is None:
-        return
-    record = decode(entry.value, RunRecord, where=f"key {KEY_RUN}")
-    if (record.dataset_digest, record.num_rows) != (problems.digest, len(problems)):
+    record = await read_key(bus.kv, KEY_RUN, RunRecord)
+    if record is not None and (record.dataset_digest, record.num_rows) != (problems.digest, len(problems)):
         raise ConfigError(
             f"expected the {record.num_rows} rows that the run {record.run} was started with (digest {record.dataset_digest[:16]}), "
             f"got {len(problems)} rows (digest {problems.digest[:16]}) in {config.data.train}",

@@ -94,7 +94,6 @@ class GroupRunner:
             tokenizer=self._tokenizer,
             task=task,
             seed=task.seed,
-            sampling=task.sampling,
             options=self._options,
             log=logger,
             max_len=self._max_len,

@@ -93,7 +93,7 @@ class LateRewards:
                             yield message.sequence, sample
             except LogTruncated as gap:
                 first = (await self._bus.state(SAMPLES)).first
-                logger.warning("event=samples_trimmed needed=%s first=%d", gap.values.get("needed"), first)
+                logger.warning("event=samples_trimmed needed=%s first=%d", gap.needed, first)
                 after = max(after, first - 1)
 
 

@@ -11,7 +11,7 @@ import msgspec
 from streamrl.core.seeds import rollout_seed
 from streamrl.engines.protocol import Engine
 from streamrl.producers.episode import Episode
-from streamrl.schemas.tasks import RolloutTask, Sampling
+from streamrl.schemas.tasks import RolloutTask
 
 
 class Tokenizer(Protocol):
@@ -45,7 +45,6 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     task: RolloutTask
     seed: int
     """The rollout's seed, or the task's for a producer of whole groups."""
-    sampling: Sampling
     options: Mapping[str, Any] = {}
     """`producer.options` of the configuration."""
     rollout_index: int = 0

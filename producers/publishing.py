@@ -8,12 +8,14 @@ a split task carry their range of rollouts in the id, because a second attempt m
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Sequence
 
 from streamrl.bus.protocol import Bus, Receipt
 from streamrl.errors import StreamFull
 from streamrl.producers.protocol import Failure
+from streamrl.runtime.retries import pause_s
 from streamrl.schemas.codec import encode
 from streamrl.schemas.columns import SCHEMA_NAME, TOKEN_BYTES
 from streamrl.schemas.digests import body_digest
@@ -138,17 +140,15 @@ class Publisher:
             return await self._wait_for_room(subject, body, id, headers, error)
 
     async def _wait_for_room(self, subject: str, body: bytes, id: str, headers: dict[str, str], error: StreamFull) -> Receipt:
-        delay_s = _FULL_FIRST_S
         self._counts.num_full += 1
         self._waiting(+1, error)
         try:
+            attempt = 0
             while True:
-                await asyncio.sleep(delay_s)
-                delay_s = min(2 * delay_s, _FULL_MAX_S)
-                try:
+                attempt += 1
+                await asyncio.sleep(pause_s(attempt, first_s=_FULL_FIRST_S, most_s=_FULL_MAX_S))
+                with contextlib.suppress(StreamFull):
                     return await self._bus.publish(subject, body, id=id, headers=headers)
-                except StreamFull:
-                    continue
         finally:
             self._waiting(-1, error)
 

@@ -19,6 +19,7 @@ from streamrl.producers.episode import samples_of
 from streamrl.producers.factory import make_pool, make_runner, policy_tokenizer
 from streamrl.producers.protocol import Failure
 from streamrl.producers.publishing import Publisher
+from streamrl.runtime.collection import keep_all
 from streamrl.schemas.subjects import EVENTS, MAIN_SOURCE, WARMUP_SOURCE
 from streamrl.schemas.tasks import RolloutTask
 
@@ -79,7 +80,7 @@ async def serve(worker: Worker, function: str, *, sources: Sequence[str]) -> int
     runner = make_runner(worker, pool, function, key="producer.function")
     publisher = Publisher(worker.bus, worker.subjects)
     claims = [_claims(worker, source, runner, publisher) for source in sources]
-    worker.set_up()
+    keep_all()
     try:
         async with asyncio.TaskGroup() as group:
             background = [group.create_task(pool.run()), group.create_task(_report(worker, claims, publisher))]

@@ -24,7 +24,7 @@ class SingleTurn:
         request = GenerateRequest(
             request_id=f"{task.index}-{uuid4().hex}",
             prompt_ids=task.prompt_ids,
-            sampling=context.sampling,
+            sampling=task.sampling,
             policy=task.policy,
             seeds=seeds,
             min_version=task.min_version,
@@ -38,7 +38,7 @@ class SingleTurn:
                 finish_reason=completion.finish_reason,
                 status=STATUS[completion.finish_reason],
                 turns=(completion.text(context.tokenizer),),
-                sampling=context.sampling,
+                sampling=task.sampling,
                 logprob_mode=completion.logprob_mode,
                 seed=seeds[rollout],
                 engine=completion.engine,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import msgspec
 
@@ -94,8 +95,42 @@ class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
     """Unix seconds; for people only."""
     spilled: SpilledDrops | msgspec.UnsetType = msgspec.UNSET
     """Set when the drops are in a blob; `drops` is empty then. Not on the wire when unset."""
+    score: float | msgspec.UnsetType = msgspec.UNSET
+    """What the warm-up decides by: the mean probability of whole answers. Read it with `decided_by`; not on the wire when unset."""
+    reward: float | msgspec.UnsetType = msgspec.UNSET
+    """Mean reward of the rollouts that arrived for the batch, dropped ones too, which `run.until_reward` looks at. Read it with
+    `decided_by`; not on the wire when unset."""
 
     @property
     def dropped(self) -> Counter[str]:
         """What `count_drops` gives of its drops, wherever they are."""
         return count_drops(self.drops) if isinstance(self.spilled, msgspec.UnsetType) else Counter(self.spilled.reasons)
+
+
+class Decisive(msgspec.Struct, frozen=True):
+    """The numbers of a batch that the stream decides by."""
+
+    score: float
+    """0.0 for a batch that is not of the warm-up."""
+    reward: float | None
+    """None: no rollout had one."""
+
+
+class _Line(Protocol):
+    """A `LedgerEntry`, or what a reader has decoded of one."""
+
+    @property
+    def score(self) -> float | msgspec.UnsetType: ...
+    @property
+    def reward(self) -> float | msgspec.UnsetType: ...
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+
+
+def decided_by(entry: _Line) -> Decisive:
+    """What was decided by at an entry. Earlier builds wrote neither field: theirs are among the metrics."""
+    score, reward = entry.score, entry.reward
+    return Decisive(
+        entry.metrics.get("train/answer_probability", 0.0) if isinstance(score, msgspec.UnsetType) else score,
+        entry.metrics.get("rollout/raw_reward") if isinstance(reward, msgspec.UnsetType) else reward,
+    )

@@ -1,189 +1,132 @@
-"""A mutation run: which small faults in `streamrl/core` do its tests find?
+"""A mutation run: which small faults do the tests of a module find?
 
-    python scripts/mutants.py                    all modules: the table of docs/algorithms-mutants.md, and the mutants that live
-    python scripts/mutants.py kl value_loss      these alone
+    python -m scripts.mutants                    all modules: the table of docs/algorithms-mutants.md, and the mutants that live
+    python -m scripts.mutants kl fold --jobs 8   these alone, eight mutants at a time
 
-Each mutant differs from a module in one place. The module's tests meet it in a forked child, which has torch and pytest imported
-already: half a second beside several for a new process. The tree is copied first; mutants are written into the copy.
-Mutants that mean the same are listed with their reasons in scripts/equivalent_mutants.txt. The exit status is 1 where others live, or
-where one that is listed dies. A child is given CPU time, not wall time, so a busy machine changes no result.
+Each mutant differs from a module in one place (`scripts/mutations.py`). The module's tests meet it in a forked child, which has torch
+and pytest imported already: half a second beside several for a new process. Every job has its own copy of the tree; mutants are written
+into the copy. Mutants that mean the same are listed with their reasons in scripts/equivalent_mutants.txt. The exit status is 1 where
+others live, where one that is listed dies, or where no mutant is like one that is listed. A child is given CPU time, not wall time, so a
+busy machine changes no result; one that waits for ever is ended after WALL_S.
 """
 
 from __future__ import annotations
 
-import ast
+import argparse
+import compileall
 import contextlib
-import copy
 import gc
 import importlib
+import multiprocessing
 import os
 import resource
 import shutil
+import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from scripts.mutations import mutants
 
 ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENT = ROOT / "scripts" / "equivalent_mutants.txt"
-MODULES = (
-    "policy_losses policy kl importance rejection corrections batch_metrics groups advantages returns reductions balance packing logprobs "
-    "fused_head nucleus vocab_parallel sequences schedule"
-)
-TESTS = {
-    "fused_head": ["logprobs", "vocab_parallel"],
-    "groups": ["groups", "advantages"],
-    "policy_losses": ["policy_losses", "opsm", "value_loss"],
-}
-"""Which tests a module has, where it is not `test_<module>.py` alone."""
-CPU_S = 30
+CPU_S = 5.0
+"""A child gets this and four times what the tests take on the module as it is."""
+WALL_S = 600.0
 MEMORY_BYTES = 6 << 30
 
-OPERATORS = (
-    "Add Sub, Sub Add, Mult Div, Div Mult, FloorDiv Mult, Mod FloorDiv, Pow Mult, BitAnd BitOr, BitOr BitAnd, And Or, Or And, "
-    "Lt LtE GtE, LtE Lt Gt, Gt GtE LtE, GtE Gt Lt, Eq NotEq, NotEq Eq, Is IsNot, IsNot Is, In NotIn, NotIn In"
-)
-"""Of `ast`: one, and what takes its place."""
-INSTEAD = {one: others for one, *others in (line.split() for line in OPERATORS.split(","))}
-PAIRS = "min max, minimum maximum, amin amax, argmin argmax, any all, sum mean, zeros ones, zeros_like ones_like, logical_and logical_or"
-NAMES = {a: b for pair in PAIRS.split(",") for a, b in (pair.split(), reversed(pair.split()))}
-DROPPED = "detach clamp clip masked_fill exp expm1 log log1p abs square sqrt sigmoid flip clone contiguous where maximum minimum"
-"""Calls that become what they are called on, or their last argument where that is a module."""
-Place = tuple[ast.AST, str, int | None]
+DECISIONS = """
+streamrl/core/fold.py      test_fold test_fold_batches test_fold_quarantine test_fold_staleness test_fold_rewards dead/test_impossible
+streamrl/core/state.py     test_state test_fold
+streamrl/core/pacing.py
+streamrl/core/assembly.py
+streamrl/core/records.py   test_records dead/test_judged
+"""
+MATHEMATICS = """
+streamrl/algorithms/policy_losses.py   test_policy_losses test_opsm test_value_loss
+streamrl/algorithms/policy.py
+streamrl/algorithms/kl.py
+streamrl/algorithms/importance.py
+streamrl/algorithms/rejection.py
+streamrl/algorithms/corrections.py
+streamrl/algorithms/batch_metrics.py
+streamrl/algorithms/groups.py          test_groups test_advantages
+streamrl/algorithms/advantages.py
+streamrl/algorithms/returns.py
+streamrl/algorithms/reductions.py
+streamrl/core/balance.py
+streamrl/core/packing.py
+streamrl/algorithms/logprobs.py
+streamrl/algorithms/fused_head.py      test_logprobs test_vocab_parallel
+streamrl/algorithms/nucleus.py
+streamrl/algorithms/vocab_parallel.py
+streamrl/algorithms/sequences.py
+streamrl/trainers/schedule.py
+"""
+"""A module by its path, and its tests, the quickest first, where they are not `test_<module>` alone. They lie in the folder of tests/
+that mirrors the module's, unless another is named."""
 
 
-class Mutant(NamedTuple):
-    """A module with one place changed."""
+class Module(NamedTuple):
+    """A row of the tables above."""
 
-    key: str
-    """`module.function: the changed line`, the name under which the list of equivalent ones has it."""
-    source: str
+    path: str
+    tests: tuple[str, ...]
+    decides: bool
+    """Whether it also has the mutants that only decisions have."""
 
 
-def changed(node: ast.AST, **fields: Any) -> ast.AST:
-    """A copy of the node with these fields."""
-    found = copy.copy(node)
-    for name, value in fields.items():
-        setattr(found, name, value)
+class Tried(NamedTuple):
+    """How a mutant ended."""
+
+    lives: bool
+    timed_out: bool
+
+
+def modules() -> dict[str, Module]:
+    """Both tables, by the name of the file."""
+    found: dict[str, Module] = {}
+    for table, decides in ((DECISIONS, True), (MATHEMATICS, False)):
+        for path, *tests in map(str.split, table.strip().splitlines()):
+            place = Path(path)
+            room = Path("tests", *place.parent.parts[1:])
+            files = [Path("tests", test) if "/" in test else room / test for test in tests or [f"test_{place.stem}"]]
+            found[place.stem] = Module(path, tuple(f"{file}.py" for file in files), decides)
     return found
 
 
-def variants(node: ast.AST) -> Iterator[ast.AST]:
-    """What may stand in a node's place."""
-    match node:
-        case ast.operator() | ast.cmpop() | ast.boolop():
-            yield from (getattr(ast, other)() for other in INSTEAD.get(type(node).__name__, []))
-        case ast.BinOp(op=ast.Sub()):
-            yield changed(node, left=node.right, right=node.left)
-        case ast.UnaryOp(op=ast.USub() | ast.Not() | ast.Invert()):
-            yield node.operand
-        case ast.Constant(value=bool()):
-            yield changed(node, value=not node.value)
-        case ast.Constant(value=int(value) | float(value)):
-            yield changed(node, value=value + 1)
-            yield changed(node, value=-value if isinstance(value, float) and value else value - 1)
-        case ast.If() | ast.IfExp() | ast.While():
-            yield changed(node, test=ast.UnaryOp(ast.Not(), node.test))
-        case ast.With() if all("grad" in ast.unparse(item) for item in node.items):
-            yield ast.If(ast.Constant(True), node.body, [])
-        case ast.AugAssign() | ast.Assign(targets=[ast.Subscript()]) | ast.Expr(value=ast.Call()):
-            yield ast.Pass()
-        case ast.Dict():
-            for i in range(len(node.keys)):
-                yield changed(node, keys=node.keys[:i] + node.keys[i + 1 :], values=node.values[:i] + node.values[i + 1 :])
-        case ast.Call():
-            yield from calls(node)
-        case _:
-            return
+def wait(pid: int) -> tuple[int, float]:
+    """Exit status of a child (negative: the signal that ended it) and its CPU time; it and what it started are gone then."""
+    end = time.monotonic() + WALL_S
+    try:
+        while True:
+            found, status, used = os.wait4(pid, os.WNOHANG)
+            if found:
+                return os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
+            if time.monotonic() > end:
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.005)
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
 
 
-def calls(node: ast.Call) -> Iterator[ast.AST]:
-    """What may stand in a call's place."""
-    if isinstance(node.func, ast.Name) and node.func.id in NAMES:
-        yield changed(node, func=changed(node.func, id=NAMES[node.func.id]))
-    if isinstance(node.func, ast.Attribute):
-        name, of = node.func.attr, node.func.value
-        module = isinstance(of, ast.Name) and of.id in ("np", "torch", "math")
-        if name in NAMES:
-            yield changed(node, func=changed(node.func, attr=NAMES[name]))
-        if name in DROPPED.split() and not (module and not node.args):
-            yield node.args[-1] if module else of
-    for i, given in enumerate(node.keywords):
-        if given.arg in ("min", "max"):
-            yield changed(node, keywords=[*node.keywords[:i], changed(given, arg=NAMES[given.arg]), *node.keywords[i + 1 :]])
-    for i, (one, two) in enumerate(zip(node.args, node.args[1:], strict=False)):
-        if isinstance(one, ast.Name | ast.Attribute) and isinstance(two, ast.Name | ast.Attribute) and ast.dump(one) != ast.dump(two):
-            yield changed(node, args=[*node.args[:i], two, one, *node.args[i + 2 :]])
-    for i, (one, two) in enumerate(zip(node.keywords, node.keywords[1:], strict=False)):
-        if one.arg and two.arg and ast.dump(one.value) != ast.dump(two.value):
-            swapped = changed(one, value=two.value), changed(two, value=one.value)
-            yield changed(node, keywords=[*node.keywords[:i], *swapped, *node.keywords[i + 2 :]])
-
-
-def places(node: ast.AST) -> Iterator[Place]:
-    """Where a child of the node stands; not in docstrings, annotations, imports and error texts."""
-    for field, value in ast.iter_fields(node):
-        settings = isinstance(node, ast.ClassDef) and field == "keywords"
-        refusal = isinstance(node, ast.If) and field == "body" and isinstance(node.body[-1], ast.Raise)
-        if field in ("annotation", "returns", "decorator_list", "bases", "pattern") or settings or refusal:
-            continue
-        for index, child in enumerate(value) if isinstance(value, list) else [(None, value)]:
-            alias = isinstance(node, ast.Module) and isinstance(child, ast.Assign) and isinstance(child.value, ast.Subscript)
-            text = isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
-            if isinstance(child, ast.AST) and not (
-                alias or text or isinstance(child, ast.Raise | ast.Import | ast.ImportFrom | ast.JoinedStr)
-            ):
-                yield child, field, index
-
-
-def mutants(module: str, source: str) -> Iterator[Mutant]:
-    """All mutants of a module, in the order of its lines."""
-    tree, seen = ast.parse(source), Counter[str]()
-
-    def visit(node: ast.AST, line: ast.AST, function: str) -> Iterator[Mutant]:
-        for child, field, index in places(node):
-            for variant in variants(child):
-                place(node, field, index, ast.copy_location(variant, child))
-                top = variant if isinstance(child, ast.stmt) or isinstance(node, ast.Dict) else line
-                key = f"{module}.{function}: {header(top)}" + (f"  # was {header(child)}" if isinstance(variant, ast.Pass) else "")
-                seen[key] += 1
-                yield Mutant(key + (f"  # {seen[key]}" if seen[key] > 1 else ""), ast.unparse(ast.fix_missing_locations(tree)))
-                place(node, field, index, child)
-            inside = child.name if isinstance(child, ast.FunctionDef | ast.ClassDef) else ""
-            below = ".".join(filter(None, [function if function != "<module>" else "", inside])) or function
-            yield from visit(child, child if isinstance(child, ast.stmt) or isinstance(node, ast.Dict) else line, below)
-
-    yield from visit(tree, tree, "<module>")
-
-
-def place(node: ast.AST, field: str, index: int | None, child: ast.AST) -> None:
-    """Put a child into its parent."""
-    if index is None:
-        setattr(node, field, child)
-    else:
-        getattr(node, field)[index] = child
-
-
-def header(node: ast.AST) -> str:
-    """A statement without those inside it, on one line."""
-    bare = changed(node, body=[]) if isinstance(node, ast.stmt) and hasattr(node, "body") else node
-    bare = changed(bare, orelse=[]) if hasattr(bare, "orelse") and isinstance(bare, ast.stmt) else bare
-    return " ".join(ast.unparse(ast.fix_missing_locations(bare)).split())
-
-
-def run(tests: list[str], *, imported: int | None = None) -> int:
-    """Exit status of the tests in a forked process; negative: the signal that ended it. What they imported is written to a pipe."""
+def run(tests: Sequence[str], cpu_s: float, *, imported: int | None = None) -> tuple[int, float]:
+    """The tests in a forked process; what `wait` gives. What they imported is written to a pipe, and what they print is shown then."""
     gc.freeze()
     pid = os.fork()
     if pid:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return wait(pid)
     status = 70
     try:
-        resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 5))
+        os.setsid()
+        resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_s) + 1, int(cpu_s) + 6))
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
         if imported is None:
             null = os.open(os.devnull, os.O_WRONLY)
@@ -198,7 +141,7 @@ def run(tests: list[str], *, imported: int | None = None) -> int:
         hypothesis.settings.load_profile("mutants")
         status = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--assert=plain", *tests]))
         if imported is not None:
-            again = ("streamrl.core", "streamrl.trainers", "tests", "_pytest", "pytest", "__m")
+            again = ("streamrl", "tests", "_pytest", "pytest", "__m")
             os.write(imported, "\n".join(name for name in sys.modules if not name.startswith(again)).encode())
     except BaseException:
         traceback.print_exc()
@@ -207,58 +150,113 @@ def run(tests: list[str], *, imported: int | None = None) -> int:
         os._exit(status)
 
 
-def preload(tests: list[str]) -> None:
-    """Run the tests on the module as it is; then import here what they imported, so that children need not."""
+def preload(tests: Sequence[str]) -> float:
+    """Run the tests on the module as it is, then import here what they imported, so that children need not; a child's CPU time."""
     read, write = os.pipe()
-    if run(tests, imported=write) != 0:
-        sys.exit(f"these tests fail without any mutant: {tests}")
+    status, used = run(tests, 10 * WALL_S, imported=write)
     os.close(write)
+    if status != 0:
+        raise RuntimeError(f"these tests fail without any mutant: {' '.join(tests)}")
     with os.fdopen(read) as lines:
         for name in lines.read().split():
             with contextlib.suppress(ImportError):  # made at run time, not imported
                 importlib.import_module(name)
+    return CPU_S + 4 * used
 
 
-def try_module(module: str, known: set[str]) -> tuple[Counter[str], list[str]]:
-    """Counts, and what the list of equivalent mutants has wrong. The working directory is the copy."""
-    path, counts, wrong = Path("streamrl", "core", f"{module}.py"), Counter[str](), list[str]()
-    tests = [f"tests/core/test_{stem}.py" for stem in TESTS.get(module, [module])]
-    preload(tests)
-    source = path.read_text()
-    for cached in path.parent.glob(f"__pycache__/{module}.*"):
-        cached.unlink()
-    for mutant in mutants(module, source):
-        path.write_text(mutant.source)
-        lives, listed = run(tests) == 0, mutant.key in known
+class Job:
+    """What a worker process keeps between mutants. Its working directory is its own copy of the tree."""
+
+    path = ""
+    cpu_s = 0.0
+
+
+def begin(tree: Path) -> None:
+    """A new worker: copy the tree and go there."""
+    copied = tree.parent / str(os.getpid())
+    shutil.copytree(tree, copied, symlinks=True)
+    os.chdir(copied)
+    sys.path[0] = os.environ["PYTHONPATH"] = str(copied)
+    os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}  # a fork takes no threads along
+    sys.dont_write_bytecode = True
+
+
+def attempt(module: Module, source: str) -> Tried:
+    """Try a mutant; in a worker."""
+    path = Path(module.path)
+    if Job.path != module.path:
+        Job.path, Job.cpu_s = module.path, preload(module.tests)
+        for cached in path.parent.glob(f"__pycache__/{path.stem}.*"):
+            cached.unlink()
+    original = path.read_text()
+    try:
+        path.write_text(source)
+        status, _ = run(module.tests, Job.cpu_s)
+    finally:
+        path.write_text(original)
+    return Tried(status == 0, status in (-signal.SIGXCPU, -signal.SIGKILL))
+
+
+def try_module(name: str, module: Module, known: set[str], workers: Executor) -> tuple[Counter[str], list[str]]:
+    """Counts, and what the list of equivalent mutants has wrong."""
+    counts, wrong = Counter[str](), list[str]()
+    found = list(mutants(name, (ROOT / module.path).read_text(), decides=module.decides))
+    tried = workers.map(attempt, [module] * len(found), [mutant.source for mutant in found])
+    for mutant, (lives, timed_out) in zip(found, tried, strict=True):
+        listed = mutant.key in known
         counts["mutants"] += 1
         counts["killed" if not lives else "equivalent" if listed else "lives"] += 1
+        counts["timed out"] += timed_out
         if lives != listed:
             wrong.append(f"{'lives' if lives else 'dies, though listed as equivalent'}: {mutant.key}")
             print(wrong[-1], flush=True)
-    path.write_text(source)
+    gone = {key for key in known if key.startswith(f"{name}.")} - {mutant.key for mutant in found}
+    for key in sorted(gone):
+        wrong.append(f"listed as equivalent, but no mutant: {key}")
+        print(wrong[-1], flush=True)
     return counts, wrong
 
 
-def main(modules: Sequence[str]) -> int:
-    """Try all mutants of the modules in a copy of the tree; exit status 1 where the list of equivalent ones has something wrong."""
+@contextlib.contextmanager
+def pool(jobs: int) -> Generator[Executor, None, None]:
+    """Workers, each with a copy of the tree, which has its byte code ready: children write none."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder, "tree")
+        for name in ("streamrl", "producers", "consumers", "schemas", "tests", "examples"):
+            shutil.copytree(ROOT / name, tree / name, symlinks=True)
+        shutil.copy(ROOT / "pyproject.toml", tree)
+        compileall.compile_dir(tree, quiet=2)
+        fork = multiprocessing.get_context("fork")
+        with ProcessPoolExecutor(jobs, mp_context=fork, initializer=begin, initargs=(tree,)) as workers:
+            try:
+                yield workers
+            finally:
+                workers.shutdown(cancel_futures=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Try all mutants of the modules in copies of the tree; exit status 1 where the list of equivalent ones has something wrong."""
+    table = modules()
+    parser = argparse.ArgumentParser(description="Which small faults do the tests of a module find?")
+    parser.add_argument("modules", nargs="*", metavar="MODULE", help=f"all without any: {' '.join(table)}")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants tried at a time")
+    given = parser.parse_args(arguments)
+    unknown = [name for name in given.modules if name not in table]
+    gone = [module.path for module in table.values() if not (ROOT / module.path).is_file()]
+    if unknown or gone or given.jobs < 1:
+        parser.error(f"expected modules of the table, files that are there and a job or more; got {unknown}, {gone} and {given.jobs}")
     listed = [line for line in EQUIVALENT.read_text().splitlines() if line and not line.startswith("#")]
     known = {line.rpartition("  # because ")[0] for line in listed}
     lines, sums, wrong = ["| module | mutants | killed | equivalent | score |", "|---|---|---|---|---|"], Counter[str](), list[str]()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as copied:
-        for folder in ("streamrl", "producers", "consumers", "schemas", "tests", "examples"):
-            shutil.copytree(ROOT / folder, Path(copied, folder), symlinks=True)
-        shutil.copy(ROOT / "pyproject.toml", copied)
-        os.chdir(copied)
-        sys.path[0] = os.environ["PYTHONPATH"] = copied
-        os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}  # a fork takes no threads along
-        sys.dont_write_bytecode = True
-        for module in modules:
-            counts, found = try_module(module, known)
+    with pool(given.jobs) as workers:
+        for name in given.modules or table:
+            counts, found = try_module(name, table[name], known, workers)
             sums, wrong = sums + counts, wrong + found
-            lines.append(row(module, counts))
+            lines.append(row(name, counts))
             print(lines[-1], flush=True)
-    print("\n".join([*lines, row("all", sums), f"\n{time.monotonic() - began:.0f} s; wrong: {len(wrong)}"]))
+    print("\n".join([*lines, row("all", sums)]))
+    print(f"\n{time.monotonic() - began:.0f} s, {given.jobs} jobs; ended by their time: {sums['timed out']}; wrong: {len(wrong)}")
     return bool(wrong)
 
 
@@ -269,4 +267,4 @@ def row(name: str, counts: Counter[str]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:] or MODULES.split()))
+    sys.exit(main(sys.argv[1:]))

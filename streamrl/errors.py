@@ -13,14 +13,18 @@ StreamRLError
 │   ├── LogTruncated       a reader needs messages that are no longer there
 │   └── NotFound           no such key, blob or message
 ├── EngineError            generation failed or was refused
+│   └── EngineUnavailable  the engine cannot be asked; another one can
+│       └── EngineDied     its server has ended, or holds mixed weights: a new one is needed
 ├── WeightSyncError        a manifest or its bytes cannot be taken
 ├── TrainingError          a step cannot be taken
+│   ├── BatchDiffers       the stream gave another batch than the ledger has
 │   └── Diverged           a replayed step gave other digits than the ledger
 ├── Fenced                 another worker holds this role; this one must exit
 └── LaunchError            a worker cannot be started or kept running
 ```
 
-A message says what was expected, what was got and where; `hint` says what to do. Both survive pickling.
+A message says what was expected, what was got and where; `hint` says what to do. Both survive pickling. What a program decides by is the
+class, or an attribute of the class; the rest of `values` is for reports.
 """
 
 from __future__ import annotations
@@ -87,7 +91,20 @@ class StreamFull(BusError):
 
 
 class LogTruncated(BusError):
-    """A reader needs messages that the stream no longer holds; `values` has `needed` and `first`."""
+    """A reader needs messages that the stream no longer holds.
+
+    Args:
+        message: see `StreamRLError`.
+        hint: see `StreamRLError`.
+        needed: sequence of the message that was to be read next; None: the stream is another one altogether.
+        first: the lowest sequence that the stream still holds.
+        **values: see `StreamRLError`.
+    """
+
+    def __init__(self, message: str, *, hint: str = "", needed: int | None = None, first: int | None = None, **values: Any) -> None:
+        super().__init__(message, hint=hint, needed=needed, first=first, **values)
+        self.needed = needed
+        self.first = first
 
 
 class NotFound(BusError):
@@ -98,12 +115,39 @@ class EngineError(StreamRLError):
     """An engine refused or failed a request."""
 
 
+class EngineUnavailable(EngineError):
+    """An engine cannot be asked at present: it is gone, stopped, or fails whatever it is asked. Another engine can do the same request."""
+
+
+class EngineDied(EngineUnavailable):
+    """An engine is of no use any more: its server has ended, or may hold a mixture of two versions. A new one can take its place."""
+
+
 class WeightSyncError(StreamRLError):
     """A manifest or the bytes behind it cannot be taken: wrong shape, wrong digest, publisher gone."""
 
 
 class TrainingError(StreamRLError):
     """A training step cannot be taken."""
+
+
+class BatchDiffers(TrainingError):
+    """The stream gave another batch than the one that a ledger says it gave (G4).
+
+    Args:
+        message: see `StreamRLError`.
+        hint: see `StreamRLError`.
+        version: the version that the ledger's batch made.
+        what: the first group that differs, in words.
+        sequences: messages of the sample stream that the ledger's batch was made of, rising.
+        **values: see `StreamRLError`.
+    """
+
+    def __init__(self, message: str, *, hint: str = "", version: str, what: str, sequences: tuple[int, ...], **values: Any) -> None:
+        super().__init__(message, hint=hint, version=version, what=what, sequences=sequences, **values)
+        self.version = version
+        self.what = what
+        self.sequences = sequences
 
 
 class Diverged(TrainingError):

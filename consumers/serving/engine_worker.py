@@ -9,7 +9,7 @@ import secrets
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 
-from streamrl.config.hosts import WILDCARDS, bracketed
+from streamrl.config.hosts import WILDCARDS, address_towards, bracketed
 from streamrl.config.tree import Config
 from streamrl.consumers.serving.weight_watcher import WeightWatcher
 from streamrl.data.model import ensure_model
@@ -17,8 +17,8 @@ from streamrl.engines.batching.delays import TokenDelay
 from streamrl.engines.factory import make_engine
 from streamrl.engines.protocol import Chunk, Engine, EngineInfo, GenerateRequest, HostedEngine
 from streamrl.engines.server import serve
-from streamrl.errors import BusError, EngineError
-from streamrl.runtime.addresses import address_towards
+from streamrl.errors import BusError, EngineDied, EngineError
+from streamrl.runtime.collection import keep_all
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.codec import encode
 from streamrl.schemas.control import EVALUATION_ROLE, ROLLOUT_ROLE, EnginePresence
@@ -55,8 +55,8 @@ async def main(worker: Worker) -> None:
     for left in range(restarts, -1, -1):
         try:
             return await _one_life(worker, model_dir)
-        except EngineError as error:
-            if not error.values.get("died") or not left or worker.draining.is_set():
+        except EngineDied as error:
+            if not left or worker.draining.is_set():
                 raise
             logger.error("event=engine_restarting worker=%s left=%d message=%s", worker.name, left, error.message)
             await worker.metrics({"engine/restarts_total": 1.0})
@@ -116,7 +116,7 @@ async def _serve(worker: Worker, engine: HostedEngine) -> None:
             pins=Pins(worker.bus.kv, engine.policy) if presence.role == EVALUATION_ROLE else None,
             role=presence.role,
         )
-        worker.set_up()
+        keep_all()
         try:
             await until_drained(worker.draining, watcher.run(), presence.keep())
         finally:

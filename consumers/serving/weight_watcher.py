@@ -14,6 +14,7 @@ import msgspec
 from streamrl.bus.protocol import Bus, Message
 from streamrl.consumers.serving.weight_choice import choose_latest, choose_pinned
 from streamrl.errors import BusError, BusUnavailable, LogTruncated, NotFound, SchemaError, WeightSyncError
+from streamrl.runtime.retries import pause_s
 from streamrl.schemas.codec import decode
 from streamrl.schemas.subjects import WEIGHTS, Subjects
 from streamrl.schemas.versions import Version
@@ -135,8 +136,7 @@ class WeightWatcher:
                 async for message in self._bus.read(WEIGHTS, after=end, subject=self._subject):
                     await self._consider(message)
             except LogTruncated as error:
-                needed = error.values.get("needed")
-                logger.info("event=weights_manifests_trimmed engine=%s needed=%s action=take_the_newest", self._engine, needed)
+                logger.info("event=weights_manifests_trimmed engine=%s needed=%s action=take_the_newest", self._engine, error.needed)
             except BusUnavailable as error:
                 logger.warning("event=weights_bus_away engine=%s serving=%s error=%s", self._engine, self.serving, error.message)
                 await asyncio.sleep(self._backoff_s)
@@ -190,7 +190,7 @@ class WeightWatcher:
         return None if chosen is not None and self.serving is not None and chosen <= self.serving else chosen
 
     async def _follow(self) -> None:
-        pause_s = self._backoff_s
+        failures = 0
         while True:
             self._changed.clear()
             version = self._choose()
@@ -205,12 +205,12 @@ class WeightWatcher:
                     # The next version stands for one that is gone.
                     self._announced.pop(version, None)
                     continue
+                failures += 1
                 # A new announcement ends the pause at once.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), pause_s)
-                pause_s = min(2 * pause_s, MAX_BACKOFF_S)
+                    await asyncio.wait_for(self._changed.wait(), pause_s(failures, first_s=self._backoff_s, most_s=MAX_BACKOFF_S))
             else:
-                pause_s = self._backoff_s
+                failures = 0
 
     async def _manifest(self, version: Version) -> Manifest:
         if self._received is not None and self._received.version == version:

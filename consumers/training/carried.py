@@ -8,13 +8,13 @@ messages of its pending groups into its checkpoint, and its position moves to wh
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
 from streamrl.bus.protocol import Log, Message
+from streamrl.config.files import write_private
 from streamrl.core.state import FoldState
 from streamrl.errors import TrainingError
 from streamrl.schemas.subjects import SAMPLES
@@ -48,18 +48,7 @@ async def fetch_messages(bus: Log, sequences: Iterable[int]) -> dict[int, Messag
 
 def write_carried(checkpoint: Path, messages: Iterable[Message]) -> None:
     """Put the messages into a complete checkpoint; all of them are there or none."""
-    path = checkpoint / CARRIED_FILE
-    writing = path.with_suffix(".writing")
-    with writing.open("wb") as file:
-        file.write(msgspec.msgpack.encode(list(messages)))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(writing, path)
-    folder = os.open(checkpoint, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    write_private(checkpoint / CARRIED_FILE, msgspec.msgpack.encode(list(messages)))
 
 
 def read_carried(checkpoint: Path) -> dict[int, Message]:

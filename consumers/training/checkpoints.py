@@ -13,11 +13,13 @@ from typing import Any, Protocol
 import msgspec
 
 from streamrl.bus.protocol import Bus, Log, Message
+from streamrl.bus.reading import read_key
+from streamrl.config.tree import TrainerConfig
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.carried import fetch_messages, held, oldest_read_again, write_carried
 from streamrl.core.state import FoldState
 from streamrl.errors import BusError, LogTruncated
-from streamrl.schemas.codec import decode, encode
+from streamrl.schemas.codec import encode
 from streamrl.schemas.control import Latest, Position
 from streamrl.schemas.subjects import KEY_LATEST, PREFIX_POSITIONS, SAMPLES
 from streamrl.schemas.versions import Version
@@ -77,20 +79,18 @@ class Checkpointer:
         bus: Bus,
         call: Caller,
         trainer: Trainer,
-        name: str,
+        settings: TrainerConfig,
         run_path: Path,
-        every: int,
-        keep: int,
         identity: str,
         lease_s: int | None = None,
     ) -> None:
         self._bus = bus
         self._call = call
         self._trainer = trainer
-        self._name = name
+        self._name = settings.name
         self._run_path = run_path
-        self._every = every
-        self._keep = keep
+        self._every = settings.checkpoint_every
+        self._keep = settings.keep_checkpoints
         self._identity = identity
         self._lease_s = lease_s
         self._saving: Saving | None = None
@@ -179,12 +179,9 @@ class Checkpointer:
         log.info(
             "checkpoint complete version=%s cursor=%d carried=%d path=%s", latest.version, latest.cursor, len(saving.carried), latest.path
         )
-        self._prune(latest)
+        prune(self._run_path / "checkpoints", keep=self._keep, prefix=f"{self._name}-")
         if self._lease_s is None:
             self._call(trim_if_full(self._bus))
-
-    def _prune(self, latest: Latest) -> None:
-        prune(self._run_path / "checkpoints", keep=self._keep, prefix=f"{self._name}-")
 
     def _pressed(self) -> bool:
         """Whether the stream was so full at the last look that only a newer position could let it be trimmed."""
@@ -203,8 +200,7 @@ def latest_key(trainer: str) -> str:
 
 async def read_latest(bus: Bus, trainer: str) -> Latest | None:
     """The newest complete checkpoint, or None."""
-    entry = await bus.kv.get(latest_key(trainer))
-    return decode(entry.value, Latest, where=latest_key(trainer)) if entry and entry.value else None
+    return await read_key(bus.kv, latest_key(trainer), Latest)
 
 
 async def check_stream(bus: Log, *, cursor: int, oldest_needed: int, identity: str) -> str:
@@ -264,9 +260,8 @@ async def trim_if_full(bus: Bus, *, warn: bool = True) -> None:
         return
     needed = []
     for key in await bus.kv.keys(PREFIX_POSITIONS):
-        entry = await bus.kv.get(key)
-        if entry is not None and entry.value is not None:
-            needed.append(decode(entry.value, Position, where=key).oldest_needed)
+        if (position := await read_key(bus.kv, key, Position)) is not None:
+            needed.append(position.oldest_needed)
     through = min(needed, default=1) - 1
     if through >= state.first:
         await bus.trim(SAMPLES, through=through)

@@ -8,6 +8,7 @@ import logging
 import msgspec
 
 from streamrl.bus.protocol import Bus
+from streamrl.bus.reading import stretch
 from streamrl.consumers.training.checkpoints import trim_if_full
 from streamrl.consumers.training.spilled_drops import spill
 from streamrl.errors import Conflict, Fenced, StreamFull, TrainingError
@@ -55,12 +56,8 @@ class Ledger:
     async def load(self) -> None:
         """Read every entry there is."""
         newest = await self._bus.last(self._subject)
-        if newest is None:
-            return
-        async for message in self._bus.read(LEDGER, after=0, subject=self._subject):
+        async for message in stretch(self._bus, LEDGER, first=1, last=newest.sequence if newest else 0, subject=self._subject):
             self._take(decode(message.body, LedgerEntry, where=f"{self._subject} sequence {message.sequence}"), message.sequence)
-            if message.sequence >= newest.sequence:
-                return
 
     async def append(self, entry: LedgerEntry) -> None:
         """Make an entry durable; drops that would not fit a message go into a blob first.

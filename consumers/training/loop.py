@@ -2,9 +2,9 @@
 
 ```text
 fence = take_fence(); state = decode(trainer.load(latest)) or initial
-for each record in stream order:    fold                        (streamrl.consumers.training.steps)
+for each record in stream order:    fold                        (streamrl.consumers.training.stream_fold)
     dead letters, grant                                         idempotent
-    for each batch that closes:     step
+    for each batch that closes:     step                        (streamrl.consumers.training.steps)
         ledger.append(entry)                                    durable, and the fence: a zombie is refused here
         epoch marks                                             onto the stream, before weights of a forked epoch; idempotent
         grant                                                   idempotent
@@ -21,31 +21,28 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from msgspec.structs import replace
-
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
+from streamrl.consumers.training.books import LedgerBooks
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.carried import fetch_messages, held, oldest_read_again, read_carried
 from streamrl.consumers.training.checkpoints import Checkpointer, check_stream, ensure_position, read_latest
 from streamrl.consumers.training.dead_letters import bury
 from streamrl.consumers.training.ledger import Ledger, mark_epoch, open_ledger, take_fence
 from streamrl.consumers.training.reader import Incoming, RecordReader, open_samples
-from streamrl.consumers.training.steps import Stepped, Stepper
-from streamrl.core.assembly import ages, used
+from streamrl.consumers.training.steps import Stepped, train_version
+from streamrl.consumers.training.stream_fold import StreamFold
 from streamrl.core.fold import Effects
 from streamrl.core.fold_config import fold_config
-from streamrl.core.seeds import run_seed
 from streamrl.core.state import FoldState, initial_state
-from streamrl.errors import Conflict, Diverged
+from streamrl.errors import Conflict
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import Grant
-from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.ledger import decided_by
 from streamrl.schemas.subjects import KEY_GRANTED, SAMPLES, WARMUP_SOURCE, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.trainers.protocol import Trainer
-from streamrl.weights.manifest import Content
 from streamrl.weights.protocol import Shard
 
 log = logging.getLogger(__name__)
@@ -124,7 +121,14 @@ class LiveTrainer:
         oldest = oldest_read_again(state, carried)
         identity = call(check_stream(self.bus, cursor=state.cursor, oldest_needed=oldest, identity=known))
         call(ensure_position(self.bus, name, state))
-        saver = self._checkpointer(identity)
+        saver = Checkpointer(
+            bus=self.bus,
+            call=call,
+            trainer=self.trainer,
+            settings=self.config.trainer,
+            run_path=self.run_dir.path,
+            identity=identity,
+        )
         if latest:
             saver.resumed(latest, carried)
         self._mark_epochs(ledger, state)
@@ -132,13 +136,11 @@ class LiveTrainer:
         ledger.forget(state.version.number)
         self._grant(state.grant)
         if ledger.last_number <= state.version.number:
-            self._offer(state.version)
+            self.publisher.offer(state.version, self.trainer.digest(), self.trainer.shards())
         pending = carried | call(fetch_messages(self.bus, held(state) - carried.keys()))
         reader = RecordReader(self.bus, call.loop, after=state.cursor, capacity=4 * self.config.tasks.batch_tasks)
-        stepper = Stepper(
+        fold = StreamFold(
             reader=reader,
-            ledger=ledger,
-            trainer=self.trainer,
             config=self.fold_config,
             state=state,
             messages=open_samples(pending[sequence] for sequence in held(state)),
@@ -147,79 +149,47 @@ class LiveTrainer:
         )
         log.info("training from version=%s cursor=%d ledger=%d fence=%d", state.version, state.cursor, ledger.last_number, fence)
         try:
-            finished = self._train(stepper, ledger, saver, stop)
+            finished = self._train(fold, ledger, saver, stop)
         finally:
             reader.close()
-        saver.flush(stepper.state)
+        saver.flush(fold.own)
         if finished:
-            self.export(stepper.state.version)
-        return stepper.state, finished
+            self.export(fold.own.version)
+        return fold.own, finished
 
-    def _train(self, stepper: Stepper, ledger: Ledger, saver: Checkpointer, stop: Callable[[], bool]) -> bool:
+    def _train(self, fold: StreamFold, ledger: Ledger, saver: Checkpointer, stop: Callable[[], bool]) -> bool:
+        books = LedgerBooks(
+            ledger,
+            self.call,
+            self.config,
+            self.fingerprint,
+            diverged='compare fingerprints with `streamrl replay RUN --verify`, or set run.numerics = "fast" to fork the epoch',
+            appended=lambda stepped: self._appended(ledger, stepped),
+        )
         while True:
-            if self._at_end(stepper, ledger):
+            if self._at_end(fold.own, ledger):
                 return True
-            stepped = stepper.next(lambda: stop() or self._at_end(stepper, ledger))
+            stepped = train_version(fold, self.trainer, books, lambda: stop() or self._at_end(fold.own, ledger))
             if stepped is None:
                 if stop():
                     return False
                 continue
-            state = self._commit(stepped, ledger)
-            stepper.state = state
+            state = stepped.state
             if stepped.before.warmup_end is None and state.warmup_end is not None:
                 self.export(state.version)
             self._grant(state.grant)
             if state.version.number >= ledger.last_number:
-                self._offer(state.version, stepped.result.digest)
+                self.publisher.offer(state.version, stepped.result.digest, self.trainer.shards())
             saver.after_step(state)
 
-    def _commit(self, stepped: Stepped, ledger: Ledger) -> FoldState:
-        """Make the batch durable in the ledger, or check it against what is there; returns the state with its final version."""
-        past, state = stepped.past, stepped.state
-        if past is not None and past.version.epoch >= state.version.epoch:
-            if past.digest == stepped.result.digest:
-                return replace(state, version=past.version)
-            if self.config.run.numerics == "bitwise":
-                raise Diverged(
-                    f"version {past.version} has digest {past.digest} in the ledger, training it again gave {stepped.result.digest}",
-                    hint='compare fingerprints with `streamrl replay RUN --verify`, or set run.numerics = "fast" to fork the epoch',
-                    version=str(past.version),
-                )
-            state = replace(state, version=Version(ledger.max_epoch + 1, state.version.number))
-            log.warning("epoch forked version=%s ledger_version=%s ledger_digest=%s", state.version, past.version, past.digest)
-        self.call(ledger.append(self._entry(stepped, state, ledger.fence)))
-        self._mark_epochs(ledger, state)
+    def _appended(self, ledger: Ledger, stepped: Stepped) -> None:
+        self._mark_epochs(ledger, stepped.state)
         if stepped.arrays.kind == "rl":
-            self.rewards.append(stepped.metrics.get("rollout/raw_reward", 0.0))
-        return state
+            self.rewards.append(stepped.reward or 0.0)
 
-    def _entry(self, stepped: Stepped, state: FoldState, fence: int) -> LedgerEntry:
-        before = stepped.before
-        return LedgerEntry(
-            run=self.subjects.run,
-            trainer=self.config.trainer.name,
-            version=state.version,
-            source=stepped.batch.source,
-            used=used(stepped.batch),
-            drops=before.drops,
-            cursor=before.cursor,
-            granted=state.granted,
-            retired=state.retired,
-            seed=run_seed(self.subjects.run, self.config.run.seed),
-            fingerprint=self.fingerprint,
-            digest=stepped.result.digest,
-            warm=state.warmup_end is not None,
-            staleness=tuple(ages(stepped.batch, before)["total"]),
-            num_samples=stepped.arrays.num_samples,
-            num_tokens=stepped.arrays.num_tokens,
-            metrics=stepped.metrics,
-            fence=fence,
-            time_s=time.time(),
-        )
-
-    def _at_end(self, stepper: Stepper, ledger: Ledger) -> bool:
+    def _at_end(self, state: FoldState, ledger: Ledger) -> bool:
         """Whether all that the ledger has is trained again and the run's limits are reached."""
-        return stepper.state.version.number >= ledger.last_number and self._finished(stepper.state)
+        return state.version.number >= ledger.last_number and self._finished(state)
 
     def _finished(self, state: FoldState) -> bool:
         if state.warmup_end is None:
@@ -254,30 +224,10 @@ class LiveTrainer:
             self._grant_revision = self.call(raise_grant(self.bus, grant, revision=self._grant_revision))
             self._granted = grant.granted
 
-    def _offer(self, version: Version, digest: str = "") -> None:
-        if digest:
-            self.publisher.offer(version, digest, self.trainer.shards())
-            return
-        shards: tuple[Shard, ...] = tuple(self.trainer.shards())
-        self.publisher.offer(version, Content(shards).digest, shards)
-
     def _remember_rewards(self, ledger: Ledger) -> None:
         for _, entry in sorted(ledger.entries.items()):
             if entry.source != WARMUP_SOURCE:
-                self.rewards.append(entry.metrics.get("rollout/raw_reward", 0.0))
-
-    def _checkpointer(self, identity: str) -> Checkpointer:
-        settings = self.config.trainer
-        return Checkpointer(
-            bus=self.bus,
-            call=self.call,
-            trainer=self.trainer,
-            name=settings.name,
-            run_path=self.run_dir.path,
-            every=settings.checkpoint_every,
-            keep=settings.keep_checkpoints,
-            identity=identity,
-        )
+                self.rewards.append(decided_by(entry).reward or 0.0)
 
 
 async def raise_grant(bus: Bus, grant: Grant, *, revision: int | None = None) -> int | None:

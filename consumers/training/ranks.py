@@ -6,21 +6,21 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
+from streamrl.bus.reading import read_key
+from streamrl.config.hosts import address_towards
 from streamrl.consumers.training.calls import Caller
 from streamrl.data.model import ensure_model
 from streamrl.errors import ConfigError, TrainingError
-from streamrl.runtime.addresses import address_towards
 from streamrl.runtime.worker import Worker
-from streamrl.schemas.codec import decode, encode
+from streamrl.schemas.codec import encode
 from streamrl.schemas.subjects import PREFIX_RANKS
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.ranks.local import uses_cuda
 
 if TYPE_CHECKING:
-    from streamrl.trainers.ranks.leading import RankTrainer
     from streamrl.trainers.ranks.process_group import Gang
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def lead(trainer: Trainer, gang: Gang) -> Trainer:
     """Rank 0's trainer as one that takes the other ranks along; raises TrainingError when they began with other parameters."""
     from streamrl.trainers.ranks.leading import LeadingTrainer
 
-    return LeadingTrainer(cast("RankTrainer", trainer), gang)
+    return LeadingTrainer(trainer, gang)
 
 
 async def follow_rank_0(worker: Worker) -> None:
@@ -99,7 +99,7 @@ def _follow(worker: Worker, call: Caller) -> None:
         return
     model_dir = ensure_model(worker.config, worker.run_dir.model_dir)
     # Made in the thread that steps it, like rank 0's.
-    trainer = cast("RankTrainer", make_trainer(worker.config, model_dir))
+    trainer = make_trainer(worker.config, model_dir)
     log.info("event=following rank=%d", gang.rank)
     follow(trainer, gang)
     gang.close()
@@ -112,9 +112,8 @@ def _find(worker: Worker, call: Caller, stop: Callable[[], bool]) -> Gang | None
     cuda = uses_cuda(worker.config, worker.index)
     deadline = time.monotonic() + settings.rank_timeout_s
     while not stop():
-        entry = call(worker.bus.kv.get(_key(worker)))
-        if entry is not None and entry.value is not None:
-            place = decode(entry.value, MeetingPlace, where=_key(worker))
+        place = call(read_key(worker.bus.kv, _key(worker), MeetingPlace))
+        if place is not None:
             gang = attend(place, rank=worker.index, ranks=settings.ranks, cuda=cuda, timeout_s=settings.rank_timeout_s, stop=stop)
             if gang is not None:
                 return gang

@@ -1,41 +1,53 @@
-"""From the stream to one trained batch: the part of the loop that a live trainer and a replay share."""
+"""One version, as a live trainer, a replay, a branch and a tap make it.
+
+```text
+books.at      what is known of it already                                       ledger, or nothing
+fold.next     the batch that is due, from records in stream order               StreamFold: live, replay    BranchFold: branch, tap
+trainer.step
+books.enter   into the ledger, or held against it; gives the version's name     LedgerBooks: live, tap; a report; a file
+```
+
+The fold owns the state. Nobody else sets it.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from streamrl.algorithms.batch_metrics import staleness_metrics
-from streamrl.consumers.training.reader import Incoming, RecordReader
-from streamrl.core.assembly import ages, assemble, used
+from streamrl.core.assembly import ages, used
 from streamrl.core.batches import TrainBatch
-from streamrl.core.fold import Batch, Effects, close, fold, is_warm, trained
-from streamrl.core.state import FoldConfig, FoldState
-from streamrl.errors import TrainingError
-from streamrl.schemas.columns import SampleBatch
-from streamrl.schemas.ledger import LedgerEntry
+from streamrl.core.fold import Batch
+from streamrl.core.state import FoldState
+from streamrl.errors import BatchDiffers
+from streamrl.schemas.ledger import LedgerEntry, Used
+from streamrl.schemas.versions import Version
 from streamrl.trainers.protocol import StepResult, Trainer
 
-POLL_S = 0.05
-"""How often a wait for records looks whether it should stop."""
-FORGET_AT = 64
-"""Messages held for pending groups are looked through for dropped ones at this many, and then at twice what was left."""
 
-
-class Stepped(msgspec.Struct, frozen=True):
-    """One trained batch. `past` is the ledger's entry for the same version when it had been trained before."""
+class Stepped(msgspec.Struct, frozen=True, kw_only=True):
+    """One trained batch."""
 
     before: FoldState
+    """On which the batch was closed."""
     state: FoldState
+    """After it, known by the version that it made."""
     batch: Batch
     arrays: TrainBatch
     result: StepResult
-    past: LedgerEntry | None
+    reward: float | None
+    """See `mean_reward`."""
     metrics: dict[str, float]
+    past: LedgerEntry | None = None
+    """What the books had for the same version number: it was trained before."""
+    beside: LedgerEntry | None = None
+    """For a branch or a tap, the parent's entry at which the batch was closed."""
 
 
 class Entries(Protocol):
@@ -46,107 +58,98 @@ class Entries(Protocol):
         ...
 
 
-class Stepper:
-    """Folds records, closes batches, trains them.
+class Books(Entries, Protocol):
+    """Where versions are written down, or looked up."""
 
-    A version that is in the ledger is trained again exactly as it was: the same records folded, the same groups. A new one folds every
-    record that is already here before it closes, so that the oldest groups are chosen from all there are; the ledger's cursor
-    records how far that was.
-    """
+    @property
+    def hint(self) -> str:
+        """What else may be the cause when a batch is not the one in the books."""
+        ...
 
-    def __init__(
-        self,
-        *,
-        reader: RecordReader,
-        ledger: Entries,
-        trainer: Trainer,
-        config: FoldConfig,
-        state: FoldState,
-        messages: dict[int, SampleBatch],
-        effects: Callable[[Effects, Incoming], None],
-        waiting: Callable[[FoldState], None] | None = None,
-    ) -> None:
-        self.state = state
-        self._reader = reader
-        self._ledger = ledger
-        self._trainer = trainer
-        self._config = config
-        self._messages = messages
-        self._forget_at = FORGET_AT
-        self._effects = effects
-        self._waiting = waiting
+    def enter(self, stepped: Stepped) -> Version:
+        """Write the version down or hold it against what is there, by the rules of whoever trains; gives the version it is known by."""
+        ...
 
-    def next(self, stop: Callable[[], bool]) -> Stepped | None:
-        """Train the next batch; None when `stop` came true while waiting for one.
+
+class Folding(Protocol):
+    """Folds the stream, closes batches, and owns the state that both come from."""
+
+    @property
+    def own(self) -> FoldState:
+        """The state that the next batch is closed on."""
+        ...
+
+    @property
+    def beside(self) -> LedgerEntry | None:
+        """See `Stepped.beside`."""
+        ...
+
+    def next(self, past: LedgerEntry | None, stop: Callable[[], bool]) -> Batch | None:
+        """The batch that is due next; None when `stop` came true while there was none.
+
+        Args:
+            past: the entry of the version that it makes, when that was trained before.
+            stop: may be asked at any time.
 
         Raises:
-            TrainingError: the stream does not give the batch that the ledger says it gave (G4).
+            BatchDiffers: the stream does not give the batch that a ledger says it gave (G4).
         """
-        began = time.perf_counter()
-        past = self._ledger.at(self.state.version.number + 1)
-        batch = self._collect(past, stop)
-        if batch is None:
-            return None
-        if past is not None and past.used != used(batch):
-            raise TrainingError(
-                f"version {past.version} was trained from {_describe(past)}, the stream now gives {len(batch.groups)} groups from task "
-                f"{batch.groups[0].task}, cursor {self.state.cursor}",
-                hint="was the stream, the ledger or the configuration changed by hand?",
-                expected=past,
-                got=used(batch),
-            )
-        arrays = assemble(batch, self._messages, self.state, self._config)
-        waited = time.perf_counter() - began
-        result = self._trainer.step(arrays)
-        metrics = dict(result.metrics) | measure(batch, arrays, self.state)
-        metrics |= {"perf/wait_s": waited, "perf/step_s": time.perf_counter() - began - waited}
-        before = self.state
-        score = result.metrics.get("train/answer_probability", 0.0)
-        warm = past.warm if past is not None else is_warm(before, self._config, score)
-        self.state = trained(before, batch, self._config, warm=warm, score=score)
-        self._forget()
-        return Stepped(before, self.state, batch, arrays, result, past, metrics)
+        ...
 
-    def _collect(self, past: LedgerEntry | None, stop: Callable[[], bool]) -> Batch | None:
-        while True:
-            if past is None and (self._reader.empty or len(self._messages) > 8 * self._config.batch_tasks):
-                batch = close(self.state, self._config)
-                if batch is not None:
-                    return batch
-            elif past is not None and self.state.cursor >= past.cursor:
-                batch = close(self.state, self._config)
-                if batch is None or self.state.cursor > past.cursor:
-                    raise TrainingError(
-                        f"version {past.version} closed at sequence {past.cursor} with {_describe(past)}, the stream gives none there",
-                        hint="was the stream, the ledger or the configuration changed by hand?",
-                        expected=past,
-                        got=(),
-                    )
-                return batch
-            if stop():
-                return None
-            incoming = self._reader.get(POLL_S)
-            if incoming is not None:
-                self._take(incoming)
-            elif self._waiting is not None:
-                self._waiting(self.state)
+    def assemble(self, batch: Batch) -> TrainBatch:
+        """The arrays of the batch that `next` gave."""
+        ...
 
-    def _take(self, incoming: Incoming) -> None:
-        sequence = incoming.record.sequence
-        self.state, effects = fold(self.state, incoming.record, self._config)
-        if incoming.samples is not None:
-            task = self.state.pending.get(incoming.samples.task)
-            if task is not None and any(r.sequence == sequence for r in task.rollouts.values()):
-                self._messages[sequence] = incoming.samples
-        if len(self._messages) >= self._forget_at:  # groups of several messages may have been dropped, and no batch closes for long
-            self._forget()
-        self._effects(effects, incoming)
+    def train(self, batch: Batch, past: LedgerEntry | None, score: float) -> None:
+        """The batch that `next` gave has been trained, with this score of the warm-up."""
+        ...
 
-    def _forget(self) -> None:
-        held = {r.sequence for task in self.state.pending.values() for r in task.rollouts.values()}
-        for sequence in [s for s in self._messages if s not in held]:
-            del self._messages[sequence]
-        self._forget_at = max(FORGET_AT, 2 * len(self._messages))
+    def rename(self, version: Version) -> None:
+        """The newest version is known as `version`: its epoch may be another one than that of the version before."""
+        ...
+
+
+def train_version(fold: Folding, trainer: Trainer, books: Books, stop: Callable[[], bool]) -> Stepped | None:
+    """Train the next batch and write it down; None when `stop` came true while waiting for one.
+
+    A failure leaves fold and trainer of no use: both begin again from a checkpoint.
+
+    Raises:
+        BatchDiffers: the stream does not give the batch that the books say it gave (G4).
+    """
+    began = time.perf_counter()
+    past = books.at(fold.own.version.number + 1)
+    batch = fold.next(past, stop)
+    if batch is None:
+        return None
+    before = fold.own
+    if past is not None and past.used != used(batch):
+        raise batch_differs(
+            f"version {past.version} was trained from {describe(past)}, the stream now gives {len(batch.groups)} groups from task "
+            f"{batch.groups[0].task}, cursor {before.cursor}",
+            past,
+            used(batch),
+            hint=books.hint,
+        )
+    arrays = fold.assemble(batch)
+    waited = time.perf_counter() - began
+    result = trainer.step(arrays)
+    metrics = result.metrics | measure(batch, arrays, before)
+    metrics |= {"perf/wait_s": waited, "perf/step_s": time.perf_counter() - began - waited}
+    fold.train(batch, past, 0.0 if result.score is None else result.score)
+    stepped = Stepped(
+        before=before,
+        state=fold.own,
+        batch=batch,
+        arrays=arrays,
+        result=result,
+        reward=mean_reward(batch, before),
+        metrics=metrics,
+        past=past,
+        beside=fold.beside,
+    )
+    fold.rename(books.enter(stepped))
+    return replace(stepped, state=fold.own)
 
 
 def measure(batch: Batch, arrays: TrainBatch, state: FoldState) -> dict[str, float]:
@@ -164,6 +167,44 @@ def measure(batch: Batch, arrays: TrainBatch, state: FoldState) -> dict[str, flo
     return metrics
 
 
-def _describe(entry: LedgerEntry) -> str:
+def mean_reward(batch: Batch, state: FoldState) -> float | None:
+    """Mean reward of the rollouts that arrived since the batch before, dropped ones too; where none did, of those in the batch.
+
+    None: no rollout had one, as demonstrations have none.
+    """
+    if state.reward_count:
+        return state.reward_sum / state.reward_count
+    rewards = [rollout.reward for group in batch.groups for _, rollout in sorted(group.rollouts.items()) if rollout.reward is not None]
+    return float(np.mean(rewards)) if rewards else None
+
+
+def batch_differs(message: str, entry: LedgerEntry, got: Sequence[Used], *, hint: str = "") -> BatchDiffers:
+    """The error for a batch `got` that is not the one of a ledger's `entry`; `hint` is added to the usual one."""
+    usual = "was the stream, the ledger or the configuration changed by hand?"
+    sequences = {sequence for group in entry.used for sequence in group.sequences}
+    return BatchDiffers(
+        message,
+        hint=f"{usual} {hint}".rstrip(),
+        version=str(entry.version),
+        what=differing_groups(entry.used, got),
+        sequences=tuple(sorted(sequences)),
+    )
+
+
+def differing_groups(expected: Sequence[Used], got: Sequence[Used]) -> str:
+    """The first groups of two batches that differ, in words."""
+    ours = {group.task: group for group in got}
+    for group in expected:
+        other = ours.get(group.task)
+        if other is None:
+            return f"task {group.task} was in the batch, the stream does not give it there"
+        if other != group:
+            return f"task {group.task} was trained from messages {group.sequences}, the stream gives {other.sequences}"
+    more = sorted(set(ours) - {group.task for group in expected})
+    return f"task {more[0]} was not in the batch, the stream gives it there" if more else "the groups are the same"
+
+
+def describe(entry: LedgerEntry) -> str:
+    """How many groups an entry was trained from, and where the stream was."""
     first = entry.used[0].task if entry.used else None
     return f"{len(entry.used)} groups from task {first}, cursor {entry.cursor}"

@@ -11,10 +11,11 @@ from streamrl.consumers.training.loop import LiveTrainer
 from streamrl.consumers.training.ranks import check_rank, follow_rank_0, gather_ranks, lead
 from streamrl.core.state import FoldState
 from streamrl.data.model import ensure_model, vocab_size
+from streamrl.runtime.collection import keep_all
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.events import NUMERICS_EVENT
 from streamrl.schemas.versions import Version
-from streamrl.trainers.factory import export_policy, make_trainer
+from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.fingerprint import fingerprint_digest, numerics_fingerprint
 from streamrl.weights.factory import make_publisher
 
@@ -67,7 +68,7 @@ def train(worker: Worker, loop: asyncio.AbstractEventLoop) -> tuple[FoldState, b
     def export(version: Version) -> None:
         path = run_dir.hf / f"v{version.number:08d}"
         if not path.exists():
-            export_policy(trainer, path)
+            trainer.export(path)
 
     live = LiveTrainer(
         config=config,
@@ -81,7 +82,7 @@ def train(worker: Worker, loop: asyncio.AbstractEventLoop) -> tuple[FoldState, b
         export=export,
         vocab_size=vocab_size(model_dir),
     )
-    worker.set_up()
+    keep_all()
     result = live.run(worker.draining.is_set)
     publisher.close()
     if gang is not None:

@@ -11,7 +11,7 @@ import itertools
 import re
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
@@ -93,6 +93,8 @@ def _table_of(kind: Any) -> Any:
 
 def _type(kind: Any) -> str:
     origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return f"{_type(arguments[0])}, {' and '.join(_bounds(arguments[1]))}"
     if origin is Literal:
         return " \\| ".join(f"`{_toml(value)}`" for value in arguments)
     if origin in (Union, UnionType):
@@ -100,10 +102,16 @@ def _type(kind: Any) -> str:
     if _table_of(kind) is not None:
         return "list of tables"
     if origin in (tuple, list):
-        return f"list of {_type(arguments[0])}s"
+        kind, *bounds = _type(arguments[0]).split(",")
+        return ", each".join([f"list of {kind}s", *bounds])
     if origin is dict:
         return "table"
     return _NAMES[kind]
+
+
+def _bounds(meta: msgspec.Meta) -> list[str]:
+    found = {"at least": meta.ge, "above": meta.gt, "at most": meta.le, "below": meta.lt}
+    return [f"{word} {_toml(bound)}" for word, bound in found.items() if bound is not None]
 
 
 def _toml(value: Any) -> str:

@@ -113,6 +113,18 @@ ENTRIES: dict[type[StreamRLError], Entry] = {
         "Read the engine's log. A refusal of the request names the limit.",
         (provoked.long_prompt,),
     ),
+    errors.EngineUnavailable: Entry(
+        "An engine cannot be asked: its process is gone, it was stopped, or it fails whatever it is asked. The pool gives it no new "
+        "requests until its presence is renewed; the task is tried again at another.",
+        "Usually nothing. If no engine is left, read the engines' logs.",
+        (provoked.gone_engine,),
+    ),
+    errors.EngineDied: Entry(
+        "An engine whose server is a process of its own has lost it, or its server may hold a mixture of two versions. The engine worker "
+        "starts a new one, `engine.sglang.restarts` times.",
+        "If it repeats, read the whole of the server's log.",
+        (provoked.server_that_ends,),
+    ),
     errors.WeightSyncError: Entry(
         "A manifest or its bytes cannot be taken: another model, another digest, a publisher that is gone. The engine goes on serving "
         "what it has, and tries again or takes the next version.",
@@ -121,9 +133,14 @@ ENTRIES: dict[type[StreamRLError], Entry] = {
         (provoked.other_model,),
     ),
     errors.TrainingError: Entry(
-        "A step cannot be taken, or a checkpoint cannot be loaded. A stream, ledger or configuration that was changed by hand "
-        "shows itself here.",
+        "A step cannot be taken, or a checkpoint cannot be loaded.",
         "Follow the hint; a restart trains by what the ledger has.",
+        (provoked.damaged_checkpoint,),
+    ),
+    errors.BatchDiffers: Entry(
+        "The stream gave another batch than the ledger says it gave. A stream, ledger or configuration that was changed by hand "
+        "shows itself here.",
+        "`streamrl replay RUN --verify` names the group and the cause.",
         (provoked_runs.other_batches,),
     ),
     errors.Diverged: Entry(

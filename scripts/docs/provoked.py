@@ -6,24 +6,32 @@ All of it runs on one core in a few seconds: in process where a bus is needed, o
 from __future__ import annotations
 
 import contextlib
+import inspect
 import socket
+import sys
+from collections.abc import Coroutine
 from pathlib import Path
 
 import numpy as np
 from msgspec.structs import replace
 
+from scripts.docs import provoked_server
 from streamrl.bus import BusAddress, connect
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.permissions import OPERATOR, role_users
 from streamrl.bus.server import NatsServer
+from streamrl.config.engines import EngineConfig, SglangConfig
 from streamrl.config.load import load
-from streamrl.config.tree import BusConfig, Config
+from streamrl.config.tree import BusConfig, Config, LossConfig, TrainerConfig
 from streamrl.consumers.training.ledger import open_ledger, take_fence
 from streamrl.data.characters import write_tokenizer
 from streamrl.data.problems import load_problems
 from streamrl.data.tokenizer import load_tokenizer
+from streamrl.engines.batching.buffers import TensorLayout, WeightBuffers
+from streamrl.engines.http import HttpEngine
 from streamrl.engines.protocol import GenerateRequest
 from streamrl.engines.requests import check_request
+from streamrl.engines.sglang.server import SglangServer
 from streamrl.runtime.lock import locked
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.decoding import decode_samples
@@ -31,7 +39,8 @@ from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import SAMPLES, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.names import metric
-from streamrl.weights.manifest import Content, build, check_tensors
+from streamrl.trainers.table.trainer import TABLE_FILE, TableTrainer
+from streamrl.weights.manifest import Content, build
 from streamrl.weights.protocol import Shard
 
 RUN = "demo"
@@ -132,13 +141,44 @@ def long_prompt() -> None:
     check_request(request, engine="engine-0", policy="policy", vocab_size=64, max_len=32)
 
 
+async def gone_engine() -> None:
+    """An engine that does not answer; producers ask another one."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        engine = HttpEngine(f"http://127.0.0.1:{silent.getsockname()[1]}", silence_s=0.1)
+        try:
+            await engine.info()
+        finally:
+            await engine.close()
+
+
+def server_that_ends() -> Coroutine[None, None, None]:
+    """An SGLang server that ends once it has started."""
+    python, model = Path("python"), Path("model")
+    python.write_text(f"#!{sys.executable}\n{inspect.getsource(provoked_server)}")
+    python.chmod(0o700)
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    config = EngineConfig(kind="sglang", sglang=SglangConfig(python=str(python.absolute()), swap="pause"))
+    server = SglangServer(config, model, name="engine-0", max_len=64, dtype="bfloat16", log_path=Path("engine-0-server.log").absolute())
+    return _whole_life(server)
+
+
 def other_model() -> None:
     """Weights of a trainer whose model is wider than the engine's."""
     shape = (4, 8, 8)
     shard = Shard(name="logits", dtype="float32", global_shape=shape, shape=shape, data=np.zeros(4 * 8 * 8 * 4, np.uint8))
     content = Content([shard])
     manifest = build(content, run=RUN, policy="policy", version=Version(0, 12), parts=(), transport="bus")
-    check_tensors(manifest, {"logits": ("float32", (4, 6, 6))})
+    WeightBuffers([TensorLayout("logits", "float32", (4, 6, 6))]).check(manifest)
+
+
+def damaged_checkpoint() -> None:
+    """A checkpoint that lacks its file."""
+    model = Path("model")
+    model.mkdir()
+    (model / TABLE_FILE).write_text('{"vocab": 4, "max_position": 8, "eos": 0}')
+    trainer = TableTrainer(model, trainer=TrainerConfig(backend="table"), loss=LossConfig(), learning_rate=lambda batch: 0.1)
+    trainer.load(Path("checkpoints") / "main-v00000012-e0")
 
 
 async def another_trainer() -> None:
@@ -163,6 +203,14 @@ def port_in_use() -> None:
     """`bus.port` is somebody else's."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         NatsServer(Path("bus"), port=taken.getsockname()[1]).start()
+
+
+async def _whole_life(server: SglangServer) -> None:
+    try:
+        await server.start()
+        raise await server.ended()
+    finally:
+        await server.stop()
 
 
 def _config(text: str) -> Config:

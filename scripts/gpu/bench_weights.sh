@@ -8,9 +8,9 @@
 #   wide     8B, 256 streams
 #   tiny     a tiny model on the CPU: whether this script and its surroundings work at all
 #
-# OUT (default ./out) gets QUESTION-SHAPE.tar.gz (raw files, server's log) and the last lines on the screen are the tables.
+# OUT (default ./out) gets QUESTION-SHAPE.tar.gz (raw file, server's log) and the last lines on the screen are the tables.
 # LIMIT: seconds after which all must have ended; what was measured by then is kept. WORK (default /tmp/bench): for raw files.
-# Make the table and the picture again from the raw files: tar xzf ..., streamrl bench weights --report DIR
+# Make the table and the picture again from the raw file: tar xzf ..., streamrl bench weights --report DIR
 set -uo pipefail
 # shellcheck disable=SC1091
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -33,7 +33,7 @@ measure() {
     timeout --foreground --kill-after=20 $((left < limit ? left : limit)) \
         python3 -m streamrl bench weights --shape "$shape" --out "$dir" "$@" > "$dir/bench.log" 2>&1
     local code=$?
-    if [ ! -e "$dir/table.md" ] && [ -e "$dir/run.json" ]; then  # it broke off: show what there is
+    if [ ! -e "$dir/table.md" ] && [ -e "$dir/raw.jsonl" ]; then  # it broke off: show what there is
         sleep 3
         python3 -m streamrl bench weights --report "$dir" >> "$dir/bench.log" 2>&1
     fi
@@ -44,7 +44,7 @@ measure() {
         tail -n 25 "$dir/server.log" 2>/dev/null
     fi
     cp "$dir/table.md" "$out/$question-$shape.md" 2>/dev/null
-    cp "$dir/timeline.png" "$out/$question-$shape.png" 2>/dev/null
+    cp "$dir/weights.png" "$out/$question-$shape.png" 2>/dev/null
     tar czf "$out/$question-$shape.tar.gz" -C "$(dirname "$dir")" "$(basename "$dir")"
     tables+=("$dir/table.md")
 }

@@ -16,7 +16,7 @@ result=$?
 measure() {
     local left=$((${LIMIT:-3600} - SECONDS))
     [ $left -ge 20 ] || { echo "== no time left for snapshots of GPU $1"; return 1; }
-    timeout --kill-after=10 "$left" python3 -m streamrl.bench.snapshots 0.6B 8B --trainer-gpu "$1" --engine-gpu 0
+    timeout --kill-after=10 "$left" python3 -m benchmarks.weights.snapshots 0.6B 8B --trainer-gpu "$1" --engine-gpu 0
 }
 if [ -z "${NO_BENCH:-}" ]; then
     gpus=$(count_gpus)

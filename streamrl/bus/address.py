@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
 
 import msgspec
 
+from streamrl.config.files import write_private
 from streamrl.config.tree import BusConfig
 from streamrl.errors import ConfigError
 
@@ -52,13 +51,7 @@ class BusAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def save(self, path: Path) -> None:
         """Write as JSON with mode 0600, atomically."""
-        draft = path.with_name(path.name + ".new")
-        with contextlib.suppress(FileNotFoundError):
-            draft.unlink()
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(self)) + b"\n")
-        draft.rename(path)
+        write_private(path, msgspec.json.format(msgspec.json.encode(self)) + b"\n")
 
     @classmethod
     def load(cls, path: Path) -> BusAddress:

@@ -5,16 +5,15 @@ Clients get the authority's certificate with their credentials and trust nothing
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import ipaddress
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from streamrl.config.files import write_private
 from streamrl.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -49,9 +48,9 @@ def certificate_for(directory: Path, hosts: Sequence[str]) -> Certificate:
         if not _covers(made.path, made.key_path, authority, hosts):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             certificate, key, signer = _make(hosts)
-            _write(made.key_path, key)
-            _write(made.path, certificate)
-            _write(authority, signer)
+            write_private(made.key_path, key)
+            write_private(made.path, certificate)
+            write_private(authority, signer)
         return msgspec.structs.replace(made, authority=authority.read_text())
     except ImportError as error:
         raise LaunchError(
@@ -145,11 +144,3 @@ def _name(host: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         return x509.DNSName(host)
-
-
-def _write(path: Path, data: bytes) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)

@@ -1,6 +1,6 @@
 """The bus seam: durable streams, a task queue, keys and blobs of one run.
 
-All methods are coroutines of one event loop (see `streamrl.bus.thread.BusThread` for callers without one).
+All methods are coroutines of one event loop.
 Sequences count from 1 within a stream, without holes.
 """
 
@@ -142,10 +142,8 @@ class Bus(Protocol):
 
         Args:
             subject: its second token picks the stream (`streamrl.bus.topology`).
-            body: the payload; at most the server's `max_payload` (8 MiB when embedded) with the headers.
-            headers: names of letters, digits and '-', not beginning with `Nats-`.
-            body: stored as it is.
-            headers: text by name, stored with it.
+            body: the payload, stored as it is; with the headers at most the server's `max_payload` (8 MiB when embedded).
+            headers: text by name, stored with it; names of letters, digits and '-', not beginning with `Nats-`.
             id: de-duplication id, unique per stream; a repeat returns the first receipt with `duplicate=True`.
             expect_last: the stream's last sequence must be this (compare-and-set on the whole stream). After a retry whose first
                 attempt was stored, the repeat is recognised by `id` and is no Conflict.

@@ -22,6 +22,7 @@ from streamrl.bus.address import BusAddress
 from streamrl.bus.certificates import Certificate
 from streamrl.bus.permissions import User
 from streamrl.bus.topology import MAX_PAYLOAD_BYTES
+from streamrl.config.files import write_private
 from streamrl.config.hosts import WILDCARDS, bracketed
 from streamrl.errors import LaunchError
 
@@ -176,11 +177,7 @@ class NatsServer:
 
     def _spawn(self, binary: Path) -> None:
         config = self.directory / "nats-server.conf"
-        with contextlib.suppress(FileNotFoundError):
-            config.unlink()
-        descriptor = os.open(config, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(self._config())
+        write_private(config, self._config().encode())
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         libc = ctypes.CDLL(None, use_errno=True)
         parent = os.getpid()

@@ -1,90 +1,41 @@
-"""`bench`: what there is to measure. `bench weights` is here; see also `streamrl.cli.bench_bus` and `bench_speed`."""
+"""`bench`: the measurements are no part of the package; the verb finds them in a clone and hands its arguments on."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
-from streamrl.cli import bench_bus, bench_speed
-from streamrl.config.engines import SglangConfig
-from streamrl.errors import ConfigError
+import streamrl
+from streamrl.errors import LaunchError
 
 
 def add_verbs(verbs: Any) -> None:
-    """Add the verb and its kinds to argparse's sub-parsers."""
-    bench = verbs.add_parser("bench", help="measure the product on this machine")
-    kinds = bench.add_subparsers(title="what to measure", metavar="WHAT", required=True)
-    weights = kinds.add_parser("weights", help="new weights for a decoding SGLang: ours and SGLang's own ways, beside steady decoding")
-    weights.add_argument("--report", metavar="DIR", nargs="+", help="measure nothing: make tables and pictures again from raw files")
-    weights.add_argument("--docs", metavar="FILE", help="with --report: put one table of all runs between the marks in a document")
-    weights.add_argument("--out", metavar="DIR", help="new directory for raw files, table and picture (default bench-SHAPE)")
-    weights.add_argument(
-        "--shape", default="tiny", help="model: tiny or tiny-moe (CPU), 0.6B, 4B, 8B or 30B-A3B; random weights (default tiny)"
-    )
-    weights.add_argument("--plan", default="", help="full, short, smoke, or windows like steady:5,paced:10/1,steady:5")
-    weights.add_argument("--streams", type=int, default=0, help="requests decoding at once (default 128; on a CPU 8)")
-    weights.add_argument("--probes", type=int, default=0, help="how many of them stream, for the gaps a client sees (default 4)")
-    weights.add_argument("--tokens", type=int, default=0, help="tokens a request makes on average (default 1500; on a CPU 64)")
-    weights.add_argument("--tp", type=int, default=0, help="GPUs of the engine (default: as the shape needs)")
-    weights.add_argument(
-        "--trainer-device", default="", help="where the trainer's weights are (default: a GPU that the engine leaves free)"
-    )
-    gap_ms = SglangConfig().max_gap_ms
-    weights.add_argument(
-        "--max-gap-ms",
-        type=float,
-        default=gap_ms,
-        help=f"bound of the paced windows on copying beside a pass (default {gap_ms:g}, a run's; 0: none)",
-    )
-    weights.add_argument("--warm-s", type=float, default=0.0, help="seconds of load before the first window (default 15; on a CPU 1)")
-    weights.add_argument("--default-graphs", action="store_true", help="capture graphs at SGLang's default sizes (slow start)")
-    weights.add_argument("--python", default="", help="interpreter of SGLang's environment (default: this one)")
-    weights.add_argument("--flag", action="append", default=[], metavar="NAME=VALUE", help="any flag of SGLang; JSON or text")
-    weights.add_argument("--json", action="store_true", help="print the report as JSON")
-    weights.set_defaults(run_verb=run_bench_weights)
-    bench_bus.add_bus(kinds)
-    bench_speed.add_engine(kinds)
-    bench_speed.add_loop(kinds)
+    """Add the verb to argparse's sub-parsers."""
+    # No argument begins with this prefix, so that all of them are taken as they are, `--help` too.
+    bench = verbs.add_parser("bench", help="measure the product on this machine (from a clone)", add_help=False, prefix_chars="\0")
+    bench.add_argument("arguments", nargs="*")
+    bench.set_defaults(run_verb=run_bench)
 
 
-def run_bench_weights(arguments: argparse.Namespace) -> int:
-    """Measure (or read raw files), write and print the report; 1 if a check of correctness failed."""
-    from streamrl.bench.outcome import report_from
-
-    if arguments.report:
-        document = Path(arguments.docs) if arguments.docs else None
-        return report_from([Path(directory) for directory in arguments.report], as_json=arguments.json, document=document)
-    if arguments.docs:
-        raise ConfigError("--docs: expected it together with --report")
-    from streamrl.bench.options import Options
-    from streamrl.bench.weights import run
-
-    options = Options(
-        shape=arguments.shape,
-        plan=arguments.plan,
-        out=arguments.out or f"bench-{arguments.shape}",
-        streams=arguments.streams,
-        probes=arguments.probes,
-        mean_tokens=arguments.tokens,
-        tensor_parallel=arguments.tp,
-        trainer_device=arguments.trainer_device,
-        max_gap_ms=arguments.max_gap_ms,
-        warm_s=arguments.warm_s,
-        default_graphs=arguments.default_graphs,
-        python=arguments.python,
-        flags=dict(_flag(text) for text in arguments.flag),
-    )
-    return report_from([run(options)], as_json=arguments.json)
+def run_bench(arguments: argparse.Namespace) -> int:
+    """Run `benchmarks.cli` of the clone that this package lies in; returns its exit code."""
+    root = clone(Path(streamrl.__file__))
+    if sys.path[0] != str(root):
+        sys.path.insert(0, str(root))
+    return importlib.import_module("benchmarks.cli").main(arguments.arguments)
 
 
-def _flag(text: str) -> tuple[str, Any]:
-    import json
-
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ConfigError(f"--flag: expected NAME=VALUE, got {text!r}", hint="for example --flag mem_fraction_static=0.5")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
+def clone(module: Path) -> Path:
+    """The clone that has `streamrl/__init__.py` at `module`; raises LaunchError when that is no clone but an installed package."""
+    root = module.resolve().parents[1]
+    # The second file is what tells a clone from a folder of packages in which something else is called benchmarks.
+    if not (root / "benchmarks" / "cli.py").is_file() or not (root / "pyproject.toml").is_file():
+        raise LaunchError(
+            f"streamrl bench: expected streamrl from a clone of its repository, got an installed package in {root}",
+            hint="the measurements are in the repository's folder benchmarks/, which is not in the wheel: in a clone, "
+            "pip install --editable '.[bench]' and run streamrl bench again",
+        )
+    return root

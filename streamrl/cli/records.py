@@ -102,8 +102,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
     """Print two ledgers side by side, and draw them."""
     import msgspec
 
-    from streamrl.history.compare_plot import write_comparison
-    from streamrl.history.compare_table import compare_runs, print_comparison
+    from streamrl.history.compare import compare_runs, print_comparison, write_comparison
 
     report = asyncio.run(compare_runs(arguments.a, arguments.b, base=arguments.dir))
     if arguments.json:

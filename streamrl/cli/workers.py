@@ -47,8 +47,7 @@ def run_attach(arguments: argparse.Namespace) -> int:
     """Claim tasks of a running run and roll them out with the user's function until Ctrl-C, or until the run is down."""
     import asyncio
 
-    import msgspec
-
+    from streamrl.config.load import override
     from streamrl.producers.rollouts import attach
     from streamrl.runtime.run_bus import check_up, until_down
     from streamrl.runtime.rundir import RunDir
@@ -56,8 +55,7 @@ def run_attach(arguments: argparse.Namespace) -> int:
 
     async def main(worker: Worker) -> None:
         if arguments.concurrency is not None:
-            producer = msgspec.structs.replace(worker.config.producer, concurrency=arguments.concurrency)
-            worker.config = msgspec.structs.replace(worker.config, producer=producer)
+            worker.config = override(worker.config, [f"producer.concurrency={arguments.concurrency}"])
         working = asyncio.create_task(attach(worker, arguments.function, source=arguments.source))
         down = asyncio.create_task(until_down(run))
         await asyncio.wait((working, down), return_when=asyncio.FIRST_COMPLETED)

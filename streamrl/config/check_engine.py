@@ -6,7 +6,7 @@ import difflib
 from typing import Any, NoReturn
 
 from streamrl.config.engines import SglangConfig
-from streamrl.config.tree import Config, require
+from streamrl.config.tree import Config
 from streamrl.errors import ConfigError
 
 OURS: dict[str, str] = {
@@ -57,10 +57,6 @@ def check_sglang(config: Config) -> None:
                 "engine.sglang is for engine.kind = sglang, got {}", config.engine.kind, "set engine.kind, or leave the section out", "kind"
             )
         return
-    require(sglang.tensor_parallel >= 1, "engine.sglang.tensor_parallel", "at least 1", sglang.tensor_parallel)
-    require(sglang.max_gap_ms >= 0, "engine.sglang.max_gap_ms", "at least 0", sglang.max_gap_ms)
-    require(sglang.start_timeout_s > 0, "engine.sglang.start_timeout_s", "above 0", sglang.start_timeout_s)
-    require(sglang.restarts >= 0, "engine.sglang.restarts", "at least 0", sglang.restarts)
     _check_gpus(config)
     for name, value in sglang.flags.items():
         _check_flag(name.lstrip("-").replace("-", "_"), name, value, sglang.swap)
@@ -73,8 +69,8 @@ def check_sglang(config: Config) -> None:
 def _check_gpus(config: Config) -> None:
     sglang, workers = config.engine.sglang, config.engine.workers + config.evaluation.engines
     wanted = sglang.tensor_parallel * max(1, workers)
-    if any(gpu < 0 for gpu in sglang.gpus) or len(set(sglang.gpus)) != len(sglang.gpus):
-        _fail("engine.sglang.gpus must be different numbers from 0 on, got {}", list(sglang.gpus), "name each GPU once", "sglang.gpus")
+    if len(set(sglang.gpus)) != len(sglang.gpus):
+        _fail("engine.sglang.gpus must be different numbers, got {}", list(sglang.gpus), "name each GPU once", "sglang.gpus")
     if sglang.gpus and len(sglang.gpus) != wanted:
         _fail(
             f"engine.sglang.gpus must name {wanted} GPUs ({max(1, workers)} engines * engine.sglang.tensor_parallel), got {{}}",

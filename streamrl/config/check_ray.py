@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamrl.config.ray import PlaceConfig
-from streamrl.config.tree import Config, refuse, require
+from streamrl.config.tree import Config, refuse
 
 _OURS = ("CPU", "GPU", "memory", "object_store_memory")
 
@@ -13,7 +13,6 @@ def check_ray(config: Config) -> None:
     ray = config.ray
     for kind, place in (("trainer", ray.trainer), ("engine", ray.engine), ("others", ray.others)):
         _check_place(f"ray.{kind}", place)
-    require(ray.start_timeout_s > 0, "ray.start_timeout_s", "above 0", ray.start_timeout_s)
     refuse(
         ray.others.strategy not in ("PACK", "SPREAD"),
         f"ray.others.strategy must be PACK or SPREAD, got {ray.others.strategy}: producers come and go, nothing reserves places for them",
@@ -60,13 +59,16 @@ def check_ray(config: Config) -> None:
 
 def _check_place(key: str, place: PlaceConfig) -> None:
     whole = place.gpus < 1 or place.gpus == int(place.gpus)
-    require((place.gpus >= 0 or place.gpus == -1) and whole, f"{key}.gpus", "-1, a fraction below 1, or a whole number", place.gpus)
-    require(place.cpus >= 0, f"{key}.cpus", "at least 0", place.cpus)
-    for name, amount in place.resources.items():
+    refuse(
+        not whole or (place.gpus < 0 and place.gpus != -1),
+        f"{key}.gpus must be -1, a fraction below 1, or a whole number, got {place.gpus}",
+        hint="below 1 several workers share a GPU; -1 takes what the rest of the configuration needs",
+        key=f"{key}.gpus",
+    )
+    for name in place.resources:
         refuse(
             name in _OURS,
             f"{key}.resources may not name {name}",
             hint=f"set {key}.gpus or {key}.cpus, or leave it out",
             key=f"{key}.resources",
         )
-        require(amount > 0, f"{key}.resources.{name}", "above 0", amount)

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import msgspec
-
+from streamrl.config.bounds import NonNegativeFloat, NonNegativeInt, Port, PositiveFloat, PositiveInt, Section
 from streamrl.config.registry import ENGINES, EngineKind, EngineName
 
 
-class SglangConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SglangConfig(Section, frozen=True, kw_only=True):
     """SGLang servers (engine.kind = "sglang"): each engine starts one on loopback and watches it. Tried with SGLang 0.5.17 and 0.5.23."""
 
     python: str = ""
     """Interpreter of the environment that SGLang is installed in; empty: the one that runs streamrl."""
-    tensor_parallel: int = 1
+    tensor_parallel: PositiveInt = 1
     """GPUs of one engine."""
-    gpus: tuple[int, ...] = ()
+    gpus: tuple[NonNegativeInt, ...] = ()
     """GPUs for the engines, `tensor_parallel` for each in turn; empty: those the engine sees, from the first on."""
     swap: Literal["auto", "flip", "copy", "copy_pinned", "pause"] = "auto"
     """How a version gets in. `flip`: two sets of weights and of graphs, no pause. `copy`: over the served weights between two forward
     passes, from a second set on the GPU. `copy_pinned`: from the host's memory. `pause`: SGLang's own update in a pause, whose versions
     are not exact for every token. `auto`: the first of them that the model and the memory allow."""
-    max_gap_ms: float = 0.5
+    max_gap_ms: NonNegativeFloat = 0.5
     """Staging is paced so that it delays a forward pass by at most about this; 0: as fast as it goes."""
     isolate_prefixes: bool = True
     """A prompt reuses cached prefixes of the version it begins with only, not those that older weights computed."""
@@ -33,24 +32,24 @@ class SglangConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `enable_return_routed_experts` completions bring the experts of each token."""
     env: dict[str, str] = {}
     """Environment variables of the server; no secrets, the configuration is stored with the run."""
-    start_timeout_s: float = 900.0
+    start_timeout_s: PositiveFloat = 900.0
     """Time a server gets until it answers; the first start of a model on a GPU compiles kernels for minutes."""
-    restarts: int = 3
+    restarts: NonNegativeInt = 3
     """Times an engine worker starts a new server for one that died, before it ends (and is restarted by its own supervisor)."""
     record_forwards: bool = False
     """Keep the time of every forward pass for `streamrl bench weights`."""
 
 
-class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EngineConfig(Section, frozen=True, kw_only=True):
     """Generation engines started with the run."""
 
     kind: EngineName = "local"
     """`local`: a transformers model in this package's engine. `table`: a tabular policy without any framework. `sglang`: SGLang servers."""
-    workers: int = 1
+    workers: NonNegativeInt = 1
     """Engine processes."""
-    slots: int = 128
+    slots: PositiveInt = 128
     """Sequences decoded at once."""
-    threads: int = 1
+    threads: PositiveInt = 1
     """CPU threads of one engine."""
     deterministic: bool = False
     """Tokens depend on seed, prompt and weights only, not on what else is being decoded (slower)."""
@@ -58,7 +57,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Address the HTTP server listens on; 0.0.0.0: every one of its host."""
     advertise: str = ""
     """Host name or address that producers reach the engines at; empty: engine.host, or this host's address on the way to the bus."""
-    port: int = 0
+    port: Port = 0
     """Port of the first engine; 0: any free one."""
     sglang: SglangConfig = SglangConfig()
 

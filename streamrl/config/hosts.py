@@ -1,8 +1,9 @@
-"""Host names and addresses: which of them never leave this machine, and which mean every address of it."""
+"""Host names and addresses: which of them never leave this machine, which mean every address of it, and which others reach it at."""
 
 from __future__ import annotations
 
 import ipaddress
+import socket
 from urllib.parse import urlsplit
 
 WILDCARDS = ("", "0.0.0.0", "::")
@@ -28,3 +29,18 @@ def servers(url: str) -> list[tuple[str, str]]:
     """(scheme, host) of each server that a NATS URL names; several are separated by commas."""
     parts = [urlsplit(part.strip()) for part in url.split(",") if part.strip()]
     return [(part.scheme, part.hostname or "") for part in parts]
+
+
+def address_towards(url: str) -> str:
+    """This machine's address on the way to the first server of `url`; its name if there is no way, or no URL.
+
+    Whoever reaches that server's network reaches this address too. Nothing is sent.
+    """
+    try:
+        target = urlsplit(url.split(",")[0].strip())
+        family, kind, _, _, place = socket.getaddrinfo(target.hostname or "", target.port or 4222, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)
+            return str(probe.getsockname()[0])
+    except (OSError, ValueError):
+        return socket.gethostname()

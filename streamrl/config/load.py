@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
+import operator
+import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Annotated, Any, get_args, get_origin
 from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
@@ -23,6 +26,13 @@ _RENAMED = {
     "loss.tis_floor": "it is loss.correction.low now, with loss.correction.kind = 'clip'",
 }
 """Keys of earlier versions."""
+_BOUND = re.compile(r"Expected `\w+` (>=|>|<=|<) (\S+)")
+_RULES: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
+    ">=": (operator.ge, "at least"),
+    ">": (operator.gt, "above"),
+    "<=": (operator.le, "at most"),
+    "<": (operator.lt, "below"),
+}
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -67,9 +77,9 @@ def override_keys(overrides: Sequence[str]) -> list[str]:
 
 
 def convert(tree: Mapping[str, Any], *, where: str) -> Config:
-    """A plain table to the tree, strictly, with former words read as `streamrl.config.former` says.
+    """A plain table to the tree, strictly, every value within its bounds, former words read as `streamrl.config.former` says.
 
-    Raises ConfigError that names the key and `where` the table is from.
+    Raises ConfigError that names the key and `where` it is from.
     """
     try:
         present = in_present_words(tree)
@@ -79,9 +89,7 @@ def convert(tree: Mapping[str, Any], *, where: str) -> Config:
     try:
         return msgspec.convert(present, Config, strict=True)
     except msgspec.ValidationError as error:
-        raise ConfigError(_readable(str(error), where), hint="see streamrl/config/tree.py for every key", path=where) from error
-    except ConfigError as error:
-        raise _located(error, where) from error
+        raise _invalid(str(error), present, where) from error
     except SchemaError as error:
         raise ConfigError(f"{error.message}, in {where}", hint=error.hint or "change it in the file or with --set", path=where) from error
 
@@ -144,7 +152,7 @@ def _field_type(parts: Sequence[str]) -> Any:
         if not _is_struct(kind):
             return None
         kind = next((field.type for field in msgspec.structs.fields(kind) if field.encode_name == part), None)
-    return kind
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
 def _place(tree: dict[str, Any], parts: Sequence[str], value: Any) -> None:
@@ -171,8 +179,14 @@ def _refuse_unknown(tree: Mapping[str, Any], kind: Any, *, where: str, prefix: s
             raise ConfigError(
                 f"expected a known key, got {prefix}{key} in {where}", hint=_suggest(key, prefix, fields), key=prefix + key, path=where
             )
+        if isinstance(value, float) and not math.isfinite(value):
+            raise _out_of_range(prefix + key, "a finite number", value, where)
         if _is_struct(fields[key]) and isinstance(value, Mapping):
             _refuse_unknown(value, fields[key], where=where, prefix=f"{prefix}{key}.")
+        if get_origin(fields[key]) is tuple and _is_struct(get_args(fields[key])[0]) and isinstance(value, list | tuple):
+            for index, table in enumerate(value):
+                if isinstance(table, Mapping):
+                    _refuse_unknown(table, get_args(fields[key])[0], where=where, prefix=f"{prefix}{key}[{index}].")
 
 
 def _suggest(key: str, prefix: str, siblings: Mapping[str, Any]) -> str:
@@ -205,12 +219,28 @@ def _located(error: ConfigError, where: str) -> ConfigError:
     return ConfigError(f"{error.message}, in {where}", hint=error.hint, **error.values)
 
 
-def _readable(message: str, where: str) -> str:
-    """The validation error `Expected ..., got ... - at $.a.b` with our keys and the file."""
-    text, found, place = message.partition(" - at `$")
+def _invalid(message: str, tree: Mapping[str, Any], where: str) -> ConfigError:
+    """The validation error `Expected ..., got ... - at $.a.b` or `Expected ... >= 1 - at $.a.b` with our keys, the value and the file."""
+    text, _, place = message.partition(" - at `$")
     key = place.rstrip("`").lstrip(".")
+    if bound := _BOUND.fullmatch(text):
+        holds, words = _RULES[bound[1]]
+        value: Any = tree
+        for part in re.findall(r"[^.\[\]]+|\.{3}", key):
+            if part == "...":  # msgspec's word for some key of a table
+                part = next(name for name, number in value.items() if not holds(number, float(bound[2])))
+                key = key.replace("[...]", f".{part}")
+            value = value[int(part) if isinstance(value, list) else part]
+        return _out_of_range(key, f"{words} {bound[2].removesuffix('.0')}", value, where)
     text = text.replace("`object`", "`table`").replace("`array`", "`list`").replace("`", "")
-    return f"{text[:1].lower()}{text[1:]} at {key} in {where}" if found and key else f"{text[:1].lower()}{text[1:]} in {where}"
+    at = f" at {key}" if key else ""
+    return ConfigError(f"{text[:1].lower()}{text[1:]}{at} in {where}", hint="docs/configuration.md has every key", key=key, path=where)
+
+
+def _out_of_range(key: str, rule: str, value: Any, where: str) -> ConfigError:
+    name = key.partition("[")[0]
+    hint = f"change {name} in the TOML file or with --set {name}=..."
+    return ConfigError(f"{key} must be {rule}, got {value!r}, in {where}", hint=hint, key=name, path=where)
 
 
 def _without_credentials(url: str) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-import msgspec
+from msgspec import Meta
 
+from streamrl.config.bounds import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, Section
 from streamrl.config.registry import ESTIMATORS, POLICY_LOSSES, Estimator, PolicyLoss
 
 Reduction = Literal["rollout_mean", "token_mean", "sequence_mean", "constant_length"]
@@ -15,11 +16,7 @@ MAX_LOG_RATIO = 20.0
 """No key: wherever exp of a log-ratio is taken, it is clamped to plus and minus this; e^20 is 5e8, whose square float32 still holds."""
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of these sections."""
-
-
-class RejectionConfig(Part, frozen=True, kw_only=True):
+class RejectionConfig(Section, frozen=True, kw_only=True):
     """A criterion that tokens must meet: a table `[[loss.correction.reject]]` for each."""
 
     measure: Literal["ratio", "k1", "k2", "k3"] = "ratio"
@@ -32,16 +29,16 @@ class RejectionConfig(Part, frozen=True, kw_only=True):
     """Kept where at most this; must be set."""
 
 
-class CorrectionConfig(Part, frozen=True, kw_only=True):
+class CorrectionConfig(Section, frozen=True, kw_only=True):
     """Off-policy correction: weights from rho = pi_proximal / mu, where mu is the policy that sampled the token."""
 
     kind: Literal["none", "truncate", "clip", "mask"] = "truncate"
     """`truncate`: w = min(rho, high). `clip`: w = clamp(rho, low, high). `mask`: w = rho where low <= rho <= high, else 0 (IcePop, MIS)."""
     level: Literal["token", "sequence", "geometric"] = "token"
     """What rho is: of each token, the product over a sample's trained tokens, or their geometric mean."""
-    low: float = 0.0
+    low: NonNegativeFloat = 0.0
     """Lower bound of `clip` and `mask`."""
-    high: float = 2.0
+    high: PositiveFloat = 2.0
     """Upper bound."""
     ratio: Literal["proximal", "current"] = "proximal"
     """`proximal`: computed once a batch and kept for all its optimizer steps. `current`: pi_theta / mu, anew at every step, and then the
@@ -52,23 +49,23 @@ class CorrectionConfig(Part, frozen=True, kw_only=True):
     """Rejection beside the weights: what does not meet every one of these criteria is left out, see
     [loss.correction.reject](#losscorrectionreject). One criterion may also be written as `reject = "ratio"` with `reject_level`,
     `reject_low` and `reject_high`; `"none"` is an empty list."""
-    veto: float = 0.0
+    veto: Fraction = 0.0
     """A sample with a token whose ratio is below this is rejected whole, for example 1e-4; 0: off."""
-    mask_staleness: int = 0
+    mask_staleness: NonNegativeInt = 0
     """Tokens older than this many versions are masked; 0: off."""
-    staleness_decay: float = 1.0
+    staleness_decay: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Weights are multiplied by this to the power of the token's age in versions."""
 
 
-class KLConfig(Part, frozen=True, kw_only=True):
+class KLConfig(Section, frozen=True, kw_only=True):
     """Distance from a reference policy: in the reward or in the loss, not in both."""
 
     estimator: KLEstimator = "k1"
     """With r = log pi - log pi_reference: k1 = r, k2 = r^2 / 2, k3 = exp(-r) - 1 + r; low_var_kl is k3 within +-10. In the loss, k1 is of
     use only where `unbiased`: its own gradient does not see the reference."""
-    reward_coef: float = 0.0
+    reward_coef: NonNegativeFloat = 0.0
     """Each token's reward is reduced by this times its KL (reinforce_plus_plus, reinforce_plus_plus_baseline, ppo)."""
-    loss_coef: float = 0.0
+    loss_coef: NonNegativeFloat = 0.0
     """This times the KL is added to the loss."""
     unbiased: bool = False
     """Multiply the loss's KL by pi / pi_proximal, which makes its gradient that of the KL (arXiv 2512.02556)."""
@@ -76,32 +73,32 @@ class KLConfig(Part, frozen=True, kw_only=True):
     """Model directory of the reference; empty: the initial policy."""
 
 
-class CriticConfig(Part, frozen=True, kw_only=True):
+class CriticConfig(Section, frozen=True, kw_only=True):
     """The value function of `loss.advantage = "ppo"`: a model of its own with one output."""
 
     path: str = ""
     """Model directory whose body it begins with; empty: the initial policy's."""
-    learning_rate: float = 1e-5
+    learning_rate: NonNegativeFloat = 1e-5
     """Constant."""
-    clip: float = 0.2
+    clip: NonNegativeFloat = 0.2
     """How far a value may move from that before the batch until its loss no longer falls (arXiv 1707.06347); 0: off."""
-    only_steps: int = 0
+    only_steps: NonNegativeInt = 0
     """Batches at the beginning that train the critic alone."""
     targets: Literal["gae", "vtrace"] = "gae"
     """Returns that it learns: of GAE, or V-trace's, corrected for the age of the tokens (arXiv 1802.01561)."""
-    vtrace_rho: float = 1.0
-    vtrace_c: float = 1.0
+    vtrace_rho: PositiveFloat = 1.0
+    vtrace_c: PositiveFloat = 1.0
 
 
-class DistillationConfig(Part, frozen=True, kw_only=True):
+class DistillationConfig(Section, frozen=True, kw_only=True):
     """On-policy distillation: A_t -= coef (log pi_proximal - log pi_teacher)."""
 
-    coef: float = 0.0
+    coef: NonNegativeFloat = 0.0
     teacher: str = ""
     """Model directory of the teacher, with the policy's tokenizer."""
 
 
-class LossConfig(Part, frozen=True, kw_only=True):
+class LossConfig(Section, frozen=True, kw_only=True):
     """What is minimised. docs/algorithms.md says when to use which."""
 
     advantage: str = "grpo"
@@ -117,25 +114,25 @@ class LossConfig(Part, frozen=True, kw_only=True):
     """Divide by the group's standard deviation (grpo); off is Dr.GRPO (arXiv 2503.20783)."""
     whiten: Literal["auto", "on", "off"] = "auto"
     """Subtract the mean of all trained tokens' advantages and divide by their deviation; `auto`: where the estimator's paper does."""
-    gamma: float = 1.0
+    gamma: Fraction = 1.0
     """Discount a token (ppo, reinforce_plus_plus)."""
-    gae_lambda: float = 1.0
+    gae_lambda: Fraction = 1.0
     """Lambda of GAE (arXiv 1506.02438)."""
-    clip_low: float = 0.2
-    clip_high: float = 0.28
+    clip_low: NonNegativeFloat = 0.2
+    clip_high: NonNegativeFloat = 0.28
     """The policy's ratio is clipped to [1 - clip_low, 1 + clip_high] (ppo, gspo; cispo's usual bounds are 1.0 and 4.0)."""
-    dual_clip: float = 0.0
+    dual_clip: NonNegativeFloat = 0.0
     """ppo: a bound c > 1 on the loss of tokens with negative advantage, -c A (arXiv 1912.09729); 0: off."""
-    sapo_tau_positive: float = 1.0
-    sapo_tau_negative: float = 1.05
+    sapo_tau_positive: PositiveFloat = 1.0
+    sapo_tau_negative: PositiveFloat = 1.05
     """sapo: temperatures of the gate for positive and negative advantages (arXiv 2511.20347)."""
-    aipo_cap: float = 4.0
+    aipo_cap: PositiveFloat = 4.0
     """aipo: upper bound of pi / mu (arXiv 2505.24034)."""
-    dppo_bound: float = 0.2
+    dppo_bound: PositiveFloat = 0.2
     """dppo: a token is left out once pi - mu has gone this far where its advantage pushes it."""
-    dppo_kl: float = 1e-3
+    dppo_kl: NonNegativeFloat = 1e-3
     """dppo: times (log pi - log mu)^2."""
-    opsm_delta: float = 0.0
+    opsm_delta: NonNegativeFloat = 0.0
     """Mask samples of negative advantage whose mean log(pi_proximal / pi) exceeds this (arXiv 2512.02556), for example 1e-4; 0: off."""
     proximal: Literal["recomputed", "log_linear", "sampler"] = "recomputed"
     """pi_proximal, the policy at the batch's first step: computed again by the trainer, interpolated between the sampler's and the current
@@ -145,7 +142,7 @@ class LossConfig(Part, frozen=True, kw_only=True):
     reduction: Reduction = "rollout_mean"
     """Mean over each rollout's tokens then over rollouts; mean over all tokens; mean over each sample's tokens then over samples; or a
     rollout's sum over its tokens / constant_length, then the mean over rollouts (Dr.GRPO)."""
-    constant_length: int = 0
+    constant_length: NonNegativeInt = 0
     """Tokens, for `reduction = "constant_length"`."""
     correction: CorrectionConfig = CorrectionConfig()
     kl: KLConfig = KLConfig()

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import msgspec
+from streamrl.config.bounds import NonNegativeFloat, PositiveFloat, Section
 
 OWN_GPUS_VARIABLE = "STREAMRL_OWN_GPUS"
 """Set in the environment of a worker that sees GPUs of its own only: every rank of a trainer then takes trainer.gpu of those it sees."""
 
 
-class PlaceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PlaceConfig(Section, frozen=True, kw_only=True):
     """What one worker asks of the cluster, and how workers of its kind lie to each other."""
 
     gpus: float = -1.0
     """GPUs of one worker; below 1 several share one. -1: what it needs by the rest of the configuration, where the cluster has GPUs."""
-    cpus: float = 1.0
+    cpus: NonNegativeFloat = 1.0
     """CPUs of one worker, as Ray counts them; 0: not counted. Threads are trainer.threads and engine.threads."""
     strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
     """On as few nodes as possible, on one, on as many as possible, or each on its own."""
-    resources: dict[str, float] = {}
+    resources: dict[str, PositiveFloat] = {}
     """Resources of the user's own naming that each worker asks for; nodes are given them with `ray start --resources`."""
 
 
-class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RayConfig(Section, frozen=True, kw_only=True):
     """Workers placed with Ray on the nodes of a cluster (docs/ray.md). `streamrl up` runs on one of them and supervises them all."""
 
     address: str = ""
@@ -38,5 +38,5 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     data, are there in any case."""
     runtime_env: dict[str, Any] = {}
     """Ray's `runtime_env` for all workers; no secrets, the configuration is stored with the run."""
-    start_timeout_s: float = 120.0
+    start_timeout_s: PositiveFloat = 120.0
     """Longest wait for a place in the cluster, or for a worker to come up on it."""

@@ -5,27 +5,17 @@ Every field is documented with its unit; unknown keys are refused by `streamrl.c
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-import msgspec
+from msgspec import Meta
 
+from streamrl.config.bounds import Fraction, NonNegativeFloat, NonNegativeInt, Port, PositiveFloat, PositiveInt, Section
 from streamrl.config.engines import EngineConfig
 from streamrl.config.loss import LossConfig
 from streamrl.config.ray import RayConfig
 from streamrl.errors import ConfigError
 from streamrl.schemas.subjects import check_name
 from streamrl.schemas.tasks import Sampling
-
-
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all sections."""
-
-
-def require(holds: bool, key: str, rule: str, value: Any, hint: str = "") -> None:
-    """Raise ConfigError unless `holds`."""
-    if not holds:
-        hint = hint or f"change {key} in the TOML file or with --set {key}=..."
-        raise ConfigError(f"{key} must be {rule}, got {value!r}", hint=hint, key=key)
 
 
 def refuse(when: bool, message: str, *, hint: str, key: str) -> None:
@@ -43,9 +33,9 @@ class RunConfig(Section, frozen=True, kw_only=True):
     """Directory that holds the run directories."""
     seed: int = 0
     """Seed of everything random in the run."""
-    steps: int = 100
+    steps: PositiveInt = 100
     """Batches to train, warm-up not counted; the run ends then."""
-    max_seconds: float = 0.0
+    max_seconds: NonNegativeFloat = 0.0
     """End after this many seconds of training, warm-up not counted; 0: no limit."""
     until_reward: float = 0.0
     """End once the mean reward of the last 20 batches reaches this; 0: never."""
@@ -54,7 +44,6 @@ class RunConfig(Section, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_name("run name", self.name)
-        require(self.steps >= 1, "run.steps", "at least 1", self.steps)
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
@@ -62,17 +51,17 @@ class ModelConfig(Section, frozen=True, kw_only=True):
 
     path: str = ""
     """Hugging Face model directory (config, weights, tokenizer). Empty: a small Qwen3 and its tokenizer are built."""
-    hidden: int = 128
+    hidden: PositiveInt = 128
     """Width of the built model."""
-    layers: int = 2
+    layers: PositiveInt = 2
     """Depth of the built model."""
-    heads: int = 4
+    heads: PositiveInt = 4
     """Query heads of the built model."""
-    kv_heads: int = 2
+    kv_heads: PositiveInt = 2
     """Key-value heads of the built model."""
-    intermediate: int = 384
+    intermediate: PositiveInt = 384
     """Feed-forward width of the built model."""
-    max_len: int = 256
+    max_len: Annotated[int, Meta(ge=2)] = 256
     """Longest sequence in tokens, prompt included."""
     vocab_size: int = 0
     """Tokens of the built model. 0: one a character; else byte-pair encoding of that many is trained on the training rows."""
@@ -97,7 +86,7 @@ class DataConfig(Section, frozen=True, kw_only=True):
     """Field with tool definitions for the chat template; empty: none."""
     chat_template: bool = True
     """Apply the tokenizer's chat template (a string prompt becomes one user message)."""
-    max_prompt_tokens: int = 128
+    max_prompt_tokens: PositiveInt = 128
     """Longer prompts are left out, and counted."""
     shuffle: bool = True
     """Permute the rows by (seed, epoch); otherwise file order."""
@@ -106,35 +95,30 @@ class DataConfig(Section, frozen=True, kw_only=True):
 class TasksConfig(Section, frozen=True, kw_only=True):
     """How work is issued."""
 
-    batch_tasks: int = 64
+    batch_tasks: PositiveInt = 64
     """B: tasks (groups) in a batch."""
-    num_rollouts: int = 8
+    num_rollouts: PositiveInt = 8
     """Rollouts of a task (group size)."""
-    max_staleness: int = 1
+    max_staleness: NonNegativeInt = 1
     """S: a token may be at most this many versions old when trained on. 0: lockstep."""
     stale: Literal["drop", "mask", "wait"] = "drop"
     """What happens beyond max_staleness: drop the group, mask the old tokens, or wait for old tasks before closing a batch."""
     drop_zero_spread: bool = True
     """Drop groups whose rewards are all equal (their advantages are 0)."""
-    max_deliveries: int = 4
+    max_deliveries: PositiveInt = 4
     """A task delivered more often ends as a tombstone."""
     hold_ahead: bool = False
     """Just-in-time pacing: hold the issue of new tasks while one whole batch is ready (lower staleness; needs max_staleness >= 1)."""
-
-    def __post_init__(self) -> None:
-        require(self.batch_tasks >= 1, "tasks.batch_tasks", "at least 1", self.batch_tasks)
-        require(self.num_rollouts >= 1, "tasks.num_rollouts", "at least 1", self.num_rollouts)
-        require(self.max_staleness >= 0, "tasks.max_staleness", "at least 0", self.max_staleness)
 
 
 class WarmupConfig(Section, frozen=True, kw_only=True):
     """Supervised warm-up on the training rows' labels, streamed over the same bus before reinforcement learning begins."""
 
-    max_steps: int = 0
+    max_steps: NonNegativeInt = 0
     """Longest warm-up in batches; 0: none."""
-    until: float = 0.2
+    until: Annotated[float, Meta(le=1)] = 0.2
     """End once the smoothed probability of whole answers reaches this."""
-    learning_rate: float = 2e-3
+    learning_rate: NonNegativeFloat = 2e-3
     """AdamW learning rate during the warm-up."""
 
 
@@ -143,15 +127,12 @@ class ProducerConfig(Section, frozen=True, kw_only=True):
 
     function: str = "single_turn"
     """`single_turn`, or a custom producer as `file.py:name`, `pkg.mod:name` or `pkg.mod.name`."""
-    workers: int = 1
+    workers: NonNegativeInt = 1
     """Producer processes."""
-    concurrency: int = 64
+    concurrency: PositiveInt = 64
     """Tasks that one worker has in flight."""
     options: dict[str, Any] = {}
     """Handed to the custom producer as `context.options`."""
-
-    def __post_init__(self) -> None:
-        require(self.concurrency >= 1, "producer.concurrency", "at least 1", self.concurrency)
 
 
 class RewardConfig(Section, frozen=True, kw_only=True):
@@ -162,28 +143,28 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     published without one."""
     options: dict[str, Any] = {}
     """Handed to a custom reward as keyword arguments."""
-    late_versions: int = 8
+    late_versions: NonNegativeInt = 8
     """Versions that a complete group waits for rewards that come late; then it is dropped as `unrewarded`. 0: for ever."""
 
 
 class OptimizerConfig(Section, frozen=True, kw_only=True):
     """AdamW with a linear schedule."""
 
-    learning_rate: float = 6e-4
+    learning_rate: NonNegativeFloat = 6e-4
     """Peak rate."""
-    final_fraction: float = 0.3
+    final_fraction: Fraction = 0.3
     """The rate falls linearly to this fraction of the peak over run.steps."""
-    warmup_steps: int = 0
+    warmup_steps: NonNegativeInt = 0
     """Steps of linear rise from 0."""
-    beta1: float = 0.9
+    beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     """Decay of the mean of the gradients."""
-    beta2: float = 0.95
+    beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.95
     """Decay of the mean of their squares."""
-    eps: float = 1e-8
+    eps: NonNegativeFloat = 1e-8
     """Added to the root of that mean."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """Part of a parameter that is taken away, times the rate."""
-    clip_norm: float = 1.0
+    clip_norm: NonNegativeFloat = 1.0
     """Global gradient norm is clipped to this; 0: not clipped."""
 
 
@@ -194,15 +175,15 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Name of this trainer: its ledger and its position are kept under it."""
     backend: Literal["torch", "table"] = "torch"
     """`torch`: a Hugging Face model. `table`: the tabular policy of engine.kind = "table", without any framework."""
-    ranks: int = 1
+    ranks: PositiveInt = 1
     """Processes that share each batch and sum their gradients (over gloo, on GPUs over NCCL); torch only."""
-    rank_timeout_s: float = 300.0
+    rank_timeout_s: Annotated[float, Meta(ge=1)] = 300.0
     """Longest that a rank waits for another, to come or within a step; then all are restarted."""
-    threads: int = 1
+    threads: PositiveInt = 1
     """CPU threads of one rank."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model is trained; `auto`: on a GPU if there is one."""
-    gpu: int = 0
+    gpu: NonNegativeInt = 0
     """Index of the GPU among those this process sees; rank r takes gpu + r."""
     dtype: Literal["", "float32", "bfloat16"] = ""
     """Type of the parameters that are trained and published, the same as the engines'; empty: model.dtype. With `bfloat16` the optimizer
@@ -211,18 +192,18 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """`sdpa`: torch's kernels. `flash`: FlashAttention, an own package; one sample a row then, so prompts are not shared within a group."""
     gradient_checkpointing: bool = False
     """Keep only the layers' inputs of a forward pass and compute the rest again: less memory, a third more work, the same digits."""
-    minibatches: int = 1
+    minibatches: PositiveInt = 1
     """Optimizer steps a batch."""
-    micro_tokens: int = 16384
+    micro_tokens: PositiveInt = 16384
     """Tokens of one forward and backward pass."""
-    check_logprobs: int = 0
+    check_logprobs: NonNegativeInt = 0
     """Rollouts of each batch whose log-probs are computed once more with the very weights that sampled them, to tell rounding from drift;
     keeps tasks.max_staleness + 1 copies of the parameters, and one in float32 for a moment.
     0: only where they are the newest weights (torch only)."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    checkpoint_every: int = 50
+    checkpoint_every: PositiveInt = 50
     """Batches between checkpoints."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: PositiveInt = 2
     """Older ones are removed."""
 
     def __post_init__(self) -> None:
@@ -235,34 +216,27 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
     transport: Literal["shm", "ipc", "bus"] = "shm"
     """`shm`: shared memory of one host. `ipc`: memory of the trainer's GPU, for engines with GPUs of that host; a trainer without one
     takes `shm`. `bus`: blobs on the bus."""
-    ring: int = 2
+    ring: PositiveInt = 2
     """Snapshots that a GPU trainer keeps in device memory, each the size of the parameters; with `ipc` the newest versions to be had."""
     also_on_bus: bool = False
     """Put the bytes on the bus too, for engines that share no memory with the trainer."""
-    keep: int = 4
+    keep: NonNegativeInt = 4
     """Newest versions whose bytes are kept; 0: all, every one of them published (with shm as files in the run directory)."""
-    anchor_every: int = 16
+    anchor_every: PositiveInt = 16
     """On the bus: versions from one that is stored whole to the next at most; those between are what changed. 1: all are whole."""
-
-    def __post_init__(self) -> None:
-        require(self.keep >= 0, "weights.keep", "at least 0", self.keep)
-        require(self.anchor_every >= 1, "weights.anchor_every", "at least 1", self.anchor_every)
 
 
 class EvaluationConfig(Section, frozen=True, kw_only=True):
     """Held-out problems, asked while training goes on."""
 
-    every: int = 0
+    every: NonNegativeInt = 0
     """Versions between evaluations; they also run when the warm-up has ended and at the end. 0: only those two."""
-    num_problems: int = 256
+    num_problems: PositiveInt = 256
     """At most this many rows."""
-    engines: int = 0
+    engines: NonNegativeInt = 0
     """Engine processes for evaluations alone, beside engine.workers: each holds the version that is being evaluated while the others
     move on. 0: the rollouts' engines are asked, which may take newer versions meanwhile."""
     sampling: Sampling = Sampling(temperature=0.0)
-
-    def __post_init__(self) -> None:
-        require(self.engines >= 0, "evaluation.engines", "at least 0", self.engines)
 
 
 class BusConfig(Section, frozen=True, kw_only=True):
@@ -284,18 +258,18 @@ class BusConfig(Section, frozen=True, kw_only=True):
     """Address the embedded server listens on; 0.0.0.0: every one of its host. Off loopback it speaks TLS only."""
     advertise: str = ""
     """Host name or address that other hosts reach the embedded server at; empty: bus.host, or this host's name for 0.0.0.0."""
-    port: int = 0
+    port: Port = 0
     """Port of the embedded server; 0: any free one."""
     allow_plaintext: bool = False
     """Allow a bus off loopback without TLS: whoever sees the network then reads passwords and samples."""
-    patience_s: float = 60.0
+    patience_s: NonNegativeFloat = 60.0
     """How long an operation is retried while the bus is away."""
-    samples_bytes: int = 2_000_000_000
+    samples_bytes: PositiveInt = 2_000_000_000
     """Byte budget of the sample stream, at least 32 MiB: what is kept free while it is trimmed must hold the largest message."""
-    blobs_bytes: int = 4_000_000_000
+    blobs_bytes: PositiveInt = 4_000_000_000
     """Byte budget of the blobs."""
-    ack_wait_s: float = 30.0
-    """A claimed task that is not kept alive for this long is delivered again."""
+    ack_wait_s: PositiveFloat = 30.0
+    """A claimed task that is not kept alive for this long is delivered again; at least 1."""
     sync_always: bool = False
     """Sync every message to disk (survives power loss; slower)."""
 
@@ -303,30 +277,25 @@ class BusConfig(Section, frozen=True, kw_only=True):
 class SuperviseConfig(Section, frozen=True, kw_only=True):
     """Restarts."""
 
-    max_restarts: int = 10
+    max_restarts: NonNegativeInt = 10
     """Restarts of one worker within a window before the run is given up."""
-    window_s: float = 300.0
+    window_s: NonNegativeFloat = 300.0
     """Length of that window."""
-    backoff_s: float = 0.5
+    backoff_s: NonNegativeFloat = 0.5
     """First pause before a restart; doubles up to 30 s."""
-    drain_s: float = 30.0
+    drain_s: NonNegativeFloat = 30.0
     """Time workers get to stop by themselves."""
 
 
 class DebugConfig(Section, frozen=True, kw_only=True):
     """For experiments: things that no run wants for itself."""
 
-    delay_versions: int = 0
+    delay_versions: NonNegativeInt = 0
     """k: engines serve the version k before the newest one, on purpose; takes k of the tasks.max_staleness versions."""
-    token_delay_s: float = 0.0
+    token_delay_s: NonNegativeFloat = 0.0
     """Mean artificial seconds of a token (table engine only); 0: none."""
-    token_delay_sigma: float = 1.0
+    token_delay_sigma: NonNegativeFloat = 1.0
     """Spread of the artificial delay over completions, as the standard deviation of its logarithm: 1.5 gives heavy tails."""
-
-    def __post_init__(self) -> None:
-        require(self.delay_versions >= 0, "debug.delay_versions", "at least 0", self.delay_versions)
-        require(self.token_delay_s >= 0, "debug.token_delay_s", "at least 0", self.token_delay_s)
-        require(self.token_delay_sigma >= 0, "debug.token_delay_sigma", "at least 0", self.token_delay_sigma)
 
 
 class Config(Section, frozen=True, kw_only=True):
@@ -349,7 +318,3 @@ class Config(Section, frozen=True, kw_only=True):
     supervise: SuperviseConfig = SuperviseConfig()
     ray: RayConfig = RayConfig()
     debug: DebugConfig = DebugConfig()
-
-    def __post_init__(self) -> None:
-        temperature = self.sampling.temperature
-        require(temperature > 0, "sampling.temperature", "above 0 (a greedy token has no log-prob to train on)", temperature)

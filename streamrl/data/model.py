@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from streamrl.config.files import new_directory
 from streamrl.config.tree import Config, ModelConfig
 from streamrl.data.byte_pairs import training_texts, write_byte_pairs
 from streamrl.data.characters import END, SPECIALS, VOCAB_SIZE, write_tokenizer
@@ -116,15 +114,12 @@ def write_qwen3(directory: Path, config: ModelConfig, *, seed: int, texts: Itera
 
 
 def _build(directory: Path, write: Callable[[Path], None]) -> None:
-    """Write into a neighbour of `directory`, then rename it, so that nobody sees half a model."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    """Have `write` fill a directory that nobody sees before it is complete."""
     try:
-        write(scratch)
-        scratch.chmod(0o755)
-        os.rename(scratch, directory)
-    except BaseException as error:
-        shutil.rmtree(scratch, ignore_errors=True)
+        with new_directory(directory) as scratch:
+            write(scratch)
+            scratch.chmod(0o755)
+    except OSError as error:
         # Somebody else built the same model at the same time; theirs is complete.
-        if not (isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST)):
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise

@@ -50,11 +50,6 @@ class Tokenizer:
         """Number of ids this tokenizer can give; a model's embedding may be longer."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
-    @property
-    def has_template(self) -> bool:
-        """Whether `apply_chat_template` can be used."""
-        return self._template is not None
-
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids of a text, special tokens written out in it included; nothing is added unless asked for (such as a leading bos)."""
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids

@@ -13,7 +13,7 @@ State = Literal["ok", "warn", "fail"]
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
-class Check(msgspec.Struct, frozen=True, kw_only=True):
+class Check(msgspec.Struct, frozen=True):
     """One finding. `warn`: a run may work; `fail`: it will not."""
 
     name: str

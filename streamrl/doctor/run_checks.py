@@ -41,7 +41,7 @@ def check_config(config: Config, *, num_gpus: int, up: bool = False) -> list[Che
 def check_budgets(config: Config) -> Check:
     """Whether the disk holds what the bus may store; the rest of a run directory is checkpoints, logs and keys."""
     if config.bus.url:
-        return Check(name="budgets", state="ok", found="the log is on the cluster's disks")
+        return Check("budgets", "ok", "the log is on the cluster's disks")
     wanted = config.bus.samples_bytes + config.bus.blobs_bytes
     place = Path(config.run.dir).absolute()
     while not place.exists():
@@ -50,14 +50,14 @@ def check_budgets(config: Config) -> Check:
     found = f"samples and blobs may take {wanted / GIBIBYTE:.1f} GB, {free / GIBIBYTE:.1f} GB are free at {place}"
     if wanted > free:
         hint = "lower bus.samples_bytes and bus.blobs_bytes, or choose another place with run.dir; a full disk stops the bus"
-        return Check(name="budgets", state="warn", found=found, hint=hint)
-    return Check(name="budgets", state="ok", found=found)
+        return Check("budgets", "warn", found, hint)
+    return Check("budgets", "ok", found)
 
 
 def check_gpus_wanted(config: Config, num_gpus: int) -> Check:
     """Whether the GPUs that the configuration names are there. With Ray they may be on other nodes."""
     if config.ray.address:
-        return Check(name="gpus wanted", state="ok", found="placed by Ray, which says whether they fit")
+        return Check("gpus wanted", "ok", "placed by Ray, which says whether they fit")
     sglang, wanted = config.engine.sglang, 0
     if config.trainer.device == "cuda":
         wanted = config.trainer.gpu + config.trainer.ranks
@@ -66,8 +66,8 @@ def check_gpus_wanted(config: Config, num_gpus: int) -> Check:
     found = f"{wanted or 'none'}, of {num_gpus} that torch sees"
     if wanted > num_gpus:
         hint = "choose others with trainer.gpu and engine.sglang.gpus, or run on a machine that has them"
-        return Check(name="gpus wanted", state="fail", found=found, hint=hint)
-    return Check(name="gpus wanted", state="ok", found=found)
+        return Check("gpus wanted", "fail", found, hint)
+    return Check("gpus wanted", "ok", found)
 
 
 def check_ports_wanted(config: Config) -> Check:
@@ -78,8 +78,8 @@ def check_ports_wanted(config: Config) -> Check:
     taken = [str(port) for host, port in wanted if not _free(host, port)]
     if taken:
         hint = "set bus.port and engine.port to 0 for any free ones, or end what listens there (ss -ltnp shows it)"
-        return Check(name="ports wanted", state="fail", found=f"cannot listen on {', '.join(taken)}", hint=hint)
-    return Check(name="ports wanted", state="ok", found=", ".join(str(port) for _, port in wanted) or "any free ones")
+        return Check("ports wanted", "fail", f"cannot listen on {', '.join(taken)}", hint)
+    return Check("ports wanted", "ok", ", ".join(str(port) for _, port in wanted) or "any free ones")
 
 
 def check_sglang(python: str) -> Check:
@@ -89,24 +89,24 @@ def check_sglang(python: str) -> Check:
         done = subprocess.run([interpreter, "-c", _SAY_VERSION], capture_output=True, text=True, timeout=_START_S, check=False)
     except (OSError, subprocess.SubprocessError) as error:
         hint = "name the interpreter of SGLang's environment in engine.sglang.python"
-        return Check(name="sglang", state="fail", found=f"{interpreter} does not run: {error}", hint=hint)
+        return Check("sglang", "fail", f"{interpreter} does not run: {error}", hint)
     if done.returncode:
         hint = "install sglang there, name another environment in engine.sglang.python, or make one for this CPU with make sglang-cpu"
-        return Check(name="sglang", state="fail", found=f"not installed in the environment of {interpreter}", hint=hint)
+        return Check("sglang", "fail", f"not installed in the environment of {interpreter}", hint)
     version, (oldest, newest) = done.stdout.strip(), SGLANG_TRIED
     found = f"{version} ({interpreter})"
     if not _numbers(oldest) <= _numbers(version) <= _numbers(newest):
         hint = f'tried with {oldest} to {newest}: see whether weights change without a pause, or set engine.sglang.swap = "pause"'
-        return Check(name="sglang", state="warn", found=found, hint=hint)
-    return Check(name="sglang", state="ok", found=found)
+        return Check("sglang", "warn", found, hint)
+    return Check("sglang", "ok", found)
 
 
 def check_ray() -> Check:
     """Whether Ray can place the workers."""
     try:
-        return Check(name="ray", state="ok", found=metadata.version("ray"))
+        return Check("ray", "ok", metadata.version("ray"))
     except metadata.PackageNotFoundError:
-        return Check(name="ray", state="fail", found="not installed", hint="pip install 'streamrl[ray]', or leave ray.address empty")
+        return Check("ray", "fail", "not installed", "pip install 'streamrl[ray]', or leave ray.address empty")
 
 
 async def check_bus(run: RunDir) -> list[Check]:
@@ -116,21 +116,21 @@ async def check_bus(run: RunDir) -> list[Check]:
     """
     config = run.load_config()
     if not config.bus.url and holder(run) is None and not _elsewhere(config):
-        return [Check(name="bus", state="ok", found=f"run {run.name} is not up; its bus starts with it")]
+        return [Check("bus", "ok", f"run {run.name} is not up; its bus starts with it")]
     try:
         address = BusAddress.load(run.bus_path_of(READER))
         bus = await connect(address, run.name, config.bus, create=False, name="doctor", patience_s=_ANSWER_S)
     except (BusError, ConfigError) as error:
-        return [Check(name="bus", state="fail", found=error.message, hint=error.hint or "is the run up? `streamrl status` lists all runs")]
+        return [Check("bus", "fail", error.message, error.hint or "is the run up? `streamrl status` lists all runs")]
     try:
         asked_s = time.time()
         theirs_s = await bus.clock_s()
         now_s = time.time()
     except BusError as error:
-        return [Check(name="bus", state="fail", found=error.message, hint=error.hint or "see bus/nats-server.log in the run directory")]
+        return [Check("bus", "fail", error.message, error.hint or "see bus/nats-server.log in the run directory")]
     finally:
         await bus.close()
-    answers = Check(name="bus", state="ok", found=f"{address.url} answers in {(now_s - asked_s) * 1e3:.1f} ms")
+    answers = Check("bus", "ok", f"{address.url} answers in {(now_s - asked_s) * 1e3:.1f} ms")
     return [answers, *([] if theirs_s is None else [check_skew(theirs_s, asked_s, now_s)])]
 
 
@@ -144,8 +144,8 @@ def check_skew(theirs_s: float, asked_s: float, now_s: float) -> Check:
     if abs(ahead_s) > _MAX_SKEW_S:
         found = f"the bus's clock is {abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} this one"
         hint = "set both by NTP: certificates may be refused, and times in logs and plots do not fit together"
-        return Check(name="clock skew", state="warn", found=found, hint=hint)
-    return Check(name="clock skew", state="ok", found=found)
+        return Check("clock skew", "warn", found, hint)
+    return Check("clock skew", "ok", found)
 
 
 def _elsewhere(config: Config) -> bool:

@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
+from streamrl.engines.events import event_data
 from streamrl.engines.extras import read_extras
 from streamrl.engines.protocol import Chunk, EngineInfo, GenerateRequest
 from streamrl.engines.wire import ErrorBody, GenerateBody, MetaInfo, Result, SamplingParams, ServerInfo, spans_in
-from streamrl.errors import EngineError, SchemaError
+from streamrl.errors import EngineError, EngineUnavailable, SchemaError
 from streamrl.schemas.samples import LogprobMode
 from streamrl.schemas.versions import Version
 
@@ -181,14 +182,8 @@ class HttpEngine:
         async with self._connected().post(f"{self.address}/generate", data=body, headers=JSON_HEADERS) as response:
             if response.status != 200:
                 self._check(response.status, await response.read())
-            rest = b""
-            async for data in response.content.iter_any():
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    if line == b"data: [DONE]":
-                        return
-                    if line.startswith(b"data: {"):
-                        await events.put(self._event(line[6:]))
+            async for data in event_data(response):
+                await events.put(self._event(data))
 
     def _event(self, data: bytes) -> Result:
         try:
@@ -305,10 +300,10 @@ class HttpEngine:
             detail = msgspec.json.decode(data, type=ErrorBody).error
         except msgspec.DecodeError:
             raise EngineError(f"expected status 200 from {self.address}, got {status}: {data[:200]!r}", hint="see its log") from None
-        raise EngineError(detail.message, hint=detail.hint, unavailable=status == 503)
+        raise (EngineUnavailable if status == 503 else EngineError)(detail.message, hint=detail.hint)
 
-    def _gone(self, reason: str) -> EngineError:
-        return EngineError(f"engine at {self.address} has gone: {reason}", hint="is its process running?", unavailable=True)
+    def _gone(self, reason: str) -> EngineUnavailable:
+        return EngineUnavailable(f"engine at {self.address} has gone: {reason}", hint="is its process running?")
 
     def _unexpected(self, path: str, error: Exception) -> EngineError:
         return EngineError(f"expected an answer of SGLang's form from {self.address}{path}, got: {error}", hint="is it an engine?")

@@ -17,7 +17,7 @@ from streamrl.engines.protocol import Engine, EngineInfo, GenerateRequest
 from streamrl.engines.server_requests import Group, Numbers, read_groups
 from streamrl.engines.server_results import Completed
 from streamrl.engines.wire import ErrorBody, ErrorDetail, GenerateBody, Result, ServerInfo
-from streamrl.errors import EngineError, SchemaError, StreamRLError
+from streamrl.errors import EngineError, EngineUnavailable, SchemaError, StreamRLError
 from streamrl.schemas.tasks import Sampling
 
 log = logging.getLogger(__name__)
@@ -227,7 +227,7 @@ def _answering(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except StreamRLError as error:
-            unavailable = request.method == "GET" or error.values.get("unavailable")
+            unavailable = request.method == "GET" or isinstance(error, EngineUnavailable)
             status = 503 if unavailable else 400
             return _json(msgspec.json.encode(_error_body(error)), status)
 

@@ -63,11 +63,6 @@ def backtest(history: History, config: FoldConfig) -> Outcome:
     return Simulation(history, config).run()
 
 
-def grid(history: History, config: FoldConfig, bounds: Sequence[int], policies: Sequence[str]) -> list[Outcome]:
-    """Every combination of bounds and policies, the policies of one bound beside each other."""
-    return [backtest(history, replace(config, max_staleness=bound, stale=policy)) for bound in bounds for policy in policies]
-
-
 class Simulation:
     """One simulated trainer over a history. `run` is called once."""
 

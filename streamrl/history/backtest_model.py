@@ -12,6 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from streamrl.bus.protocol import Log
+from streamrl.bus.reading import stretch
 from streamrl.consumers.training.reader import Incoming, open_message
 from streamrl.core.fold import close, fold, trained
 from streamrl.core.records import Poison, Record, Rollouts
@@ -19,7 +20,7 @@ from streamrl.core.state import FoldConfig, initial_state
 from streamrl.errors import TrainingError
 from streamrl.history.replay_log import PastLedger
 from streamrl.schemas.columns import SampleBatch
-from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.ledger import LedgerEntry, decided_by
 from streamrl.schemas.subjects import SAMPLES
 
 OUTLIER = 10.0
@@ -79,32 +80,28 @@ async def read_history(log: Log, past: PastLedger, config: FoldConfig) -> Histor
     made_s = [entry.time_s for entry in entries]
     state, grants = initial_state(config), list[tuple[int, float]]()
     arrivals: list[Arrival] = []
-    last = (await log.state(SAMPLES)).last
-    if last:
-        async for message in log.read(SAMPLES, after=0):
-            # What came after the run's last batch, such as a reward hours later, is no part of what its trainer had to choose from.
-            if message.sequence > entries[-1].cursor and message.time_s > made_s[-1]:
-                break
-            incoming = open_message(message)
-            if not arrivals:
-                grants.append((state.granted, message.time_s))
-            before = state.granted
-            state, effects = fold(state, incoming.record, config)
-            if state.granted > before:
-                grants.append((state.granted, message.time_s))
-            dead = next((letter for letter in effects.dead if letter.sequence == message.sequence), None)
-            record = incoming.record if dead is None else Poison(message.sequence, getattr(incoming.record, "task", None), dead.reason)
-            arrivals.append(_arrival(record, incoming, message.time_s, made_s, state.granted))
-            while (entry := past.at(state.version.number + 1)) is not None and state.cursor >= entry.cursor:
-                batch = close(state, config)
-                if batch is None:
-                    raise TrainingError(f"the stream does not give the batch of version {entry.version}", hint="see `replay --verify`")
-                score = entry.metrics.get("train/answer_probability", 0.0)
-                state = replace(trained(state, batch, config, warm=entry.warm, score=score), version=entry.version)
-                if state.granted > grants[-1][0]:
-                    grants.append((state.granted, entry.time_s))
-            if message.sequence >= last:
-                break
+    async for message in stretch(log, SAMPLES, first=1, last=(await log.state(SAMPLES)).last):
+        # What came after the run's last batch, such as a reward hours later, is no part of what its trainer had to choose from.
+        if message.sequence > entries[-1].cursor and message.time_s > made_s[-1]:
+            break
+        incoming = open_message(message)
+        if not arrivals:
+            grants.append((state.granted, message.time_s))
+        before = state.granted
+        state, effects = fold(state, incoming.record, config)
+        if state.granted > before:
+            grants.append((state.granted, message.time_s))
+        dead = next((letter for letter in effects.dead if letter.sequence == message.sequence), None)
+        record = incoming.record if dead is None else Poison(message.sequence, getattr(incoming.record, "task", None), dead.reason)
+        arrivals.append(_arrival(record, incoming, message.time_s, made_s, state.granted))
+        while (entry := past.at(state.version.number + 1)) is not None and state.cursor >= entry.cursor:
+            batch = close(state, config)
+            if batch is None:
+                raise TrainingError(f"the stream does not give the batch of version {entry.version}", hint="see `replay --verify`")
+            after = trained(state, batch, config, warm=entry.warm, score=decided_by(entry).score)
+            state = replace(after, version=entry.version)
+            if state.granted > grants[-1][0]:
+                grants.append((state.granted, entry.time_s))
     warmup = next((n for n, entry in enumerate(entries, start=1) if entry.warm), len(entries)) if config.warmup_steps else 0
     return History(
         arrivals=tuple(arrivals),

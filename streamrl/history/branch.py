@@ -9,27 +9,27 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
 from streamrl.bus.protocol import Log
 from streamrl.config.load import override_keys
 from streamrl.config.tree import Config
+from streamrl.consumers.training.books import entry_of
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.reader import RecordReader
-from streamrl.consumers.training.steps import Stepped
-from streamrl.core.assembly import ages, used
+from streamrl.consumers.training.steps import Stepped, train_version
 from streamrl.core.fold_config import fold_config
-from streamrl.core.seeds import run_seed
 from streamrl.core.state import FoldState
 from streamrl.errors import ConfigError, SchemaError
+from streamrl.history.branch_fold import BranchFold
 from streamrl.history.branch_state import begin, translate
-from streamrl.history.branch_steps import BranchStepper
 from streamrl.history.replay import Range, check_span, find_start
-from streamrl.history.replay_log import PastLedger, read_past
-from streamrl.history.replay_pending import read_pending
+from streamrl.history.replay_log import PastLedger, read_past, read_pending
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import Subjects
+from streamrl.schemas.versions import Version
 from streamrl.trainers.protocol import Trainer
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,6 @@ def branch(
     overrides: Sequence[str],
     fingerprint: str,
     num_tokens: int = 0,
-    progress: Callable[[LedgerEntry], None] | None = None,
 ) -> list[LedgerEntry]:
     """Train the branch to the end of the span; call from the training thread. Returns its ledger.
 
@@ -98,7 +97,6 @@ def branch(
         overrides: what was changed, for branch.json.
         fingerprint: digest of this process's numerics fingerprint.
         num_tokens: vocabulary of the model; 0: token ids are not checked.
-        progress: called with every entry.
 
     Raises:
         LogTruncated: the parent's stream does not go back far enough.
@@ -122,59 +120,51 @@ def branch(
     )
     (directory / BRANCH_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(note), indent=2) + b"\n")
     reader = RecordReader(log, call.loop, after=state.cursor, capacity=4 * config.tasks.batch_tasks)
-    stepper = BranchStepper(
+    fold = BranchFold(
         reader=reader,
         parent=PastLedger(stretch),
-        trainer=trainer,
         config=mine,
         parent_config=theirs,
         state=state,
         messages={sequence: translate(samples, state.numbers) for sequence, samples in pending.samples.items()},
     )
-    entries: list[LedgerEntry] = []
     try:
         with (directory / LEDGER_FILE).open("wb") as file:
+            books = LedgerFile(file, lambda stepped: entry_of(stepped, stepped.state.version, config, fingerprint))
             # A record that is awaited comes: the parent's ledger says so. Without a further entry there is nothing left.
-            while (stepped := stepper.next(lambda: stepper.state.parent.version.number < stretch[-1].version.number)) is not None:
-                assert stepper.beside is not None
-                entry = entry_of(stepped, config, stepper.beside, fingerprint)
-                entries.append(entry)
-                file.write(msgspec.json.encode(entry) + b"\n")
-                file.flush()
-                if progress is not None:
-                    progress(entry)
+            while train_version(fold, trainer, books, lambda: fold.state.parent.version.number >= stretch[-1].version.number):
+                pass
+            return books.entries
     finally:
         reader.close()
-    return entries
 
 
-def entry_of(stepped: Stepped, config: Config, beside: LedgerEntry, fingerprint: str, *, fence: int = 0) -> LedgerEntry:
-    """The ledger entry of a branch's or a tap's version; cursor, credits and the end of the warm-up are those of the parent's beside it.
+class LedgerFile:
+    """Implements `streamrl.consumers.training.steps.Books`: all versions are new, and become lines of a file.
 
-    Metrics that are not finite are left out: JSON has no word for them.
+    Args:
+        file: open for writing.
+        entry: the entry of a version.
     """
-    state, before = stepped.state, stepped.before
-    return LedgerEntry(
-        run=config.run.name,
-        trainer=config.trainer.name,
-        version=state.version,
-        source=stepped.batch.source,
-        used=used(stepped.batch),
-        drops=before.drops,
-        cursor=beside.cursor,
-        granted=beside.granted,
-        retired=state.retired,
-        seed=run_seed(config.run.name, config.run.seed),
-        fingerprint=fingerprint,
-        digest=stepped.result.digest,
-        warm=beside.warm,
-        staleness=tuple(ages(stepped.batch, before)["total"]),
-        num_samples=stepped.arrays.num_samples,
-        num_tokens=stepped.arrays.num_tokens,
-        metrics={name: value for name, value in stepped.metrics.items() if abs(value) < float("inf")},
-        fence=fence,
-        time_s=time.time(),
-    )
+
+    hint = ""
+
+    def __init__(self, file: BinaryIO, entry: Callable[[Stepped], LedgerEntry]) -> None:
+        self.entries: list[LedgerEntry] = []
+        self._file = file
+        self._entry = entry
+
+    def at(self, number: int) -> LedgerEntry | None:
+        """None: see `Entries.at`."""
+        return None
+
+    def enter(self, stepped: Stepped) -> Version:
+        """See `Books.enter`."""
+        entry = self._entry(stepped)
+        self.entries.append(entry)
+        self._file.write(msgspec.json.encode(entry) + b"\n")
+        self._file.flush()
+        return entry.version
 
 
 def ledger_size(directory: Path) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -24,7 +24,6 @@ from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import check_name
-from streamrl.trainers.factory import export_policy
 from streamrl.trainers.fingerprint import fingerprint_digest, numerics_fingerprint
 from streamrl.trainers.ranks.local import opened_trainer
 
@@ -36,7 +35,6 @@ async def train_branch(
     name: str | None,
     base: Path,
     span: Range,
-    progress: Callable[[LedgerEntry], None] | None = None,
 ) -> tuple[RunDir, Summary]:
     """Train a branch of `source` into a new run directory under `base`; the parent is only read.
 
@@ -46,7 +44,6 @@ async def train_branch(
         name: the branch's run id; None: the parent's with the first free number behind it.
         base: directory that holds the runs.
         span: the parent's versions.
-        progress: called with every entry.
 
     Raises:
         ConfigError: an override that a branch cannot have, a name that is taken, or no versions in the span.
@@ -75,10 +72,9 @@ async def train_branch(
                 overrides=overrides,
                 fingerprint=fingerprint_digest(numerics_fingerprint(config)),
                 num_tokens=vocab_size(source.model_dir),
-                progress=progress,
             )
             if entries:
-                export_policy(trainer, run.hf / f"v{entries[-1].version.number:08d}")
+                trainer.export(run.hf / f"v{entries[-1].version.number:08d}")
             return entries
 
     try:

@@ -15,7 +15,7 @@ from streamrl.core.records import Poison, Record, Rollouts, RolloutView
 from streamrl.core.state import FoldConfig, FoldState, initial_state
 from streamrl.errors import SchemaError
 from streamrl.schemas.columns import SampleBatch
-from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.ledger import LedgerEntry, decided_by
 from streamrl.schemas.versions import Version
 
 
@@ -100,8 +100,8 @@ def own_trained(state: BranchState, batch: Batch, config: FoldConfig) -> BranchS
 
 def parent_trained(state: BranchState, batch: Batch, entry: LedgerEntry, parent_config: FoldConfig) -> BranchState:
     """The parent makes its next version; the branch's number at this moment stands for it."""
-    score = entry.metrics.get("train/answer_probability", 0.0)
-    parent = replace(trained(state.parent, batch, parent_config, warm=entry.warm, score=score), version=entry.version)
+    after = trained(state.parent, batch, parent_config, warm=entry.warm, score=decided_by(entry).score)
+    parent = replace(after, version=entry.version)
     numbers = (*state.numbers, state.own.version.number)
     return follow(replace(state, parent=parent, numbers=numbers, spare=state.spare + len(batch.groups)))
 

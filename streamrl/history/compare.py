@@ -1,12 +1,18 @@
-"""Compare: two ledgers side by side, whether of runs, branches, taps or recordings."""
+"""Compare: two ledgers side by side, whether of runs, branches, taps or recordings; as a table and as a picture."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
+from rich.console import Console
+from rich.table import Table
 
+from streamrl.errors import ConfigError
+from streamrl.history.source import read_entries
+from streamrl.monitor.plot import smooth
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import WARMUP_SOURCE
 
@@ -90,6 +96,27 @@ def compare(name_a: str, a: Sequence[LedgerEntry], name_b: str, b: Sequence[Ledg
     )
 
 
+async def compare_runs(a: str, b: str, *, base: Path | str = "runs") -> CompareReport:
+    """Compare what `a` and `b` name (`read_entries`), one after the other; raises ConfigError."""
+    name_a, entries_a = await read_entries(a, base=base)
+    name_b, entries_b = await read_entries(b, base=base)
+    return compare(name_a, entries_a, name_b, entries_b)
+
+
+def print_comparison(report: CompareReport) -> None:
+    """The table, to stdout."""
+    table = Table(box=None, padding=(0, 2))
+    table.add_column("")
+    for side in (report.a.name, report.b.name):
+        table.add_column(f"{side}\nfirst 20", justify="right")
+        table.add_column(f"{side}\nlast 20", justify="right")
+    table.add_column("change", justify="right")
+    for row in report.table:
+        table.add_row(*row)
+    Console().print(table)
+    print(f"same batches up to version {report.same_batches_to}, same parameters up to version {report.same_digests_to}")
+
+
 def _by_number(entries: Sequence[LedgerEntry]) -> dict[int, LedgerEntry]:
     newest = {entry.version.number: entry for entry in sorted(entries, key=lambda entry: entry.version)}
     return dict(sorted(newest.items()))
@@ -116,3 +143,40 @@ def _same_to(a: dict[int, LedgerEntry], b: dict[int, LedgerEntry], of: Callable[
 
 def _text(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
+
+
+_A, _B = "#1f6f8b", "#d1495b"
+_PANELS = (
+    ("reward", "rollout/raw_reward"),
+    ("loss", "train/loss"),
+    ("staleness (versions)", "staleness/mean"),
+    ("importance weight", "train/tis"),
+)
+_SMOOTHING = 15
+
+
+def write_comparison(report: CompareReport, path: Path) -> None:
+    """Draw four panels of both runs into the PNG `path`; raises ConfigError where it cannot be written."""
+    # Imported here: it takes half a second, and only this verb needs it.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 7), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (title, metric) in zip(figure.subplots(2, 2, sharex=True).flat, _PANELS, strict=True):
+        for side, color in ((report.a, _A), (report.b, _B)):
+            curve = side.curves[metric]
+            axes.plot(curve.numbers, curve.values, color=color, alpha=0.25, linewidth=1)
+            axes.plot(curve.numbers, smooth(curve.values, _SMOOTHING), color=color, linewidth=2, label=side.name)
+        axes.set_title(title, loc="left", fontsize=11)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#dee2e6", linewidth=0.8)
+        axes.set_axisbelow(True)
+        if metric == "rollout/raw_reward":
+            axes.legend(frameon=False, fontsize=9)
+        if metric in ("staleness/mean", "train/tis"):
+            axes.set_xlabel("version (batches trained)")
+    try:
+        figure.savefig(path, metadata={"Software": None}, format="png")
+    except OSError as error:
+        raise ConfigError(f"the picture cannot be written to {path}: {error.strerror}", hint="choose another file with --out") from error

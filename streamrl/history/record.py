@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from streamrl.bus.protocol import Log, Message
+from streamrl.bus.reading import stretch
+from streamrl.config.files import new_directory
 from streamrl.config.load import dump
 from streamrl.config.tree import Config
 from streamrl.consumers.training.reader import open_message
@@ -91,49 +92,36 @@ async def record(bus: Log, config: Config, run: RunDir, out: Path, *, run_record
         ConfigError: `out` exists, or cannot be written.
         LogTruncated: the stream was trimmed while it was read.
     """
-    scratch = _scratch(out)
     try:
-        # The ledger first: whatever its entries were made of is on the sample stream by then.
-        ledger = await _facts(bus, LEDGER)
-        entries = await _write_ledger(bus, ledger, scratch)
-        samples = await _facts(bus, SAMPLES)
-        rows = await _write_samples(bus, samples, scratch)
-        events = await _facts(bus, EVENTS)
-        await _write(bus, EVENTS, events, scratch / "events.parquet", columns.events_schema(), columns.event_row)
-        (scratch / "config.json").write_text(dump(config), encoding="utf-8")
-        found = Recording(
-            run=config.run.name,
-            trainer=config.trainer.name,
-            streams={SAMPLES: samples, LEDGER: ledger, EVENTS: events},
-            samples=rows,
-            entries=entries,
-            model=await asyncio.to_thread(_copy_model, config, run, scratch),
-            initial_digest=await read_initial_digest(bus),
-            record=run_record,
-        )
-        if checkpoints:
-            await asyncio.to_thread(_copy_checkpoints, run.checkpoints, scratch / "checkpoints", f"{config.trainer.name}-")
-        (scratch / RECORDING_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
-        scratch.rename(out)
+        with new_directory(out) as scratch:
+            # The ledger first: whatever its entries were made of is on the sample stream by then.
+            ledger = await _facts(bus, LEDGER)
+            entries = await _write_ledger(bus, ledger, scratch)
+            samples = await _facts(bus, SAMPLES)
+            rows = await _write_samples(bus, samples, scratch)
+            events = await _facts(bus, EVENTS)
+            await _write(bus, EVENTS, events, scratch / "events.parquet", columns.events_schema(), columns.event_row)
+            (scratch / "config.json").write_text(dump(config), encoding="utf-8")
+            found = Recording(
+                run=config.run.name,
+                trainer=config.trainer.name,
+                streams={SAMPLES: samples, LEDGER: ledger, EVENTS: events},
+                samples=rows,
+                entries=entries,
+                model=await asyncio.to_thread(_copy_model, config, run, scratch),
+                initial_digest=await read_initial_digest(bus),
+                record=run_record,
+            )
+            if checkpoints:
+                await asyncio.to_thread(_copy_checkpoints, run.checkpoints, scratch / "checkpoints", f"{config.trainer.name}-")
+            (scratch / RECORDING_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+    except FileExistsError as error:
+        what = f"expected a directory that does not exist yet for the recording, got {out}"
+        raise ConfigError(what, hint="choose another --out") from error
     except OSError as error:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise ConfigError(f"the recording {out} cannot be written: {error}", hint="choose another --out; is the disk full?") from error
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
+        raise ConfigError(f"the recording {out} cannot be made: {error}", hint="choose another --out; is the disk full?") from error
     log.info("recorded run=%s messages=%d samples=%d entries=%d path=%s", found.run, samples.last - samples.first + 1, rows, entries, out)
     return found
-
-
-def _scratch(out: Path) -> Path:
-    """An empty directory beside `out`."""
-    if out.exists():
-        raise ConfigError(f"expected a directory that does not exist yet for the recording, got {out}", hint="choose another --out")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    except OSError as error:
-        raise ConfigError(f"the recording {out} cannot be made: {error.strerror}", hint="choose another --out") from error
 
 
 async def _facts(bus: Log, stream: str) -> StreamFacts:
@@ -144,28 +132,22 @@ async def _facts(bus: Log, stream: str) -> StreamFacts:
 async def _write(bus: Log, stream: str, facts: StreamFacts, path: Path, schema: pa.Schema, row: Callable[[Message], dict[str, Any]]) -> int:
     """Messages of a stream to a table of one row each; returns how many."""
     with Table(path, schema) as table:
-        if facts.first <= facts.last:
-            async for message in bus.read(stream, after=facts.first - 1):
-                table.add(row(message), len(message.body))
-                if message.sequence >= facts.last:
-                    break
+        async for message in stretch(bus, stream, first=facts.first, last=facts.last):
+            table.add(row(message), len(message.body))
         return table.num_rows
 
 
 async def _write_ledger(bus: Log, facts: StreamFacts, directory: Path) -> int:
     """The ledger to ledger.parquet, and the blobs that its entries name; returns the entries."""
     with Table(directory / "ledger.parquet", columns.ledger_schema()) as table:
-        if facts.first <= facts.last:
-            async for message in bus.read(LEDGER, after=facts.first - 1):
-                entry = decode(message.body, LedgerEntry, where=f"{message.subject} sequence {message.sequence}")
-                if not isinstance(entry.spilled, msgspec.UnsetType):
-                    path = blob_path(directory, entry.spilled.blob)
-                    path.parent.mkdir(exist_ok=True)
-                    path.write_bytes(await bus.blobs.get(entry.spilled.blob))
-                    entry = await whole(bus.blobs, entry)
-                table.add(columns.ledger_row(message, entry), len(message.body) + _DROP_BYTES * len(entry.drops))
-                if message.sequence >= facts.last:
-                    break
+        async for message in stretch(bus, LEDGER, first=facts.first, last=facts.last):
+            entry = decode(message.body, LedgerEntry, where=f"{message.subject} sequence {message.sequence}")
+            if not isinstance(entry.spilled, msgspec.UnsetType):
+                path = blob_path(directory, entry.spilled.blob)
+                path.parent.mkdir(exist_ok=True)
+                path.write_bytes(await bus.blobs.get(entry.spilled.blob))
+                entry = await whole(bus.blobs, entry)
+            table.add(columns.ledger_row(message, entry), len(message.body) + _DROP_BYTES * len(entry.drops))
         return table.num_rows
 
 
@@ -180,15 +162,12 @@ async def _write_samples(bus: Log, facts: StreamFacts, directory: Path) -> int:
         Table(directory / "messages.parquet", columns.messages_schema()) as messages,
         Table(directory / "samples.parquet", columns.samples_schema()) as rows,
     ):
-        if facts.first <= facts.last:
-            async for message in bus.read(SAMPLES, after=facts.first - 1):
-                opened = open_message(message)
-                record, samples = opened.record, opened.samples
-                messages.add(columns.message_row(message, record, samples), 200 if samples is not None else len(message.body))
-                if samples is not None:
-                    rows.add_batch(columns.sample_rows(message, samples), samples.nbytes)
-                if message.sequence >= facts.last:
-                    break
+        async for message in stretch(bus, SAMPLES, first=facts.first, last=facts.last):
+            opened = open_message(message)
+            record, samples = opened.record, opened.samples
+            messages.add(columns.message_row(message, record, samples), 200 if samples is not None else len(message.body))
+            if samples is not None:
+                rows.add_batch(columns.sample_rows(message, samples), samples.nbytes)
         return rows.num_rows
 
 

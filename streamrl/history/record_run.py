@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
 
-from streamrl.bus.protocol import Bus
+from streamrl.bus.reading import read_key
 from streamrl.config.tree import Config
 from streamrl.errors import BusUnavailable
 from streamrl.history.record import Recording, record
-from streamrl.history.source import read_record
 from streamrl.history.tap_position import hold_stream, keeping_position
 from streamrl.runtime.lock import holder
 from streamrl.runtime.run_bus import opened
 from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.control import RunRecord
+from streamrl.schemas.subjects import KEY_RUN
 
 logger = logging.getLogger(__name__)
 
@@ -31,28 +33,21 @@ async def record_run(run: RunDir, out: Path, *, checkpoints: bool = False) -> Re
     """
     config = run.load_config()
     if not config.bus.url and holder(run) is None:
-        return await _at_rest(config, run, out, checkpoints)
+        return await _record(config, run, out, checkpoints)
     try:
-        return await _live(config, run, out, checkpoints)
+        return await _record(config, run, out, checkpoints, reader=f"record-{os.getpid()}")
     except BusUnavailable as error:
         if config.bus.url or holder(run) is not None:
             raise
         logger.warning("the run has ended while it was recorded; beginning again on its store run=%s error=%s", run.name, error.message)
-    return await _at_rest(config, run, out, checkpoints)
+    return await _record(config, run, out, checkpoints)
 
 
-async def _at_rest(config: Config, run: RunDir, out: Path, checkpoints: bool) -> Recording:
-    async with opened(run) as bus:
-        return await _record(bus, config, run, out, checkpoints)
-
-
-async def _live(config: Config, run: RunDir, out: Path, checkpoints: bool) -> Recording:
-    async with opened(run) as bus:
-        reader = f"record-{os.getpid()}"
-        await hold_stream(bus, reader, lease_s=LEASE_S)
-        async with keeping_position(bus, reader, lease_s=LEASE_S, release=True):
-            return await _record(bus, config, run, out, checkpoints)
-
-
-async def _record(bus: Bus, config: Config, run: RunDir, out: Path, checkpoints: bool) -> Recording:
-    return await record(bus, config, run, out, run_record=await read_record(bus), checkpoints=checkpoints)
+async def _record(config: Config, run: RunDir, out: Path, checkpoints: bool, *, reader: str = "") -> Recording:
+    """`reader`: under this name the stream is held meanwhile."""
+    async with contextlib.AsyncExitStack() as held:
+        bus = await held.enter_async_context(opened(run))
+        if reader:
+            await hold_stream(bus, reader, lease_s=LEASE_S)
+            await held.enter_async_context(keeping_position(bus, reader, lease_s=LEASE_S, release=True))
+        return await record(bus, config, run, out, run_record=await read_key(bus.kv, KEY_RUN, RunRecord), checkpoints=checkpoints)

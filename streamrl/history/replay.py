@@ -14,15 +14,15 @@ from streamrl.config.tree import Config
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.reader import RecordReader, open_message
 from streamrl.consumers.training.spilled_drops import whole
-from streamrl.consumers.training.steps import Stepper
+from streamrl.consumers.training.steps import Stepped, train_version
+from streamrl.consumers.training.stream_fold import StreamFold
 from streamrl.core.fold_config import fold_config
 from streamrl.core.records import Poison
 from streamrl.core.state import FoldState, initial_state
 from streamrl.data.model import vocab_size
-from streamrl.errors import BusError, ConfigError, TrainingError
-from streamrl.history.replay_log import PastLedger, read_fingerprints, read_past
-from streamrl.history.replay_pending import read_pending
-from streamrl.history.replay_report import Comparison, Difference, ReplayReport, differing_groups
+from streamrl.errors import BatchDiffers, BusError, ConfigError, TrainingError
+from streamrl.history.replay_log import PastLedger, read_fingerprints, read_past, read_pending
+from streamrl.history.replay_report import Comparison, Difference, ReplayReport
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import SAMPLES, Subjects
 from streamrl.schemas.versions import Version
@@ -30,7 +30,6 @@ from streamrl.trainers.checkpoints import list_checkpoints
 from streamrl.trainers.fingerprint import fingerprint_difference, fingerprint_digest, numerics_fingerprint
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.ranks.local import opened_trainer
-from streamrl.weights.manifest import Content
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +66,6 @@ def replay(
     initial_digest: str = "",
     tolerance: float = TOLERANCE,
     num_tokens: int = 0,
-    progress: Callable[[LedgerEntry, bool], None] | None = None,
 ) -> ReplayReport:
     """Train a run again by its own ledger and compare; call from the training thread.
 
@@ -83,7 +81,6 @@ def replay(
         initial_digest: digest of the version 0 that the run published; empty if it is not known.
         tolerance: see `ReplayReport`.
         num_tokens: vocabulary of the model; 0: token ids are not checked.
-        progress: called after every version with its entry and whether the digest was equal.
 
     Raises:
         LogTruncated: the sample stream does not go back far enough.
@@ -105,27 +102,17 @@ def replay(
     others = sorted({entry.fingerprint for entry in entries} - {ours})
     comparison = Comparison(entries, same_fingerprint=not others, known_cause=known_cause)
     reader = RecordReader(log, call.loop, after=state.cursor, capacity=4 * config.tasks.batch_tasks)
-    stepper = Stepper(
-        reader=reader,
-        ledger=past,
-        trainer=trainer,
-        config=rules,
-        state=state,
-        messages=pending.samples,
-        effects=lambda effects, incoming: None,
-    )
+    fold = StreamFold(reader=reader, config=rules, state=state, messages=pending.samples)
+    books = ComparedBooks(past, comparison, lambda entry: call(whole(log.blobs, entry)))
     problem, digest, first = "", "", None
     try:
-        for entry in entries:
-            stepped = stepper.next(lambda: False)
-            assert stepped is not None and stepped.past is not None
+        for _ in entries:
+            stepped = train_version(fold, trainer, books, lambda: False)
+            assert stepped is not None
             digest = stepped.result.digest
-            same = comparison.add(stepped, call(whole(log.blobs, entry)))
-            if progress is not None:
-                progress(entry, same)
     except TrainingError as error:
         problem = error.message
-        first = call(_explain(log, error, known_cause))
+        first = call(_explain(log, error, known_cause)) if isinstance(error, BatchDiffers) else None
     finally:
         reader.close()
     done = entries[comparison.versions - 1].version if comparison.versions else start.version
@@ -144,6 +131,35 @@ def replay(
         problem=problem,
         digest=digest,
     )
+
+
+class ComparedBooks:
+    """Implements `streamrl.consumers.training.steps.Books`: every version is in the ledger, and is held against it.
+
+    Args:
+        past: the ledger.
+        comparison: takes each version.
+        whole: an entry with its drops in it, wherever they are.
+    """
+
+    hint = ""
+
+    def __init__(
+        self,
+        past: PastLedger,
+        comparison: Comparison,
+        whole: Callable[[LedgerEntry], LedgerEntry],
+    ) -> None:
+        self.at = past.at
+        self._comparison = comparison
+        self._whole = whole
+
+    def enter(self, stepped: Stepped) -> Version:
+        """See `Books.enter`; other digits are told and gone on with."""
+        assert stepped.past is not None
+        entry = self._whole(stepped.past)
+        self._comparison.add(stepped, entry)
+        return entry.version
 
 
 def check_span(past: PastLedger, span: Range, where: str) -> None:
@@ -180,7 +196,6 @@ async def verify(
     config_difference: str = "",
     initial_digest: str = "",
     tolerance: float = TOLERANCE,
-    progress: Callable[[LedgerEntry, bool], None] | None = None,
 ) -> ReplayReport:
     """Replay a run against its ledger: all of `streamrl replay --verify` but for opening the log. Arguments are those of `replay`."""
     call = Caller(asyncio.get_running_loop())
@@ -200,7 +215,6 @@ async def verify(
                 initial_digest=initial_digest,
                 tolerance=tolerance,
                 num_tokens=vocab_size(model_dir),
-                progress=progress,
             )
 
     return await asyncio.to_thread(work)
@@ -208,7 +222,7 @@ async def verify(
 
 def _other_weights(trainer: Trainer, published: str) -> tuple[str, str] | None:
     """(cause, detail) when the initial weights are not those that the run published as version 0."""
-    ours = Content(tuple(trainer.shards())).digest
+    ours = trainer.digest()
     if published in ("", ours):
         return None
     return "initial weights", f"version 0 was published with digest {published}, the model directory gives {ours}"
@@ -219,19 +233,15 @@ def _fingerprint_lines(ours: Mapping[str, str], others: Sequence[str], told: Map
     return tuple(dict.fromkeys(lines))
 
 
-async def _explain(log: Log, error: TrainingError, known_cause: tuple[str, str] | None) -> Difference | None:
-    """Why the stream gave another batch than the ledger has; None when the error is about something else."""
-    expected = error.values.get("expected")
-    if not isinstance(expected, LedgerEntry):
-        return None
-    what = differing_groups(expected.used, error.values["got"])
+async def _explain(log: Log, differs: BatchDiffers, known_cause: tuple[str, str] | None) -> Difference:
+    """Why the stream gave another batch than the ledger has."""
     if known_cause is not None and known_cause[0] == "config":
-        return Difference(str(expected.version), what, *known_cause)
-    for sequence in sorted({sequence for group in expected.used for sequence in group.sequences}):
+        return Difference(differs.version, differs.what, *known_cause)
+    for sequence in differs.sequences:
         try:
             record = open_message(await log.fetch(SAMPLES, sequence)).record
         except BusError as gone:
-            return Difference(str(expected.version), what, "data", gone.message)
+            return Difference(differs.version, differs.what, "data", gone.message)
         if isinstance(record, Poison):
-            return Difference(str(expected.version), what, "schema", record.reason)
-    return Difference(str(expected.version), what, "data", "")
+            return Difference(differs.version, differs.what, "schema", record.reason)
+    return Difference(differs.version, differs.what, "data", "")

@@ -1,9 +1,19 @@
-"""What a replay reads from a log: the ledger, and what events and manifests tell of its run."""
+"""What a replay reads from a log: the ledger, what events and manifests tell of its run, and the pending groups of a checkpoint."""
 
 from __future__ import annotations
 
-from streamrl.bus.protocol import Log
+from pathlib import Path
+
+import msgspec
+
+from streamrl.bus.protocol import Log, Message
+from streamrl.bus.reading import stretch
+from streamrl.consumers.training.carried import fetch_messages, held, oldest_read_again, read_carried
+from streamrl.consumers.training.checkpoints import check_stream
+from streamrl.consumers.training.reader import open_samples
+from streamrl.core.state import FoldState
 from streamrl.schemas.codec import decode
+from streamrl.schemas.columns import SampleBatch
 from streamrl.schemas.events import NUMERICS_EVENT, Event
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import EVENTS, LEDGER, WEIGHTS, Subjects
@@ -38,14 +48,8 @@ async def read_past(log: Log, subjects: Subjects, trainer: str) -> PastLedger:
     """Everything that a trainer's ledger has at this moment, spilled drops left where they are."""
     subject = subjects.ledger(trainer)
     newest = await log.last(subject)
-    entries: list[LedgerEntry] = []
-    if newest is None:
-        return PastLedger(entries)
-    async for message in log.read(LEDGER, after=0, subject=subject):
-        entries.append(decode(message.body, LedgerEntry, where=f"{subject} sequence {message.sequence}"))
-        if message.sequence >= newest.sequence:
-            break
-    return PastLedger(entries)
+    messages = stretch(log, LEDGER, first=1, last=newest.sequence if newest else 0, subject=subject)
+    return PastLedger([decode(one.body, LedgerEntry, where=f"{subject} sequence {one.sequence}") async for one in messages])
 
 
 async def read_fingerprints(log: Log, subjects: Subjects) -> dict[str, dict[str, str]]:
@@ -53,14 +57,10 @@ async def read_fingerprints(log: Log, subjects: Subjects) -> dict[str, dict[str,
     subject = subjects.events(NUMERICS_EVENT)
     newest = await log.last(subject)
     found: dict[str, dict[str, str]] = {}
-    if newest is None:
-        return found
     first = (await log.state(EVENTS)).first
-    async for message in log.read(EVENTS, after=first - 1, subject=subject):
+    async for message in stretch(log, EVENTS, first=first, last=newest.sequence if newest else 0, subject=subject):
         detail = decode(message.body, Event, where=f"{subject} sequence {message.sequence}").detail
         found[str(detail["fingerprint"])] = {str(name): str(value) for name, value in detail["values"].items()}
-        if message.sequence >= newest.sequence:
-            break
     return found
 
 
@@ -71,3 +71,32 @@ async def read_initial_digest(log: Log) -> str:
         return ""
     manifest = decode((await log.fetch(WEIGHTS, 1)).body, Manifest, where="the first manifest")
     return manifest.digest if manifest.version.number == 0 else ""
+
+
+class Pending(msgspec.Struct, frozen=True):
+    """What a stepper that goes on from a state needs."""
+
+    identity: str
+    """Of the sample stream."""
+    carried: dict[int, Message]
+    """Messages that came from the checkpoint; they may be gone from the stream."""
+    samples: dict[int, SampleBatch]
+    """Decoded messages of the pending groups, by sequence."""
+
+
+async def read_pending(log: Log, state: FoldState, checkpoint: Path | None, *, identity: str = "") -> Pending:
+    """Check that the stream goes back far enough for `state`, and gather the messages of its pending groups.
+
+    Args:
+        log: the stream.
+        state: where a reader goes on from.
+        checkpoint: the directory it was loaded from; None for a beginning.
+        identity: of the stream that the state was made from; empty if it is not known.
+
+    Raises:
+        LogTruncated: it is another stream, or it does not hold what is needed any more.
+    """
+    carried = read_carried(checkpoint) if checkpoint is not None else {}
+    found = await check_stream(log, cursor=state.cursor, oldest_needed=oldest_read_again(state, carried), identity=identity)
+    messages = carried | await fetch_messages(log, held(state) - carried.keys())
+    return Pending(found, carried, open_samples(messages[sequence] for sequence in sorted(held(state))))

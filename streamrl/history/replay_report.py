@@ -8,7 +8,7 @@ import msgspec
 
 from streamrl.consumers.training.steps import Stepped
 from streamrl.core.assembly import ages
-from streamrl.schemas.ledger import LedgerEntry, Used
+from streamrl.schemas.ledger import LedgerEntry
 
 COMPARED = ("train/loss", "train/grad_norm", "train/tis", "train/entropy_loss", "train/answer_probability")
 """Metrics that follow the digits; those of other numerics stay close, and are compared by tolerance."""
@@ -167,19 +167,6 @@ def differing_books(stepped: Stepped, past: LedgerEntry) -> str:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= QUOTED else f"{text[:QUOTED]}... ({len(text)} letters)"
-
-
-def differing_groups(expected: Sequence[Used], got: Sequence[Used]) -> str:
-    """The first groups of two batches that differ, in words."""
-    ours = {group.task: group for group in got}
-    for group in expected:
-        other = ours.get(group.task)
-        if other is None:
-            return f"task {group.task} was in the batch, the stream does not give it there"
-        if other != group:
-            return f"task {group.task} was trained from messages {group.sequences}, the stream gives {other.sequences}"
-    more = sorted(set(ours) - {group.task for group in expected})
-    return f"task {more[0]} was not in the batch, the stream gives it there" if more else "the groups are the same"
 
 
 def _magnitude(entries: Sequence[LedgerEntry], name: str) -> float:

@@ -6,9 +6,11 @@ import contextlib
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
+import msgspec
 from msgspec.structs import replace
 
-from streamrl.bus.protocol import Bus, Log
+from streamrl.bus.protocol import Log
+from streamrl.bus.reading import read_key
 from streamrl.config.load import dump
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError
@@ -19,26 +21,22 @@ from streamrl.history.replay_log import read_initial_digest, read_past
 from streamrl.runtime.run_bus import opened
 from streamrl.runtime.run_record import check_resume
 from streamrl.runtime.rundir import RunDir
-from streamrl.schemas.codec import decode
 from streamrl.schemas.control import RunRecord
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import KEY_RUN, RUN_ID, Subjects
 
 
-class Source:
-    """An opened log with what belongs to it. All attributes stay the same."""
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """An opened log with what belongs to it."""
 
-    def __init__(
-        self, *, config: Config, log: Log, model_dir: Path, checkpoints: Path, record: RunRecord | None, initial_digest: str
-    ) -> None:
-        self.config = config
-        self.log = log
-        self.model_dir = model_dir
-        self.checkpoints = checkpoints
-        self.record = record
-        """What the run was started with, where it is known."""
-        self.initial_digest = initial_digest
-        """Digest of the version 0 that it published, where that is known."""
+    config: Config
+    log: Log
+    model_dir: Path
+    checkpoints: Path
+    record: RunRecord | None
+    """What the run was started with, where it is known."""
+    initial_digest: str
+    """Digest of the version 0 that it published, where that is known."""
 
     @property
     def config_difference(self) -> str:
@@ -84,15 +82,9 @@ async def opened_source(text: str, *, base: Path | str = "runs") -> AsyncGenerat
             log=bus,
             model_dir=run.policy_dir(config),
             checkpoints=run.checkpoints,
-            record=await read_record(bus),
+            record=await read_key(bus.kv, KEY_RUN, RunRecord),
             initial_digest=await read_initial_digest(bus),
         )
-
-
-async def read_record(bus: Bus) -> RunRecord | None:
-    """The run record, or None where none was written."""
-    entry = await bus.kv.get(KEY_RUN)
-    return decode(entry.value, RunRecord, where=KEY_RUN) if entry is not None and entry.value is not None else None
 
 
 async def read_entries(text: str, *, base: Path | str = "runs") -> tuple[str, list[LedgerEntry]]:

@@ -1,45 +1,43 @@
 """Tap: a second trainer beside a live run. It reads the stream and the run's ledger, publishes no weights and grants nothing.
 
 It has a name, a ledger, checkpoints and a position of its own. Its position is a lease: it keeps the stream from being trimmed under the
-tap, and lapses when the tap has been gone for `lease_s`. What it trains is a branch of the run (`streamrl.history.branch_steps`).
+tap, and lapses when the tap has been gone for `lease_s`. What it trains is a branch of the run (`streamrl.history.branch_fold`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
 
-from streamrl.bus.protocol import Bus
+from streamrl.bus.protocol import Bus, Log
 from streamrl.config.load import override
 from streamrl.config.tree import Config
+from streamrl.consumers.training.books import LedgerBooks
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.checkpoints import Checkpointer, ensure_position, read_latest
-from streamrl.consumers.training.ledger import Ledger, open_ledger, take_fence
+from streamrl.consumers.training.ledger import open_ledger, take_fence
 from streamrl.consumers.training.reader import RecordReader
-from streamrl.consumers.training.steps import POLL_S, Stepped
-from streamrl.core.assembly import used
+from streamrl.consumers.training.steps import train_version
 from streamrl.core.fold_config import fold_config
 from streamrl.core.state import FoldState
 from streamrl.data.model import ensure_model, vocab_size
-from streamrl.errors import ConfigError, Diverged, TrainingError
-from streamrl.history.branch import check_overrides, entry_of
+from streamrl.errors import ConfigError
+from streamrl.history.branch import check_overrides
+from streamrl.history.branch_fold import BranchFold
 from streamrl.history.branch_state import BranchState, begin, translate
-from streamrl.history.branch_steps import BranchStepper
 from streamrl.history.replay import find_start
-from streamrl.history.replay_log import read_past
-from streamrl.history.replay_pending import read_pending
-from streamrl.history.tap_ledger import FollowedLedger
+from streamrl.history.replay_log import read_past, read_pending
 from streamrl.history.tap_position import hold_stream, keeping_position
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import Worker
-from streamrl.schemas.subjects import Subjects
-from streamrl.schemas.versions import Version
+from streamrl.schemas.codec import decode
+from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.subjects import LEDGER, Subjects
 from streamrl.trainers.fingerprint import fingerprint_digest, numerics_fingerprint
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.ranks.local import opened_trainer
@@ -152,7 +150,15 @@ class Tap:
         else:
             state, path = self._first_state()
         pending = call(read_pending(self.bus, state.own, path, identity=latest.stream_identity if latest else ""))
-        saver = self._checkpointer(pending.identity)
+        saver = Checkpointer(
+            bus=self.bus,
+            call=call,
+            trainer=self.trainer,
+            settings=self.config.trainer,
+            run_path=self.run_dir.path,
+            identity=pending.identity,
+            lease_s=self.settings.lease_s,
+        )
         saver.resumed(latest, pending.carried)
         if latest:
             call(ensure_position(self.bus, name, state, lease_s=self.settings.lease_s))
@@ -161,27 +167,28 @@ class Tap:
             saver.flush(state)
         parent = FollowedLedger(self.bus, call.loop, self.subjects, self.parent.trainer.name, after=state.parent.version.number)
         reader = RecordReader(self.bus, call.loop, after=state.cursor, capacity=4 * self.config.tasks.batch_tasks)
-        stepper = BranchStepper(
+        fold = BranchFold(
             reader=reader,
             parent=parent,
-            trainer=self.trainer,
             config=self.rules,
             parent_config=self.parent_rules,
             state=state,
             messages={sequence: translate(samples, state.numbers) for sequence, samples in pending.samples.items()},
+            waiting=saver.while_waiting,  # a full stream may wait for this very position
         )
+        other = "was it started with other --set values? a tap with others needs another --name"
+        books = LedgerBooks(ledger, call, self.config, self.fingerprint, hint=other, diverged=other)
         log.info("tapping from version=%s parent=%s cursor=%d fence=%d", state.version, state.parent.version, state.cursor, fence)
         try:
-            while (stepped := stepper.next(lambda: self._wait(stepper, saver, stop))) is not None:
-                stepper.state = self._commit(stepped, stepper, ledger)
-                saver.after_step(stepper.state)
+            while train_version(fold, self.trainer, books, lambda: self._stops(fold.state, stop)):
+                saver.after_step(fold.state)
                 if stop():  # a tap that is behind never waits
                     break
         finally:
             reader.close()
             parent.close()
-        saver.flush(stepper.state)
-        return stepper.state
+        saver.flush(fold.state)
+        return fold.state
 
     def _first_state(self) -> tuple[BranchState, Path | None]:
         """Where a new tap begins, and the run's checkpoint that this is."""
@@ -190,53 +197,55 @@ class Tap:
         before = FoldState.decode(self.trainer.load(start.path)) if start.path else None
         return begin(self.rules, self.parent_rules, before), start.path
 
-    def _wait(self, stepper: BranchStepper, saver: Checkpointer, stop: Callable[[], bool]) -> bool:
-        saver.while_waiting(stepper.state)  # a full stream may wait for this very position
-        parent = stepper.state.parent
-        if stop() or (parent.warmup_end is not None and parent.steps >= self.config.run.steps):
-            return False
-        time.sleep(POLL_S)
-        return True
-
-    def _commit(self, stepped: Stepped, stepper: BranchStepper, ledger: Ledger) -> BranchState:
-        """Make the batch durable in the tap's ledger, or check it against what is there; returns the state with its final version."""
-        state, beside = stepper.state, stepper.beside
-        assert beside is not None
-        past = ledger.at(state.version.number)
-        if past is not None and past.used != used(stepped.batch):
-            raise TrainingError(
-                f"version {past.version} of tap {self.settings.name!r} was trained from other groups than now",
-                hint="was it started with other --set values? a tap with others needs another --name",
-            )
-        if past is not None and past.version.epoch >= state.version.epoch:
-            if past.digest == stepped.result.digest:
-                return _renamed(state, past.version)
-            if self.config.run.numerics == "bitwise":
-                raise Diverged(
-                    f"version {past.version} of tap {self.settings.name!r} has digest {past.digest} in its ledger, training it again gave "
-                    f"{stepped.result.digest}",
-                    hint="was it started with other --set values? a tap with others needs another --name",
-                    version=str(past.version),
-                )
-            state = _renamed(state, Version(ledger.max_epoch + 1, state.version.number))
-        renamed = replace(stepped, state=state.own)
-        self.call(ledger.append(entry_of(renamed, self.config, beside, self.fingerprint, fence=ledger.fence)))
-        return state
-
-    def _checkpointer(self, identity: str) -> Checkpointer:
-        settings = self.config.trainer
-        return Checkpointer(
-            bus=self.bus,
-            call=self.call,
-            trainer=self.trainer,
-            name=settings.name,
-            run_path=self.run_dir.path,
-            every=settings.checkpoint_every,
-            keep=settings.keep_checkpoints,
-            identity=identity,
-            lease_s=self.settings.lease_s,
-        )
+    def _stops(self, state: BranchState, stop: Callable[[], bool]) -> bool:
+        parent = state.parent
+        return stop() or (parent.warmup_end is not None and parent.steps >= self.config.run.steps)
 
 
-def _renamed(state: BranchState, version: Version) -> BranchState:
-    return state if version == state.version else replace(state, own=replace(state.own, version=version))
+AHEAD = 512
+"""Entries that are read ahead of the tap; it frees them as it trains."""
+
+
+class FollowedLedger:
+    """Reads a trainer's entries on the bus's loop; the training thread asks `at`. Satisfies `streamrl.consumers.training.steps.Entries`.
+
+    A version that the parent trained again after a crash has the same batch, so that either entry serves.
+    """
+
+    def __init__(self, log: Log, loop: asyncio.AbstractEventLoop, subjects: Subjects, trainer: str, *, after: int) -> None:
+        self._log = log
+        self._subject = subjects.ledger(trainer)
+        self._done = after
+        self._entries: dict[int, LedgerEntry] = {}
+        self._failure: BaseException | None = None
+        self._task = asyncio.run_coroutine_threadsafe(self._follow(), loop)
+
+    def at(self, number: int) -> LedgerEntry | None:
+        """The entry that made version `number`, once it is there; those below are freed. Raises what reading raised."""
+        if self._failure is not None and number not in self._entries:
+            raise self._failure
+        self._done = max(self._done, number - 1)
+        for old in [n for n in list(self._entries) if n < number]:
+            del self._entries[old]
+        return self._entries.get(number)
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._task.cancel()
+
+    async def _room(self, number: int) -> None:
+        # The other thread makes the room, and no asyncio.Event may be set from there.
+        while number > self._done + AHEAD:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+    async def _follow(self) -> None:
+        try:
+            async for message in self._log.read(LEDGER, after=0, subject=self._subject):
+                entry = decode(message.body, LedgerEntry, where=f"{self._subject} sequence {message.sequence}")
+                await self._room(entry.version.number)
+                if entry.version.number > self._done:
+                    self._entries[entry.version.number] = entry
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # handed to the training thread, which raises it
+            self._failure = error

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 
+from streamrl.config.files import write_private
 from streamrl.config.load import from_json
 from streamrl.config.ray import OWN_GPUS_VARIABLE
 from streamrl.errors import ConfigError, LaunchError, StreamRLError
 from streamrl.launch.build_model import build_model
 from streamrl.launch.local import LocalLauncher, LocalProcess
-from streamrl.runtime.rundir import RunDir, write_private
+from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import Exit
 from streamrl.weights.factory import free_weights
 

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from streamrl.config.tree import SuperviseConfig
@@ -18,6 +17,7 @@ from streamrl.errors import LaunchError
 from streamrl.launch.protocol import Launcher, Process
 from streamrl.monitor.numbers import WorkerLine
 from streamrl.runtime.kinds import GANGS
+from streamrl.runtime.retries import FailureWindow, pause_s
 from streamrl.runtime.service import SHUTDOWN_ORDER, Exit, describe_exit
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Child:
     It is `ended` while others of its gang have not.
     """
 
-    def __init__(self, kind: str, index: int, process: Process) -> None:
+    def __init__(self, kind: str, index: int, process: Process, failures: FailureWindow) -> None:
         self.kind = kind
         self.index = index
         self.name = f"{kind}-{index}"
@@ -47,8 +47,7 @@ class Child:
         self.code: int | None = None
         """How it ended last."""
         self.ended_s = 0.0
-        self.failures: deque[float] = deque()
-        """Times of the failures within the window."""
+        self.failures = failures
         self.restarts = 0
 
     @property
@@ -83,7 +82,7 @@ class Supervisor:
 
     def start(self, kind: str, index: int) -> None:
         """Start one worker and keep it running from now on; raises LaunchError."""
-        child = Child(kind, index, self._launcher.start(kind, index))
+        child = Child(kind, index, self._launcher.start(kind, index), FailureWindow(self._config.window_s))
         self.children[child.name] = child
         logger.info("event=worker_started worker=%s pid=%d", child.name, child.process.pid)
 
@@ -204,20 +203,16 @@ class Supervisor:
 
     def _restart(self, gang: Sequence[Child], failed: Child) -> None:
         ended_with = describe_exit(failed.code or 0)
-        now_s, failures = self._clock(), gang[0].failures
-        failures.append(now_s)
-        while failures and failures[0] < now_s - self._config.window_s:
-            failures.popleft()
-        if len(failures) > self._config.max_restarts:
-            raise self._gave_up(
-                failed, f"{failed.name} ended {len(failures)} times within {self._config.window_s:g} s, last with {ended_with}"
-            )
-        pause_s = min(MAX_BACKOFF_S, self._config.backoff_s * 2.0 ** (len(failures) - 1))
+        now_s = self._clock()
+        count = gang[0].failures.add(now_s)
+        if count > self._config.max_restarts:
+            raise self._gave_up(failed, f"{failed.name} ended {count} times within {self._config.window_s:g} s, last with {ended_with}")
+        seconds = pause_s(count, first_s=self._config.backoff_s, most_s=MAX_BACKOFF_S)
         for child in gang:
             child.state = "waiting"
-            child.resume_s = now_s + pause_s
+            child.resume_s = now_s + seconds
         all_of_them = f" of all {len(gang)} {gang[0].kind}s" if len(gang) > 1 else ""
-        self._note(f"{failed.name} ended with {ended_with}; restart {len(failures)}{all_of_them} in {pause_s:g} s")
+        self._note(f"{failed.name} ended with {ended_with}; restart {count}{all_of_them} in {seconds:g} s")
 
     def _gave_up(self, child: Child, message: str) -> LaunchError:
         tail = self._launcher.tail(child.name)

@@ -15,7 +15,7 @@ from streamrl.bus import connect
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
 from streamrl.errors import BusError, LaunchError
-from streamrl.launch.launchers import opened_launcher
+from streamrl.launch.local import LocalLauncher
 from streamrl.launch.prepare import prepare
 from streamrl.launch.protocol import Launcher
 from streamrl.launch.supervisor import Supervisor
@@ -93,7 +93,7 @@ async def up(config: Config, display: Display, *, launcher: Launcher | None = No
         opened.enter_context(display)
         configure_logging(f"supervisor-{config.run.name}", file=run.events_path, stderr=False)
         if launcher is None:
-            launcher, config = opened.enter_context(opened_launcher(config, run, note))
+            launcher, config = opened.enter_context(_launcher(config, run, note))
         opened.enter_context(stops.listening())
         session = Session(config, run, display, stops, launcher)
         body = asyncio.create_task(session.run_to_end())
@@ -107,6 +107,30 @@ async def up(config: Config, display: Display, *, launcher: Launcher | None = No
             display.note("stopped at once; `up` resumes from the last checkpoint")
             return Outcome(run=run, state="killed", exit_code=_INTERRUPTED)
         return body.result()
+
+
+@contextlib.contextmanager
+def _launcher(config: Config, run: RunDir, note: Callable[[str], None]) -> Generator[tuple[Launcher, Config]]:
+    """Child processes, or with `ray.address` actors on a cluster; and the configuration that its workers are to have.
+
+    Raises:
+        LaunchError: Ray is not installed, there is no such cluster, or the run does not fit it.
+    """
+    if not config.ray.address:
+        yield LocalLauncher(run, config), config
+        return
+    try:
+        from streamrl.launch.ray import RayLauncher
+    except ModuleNotFoundError as error:
+        raise LaunchError(
+            f"ray.address is {config.ray.address}, but {error.name} cannot be imported",
+            hint="pip install 'streamrl[ray]' on every node, or leave ray.address empty",
+        ) from error
+    launcher = RayLauncher.open(config, run, note)
+    try:
+        yield launcher, launcher.config
+    finally:
+        launcher.close()
 
 
 class Session:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from streamrl.bus.protocol import Bus, Message
+from streamrl.bus.reading import read_key
 from streamrl.errors import BusError, LogTruncated, SchemaError
 from streamrl.monitor.view import LedgerLine, RunView, Totals
 from streamrl.schemas.codec import decode, encode
@@ -98,7 +99,7 @@ class Follower:
                     self._folded.set()
             except LogTruncated as gap:
                 first = (await self._bus.state(stream)).first
-                logger.info("event=history_trimmed stream=%s first=%d after=%s", stream, first, gap.values.get("needed"))
+                logger.info("event=history_trimmed stream=%s first=%d after=%s", stream, first, gap.needed)
                 self._after[stream] = first - 1
             except BusError as error:
                 logger.warning("event=follow_retry stream=%s error=%s", stream, error.message)
@@ -141,9 +142,8 @@ class Follower:
             try:
                 state = await self._bus.state(SAMPLES)
                 self.view.stream(last=state.last, num_bytes=state.bytes)
-                granted = await self._bus.kv.get(KEY_GRANTED)
-                if granted is not None and granted.value:
-                    self.view.grant(decode(granted.value, Grant, where=KEY_GRANTED))
+                if (grant := await read_key(self._bus.kv, KEY_GRANTED, Grant)) is not None:
+                    self.view.grant(grant)
                 count += 1
                 if self._carry_totals and count % 5 == 0:
                     await self.store_totals()
@@ -156,5 +156,4 @@ class Follower:
 
 async def read_totals(bus: Bus) -> Totals:
     """What earlier sessions of the run have counted."""
-    entry = await bus.kv.get(KEY_TOTALS)
-    return decode(entry.value, Totals, where=KEY_TOTALS) if entry and entry.value else Totals()
+    return await read_key(bus.kv, KEY_TOTALS, Totals) or Totals()

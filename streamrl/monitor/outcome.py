@@ -18,25 +18,18 @@ from streamrl.runtime.rundir import RunDir
 logger = logging.getLogger(__name__)
 
 
-class Outcome:
-    """The end of one `up`.
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of one `up`."""
 
-    Args:
-        run: which run.
-        state: `finished`, `stopped` (drained), `failed` or `killed`.
-        exit_code: of the command.
-        summary: None if nothing was trained.
-        evaluations: held-out evaluations, by version.
-    """
-
-    def __init__(
-        self, *, run: RunDir, state: str, exit_code: int = 0, summary: Summary | None = None, evaluations: Sequence[Evaluation] = ()
-    ) -> None:
-        self.run = run
-        self.state = state
-        self.exit_code = exit_code
-        self.summary = summary
-        self.evaluations = evaluations
+    run: RunDir
+    state: str
+    """`finished`, `stopped` (drained), `failed` or `killed`."""
+    exit_code: int = 0
+    """Of the command."""
+    summary: Summary | None = None
+    """None if nothing was trained."""
+    evaluations: Sequence[Evaluation] = ()
+    """Held-out evaluations, by version."""
 
     @property
     def summary_json(self) -> str:

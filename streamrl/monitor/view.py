@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import statistics
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -13,6 +15,7 @@ from streamrl.errors import SchemaError
 from streamrl.monitor.numbers import EngineLine, Evaluation, Point, Problem, RunNumbers, WorkerLine
 from streamrl.schemas.control import EVALUATION_ROLE, ROLLOUT_ROLE, EnginePresence, Grant, WorkerPresence
 from streamrl.schemas.events import Event, MetricReport
+from streamrl.schemas.ledger import decided_by
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.metrics import Fold
 
@@ -49,6 +52,8 @@ class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
     time_s: float = 0.0
     spilled: SpilledLine | None = None
+    score: float | msgspec.UnsetType = msgspec.UNSET
+    reward: float | msgspec.UnsetType = msgspec.UNSET
 
 
 class ProblemDetail(msgspec.Struct, frozen=True):
@@ -101,10 +106,6 @@ class Rate:
 
     def __init__(self) -> None:
         self._marks: deque[tuple[float, int]] = deque()
-
-    def grant(self, grant: Grant) -> None:
-        """How many tasks may be issued and how many have ended."""
-        self._grant = grant
 
     def mark(self, now_s: float, total: int) -> None:
         """The total is `total` at `now_s`; times must not fall."""
@@ -185,7 +186,7 @@ class RunView:
                 number=entry.version.number,
                 warmup=warmup,
                 warm=entry.warm,
-                reward=None if warmup else entry.metrics.get("rollout/raw_reward"),
+                reward=None if warmup else decided_by(entry).reward,
                 age_min=min(ages, default=0),
                 age_mean=statistics.fmean(ages) if ages else 0.0,
                 age_max=max(ages, default=0),
@@ -333,18 +334,12 @@ def stretched(values: Sequence[float], num_points: int) -> tuple[float, ...]:
 
 def counted_median(counts: Counter[int]) -> float:
     """Median of the values that `counts` counts; 0.0 if there are none."""
-    total = counts.total()
-    if total == 0:
+    if not counts:
         return 0.0
-    middle = []
-    for rank in ((total - 1) // 2, total // 2):
-        passed = 0
-        for value in sorted(counts):
-            passed += counts[value]
-            if passed > rank:
-                middle.append(value)
-                break
-    return sum(middle) / 2
+    values = sorted(counts)
+    last_ranks = list(itertools.accumulate(counts[value] for value in values))
+    low, high = (values[bisect.bisect_right(last_ranks, rank)] for rank in ((last_ranks[-1] - 1) // 2, last_ranks[-1] // 2))
+    return (low + high) / 2
 
 
 def evaluation_of(event: Event) -> Evaluation:

@@ -9,9 +9,8 @@ from typing import Any
 from streamrl.config.plugins import resolve
 from streamrl.config.tree import RewardConfig
 from streamrl.errors import ConfigError
-from streamrl.rewards.exact_match import ExactMatch
+from streamrl.rewards.built_in import ExactMatch, FinalNumber
 from streamrl.rewards.functions import FunctionReward
-from streamrl.rewards.gsm8k import FinalNumber
 from streamrl.rewards.protocol import Reward
 
 LATE = "late"

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable
 
 from streamrl.bus.address import BusAddress
@@ -14,6 +13,7 @@ from streamrl.bus.server import NatsServer
 from streamrl.config.tree import Config, SuperviseConfig
 from streamrl.errors import LaunchError
 from streamrl.runtime.credentials import certificate_of, users_of, write_cluster, write_credentials
+from streamrl.runtime.retries import FailureWindow
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import describe_exit
 
@@ -76,21 +76,18 @@ async def serving(config: Config, run: RunDir, note: Callable[[str], None]) -> A
 
 async def _keep(server: NatsServer, up: Serving, config: SuperviseConfig, note: Callable[[str], None]) -> None:
     """Start the server again whenever it ends: same port, same store, so that clients reconnect and find everything."""
-    failures: deque[float] = deque()
+    failures = FailureWindow(config.window_s)
     while True:
         await asyncio.sleep(_POLL_S)
         code = server.poll()
         if code is None:
             continue
-        now_s = time.monotonic()
-        failures.append(now_s)
-        while failures[0] < now_s - config.window_s:
-            failures.popleft()
+        count = failures.add(time.monotonic())
         note(f"nats-server ended with {describe_exit(code)}; restarting it on the same store")
         try:
-            if len(failures) > config.max_restarts:
+            if count > config.max_restarts:
                 raise LaunchError(
-                    f"nats-server ended {len(failures)} times within {config.window_s:g} s",
+                    f"nats-server ended {count} times within {config.window_s:g} s",
                     hint=f"see {server.log_path}; is the disk full?",
                 )
             if server.start() != up.address:

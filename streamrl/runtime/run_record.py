@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from streamrl.bus.protocol import Bus
-from streamrl.config.former import in_present_words
+from streamrl.config.load import dump, from_json
 from streamrl.errors import ConfigError, Conflict
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import RunRecord
@@ -73,7 +73,10 @@ async def write_or_check(bus: Bus, record: RunRecord) -> bool:
 
 
 def check_resume(old: RunRecord, new: RunRecord) -> None:
-    """Raise ConfigError unless `new` may continue the run that `old` describes."""
+    """Raise ConfigError unless `new` may continue the run that `old` describes.
+
+    A key that came after `old` was written counts as its default, which for a key that decides means off.
+    """
     if old.dataset_digest != new.dataset_digest:
         raise ConfigError(
             f"dataset changed on resume: run {old.run!r} was started on {old.num_rows} rows with digest {old.dataset_digest[:16]}, "
@@ -81,7 +84,8 @@ def check_resume(old: RunRecord, new: RunRecord) -> None:
             hint="put the old rows back, or start a new run with --name NAME",
             key="data.train",
         )
-    before, after = (_flat(in_present_words(json.loads(record.config))) for record in (old, new))
+    before = _flat(json.loads(dump(from_json(old.config, where=f"the record of run {old.run!r}"))))
+    after = _flat(json.loads(new.config))
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key) and not _is_free(key):
             raise ConfigError(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from pathlib import Path
 
+from streamrl.config.files import write_private
 from streamrl.config.load import dump, from_json
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError, LaunchError
@@ -17,36 +17,39 @@ class RunDir:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).absolute()
+        self.config_path = self.path / "config.json"
+        """The whole configuration as JSON, defaults included; holds no secrets."""
+        self.bus_path = self.path / "bus.json"
+        """How to reach the bus with the operator's credentials; readable by the owner only."""
+        self.credentials = self.path / "credentials"
+        """Secrets, one file each, readable by the owner only: the bus for each role, and the token of the engines."""
+        self.engine_token_path = self.credentials / "engine-token"
+        """What engines ask of those who send them requests."""
+        self.tls = self.path / "tls"
+        """Certificate of the embedded nats-server."""
+        self.bus_store = self.path / "bus"
+        """Storage of the embedded nats-server."""
+        self.lock_path = self.path / "lock"
+        """Locked while a supervisor runs; holds its process id."""
+        self.checkpoints = self.path / "checkpoints"
+        """One directory per checkpoint."""
+        self.hf = self.path / "hf"
+        """Policies saved as Hugging Face model directories."""
+        self.model_dir = self.path / "model"
+        """The initial policy, if it is built and not given."""
+        self.logs = self.path / "logs"
+        """One file per worker."""
+        self.events_path = self.logs / "supervisor.log"
+        """The supervisor's own log."""
+        self.summary_path = self.path / "summary.json"
+        """Written when the run stops."""
+        self.plot_path = self.path / "plot.png"
+        """Reward and lag over the run."""
 
     @property
     def name(self) -> str:
         """The run id."""
         return self.path.name
-
-    @property
-    def config_path(self) -> Path:
-        """The whole configuration as JSON, defaults included; holds no secrets."""
-        return self.path / "config.json"
-
-    @property
-    def bus_path(self) -> Path:
-        """How to reach the bus with the operator's credentials; readable by the owner only."""
-        return self.path / "bus.json"
-
-    @property
-    def credentials(self) -> Path:
-        """Secrets, one file each, readable by the owner only: the bus for each role, and the token of the engines."""
-        return self.path / "credentials"
-
-    @property
-    def engine_token_path(self) -> Path:
-        """What engines ask of those who send them requests."""
-        return self.credentials / "engine-token"
-
-    @property
-    def tls(self) -> Path:
-        """Certificate of the embedded nats-server."""
-        return self.path / "tls"
 
     def role_path(self, role: str) -> Path:
         """How to reach the bus with a role's credentials."""
@@ -65,51 +68,6 @@ class RunDir:
                 f"expected the engines' token in {self.engine_token_path}: {error.strerror}",
                 hint="`streamrl up` makes it; copy it to hosts that run engines or producers",
             ) from error
-
-    @property
-    def bus_store(self) -> Path:
-        """Storage of the embedded nats-server."""
-        return self.path / "bus"
-
-    @property
-    def lock_path(self) -> Path:
-        """Locked while a supervisor runs; holds its process id."""
-        return self.path / "lock"
-
-    @property
-    def checkpoints(self) -> Path:
-        """One directory per checkpoint."""
-        return self.path / "checkpoints"
-
-    @property
-    def hf(self) -> Path:
-        """Policies saved as Hugging Face model directories."""
-        return self.path / "hf"
-
-    @property
-    def model_dir(self) -> Path:
-        """The initial policy, if it is built and not given."""
-        return self.path / "model"
-
-    @property
-    def logs(self) -> Path:
-        """One file per worker."""
-        return self.path / "logs"
-
-    @property
-    def events_path(self) -> Path:
-        """The supervisor's own log."""
-        return self.logs / "supervisor.log"
-
-    @property
-    def summary_path(self) -> Path:
-        """Written when the run stops."""
-        return self.path / "summary.json"
-
-    @property
-    def plot_path(self) -> Path:
-        """Reward and lag over the run."""
-        return self.path / "plot.png"
 
     def policy_dir(self, config: Config) -> Path:
         """Where the initial policy and its tokenizer are: the user's model, or the one that was built for the run."""
@@ -171,14 +129,3 @@ def known_runs(base: Path | str = "runs") -> list[RunDir]:
         return []
     runs = [run for run in (RunDir(path) for path in root.iterdir()) if run.exists]
     return sorted(runs, key=lambda run: run.config_path.stat().st_mtime, reverse=True)
-
-
-def write_private(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` in one step, readable by the owner only."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

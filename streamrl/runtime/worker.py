@@ -19,7 +19,7 @@ from streamrl.bus import BusAddress, connect
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
 from streamrl.errors import BusError, ConfigError, Fenced, StreamRLError
-from streamrl.runtime.collection import collect_rarely, keep_all, keep_none
+from streamrl.runtime.collection import collect_rarely, keep_none
 from streamrl.runtime.kinds import check_kind, environment, load_main, num_workers
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import SUPERVISOR_VARIABLE, Exit, die_with_parent, parent_is_gone
@@ -78,10 +78,6 @@ class Worker:
             await self.bus.publish(self.subjects.events(kind), encode(event))
         except BusError as error:
             logger.warning("event=event_lost kind=%s error=%s", kind, error.message)
-
-    def set_up(self) -> None:
-        """For a service to say that what lives as long as the process is loaded."""
-        keep_all()
 
     async def present(self) -> None:
         """Say on the bus that this worker is alive; raises BusError."""

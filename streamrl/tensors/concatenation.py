@@ -4,6 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+ITEM_BYTES: Mapping[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Bytes of an element, for the types that a version may have."""
 ALIGNMENT = 64
 """Bytes; a cache line, and enough for any dtype to be viewed in place."""
 

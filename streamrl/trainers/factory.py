@@ -5,22 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from streamrl.config.tree import Config
 from streamrl.core.batches import TrainBatch
-from streamrl.errors import TrainingError
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.schedule import learning_rate
-
-
-@runtime_checkable
-class Exports(Protocol):
-    """A trainer that can write its policy as a model directory."""
-
-    def save_hf(self, path: Path) -> None:
-        """Write the model directory at `path`, whole or not at all."""
-        ...
 
 
 def make_trainer(config: Config, model_dir: Path) -> Trainer:
@@ -89,10 +78,3 @@ def learning_rates(config: Config) -> Callable[[TrainBatch], float]:
         )
 
     return rate
-
-
-def export_policy(trainer: Trainer, path: Path) -> None:
-    """Write the trainer's policy as a model directory (Hugging Face, or a table's) at `path`, whole or not at all."""
-    if not isinstance(trainer, Exports):
-        raise TrainingError(f"expected a trainer that can write a model directory, got {type(trainer).__name__}")
-    trainer.save_hf(path)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
-from streamrl.config.registry import Role
 from streamrl.core.batches import TrainBatch
 from streamrl.schemas.versions import Version
 from streamrl.weights.protocol import Shard
@@ -23,17 +22,19 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float]
     finite: bool = True
     """False when a gradient was not finite and the update was skipped."""
+    score: float | None = None
+    """For a batch of the warm-up, which ends by it: mean probability of whole answers under the policy that the batch was trained from."""
 
 
 class Trainer(Protocol):
-    """One policy under training. Adapters: `torch` and, without any framework, `table`."""
-
-    def score(self, batch: TrainBatch, role: Role) -> Any:
-        """Log-probs (for `value`: values) [T] float32 of the batch's packed tokens; 0.0 at the first token of each sequence."""
-        ...
+    """One policy under training. Adapters: `torch`, `table` without any framework, and `LeadingTrainer` over several ranks."""
 
     def step(self, batch: TrainBatch) -> StepResult:
         """Train on one batch (one or several optimizer steps) with the loss that `batch.kind` names; raises TrainingError."""
+        ...
+
+    def digest(self) -> str:
+        """Digest of the parameters as they are now, 16 hex digits: that of all `shards`, the same on every rank."""
         ...
 
     def shards(self) -> Iterator[Shard]:
@@ -46,4 +47,8 @@ class Trainer(Protocol):
 
     def load(self, path: Path) -> bytes:
         """Restore parameters, optimizer and random state from `path`; returns what `save` got as `extra`."""
+        ...
+
+    def export(self, path: Path) -> None:
+        """Write the policy as a model directory (Hugging Face, or a table's) at `path`, whole or not at all."""
         ...

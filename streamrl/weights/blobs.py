@@ -114,7 +114,7 @@ class PartStore:
             ) from error
         except BusError as error:
             raise WeightSyncError(f"{what}: blob {part.location} cannot be read: {error.message}", hint=error.hint) from error
-        digest = await asyncio.to_thread(_sha256, data)
+        digest = await asyncio.to_thread(sha256_of, data)
         if len(data) != part.nbytes or digest != part.sha256:
             raise WeightSyncError(
                 f"{what}: expected {part.nbytes} bytes with sha256 {part.sha256[:12]}... in blob {part.location}, "
@@ -124,5 +124,6 @@ class PartStore:
         return data
 
 
-def _sha256(data: memoryview) -> str:
+def sha256_of(data: memoryview) -> str:
+    """In hex, as manifests have it."""
     return hashlib.sha256(data).hexdigest()

@@ -29,7 +29,7 @@ from streamrl.weights import manifest as manifests
 from streamrl.weights.ipc_lease import Lease, Owner, ReadLease, is_held, owner_of
 from streamrl.weights.pins import Pins
 from streamrl.weights.protocol import CudaSource, DeviceMemory, FileSource, HostBytes, Part, Shard, Slice, Snapshot, WeightTransport
-from streamrl.weights.shm import host_id
+from streamrl.weights.shm import check_host, host_id
 
 log = logging.getLogger(__name__)
 
@@ -178,12 +178,7 @@ class IpcTransport:
 
     def _take(self, manifest: Manifest) -> ReadLease:
         where = f"{manifest.policy} {manifest.version}"
-        here = host_id(self._directory)
-        if manifest.host != here:
-            raise WeightSyncError(
-                f"{where}: expected a manifest of this host ({here}), got one of {manifest.host or 'no host'}",
-                hint="device memory reaches one host only: set weights.transport = 'bus', or weights.also_on_bus = true",
-            )
+        check_host(manifest, self._directory, what="device memory")
         if len(manifest.parts) != 1:
             raise WeightSyncError(f"{where}: expected one part in device memory, got {len(manifest.parts)}")
         return ReadLease(self._directory, manifest.parts[0].location, where=where)

@@ -19,24 +19,9 @@ import numpy.typing as npt
 from streamrl.errors import SchemaError, WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Link, Manifest, PartRef, TensorSpec
-from streamrl.tensors.concatenation import aligned
+from streamrl.tensors.concatenation import ITEM_BYTES, aligned
 from streamrl.tensors.digest import MASK, WORD_BYTES, as_words, combine, digest_text, slice_digest
 from streamrl.weights.protocol import HostBytes, Shard, Slice
-
-ITEM_BYTES: Mapping[str, int] = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
 
 
 class Content:
@@ -143,53 +128,6 @@ def cut(nbytes: int, limit: int) -> tuple[Slice, ...]:
     if limit < 1:
         raise WeightSyncError(f"a part needs a limit of at least 1 byte, got {limit}")
     return tuple(Slice(start, min(limit, nbytes - start)) for start in range(0, nbytes, limit))
-
-
-def check_tensors(manifest: Manifest, expected: Mapping[str, tuple[str, Sequence[int]]]) -> None:
-    """Raise WeightSyncError unless the manifest has exactly the `expected` tensors: name to (dtype, shape).
-
-    The message names the first tensor that differs, what the model has and what the manifest has.
-    """
-    where = f"{manifest.policy} {manifest.version}"
-    hint = "the engine and the trainer must be built from the same model: compare model.path and model.dtype"
-    got = {spec.name: spec for spec in manifest.tensors}
-    for name in sorted(expected.keys() | got.keys()):
-        if name not in got:
-            raise WeightSyncError(f"tensor {name!r}: expected in the manifest of {where}, got none of that name", hint=hint, tensor=name)
-        if name not in expected:
-            raise WeightSyncError(
-                f"tensor {name!r} of {where}: expected no such tensor, the model has none of that name", hint=hint, tensor=name
-            )
-        dtype, shape = expected[name]
-        spec = got[name]
-        if (spec.dtype, spec.shape) != (dtype, tuple(shape)):
-            raise WeightSyncError(
-                f"tensor {name!r} of {where}: expected {dtype} {tuple(shape)}, got {spec.dtype} {spec.shape}", hint=hint, tensor=name
-            )
-
-
-def slices(manifest: Manifest, names: Iterable[str] | None = None) -> tuple[Slice, ...]:
-    """Byte ranges of the named tensors (None: all), in order; neighbours are joined over their padding.
-
-    Raises:
-        WeightSyncError: a name that the manifest does not have.
-    """
-    chosen = {spec.name for spec in manifest.tensors} if names is None else set(names)
-    unknown = chosen - {spec.name for spec in manifest.tensors}
-    if unknown:
-        raise WeightSyncError(
-            f"tensor {min(unknown)!r}: expected in the manifest of {manifest.policy} {manifest.version}, got none of that name"
-        )
-    joined: list[Slice] = []
-    for spec in sorted(manifest.tensors, key=lambda spec: spec.offset):
-        if spec.name not in chosen or spec.nbytes == 0:
-            continue
-        if joined and aligned(joined[-1].start + joined[-1].nbytes) == spec.offset:
-            start = joined.pop().start
-            joined.append(Slice(start, spec.offset + spec.nbytes - start))
-        else:
-            joined.append(Slice(spec.offset, spec.nbytes))
-    return tuple(joined)
 
 
 def cover(manifest: Manifest, wants: Sequence[Slice]) -> Iterator[tuple[PartRef, tuple[Slice, ...]]]:

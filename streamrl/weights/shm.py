@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import hashlib
 import logging
 import mmap
 import os
@@ -32,6 +31,7 @@ from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Contribution, Link, Manifest, PartRef
 from streamrl.weights import manifest as manifests
 from streamrl.weights import ranks
+from streamrl.weights.blobs import sha256_of
 from streamrl.weights.changes import Source
 from streamrl.weights.image import HostImage
 from streamrl.weights.pins import Pins
@@ -126,7 +126,7 @@ class ShmTransport:
         mapped = {name: memoryview(self._map(manifest, name, nbytes)) for name, nbytes in files.items()}
         for part, pieces in chosen:
             data = mapped[part.location][part.offset - begin[part.location] :][: part.nbytes]
-            if part.sha256 and await asyncio.to_thread(_sha256, data) != part.sha256:
+            if part.sha256 and await asyncio.to_thread(sha256_of, data) != part.sha256:
                 raise WeightSyncError(
                     f"{manifest.policy} {manifest.version}: expected sha256 {part.sha256[:12]}... for {part.nbytes} bytes at {part.offset} "
                     f"of {self._directory / part.location}, got other bytes",
@@ -206,7 +206,7 @@ class ShmTransport:
         for piece in manifests.cut(content.nbytes, self._part_bytes):
             view = target[piece.start : piece.start + piece.nbytes]
             content.fill(piece.start, view)
-            parts.append(PartRef(location=location, offset=piece.start, nbytes=piece.nbytes, sha256=_sha256(view.data)))
+            parts.append(PartRef(location=location, offset=piece.start, nbytes=piece.nbytes, sha256=sha256_of(view.data)))
         return tuple(parts)
 
     def _take_over(self) -> None:
@@ -239,12 +239,7 @@ class ShmTransport:
 
     def _map(self, manifest: Manifest, name: str, nbytes: int) -> mmap.mmap:
         where = f"{manifest.policy} {manifest.version}"
-        here = host_id(self._directory)
-        if manifest.host != here:
-            raise WeightSyncError(
-                f"{where}: expected a manifest of this host ({here}), got one of {manifest.host or 'no host'}",
-                hint="shared memory reaches one host only: set weights.transport = 'bus', or weights.also_on_bus = true",
-            )
+        check_host(manifest, self._directory, what="shared memory")
         path = self._directory / name
         try:
             descriptor = os.open(path, os.O_RDONLY)
@@ -274,6 +269,16 @@ def host_id(directory: Path) -> str:
     return f"{kernel}-{existing.stat().st_dev:x}"
 
 
+def check_host(manifest: Manifest, directory: Path, *, what: str) -> None:
+    """Raise WeightSyncError unless the version is in `what` of this host."""
+    here = host_id(directory)
+    if manifest.host != here:
+        raise WeightSyncError(
+            f"{manifest.policy} {manifest.version}: expected a manifest of this host ({here}), got one of {manifest.host or 'no host'}",
+            hint=f"{what} reaches one host only: set weights.transport = 'bus', or weights.also_on_bus = true",
+        )
+
+
 def remove_directory(directory: Path) -> None:
     """Free all versions of a run that has ended; engines that still map one keep it."""
     if directory.is_dir():
@@ -298,7 +303,3 @@ def _files(manifest: Manifest) -> dict[str, int]:
 def _rank_of(path: Path) -> int:
     match = _NAME.match(path.name)
     return int(match["rank"] or 0) if match else -1
-
-
-def _sha256(data: memoryview) -> str:
-    return hashlib.sha256(data).hexdigest()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
-from streamrl.bench.plan import parse_plan
-from streamrl.bench.raw import Raw
-from streamrl.bench.records import Check, Forwards, RequestRecord, RunRecord, Tokens, UpdateRecord, WindowRecord
+from benchmarks.machine import Machine
+from benchmarks.raw import Header
+from benchmarks.report import Check
+from benchmarks.weights.options import Options, parse_plan
+from benchmarks.weights.records import Forwards, Raw, RequestRecord, RunRecord, Tokens, UpdateRecord, WindowRecord
 
 PLAN = "steady:5,paced:10/1,steady:5,flip:3/1,steady:5,tensor:10/0.5,steady:5"
 STEP_MS = 10.0
@@ -69,26 +72,23 @@ def forwards(seed: int) -> Forwards:
     return Forwards(host_s=np.array(host), gpu_ms=np.array(gpu), rows=rows, extend=extend, version=np.zeros(n, np.int64))
 
 
+def header(options: Options) -> Header:
+    machine = Machine(processor="a processor", cores=2, python="3.11", packages={"torch": "2"}, date="2026-11-21", load=0.5)
+    return Header(benchmark="weights", command="streamrl bench weights", machine=machine, spec=msgspec.to_builtins(options))
+
+
 def raw() -> Raw:
     ranks = [forwards(0), forwards(1)]
     at_s = ranks[0].host_s
+    options = Options(shape="8B", plan=PLAN, streams=ROWS, probes=1, mean_tokens=1000, tensor_parallel=2, trainer_device="cuda:1")
     run = RunRecord(
-        shape="8B",
         nbytes=6_000_000_000,
         num_tensors=10,
-        streams=ROWS,
-        probes=1,
-        mean_tokens=1000,
-        tensor_parallel=2,
         device="test",
         num_devices=2,
-        trainer_device="cuda:1",
         transport="ipc",
         sglang="0",
-        torch="0",
-        flags={},
         start_server_s=1.0,
-        started_unix_s=0.0,
         hello=[
             {"graphs_s": 1.5, "graphs_nbytes": 2e8, "buffer_nbytes": 3e9},
             {"graphs_s": 1.0, "graphs_nbytes": 1e8, "buffer_nbytes": 3e9},
@@ -102,4 +102,4 @@ def raw() -> Raw:
     ]
     n = len(at_s)
     tokens = Tokens(lane=np.zeros(n, np.int64), request=np.zeros(n, np.int64), at_s=at_s, count=np.ones(n, np.int64))
-    return Raw(run=run, updates=list(updates()), requests=requests, forwards=ranks, tokens=tokens)
+    return Raw(header=header(options), run=run, updates=list(updates()), requests=requests, forwards=ranks, tokens=tokens)

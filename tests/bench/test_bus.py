@@ -12,20 +12,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from streamrl.bench.bus import measure, servers
-from streamrl.bench.bus.lanes import Counts, Order
-from streamrl.bench.bus.measure import LaneProcess, run
-from streamrl.bench.bus.payload import Plain, group, mapping, plain, with_task
-from streamrl.bench.bus.plan import BusOptions, Cell, Transport
-from streamrl.bench.bus.redis_streams import codec
-from streamrl.bench.bus.servers import missing
-from streamrl.bench.processes import cpu_of_tree, cpu_seconds
+from benchmarks.bus import measure, servers
+from benchmarks.bus.lanes import Counts, Order
+from benchmarks.bus.measure import LaneProcess, rounds
+from benchmarks.bus.payload import Plain, group, mapping, plain, with_task
+from benchmarks.bus.plan import BusOptions, Cell, Transport
+from benchmarks.bus.redis_streams import codec
+from benchmarks.bus.servers import missing
+from benchmarks.processes import cpu_of_tree, cpu_seconds
+from benchmarks.raw import Round
 from streamrl.cli import main
 from streamrl.errors import BusError, ConfigError, LaunchError
 from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.encoding import encode_samples
 
-TINY = BusOptions(out="", samples=(1, 3), tokens=(40, 64), rounds=2, round_tokens=1000, min_tasks=2, max_tasks=7)
+TINY = BusOptions(samples=(1, 3), tokens=(40, 64), rounds=2, round_tokens=1000, min_tasks=2, max_tasks=7)
 
 
 @pytest.mark.nats
@@ -34,16 +35,18 @@ def test_every_sample_arrives(transport: Transport) -> None:
     if reason := missing(transport):
         pytest.skip(reason)
     options = msgspec.structs.replace(TINY, transports=(transport,), rounds=1 if transport is Transport.RAY else 2)
-    found = run(options)
-    assert found.left_out == {} and {one.transport for one in found.measured} == {transport}
-    assert [(one.round, one.cell) for one in found.measured] == [(n, cell) for n in range(options.rounds) for cell in options.cells]
-    for one in found.measured:
-        assert one.tasks == one.messages == options.num_tasks(one.cell)
-        assert one.samples == one.tasks * one.cell.samples
-        assert one.tokens == one.samples * one.cell.tokens
-        assert one.wall_s > 0 and min(one.producer_s, one.server_s, one.consumer_s) >= 0
-        assert (one.nbytes >= 6 * one.tokens) or transport is Transport.RAY
-    assert sum(one.producer_s + one.consumer_s for one in found.measured) > 0
+    found = [one for one in rounds(options) if isinstance(one, Round)]
+    assert {one.contender for one in found} == {transport}
+    cells = [cell for _ in range(options.rounds) for cell in options.cells]
+    assert [(one.round, one.cell) for one in found] == [(n, cell.name) for n in range(options.rounds) for cell in options.cells]
+    for one, cell in zip(found, cells, strict=True):
+        values = one.values
+        assert values["tasks"] == values["messages"] == options.num_tasks(cell)
+        assert values["samples"] == values["tasks"] * cell.samples
+        assert values["tokens"] == values["samples"] * cell.tokens
+        assert values["wall_s"] > 0 and min(values["producer_s"], values["server_s"], values["consumer_s"]) >= 0
+        assert (values["nbytes"] >= 6 * values["tokens"]) or transport is Transport.RAY
+    assert sum(one.values["producer_s"] + one.values["consumer_s"] for one in found) > 0
 
 
 def test_all_carry_the_same_facts() -> None:
@@ -68,15 +71,15 @@ def test_all_carry_the_same_facts() -> None:
 def test_what_is_missing_is_left_out_with_a_line_that_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers.importlib.util, "find_spec", lambda name: None)
     assert missing(Transport.STREAMRL) == ""
-    assert missing(Transport.RAY) == "no Python package ray: pip install 'streamrl[ray]'"
-    assert missing(Transport.REDIS_ORJSON) == "no Python package redis and orjson: pip install 'streamrl[bench]'"
+    assert missing(Transport.RAY) == "no Python package ray: pip install --editable '.[ray]'"
+    assert missing(Transport.REDIS_ORJSON) == "no Python package redis and orjson: pip install --editable '.[bench]'"
     monkeypatch.setattr(servers.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert "apt install redis-server" in missing(Transport.REDIS_PICKLE)
     with pytest.raises(ConfigError, match="expected one of the transports to be there"):
-        run(msgspec.structs.replace(TINY, transports=(Transport.REDIS_PICKLE,)))
+        list(rounds(msgspec.structs.replace(TINY, transports=(Transport.REDIS_PICKLE,))))
     monkeypatch.setattr(measure, "_round", lambda options, transports, number: [])
-    assert list(run(TINY).left_out) == ["redis-orjson", "redis-pickle"]
+    assert [(fact.name, fact.about) for fact in rounds(TINY)] == [("left out", "redis-orjson"), ("left out", "redis-pickle")]
 
 
 def test_a_sample_too_many_or_too_few_is_an_error() -> None:
@@ -116,8 +119,8 @@ def test_the_command_measures_writes_and_prints(tmp_path: Path, capsys: pytest.C
     size = ["--samples", "2", "--tokens", "64", "--rounds", "1", "--round-tokens", "512", "--transports", "streamrl"]
     assert main(["bench", "bus", *size, "--out", str(out), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert [(row["transport"], row["rounds"]) for row in report["rows"]] == [("streamrl", 1)]
-    assert {path.name for path in out.iterdir()} == {"raw.json", "report.json", "table.md", "bus.png"}
+    assert [(row["contender"], row["rounds"]) for row in report["rows"]] == [("streamrl", 1)]
+    assert {path.name for path in out.iterdir()} == {"raw.jsonl", "report.json", "table.md", "bus.png"}
     assert main(["bench", "bus", "--report", str(out)]) == 0
     assert capsys.readouterr().out.startswith("| samples x tokens |")
     assert main(["bench", "bus", *size, "--out", str(out)]) != 0

@@ -2,27 +2,29 @@ from __future__ import annotations
 
 import pytest
 
-from streamrl.bench.bus.measure import turn
-from streamrl.bench.bus.plan import BusOptions, Cell, Transport, parse_numbers, parse_transports
+from benchmarks.bus.plan import BusOptions, Cell, Transport
+from benchmarks.names import names, numbers
+from benchmarks.report import turn
 from streamrl.errors import ConfigError
 
 
 def test_numbers_and_names_are_parsed() -> None:
-    assert parse_numbers("--tokens", "256, 2k,16k,2048") == (256, 2048, 16384)
-    assert parse_transports("") == tuple(Transport)
-    assert parse_transports("ray,streamrl,ray") == (Transport.RAY, Transport.STREAMRL)
+    assert numbers("--tokens", "256, 2k,16k,2048") == (256, 2048, 16384)
+    assert names("--transports", "", Transport) == tuple(Transport)
+    assert names("--transports", "ray,streamrl,ray", Transport) == (Transport.RAY, Transport.STREAMRL)
     assert [Cell(8, tokens).name for tokens in (256, 2048, 1500)] == ["8 x 256", "8 x 2k", "8 x 1500"]
+    assert [Cell.named(Cell(8, tokens).name) for tokens in (256, 2048, 1500)] == [Cell(8, 256), Cell(8, 2048), Cell(8, 1500)]
 
 
 @pytest.mark.parametrize("text", ["2.5k", "x", "-1", "2kk"])
 def test_what_is_no_number_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--tokens: expected numbers like 256,2k"):
-        parse_numbers("--tokens", text)
+        numbers("--tokens", text)
 
 
 def test_an_unknown_transport_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"redis-orjson.*got 'kafka'"):
-        parse_transports("streamrl,kafka")
+        names("--transports", "streamrl,kafka", Transport)
 
 
 @pytest.mark.parametrize(
@@ -39,11 +41,11 @@ def test_an_unknown_transport_is_refused() -> None:
 )
 def test_what_cannot_be_measured_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="bench bus: expected"):
-        BusOptions(out="", **wrong)  # type: ignore[arg-type]
+        BusOptions(**wrong)  # type: ignore[arg-type]
 
 
 def test_a_round_sends_about_as_many_tokens_of_every_shape() -> None:
-    options = BusOptions(out="", round_tokens=1_000_000, min_tasks=3, max_tasks=1000)
+    options = BusOptions(round_tokens=1_000_000, min_tasks=3, max_tasks=1000)
     assert options.num_tasks(Cell(1, 256)) == 1000
     assert options.num_tasks(Cell(8, 2048)) == 61
     assert options.num_tasks(Cell(64, 16384)) == 3

@@ -2,92 +2,118 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from streamrl.bench.bus.outcome import BEGIN, END, report_from, write_docs
-from streamrl.bench.bus.plan import Cell, Transport
-from streamrl.bench.bus.records import BusRun, Measured
-from streamrl.bench.bus.report import build_report, render
-from streamrl.bench.machine import Machine
-from streamrl.errors import DataError
+from benchmarks.bus.plan import Cell, Transport
+from benchmarks.bus.report import build_report, report_of
+from benchmarks.machine import Machine
+from benchmarks.raw import Fact, Header, Raw, Round, read, write
+from benchmarks.report import Middle, Row, marks, render, write_between
+from streamrl.errors import DataError, LaunchError
 
 TASKS = 10
 
 
-def measured(transport: Transport, cell: Cell, number: int, tokens_per_s: float, messages: int = TASKS) -> Measured:
+def measured(transport: Transport, cell: Cell, number: int, tokens_per_s: float, messages: int = TASKS) -> Round:
     samples = TASKS * cell.samples
     tokens = samples * cell.tokens
     cpu = {"producer_s": tokens * 10e-9, "server_s": tokens * 20e-9, "consumer_s": tokens * 30e-9}
     counts = {"tasks": TASKS, "messages": messages, "samples": samples, "tokens": tokens, "nbytes": 9 * tokens}
-    return Measured(transport=transport, cell=cell, round=number, wall_s=tokens / tokens_per_s, **cpu, **counts)
+    return Round(cell=cell.name, contender=transport, round=number, values={"wall_s": tokens / tokens_per_s, **cpu, **counts})
 
 
 @pytest.fixture
-def run() -> BusRun:
+def run() -> Raw:
     large, middle = Cell(64, 2048), Cell(8, 2048)
     found = [measured(Transport.STREAMRL, large, number, speed, messages=2 * TASKS) for number, speed in enumerate((15e6, 9e6, 12e6))]
     for number, (ours, other) in enumerate(((8e6, 4e6), (9e6, 3e6), (1e6, 1e6))):
-        found += [measured(Transport.STREAMRL, middle, number, ours), measured(Transport.REDIS_ORJSON, middle, number, other)]
+        found += [measured(Transport.REDIS_ORJSON, middle, number, other), measured(Transport.STREAMRL, middle, number, ours)]
     facts = Machine(processor="a processor", cores=2, python="3.11", packages={"redis": "8"}, date="2026-11-21", load=0.5)
-    return BusRun(machine=facts, rounds=3, left_out={"ray": "no Python package ray: pip install 'streamrl[ray]'"}, measured=found)
+    header = Header(benchmark="bus", command="streamrl bench bus --rounds 3", machine=facts, spec={"rounds": 3})
+    return Raw(header=header, rounds=found, facts=[Fact("left out", "ray", "no Python package ray: pip install 'streamrl[ray]'")])
 
 
-def test_medians_ratios_and_targets(run: BusRun) -> None:
+def medians(row: Row, *names: str) -> list[float]:
+    return [row.values[name].p50 for name in names]
+
+
+def test_medians_ratios_and_targets(run: Raw) -> None:
     report = build_report(run)
-    assert [(row.cell, row.transport) for row in report.rows] == [
-        (Cell(8, 2048), Transport.STREAMRL),
-        (Cell(8, 2048), Transport.REDIS_ORJSON),
-        (Cell(64, 2048), Transport.STREAMRL),
+    assert [(row.cell, row.contender) for row in report.rows] == [
+        ("8 x 2k", Transport.STREAMRL),
+        ("8 x 2k", Transport.REDIS_ORJSON),
+        ("64 x 2k", Transport.STREAMRL),
     ]
-    ours, redis, large = report.rows
-    assert (large.tokens_per_s.p50, large.tokens_per_s.low, large.tokens_per_s.high) == pytest.approx((12e6, 9e6, 15e6))
-    assert large.samples_per_s.p50 == pytest.approx(12e6 / 2048)
-    assert (large.messages, large.body_bytes, large.rounds) == (2, 9, 3)
-    assert (large.producer_ns, large.server_ns, large.consumer_ns) == pytest.approx((10, 20, 30))
+    _, redis, large = report.rows
+    speed = large.values["tokens_per_s"]
+    assert (speed.p50, speed.low, speed.high) == pytest.approx((12e6, 9e6, 15e6))
+    assert large.rounds == 3
+    assert medians(large, "samples_per_s", "messages", "body_bytes") == pytest.approx([12e6 / 2048, 2, 9])
+    assert medians(large, "producer_ns", "server_ns", "consumer_ns") == pytest.approx([10, 20, 30])
     # A ratio is one of speeds of the same round, not of medians.
-    assert redis.ratio is not None and (redis.ratio.p50, redis.ratio.low, redis.ratio.high) == pytest.approx((2, 1, 3))
-    assert ours.ratio is None and large.ratio is None
-    assert [(target.got, target.met) for target in report.targets] == [(pytest.approx(12e6), True), (pytest.approx(2), True)]
+    assert redis.values["ratio"] == Middle(pytest.approx(2), pytest.approx(1), pytest.approx(3))
+    assert [(target.got, target.met) for target in report.targets] == [("12,000,000", True), ("2.00", True)]
 
 
-def test_a_target_that_was_not_measured_is_not_met_nor_missed(run: BusRun) -> None:
-    only = [one for one in run.measured if one.cell.samples == 8 and one.transport is Transport.STREAMRL]
-    report = build_report(msgspec.structs.replace(run, measured=only))
+def test_a_target_that_was_not_measured_is_not_met_nor_missed(run: Raw) -> None:
+    only = [one for one in run.rounds if one.cell == "8 x 2k" and one.contender == Transport.STREAMRL]
+    report = build_report(msgspec.structs.replace(run, rounds=only))
     assert [target.met for target in report.targets] == [None, None]
-    slow = build_report(msgspec.structs.replace(run, measured=[measured(Transport.STREAMRL, Cell(64, 2048), 0, 9.9e6)]))
+    slow = build_report(msgspec.structs.replace(run, rounds=[measured(Transport.STREAMRL, Cell(64, 2048), 0, 9.9e6)]))
     assert [target.met for target in slow.targets] == [False, None]
     assert "| NO " in render(slow) and "| not measured |" in render(slow)
 
 
-def test_the_table_says_what_was_measured_and_what_was_left_out(run: BusRun) -> None:
+def test_the_table_says_what_was_measured_and_what_was_left_out(run: Raw) -> None:
     text = render(build_report(run))
     assert "| 64 x 2k          | streamrl     | 5,859     | 12.0 (9.00 - 15.0)" in text
     assert "| 2.00 (1.00 - 3.00) |" in text
     assert "| 10.0 + 20.0 + 30.0 = 60.0" in text
     assert "Left out: ray: no Python package ray" in text
-    assert "a processor, 2 cores, load before 0.5" in text and "2026-11-21" in text
+    assert "`streamrl bench bus --rounds 3`: a processor, 2 cores, load before 0.5" in text and "2026-11-21" in text
 
 
-def test_files_are_made_from_the_raw_one(run: BusRun, tmp_path: Path) -> None:
-    (tmp_path / "raw.json").write_bytes(msgspec.json.encode(run))
-    report = report_from(tmp_path)
+def test_files_are_made_from_the_raw_one(run: Raw, tmp_path: Path) -> None:
+    write(tmp_path, run.header, [*run.facts, *run.rounds])
+    report = report_of(tmp_path)
     assert report == build_report(run)
-    assert msgspec.json.decode((tmp_path / "report.json").read_bytes())["rows"][0]["transport"] == "streamrl"
+    assert msgspec.json.decode((tmp_path / "report.json").read_bytes())["rows"][0]["contender"] == "streamrl"
     assert (tmp_path / "table.md").read_text() == render(report)
     assert (tmp_path / "bus.png").read_bytes().startswith(b"\x89PNG")
     document = tmp_path / "bus.md"
-    document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    begin, end = marks("bus")
+    document.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     for _ in range(2):
-        write_docs(document, report)
-        assert document.read_text() == f"before\n{BEGIN}\n\n{render(report)}\n{END}\nafter\n"
+        write_between(document, "bus", render(report))
+        assert document.read_text() == f"before\n{begin}\n\n{render(report)}\n{end}\nafter\n"
 
 
-def test_without_files_or_marks_there_is_a_clear_error(run: BusRun, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="expected the raw file of a bus benchmark"):
-        report_from(tmp_path)
+def test_without_files_or_marks_there_is_a_clear_error(run: Raw, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"expected the raw\.jsonl of bench bus"):
+        report_of(tmp_path)
     (tmp_path / "bus.md").write_text("no marks")
     with pytest.raises(DataError, match="expected the marks"):
-        write_docs(tmp_path / "bus.md", build_report(run))
+        write_between(tmp_path / "bus.md", "bus", render(build_report(run)))
+
+
+def test_what_was_measured_until_an_error_is_kept(run: Raw, tmp_path: Path) -> None:
+    def records() -> Iterator[Round]:
+        yield from run.rounds[:2]
+        raise LaunchError("the server died")
+
+    with pytest.raises(LaunchError):
+        write(tmp_path, run.header, records())
+    assert read(tmp_path, "bus") == msgspec.structs.replace(run, rounds=run.rounds[:2], facts=[])
+    with pytest.raises(DataError, match=r"of bench loop .* headers of \['bus'\]"):
+        read(tmp_path, "loop")
+
+
+@pytest.mark.parametrize(("broken", "said"), [(b'{"type":"round"', "line 1"), (b'{"type":"window"}\n', "line 1"), (b"", "headers of")])
+def test_a_broken_file_is_an_error(broken: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "raw.jsonl").write_bytes(broken)
+    with pytest.raises(DataError, match=said):
+        read(tmp_path, "bus")

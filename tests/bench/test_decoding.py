@@ -6,11 +6,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from streamrl.bench.decoding.records import Failure, Raw, Timing
-from streamrl.bench.decoding.report import build_report, render
-from streamrl.bench.decoding.spec import MODELS, Spec
-from streamrl.bench.machine import Machine
-from streamrl.bench.shapes import model_config
+from benchmarks.engine.report import build_report
+from benchmarks.engine.spec import MODELS, Spec
+from benchmarks.machine import Machine
+from benchmarks.raw import Fact, Header, Raw, Round, read, write
+from benchmarks.report import marks, render
+from benchmarks.shapes import model_config
 from streamrl.cli import main
 from streamrl.config.tree import ModelConfig
 from streamrl.data.model import write_qwen3
@@ -19,38 +20,44 @@ from streamrl.errors import ConfigError
 MACHINE = Machine(processor="a processor", cores=2, python="3.11", packages={"torch": "2"}, date="2026-11-21", load=0.5)
 
 
-def timing(contender: str, number: int, wall_s: float, cpu_s: float, *, batch: int = 8) -> Timing:
-    return Timing(model="quickstart", batch=batch, contender=contender, round=number, tokens=1000, wall_s=wall_s, cpu_s=cpu_s)
+def timing(contender: str, number: int, wall_s: float, cpu_s: float, *, batch: int = 8) -> Round:
+    values = {"tokens": 1000, "wall_s": wall_s, "cpu_s": cpu_s}
+    return Round(cell=f"quickstart, {batch}", contender=contender, round=number, values=values)
 
 
 def raw() -> Raw:
     ours = [timing("streamrl", 0, 0.5, 0.4), timing("streamrl", 1, 1.0, 0.4), timing("streamrl", 2, 0.25, 0.4)]
     base = [timing("generate", 0, 1.0, 0.8), timing("generate", 1, 1.0, 0.8), timing("generate", 2, 1.0, 0.8)]
     slower = [timing("streamrl", 0, 2.0, 2.0, batch=1), timing("generate", 0, 1.0, 1.0, batch=1)]
-    return Raw(
-        spec=Spec(models=("quickstart",), batches=(1, 8), rounds=3),
-        machine=MACHINE,
-        parameters={"quickstart": 410_000},
-        timings=[*ours, *base, *slower],
-        failures=[Failure("quickstart", "generate_batch", "ValueError: no such thing")],
-        logprob_distances={"quickstart": 1e-6},
-    )
+    spec = msgspec.to_builtins(Spec(models=("quickstart",), batches=(1, 8), rounds=3))
+    facts = [
+        Fact("parameters", "quickstart", 410_000),
+        Fact("left out", "generate_batch (quickstart)", "ValueError: no such thing"),
+        Fact("log-prob distance", "quickstart", 1e-6),
+    ]
+    header = Header(benchmark="engine", command="streamrl bench engine", machine=MACHINE, spec=spec)
+    return Raw(header=header, rounds=[*ours, *base, *slower], facts=facts)
 
 
 def test_medians_and_ratios_are_those_of_the_rounds():
     report = build_report(raw())
-    ours = next(row for row in report.rows if row.contender == "streamrl" and row.batch == 8)
-    assert (ours.tokens_per_s, ours.low, ours.high) == (2000, 1000, 4000)
-    assert ours.ratio == 2.0, "the rounds' ratios are 2, 1 and 4"
-    assert ours.cpu_us_per_token == pytest.approx(400) and ours.cpu_ratio == pytest.approx(2.0)
-    assert report.missed == ["quickstart, batch 1"]
+    ours = next(row for row in report.rows if (row.cell, row.contender) == ("quickstart, 8", "streamrl"))
+    speed = ours.values["tokens_per_s"]
+    assert (speed.p50, speed.low, speed.high) == (2000, 1000, 4000)
+    assert ours.values["ratio"].p50 == 2.0, "the rounds' ratios are 2, 1 and 4"
+    assert ours.values["cpu_us"].p50 == pytest.approx(400) and ours.values["cpu_ratio"].p50 == pytest.approx(2.0)
+    (target,) = report.targets
+    assert (target.got, target.met) == ("missed at quickstart, 1 (0.50)", False)
+    fast = msgspec.structs.replace(raw(), rounds=[one for one in raw().rounds if one.cell == "quickstart, 8"])
+    assert [(target.got, target.met) for target in build_report(fast).targets] == [("2.00 and more", True)]
 
 
 def test_the_table_says_what_was_missed_and_what_does_not_run():
     text = render(build_report(raw()))
     assert "2,000 (1,000 - 4,000)" in text
-    assert "MISSED at quickstart, batch 1" in text
-    assert "generate_batch does not run here (quickstart): ValueError: no such thing" in text
+    assert "| missed at quickstart, 1 (0.50) | NO " in text
+    assert "generate_batch (quickstart) does not run here: ValueError: no such thing" in text
+    assert "0.41 M parameters" in text and "at most 1.0e-06 off transformers" in text
     assert "a processor, 2 cores" in text
 
 
@@ -64,9 +71,9 @@ def test_the_quickstarts_model_is_the_one_that_a_run_builds(tmp_path):
 
 
 def test_a_report_is_made_again_and_put_into_a_document(tmp_path, capsys):
-    (tmp_path / "raw.json").write_bytes(msgspec.json.encode(raw()))
+    write(tmp_path, raw().header, [*raw().facts, *raw().rounds])
     document = tmp_path / "page.md"
-    begin, end = "<!-- bench engine: begin (written by streamrl bench engine --report DIR --docs FILE) -->", "<!-- bench engine: end -->"
+    begin, end = marks("engine")
     document.write_text(f"before\n\n{begin}\nold\n{end}\n\nafter\n")
     assert main(["bench", "engine", "--report", str(tmp_path), "--docs", str(document)]) == 0
     text = document.read_text()
@@ -89,16 +96,16 @@ def test_a_tiny_run_measures_all_three(tmp_path: Path, capsys):
     assert main(["bench", "engine", *flags, "--out", str(out), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((out / "report.json").read_text())
-    found = msgspec.json.decode((out / "raw.json").read_bytes(), type=Raw)
-    contenders = {timing.contender for timing in found.timings} | {failure.contender for failure in found.failures}
+    found = read(out, "engine")
+    contenders = {one.contender for one in found.rounds} | {about.split(" ")[0] for about in found.named("left out")}
     assert contenders == {"streamrl", "generate", "generate_batch"}
-    cells = {(timing.batch, timing.contender, timing.round) for timing in found.timings}
-    assert {(batch, "streamrl", number) for batch in (1, 3) for number in (0, 1)} <= cells
-    per_round: dict[tuple[int, int], set[int]] = {}
-    for one in found.timings:
-        per_round.setdefault((one.batch, one.round), set()).add(one.tokens)
-        assert one.tokens % (4 * one.batch) == 0 and one.wall_s > 0
+    cells = {(one.cell, one.contender, one.round) for one in found.rounds}
+    assert {(f"quickstart, {batch}", "streamrl", number) for batch in (1, 3) for number in (0, 1)} <= cells
+    per_round: dict[tuple[str, int], set[float]] = {}
+    for one in found.rounds:
+        per_round.setdefault((one.cell, one.round), set()).add(one.values["tokens"])
+        assert one.values["tokens"] % (4 * int(one.cell.split(", ")[1])) == 0 and one.values["wall_s"] > 0
     assert all(len(tokens) == 1 for tokens in per_round.values()), "every contender makes as many tokens"
-    assert found.logprob_distances["quickstart"] < 1e-4, "ours samples from the model that the others run"
+    assert found.named("log-prob distance")["quickstart"] < 1e-4, "ours samples from the model that the others run"
     assert "| quickstart | 1 " in (out / "table.md").read_text()
     assert main(["bench", "engine", *flags, "--out", str(out)]) == 1, "the files of another run are not overwritten"

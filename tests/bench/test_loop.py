@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from streamrl.bench.loop.links import EngineEnd, TrainerEnd, receive
-from streamrl.bench.loop.picture import write_picture
-from streamrl.bench.loop.plain import Rollouts, Trained, pack
-from streamrl.bench.loop.records import LoopRaw, LoopRun
-from streamrl.bench.loop.report import build_report, render
-from streamrl.bench.loop.sampler import Sampler
-from streamrl.bench.loop.ways import LoopSpec, Way, parse_ways, quickstart, warm, write_problems
-from streamrl.bench.machine import Machine
+from benchmarks.loop.links import EngineEnd, TrainerEnd, receive
+from benchmarks.loop.plain import Rollouts, pack
+from benchmarks.loop.report import build_report, report_of
+from benchmarks.loop.sampler import Sampler
+from benchmarks.loop.ways import LoopSpec, Way, quickstart, warm, write_problems
+from benchmarks.machine import Machine
+from benchmarks.names import names
+from benchmarks.raw import Header, Raw, Round, read, write
+from benchmarks.report import render
 from streamrl.cli import main
 from streamrl.config.load import load
 from streamrl.config.tree import DataConfig, EvaluationConfig
@@ -30,43 +31,51 @@ ROOT = Path(__file__).parents[2]
 MACHINE = Machine(processor="a processor", cores=2, python="3.11", packages={"torch": "2"}, date="2026-11-21", load=0.5)
 
 
-def run_of(part: str, label: str, number: int, batch_s: float, cpu_s: dict[str, float]) -> LoopRun:
-    batches = [Trained(time_s=i * batch_s, samples=512, tokens=6000, staleness=1.0, wait_s=0.02, step_s=0.1) for i in range(1, 11)]
-    return LoopRun(part=part, label=label, round=number, seconds=10 * batch_s, batches=batches, cpu_s=cpu_s)
+def run_of(part: str, label: str, number: int, batch_s: float, cpu_s: dict[str, float]) -> Round:
+    batches = 10
+    values = {"seconds": batches * batch_s, "batches": batches, "samples": 512 * batches, "tokens": 6000 * batches}
+    values |= {"staleness": 1.0, "wait_s": 0.02 * batches, "step_s": 0.1 * batches}
+    return Round(cell=part, contender=label, round=number, values={**values, **{f"cpu/{kind}": s for kind, s in cpu_s.items()}})
 
 
-def raw() -> LoopRaw:
+def raw() -> Raw:
     runs = []
     for number, slow in enumerate((1.0, 2.0, 1.5)):  # another process slows whole rounds down: ratios do not see it
         runs.append(run_of("overhead", "stream", number, 0.12 * slow, {"trainer": 1.2, "nats-server": 0.3}))
         runs.append(run_of("overhead", "queues", number, 0.10 * slow, {"all": 1.0}))
         runs.append(run_of("tail", "asynchronous", number, 0.1 * slow, {"trainer": 0.1}))
         runs.append(run_of("tail", "lockstep", number, 0.3 * slow, {"trainer": 0.1}))
-    return LoopRaw(spec=LoopSpec(batches=20, skip=10, tail_batches=20, tail_skip=10), machine=MACHINE, runs=runs)
+    spec = msgspec.to_builtins(LoopSpec(batches=20, skip=10, tail_batches=20, tail_skip=10))
+    return Raw(header=Header(benchmark="loop", command="streamrl bench loop", machine=MACHINE, spec=spec), rounds=runs)
 
 
 def test_overhead_and_gain_are_ratios_of_rounds():
-    report = build_report(raw())
-    (overhead,) = report.overheads
-    assert (overhead.label, overhead.against) == ("stream", "queues")
-    assert overhead.time == pytest.approx(1.2) and overhead.cpu == pytest.approx(1.5)
-    assert report.gain is not None and report.gain.time == pytest.approx(3.0)
-    stream = report.overhead[0]
-    assert stream.batches_per_s == pytest.approx(1 / 0.18) and stream.samples_per_s == pytest.approx(512 / 0.18)
-    assert stream.cpu_by_process_ms == {"nats-server": pytest.approx(30), "trainer": pytest.approx(120)}
+    stream, queues, asynchronous, lockstep = build_report(raw()).rows
+    assert queues.values["overhead"].p50 == pytest.approx(1.2) and queues.values["cpu_overhead"].p50 == pytest.approx(1.5)
+    assert asynchronous.values["gain"].p50 == pytest.approx(3.0)
+    assert "gain" not in queues.values and "overhead" not in lockstep.values, "the two parts are not compared with each other"
+    middle = {name: value.p50 for name, value in stream.values.items()}
+    assert middle["batches_per_s"] == pytest.approx(1 / 0.18) and middle["samples_per_s"] == pytest.approx(512 / 0.18)
+    assert (middle["wait_ms"], middle["step_ms"]) == pytest.approx((20, 100))
+    assert (middle["cpu/nats-server"], middle["cpu/trainer"], middle["cpu_ms"]) == pytest.approx((30, 120, 150))
 
 
 def test_the_table_says_whether_the_targets_are_met(tmp_path):
-    report = build_report(raw())
-    text = render(report)
-    assert "at most 25% of the time of queues in one process: +20%, met" in text
-    assert "3.00 times as fast as lockstep" in text and "target >= 2: met" in text
+    def targets(rounds: list[Round]) -> list[tuple[str, bool | None]]:
+        return [(target.got, target.met) for target in build_report(replace(raw(), rounds=rounds)).targets]
+
+    text = render(build_report(raw()))
+    assert "| time of the stream over queues in one process | <= 1.25 | 1.20 (1.20 - 1.20) | yes " in text
+    assert "| speed of asynchronous over lockstep           | >= 2.00 | 3.00 (3.00 - 3.00) | yes " in text
+    assert "| no bus: 1 process and queues | +20% (+20% to +20%)      | +50% " in text
+    assert "by process: trainer 120, nats-server 30." in text
     slow = [
         run_of("overhead", label, number, 0.2 if label == "stream" else 0.1, {}) for number in range(3) for label in ("stream", "queues")
     ]
-    assert "+100%, MISSED" in render(build_report(replace(raw(), runs=slow)))
-    assert "+100%, not decided" in render(build_report(replace(raw(), runs=slow[:2])))
-    write_picture(report, tmp_path / "loop.png")
+    assert targets(slow) == [("2.00 (2.00 - 2.00)", False), ("-", None)]
+    assert targets(slow[:2]) == [("2.00 (2.00 - 2.00); 3 rounds are needed", None), ("-", None)]
+    write(tmp_path, raw().header, raw().rounds)
+    assert msgspec.json.encode(report_of(tmp_path)) == msgspec.json.encode(build_report(raw()))
     assert (tmp_path / "loop.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -155,9 +164,9 @@ def test_what_cannot_be_measured_is_refused(values):
 
 
 def test_ways_are_named():
-    assert parse_ways("queues,stream,queues") == (Way.QUEUES, Way.STREAM)
+    assert names("--ways", "queues,stream,queues", Way) == (Way.QUEUES, Way.STREAM)
     with pytest.raises(ConfigError, match="expected some of stream"):
-        parse_ways("fast")
+        names("--ways", "fast", Way)
 
 
 def test_a_tiny_run_measures_every_way_and_both_tails(tmp_path: Path, capsys):
@@ -166,11 +175,12 @@ def test_a_tiny_run_measures_every_way_and_both_tails(tmp_path: Path, capsys):
     flags += ["--tail-token-ms", "0.5"]
     assert main(["bench", "loop", *flags, "--out", str(out)]) == 0
     assert "stream against" in capsys.readouterr().out
-    found = msgspec.json.decode((out / "raw.json").read_bytes(), type=LoopRaw)
-    assert [run.label for run in found.runs] == ["stream", "queues", "pipes", "memory", "asynchronous", "lockstep"]
-    for run in found.runs:
-        assert len(run.batches) == 2 and run.seconds > 0
-        assert all(batch.samples == (64 if run.part == "tail" else 512) for batch in run.batches)
-    assert all(batch.staleness <= 1 for run in found.runs if run.part == "overhead" for batch in run.batches)
-    assert all(batch.staleness == 0 for batch in found.runs[-1].batches), "lockstep trains on its own samples"
+    found = read(out, "loop").rounds
+    assert [one.contender for one in found] == ["stream", "queues", "pipes", "memory", "asynchronous", "lockstep"]
+    for one in found:
+        measured, batch = (2, 64 if one.cell == "tail" else 512)
+        assert one.values["batches"] == measured and one.values["seconds"] > 0
+        assert one.values["samples"] == measured * batch
+    assert all(one.values["staleness_most"] <= 1 for one in found if one.cell == "overhead")
+    assert found[-1].values["staleness_most"] == 0, "lockstep trains on its own samples"
     assert (out / "loop.png").is_file() and (out / "table.md").is_file()

@@ -3,18 +3,18 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from streamrl.bench.flags import server_flags
-from streamrl.bench.load import version_runs, wanted_tokens
-from streamrl.bench.options import Options, resolve
-from streamrl.bench.shapes import SHAPES, shape_of
-from streamrl.bench.weights import engine_config
+from benchmarks.shapes import SHAPES, shape_of
+from benchmarks.weights.flags import server_flags
+from benchmarks.weights.load import version_runs, wanted_tokens
+from benchmarks.weights.options import Options, resolve
+from benchmarks.weights.run import engine_config
 from streamrl.config.check_engine import FIXED, OURS
 from streamrl.config.engines import SglangConfig
 from streamrl.errors import ConfigError
 
 
 def asked(shape: str, **values) -> Options:
-    return msgspec.structs.replace(Options(shape=shape, plan="", out="out"), **values)
+    return msgspec.structs.replace(Options(shape=shape, plan=""), **values)
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from streamrl.bench.picture import write_timeline
-from streamrl.bench.raw import read_raw, write_forwards, write_requests, write_run, write_tokens, write_updates
-from streamrl.bench.report import build_report
-from streamrl.bench.stats import blocks_of, clock_offset_s, gaps_of, p50, p99, ratio, spread, token_gaps_ms, within
-from streamrl.bench.summary import BEGIN, END, render_summary, write_summary
-from streamrl.bench.table import render
+from benchmarks.raw import append
+from benchmarks.report import marks, render, write_between
+from benchmarks.weights.options import Options
+from benchmarks.weights.picture import write_timeline
+from benchmarks.weights.records import read_raw
+from benchmarks.weights.report import build_report, render_several
+from benchmarks.weights.stats import blocks_of, clock_offset_s, gaps_of, p50, p99, ratio, spread, token_gaps_ms, within
 from streamrl.errors import DataError
 from tests.bench import events
 
@@ -106,20 +107,36 @@ def test_aborts_and_retractions_miss_the_target(raw):
     assert [one.name for one in report.targets if not one.met] == [CUT]
 
 
-def test_raw_files_give_the_same_report(raw, report, tmp_path):
-    write_run(tmp_path, raw.run)
-    write_updates(tmp_path, raw.updates)
-    write_requests(tmp_path, raw.requests)
-    write_forwards(tmp_path, raw.forwards)
-    chunks = zip(raw.tokens.lane, raw.tokens.request, raw.tokens.at_s, raw.tokens.count, strict=True)
-    write_tokens(tmp_path, list(chunks))
+def write_raw(out, raw):
+    # As a run does: first what the load's process saw, then the rest.
+    append(out, [*raw.requests, raw.tokens])
+    append(out, [raw.header, raw.run, *raw.updates, *raw.forwards])
+
+
+def test_the_raw_file_gives_the_same_report(raw, report, tmp_path):
+    write_raw(tmp_path, raw)
     again = build_report(read_raw(tmp_path), resamples=100)
     assert msgspec.json.encode(again) == msgspec.json.encode(report)
     assert render(again) == render(report)
 
 
+@pytest.mark.parametrize("kept", [0, 0.3, 0.9999])
+def test_half_a_file_is_an_error(raw, tmp_path, kept):
+    write_raw(tmp_path, raw)
+    file = tmp_path / "raw.jsonl"
+    file.write_bytes(file.read_bytes()[: int(file.stat().st_size * kept)])
+    with pytest.raises(DataError, match=r"expected the raw\.jsonl of bench weights"):
+        read_raw(tmp_path)
+
+
+def test_a_run_without_its_load_is_an_error(raw, tmp_path):
+    append(tmp_path, [raw.header, raw.run, *raw.updates, *raw.forwards])
+    with pytest.raises(DataError, match="got 1, 0 and 2"):
+        read_raw(tmp_path)
+
+
 def test_a_missing_file_is_an_error_with_a_hint(tmp_path):
-    with pytest.raises(DataError, match="expected the files of a benchmark") as raised:
+    with pytest.raises(DataError, match=r"expected the raw\.jsonl of bench weights") as raised:
         read_raw(tmp_path)
     assert "--out" in raised.value.hint
 
@@ -141,7 +158,7 @@ def test_the_picture_is_drawn(raw, tmp_path):
 
 def test_the_gpu_clock_is_tied_to_the_hosts(raw):
     # In these events a pass ends at gpu_ms after second 99, and the second next one is launched 16 ms later.
-    assert clock_offset_s(raw.forwards[0]) == pytest.approx(99 + 0.016, abs=0.002)
+    assert clock_offset_s(raw.forwards[0].host_s, raw.forwards[0].gpu_ms) == pytest.approx(99 + 0.016, abs=0.002)
 
 
 def test_fewer_gaps_give_a_wider_interval():
@@ -172,16 +189,17 @@ def test_empty_samples_have_no_quantiles():
 
 def test_several_runs_share_one_table_in_a_document(report, tmp_path):
     document = tmp_path / "weights.md"
-    document.write_text(f"# Weights\n\n{BEGIN}\nold\n{END}\n\nMore.\n")
-    write_summary(document, render_summary([report, report]))
+    begin, end = marks("weights")
+    document.write_text(f"# Weights\n\n{begin}\nold\n{end}\n\nMore.\n")
+    write_between(document, "weights", render_several([report, report]))
     text = document.read_text()
-    assert text.startswith(f"# Weights\n\n{BEGIN}\n\n| model") and text.endswith(f"{END}\n\nMore.\n") and "old" not in text
+    assert text.startswith(f"# Weights\n\n{begin}\n\n| model") and text.endswith(f"{end}\n\nMore.\n") and "old" not in text
     lines = [line for line in text.splitlines() if line.startswith("| 8B, TP 2")]
     assert len(lines) == 2 * len(report.rows)
     assert [line.split("|")[2].strip() for line in lines[:2]] == ["no update", "ours: flip, unpaced, 1 s"]
     document.write_text("# No marks\n")
     with pytest.raises(DataError, match="expected the marks"):
-        write_summary(document, "text")
+        write_between(document, "weights", "text")
 
 
 def test_prefills_beyond_one_for_each_request_are_seen(raw, report):
@@ -212,8 +230,9 @@ def test_steady_windows_are_compared_one_by_one(raw, report):
 
 def test_gpu_memory_is_shown_at_each_moment(raw):
     memory = [{"moment": "server started", "cuda:0": 77_000_000_000, "cuda:1": 500_000_000}, {"moment": "after the last window"}]
-    run = msgspec.structs.replace(raw.run, gpu_memory=memory, max_gap_ms=0.5)
-    text = render(build_report(msgspec.structs.replace(raw, run=run), resamples=10))
+    run = msgspec.structs.replace(raw.run, gpu_memory=memory)
+    header = events.header(Options(max_gap_ms=0.5))
+    text = render(build_report(msgspec.structs.replace(raw, header=header, run=run), resamples=10))
     assert [cell.strip() for cell in next(line for line in text.splitlines() if "server started" in line).split("|")[2:4]] == [
         "77.0",
         "0.5",

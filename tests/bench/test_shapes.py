@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from streamrl.bench.plan import PLANS, Mode, Window, parse_plan
-from streamrl.bench.shapes import SHAPES, num_elements, parameters, shape_of, write_model
+from benchmarks.shapes import SHAPES, num_elements, parameters, shape_of, write_model
+from benchmarks.weights.options import PLANS, Mode, Window, parse_plan
 from streamrl.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import distributed
 
-from streamrl.bench.trainer_group import TrainerGroup, buckets_of
+from benchmarks.weights.trainer_group import TrainerGroup, buckets_of
 
 RECEIVER = """
 import sys

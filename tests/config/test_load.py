@@ -77,7 +77,13 @@ def test_unknown_key_is_refused_with_a_suggestion(write, text, key, hint):
         ("[sampling]\ntop_p = 0.0\n", "sampling.top_p must be in (0, 1], got 0.0"),
         ("[run]\nname = 'a b'\n", "a run name may hold letters"),
         ("[tasks]\nbatch_tasks = 0\n", "tasks.batch_tasks must be at least 1, got 0"),
-        ("[sampling]\ntemperature = 0.0\n", "sampling.temperature must be above 0"),
+        ("[trainer.optimizer]\nlearning_rate = nan\n", "trainer.optimizer.learning_rate must be a finite number, got nan"),
+        ("[trainer.optimizer]\nlearning_rate = inf\n", "trainer.optimizer.learning_rate must be a finite number, got inf"),
+        ("[sampling]\ntop_p = nan\n", "sampling.top_p must be a finite number, got nan"),
+        ("[trainer.optimizer]\nbeta1 = 1.0\n", "trainer.optimizer.beta1 must be below 1, got 1.0"),
+        ("[engine.sglang]\ngpus = [0, -1]\n", "engine.sglang.gpus[1] must be at least 0, got -1"),
+        ("[ray.engine.resources]\n'a.b' = 0\n", "ray.engine.resources.a.b must be above 0, got 0"),
+        ("[engine]\nport = 70000\n", "engine.port must be at most 65535"),
     ],
 )
 def test_wrong_values_name_the_key(write, text, message, tmp_path):
@@ -86,6 +92,7 @@ def test_wrong_values_name_the_key(write, text, message, tmp_path):
         load(path)
     assert message in caught.value.message
     assert "my.toml" in caught.value.message
+    assert caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -196,6 +203,8 @@ def test_bad_slice(write):
         ("[model]\nheads = 3\n", "model.heads must be a multiple of model.kv_heads"),
         ("[model]\nmax_len = 100\n", "model.max_len must hold"),
         ("[bus]\nuser = 'x'\n", "got no bus.url"),
+        ("[bus]\nsamples_bytes = 1000\n", "bus.samples_bytes must be at least 33554432 (32 MiB), got 1000"),
+        ("[bus]\nack_wait_s = 0.5\n", "bus.ack_wait_s must be at least 1, got 0.5"),
         ("[bus]\nurl = 'nats://a'\nport = 3\n", "bus.port is the embedded server's"),
         ("[bus]\nurl = 'http://a'\n", "bus.url must begin with"),
         ("[bus]\nurl = 'nats://a'\ntoken_file = 'x'\nuser = 'y'\n", "expected one kind of credentials"),
@@ -204,8 +213,7 @@ def test_bad_slice(write):
         ("[weights]\ntransport = 'ipc'\nkeep = 9\n[debug]\ndelay_versions = 1\n", "needs weights.ring >= 4, got 2"),
         ("[weights]\nring = 0\n", "weights.ring must be at least 1"),
         ("[engine]\nslots = 0\n", "engine.slots must be at least 1"),
-        ("[engine]\nport = 70000\n", "engine.port must be at most 65535"),
-        ("[trainer.optimizer]\nlearning_rate = nan\n", "trainer.optimizer.learning_rate must be at least 0, got nan"),
+        ("[sampling]\ntemperature = 0.0\n", "sampling.temperature must be above 0"),
     ],
 )
 def test_contradictions_are_refused_with_a_reason_and_a_hint(write, text, message):

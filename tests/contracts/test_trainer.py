@@ -19,9 +19,10 @@ from streamrl.core.batches import TrainBatch
 from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine, tensor_digest
-from streamrl.trainers.factory import export_policy, make_trainer
+from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.table.trainer import TableTrainer
+from tests.support.scoring import score
 
 VOCAB, EOS = 16, 1
 GROUP = 4
@@ -110,7 +111,7 @@ def test_it_says_how_far_the_sampler_was_away(make: MakeTrainer, minibatches: in
     ages = np.zeros((8 * GROUP, 4), np.int32)
     ages[::2, 2] = 1  # a swap in the middle of every second sample: its last token is of age 0, but not from one version's weights
     batch = rollouts(staleness=ages.reshape(-1))
-    distance = np.abs(trainer.score(batch, Role.POLICY) - batch.sampler_logprobs)
+    distance = np.abs(score(trainer, batch, Role.POLICY) - batch.sampler_logprobs)
     fresh = distance.reshape(-1, 4)[1::2, 2:]
     found = trainer.step(batch).metrics
     assert found["train/train_rollout_logprob_abs_diff_max"] == pytest.approx(distance[batch.loss_mask].max(), abs=1e-5)
@@ -195,10 +196,10 @@ def test_rewarded_answers_become_probable(make: MakeTrainer) -> None:
     batch = rollouts()
     rewarded = np.flatnonzero(np.repeat(batch.rewards > 0, 4) & batch.loss_mask)[::2]
     punished = np.flatnonzero(np.repeat(batch.rewards == 0, 4) & batch.loss_mask)[::2]
-    before = trainer.score(batch, Role.POLICY)
+    before = score(trainer, batch, Role.POLICY)
     for step in range(20):
         trainer.step(rollouts(step))
-    after = trainer.score(batch, Role.POLICY)
+    after = score(trainer, batch, Role.POLICY)
     assert after[rewarded].mean() > before[rewarded].mean() + 0.5
     assert after[punished].mean() < before[punished].mean() - 0.5
 
@@ -206,25 +207,20 @@ def test_rewarded_answers_become_probable(make: MakeTrainer) -> None:
 def test_scores_are_log_probs_of_next_tokens(make: MakeTrainer) -> None:
     trainer = make()
     batch = rollouts()
-    scores = trainer.score(batch, Role.POLICY)
+    scores = score(trainer, batch, Role.POLICY)
     assert scores.dtype == np.float32
     assert (scores[batch.offsets[:-1]] == 0).all()
     # The same prompt with every possible answer: the probabilities of the answers sum to 1.
     every = make_batch("rl", [(5, answer) for answer in range(VOCAB)])
-    assert np.exp(trainer.score(every, Role.POLICY)[2::4]).sum() == pytest.approx(1, abs=1e-5)
+    assert np.exp(score(trainer, every, Role.POLICY)[2::4]).sum() == pytest.approx(1, abs=1e-5)
     cold = msgspec.structs.replace(every, temperature=np.full(VOCAB, 0.5, np.float32), top_k=np.full(VOCAB, 3, np.int32))
-    assert np.exp(trainer.score(cold, Role.POLICY)[2::4]).sum() >= 1
-
-
-def test_a_role_it_does_not_hold_is_refused(make: MakeTrainer) -> None:
-    with pytest.raises(TrainingError, match="expected role policy, proximal, got reference"):
-        make().score(rollouts(), Role.REFERENCE)
+    assert np.exp(score(trainer, cold, Role.POLICY)[2::4]).sum() >= 1
 
 
 def test_micro_batches_change_nothing_but_rounding(make: MakeTrainer) -> None:
     whole, cut = make(), make(micro_tokens=17)
     batch = rollouts()
-    assert np.abs(whole.score(batch, Role.POLICY) - cut.score(batch, Role.POLICY)).max() < 1e-5
+    assert np.abs(score(whole, batch, Role.POLICY) - score(cut, batch, Role.POLICY)).max() < 1e-5
     one, two = whole.step(batch).metrics, cut.step(batch).metrics
     assert one == pytest.approx(two, rel=1e-4, abs=1e-6)
 
@@ -232,7 +228,7 @@ def test_micro_batches_change_nothing_but_rounding(make: MakeTrainer) -> None:
 def test_metrics_of_the_first_step_are_on_policy(make: MakeTrainer) -> None:
     trainer = make()
     batch = rollouts()
-    scores = trainer.score(batch, Role.POLICY)
+    scores = score(trainer, batch, Role.POLICY)
     metrics = trainer.step(msgspec.structs.replace(batch, sampler_logprobs=np.where(batch.loss_mask, scores, 0))).metrics
     assert metrics["train/ppo_kl"] == pytest.approx(0, abs=1e-6)
     assert metrics["train/pg_clipfrac"] == 0
@@ -328,7 +324,7 @@ def test_damaged_and_missing_checkpoints_are_refused(make: MakeTrainer, tmp_path
 def test_an_exported_policy_is_a_model_directory_with_the_same_parameters(make: MakeTrainer, tmp_path: Path) -> None:
     trainer = make()
     trainer.step(rollouts())
-    export_policy(trainer, tmp_path / "export")
+    trainer.export(tmp_path / "export")
     backend: Any = "table" if (tmp_path / "export" / "table.json").exists() else "torch"
     other = make_trainer(Config(trainer=TrainerConfig(backend=backend)), tmp_path / "export")
     assert digest_of(other) == digest_of(trainer)

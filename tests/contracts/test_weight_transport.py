@@ -20,10 +20,10 @@ from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
 from streamrl.weights.bus import BusTransport
-from streamrl.weights.manifest import slices
 from streamrl.weights.pins import Pins
 from streamrl.weights.protocol import Shard, Slice, WeightTransport
 from streamrl.weights.shm import ShmTransport
+from tests.weights.wanted import slices
 
 PART_BYTES = 1000
 POLICY = "policy"

@@ -140,6 +140,7 @@ def test_demonstrations() -> None:
     made = assemble(batch, messages, state, config)
     assert (made.kind, made.stage_step) == ("sft", 2)
     assert made.temperature.tolist() == [1.0, 1.0], "the loss of a demonstration is taken at temperature 1"
+    assert made.temperature.dtype == np.float32
     assert np.isnan(made.rewards).all() and not made.staleness.any()
     assert ages(batch, state)["total"] == [0, 0]
 
@@ -149,3 +150,40 @@ def test_a_batch_without_a_trainable_token_is_refused() -> None:
     batch, messages, state = closed([[row(0, 0), row(0, 1)]], config)
     with pytest.raises(TrainingError, match=r"batch after version 0\.9, got none among 8 tokens"):
         assemble(batch, messages, replace(state, version=Version(0, 9)), config)
+
+
+def test_version_zero_has_an_age() -> None:
+    messages = [[row(0, 0, spans=spans(0, 2)), row(0, 1, spans=spans(1, 1))], [row(1, 0, spans=spans(0, 0)), row(1, 1, spans=spans(3, 3))]]
+    config = FoldConfig(batch_tasks=2, max_staleness=9)
+    batch, decoded, state = closed(messages, config, replace(initial_state(config), version=Version(0, 3)))
+    assert ages(batch, state) == {"total": [3, 3], "in_flight": [2, 0], "publish_lag": [1, 3], "queued": [0, 0]}
+    assert assemble(batch, decoded, state, config).staleness.tolist() == [0, 0, 3, 1, 0, 0, 2, 2, 0, 0, 3, 3, 0, 0, 0, 0]
+
+
+def test_a_group_without_a_sampled_token_has_no_age() -> None:
+    config = FoldConfig(batch_tasks=2, max_staleness=1, warmup_steps=3)
+    state = replace(initial_state(config), version=Version(0, 5), warmup_steps=5)
+    batch, _, state = closed([[demonstration(0)], [demonstration(1)]], config, state)
+    assert ages(batch, state) == {"total": [0, 0], "in_flight": [0, 0], "publish_lag": [0, 0], "queued": [0, 0]}
+
+
+def test_samples_of_unequal_messages_keep_their_tokens() -> None:
+    def tokens(task: int, rollout: int, length: int) -> Sample:
+        ids = np.arange(length, dtype=np.int32) + 100 * task + 10 * rollout
+        mask = np.array([0] + [1] * (length - 1), np.uint8)
+        cover = (VersionSpan(1, None), VersionSpan(length - 1, Version(0, 7)))
+        return sample(rollout, task=task, tokens=ids, loss_mask=mask, logprobs=(ids * mask / -8).astype(np.float32), spans=cover)
+
+    batch = assemble(*closed([[tokens(0, 1, 4), tokens(0, 0, 2)], [tokens(1, 0, 3)], [tokens(1, 1, 2)]]), CONFIG)
+    assert batch.tokens.tolist() == [0, 1, 10, 11, 12, 13, 100, 101, 102, 110, 111]
+    assert batch.offsets.tolist() == [0, 2, 6, 9, 11]
+    assert (batch.sampler_logprobs * -8).tolist() == [0, 1, 0, 11, 12, 13, 0, 101, 102, 0, 111]
+    assert batch.loss_mask.tolist() == [False, True, False, True, True, True, False, True, True, False, True]
+
+
+def test_log_probs_from_before_top_p_and_top_k_are_compared_with_such() -> None:
+    cut = Sampling(temperature=0.5, top_p=0.75, top_k=3)
+    rows = [row(0, 0, sampling=cut, logprob_mode=LogprobMode.TEMPERATURE), row(0, 1, sampling=cut, logprob_mode=LogprobMode.SAMPLED)]
+    batch = assemble(*closed([rows, [row(1, 0), row(1, 1)]]), CONFIG)
+    assert (batch.top_p.tolist(), batch.top_k.tolist()) == ([1, 0.75, 1, 1], [-1, 3, -1, -1])
+    assert batch.temperature.tolist() == [0.5, 0.5, 1, 1]

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.core.records import Ended, Marked, Poison, Rewarded, Rollouts, RolloutView, judge
+from streamrl.core.records import Ended, Forked, Marked, Poison, Rewarded, Rollouts, RolloutView, judge
 from streamrl.schemas.codec import encode
 from streamrl.schemas.encoding import encode_samples
-from streamrl.schemas.samples import LogprobMode, Mark, RewardUpdate, Tombstone, VersionSpan
+from streamrl.schemas.samples import MARK_EPOCH, LogprobMode, Mark, RewardUpdate, Tombstone, VersionSpan
 from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
 from tests.schemas.rows import sample
@@ -139,3 +139,59 @@ def test_a_broken_header_names_no_task(header: str) -> None:
 )
 def test_judge_never_raises(body: bytes, header: str | None, kind: str) -> None:
     assert judge(f"run.{kind}", 1, body, header)[0].sequence == 1
+
+
+def test_version_zero_is_a_version() -> None:
+    def spans(*numbers: int) -> tuple[VersionSpan, ...]:
+        return (VersionSpan(2, None), *(VersionSpan(1, Version(0, number)) for number in numbers))
+
+    rows = [
+        sample(0, num_samples=2, spans=spans(0, 0)),
+        sample(0, sample=1, num_samples=2, spans=spans(2, 5)),
+        sample(1, spans=spans(0, 0)),
+    ]
+    record, _ = judge(SAMPLES, 1, encode_samples(rows), None)
+    assert isinstance(record, Rollouts)
+    assert record.rollouts == (RolloutView(0, 2, 4, 0, 5, 0.0, 5, ((0, 0, 5),)), RolloutView(1, 1, 2, 0, 0, 1.0, 0, ((0, 0, 0),)))
+
+
+def test_what_a_record_does_not_say() -> None:
+    assert RolloutView(0, 1, 2, 3, 4, None) == RolloutView(0, 1, 2, 3, 4, None, highest=-1, epochs=())
+    assert Rollouts(1, "main", 0, 2, ()).top_token == 0
+    assert Ended(1, "main", 0, None, 2, "failed").detail == ""
+    assert Rewarded(1, 0, 0, 0.5, 1).sample is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "oldest", "is_one"), [(0, -1, False), (1, -1, True), (3, -1, True), (1, 0, False), (3, 4, False), (0, 0, False)]
+)
+def test_a_demonstration_is_trained_on_and_sampled_by_no_model(tokens: int, oldest: int, is_one: bool) -> None:
+    assert RolloutView(0, 1, tokens, oldest, oldest, None).demonstration == is_one
+
+
+@pytest.mark.parametrize(
+    ("task", "rollout", "group_size", "good"),
+    [(0, None, 1, True), (0, 0, 1, True), (3, 1, 2, True), (-1, None, 1, False), (0, 1, 1, False), (0, 2, 2, False), (0, -1, 2, False)],
+)
+def test_tombstones_of_tasks_and_rollouts_that_can_be(task: int, rollout: int | None, group_size: int, good: bool) -> None:
+    record, _ = judge(TOMBSTONES, 1, encode(Tombstone(task=task, reason="x", rollout=rollout, group_size=group_size)), "8")
+    assert record == Ended(1, "", task, rollout, group_size, "x") if good else isinstance(record, Poison) and record.task == 8
+
+
+@pytest.mark.parametrize("subject", [TOMBSTONES, SUBJECTS.rewards, SUBJECTS.marks, SAMPLES])
+def test_poison_says_where_it_lies(subject: str) -> None:
+    record, _ = judge(subject, 5, b"junk", None)
+    assert isinstance(record, Poison) and f"at {subject} sequence 5" in record.reason
+
+
+def test_reasons_have_the_length_that_ledgers_of_before_have_them_in() -> None:
+    # A replay compares drops with those of the ledger, their details included: another length would make it differ.
+    long = Tombstone(task=1, reason="r" * 9999, detail="d" * 9999)
+    assert judge(TOMBSTONES, 1, encode(long), None) == (Ended(1, "", 1, None, 1, "r" * 400, "d" * 400), None)
+    record, _ = judge(TOMBSTONES, 1, encode(Tombstone(task=-1, reason="r" * 9999)), None)
+    assert isinstance(record, Poison) and len(record.reason) == 400
+
+
+def test_a_fork_may_be_of_the_very_first_version() -> None:
+    body = encode(Mark(name=MARK_EPOCH, detail={"epoch": 1, "first": 1, "last_before": 1}))
+    assert judge(SUBJECTS.marks, 7, body, None) == (Forked(7, 1, 1, 1), None)

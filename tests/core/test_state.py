@@ -5,9 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from streamrl.core.state import DROPS_CHUNK, FoldState
+from streamrl.core.state import DROPS_CHUNK, Epoch, FoldConfig, FoldState, PendingRollout, PendingTask, initial_state, window
 from streamrl.errors import SchemaError
 from streamrl.schemas.ledger import Drop
+from streamrl.schemas.versions import Version
 from tests.core.stream import Stream, config, view
 
 
@@ -37,7 +38,9 @@ def test_any_number_of_drops_is_kept_in_order(number: int) -> None:
     state = FoldState()
     for sequence in range(number):
         state = state.with_drop(Drop(sequence, 0, (), "late"))
-    assert state.num_drops == number and len(state.newest_drops) <= DROPS_CHUNK
+    full = max(0, number - 1) // DROPS_CHUNK
+    assert [len(chunk) for chunk in state.older_drops] == [DROPS_CHUNK] * full
+    assert state.num_drops == number and len(state.newest_drops) == number - full * DROPS_CHUNK
     assert [drop.sequence for drop in state.drops] == list(range(number))
     for after in (0, 1, DROPS_CHUNK - 1, DROPS_CHUNK, DROPS_CHUNK + 1, number - 1, number):
         assert state.drops_after(max(0, after)) == state.drops[max(0, after) :]
@@ -49,3 +52,112 @@ def test_a_state_of_before_drops_were_cut_into_chunks_is_read() -> None:
     state = FoldState.decode(msgspec.msgpack.encode({"cursor": 9, "drops": drops}))
     assert state.drops == drops
     assert state.with_drop(Drop(10**6, 0, (), "late")).drops == (*drops, Drop(10**6, 0, (), "late"))
+
+
+def rollout(*, tokens: int = 3, oldest: int = 0, reward: float | None = None, arrived: int = 0) -> PendingRollout:
+    return PendingRollout(1, 1, tokens, oldest, oldest, reward, arrived=arrived)
+
+
+def task_of(*rollouts: PendingRollout, size: int = 2, ended: tuple[int, ...] = ()) -> PendingTask:
+    return PendingTask(0, "main", size, dict(enumerate(rollouts)), ended)
+
+
+def test_what_a_configuration_does_not_name_is_off() -> None:
+    assert FoldConfig(batch_tasks=2, max_staleness=1) == FoldConfig(
+        batch_tasks=2,
+        group_size=0,
+        max_staleness=1,
+        stale="drop",
+        drop_zero_spread=True,
+        late_versions=0,
+        warmup_steps=0,
+        warmup_until=1.0,
+        hold_ahead=False,
+        delay_versions=0,
+        vocab_size=0,
+    )
+
+
+def test_a_state_that_says_nothing_is_the_one_before_any_record() -> None:
+    assert FoldState.decode(msgspec.msgpack.encode({})) == FoldState(
+        version=Version(0, 0),
+        cursor=0,
+        watermark=0,
+        retired_above=frozenset(),
+        pending={},
+        ready=0,
+        granted=0,
+        grants=(),
+        newest_drops=(),
+        older_drops=(),
+        epochs=(Epoch(0, 0, None),),
+        early_rewards={},
+        reward_sum=0.0,
+        reward_count=0,
+        warmup_end=0,
+        warmup_steps=0,
+        warmup_score=0.0,
+    )
+    old = PendingRollout(sequence=1, num_samples=1, num_tokens=3, oldest=0, newest=0, reward=None)
+    assert (old.revision, old.arrived, PendingTask(0, "main", 2, {}).ended, Epoch(1, 4).last) == (0, 0, (), None)
+
+
+@pytest.mark.parametrize(("staleness", "delay", "batch", "tasks"), [(0, 0, 1, 1), (2, 0, 3, 9), (4, 3, 8, 16), (4, 4, 5, 5)])
+def test_the_first_grant_is_the_window(staleness: int, delay: int, batch: int, tasks: int) -> None:
+    c = config(batch, staleness, delay_versions=delay)
+    assert window(c) == tasks
+    assert initial_state(c) == FoldState(granted=tasks, grants=((tasks, 0),), warmup_end=0)
+    assert initial_state(config(batch, staleness, delay_versions=delay, warmup_steps=1)).warmup_end is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "oldest", "is_one"), [(0, -1, False), (1, -1, True), (3, -1, True), (1, 0, False), (3, 4, False), (0, 0, False)]
+)
+def test_a_demonstration_is_trained_on_and_sampled_by_no_model(tokens: int, oldest: int, is_one: bool) -> None:
+    assert rollout(tokens=tokens, oldest=oldest).demonstration == is_one
+
+
+def test_a_task_is_complete_when_every_rollout_has_ended() -> None:
+    one = rollout(reward=1.0)
+    assert [task_of(one).complete, task_of(one, one).complete, task_of(one, ended=(1,)).complete] == [False, True, True]
+    assert not task_of(one, ended=(1,), size=3).complete
+
+
+def test_a_task_is_ready_when_it_is_complete_and_every_sample_has_its_reward() -> None:
+    known, unknown, demonstration = rollout(reward=0.0), rollout(), rollout(oldest=-1)
+    assert task_of(known, known).ready and task_of(known, demonstration).ready and task_of(demonstration, demonstration).ready
+    assert not task_of(known, unknown).ready and not task_of(unknown, unknown).ready and not task_of(unknown, demonstration).ready
+    assert not task_of(known).ready, "it lacks a rollout"
+
+
+def test_a_task_arrived_with_its_newest_rollout() -> None:
+    assert task_of(rollout(arrived=3), rollout(arrived=5)).arrived == 5
+    assert task_of(ended=(0, 1)).arrived == 0
+
+
+@pytest.mark.parametrize(
+    ("of_rollouts", "oldest"), [((5, 2), 2), ((2, 5), 2), ((0, 3), 0), ((-1, 3), 3), ((-1, 0), 0), ((-1, -1), -1), ((), -1)]
+)
+def test_the_oldest_token_is_one_that_a_model_sampled(of_rollouts: tuple[int, ...], oldest: int) -> None:
+    assert task_of(*(rollout(oldest=number) for number in of_rollouts)).oldest == oldest
+
+
+@pytest.mark.parametrize(
+    ("epoch", "lowest", "highest", "exists"),
+    [
+        (0, 0, 0, True),
+        (0, 0, 5, True),
+        (0, 5, 6, False),
+        (1, 3, 4, False),
+        (1, 4, 4, True),
+        (1, 4, 7, True),
+        (1, 5, 8, False),
+        (2, 5, 6, False),
+        (2, 6, 6, True),
+        (2, 6, 10**9, True),  # not trained yet, which the fold checks apart from this
+        (3, 6, 6, False),
+    ],
+)
+def test_versions_exist_within_their_epoch(epoch: int, lowest: int, highest: int, exists: bool) -> None:
+    state = FoldState(epochs=(Epoch(0, 0, 5), Epoch(1, 4, 7), Epoch(2, 6)))
+    assert state.exists(epoch, lowest, highest) == exists

@@ -94,7 +94,6 @@ def test_other_layouts_of_a_directory(characters, tmp_path):
 def test_no_template(characters, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((characters / "tokenizer.json").read_bytes())
     tokenizer = load_tokenizer(tmp_path)
-    assert not tokenizer.has_template
     with pytest.raises(ConfigError, match="expected a chat template"):
         tokenizer.apply_chat_template(CHAT)
 

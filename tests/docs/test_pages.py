@@ -13,6 +13,7 @@ from pathlib import Path
 import duckdb
 import pytest
 
+from benchmarks.cli import parser as bench_parser
 from scripts.docs.configuration import sections
 from streamrl.cli import main, parser
 from streamrl.config.load import load
@@ -53,14 +54,18 @@ def test_what_is_neither_run_nor_parsed_here_is_counted() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_command_line_takes_every_command(command: str) -> None:
     words = shlex.split(re.split(r"\s+#", command.replace("\\\n", " "))[0].rstrip("\\"))
-    assert callable(parser().parse_args(words[1:]).run_verb)
+    given = parser().parse_args(words[1:])
+    assert callable(given.run_verb)
+    if words[1] == "bench":  # hands its arguments on, `--help` too
+        assert callable(bench_parser().parse_args(given.arguments).run_bench)
 
 
 def test_verbs_in_the_text_are_verbs() -> None:
     said = {verb for page in PAGES for verb in re.findall(r"`streamrl ([a-z]+)", page.read_text())}
     for verb in said:
         with pytest.raises(SystemExit) as ended:
-            parser().parse_args([verb, "--help"])
+            given = parser().parse_args([verb, "--help"])
+            bench_parser().parse_args(given.arguments)
         assert ended.value.code == 0, f"streamrl {verb} is in a page"
     assert {"up", "down", "replay", "doctor"} <= said
 

@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 
 from streamrl.bus.memory import MemoryBus
+from streamrl.bus.reading import read_key
 from streamrl.config.tree import Config
 from streamrl.data.model import ensure_model
 from streamrl.history.record import Recording, record
-from streamrl.history.source import read_record
 from streamrl.launch.prepare import prepare
 from streamrl.runtime.run_record import write_or_check
 from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.control import RunRecord
 from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.subjects import KEY_RUN
 from tests.kill.world import table_config
 from tests.loop.harness import make_run, read_ledger, run_to_end
 
@@ -54,7 +56,7 @@ async def make_recorded(base: Path, config: Config) -> Recorded:
             if message.sequence == last:
                 break
         out = base / "recorded"
-        made = await record(bus, config, run, out, run_record=await read_record(bus), checkpoints=True)
+        made = await record(bus, config, run, out, run_record=await read_key(bus.kv, KEY_RUN, RunRecord), checkpoints=True)
         return Recorded(config, run, out, made, await read_ledger(bus, config.run.name), messages)
     finally:
         await bus.close()

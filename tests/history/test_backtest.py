@@ -9,7 +9,7 @@ from streamrl.core.fold_config import fold_config
 from streamrl.core.records import Rollouts, RolloutView
 from streamrl.core.state import FoldConfig
 from streamrl.errors import ConfigError
-from streamrl.history.backtest import backtest, grid
+from streamrl.history.backtest import backtest
 from streamrl.history.backtest_grid import backtest_grid, print_backtest
 from streamrl.history.backtest_model import Arrival, History, read_history
 from streamrl.history.record_log import RecordedLog
@@ -76,7 +76,7 @@ def test_waiting_wastes_nothing_and_costs_time() -> None:
     slow = [group(0, 0.5, 9.0), group(1, 0.5, 9.0)]
     quick = [group(n, 0.9 + (n - 2) // 2, 1.0 + (n - 2) // 2) for n in range(2, 10)]
     recorded = history(*sorted([*slow, *quick], key=lambda arrival: arrival.time_s))
-    drop, wait = grid(recorded, CONFIG, [1], ["drop", "wait"])
+    drop, wait = (backtest(recorded, replace(CONFIG, max_staleness=1, stale=policy)) for policy in ("drop", "wait"))
     assert drop.stale_rollouts == 2 and wait.stale_rollouts == 0
     assert wait.batches == 5 and drop.batches == 4
     assert wait.wait_s > drop.wait_s
@@ -97,9 +97,9 @@ async def test_engines_that_lag_on_purpose_are_not_modelled(recorded: Recorded) 
     with pytest.raises(ConfigError, match=r"got debug\.delay_versions = 2"):
         backtest(steady(0.0), replace(CONFIG, delay_versions=2))
     async with opened_source(str(recorded.path)) as source:
-        source.config = replace(source.config, debug=replace(source.config.debug, delay_versions=1))
+        lagging = replace(source, config=replace(source.config, debug=replace(source.config.debug, delay_versions=1)))
         with pytest.raises(ConfigError, match=r"got debug\.delay_versions = 1"):
-            await backtest_grid(source, ["tasks.max_staleness=2"])
+            await backtest_grid(lagging, ["tasks.max_staleness=2"])
 
 
 async def test_the_recorded_policy_gives_about_what_was_recorded(recorded: Recorded) -> None:

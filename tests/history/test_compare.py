@@ -5,9 +5,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from streamrl.history.branch_run import train_branch
-from streamrl.history.compare import compare
-from streamrl.history.compare_plot import write_comparison
-from streamrl.history.compare_table import compare_runs, print_comparison
+from streamrl.history.compare import compare, compare_runs, print_comparison, write_comparison
 from streamrl.history.replay import Range
 from streamrl.history.source import opened_source
 from tests.history.conftest import Recorded

@@ -70,6 +70,20 @@ async def test_a_recording_gives_the_ledger_again(recorded: Recorded) -> None:
     assert report.began == "0.0" and report.ended == str(recorded.ledger[-1].version)
 
 
+def test_every_entry_has_what_was_decided_by(recorded: Recorded) -> None:
+    warmup = [entry for entry in recorded.ledger if entry.source == "warmup"]
+    trained = [entry for entry in recorded.ledger if entry.source != "warmup"]
+    assert len(warmup) >= 3 and [e.score for e in warmup] == [e.metrics["train/answer_probability"] for e in warmup]
+    assert len(trained) >= 24 and all(e.score is msgspec.UNSET for e in trained)
+    assert [e.reward for e in trained] == [e.metrics["rollout/raw_reward"] for e in trained]
+
+
+async def test_a_ledger_of_an_earlier_build_is_replayed_from_its_metrics(recorded: Recorded, copy: Path) -> None:
+    edited_entries(copy, lambda entry: replace(entry, score=msgspec.UNSET, reward=msgspec.UNSET))
+    report = await replayed(copy)
+    assert report.ok and report.equal == len(recorded.ledger), report.lines
+
+
 def saved(path: Path) -> list[int]:
     """Numbers of the versions that have a checkpoint."""
     return [version.number for version, _ in list_checkpoints(path / "checkpoints", "main-")]

@@ -23,7 +23,7 @@ class Shuffled:
         self.random = random.Random(0)
 
     async def score(self, task, episodes):
-        from streamrl.rewards.exact_match import ExactMatch
+        from streamrl.rewards.built_in import ExactMatch
 
         values = list(await ExactMatch().score(task, episodes))
         self.random.shuffle(values)

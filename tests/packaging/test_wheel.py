@@ -1,27 +1,89 @@
 from __future__ import annotations
 
+import ast
+import os
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("streamrl", "producers", "consumers", "schemas")
+MEASURED_BESIDE = {"benchmarks", "pickle", "redis", "zmq", "orjson"}
 
 
-def test_the_wheel_holds_one_package_with_everything_in_it(tmp_path):
-    for name in FOLDERS:
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Built from a clone, benchmarks and all."""
+    tmp_path = tmp_path_factory.mktemp("clone")
+    for name in (*FOLDERS, "benchmarks"):
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path / name)
     code = "import setuptools.build_meta as build; print(build.build_wheel('dist'))"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    with zipfile.ZipFile(tmp_path / "dist" / done.stdout.split()[-1]) as wheel:
-        names = set(wheel.namelist())
+    return tmp_path / "dist" / done.stdout.split()[-1]
+
+
+def test_the_wheel_holds_one_package_with_everything_in_it(wheel):
+    with zipfile.ZipFile(wheel) as file:
+        names = set(file.namelist())
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"streamrl"}
     sources = {path.relative_to(ROOT) for top in FOLDERS for path in (ROOT / top).rglob("*.py")}
     expected = {str(path) if path.parts[0] == "streamrl" else f"streamrl/{path}" for path in sources}
     assert expected - names == set()
     assert "streamrl/py.typed" in names
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """The top-level packages that a module imports anywhere in it."""
+    found = [node.names for node in ast.walk(tree) if isinstance(node, ast.Import)]
+    named = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return {name.split(".")[0] for name in [*(one.name for names in found for one in names), *named]}
+
+
+def test_nothing_in_the_wheel_imports_what_only_a_benchmark_needs(wheel):
+    with zipfile.ZipFile(wheel) as file:
+        modules = {name: ast.parse(file.read(name)) for name in file.namelist() if name.endswith(".py")}
+    assert len(modules) > 300 and "msgspec" in set.union(*map(imported, modules.values()))
+    assert {name: names for name, tree in modules.items() if (names := imported(tree) & MEASURED_BESIDE)} == {}
+
+
+def test_the_verb_says_in_a_wheel_where_the_benchmarks_are(wheel, tmp_path):
+    installed = tmp_path / "installed"
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(installed)
+    for arguments in (["weights", "--help"], ["bus"], []):
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "streamrl", "bench", *arguments],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(installed)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stdout) == (1, "")
+        assert f"expected streamrl from a clone of its repository, got an installed package in {installed}" in done.stderr
+        assert "\nhint: " in done.stderr and "benchmarks/" in done.stderr
+
+
+def test_the_verb_finds_the_clone_from_any_directory(tmp_path):
+    other = tmp_path / "benchmarks"
+    other.mkdir()
+    (other / "__init__.py").write_text("raise RuntimeError('the benchmarks of another project')")
+    command = [sys.executable, "-c", "import sys, streamrl.cli; sys.exit(streamrl.cli.main(['bench', *sys.argv[1:]]))"]
+    size = ["bus", "--samples", "1", "--tokens", "16", "--rounds", "1", "--round-tokens", "16", "--transports", "streamrl"]
+    done = subprocess.run(
+        [*command, *size, "--out", "out"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "table.md").is_file()

@@ -7,9 +7,8 @@ import asyncio
 from streamrl.bus.memory import MemoryBus
 from streamrl.config.tree import BusConfig
 from streamrl.consumers.training.reader import RecordReader
-from streamrl.consumers.training.steps import FORGET_AT, Stepper
+from streamrl.consumers.training.stream_fold import FORGET_AT, StreamFold
 from streamrl.core.state import FoldConfig, initial_state
-from streamrl.history.replay_log import PastLedger
 from streamrl.schemas.columns import SampleBatch
 from tests.dead.messages import GROUP, RUN, SUBJECTS, patched, template
 
@@ -25,19 +24,17 @@ async def test_groups_without_spread_leave_no_messages_behind() -> None:
     reader = RecordReader(bus, asyncio.get_running_loop(), after=0, capacity=8)
     messages: dict[int, SampleBatch] = {}
     held: list[int] = []
-    stepper = Stepper(
+    stream = StreamFold(
         reader=reader,
-        ledger=PastLedger([]),
-        trainer=None,  # type: ignore[arg-type]  # no batch closes
         config=CONFIG,
         state=initial_state(CONFIG),
         messages=messages,
         effects=lambda effects, incoming: held.append(len(messages)),
     )
     try:
-        assert await asyncio.to_thread(stepper.next, lambda: stepper.state.cursor == GROUP * TASKS) is None
+        assert await asyncio.to_thread(stream.next, None, lambda: stream.own.cursor == GROUP * TASKS) is None
     finally:
         reader.close()
         await bus.close()
-    assert stepper.state.retired == TASKS
+    assert stream.own.retired == TASKS
     assert max(held) <= FORGET_AT

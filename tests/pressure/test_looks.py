@@ -38,10 +38,8 @@ async def test_short_steps_look_at_the_stream_a_few_times_a_second_and_still_mak
         bus=bus,
         call=Caller(asyncio.get_running_loop()),
         trainer=make_trainer(config, ensure_model(config, run.model_dir)),
-        name="main",
+        settings=replace(config.trainer, checkpoint_every=10**9, keep_checkpoints=2),
         run_path=run.path,
-        every=10**9,
-        keep=2,
         identity="",
     )
     state = initial_state(fold_config(config))

@@ -11,21 +11,22 @@ import pytest
 
 from streamrl.bus import BusAddress
 from streamrl.bus.protocol import Bus
+from streamrl.bus.reading import read_key
 from streamrl.consumers.training.spilled_drops import PREFIX_BLOBS, whole
 from streamrl.errors import NotFound
 from streamrl.history.fates import Fates
 from streamrl.history.record import record
 from streamrl.history.record_log import RecordedLog
 from streamrl.history.replay import verify
-from streamrl.history.source import read_record
 from streamrl.launch.prepare import prepare
 from streamrl.monitor.follow import Follower
 from streamrl.monitor.view import RunView
 from streamrl.runtime.run_record import write_or_check
 from streamrl.schemas.codec import encode
+from streamrl.schemas.control import RunRecord
 from streamrl.schemas.ledger import SpilledDrops
 from streamrl.schemas.samples import RewardUpdate
-from streamrl.schemas.subjects import Subjects
+from streamrl.schemas.subjects import KEY_RUN, Subjects
 from tests.audit.audit import audit
 from tests.audit.raw import read_run
 from tests.conftest import MakeBus
@@ -78,7 +79,7 @@ async def test_a_batch_after_forty_thousand_drops(tmp_path: Path, make_nats_bus:
     assert fate.state == "dropped" and "superseded_reward" in fate.detail
 
     out = tmp_path / "recorded"
-    await record(bus, config, run, out, run_record=await read_record(bus))
+    await record(bus, config, run, out, run_record=await read_key(bus.kv, KEY_RUN, RunRecord))
     table = pq.read_table(out / "ledger.parquet", columns=["drops"])
     assert len(table.column("drops")[0]) == len(drops)
     again = await verify(config, RecordedLog(out), run.model_dir)

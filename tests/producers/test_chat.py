@@ -57,7 +57,6 @@ def make_context(engine: object, tokenizer: Tokenizer, task: RolloutTask, *, max
         tokenizer=tokenizer,
         task=task,
         seed=rollout_seed(task.seed, 0),
-        sampling=task.sampling,
         log=logging.getLogger("test"),
         max_len=max_len,
         chat_template=chat_template,

@@ -20,7 +20,7 @@ from streamrl.producers.episode import Episode
 from streamrl.producers.functions import FunctionProducer
 from streamrl.producers.groups import GroupRunner
 from streamrl.producers.protocol import Context, Failure
-from streamrl.rewards.exact_match import ExactMatch
+from streamrl.rewards.built_in import ExactMatch
 from streamrl.rewards.functions import FunctionReward
 from streamrl.rewards.protocol import RewardValue, ScoredEpisode
 from streamrl.schemas.tasks import RolloutTask, Sampling

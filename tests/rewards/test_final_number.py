@@ -9,8 +9,8 @@ import pytest
 
 from streamrl.config.tree import RewardConfig
 from streamrl.errors import ConfigError
+from streamrl.rewards.built_in import FinalNumber
 from streamrl.rewards.factory import is_user_code, make_reward
-from streamrl.rewards.gsm8k import FinalNumber
 from streamrl.rewards.numbers import Answer, final_answer, numbers
 from streamrl.schemas.samples import Status
 from streamrl.schemas.tasks import RolloutTask

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from streamrl.bus.protocol import Bus
 from streamrl.config.check import check
+from streamrl.config.load import convert
 from streamrl.config.tree import Config, DataConfig, RewardConfig
 from streamrl.consumers.training.reader import open_message
 from streamrl.core.records import Rewarded
@@ -79,4 +80,4 @@ def test_late_rewards_leave_nothing_to_evaluate_by() -> None:
     with pytest.raises(ConfigError, match=r"data\.heldout asks for an evaluation"):
         check(replace(config, data=DataConfig(train="a.jsonl", heldout="b.jsonl")))
     with pytest.raises(ConfigError, match=r"reward\.late_versions must be at least 0"):
-        check(replace(config, reward=RewardConfig(kind="late", late_versions=-1)))
+        convert({"reward": {"kind": "late", "late_versions": -1}}, where="test")

@@ -10,7 +10,7 @@ import pytest
 
 from streamrl.config.tree import RewardConfig
 from streamrl.errors import ConfigError, SchemaError
-from streamrl.rewards.exact_match import ExactMatch
+from streamrl.rewards.built_in import ExactMatch
 from streamrl.rewards.factory import make_reward
 from streamrl.rewards.functions import as_value
 from streamrl.rewards.protocol import RewardValue

@@ -58,6 +58,16 @@ def test_how_fast_and_where_may_change() -> None:
     check_resume(record(Config()), record(other))
 
 
+def test_a_key_that_came_later_is_off() -> None:
+    tree = json.loads(dump(Config()))
+    del tree["tasks"]["hold_ahead"], tree["debug"]
+    old = msgspec.structs.replace(record(Config()), config=json.dumps(tree))
+    check_resume(old, record(Config()))
+    with pytest.raises(ConfigError) as caught:
+        check_resume(old, record(Config(tasks=TasksConfig(hold_ahead=True))))
+    assert caught.value.values["key"] == "tasks.hold_ahead"
+
+
 def test_every_free_key_exists() -> None:
     tree = msgspec.to_builtins(Config())
     for key in FREE_KEYS:

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.config.files import write_private
 from streamrl.config.tree import Config, ModelConfig, RunConfig
 from streamrl.errors import ConfigError, LaunchError, SchemaError
-from streamrl.runtime.rundir import RunDir, known_runs, write_private
+from streamrl.runtime.rundir import RunDir, known_runs
 
 
 def made(base: Path, name: str) -> RunDir:

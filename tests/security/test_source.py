@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("streamrl", "producers", "consumers", "schemas", "examples", "scripts")
+FOLDERS = ("streamrl", "producers", "consumers", "schemas", "benchmarks", "examples", "scripts")
 PICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "jsonpickle"}
-PEERS = {("streamrl/bench/bus/redis_streams.py", "import pickle")}
+PEERS = {("benchmarks/bus/redis_streams.py", "import pickle")}
 """Allowed: what a benchmark's peer does, on bytes that the benchmark itself wrote."""
 UNPICKLING_CALLS = {"broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list", "recv_object_list", "read_pickle"}
 

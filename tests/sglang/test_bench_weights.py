@@ -50,7 +50,8 @@ def test_every_way_to_update_is_measured(measured):
     assert [requests[name] for name in ("aborted", "retracted", "prefilled_again", "failed")] == [0, 0, 0, 0]
     nbytes = report["run"]["nbytes"]
     assert all(rows[title]["wire_bytes"] == nbytes for title in rows if title != "steady")
-    updates = [json.loads(line) for line in (out / "updates.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (out / "raw.jsonl").read_text().splitlines()]
+    updates = [record for record in records if record["type"] == "update"]
     ours = [update for update in updates if update["mode"] not in ("tensor", "distributed", "disk")]
     assert len(ours) == 13
     assert all(update["publish_s"] < update["announced_s"] < update["staged_s"] < update["commit_s"] for update in ours)
@@ -58,14 +59,13 @@ def test_every_way_to_update_is_measured(measured):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_report_needs_the_raw_files_only(measured, tmp_path):
+def test_report_needs_the_raw_file_only(measured, tmp_path):
     out, _ = measured
-    for name in ("run.json", "updates.jsonl", "requests.jsonl", "forwards.npz", "tokens.npz"):
-        shutil.copy(out / name, tmp_path)
+    shutil.copy(out / "raw.jsonl", tmp_path)
     ended = bench("--report", tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.strip() == (tmp_path / "table.md").read_text().strip() == (out / "table.md").read_text().strip()
-    assert (tmp_path / "timeline.png").read_bytes() == (out / "timeline.png").read_bytes()
+    assert (tmp_path / "weights.png").read_bytes() == (out / "weights.png").read_bytes()
     assert (tmp_path / "report.json").read_text() == (out / "report.json").read_text()
 
 

@@ -21,6 +21,7 @@ from streamrl.schemas.versions import Version
 from streamrl.telemetry.names import METRICS
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
+from tests.support.scoring import score
 
 VOCAB, EOS, GROUP = 16, 1, 4
 KINDS = ("none", "truncate", "clip", "mask")
@@ -79,7 +80,7 @@ def make_batch(stage_step: int = 0, groups: int = 4, **changes: Any) -> TrainBat
 
 def lead(trainer: Trainer, batch: TrainBatch) -> float:
     """How much more probable the rewarded answers are than the others: sum over samples of (R - mean) log pi(answer)."""
-    logprobs = np.add.reduceat(np.where(batch.loss_mask, trainer.score(batch, Role.POLICY), 0.0), batch.offsets[:-1])
+    logprobs = np.add.reduceat(np.where(batch.loss_mask, score(trainer, batch, Role.POLICY), 0.0), batch.offsets[:-1])
     return float((batch.rewards - batch.rewards.mean()) @ logprobs)
 
 
@@ -130,7 +131,7 @@ def test_micro_batches_change_nothing_but_rounding(tiny: Path, loss: LossConfig,
         one, two = whole.step(make_batch(step)).metrics, cut.step(make_batch(step)).metrics
         # What rounding leaves of the first batch, Adam makes more of in the second.
         assert one == pytest.approx(two, rel=(2e-4, 2e-3)[step], abs=(2e-6, 2e-5)[step]), step
-    assert np.abs(whole.score(make_batch(), Role.POLICY) - cut.score(make_batch(), Role.POLICY)).max() < 1e-4
+    assert np.abs(score(whole, make_batch(), Role.POLICY) - score(cut, make_batch(), Role.POLICY)).max() < 1e-4
 
 
 def test_a_normalised_correction_has_weights_of_mean_one(tiny: Path) -> None:

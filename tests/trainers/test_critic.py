@@ -18,6 +18,7 @@ from streamrl.errors import ConfigError, TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
+from tests.support.scoring import score
 
 Rollouts = Callable[..., TrainBatch]
 
@@ -32,14 +33,14 @@ def make(directory: Path, *, dtype: Any = "float32", critic: CriticConfig | None
 def test_it_begins_at_zero_and_learns_the_returns(model_dir: Path, rollouts: Rollouts) -> None:
     trainer = make(model_dir, critic=CriticConfig(learning_rate=3e-3, clip=0.0))
     batch = rollouts()
-    assert (trainer.score(batch, Role.VALUE) == 0).all()
+    assert (score(trainer, batch, Role.VALUE) == 0).all()
     losses = [trainer.step(rollouts()).metrics["train/value_loss"] for _ in range(25)]
     # Rewards of 0 and 1, a third of them 1; with gamma = lambda = 1 every token's return is its rollout's reward.
     assert losses[0] == pytest.approx(np.mean(batch.rewards), abs=1e-6)
     # What cannot be known at an answer's first token, which all rollouts of a prompt share, stays: 2/9 there.
     assert losses[-1] < 0.1
     returns = np.repeat(batch.rewards, batch.lengths)
-    assert np.abs(trainer.score(batch, Role.VALUE) - returns)[batch.loss_mask].mean() < 0.25
+    assert np.abs(score(trainer, batch, Role.VALUE) - returns)[batch.loss_mask].mean() < 0.25
 
 
 def test_values_that_are_known_leave_no_advantage(model_dir: Path, rollouts: Rollouts) -> None:
@@ -61,16 +62,16 @@ def test_its_first_batches_are_its_own(model_dir: Path, rollouts: Rollouts, targ
     assert [result.metrics["train/grad_norm"] > 0 for result in results] == [False, False, True, True]
     assert all(result.metrics["train/value_grad_norm"] > 0 for result in results)
     assert len({result.metrics["train/value_norm"] for result in results}) == 4
-    assert results[0].digest == untouched.digest()  # type: ignore[attr-defined]
+    assert results[0].digest == untouched.digest()
 
 
 def test_demonstrations_leave_it_alone(model_dir: Path, rollouts: Rollouts, demonstrations: Rollouts) -> None:
     trainer = make(model_dir)
     trainer.step(rollouts())
-    before = trainer.score(rollouts(), Role.VALUE)
+    before = score(trainer, rollouts(), Role.VALUE)
     metrics = trainer.step(demonstrations()).metrics
     assert not any(name.startswith("train/value") for name in metrics)
-    assert np.array_equal(trainer.score(rollouts(), Role.VALUE), before)
+    assert np.array_equal(score(trainer, rollouts(), Role.VALUE), before)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -116,7 +117,7 @@ def test_its_body_may_be_another_models(model_dir: Path, make_model: Callable[..
     wide = make_model(hidden_size=48, tie_word_embeddings=False)
     trainer = make(model_dir, critic=CriticConfig(path=str(wide), learning_rate=1e-3))
     assert trainer.step(rollouts()).finite
-    assert trainer.score(rollouts(), Role.VALUE).any()
+    assert score(trainer, rollouts(), Role.VALUE).any()
     with pytest.raises(ConfigError, match=r"expected loss\.critic\.path to name a model directory, got no such directory"):
         make(model_dir, critic=CriticConfig(path=str(tmp_path / "gone")))
     with pytest.raises(ConfigError, match=r"loss\.critic\.path = .*no causal language model"):
@@ -127,4 +128,4 @@ def test_a_gradient_of_the_critic_that_is_not_finite_changes_nothing_of_it(model
     trainer = make(model_dir, critic=CriticConfig(clip=0.0))
     result = trainer.step(rollouts(reward=1e30))
     assert not result.finite
-    assert (trainer.score(rollouts(), Role.VALUE) == 0).all()
+    assert (score(trainer, rollouts(), Role.VALUE) == 0).all()

@@ -18,6 +18,7 @@ from streamrl.config.tree import TrainerConfig
 from streamrl.errors import TrainingError
 from streamrl.trainers.torch.parallel import DataParallel
 
+ROOT = Path(__file__).parents[2]
 RANK = """
 import json, sys
 from pathlib import Path
@@ -29,6 +30,7 @@ from streamrl.core.batches import TrainBatch
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
 from streamrl.config.registry import Role
+from tests.support.scoring import score
 
 model, out, rank, ranks = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 if ranks > 1:
@@ -52,7 +54,7 @@ def batch(kind, step, groups):
 def train(loss, out):
     options = TrainerConfig(ranks=ranks, minibatches=2, optimizer=OptimizerConfig(clip_norm=0.0))
     trainer = make_trainer(Config(trainer=options, loss=loss), model)
-    scores = trainer.score(batch("rl", 9, 5), Role.POLICY).tolist()
+    scores = score(trainer, batch("rl", 9, 5), Role.POLICY).tolist()
     results = [trainer.step(batch("sft", 0, 7)), trainer.step(batch("rl", 0, 7))]
     trainer.save(out, b"extra", version=Version(0, 2)).result()
     if ranks > 1:
@@ -88,7 +90,8 @@ def launch(model: Path, out: Path, ranks: int) -> list[dict[str, Any]]:
     out.mkdir()
     losses = msgspec.json.encode(LOSSES).decode()
     children = [
-        subprocess.Popen([sys.executable, "-c", RANK, str(model), str(out), str(rank), str(ranks), losses]) for rank in range(ranks)
+        subprocess.Popen([sys.executable, "-c", RANK, str(model), str(out), str(rank), str(ranks), losses], cwd=ROOT)
+        for rank in range(ranks)
     ]
     try:
         assert [child.wait(timeout=120) for child in children] == [0] * ranks

@@ -16,6 +16,7 @@ from streamrl.core.batches import TrainBatch
 from streamrl.errors import ConfigError, TrainingError
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
+from tests.support.scoring import score
 
 Rollouts = Callable[..., TrainBatch]
 MakeModel = Callable[..., Path]
@@ -48,20 +49,20 @@ def test_a_kl_in_the_loss_begins_at_zero_and_holds_the_policy(model_dir: Path, r
     kl = KLConfig(loss_coef=3.0, estimator=estimator, unbiased=unbiased)
     trainer = make(model_dir, LossConfig(kl=kl))
     batch = rollouts()
-    reference = trainer.score(batch, Role.REFERENCE)
-    assert np.array_equal(reference, trainer.score(batch, Role.POLICY))
+    reference = score(trainer, batch, Role.REFERENCE)
+    assert np.array_equal(reference, score(trainer, batch, Role.POLICY))
     first = trainer.step(batch).metrics
     for _ in range(6):
         last = trainer.step(batch).metrics
     assert first["train/kl_loss"] == pytest.approx(0.0, abs=1e-6)
     assert abs(last["train/kl_loss"]) > 1e-5
-    assert np.array_equal(trainer.score(batch, Role.REFERENCE), reference), "it is frozen"
+    assert np.array_equal(score(trainer, batch, Role.REFERENCE), reference), "it is frozen"
     assert last["rollout/ref_log_probs"] == pytest.approx(first["rollout/ref_log_probs"], abs=1e-6)
     if estimator != "k1" or unbiased:  # k1's gradient is that of the log-prob: no hold at all without the ratio
         free = make(model_dir, LossConfig())
         for _ in range(7):
             free.step(batch)
-        held, loose = (np.abs(t.score(batch, Role.POLICY) - reference)[batch.loss_mask].mean() for t in (trainer, free))
+        held, loose = (np.abs(score(t, batch, Role.POLICY) - reference)[batch.loss_mask].mean() for t in (trainer, free))
         assert held < loose
 
 
@@ -69,7 +70,7 @@ def test_a_kl_in_the_reward_is_measured_on_the_proximal_policy(model_dir: Path, 
     kl = KLConfig(reward_coef=0.1, reference=str(other_dir))
     trainer = make(model_dir, LossConfig(advantage="reinforce_plus_plus", kl=kl))
     batch = rollouts()
-    policy, reference = trainer.score(batch, Role.POLICY), trainer.score(batch, Role.REFERENCE)
+    policy, reference = score(trainer, batch, Role.POLICY), score(trainer, batch, Role.REFERENCE)
     per_rollout = [
         (policy - reference)[a:b][batch.loss_mask[a:b]].mean() for a, b in zip(batch.offsets[:-1], batch.offsets[1:], strict=True)
     ]
@@ -82,10 +83,10 @@ def test_distillation_draws_the_policy_to_its_teacher(model_dir: Path, other_dir
     loss = LossConfig(advantage=f"{tmp_path}/nothing.py:advantages", distillation=teach, correction=CorrectionConfig(kind="none"))
     trainer = make(model_dir, loss)
     batch = rollouts()
-    teacher = trainer.score(batch, Role.TEACHER)
+    teacher = score(trainer, batch, Role.TEACHER)
 
     def distance() -> float:
-        return float(np.abs(trainer.score(batch, Role.POLICY) - teacher)[batch.loss_mask].mean())
+        return float(np.abs(score(trainer, batch, Role.POLICY) - teacher)[batch.loss_mask].mean())
 
     before = distance()
     found = [trainer.step(batch).metrics["train/opd_reverse_kl"] for _ in range(10)]
@@ -120,4 +121,4 @@ def test_directories_that_hold_no_such_model_are_refused(
     with pytest.raises(ConfigError, match=r"loss\.distillation\.teacher = .* has 24 tokens, the policy 16"):
         make(model_dir, LossConfig(distillation=DistillationConfig(coef=0.1, teacher=larger)))
     with pytest.raises(TrainingError, match="expected role policy, proximal, reference, got value"):
-        make(model_dir, LossConfig(kl=KLConfig(loss_coef=0.1))).score(rollouts(), Role.VALUE)
+        score(make(model_dir, LossConfig(kl=KLConfig(loss_coef=0.1))), rollouts(), Role.VALUE)

@@ -9,10 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from streamrl.config.registry import Role
 from streamrl.config.tree import Config, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import TrainingError
@@ -23,16 +21,16 @@ from streamrl.trainers.ranks.process_group import Meeting, MeetingPlace, attend
 from tests.faults.processes import children
 
 Rollouts = Callable[..., TrainBatch]
-CONFIG = Config(trainer=TrainerConfig(ranks=2, rank_timeout_s=60.0))
+CONFIG = Config(trainer=TrainerConfig(ranks=2, minibatches=2, rank_timeout_s=60.0))
+"""With two minibatches, before which the ranks score the batch together."""
 MODULE = "streamrl.trainers.ranks.local"
 
 
 def test_two_ranks_do_everything_as_one_and_load_what_only_one_sees(model_dir: Path, rollouts: Rollouts, tmp_path: Path) -> None:
-    alone = make_trainer(Config(), model_dir)
+    alone = make_trainer(Config(trainer=TrainerConfig(minibatches=2)), model_dir)
     with opened_trainer(CONFIG, model_dir) as trainer:
         assert len(children(MODULE)) == 1
-        assert trainer.digest() == alone.digest()  # type: ignore[attr-defined]
-        np.testing.assert_allclose(trainer.score(rollouts(0), Role.POLICY), alone.score(rollouts(0), Role.POLICY), atol=1e-5)
+        assert trainer.digest() == alone.digest()
         first = trainer.step(rollouts(0))
         assert first.metrics == pytest.approx(alone.step(rollouts(0)).metrics, rel=1e-3, abs=1e-4)
         trainer.save(tmp_path / "at", b"state", version=Version(0, 1)).result()

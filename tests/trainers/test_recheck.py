@@ -16,6 +16,7 @@ from streamrl.core.batches import TrainBatch
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.torch.recheck import single_age
 from streamrl.trainers.torch.trainer import TorchTrainer
+from tests.support.scoring import score
 
 MEAN, MAX = "train/same_weights_logprob_abs_diff", "train/same_weights_logprob_abs_diff_max"
 Rollouts = Callable[..., TrainBatch]
@@ -30,7 +31,7 @@ def make(directory: Path, dtype: Any = "float32", **trainer: Any) -> TorchTraine
 
 def sampled(batch: TrainBatch, trainer: TorchTrainer) -> TrainBatch:
     """The batch as if `trainer`, as it is now, had sampled its trained tokens."""
-    return replace(batch, sampler_logprobs=np.where(batch.loss_mask, trainer.score(batch, Role.POLICY), 0.0).astype(np.float32))
+    return replace(batch, sampler_logprobs=np.where(batch.loss_mask, score(trainer, batch, Role.POLICY), 0.0).astype(np.float32))
 
 
 def aged(batch: TrainBatch, age: int) -> TrainBatch:

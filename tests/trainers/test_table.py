@@ -26,6 +26,7 @@ from streamrl.errors import ConfigError, TrainingError
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.table import losses as table_losses
 from streamrl.trainers.table.trainer import TableTrainer, response_positions
+from tests.support.scoring import score
 
 MakeBatch = Callable[..., TrainBatch]
 VOCAB = 16
@@ -136,7 +137,7 @@ def test_the_first_answer_token_is_scored_at_position_zero(table_dir: Path, make
     (shard,) = trainer.shards()
     changed = np.abs(shard.data.view(np.float32).reshape(3, VOCAB, VOCAB)).max(-1)
     assert [tuple(i) for i in np.argwhere(changed > 1e-3).tolist()] == [(0, 2), (1, 3)]
-    assert trainer.score(batch, Role.POLICY)[2] == pytest.approx(-np.log(VOCAB), abs=0.1)
+    assert score(trainer, batch, Role.POLICY)[2] == pytest.approx(-np.log(VOCAB), abs=0.1)
 
 
 def test_directories_without_a_table_and_more_ranks_are_refused(tmp_path: Path, table_dir: Path) -> None:

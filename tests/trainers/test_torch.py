@@ -17,9 +17,10 @@ from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import plan_micro_batches
 from streamrl.errors import ConfigError, TrainingError
 from streamrl.schemas.versions import Version
-from streamrl.trainers.factory import export_policy, make_trainer
+from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.torch.causal_lm import CausalLM
+from tests.support.scoring import score
 
 MakeBatch = Callable[..., TrainBatch]
 MakeModel = Callable[..., Path]
@@ -94,7 +95,7 @@ def test_other_models_score_as_transformers_does(
     directory = make_model(**changes)
     batch = rollouts()
     assert CausalLM(directory, torch.float32, CPU).free_masks == ("sliding_window" not in changes)
-    assert np.abs(make(directory).score(batch, Role.POLICY) - plain_logprobs(directory, batch)).max() < 2e-5
+    assert np.abs(score(make(directory), batch, Role.POLICY) - plain_logprobs(directory, batch)).max() < 2e-5
 
 
 def test_models_of_other_families(tmp_path: Path, rollouts: Callable[..., TrainBatch]) -> None:
@@ -111,7 +112,7 @@ def test_models_of_other_families(tmp_path: Path, rollouts: Callable[..., TrainB
         directory = tmp_path / type(model).__name__
         model.save_pretrained(directory)
         trainer = make(directory)
-        assert np.abs(trainer.score(batch, Role.POLICY) - plain_logprobs(directory, batch)).max() < 2e-5
+        assert np.abs(score(trainer, batch, Role.POLICY) - plain_logprobs(directory, batch)).max() < 2e-5
         assert trainer.step(batch).finite
 
 
@@ -158,9 +159,9 @@ def test_bfloat16_trains_on_float32_masters(make_model: MakeModel, rollouts: Cal
 def test_the_export_holds_what_transformers_needs(model_dir: Path, rollouts: Callable[..., TrainBatch], tmp_path: Path) -> None:
     trainer = make(model_dir)
     trainer.step(rollouts())
-    export_policy(trainer, tmp_path / "hf")
+    trainer.export(tmp_path / "hf")
     batch = rollouts(1)
-    assert np.abs(trainer.score(batch, Role.POLICY) - plain_logprobs(tmp_path / "hf", batch)).max() < 2e-5
+    assert np.abs(score(trainer, batch, Role.POLICY) - plain_logprobs(tmp_path / "hf", batch)).max() < 2e-5
     assert (tmp_path / "hf" / "tokenizer_config.json").read_text() == "{}"
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) == 1
 

@@ -27,6 +27,7 @@ from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.weights.manifest import Content
+from tests.support.scoring import score
 
 # As the trainer's process does before torch begins: cuBLAS reads it once.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -158,7 +159,7 @@ def test_a_small_model_learns_the_same_on_both_devices(model_dir: Path, rollouts
     for step in range(3):
         a, b = there.step(rollouts(step)).metrics, here.step(rollouts(step)).metrics
         assert a == pytest.approx(b, rel=2e-3, abs=1e-4)
-    assert np.abs(there.score(rollouts(9), Role.POLICY) - here.score(rollouts(9), Role.POLICY)).max() < 1e-3
+    assert np.abs(score(there, rollouts(9), Role.POLICY) - score(here, rollouts(9), Role.POLICY)).max() < 1e-3
 
 
 @pytest.mark.parametrize(("dtype", "most", "mean"), [(torch.float32, 2e-3, 1e-4), (torch.bfloat16, 0.3, 0.03)])

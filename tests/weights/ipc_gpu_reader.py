@@ -16,9 +16,10 @@ from streamrl.tensors.digest import combine, tensor_digest
 from streamrl.tensors.digest_torch import tensor_digests
 from streamrl.weights.ipc import IpcTransport
 from streamrl.weights.ipc_memory import CudaOpener
-from streamrl.weights.manifest import ITEM_BYTES, slices
+from streamrl.weights.manifest import ITEM_BYTES
 from streamrl.weights.protocol import CudaSource
 from streamrl.weights.shm import ShmTransport
+from tests.weights.wanted import slices
 
 
 class Reader:

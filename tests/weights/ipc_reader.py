@@ -16,10 +16,11 @@ from streamrl.errors import WeightSyncError
 from streamrl.schemas.weights import Manifest
 from streamrl.tensors.digest import combine, tensor_digest
 from streamrl.weights.ipc import IpcTransport
-from streamrl.weights.manifest import ITEM_BYTES, slices
+from streamrl.weights.manifest import ITEM_BYTES
 from streamrl.weights.protocol import CudaSource
 from streamrl.weights.shm import ShmTransport
 from tests.weights.host_memory import MappedOpener
+from tests.weights.wanted import slices
 
 
 def say(line: str) -> None:

@@ -18,7 +18,8 @@ from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
 from streamrl.weights.bus import BusTransport
-from streamrl.weights.manifest import slices
+from tests.support.scoring import score
+from tests.weights.wanted import slices
 
 VOCAB = 64
 
@@ -76,7 +77,7 @@ async def test_bfloat16_from_the_trainer_to_the_engine(memory_bus: MemoryBus, tm
             logprobs += chunk.logprobs
     finally:
         await engine.stop()
-    scores = trainer.score(batch([2, 3, 4], ids, logprobs), Role.POLICY)[3:]
+    scores = score(trainer, batch([2, 3, 4], ids, logprobs), Role.POLICY)[3:]
     assert len(ids) == 12
     # Two implementations in a type of 8 bits of mantissa.
     assert np.abs(scores - np.array(logprobs)).max() < 0.1

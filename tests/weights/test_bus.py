@@ -16,9 +16,10 @@ from streamrl.bus.server import NatsServer
 from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
 from streamrl.weights.bus import BusTransport
-from streamrl.weights.manifest import Content, slices
+from streamrl.weights.manifest import Content
 from streamrl.weights.protocol import Shard
 from streamrl.weights.publisher import Publisher
+from tests.weights.wanted import slices
 
 KILLED = """
 import asyncio, os, signal, sys

@@ -24,11 +24,12 @@ from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
 from streamrl.weights.bus import BusTransport
 from streamrl.weights.links import routes
-from streamrl.weights.manifest import Content, offers, slices, wire_bytes
+from streamrl.weights.manifest import Content, offers, wire_bytes
 from streamrl.weights.pins import Pins
 from streamrl.weights.protocol import Shard
 from streamrl.weights.publisher import Publisher
 from streamrl.weights.shm import ShmTransport
+from tests.weights.wanted import slices
 
 ROWS = 4096
 EVERY = 4

@@ -26,11 +26,12 @@ from streamrl.schemas.weights import Manifest
 from streamrl.tensors.digest import combine, tensor_digest
 from streamrl.trainers.torch.snapshot import SnapshotRing
 from streamrl.weights.ipc import IpcTransport
-from streamrl.weights.manifest import Content, slices
+from streamrl.weights.manifest import Content
 from streamrl.weights.pins import Pins
 from streamrl.weights.protocol import CudaSource, Shard
 from streamrl.weights.shm import ShmTransport
 from tests.weights.host_memory import MappedOpener, share
+from tests.weights.wanted import slices
 
 CPU = torch.device("cpu")
 

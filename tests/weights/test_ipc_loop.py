@@ -22,11 +22,11 @@ from streamrl.tensors.digest import combine, tensor_digest
 from streamrl.trainers.torch.snapshot import SnapshotRing
 from streamrl.weights.factory import free_weights, make_publisher, make_transports
 from streamrl.weights.ipc import IpcTransport
-from streamrl.weights.manifest import slices
 from streamrl.weights.protocol import Commit, Part, Shard, Slice, WeightTransport
 from streamrl.weights.publisher import Publisher
 from streamrl.weights.shm import ShmTransport
 from tests.weights.host_memory import MappedOpener, share
+from tests.weights.wanted import slices
 
 SUBJECTS = Subjects("r")
 

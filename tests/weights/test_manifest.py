@@ -16,8 +16,9 @@ from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest, PartRef, TensorSpec
 from streamrl.tensors.concatenation import ALIGNMENT
 from streamrl.tensors.digest import combine, digest_text, tensor_digest
-from streamrl.weights.manifest import ITEM_BYTES, Content, build, check_same, check_tensors, cover, cut, offers, slices
+from streamrl.weights.manifest import ITEM_BYTES, Content, build, check_same, cover, cut, offers
 from streamrl.weights.protocol import Shard, Slice
+from tests.weights.wanted import slices
 
 
 def shard(
@@ -191,21 +192,6 @@ def test_column_slices_are_joined():
 def test_shards_that_are_no_version_are_refused(shards, said):
     with pytest.raises(WeightSyncError, match=said):
         Content(shards)
-
-
-def test_check_names_the_tensor_and_both_sides():
-    manifest = manifest_of(Content(shards_of({"a": ("float32", (2, 3)), "b": ("int32", (1,))}, 0)), 64)
-    good = {"a": ("float32", (2, 3)), "b": ("int32", [1])}
-    check_tensors(manifest, good)
-    for expected, said in [
-        ({**good, "a": ("float32", (3, 2))}, r"'a' of policy 0.3: expected float32 \(3, 2\), got float32 \(2, 3\)"),
-        ({**good, "b": ("int64", (1,))}, r"'b' of policy 0.3: expected int64 \(1,\), got int32 \(1,\)"),
-        ({**good, "c": ("int64", (1,))}, "'c': expected in the manifest of policy 0.3, got none"),
-        ({"a": good["a"]}, "'b' of policy 0.3: expected no such tensor"),
-    ]:
-        with pytest.raises(WeightSyncError, match=said) as caught:
-            check_tensors(manifest, expected)
-        assert "model.path" in caught.value.hint
 
 
 def test_manifests_that_do_not_add_up_are_refused():

@@ -17,11 +17,12 @@ from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
 from streamrl.telemetry.names import metric
 from streamrl.weights.bus import BusTransport
-from streamrl.weights.manifest import Content, slices
+from streamrl.weights.manifest import Content
 from streamrl.weights.pins import Pins
 from streamrl.weights.protocol import Part, Shard, Slice, WeightTransport
 from streamrl.weights.publisher import MAX_WAITING, Publisher
 from streamrl.weights.shm import ShmTransport
+from tests.weights.wanted import slices
 
 SUBJECTS = Subjects("r")
 

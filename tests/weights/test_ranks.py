@@ -22,10 +22,11 @@ from streamrl.schemas.codec import decode
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Contribution, Link, PartRef, Piece
 from streamrl.weights.bus import BusTransport
-from streamrl.weights.manifest import Content, slices
+from streamrl.weights.manifest import Content
 from streamrl.weights.protocol import Shard, WeightTransport
 from streamrl.weights.ranks import RankContent, merge, placed
 from streamrl.weights.shm import ShmTransport
+from tests.weights.wanted import slices
 
 MODEL = {
     "embed": ("bfloat16", (301, 8)),

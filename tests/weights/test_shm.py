@@ -18,9 +18,9 @@ from streamrl.config.tree import WeightsConfig
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.weights.factory import free_weights, weights_directory
-from streamrl.weights.manifest import slices
 from streamrl.weights.protocol import Shard
 from streamrl.weights.shm import ShmTransport, host_id
+from tests.weights.wanted import slices
 
 V1, V2 = Version(0, 1), Version(0, 2)
 

@@ -11,12 +11,9 @@ import numpy.typing as npt
 
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.weights import Manifest
+from streamrl.tensors.concatenation import ALIGNMENT, ITEM_BYTES, aligned
 from streamrl.tensors.digest import combine, tensor_digest
 from streamrl.weights.protocol import Part, Slice
-
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-ALIGNMENT = 64
-"""Bytes; one cache line, so that vector kernels see every tensor alike whichever buffer it lies in."""
 
 
 class TensorLayout(msgspec.Struct, frozen=True):
@@ -38,7 +35,7 @@ def offsets(layout: Sequence[TensorLayout]) -> dict[str, int]:
     result: dict[str, int] = {}
     end = 0
     for tensor in layout:
-        start = end if tensor.glued else -(-end // ALIGNMENT) * ALIGNMENT
+        start = end if tensor.glued else aligned(end)
         result[tensor.name] = start
         end = start + tensor.nbytes
     return result

@@ -23,7 +23,7 @@ from streamrl.engines.batching.model import DecodeModel
 from streamrl.engines.batching.rows import Rows
 from streamrl.engines.protocol import Chunk
 from streamrl.engines.requests import Completion, Job, Stage
-from streamrl.errors import EngineError
+from streamrl.errors import EngineError, EngineUnavailable
 from streamrl.schemas.versions import Version
 from streamrl.weights.protocol import Commit
 
@@ -99,7 +99,7 @@ class DecodeLoop:
 
     def run(self) -> None:
         """The thread's body."""
-        reason = EngineError(f"engine {self._engine} was stopped with requests open", hint="ask another engine", unavailable=True)
+        reason = EngineUnavailable(f"engine {self._engine} was stopped with requests open", hint="ask another engine")
         try:
             with self._model.thread():
                 while not self._closing:
@@ -110,7 +110,7 @@ class DecodeLoop:
                     self._flush()
         except Exception as error:
             log.exception("event=decode_failed engine=%s version=%s", self._engine, self.serving)
-            reason = EngineError(f"decoding failed at engine {self._engine}: {error!r}", hint="see its log; restart it", unavailable=True)
+            reason = EngineUnavailable(f"decoding failed at engine {self._engine}: {error!r}", hint="see its log; restart it")
         self._out.append((self._ended, reason))
         self._flush()
 

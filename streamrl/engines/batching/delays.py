@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.core.seeds import mix64, uniform
-from streamrl.errors import ConfigError
 
 
 class TokenDelay(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,10 +19,6 @@ class TokenDelay(msgspec.Struct, frozen=True, kw_only=True):
     sigma: float = 1.0
     """Standard deviation of the logarithm; 0 makes all alike, 1.5 makes one in twenty more than 3.8 times slower than the mean."""
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not (self.mean_s >= 0 and self.sigma >= 0):
-            raise ConfigError(f"a token delay needs mean_s >= 0 and sigma >= 0, got mean_s={self.mean_s} sigma={self.sigma}")
 
     def seconds(self, seeds: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
         """Seconds per token of the completions with these seeds: [n] uint64 to [n] float64."""

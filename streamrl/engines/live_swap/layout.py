@@ -14,9 +14,6 @@ from streamrl.engines.live_swap.recorder import DTYPES, Recording
 from streamrl.errors import WeightSyncError
 from streamrl.tensors.digest import WORD_BYTES
 
-ALIGNMENT = 64
-"""Bytes; every tensor begins at a multiple, so a window that does may be viewed as any dtype."""
-
 
 class Layout:
     """Tensors of a version, all of whose versions are laid out alike."""

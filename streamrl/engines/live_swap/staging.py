@@ -15,7 +15,7 @@ from torch import Tensor
 
 from streamrl.engines.live_swap.digests import Digests, make_digests, make_word_digests, sums
 from streamrl.engines.live_swap.fallback import DerivedLoad
-from streamrl.engines.live_swap.layout import ALIGNMENT, Layout, source_view, target_view
+from streamrl.engines.live_swap.layout import Layout, source_view, target_view
 from streamrl.engines.live_swap.messages import Prepare, Prepared, Served, Stage, Staged, TensorEntry
 from streamrl.engines.live_swap.pace import Pacer, Passes
 from streamrl.engines.live_swap.plan import DEVICE_WINDOW_BYTES, Window
@@ -24,6 +24,7 @@ from streamrl.engines.live_swap.side import Side
 from streamrl.engines.live_swap.sources import DeviceImages, DeviceSpan, HostImage
 from streamrl.engines.live_swap.swap import Swap
 from streamrl.errors import WeightSyncError
+from streamrl.tensors.concatenation import ALIGNMENT
 from streamrl.weights.protocol import CudaSource, FileSource
 
 Pairs = tuple[list[Tensor], list[Tensor]]
@@ -210,6 +211,7 @@ class Stager:
 
 
 def _base(window: Window) -> int:
+    """Where its source is viewed from: at a multiple of `ALIGNMENT` it may be viewed as any dtype."""
     return window.first_byte // ALIGNMENT * ALIGNMENT
 
 

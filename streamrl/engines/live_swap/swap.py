@@ -7,6 +7,7 @@ import time
 from collections import deque
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -132,13 +133,4 @@ class Swap:
         timer = self._timers.get(done.index)
         if timer is None or not timer[1].query():
             return done
-        return Committed(
-            index=done.index,
-            version=done.version,
-            committed=done.committed,
-            reason=done.reason,
-            forward=done.forward,
-            host_ms=done.host_ms,
-            at_s=done.at_s,
-            device_ms=timer[0].elapsed_time(timer[1]),
-        )
+        return msgspec.structs.replace(done, device_ms=timer[0].elapsed_time(timer[1]))

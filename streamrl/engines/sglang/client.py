@@ -8,15 +8,13 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
+from streamrl.engines.events import event_data
 from streamrl.engines.wire import Result
-from streamrl.errors import EngineError
+from streamrl.errors import EngineError, EngineUnavailable
 
 T = TypeVar("T")
 
 _JSON = {"Content-Type": "application/json"}
-_EVENT = b"data: "
-_MAX_LINE = 1 << 28
-"""Bytes of one streamed answer: the routed experts of a long sequence come in one line."""
 
 
 class SglangClient:
@@ -43,7 +41,7 @@ class SglangClient:
             self._session = None
 
     async def get(self, path: str, *, timeout_s: float, expect: type[T]) -> T:
-        """GET; raises EngineError (`unavailable`) when there is no answer in time, or another one than `expect`."""
+        """GET; raises EngineUnavailable when there is no answer in time, or another one than `expect`."""
         return self._decode(path, await self._call("GET", path, None, timeout_s), expect)
 
     async def post(self, path: str, body: Any, *, timeout_s: float, expect: type[T]) -> T:
@@ -65,15 +63,10 @@ class SglangClient:
             async with self._opened().post(self.address + "/generate", data=self._encoder.encode(body), headers=_JSON) as response:
                 if response.status != 200:
                     self._check("/generate", response.status, await response.read())
-                async for line in response.content:
-                    if line.startswith(b"data: [DONE]"):
-                        return
-                    if line.startswith(_EVENT):
-                        data = line[len(_EVENT) :]
-                        self._check("/generate", 200, data)
-                        yield self._result.decode(data)
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            # ValueError: msgspec's DecodeError, and a line that is longer than the limit.
+                async for data in event_data(response):
+                    self._check("/generate", 200, data)
+                    yield self._result.decode(data)
+        except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
             raise self._gone("/generate", error) from error
 
     async def _call(self, method: str, path: str, body: bytes | None, timeout_s: float | None) -> bytes:
@@ -90,7 +83,7 @@ class SglangClient:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0)
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers, read_bufsize=_MAX_LINE)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
         return self._session
 
     def _decode(self, path: str, data: bytes, expect: type[T]) -> T:
@@ -104,17 +97,14 @@ class SglangClient:
     def _check(self, path: str, status: int, data: bytes) -> None:
         if status == 200 and not data.startswith(b'{"error"'):
             return
-        raise EngineError(
+        raise (EngineUnavailable if status >= 500 else EngineError)(
             f"expected SGLang at engine {self._name} to answer {path}, got status {status}: {_said(data)}",
             hint="see the server's log",
             status=status,
-            unavailable=status >= 500,
         )
 
-    def _gone(self, path: str, error: Exception) -> EngineError:
-        return EngineError(
-            f"SGLang at engine {self._name} did not answer {path}: {error!r}", hint="see the server's log", unavailable=True, broken=True
-        )
+    def _gone(self, path: str, error: Exception) -> EngineUnavailable:
+        return EngineUnavailable(f"SGLang at engine {self._name} did not answer {path}: {error!r}", hint="see the server's log")
 
 
 def _said(data: bytes) -> str:

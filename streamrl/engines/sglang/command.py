@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 import streamrl
 from streamrl.config.engines import EngineConfig, SglangConfig
 
@@ -20,13 +18,6 @@ SPARE_TOKENS = 8
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN_NAME = "streamrl"
 PLUGIN_TARGET = "streamrl.engines.sglang.plugin:register"
-
-
-class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """One server to be started."""
-
-    argv: tuple[str, ...]
-    env: dict[str, str]
 
 
 def arguments(

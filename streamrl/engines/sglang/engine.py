@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,10 @@ from streamrl.engines.sglang.counts import Counts
 from streamrl.engines.sglang.hosts import Connected, Host, connect_host
 from streamrl.engines.sglang.jobs import Job
 from streamrl.engines.sglang.server import SglangServer
-from streamrl.errors import ConfigError, EngineError
+from streamrl.errors import ConfigError, EngineDied, EngineError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
 from streamrl.weights.protocol import Commit, CudaSource, FileSource, Part, Slice
-
-log = logging.getLogger(__name__)
 
 
 class SglangEngine:
@@ -207,9 +204,8 @@ class SglangEngine:
             return Commit(version, False, 0.0)
         try:
             commit = await self._hosted().commit(version)
-        except EngineError as error:
-            if error.values.get("died"):
-                self._end(error)
+        except EngineDied as error:
+            self._end(error)
             raise
         if commit.committed:
             self._serving = version

@@ -57,6 +57,7 @@ async def connect_host(server: SglangServer, config: EngineConfig, model_dir: Pa
         _committer(server.client),
         pace=Pace(max_gap_ms=config.sglang.max_gap_ms),
         verify=config.sglang.verify,
+        engine=engine,
     )
     try:
         ranks = await host.hello()

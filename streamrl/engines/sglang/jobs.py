@@ -14,7 +14,7 @@ from streamrl.engines.protocol import Chunk, GenerateRequest
 from streamrl.engines.sglang.answers import Row, Style, aborted, body_of, joined, must_cut
 from streamrl.engines.sglang.client import SglangClient
 from streamrl.engines.sglang.counts import Counts
-from streamrl.errors import EngineError, StreamRLError
+from streamrl.errors import EngineError, EngineUnavailable, StreamRLError
 from streamrl.schemas.versions import Version
 
 ABORT_S = 10.0
@@ -134,10 +134,9 @@ class Job:
                 self.queue.put_nowait(chunk)
             parts.append(chunk)
         if not parts or parts[-1].finish_reason is None:
-            raise EngineError(
+            raise EngineUnavailable(
                 f"expected a whole completion of {request.request_id!r} from SGLang at engine {self._style.engine}, got a part",
                 hint="see the server's log",
-                unavailable=True,
             )
         if not request.stream:
             self.queue.put_nowait(joined(parts))

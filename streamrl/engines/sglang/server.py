@@ -21,9 +21,10 @@ from typing import Any
 import msgspec
 
 from streamrl.config.engines import EngineConfig
+from streamrl.config.files import write_private
 from streamrl.engines.sglang.client import SglangClient
 from streamrl.engines.sglang.command import arguments, count_gpus, environment, holds_weights, interpreter, write_site
-from streamrl.errors import EngineError
+from streamrl.errors import EngineDied, EngineError, EngineUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ FOLDER = "streamrl-sglang-"
 """Private folders are called this, the worker's process id, and something random."""
 STARTS = 3
 """Tries when somebody else takes the port between its choice and its use."""
+PORT_TAKEN = "ddress already in use"
+"""What the log says then, with a capital or without."""
 POLL_S = 0.1
 CHECK_EVERY_S = 2.0
 SILENCE_S = 60.0
@@ -94,7 +97,7 @@ class SglangServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._watch: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
-        self._reason: EngineError | None = None
+        self._reason: EngineUnavailable | None = None
         self.client = SglangClient("", self._key, name=name)
         self.version = ""
         """Of SGLang, once it runs."""
@@ -130,10 +133,10 @@ class SglangServer:
             try:
                 await self._start(site)
                 break
-            except EngineError as error:
+            except EngineError:
                 await self._kill()
                 await self.client.close()
-                if not error.values.get("port") or attempt == STARTS - 1:
+                if PORT_TAKEN not in self._new_log() or attempt == STARTS - 1:
                     raise
                 log.warning("event=sglang_port_taken engine=%s", self._name)
         self.version = str((await self.client.get("/server_info", timeout_s=SILENCE_S, expect=dict[str, Any])).get("version", ""))
@@ -157,11 +160,11 @@ class SglangServer:
     async def stop(self) -> None:
         """End the process and all it started, and remove the private folder."""
         await self.detach()
-        self._end(EngineError(f"engine {self._name} was stopped", hint="ask another engine", unavailable=True))
+        self._end(EngineUnavailable(f"engine {self._name} was stopped", hint="ask another engine"))
         await self._kill()
         await asyncio.to_thread(shutil.rmtree, self.directory, True)
 
-    async def ended(self) -> EngineError:
+    async def ended(self) -> EngineUnavailable:
         """Wait until the server is over; says why."""
         await self._over.wait()
         assert self._reason is not None
@@ -170,7 +173,7 @@ class SglangServer:
     async def _start(self, site: Path) -> None:
         port = _free_port()
         secret = self.directory / "server.yaml"
-        _write_private(secret, f'api-key: "{self._key}"\n')
+        write_private(secret, f'api-key: "{self._key}"\n'.encode())
         sglang = self._config.sglang
         plugin = None
         if sglang.swap != "pause":
@@ -256,7 +259,6 @@ class SglangServer:
         return EngineError(
             f"SGLang at engine {self._name} did not start: {why}. The end of {self.log_path}: {_tail(text)}",
             hint=hint,
-            port="ddress already in use" in text,
         )
 
     def _new_log(self) -> str:
@@ -287,18 +289,16 @@ class SglangServer:
         self._end(self._death(f"it ended with code {code}"))
         await self._kill()
 
-    def _death(self, why: str) -> EngineError:
-        return EngineError(
+    def _death(self, why: str) -> EngineDied:
+        return EngineDied(
             f"SGLang at engine {self._name} has died: {why}. The end of {self.log_path}: {_tail(self._new_log())}",
             hint="a new one is started; if it dies again, see the whole log",
-            unavailable=True,
-            died=True,
         )
 
-    def _end(self, reason: EngineError) -> None:
+    def _end(self, reason: EngineUnavailable) -> None:
         if self._reason is None:
             self._reason = reason
-            if reason.values.get("died"):
+            if isinstance(reason, EngineDied):
                 log.error("event=sglang_died engine=%s message=%s", self._name, reason.message)
             self._over.set()
 
@@ -335,13 +335,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def _write_private(path: Path, text: str) -> None:
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
 
 
 def _tail(text: str) -> str:

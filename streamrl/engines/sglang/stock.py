@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import shutil
 import tempfile
 import time
@@ -22,17 +21,15 @@ import numpy as np
 
 from streamrl.engines.live_swap.images import collected, memory_folder
 from streamrl.engines.sglang.client import SglangClient
-from streamrl.errors import EngineError, WeightSyncError
+from streamrl.errors import EngineDied, EngineError, WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
+from streamrl.tensors.concatenation import ITEM_BYTES
 from streamrl.tensors.digest import combine, tensor_digest
 from streamrl.weights.protocol import Commit, CudaSource, FileSource, Part, Slice
 
-log = logging.getLogger(__name__)
-
 CONTROL_S = 60.0
 LOAD_S = 1800.0
-_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
 _SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64", "int64": "I64", "int32": "I32", "uint8": "U8"}
 
 
@@ -113,14 +110,12 @@ class StockHost:
             self.broken = True
             answer = await self._post("update_weights_from_disk", body, LOAD_S)
             if not answer.get("success"):
-                raise EngineError(f"SGLang at engine {self._engine} refused version {version}: {answer.get('message')}", died=True)
+                raise EngineError(f"SGLang at engine {self._engine} refused version {version}: {answer.get('message')}")
             self.broken = False
         except EngineError as error:
-            raise EngineError(
+            raise EngineDied(
                 f"engine {self._engine} may hold a mixture of {self.serving} and {version}: {error.message}",
                 hint="its server is started anew",
-                died=True,
-                unavailable=True,
             ) from error
         finally:
             if not self.broken:
@@ -162,6 +157,6 @@ def _write(manifest: Manifest, image: Path, model_dir: Path, folder: Path) -> st
         file.write(len(text).to_bytes(8, "little") + text)
         for spec in manifest.tensors:
             data = np.asarray(whole[spec.offset : spec.offset + spec.nbytes])
-            digests[spec.name] = tensor_digest(data, _ITEM_BYTES[spec.dtype])
+            digests[spec.name] = tensor_digest(data, ITEM_BYTES[spec.dtype])
             file.write(data.data)
     return combine(digests)

@@ -14,11 +14,9 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
 
 import msgspec
 
-from streamrl.config.registry import Role
 from streamrl.core.batch_bytes import pack, unpack
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import TrainingError
@@ -30,20 +28,6 @@ from streamrl.trainers.ranks.process_group import Gang
 from streamrl.weights.protocol import Shard
 
 _CHUNK_BYTES = 256 << 20
-
-
-class RankTrainer(Trainer, Protocol):
-    """What each rank has: a trainer that is one of several, and can say which parameters it has."""
-
-    def digest(self) -> str: ...
-    def save_hf(self, path: Path) -> None: ...
-
-
-class Score(msgspec.Struct, frozen=True, tag=True):
-    """Order: `Trainer.score`."""
-
-    batch: TrainBatch
-    role: Role
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
@@ -76,7 +60,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     """Bytes of each file on rank 0, by its path within."""
 
 
-Order = Score | Step | Digest | Shards | Save | Load
+Order = Step | Digest | Shards | Save | Load
 
 
 class LeadingTrainer:
@@ -93,16 +77,10 @@ class LeadingTrainer:
             `trainer.rank_timeout_s`, or has other parameters than this one; the trainer is of no use then.
     """
 
-    def __init__(self, own: RankTrainer, gang: Gang) -> None:
+    def __init__(self, own: Trainer, gang: Gang) -> None:
         self._own = own
         self._gang = gang
         self._agree("at the start", own.digest())
-
-    def score(self, batch: TrainBatch, role: Role) -> Any:
-        self._gang.order(pack(Score(batch, role)))
-        found = self._own.score(batch, role)
-        self._finish()
-        return found
 
     def step(self, batch: TrainBatch) -> StepResult:
         self._gang.order(pack(Step(batch)))
@@ -142,9 +120,9 @@ class LeadingTrainer:
         self._finish(f"after loading {path}", self._own.digest())
         return extra
 
-    def save_hf(self, path: Path) -> None:
-        """Write a model directory; the other ranks have no part in it."""
-        self._own.save_hf(path)
+    def export(self, path: Path) -> None:
+        """See `Trainer.export`; the other ranks have no part in it."""
+        self._own.export(path)
 
     def close(self) -> None:
         """Let the other ranks end, and leave the group. Call it when nothing is under way."""
@@ -168,7 +146,7 @@ class LeadingTrainer:
             )
 
 
-def follow(own: RankTrainer, gang: Gang) -> None:
+def follow(own: Trainer, gang: Gang) -> None:
     """Do what rank 0 orders until it dismisses this rank.
 
     Raises:
@@ -180,13 +158,11 @@ def follow(own: RankTrainer, gang: Gang) -> None:
         gang.gather(int(digest, 16) if digest else 0)
 
 
-def _execute(own: RankTrainer, gang: Gang, order: Order) -> str:
+def _execute(own: Trainer, gang: Gang, order: Order) -> str:
     """The digest that rank 0 compares; empty where it compares none."""
     match order:
         case Step():
             return own.step(order.batch).digest
-        case Score():
-            own.score(order.batch, order.role)
         case Digest():
             return own.digest()
         case Shards():
@@ -199,7 +175,7 @@ def _execute(own: RankTrainer, gang: Gang, order: Order) -> str:
     return ""
 
 
-def _load(own: RankTrainer, gang: Gang, order: Load) -> None:
+def _load(own: Trainer, gang: Gang, order: Load) -> None:
     seen = _files(Path(order.path)) == order.files
     if all(gang.gather(int(seen))):
         own.load(Path(order.path))

@@ -12,7 +12,6 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
 
 import msgspec
 
@@ -49,7 +48,7 @@ def opened_trainer(config: Config, model_dir: Path) -> Generator[Trainer]:
     if ranks == 1:
         yield make_trainer(config, model_dir)
         return
-    from streamrl.trainers.ranks.leading import LeadingTrainer, RankTrainer
+    from streamrl.trainers.ranks.leading import LeadingTrainer
     from streamrl.trainers.ranks.process_group import Meeting
 
     meeting = Meeting(_HOST, ranks=ranks, timeout_s=timeout_s)
@@ -69,7 +68,7 @@ def opened_trainer(config: Config, model_dir: Path) -> Generator[Trainer]:
             time.sleep(_POLL_S)
         gang = meeting.begin(cuda=uses_cuda(config, 0))
         try:
-            trainer = LeadingTrainer(cast("RankTrainer", make_trainer(config, model_dir)), gang)
+            trainer = LeadingTrainer(make_trainer(config, model_dir), gang)
             yield trainer
             trainer.close()
             patience_s = _END_S
@@ -92,7 +91,7 @@ def uses_cuda(config: Config, rank: int) -> bool:
 
 def main() -> int:
     """Be one rank until it is dismissed; errors go to stderr without a traceback."""
-    from streamrl.trainers.ranks.leading import RankTrainer, follow
+    from streamrl.trainers.ranks.leading import follow
     from streamrl.trainers.ranks.process_group import MeetingPlace, attend
 
     start = msgspec.json.decode(sys.stdin.buffer.read(), type=_Start)
@@ -105,7 +104,7 @@ def main() -> int:
         gang = attend(place, rank=rank, ranks=settings.ranks, cuda=cuda, timeout_s=settings.rank_timeout_s)
         if gang is None:
             raise TrainingError(f"rank {rank} found no rank 0 at {place.host}:{place.port}", hint="has it ended?")
-        follow(cast("RankTrainer", make_trainer(config, Path(start.model_dir))), gang)
+        follow(make_trainer(config, Path(start.model_dir)), gang)
         gang.close()
     except StreamRLError as error:
         print(f"rank {start.rank}: error: {error}", file=sys.stderr, flush=True)

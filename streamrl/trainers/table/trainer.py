@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from streamrl.algorithms.batch_metrics import ratio_metrics, weight_metrics
 from streamrl.algorithms.objective import Objective, Scores, answer_probability, check_batch, logprob_differences, make_objective
-from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig, OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch, samples_at
 from streamrl.core.packing import Indices
@@ -73,17 +72,6 @@ class TableTrainer:
         self._stage = ""
         self._writer = BackgroundWriter()
 
-    def score(self, batch: TrainBatch, role: Role) -> npt.NDArray[np.float32]:
-        """See `Trainer.score`; tokens of the prompt are scored at response position 0."""
-        if role not in (Role.POLICY, Role.PROXIMAL):
-            raise TrainingError(f"expected role policy, proximal, got {role}", hint="this trainer holds one model, the policy")
-        wanted = np.ones(batch.num_tokens, np.bool_)
-        wanted[batch.offsets[:-1]] = False
-        target = np.flatnonzero(wanted)
-        found = np.zeros(batch.num_tokens, np.float32)
-        found[target] = self._forward(batch, target)[1]
-        return found
-
     def step(self, batch: TrainBatch) -> StepResult:
         """See `Trainer.step`. Metrics are means over the batch's optimizer steps, weighted as the loss is."""
         trained = np.flatnonzero(batch.loss_mask)
@@ -104,15 +92,16 @@ class TableTrainer:
             finite = finite and applied
             rows.append({**sums, "train/grad_norm": norm, "train/lr": rate})
         metrics = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
-        if batch.kind == "sft":
-            metrics["train/answer_probability"] = answer_probability(batch, logprobs)
+        score = answer_probability(batch, logprobs) if batch.kind == "sft" else None
+        if score is not None:
+            metrics["train/answer_probability"] = score
         else:
             metrics["train/nonfinite_tokens"] = float(sum(row["train/nonfinite_tokens"] for row in rows))
             metrics |= ratio_metrics(batch, old_logprobs) | weight_metrics(batch, used) | logprob_differences(batch, old_logprobs)
-        return StepResult(digest=self.digest(), metrics={**objective.metrics, **metrics}, finite=finite)
+        return StepResult(digest=self.digest(), metrics={**objective.metrics, **metrics}, finite=finite, score=score)
 
     def digest(self) -> str:
-        """Digest of the parameters as they are now, 16 hex digits."""
+        """See `Trainer.digest`."""
         return _digest(self._logits)
 
     def shards(self) -> Iterator[Shard]:
@@ -164,8 +153,8 @@ class TableTrainer:
         self._stage = str(state["stage"])
         return state["extra"].tobytes()
 
-    def save_hf(self, path: Path) -> None:
-        """Write a table's model directory with the trained logits at `path`, whole or not at all."""
+    def export(self, path: Path) -> None:
+        """See `Trainer.export`: a table's model directory with the trained logits."""
 
         def write(directory: Path) -> None:
             for source in sorted(self._model_dir.iterdir()):

@@ -11,7 +11,6 @@ A buffer is free when no snapshot of it is referenced any more and its guard, wh
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import weakref
@@ -28,8 +27,6 @@ from streamrl.tensors.concatenation import lay_out
 from streamrl.tensors.digest import WORD_BYTES
 from streamrl.tensors.digest_torch import NamedDigester, NamedDigests
 from streamrl.weights.protocol import Guard, HostBytes, Shard
-
-log = logging.getLogger(__name__)
 
 STAGING_BYTES = 64 << 20
 """Pinned host memory that a buffer's bytes pass through on their way to the host; half of it is filled while the other is emptied."""

@@ -120,16 +120,6 @@ class TorchTrainer:
         """Of the parameters as they are, on a GPU; None when nobody has asked since they were written."""
         self._writer = BackgroundWriter()
 
-    def score(self, batch: TrainBatch, role: Role) -> npt.NDArray[np.float32]:
-        """See `Trainer.score`; `value` gives the critic's values of the state before each token.
-
-        Raises:
-            TrainingError: this trainer does not hold that model.
-        """
-        wanted = np.ones(batch.num_tokens, np.bool_)
-        wanted[batch.offsets[:-1]] = False  # nothing predicts a sequence's first token
-        return self._update.score(batch, role, wanted, np.arange(batch.num_samples))
-
     def step(self, batch: TrainBatch) -> StepResult:
         """See `Trainer.step`. Metrics are means over the batch's optimizer steps, weighted as the loss is."""
         self._known = None
@@ -141,11 +131,16 @@ class TorchTrainer:
         learns = batch.kind == "sft" or batch.stage_step >= self._loss.critic.only_steps
         self._recheck.keep(batch.version.number)
         done = self._update.run(batch, objective, self._learning_rate(batch), learns=learns)
-        metrics = {**objective.metrics, **done.metrics, **self._batch_metrics(batch, objective, done)}
-        return StepResult(digest=self.digest(), metrics=metrics, finite=done.finite)
+        metrics = {**objective.metrics, **done.metrics}
+        score = answer_probability(batch, done.logprobs) if batch.kind == "sft" else None
+        if score is not None:
+            metrics["train/answer_probability"] = score
+        else:
+            metrics |= self._batch_metrics(batch, objective, done)
+        return StepResult(digest=self.digest(), metrics=metrics, finite=done.finite, score=score)
 
     def digest(self) -> str:
-        """Digest of the parameters as they are now, 16 hex digits."""
+        """See `Trainer.digest`."""
         if self._digester is None:
             return digest_of(self._parameters)
         self._known = self._digester.digests()
@@ -212,8 +207,8 @@ class TorchTrainer:
             torch.cuda.set_rng_state(state.random["cuda"], self._policy.device)
         return extra
 
-    def save_hf(self, path: Path) -> None:
-        """Write a Hugging Face directory (weights, configuration, tokenizer) at `path`, whole or not at all."""
+    def export(self, path: Path) -> None:
+        """See `Trainer.export`: a Hugging Face directory with weights, configuration and tokenizer."""
 
         def write(directory: Path) -> None:
             self._policy.module.save_pretrained(directory)
@@ -228,9 +223,7 @@ class TorchTrainer:
         return self._update.score(batch, Role.POLICY, wanted, samples)
 
     def _batch_metrics(self, batch: TrainBatch, objective: Objective, done: Updated) -> dict[str, float]:
-        """What only the whole batch gives."""
-        if batch.kind == "sft":
-            return {"train/answer_probability": answer_probability(batch, done.logprobs)}
+        """What only a whole batch of sampled tokens gives."""
         scores = objective.scores
         before = done.logprobs if scores.proximal is None else scores.proximal
         arrays = {"rollout/log_probs": before, "rollout/rollout_log_probs": batch.sampler_logprobs}

@@ -1,0 +1,188 @@
+"""`streamrl bench WHAT ...`: flags and what they start. A flag's `dest` is a field of what the benchmark is asked."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import shlex
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from benchmarks.bus.plan import BusOptions, Transport
+from benchmarks.engine.spec import Spec
+from benchmarks.loop.ways import LoopSpec, Way
+from benchmarks.names import names, numbers
+from benchmarks.report import Report, render, write_between
+from benchmarks.weights.options import Options
+from streamrl.config.engines import SglangConfig
+from streamrl.errors import ConfigError
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one benchmark and return its exit code; raises StreamRLError."""
+    given = parser().parse_args(arguments)
+    given.command = shlex.join(["streamrl", "bench", *arguments])
+    code: int = given.run_bench(given)
+    return code
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line after `streamrl bench`."""
+    bench = argparse.ArgumentParser(prog="streamrl bench", description="Measure the product on this machine.")
+    kinds = bench.add_subparsers(title="what to measure", metavar="WHAT", required=True)
+    _add_weights(kinds)
+    _add_bus(kinds)
+    _add_engine(kinds)
+    _add_loop(kinds)
+    return bench
+
+
+def _add_bus(kinds: Any) -> None:
+    bus = kinds.add_parser("bus", help="samples/s and tokens/s of the sample stream beside Redis streams, ZMQ and Ray's object store")
+    flag = bus.add_argument
+    flag("--samples", type=partial(numbers, "--samples"), default="1,8,64", help="samples of a message (default 1,8,64)")
+    flag("--tokens", type=partial(numbers, "--tokens"), default="256,2k,16k", help="tokens of a sample (default 256,2k,16k)")
+    transports = partial(names, "--transports", kind=Transport)
+    flag("--transports", type=transports, default="", help=f"{', '.join(Transport)} (default: all that are there)")
+    flag("--round-tokens", type=int, default=16 << 20, help="tokens of each shape in a round (default 16777216)")
+    _add_common(bus, rounds=5, out="bench-bus", run=_bus)
+
+
+def _bus(given: argparse.Namespace) -> int:
+    from benchmarks.bus.measure import measure
+    from benchmarks.bus.report import report_of
+
+    return _run(given, "bus", BusOptions, measure, report_of)
+
+
+def _add_engine(kinds: Any) -> None:
+    engine = kinds.add_parser("engine", help="tokens/s of the local engine beside transformers' generate and continuous batching")
+    flag = engine.add_argument
+    flag("--models", type=lambda text: tuple(text.split(",")), default="quickstart,30M", help="quickstart, 30M or both (default)")
+    flag("--batches", type=partial(numbers, "--batches"), default="1,8,32,64", help="requests at once (default 1,8,32,64)")
+    flag("--prompt", dest="prompt_tokens", type=int, default=12, metavar="TOKENS", help="tokens of a prompt (default 12)")
+    flag("--tokens", dest="new_tokens", type=int, default=48, metavar="TOKENS", help="new tokens of each request (default 48)")
+    least = "least seconds of transformers' generate in a round (default 0.5)"
+    flag("--round-s", dest="min_round_s", type=float, default=0.5, metavar="SECONDS", help=least)
+    flag("--threads", type=int, default=1, help="CPU threads of a forward pass (default 1)")
+    _add_common(engine, rounds=7, out="bench-engine", run=_engine)
+
+
+def _engine(given: argparse.Namespace) -> int:
+    from benchmarks.engine.measure import measure
+    from benchmarks.engine.report import report_of
+
+    return _run(given, "engine", Spec, measure, report_of)
+
+
+def _add_loop(kinds: Any) -> None:
+    loop = kinds.add_parser("loop", help="the quickstart's loop with and without the bus; asynchronous against lockstep with a heavy tail")
+    flag = loop.add_argument
+    ways = partial(names, "--ways", kind=Way)
+    flag("--ways", type=ways, default="stream,queues,pipes,memory", help="stream, queues, pipes, memory (default: all)")
+    flag("--batches", type=int, default=120, help="trained in each run (default 120)")
+    flag("--skip", type=int, default=30, help="the first of them, which are not measured (default 30)")
+    flag("--tail-rounds", type=int, default=3, help="rounds of asynchronous and lockstep; 0: none (default 3)")
+    flag("--tail-batches", type=int, default=30, help="trained in each of their runs (default 30)")
+    flag("--tail-token-ms", type=float, default=20.0, help="mean time of a token there (default 20)")
+    flag("--backend", default="torch", choices=("torch", "table"), help="table: without torch, to try it out")
+    _add_common(loop, rounds=5, out="bench-loop", run=_loop)
+
+
+def _loop(given: argparse.Namespace) -> int:
+    from benchmarks.loop.report import report_of
+    from benchmarks.loop.run import measure
+
+    given.tail_delay_s = given.tail_token_ms / 1e3
+    return _run(given, "loop", LoopSpec, measure, report_of)
+
+
+def _add_weights(kinds: Any) -> None:
+    weights = kinds.add_parser("weights", help="new weights for a decoding SGLang: ours and SGLang's own ways, beside steady decoding")
+    flag = weights.add_argument
+    flag("--shape", default="tiny", help="model: tiny or tiny-moe (CPU), 0.6B, 4B, 8B or 30B-A3B; random weights (default tiny)")
+    flag("--plan", default="", help="full, short, smoke, or windows like steady:5,paced:10/1,steady:5")
+    flag("--streams", type=int, default=0, help="requests decoding at once (default 128; on a CPU 8)")
+    flag("--probes", type=int, default=0, help="how many of them stream, for the gaps a client sees (default 4)")
+    tokens = "tokens a request makes on average (default 1500; on a CPU 64)"
+    flag("--tokens", dest="mean_tokens", type=int, default=0, metavar="TOKENS", help=tokens)
+    flag("--tp", dest="tensor_parallel", type=int, default=0, metavar="GPUS", help="GPUs of the engine (default: as the shape needs)")
+    flag("--trainer-device", default="", help="where the trainer's weights are (default: a GPU that the engine leaves free)")
+    gap_ms = SglangConfig().max_gap_ms
+    bound = f"bound of the paced windows on copying beside a pass (default {gap_ms:g}, a run's; 0: none)"
+    flag("--max-gap-ms", type=float, default=gap_ms, help=bound)
+    flag("--warm-s", type=float, default=0.0, help="seconds of load before the first window (default 15; on a CPU 1)")
+    flag("--default-graphs", action="store_true", help="capture graphs at SGLang's default sizes (slow start)")
+    flag("--python", default="", help="interpreter of SGLang's environment (default: this one)")
+    named = "any flag of SGLang; JSON or text"
+    flag("--flag", dest="flags", type=_flag, action="append", default=[], metavar="NAME=VALUE", help=named)
+    _add_common(weights, rounds=0, out="", run=_weights)
+
+
+def _weights(given: argparse.Namespace) -> int:
+    from benchmarks.weights.report import render_several, report_of
+
+    def measure(options: Options, out: Path, command: str) -> None:
+        from benchmarks.weights.run import measure  # not for --report: it loads torch
+
+        measure(options, out, command)
+
+    given.flags = dict(given.flags)
+    given.out = given.out or f"bench-{given.shape}"
+    return _run(given, "weights", Options, measure, report_of, render_several)
+
+
+def _add_common(kind: argparse.ArgumentParser, *, rounds: int, out: str, run: Callable[[argparse.Namespace], int]) -> None:
+    """What all of them understand; `rounds` 0: it has none."""
+    if rounds:
+        kind.add_argument("--rounds", type=int, default=rounds, help=f"rounds over all contenders (default {rounds})")
+    kind.add_argument("--out", metavar="DIR", default=out, help=f"new directory for the files (default {out or 'bench-SHAPE'})")
+    kind.add_argument("--report", metavar="DIR", nargs="+", default=[], help="measure nothing: make report, table and picture again")
+    kind.add_argument("--docs", metavar="FILE", help="put the tables between the marks in a document")
+    kind.add_argument("--json", action="store_true", help="print the report as JSON")
+    kind.set_defaults(run_bench=run)
+
+
+def _together(reports: Sequence[Report]) -> str:
+    return "\n".join(map(render, reports))
+
+
+def _run(
+    given: argparse.Namespace,
+    benchmark: str,
+    asked: type[S],
+    measure: Callable[[S, Path, str], None],
+    report_of: Callable[[Path], Report],
+    for_documents: Callable[[Sequence[Report]], str] = _together,
+) -> int:
+    """Measure (or read raw files), write and print the report.
+
+    Returns 1 if a check of correctness did not hold. A target that was missed is a measurement, not a failure.
+    """
+    if not given.report:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+        fields = {name: getattr(given, name) for name in asked.__struct_fields__ if hasattr(given, name)}
+        measure(asked(**fields), Path(given.out), given.command)
+    reports = [report_of(Path(directory)) for directory in given.report or [given.out]]
+    for report in reports:
+        print(msgspec.json.encode(report).decode() if given.json else render(report))
+    if given.docs:
+        write_between(Path(given.docs), benchmark, for_documents(reports))
+    return 0 if all(check.held for report in reports for check in report.checks) else 1
+
+
+def _flag(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"--flag: expected NAME=VALUE, got {text!r}", hint="for example --flag mem_fraction_static=0.5")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value

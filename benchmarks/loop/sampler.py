@@ -1,0 +1,81 @@
+"""Processor time of a tree of processes while it runs, by what its processes are."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from bisect import bisect_right
+from pathlib import Path
+from types import TracebackType
+
+from benchmarks.processes import cpu_by_process
+
+_EVERY_S = 0.25
+_CONTENDERS = {"stream": "supervisor", "pipes": "engine", "trainer-half": "trainer"}
+"""What the process of a contender is."""
+
+
+class Sampler:
+    """While entered, reads the CPU times of a process and all its descendants a few times a second, all threads.
+
+    A process that has ended counts with what it was last seen to have used, as the kind of process that it was.
+    """
+
+    def __init__(self, root: int) -> None:
+        self._root = root
+        self._kinds: dict[int, str] = {}
+        self._seconds: dict[int, float] = {}
+        self._marks: list[tuple[float, dict[str, float]]] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
+
+    def __enter__(self) -> Sampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def between(self, start_s: float, end_s: float) -> dict[str, float]:
+        """CPU seconds by kind of process between two Unix times, read off between the samples beside them."""
+        low, high = self._at(start_s), self._at(end_s)
+        return {name: max(0.0, high[name] - low.get(name, 0.0)) for name in sorted(high)}
+
+    def _at(self, time_s: float) -> dict[str, float]:
+        place = bisect_right(self._marks, time_s, key=lambda mark: mark[0])
+        if not 0 < place < len(self._marks):
+            return dict(self._marks[min(max(place - 1, 0), len(self._marks) - 1)][1]) if self._marks else {}
+        (before_s, before), (after_s, after) = self._marks[place - 1], self._marks[place]
+        share = (time_s - before_s) / (after_s - before_s)
+        return {name: before.get(name, 0.0) + share * (after[name] - before.get(name, 0.0)) for name in after}
+
+    def _run(self) -> None:
+        while not self._stop.wait(_EVERY_S):
+            self._marks.append((time.time(), self._look()))
+
+    def _look(self) -> dict[str, float]:
+        """CPU seconds so far by kind of process."""
+        for pid, seconds in cpu_by_process(self._root).items():
+            # A process that is ending has no command line any more; one that has just been forked still has its parent's.
+            self._kinds[pid] = _kind(pid) or self._kinds.get(pid, "other")
+            self._seconds[pid] = max(seconds, self._seconds.get(pid, 0.0))
+        total: dict[str, float] = {}
+        for pid, kind in self._kinds.items():
+            total[kind] = total.get(kind, 0.0) + self._seconds[pid]
+        return total
+
+
+def _kind(pid: int) -> str:
+    """`engine` for `python -m streamrl worker engine ...`, the program's name for what is not ours; empty where it cannot be told."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return ""
+    if "worker" in words:
+        return words[words.index("worker") + 1]
+    contending = [after for word, after in itertools.pairwise(words) if word.endswith("loop.contender")]
+    if contending:
+        return _CONTENDERS.get(contending[0], "all")
+    return Path(words[0]).name

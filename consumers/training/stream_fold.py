@@ -1,0 +1,135 @@
+"""The fold of a run's own stream, by its own ledger: what a live trainer and a replay train from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from streamrl.consumers.training.reader import Incoming, RecordReader
+from streamrl.consumers.training.steps import batch_differs, describe
+from streamrl.core.assembly import assemble
+from streamrl.core.batches import TrainBatch
+from streamrl.core.fold import Batch, Effects, close, fold, is_warm, trained
+from streamrl.core.state import FoldConfig, FoldState
+from streamrl.schemas.columns import SampleBatch
+from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.versions import Version
+
+POLL_S = 0.05
+"""How often a wait for records looks whether it should stop."""
+FORGET_AT = 64
+"""Messages held for pending groups are looked through for dropped ones at this many, and then at twice what was left."""
+
+
+class HeldMessages:
+    """The decoded messages of pending groups, by sequence; `messages` is filled and emptied in place."""
+
+    def __init__(self, messages: dict[int, SampleBatch]) -> None:
+        self.messages = messages
+        self._forget_at = FORGET_AT
+
+    def __len__(self) -> int:
+        return len(self.messages)
+
+    def take(self, incoming: Incoming, state: FoldState, change: Callable[[SampleBatch], SampleBatch] | None = None) -> None:
+        """Hold a message that has just been folded, changed if asked for, when a pending group of `state` lies in it."""
+        sequence, samples = incoming.record.sequence, incoming.samples
+        if samples is not None:
+            task = state.pending.get(samples.task)
+            if task is not None and any(r.sequence == sequence for r in task.rollouts.values()):
+                self.messages[sequence] = samples if change is None else change(samples)
+        if len(self.messages) >= self._forget_at:  # groups of several messages may have been dropped, and no batch closes for long
+            self.forget(state)
+
+    def forget(self, state: FoldState) -> None:
+        """Let go of messages in which no pending group of `state` lies any more."""
+        held = {r.sequence for task in state.pending.values() for r in task.rollouts.values()}
+        for sequence in [s for s in self.messages if s not in held]:
+            del self.messages[sequence]
+        self._forget_at = max(FORGET_AT, 2 * len(self.messages))
+
+
+class StreamFold:
+    """Implements `streamrl.consumers.training.steps.Folding`.
+
+    A version that is in the ledger is closed exactly as it was: the same records folded, the same groups. A new one folds every
+    record that is already here before it closes, so that the oldest groups are chosen from all there are; the ledger's cursor
+    records how far that was.
+
+    Args:
+        reader: of the sample stream, from `state.cursor` on.
+        config: the decisions.
+        state: where to go on from.
+        messages: decoded messages by sequence that `state` holds pending.
+        effects: does what a record asks for.
+        waiting: called with the state while no record comes.
+    """
+
+    beside: LedgerEntry | None = None
+
+    def __init__(
+        self,
+        *,
+        reader: RecordReader,
+        config: FoldConfig,
+        state: FoldState,
+        messages: dict[int, SampleBatch],
+        effects: Callable[[Effects, Incoming], None] | None = None,
+        waiting: Callable[[FoldState], None] | None = None,
+    ) -> None:
+        self._reader = reader
+        self._config = config
+        self._state = state
+        self._held = HeldMessages(messages)
+        self._effects = effects
+        self._waiting = waiting
+
+    @property
+    def own(self) -> FoldState:
+        """The state as it is now."""
+        return self._state
+
+    def next(self, past: LedgerEntry | None, stop: Callable[[], bool]) -> Batch | None:
+        """See `Folding.next`. `stop` is asked before each record."""
+        while True:
+            if past is None and (self._reader.empty or len(self._held) > 8 * self._config.batch_tasks):
+                batch = close(self._state, self._config)
+                if batch is not None:
+                    return batch
+            elif past is not None and self._state.cursor >= past.cursor:
+                batch = close(self._state, self._config)
+                if batch is None or self._state.cursor > past.cursor:
+                    raise batch_differs(
+                        f"version {past.version} closed at sequence {past.cursor} with {describe(past)}, the stream gives none there",
+                        past,
+                        (),
+                    )
+                return batch
+            if stop():
+                return None
+            incoming = self._reader.get(POLL_S)
+            if incoming is not None:
+                self._take(incoming)
+            elif self._waiting is not None:
+                self._waiting(self._state)
+
+    def assemble(self, batch: Batch) -> TrainBatch:
+        """See `Folding.assemble`."""
+        return assemble(batch, self._held.messages, self._state, self._config)
+
+    def train(self, batch: Batch, past: LedgerEntry | None, score: float) -> None:
+        """See `Folding.train`."""
+        warm = past.warm if past is not None else is_warm(self._state, self._config, score)
+        self._state = trained(self._state, batch, self._config, warm=warm, score=score)
+        self._held.forget(self._state)
+
+    def rename(self, version: Version) -> None:
+        """See `Folding.rename`."""
+        self._state = replace(self._state, version=version)
+
+    def _take(self, incoming: Incoming) -> None:
+        self._state, effects = fold(self._state, incoming.record, self._config)
+        self._held.take(incoming, self._state)
+        if self._effects is not None:
+            self._effects(effects, incoming)

@@ -1,0 +1,24 @@
+"""What a trainer's models say of a batch, token by token: a step needs it inside, and tests look at it from outside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.config.registry import Role
+from streamrl.core.batches import TrainBatch
+from streamrl.trainers.table.trainer import TableTrainer
+
+
+def score(trainer: Any, batch: TrainBatch, role: Role) -> npt.NDArray[np.float32]:
+    """[T] log-probs (for `value`: values) under one of the models that the trainer holds; 0.0 at the first token of each sequence."""
+    wanted = np.ones(batch.num_tokens, np.bool_)
+    wanted[batch.offsets[:-1]] = False
+    if not isinstance(trainer, TableTrainer):
+        return trainer._update.score(batch, role, wanted, np.arange(batch.num_samples))
+    assert role is Role.POLICY
+    found = np.zeros(batch.num_tokens, np.float32)
+    found[wanted] = trainer._forward(batch, np.flatnonzero(wanted))[1]
+    return found

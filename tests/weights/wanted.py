@@ -1,0 +1,34 @@
+"""What a reader of some tensors asks a transport for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from streamrl.errors import WeightSyncError
+from streamrl.schemas.weights import Manifest
+from streamrl.tensors.concatenation import aligned
+from streamrl.weights.protocol import Slice
+
+
+def slices(manifest: Manifest, names: Iterable[str] | None = None) -> tuple[Slice, ...]:
+    """Byte ranges of the named tensors (None: all), in order; neighbours are joined over their padding.
+
+    Raises:
+        WeightSyncError: a name that the manifest does not have.
+    """
+    chosen = {spec.name for spec in manifest.tensors} if names is None else set(names)
+    unknown = chosen - {spec.name for spec in manifest.tensors}
+    if unknown:
+        raise WeightSyncError(
+            f"tensor {min(unknown)!r}: expected in the manifest of {manifest.policy} {manifest.version}, got none of that name"
+        )
+    joined: list[Slice] = []
+    for spec in sorted(manifest.tensors, key=lambda spec: spec.offset):
+        if spec.name not in chosen or spec.nbytes == 0:
+            continue
+        if joined and aligned(joined[-1].start + joined[-1].nbytes) == spec.offset:
+            start = joined.pop().start
+            joined.append(Slice(start, spec.offset + spec.nbytes - start))
+        else:
+            joined.append(Slice(spec.offset, spec.nbytes))
+    return tuple(joined)
