@@ -49,26 +49,16 @@ streamrl/core/assembly.py
 streamrl/core/records.py   test_records dead/test_judged
 """
 MATHEMATICS = """
-streamrl/algorithms/policy_losses.py
+streamrl/algorithms/policy_losses.py   test_policy_losses test_opsm test_value_loss
 streamrl/algorithms/policy.py
-streamrl/algorithms/opsm.py
-streamrl/algorithms/value_loss.py
 streamrl/algorithms/kl.py
-streamrl/algorithms/losses.py
 streamrl/algorithms/importance.py
 streamrl/algorithms/rejection.py
 streamrl/algorithms/corrections.py
-streamrl/algorithms/staleness_weights.py
-streamrl/algorithms/proximal.py
-streamrl/algorithms/nonfinite.py
 streamrl/algorithms/batch_metrics.py
 streamrl/algorithms/groups.py          test_groups test_advantages
 streamrl/algorithms/advantages.py
 streamrl/algorithms/returns.py
-streamrl/algorithms/scan.py
-streamrl/algorithms/token_rewards.py
-streamrl/algorithms/whitening.py
-streamrl/algorithms/distillation.py
 streamrl/algorithms/reductions.py
 streamrl/core/balance.py
 streamrl/core/packing.py

@@ -51,7 +51,7 @@ async def main(worker: Worker) -> None:
     config = worker.config
     # Off the loop: importing torch takes seconds, and the worker's heartbeats go on.
     model_dir = await asyncio.to_thread(ensure_model, config, worker.run_dir.model_dir)
-    restarts = config.engine.sglang.restarts if config.engine.kind == "sglang" else 0
+    restarts = config.engine.sglang.restarts if config.engine.traits.server else 0
     for left in range(restarts, -1, -1):
         try:
             return await _one_life(worker, model_dir)
@@ -100,7 +100,7 @@ async def _serve(worker: Worker, engine: HostedEngine) -> None:
             run=worker.subjects.run,
             policy=engine.policy,
             run_dir=worker.run_dir.path,
-            hands_out_sources=config.engine.kind == "sglang",
+            hands_out_sources=config.engine.traits.sources,
         )
         watcher = WeightWatcher(
             worker.bus,

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
+from streamrl.config.registry import ESTIMATORS, POLICY_LOSSES
 from streamrl.config.tree import Config
 
 HEAD = """# Configuration
@@ -29,13 +30,18 @@ Paths in the file are relative to the file, those in `--set` and `run.dir` to th
 Names end in their unit: `_s` are seconds, `_bytes` bytes, `_versions` versions (batches trained). A run keeps its whole configuration,
 defaults included, as `runs/<name>/config.json`. Resuming it with another value of a key that decides what is learned is refused.
 """
+_NAMED = {
+    "loss.advantage": " \\| ".join(f"`{name}`" for name in ESTIMATORS) + " or a function",
+    "loss.policy": " \\| ".join(f"`{name}`" for name in POLICY_LOSSES) + " or a function",
+}
+"""Keys whose values are names of the registry."""
 _NAMES = {str: "string", int: "integer", float: "number", bool: "true / false"}
 
 
 def configuration_page() -> str:
     """The whole page."""
     found = sections(Config())
-    index = ", ".join(f"[{name}](#{name.replace('.', '')})" for name, _ in found)
+    index = ", ".join(f"[{name}](#{re.sub(r'[^a-z_]', '', name)})" for name, _ in found)
     return "\n".join([HEAD, f"Sections: {index}.\n", *(_section(name, values) for name, values in found)]).rstrip() + "\n"
 
 
@@ -44,8 +50,10 @@ def sections(tree: msgspec.Struct, prefix: str = "") -> list[tuple[str, msgspec.
     found: list[tuple[str, msgspec.Struct]] = []
     for field in msgspec.structs.fields(tree):
         value = getattr(tree, field.name)
+        name = prefix + field.encode_name
+        if (table := _table_of(field.type)) is not None:
+            found.append((f"{name}[]", table()))
         if isinstance(value, msgspec.Struct):
-            name = prefix + field.encode_name
             found += [(name, value), *sections(value, name + ".")]
     return found
 
@@ -72,9 +80,15 @@ def _section(name: str, values: msgspec.Struct) -> str:
     for field in msgspec.structs.fields(values):
         default = getattr(values, field.name)
         if not isinstance(default, msgspec.Struct):
-            cells = (_type(field.type), f"`{_toml(default)}`", meanings.get(field.name, ""))
+            cells = (_NAMED.get(f"{name}.{field.encode_name}") or _type(field.type), f"`{_toml(default)}`", meanings.get(field.name, ""))
             lines.append(f"| `{name}.{field.encode_name}` | {' | '.join(_cell(cell) for cell in cells)} |")
     return "\n".join([*lines, ""])
+
+
+def _table_of(kind: Any) -> Any:
+    """The struct that a list of tables holds, such as `[[loss.correction.reject]]`; None for any other type."""
+    inside = get_args(kind)[0] if get_origin(kind) is tuple else None
+    return inside if isinstance(inside, type) and issubclass(inside, msgspec.Struct) else None
 
 
 def _type(kind: Any) -> str:
@@ -85,6 +99,8 @@ def _type(kind: Any) -> str:
         return " \\| ".join(f"`{_toml(value)}`" for value in arguments)
     if origin in (Union, UnionType):
         return " or ".join(_type(part) for part in arguments if part is not NoneType)
+    if _table_of(kind) is not None:
+        return "list of tables"
     if origin in (tuple, list):
         kind, *bounds = _type(arguments[0]).split(",")
         return ", each".join([f"list of {kind}s", *bounds])

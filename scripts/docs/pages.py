@@ -10,6 +10,7 @@ from scripts.docs.configuration import configuration_page
 from scripts.docs.error_page import errors_page
 from scripts.docs.loop_picture import loop_picture
 from scripts.docs.metrics import metrics_table
+from scripts.docs.registry import registry_tables
 
 WHOLE: Mapping[str, Callable[[], str]] = MappingProxyType(
     {
@@ -18,7 +19,9 @@ WHOLE: Mapping[str, Callable[[], str]] = MappingProxyType(
         "docs/pictures/loop.svg": loop_picture,
     }
 )
-PARTS: Mapping[tuple[str, str], Callable[[], str]] = MappingProxyType({("docs/operations.md", "metrics"): metrics_table})
+PARTS: Mapping[tuple[str, str], Callable[[], str]] = MappingProxyType(
+    {("docs/operations.md", "metrics"): metrics_table, ("docs/algorithms.md", "registry"): registry_tables}
+)
 """By page and name of the marks."""
 
 

@@ -7,16 +7,24 @@ one rollout share its advantage. All raise TrainingError where a reward is missi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
 from streamrl.algorithms.groups import count_votes
+from streamrl.config.loss import MAX_LOG_RATIO, KLEstimator
 from streamrl.errors import TrainingError
 
 STD_EPSILON = 1e-6
+VARIANCE_EPSILON = 1e-8
+MAX_LOW_VAR_KL = 10.0
 
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+Reduce = Callable[[Floats], Floats]
+"""The element-wise sum of an array over ranks; every rank calls it with the same shape, as often."""
 
 
 def raw(rewards: Floats, tasks: Ids, rollouts: Ids) -> tuple[Floats, dict[str, float]]:
@@ -70,3 +78,94 @@ def maxrl(rewards: Floats, tasks: Ids, rollouts: Ids) -> tuple[Floats, dict[str,
     # A group that is not flat has a positive reward, hence a positive mean.
     mean_G = np.where(votes.flat, 1.0, votes.mean)
     return (votes.centred / mean_G[votes.group])[votes.rollout_of_sample], votes.metrics
+
+
+def token_kl(log_ratio: Floats, estimator: KLEstimator) -> Floats:
+    """Estimates of KL(pi || reference) from tokens that pi sampled (J. Schulman, "Approximating KL Divergence").
+
+    With r = log pi - log reference: k1 = r, k2 = r^2 / 2, k3 = exp(-r) - 1 + r (never negative), low_var_kl = min(k3, 10). The last two
+    take r as -20 where it is less.
+
+    Args:
+        log_ratio: r, any shape.
+        estimator: which.
+    """
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return np.square(log_ratio) / 2
+    r = np.maximum(log_ratio, -MAX_LOG_RATIO)
+    k3 = np.expm1(-r) + r
+    return np.minimum(k3, MAX_LOW_VAR_KL) if estimator == "low_var_kl" else k3
+
+
+def token_rewards(
+    rewards: Floats,
+    offsets: Ids,
+    loss_mask: Mask,
+    *,
+    kl: Floats | None,
+    kl_coef: float,
+) -> Floats:
+    """[T] r_t = -kl_coef KL_t at trained tokens, plus the sample's reward at its last one; 0 elsewhere.
+
+    A sample without a trained token has nowhere to put its reward.
+
+    Args:
+        rewards: [N]
+        offsets: [N + 1]
+        loss_mask: [T]
+        kl: [T], read at trained tokens; None: no penalty.
+        kl_coef: the penalty's coefficient.
+    """
+    found = np.zeros(len(loss_mask))
+    if kl is not None:
+        found[loss_mask] = -kl_coef * kl[loss_mask]
+    trained = np.flatnonzero(loss_mask)
+    owner = np.searchsorted(offsets, trained, side="right") - 1
+    last = np.ones(len(trained), np.bool_)
+    last[:-1] = owner[1:] != owner[:-1]
+    found[trained[last]] += rewards[owner[last]]
+    return found
+
+
+def distill(advantages: Floats, logprobs: Floats, teacher: Floats, loss_mask: Mask, *, coef: float) -> tuple[Floats, Floats]:
+    """A_t - coef (log pi - log teacher): advantages [T] and the estimate of the reverse KL that was taken, [T] (arXiv 2306.13649).
+
+    At tokens that pi sampled, log pi - log teacher has the reverse KL(pi || teacher) as its mean. It is a constant to the loss, as
+    every advantage is.
+
+    Args:
+        advantages: [T]
+        logprobs: [T] the student's before the batch; read under the mask only.
+        teacher: [T] the teacher's; read under the mask only.
+        loss_mask: [T]; outside it advantages stay and the estimate is 0.
+        coef: weight of the term.
+    """
+    reverse_kl = np.zeros(len(advantages))
+    reverse_kl[loss_mask] = np.asarray(logprobs, np.float64)[loss_mask] - np.asarray(teacher, np.float64)[loss_mask]
+    return advantages - coef * reverse_kl, reverse_kl
+
+
+def whiten(values: Floats, mask: Mask, *, reduce: Reduce | None = None) -> Floats:
+    """(x - mean) / sqrt(variance + 1e-8) under the mask, 0 outside it; the variance is the unbiased one (n - 1).
+
+    A single value gives 0. The deviations are summed in a second pass, after the mean is known, so a large mean costs no digits.
+
+    Args:
+        values: [T] those of this rank; read under the mask only.
+        mask: [T]
+        reduce: sums over ranks where each holds other tokens; called twice. None: they are all here.
+
+    Raises:
+        TrainingError: no token of any rank is under the mask.
+    """
+    sums = np.array([values[mask].sum(), mask.sum()], np.float64)
+    total, count = sums if reduce is None else reduce(sums)
+    if count == 0:
+        raise TrainingError("whitening expects trained tokens, this batch has none", hint="was everything masked out of it?")
+    centred = np.zeros(len(values))
+    centred[mask] = values[mask] - total / count
+    squares = np.array([np.square(centred).sum()])
+    variance = float((squares if reduce is None else reduce(squares))[0]) / max(count - 1, 1)
+    return centred / np.sqrt(variance + VARIANCE_EPSILON)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.algorithms.log_ratios import MAX_LOG_RATIO
+from streamrl.config.loss import MAX_LOG_RATIO
 from streamrl.core.batches import TrainBatch, sample_of_token
 
 Values = npt.NDArray[np.float64]

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.importance import importance_weights
-from streamrl.algorithms.nonfinite import finite_tokens
 from streamrl.algorithms.rejection import accept, veto
 from streamrl.algorithms.sequences import Selected, Sequences
-from streamrl.algorithms.staleness_weights import decay_weights, fresh
 from streamrl.config.loss import CorrectionConfig
 
 
@@ -37,7 +35,7 @@ def correct(proximal: Tensor, sampler: Tensor, staleness: Tensor, sequences: Seq
     """Weights w of the tokens, and which of them are kept.
 
     With l = log pi - log mu: importance weights of l (`importance.importance_weights`), times decay ^ age; kept are finite tokens that
-    pass the rejection (`rejection.accept`), are in no vetoed sample and are young enough. Everything is computed in float64.
+    meet every criterion of the rejection (`rejection.accept`), are in no vetoed sample and are young enough. All of it in float64.
 
     Batch normalisation takes two steps, because the mean is the whole batch's: `sums` of all parts are added up, and the correction is
     `scaled` by `normalization(sums)`. It makes the mean of the importance weights 1 before rejection, which thus cannot change the others'
@@ -57,10 +55,10 @@ def correct(proximal: Tensor, sampler: Tensor, staleness: Tensor, sequences: Seq
         weights, metrics = importance_weights(log_ratio, among, kind=config.kind, level=config.level, low=config.low, high=config.high)
         sums = torch.stack([weights.sum(), finite.sum().double()])
         keep = finite
-        if config.reject != "none":
-            passed, found = accept(
-                log_ratio, among, measure=config.reject, level=config.reject_level, low=config.reject_low, high=config.reject_high
-            )
+        for one in config.reject:
+            passed, found = accept(log_ratio, among, measure=one.measure, level=one.level, low=one.low, high=one.high)
+            # Of several criteria a metric says which tokens any of them rejects.
+            found = {name: values.maximum(metrics.get(name, values)) for name, values in found.items()}
             keep, metrics = keep & passed, metrics | found
         if config.veto > 0.0:
             passed, found = veto(log_ratio, among, least=config.veto)
@@ -76,3 +74,83 @@ def correct(proximal: Tensor, sampler: Tensor, staleness: Tensor, sequences: Seq
         metrics["train/rejected_fraction"] = (finite & ~keep).double()
         weights = weights.masked_fill(~keep, 0.0)
         return Correction(weights.to(proximal.dtype), keep, {name: found.to(proximal.dtype) for name, found in metrics.items()}, sums)
+
+
+def fresh(staleness: Tensor, limit: int) -> Tensor:
+    """Bool: tokens that are at most `limit` versions old.
+
+    Args:
+        staleness: ages in versions, int, any shape.
+        limit: the greatest age that is kept.
+    """
+    return staleness <= limit
+
+
+def decay_weights(staleness: Tensor, decay: float) -> Tensor:
+    """Weights decay ^ age, float64: 1 at age 0 whatever the decay.
+
+    Args:
+        staleness: ages in versions, int, any shape.
+        decay: in [0, 1]; 1 leaves every weight as it is.
+    """
+    return decay ** staleness.double()
+
+
+def log_linear_proximal(logprobs: Tensor, sampler_logprobs: Tensor, staleness: Tensor, *, progress: float) -> Tensor:
+    """Interpolation: log pi_prox = log mu + alpha (log pi - log mu), alpha = (v_prox - v_behave) / (v - v_behave), without gradient.
+
+    The log-prob of a token is taken to move at a constant pace from the version that sampled it (v_behave) to the policy under training
+    (v); the proximal policy lies between them at v_prox. Here v_prox is the version the batch is trained from, so v_prox - v_behave is the
+    token's age, and after k of the batch's K optimizer steps the policy is at v = v_prox + k / K:
+
+        alpha = age / (age + k / K).
+
+    At the batch's first step the policy *is* pi_prox and alpha = 1 gives it exactly, for tokens of age 0 too, where the quotient is 0 / 0.
+    Later, a token of age 0 was sampled by pi_prox itself: alpha = 0 and pi_prox = mu. Counting a batch as one version from its first step
+    on (v_prox = v - 1, progress = 1) is the published form, alpha = age / (age + 1).
+
+    Args:
+        logprobs: log pi of the policy under training, any shape.
+        sampler_logprobs: log mu, of that shape. Where either is not finite, neither is the result: drop these tokens.
+        staleness: ages in versions, int >= 0, of that shape.
+        progress: k / K, in [0, 1].
+    """
+    with torch.no_grad():
+        age = staleness.to(logprobs.dtype)
+        span = age + progress
+        alpha = torch.where(span > 0.0, age / span, 1.0)
+        return torch.lerp(sampler_logprobs, logprobs, alpha)
+
+
+class Finite(NamedTuple):
+    """Log-probs that are safe to compute with."""
+
+    keep: Tensor
+    """Bool, shaped as the tokens: trained, and every log-prob finite."""
+    values: tuple[Tensor, ...]
+    """The log-probs with 0 where `keep` is false; the gradient there is exactly 0."""
+    metrics: dict[str, Tensor]
+    """`train/nonfinite_tokens`: 1 at each trained token that was dropped, else 0. It is summed as it is, without weights."""
+
+
+def finite_tokens(mask: Tensor, *logprobs: Tensor) -> Tensor:
+    """Bool, shaped as the tokens: those in `mask` at which all `logprobs` are finite."""
+    keep = mask
+    for values in logprobs:
+        keep = keep & values.isfinite()
+    return keep
+
+
+def drop_nonfinite(mask: Tensor, *logprobs: Tensor) -> Finite:
+    """Leave out trained tokens at which any of the log-probs is not finite, and count them.
+
+    A NaN times a weight of 0 is NaN, and so is its gradient: such tokens have to be replaced before anything is computed from them.
+    Whoever computes a loss from `values` multiplies it by `keep`; the token keeps its place in the loss's denominator.
+
+    Args:
+        mask: bool, which places hold a trained token.
+        logprobs: of trainer, sampler, reference ... shaped as `mask`; what stands outside it is never read.
+    """
+    keep = finite_tokens(mask, *logprobs)
+    values = tuple(one.masked_fill(~keep, 0.0) for one in logprobs)
+    return Finite(keep, values, {"train/nonfinite_tokens": (mask & ~keep).to(logprobs[0].dtype)})

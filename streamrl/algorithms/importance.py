@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.log_ratios import MAX_LOG_RATIO
 from streamrl.algorithms.sequences import Sequences, mean
+from streamrl.config.loss import MAX_LOG_RATIO
 
 Kind = Literal["none", "truncate", "clip", "mask"]
 Level = Literal["token", "sequence", "geometric"]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from streamrl.algorithms.log_ratios import MAX_LOG_RATIO
-from streamrl.config.loss import KLEstimator
+from streamrl.algorithms.importance import ratio_of
+from streamrl.config.loss import MAX_LOG_RATIO, KLEstimator
 
 LOW_VAR_BOUND = 10.0
 
@@ -60,7 +60,7 @@ def kl_loss(
     """
     loss = kl_estimate(logprobs - reference_logprobs.detach(), estimator)
     if unbiased:
-        loss = loss * (logprobs - old_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        loss = loss * ratio_of(logprobs - old_logprobs.detach())
     return loss, {"train/kl_loss": loss.detach()}
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.algorithms.batch_metrics import length_metrics
+from streamrl.algorithms.estimators import token_advantages
 from streamrl.algorithms.reductions import token_weights
-from streamrl.algorithms.token_advantages import token_advantages
 from streamrl.config.tree import LossConfig
 from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.core.packing import Indices, split_groups

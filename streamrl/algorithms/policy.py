@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor
 
-from streamrl.algorithms.nonfinite import finite_tokens
-from streamrl.algorithms.opsm import opsm_keep
-from streamrl.algorithms.policy_losses import aipo, cispo, dppo, gspo, ppo_clip, sapo
+from streamrl.algorithms.corrections import finite_tokens
+from streamrl.algorithms.policy_losses import aipo, cispo, dppo, gspo, opsm_keep, ppo_clip, sapo
 from streamrl.algorithms.sequences import Selected, Sequences
-from streamrl.config.loss import LossConfig, policy_name
+from streamrl.config.loss import LossConfig, policy_loss_of, policy_name
 from streamrl.errors import ConfigError
 
 
@@ -28,19 +28,25 @@ class PolicyTokens(NamedTuple):
     sampler: Tensor
     """log mu, of the policy that sampled the token."""
     advantages: Tensor
-    entropy: Tensor | None
-    """Of the policy under training, in nats; with gradient where `loss.entropy_coef` is set."""
-    reference: Tensor | None
-    """log pi_reference, where there is a reference policy."""
     staleness: Tensor
     """Version trained from minus the version that sampled the token, an integer."""
     sequences: Sequences
     """Which tokens belong to which sample."""
+    entropy: Tensor | None = None
+    """Of the policy under training, in nats; with gradient where `loss.entropy_coef` is set."""
+    reference: Tensor | None = None
+    """log pi_reference, where there is a reference policy."""
 
 
 PolicyLoss = Callable[[PolicyTokens, LossConfig], tuple[Tensor, dict[str, Tensor]]]
 """Loss of each token, with gradient, and per-token metrics, without: both shaped as the tokens. `policy_loss` is one, and
 `loss.policy` may name another."""
+
+
+POLICY_LOSSES: Mapping[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = MappingProxyType(
+    {"ppo": ppo_clip, "gspo": gspo, "cispo": cispo, "sapo": sapo, "aipo": aipo, "dppo": dppo}
+)
+"""The code of what `streamrl.config.registry.POLICY_LOSSES` describes."""
 
 
 def usable_tokens(tokens: PolicyTokens) -> Tensor:
@@ -71,27 +77,17 @@ def policy_loss(tokens: PolicyTokens, config: LossConfig) -> tuple[Tensor, dict[
         v.masked_fill(~keep, 0.0) for v in (tokens.logprobs, tokens.proximal, tokens.sampler, tokens.advantages)
     )
     sequences = Selected(tokens.sequences, keep)
-    low, high = config.clip_low, config.clip_high
-    match policy_name(config):
-        case "ppo":
-            loss, metrics = ppo_clip(logprobs, proximal, advantages, clip_low=low, clip_high=high, dual_clip=config.dual_clip)
-        case "gspo":
-            loss, metrics = gspo(logprobs, proximal, advantages, sequences, clip_low=low, clip_high=high)
-        case "cispo":
-            loss, metrics = cispo(logprobs, proximal, advantages, clip_low=low, clip_high=high)
-        case "sapo":
-            positive, negative = config.sapo_tau_positive, config.sapo_tau_negative
-            loss, metrics = sapo(logprobs, proximal, advantages, tau_positive=positive, tau_negative=negative)
-        case "aipo":
-            loss, metrics = aipo(logprobs, sampler, advantages, cap=config.aipo_cap)
-        case "dppo":
-            loss, metrics = dppo(logprobs, sampler, advantages, bound=config.dppo_bound, kl=config.dppo_kl)
-        case other:
-            raise ConfigError(
-                f"expected loss.policy to be ppo, gspo, cispo, sapo, aipo or dppo, got {other!r}",
-                hint="a function is resolved with streamrl.config.plugins and called itself",
-                key="loss.policy",
-            )
+    name, known = policy_name(config), policy_loss_of(config)
+    if name not in POLICY_LOSSES:
+        raise ConfigError(
+            f"expected loss.policy to be {', '.join(POLICY_LOSSES)}, got {name!r}",
+            hint="a function is resolved with streamrl.config.plugins and called itself",
+            key="loss.policy",
+        )
+    anchor = sampler if known.anchor == "sampler" else proximal
+    whose = (sequences,) if known.sequences else ()
+    settings = {argument: getattr(config, key) for argument, key in known.settings.items()}
+    loss, metrics = POLICY_LOSSES[name](logprobs, anchor, advantages, *whose, **settings)
     if config.opsm_delta:
         kept, more = opsm_keep(logprobs, proximal, advantages, sequences, delta=config.opsm_delta)
         loss, metrics = loss * kept, {**metrics, **more}

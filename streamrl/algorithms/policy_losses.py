@@ -1,4 +1,4 @@
-"""Policy losses: what a token's log-prob, an anchor's and its advantage make of a gradient.
+"""Losses of tokens: what a token's log-prob, an anchor's and its advantage make of a gradient; and those of demonstrations and critics.
 
 Each function takes tensors of one shape, [M] packed or [N, L] padded, float32 or float64, and gives `(loss, metrics)` of that shape:
 the loss of each token, which carries the gradient, and per-token metrics, which do not. Reduction is not theirs:
@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.log_ratios import MAX_LOG_RATIO
+from streamrl.algorithms.importance import ratio_of
 from streamrl.algorithms.sequences import Sequences, mean
 
 
@@ -40,7 +40,19 @@ def ppo_clip(
         Loss, and metrics `train/pg_clipfrac` (1 where the clipped term is the larger), `train/ppo_kl` (log pi_old - log pi),
         `train/ois` (r) and, with dual_clip, `train/pg_dual_clipfrac` (1 where -c A took the place of the loss).
     """
-    return _clipped(logprobs - old_logprobs.detach(), advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    log_ratio = logprobs - old_logprobs.detach()
+    ratio = ratio_of(log_ratio)
+    free = -ratio * advantages
+    bounded = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+    # Not torch.maximum: it would halve the gradient between the two where they are equal.
+    loss = torch.where(bounded > free, bounded, free)
+    metrics = _metrics(log_ratio, ratio, bounded > free)
+    if dual_clip:
+        ceiling = -dual_clip * advantages
+        over = (advantages < 0) & (ceiling < loss)
+        loss = torch.where(over, ceiling, loss)
+        metrics["train/pg_dual_clipfrac"] = over.to(ratio.dtype)
+    return loss, metrics
 
 
 def gspo(
@@ -64,7 +76,7 @@ def gspo(
     """
     log_ratio = sequences.spread(mean(sequences, logprobs - old_logprobs.detach()))
     inside = advantages.masked_fill(~sequences.mask, 0.0)
-    return _clipped(log_ratio, inside, clip_low=clip_low, clip_high=clip_high, dual_clip=0.0)
+    return ppo_clip(log_ratio, torch.zeros_like(log_ratio), inside, clip_low=clip_low, clip_high=clip_high)
 
 
 def cispo(
@@ -85,7 +97,7 @@ def cispo(
         Loss, and metrics `train/pg_clipfrac` (1 where the weight is not r), `train/ppo_kl` and `train/ois` as in `ppo_clip`.
     """
     log_ratio = (logprobs - anchor_logprobs).detach()
-    ratio = _exp(log_ratio)
+    ratio = ratio_of(log_ratio)
     weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     return -weight * advantages * logprobs, _metrics(log_ratio, ratio, weight != ratio)
 
@@ -110,7 +122,7 @@ def sapo(
         Loss, and metrics `train/ppo_kl` and `train/ois` as in `ppo_clip`, `train/sapo_gate` (w).
     """
     log_ratio = logprobs - old_logprobs.detach()
-    ratio = _exp(log_ratio)
+    ratio = ratio_of(log_ratio)
     tau = torch.full_like(ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
     gate = torch.sigmoid(tau * (ratio - 1.0))
     metrics = {
@@ -139,7 +151,7 @@ def aipo(logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, *, cap:
         Loss, and metrics `train/pg_clipfrac` (1 where the ratio is above the cap), `train/ppo_kl` (log mu - log pi), `train/ois` (pi / mu).
     """
     log_ratio = (logprobs - sampler_logprobs).detach()
-    ratio = _exp(log_ratio)
+    ratio = ratio_of(log_ratio)
     return -ratio.clamp(max=cap) * advantages * logprobs, _metrics(log_ratio, ratio, ratio > cap)
 
 
@@ -162,32 +174,69 @@ def dppo(logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, *, boun
     """
     sampler = sampler_logprobs.detach()
     log_ratio = logprobs - sampler
-    ratio = _exp(log_ratio)
+    ratio = ratio_of(log_ratio)
     moved = logprobs.detach().exp() - sampler.exp()
     left_out = torch.where(advantages > 0, moved > bound, (advantages < 0) & (moved < -bound))
     surrogate = torch.where(left_out, 0.0, -ratio * advantages)
     return surrogate + kl * log_ratio.square(), _metrics(log_ratio, ratio, left_out)
 
 
-def _clipped(
-    log_ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float
+def opsm_keep(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequences: Sequences, *, delta: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    ratio = _exp(log_ratio)
-    free = -ratio * advantages
-    bounded = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
-    # Not torch.maximum: it would halve the gradient between the two where they are equal.
-    loss = torch.where(bounded > free, bounded, free)
-    metrics = _metrics(log_ratio, ratio, bounded > free)
-    if dual_clip:
-        ceiling = -dual_clip * advantages
-        over = (advantages < 0) & (ceiling < loss)
-        loss = torch.where(over, ceiling, loss)
-        metrics["train/pg_dual_clipfrac"] = over.to(ratio.dtype)
-    return loss, metrics
+    """Which tokens to keep: not those with A < 0 in a sequence whose mean of log pi_old - log pi is above delta.
+
+    arXiv 2512.02556. What a policy would no longer say teaches it little by being bad, and its ratios are the wildest. Samples of positive
+    advantage are always kept. Tokens that are left out keep their place in the denominators: multiply the loss by the result.
+
+    Args:
+        logprobs: log pi.
+        old_logprobs: log pi_old.
+        advantages: A.
+        sequences: whose tokens these are; what stands outside its mask is not read, and is kept.
+        delta: in nats a token.
+
+    Returns:
+        0 or 1 for each token, without gradient, and the metric `train/opsm_clipfrac` (1 where left out).
+    """
+    gone = sequences.spread(mean(sequences, (old_logprobs - logprobs).detach())) > delta
+    left_out = (sequences.mask & gone & (advantages < 0)).to(logprobs.dtype)
+    return 1.0 - left_out, {"train/opsm_clipfrac": left_out}
 
 
-def _exp(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+def sft(logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Negative log-likelihood: L = -log pi.
+
+    Args:
+        logprobs: log pi.
+
+    Returns:
+        Loss, and no metrics.
+    """
+    return -logprobs, {}
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Squared error, which stops pulling once a value has moved far: L = max((V - R)^2, (V_old + clamp(V - V_old, +-clip) - R)^2).
+
+    arXiv 1707.06347's clipping for values. A value more than `clip` from V_old on R's side has no gradient, for the second term is the
+    larger; on the other side it has. There is no factor 1/2.
+
+    Args:
+        values: V of the critic under training; carries the gradient.
+        old_values: V before the batch's first step.
+        returns: R.
+        clip: in units of the reward; 0: off, L = (V - R)^2.
+
+    Returns:
+        Loss of each token, and the metric `train/value_clipfrac` (1 where the clipped term is the larger).
+    """
+    free = (values - returns).square()
+    if not clip:
+        return free, {"train/value_clipfrac": torch.zeros_like(free)}
+    old = old_values.detach()
+    bounded = (old + (values - old).clamp(-clip, clip) - returns).square()
+    return torch.where(bounded > free, bounded, free), {"train/value_clipfrac": (bounded > free).to(free.dtype)}
 
 
 def _metrics(log_ratio: Tensor, ratio: Tensor, clipped: Tensor) -> dict[str, Tensor]:

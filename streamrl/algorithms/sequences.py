@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.nn.functional import all_reduce
+
+from streamrl.core.batches import TrainBatch, samples_at
 
 
 class Sequences(Protocol):
@@ -66,6 +70,12 @@ class Packed:
     def spread(self, values_S: Tensor) -> Tensor:
         """See `Sequences.spread`."""
         return values_S[self._sequence]
+
+
+def packed_sequences(batch: TrainBatch, target: npt.NDArray[np.int64], *, device: torch.device | None = None) -> Packed:
+    """Which of a batch's tokens `target` [M] belong to one sample; samples without any are left out."""
+    samples, number = np.unique(samples_at(batch, target), return_inverse=True)
+    return Packed(torch.from_numpy(number.reshape(-1)).to(device or torch.device("cpu")), len(samples))
 
 
 class Padded:

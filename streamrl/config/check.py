@@ -156,7 +156,7 @@ def _check_debug(config: Config) -> None:
         key="debug.delay_versions",
     )
     refuse(
-        config.debug.token_delay_s > 0 and config.engine.kind != "table",
+        config.debug.token_delay_s > 0 and not config.engine.traits.tabular,
         f"debug.token_delay_s is for engine.kind = table, got {config.engine.kind}",
         hint="use the table backends, or leave the delay out",
         key="debug.token_delay_s",
@@ -166,13 +166,13 @@ def _check_debug(config: Config) -> None:
 def _check_model(config: Config) -> None:
     model, longest = config.model, config.data.max_prompt_tokens + config.sampling.max_new_tokens
     refuse(
-        (config.engine.kind == "table") != (config.trainer.backend == "table"),
+        config.engine.traits.tabular != (config.trainer.backend == "table"),
         f"engine.kind and trainer.backend must both be table or neither, got {config.engine.kind} and {config.trainer.backend}",
         hint="a tabular policy is trained and served by the table backends only",
         key="engine.kind",
     )
     refuse(
-        model.vocab_size != 0 and (model.vocab_size < MIN_VOCAB_SIZE or config.engine.kind == "table"),
+        model.vocab_size != 0 and (model.vocab_size < MIN_VOCAB_SIZE or config.engine.traits.tabular),
         f"model.vocab_size must be 0 or at least {MIN_VOCAB_SIZE}, and 0 for engine.kind = table, got {model.vocab_size}",
         hint="byte-pair encoding begins with the 256 bytes and a few special tokens; 0 gives one token a character",
         key="model.vocab_size",

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from streamrl.config.loss import policy_name
+from streamrl.config.loss import policy_loss_of, policy_name
 from streamrl.config.tree import Config, refuse
-
-SAMPLERS_RATIO = ("aipo", "dppo")
-"""Policy losses whose ratio is against the sampler whatever `loss.proximal` says."""
 
 
 def check_correction(config: Config) -> None:
@@ -20,7 +17,7 @@ def _check_proximal(config: Config) -> None:
     loss, correction = config.loss, config.loss.correction
     policy = policy_name(loss)
     refuse(
-        policy in SAMPLERS_RATIO and correction.kind != "none",
+        policy_loss_of(loss).anchor == "sampler" and correction.kind != "none",
         f"the policy loss {policy} holds the current policy against the sampler itself; loss.correction.kind = {correction.kind} would "
         "count that ratio twice",
         hint="set loss.correction.kind = 'none'",
@@ -46,8 +43,8 @@ def _check_proximal(config: Config) -> None:
         key="loss.proximal",
     )
     refuse(
-        loss.proximal == "sampler" and correction.reject != "none",
-        f"loss.proximal = sampler leaves pi_proximal / mu at 1, so loss.correction.reject = {correction.reject} would reject nothing",
+        loss.proximal == "sampler" and bool(correction.reject),
+        "loss.proximal = sampler leaves pi_proximal / mu at 1, so loss.correction.reject would reject nothing",
         hint="set loss.proximal = 'recomputed', or leave loss.correction.reject out",
         key="loss.correction.reject",
     )
@@ -89,29 +86,30 @@ def _check_correction(config: Config) -> None:
 
 
 def _check_rejection(config: Config) -> None:
-    c = config.loss.correction
+    criteria, key = config.loss.correction.reject, "loss.correction.reject"
+    for one in criteria:
+        refuse(
+            one.high <= one.low,
+            f"{key} by {one.measure} needs low below high, got {one.low} and {one.high}",
+            hint="for example 0.5 and 2.0 for ratio, or 0.0 and 0.1 for k3",
+            key=key,
+        )
+        refuse(
+            one.measure != "k1" and one.low < 0,
+            f"{key} by {one.measure}, which is never negative, needs a low of at least 0, got {one.low}",
+            hint="k1 is the one that has a sign",
+            key=key,
+        )
+        refuse(
+            one.measure == "k1" and one.low >= 0,
+            f"{key} by k1 needs a low below 0, got {one.low}: k1 has either sign, and what has become more likely than it was would all be "
+            "rejected",
+            hint="for example -0.1 beside a high of 0.1",
+            key=key,
+        )
     refuse(
-        c.reject == "none" and (c.reject_low != 0 or c.reject_high != 0),
-        f"loss.correction.reject_low and reject_high are {c.reject_low} and {c.reject_high}, but loss.correction.reject is none",
-        hint="set loss.correction.reject = 'ratio', 'k1', 'k2' or 'k3'",
-        key="loss.correction.reject",
-    )
-    refuse(
-        c.reject != "none" and c.reject_high <= c.reject_low,
-        f"loss.correction.reject = {c.reject} needs reject_low below reject_high, got {c.reject_low} and {c.reject_high}",
-        hint="for example 0.5 and 2.0 for ratio, or 0.0 and 0.1 for k3",
-        key="loss.correction.reject_high",
-    )
-    refuse(
-        c.reject in ("ratio", "k2", "k3") and c.reject_low < 0,
-        f"loss.correction.reject_low must be at least 0 for {c.reject}, which is never negative, got {c.reject_low}",
-        hint="k1 is the one that has a sign",
-        key="loss.correction.reject_low",
-    )
-    refuse(
-        c.reject == "k1" and c.reject_low >= 0,
-        f"loss.correction.reject_low must be below 0 for k1, got {c.reject_low}: k1 has either sign, and what has become more likely "
-        "than it was would all be rejected",
-        hint="for example -0.1 beside reject_high = 0.1",
-        key="loss.correction.reject_low",
+        len({(one.measure, one.level) for one in criteria}) < len(criteria),
+        f"{key} names one measure at one level several times",
+        hint="the narrower bounds say it all: leave the others out",
+        key=key,
     )

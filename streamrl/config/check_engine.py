@@ -51,7 +51,7 @@ _PAUSE_ONLY: dict[str, tuple[Any, str]] = {
 def check_sglang(config: Config) -> None:
     """Raise ConfigError for the first rule of `engine.sglang` that does not hold; looks at no file and no GPU."""
     sglang = config.engine.sglang
-    if config.engine.kind != "sglang":
+    if not config.engine.traits.server:
         if sglang != SglangConfig():
             _fail(
                 "engine.sglang is for engine.kind = sglang, got {}", config.engine.kind, "set engine.kind, or leave the section out", "kind"

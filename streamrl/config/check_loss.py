@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Collection
 
 from streamrl.config.check_correction import check_correction
-from streamrl.config.loss import (
-    ADVANTAGES,
-    DIVIDED,
-    GROUPED,
-    OWN_POLICY,
-    POLICIES,
-    TOKEN_REWARDS,
-    WHITENED,
-    CriticConfig,
-    is_function,
-    policy_name,
-)
+from streamrl.config.loss import CriticConfig, LossConfig, estimator_of, is_function, policy_loss_of, policy_name
+from streamrl.config.registry import ESTIMATORS, FORMER_ADVANTAGES, POLICY_LOSSES, reading
 from streamrl.config.tree import Config, refuse
+
+_OF_ESTIMATORS = {
+    "normalize_std": ", which divides by no group's deviation",
+    "normalize_rewards": "",
+    "gamma": ", which knows no later tokens",
+    "gae_lambda": "",
+}
+"""Settings that only some estimators read, and why the others do not."""
 
 
 def check_loss(config: Config) -> None:
     """Raise ConfigError for the first rule of `loss` that does not hold; looks at no file."""
-    _check_name("loss.advantage", config.loss.advantage, ADVANTAGES)
+    _check_name("loss.advantage", config.loss.advantage, ESTIMATORS)
     if config.loss.policy:
-        _check_name("loss.policy", config.loss.policy, POLICIES)
+        _check_name("loss.policy", config.loss.policy, POLICY_LOSSES)
     _check_advantages(config)
     _check_policy(config)
     check_correction(config)
@@ -35,7 +34,7 @@ def check_loss(config: Config) -> None:
         _check_table(config)
 
 
-def _check_name(key: str, name: str, known: tuple[str, ...]) -> None:
+def _check_name(key: str, name: str, known: Collection[str]) -> None:
     near = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1, cutoff=0.6)
     refuse(
         name not in known and not is_function(name),
@@ -49,53 +48,32 @@ def _check_advantages(config: Config) -> None:
     loss, name, size = config.loss, config.loss.advantage, config.tasks.num_rollouts
     built_in = not is_function(name)
     refuse(
-        name in GROUPED and size == 1 and (loss.normalize_rewards or name in ("rloo", "maxrl")),
+        estimator_of(loss).grouped and size == 1 and (loss.normalize_rewards or name not in reading("normalize_rewards")),
         f"loss.advantage = {name} compares the rollouts of a task, but tasks.num_rollouts is 1: every advantage would be 0",
         hint="use several rollouts a task, or reinforce_plus_plus or ppo",
         key="tasks.num_rollouts",
     )
+    for setting, why in _OF_ESTIMATORS.items():
+        value, default = getattr(loss, setting), getattr(LossConfig(), setting)
+        readers = reading(setting)
+        refuse(
+            built_in and value != default and name not in readers,
+            f"loss.{setting} = {str(value).lower()} is for {' and '.join(readers)}, got loss.advantage = {name}{why}",
+            hint=f"leave loss.{setting} out",
+            key=f"loss.{setting}",
+        )
     refuse(
-        built_in and not loss.normalize_std and name not in DIVIDED,
-        f"loss.normalize_std = false is for {', '.join(DIVIDED)}, got loss.advantage = {name}, which divides by no group's deviation",
-        hint="leave loss.normalize_std out",
-        key="loss.normalize_std",
-    )
-    refuse(
-        built_in and not loss.normalize_rewards and name not in (*DIVIDED, "reinforce_plus_plus_baseline"),
-        f"loss.normalize_rewards = false is for {', '.join(DIVIDED)} and reinforce_plus_plus_baseline, got loss.advantage = {name}",
-        hint="leave loss.normalize_rewards out",
-        key="loss.normalize_rewards",
-    )
-    refuse(
-        name in WHITENED and loss.whiten == "off",
+        estimator_of(loss).whitened and loss.whiten == "off",
         f"loss.whiten = off with loss.advantage = {name}: whitening is what scales its advantages (arXiv 2501.03262)",
         hint="leave loss.whiten out, or use grpo",
         key="loss.whiten",
-    )
-    refuse(
-        built_in and loss.gamma != 1 and name not in ("ppo", "reinforce_plus_plus"),
-        f"loss.gamma is for ppo and reinforce_plus_plus, got {loss.gamma} with loss.advantage = {name}, which knows no later tokens",
-        hint="leave loss.gamma out",
-        key="loss.gamma",
-    )
-    refuse(
-        built_in and loss.gae_lambda != 1 and name != "ppo",
-        f"loss.gae_lambda is for loss.advantage = ppo, got {loss.gae_lambda} with {name}",
-        hint="leave loss.gae_lambda out",
-        key="loss.gae_lambda",
     )
 
 
 def _check_policy(config: Config) -> None:
     loss, policy = config.loss, policy_name(config.loss)
     refuse(
-        loss.advantage in OWN_POLICY and policy != loss.advantage,
-        f"loss.advantage = {loss.advantage} is grpo with the policy loss {loss.advantage}, but loss.policy is {policy}",
-        hint=f"set loss.advantage = 'grpo' for {policy} on the same advantages",
-        key="loss.policy",
-    )
-    refuse(
-        bool(loss.slime_loss) and bool(loss.policy),
+        bool(loss.slime_loss) and loss.policy not in ("", *FORMER_ADVANTAGES),
         f"loss.slime_loss takes the place of the policy loss, but loss.policy is {loss.policy}",
         hint="keep one of the two",
         key="loss.slime_loss",
@@ -113,7 +91,7 @@ def _check_policy(config: Config) -> None:
         key="loss.dual_clip",
     )
     refuse(
-        loss.dual_clip > 0 and policy != "ppo",
+        loss.dual_clip > 0 and "dual_clip" not in policy_loss_of(loss).settings,
         f"loss.dual_clip is for the policy loss ppo, got {policy}",
         hint="leave loss.dual_clip out",
         key="loss.dual_clip",
@@ -133,7 +111,7 @@ def _check_policy(config: Config) -> None:
     refuse(
         loss.opsm_delta > 0 and (is_function(policy) or bool(loss.slime_loss)),
         "loss.opsm_delta belongs to the built-in policy losses, but the policy loss is a function",
-        hint="use streamrl.algorithms.opsm.opsm_keep in it, and leave loss.opsm_delta out",
+        hint="use streamrl.algorithms.policy_losses.opsm_keep in it, and leave loss.opsm_delta out",
         key="loss.opsm_delta",
     )
     frozen = config.trainer.minibatches == 1 and loss.proximal == "recomputed"
@@ -154,9 +132,9 @@ def _check_kl(config: Config) -> None:
         key="loss.kl.reward_coef",
     )
     refuse(
-        kl.reward_coef > 0 and name not in TOKEN_REWARDS,
+        kl.reward_coef > 0 and not estimator_of(config.loss).token_rewards,
         f"loss.kl.reward_coef takes the KL off each token's reward, but loss.advantage = {name} knows rewards of whole rollouts only",
-        hint=f"use loss.kl.loss_coef, or {', '.join(TOKEN_REWARDS)}",
+        hint=f"use loss.kl.loss_coef, or {', '.join(reading('kl.reward_coef'))}",
         key="loss.kl.reward_coef",
     )
     refuse(
@@ -188,7 +166,7 @@ def _check_kl(config: Config) -> None:
 def _check_critic(config: Config) -> None:
     loss, critic = config.loss, config.loss.critic
     refuse(
-        loss.advantage != "ppo" and critic != CriticConfig(),
+        "critic" not in estimator_of(loss).settings and critic != CriticConfig(),
         f"loss.critic is for loss.advantage = ppo, got {loss.advantage}",
         hint="leave the section out, or set loss.advantage = 'ppo'",
         key="loss.critic",
@@ -220,10 +198,9 @@ def _check_models(config: Config) -> None:
 def _check_table(config: Config) -> None:
     """What the backend without torch has no arithmetic for."""
     loss, c = config.loss, config.loss.correction
-    policy = policy_name(loss)
     missing = {
-        "loss.advantage": loss.advantage == "ppo",
-        "loss.policy": policy not in ("ppo", "cispo"),
+        "loss.advantage": bool(estimator_of(loss).needs),
+        "loss.policy": not policy_loss_of(loss).table,
         "loss.slime_loss": bool(loss.slime_loss),
         "loss.dual_clip": loss.dual_clip > 0,
         "loss.opsm_delta": loss.opsm_delta > 0,
@@ -231,7 +208,7 @@ def _check_table(config: Config) -> None:
         "loss.proximal": loss.proximal == "log_linear",
         "loss.correction.level": c.level != "token" and c.kind != "none",
         "loss.correction.normalize": c.normalize,
-        "loss.correction.reject": c.reject != "none",
+        "loss.correction.reject": bool(c.reject),
         "loss.correction.veto": c.veto > 0,
         "loss.correction.mask_staleness": c.mask_staleness > 0,
         "loss.correction.staleness_decay": c.staleness_decay != 1,

@@ -50,7 +50,7 @@ def check_ray(config: Config) -> None:
     )
     wanted = sglang.tensor_parallel
     refuse(
-        config.engine.kind == "sglang" and ray.engine.gpus > 0 and ray.engine.gpus != wanted and (wanted > 1 or ray.engine.gpus > 1),
+        config.engine.traits.gpus == "own" and ray.engine.gpus > 0 and ray.engine.gpus != wanted and (wanted > 1 or ray.engine.gpus > 1),
         f"ray.engine.gpus must be engine.sglang.tensor_parallel = {wanted}, or below 1 for tensor_parallel = 1, got {ray.engine.gpus:g}",
         hint="leave it out",
         key="ray.engine.gpus",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from streamrl.config.bounds import NonNegativeFloat, NonNegativeInt, Port, PositiveFloat, PositiveInt, Section
+from streamrl.config.registry import ENGINES, EngineKind, EngineName
 
 
 class SglangConfig(Section, frozen=True, kw_only=True):
@@ -42,7 +43,7 @@ class SglangConfig(Section, frozen=True, kw_only=True):
 class EngineConfig(Section, frozen=True, kw_only=True):
     """Generation engines started with the run."""
 
-    kind: Literal["local", "table", "sglang"] = "local"
+    kind: EngineName = "local"
     """`local`: a transformers model in this package's engine. `table`: a tabular policy without any framework. `sglang`: SGLang servers."""
     workers: NonNegativeInt = 1
     """Engine processes."""
@@ -59,3 +60,8 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     port: Port = 0
     """Port of the first engine; 0: any free one."""
     sglang: SglangConfig = SglangConfig()
+
+    @property
+    def traits(self) -> EngineKind:
+        """What is known of this kind of engine: nobody else asks for it by name."""
+        return ENGINES[self.kind]

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit, urlunsplit
 import msgspec
 
 from streamrl.config.check import check, check_files
+from streamrl.config.former import FORMER_KEYS, in_present_words
 from streamrl.config.paths import resolve
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError, SchemaError
@@ -70,18 +71,25 @@ def override_keys(overrides: Sequence[str]) -> list[str]:
     keys = [_parse_override(text)[0] for text in overrides]
     for parts in keys:
         named: dict[str, Any] = {}
-        _place(named, parts, None)
+        _place(named, FORMER_KEYS.get(".".join(parts), ".".join(parts)).split("."), None)
         _refuse_unknown(named, Config, where="--set")
     return [".".join(parts) for parts in keys]
 
 
 def convert(tree: Mapping[str, Any], *, where: str) -> Config:
-    """A plain table to the tree, strictly, every value within its bounds; raises ConfigError that names the key and `where` it is from."""
-    _refuse_unknown(tree, Config, where=where)
+    """A plain table to the tree, strictly, every value within its bounds, former words read as `streamrl.config.former` says.
+
+    Raises ConfigError that names the key and `where` it is from.
+    """
     try:
-        return msgspec.convert(tree, Config, strict=True)
+        present = in_present_words(tree)
+    except ConfigError as error:
+        raise _located(error, where) from error
+    _refuse_unknown(present, Config, where=where)
+    try:
+        return msgspec.convert(present, Config, strict=True)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error), tree, where) from error
+        raise _invalid(str(error), present, where) from error
     except SchemaError as error:
         raise ConfigError(f"{error.message}, in {where}", hint=error.hint or "change it in the file or with --set", path=where) from error
 
@@ -175,6 +183,10 @@ def _refuse_unknown(tree: Mapping[str, Any], kind: Any, *, where: str, prefix: s
             raise _out_of_range(prefix + key, "a finite number", value, where)
         if _is_struct(fields[key]) and isinstance(value, Mapping):
             _refuse_unknown(value, fields[key], where=where, prefix=f"{prefix}{key}.")
+        if get_origin(fields[key]) is tuple and _is_struct(get_args(fields[key])[0]) and isinstance(value, list | tuple):
+            for index, table in enumerate(value):
+                if isinstance(table, Mapping):
+                    _refuse_unknown(table, get_args(fields[key])[0], where=where, prefix=f"{prefix}{key}[{index}].")
 
 
 def _suggest(key: str, prefix: str, siblings: Mapping[str, Any]) -> str:
@@ -201,6 +213,10 @@ def _all_keys(kind: Any, prefix: str = "") -> list[str]:
 
 def _is_struct(kind: Any) -> bool:
     return get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _located(error: ConfigError, where: str) -> ConfigError:
+    return ConfigError(f"{error.message}, in {where}", hint=error.hint, **error.values)
 
 
 def _invalid(message: str, tree: Mapping[str, Any], where: str) -> ConfigError:

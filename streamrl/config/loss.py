@@ -7,23 +7,26 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from streamrl.config.bounds import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, Section
+from streamrl.config.registry import ESTIMATORS, POLICY_LOSSES, Estimator, PolicyLoss
 
 Reduction = Literal["rollout_mean", "token_mean", "sequence_mean", "constant_length"]
 KLEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 
+MAX_LOG_RATIO = 20.0
+"""No key: wherever exp of a log-ratio is taken, it is clamped to plus and minus this; e^20 is 5e8, whose square float32 still holds."""
 
-GROUPED = ("grpo", "rloo", "maxrl", "gspo", "cispo", "reinforce_plus_plus_baseline")
-"""Advantages that compare the rollouts of a task with each other."""
-DIVIDED = ("grpo", "gspo", "cispo")
-"""Those that divide by the group's standard deviation."""
-TOKEN_REWARDS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
-"""Advantages of rewards that tokens have one by one, so that a KL can be taken off."""
-WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
-"""Advantages that are not defined without whitening (arXiv 2501.03262)."""
-ADVANTAGES = (*GROUPED, "reinforce_plus_plus", "ppo")
-POLICIES = ("ppo", "gspo", "cispo", "sapo", "aipo", "dppo")
-OWN_POLICY = ("gspo", "cispo")
-"""Advantages whose name is that of a policy loss."""
+
+class RejectionConfig(Section, frozen=True, kw_only=True):
+    """A criterion that tokens must meet: a table `[[loss.correction.reject]]` for each."""
+
+    measure: Literal["ratio", "k1", "k2", "k3"] = "ratio"
+    """The ratio rho = pi_proximal / mu, or an estimate of the divergence of pi_proximal from mu."""
+    level: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = "token"
+    """What is compared with the bounds: each token, or the sum, mean or maximum over a sample's trained tokens; then samples go whole."""
+    low: float = 0.0
+    """Kept where at least this (`ratio` and `k1`; the others are never negative). k1 has either sign and needs one below 0."""
+    high: float = 0.0
+    """Kept where at most this; must be set."""
 
 
 class CorrectionConfig(Section, frozen=True, kw_only=True):
@@ -42,14 +45,10 @@ class CorrectionConfig(Section, frozen=True, kw_only=True):
     policy loss's own ratio is taken against pi_theta too."""
     normalize: bool = False
     """Divide the weights by their mean over the batch."""
-    reject: Literal["none", "ratio", "k1", "k2", "k3"] = "none"
-    """Rejection beside the weights: by the ratio, or by an estimate of the divergence of pi_proximal from mu."""
-    reject_level: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = "token"
-    """What is compared with the bounds: each token, or the sum, mean or maximum over a sample's trained tokens; then samples go whole."""
-    reject_low: float = 0.0
-    """Kept where at least this (`ratio` and `k1`; the others are never negative). k1 has either sign and needs one below 0."""
-    reject_high: float = 0.0
-    """Kept where at most this; must be set where `reject` is."""
+    reject: tuple[RejectionConfig, ...] = ()
+    """Rejection beside the weights: what does not meet every one of these criteria is left out, see
+    [loss.correction.reject](#losscorrectionreject). One criterion may also be written as `reject = "ratio"` with `reject_level`,
+    `reject_low` and `reject_high`; `"none"` is an empty list."""
     veto: Fraction = 0.0
     """A sample with a token whose ratio is below this is rejected whole, for example 1e-4; 0: off."""
     mask_staleness: NonNegativeInt = 0
@@ -103,16 +102,16 @@ class LossConfig(Section, frozen=True, kw_only=True):
     """What is minimised. docs/algorithms.md says when to use which."""
 
     advantage: str = "grpo"
-    """`grpo`, `rloo`, `maxrl`, `gspo`, `cispo` (both grpo's advantages, with their own policy loss), `reinforce_plus_plus`,
-    `reinforce_plus_plus_baseline`, `ppo` (GAE with a critic), or a function as `file.py:name`, `pkg.mod:name` or `pkg.mod.name`."""
+    """An estimator (`ppo`: GAE with a critic), or a function as `file.py:name`, `pkg.mod:name` or `pkg.mod.name`. `gspo` and `cispo` are
+    read as `grpo` with the policy loss of that name."""
     policy: str = ""
-    """`ppo`, `gspo`, `cispo`, `sapo`, `aipo`, `dppo`, or a function; empty: what belongs to the advantages (`ppo` for most)."""
+    """A policy loss, or a function; empty: `ppo`."""
     slime_loss: str = ""
     """A loss with slime's signature, (args, batch, logits, sum_of_sample_mean) -> (loss, metrics), in place of all of this."""
     normalize_rewards: bool = True
-    """Take the group's mean from the rewards (grpo, gspo, cispo, reinforce_plus_plus_baseline)."""
+    """Take the group's mean from the rewards (grpo, reinforce_plus_plus_baseline)."""
     normalize_std: bool = True
-    """Divide by the group's standard deviation (grpo, gspo, cispo); off is Dr.GRPO (arXiv 2503.20783)."""
+    """Divide by the group's standard deviation (grpo); off is Dr.GRPO (arXiv 2503.20783)."""
     whiten: Literal["auto", "on", "off"] = "auto"
     """Subtract the mean of all trained tokens' advantages and divide by their deviation; `auto`: where the estimator's paper does."""
     gamma: Fraction = 1.0
@@ -152,8 +151,18 @@ class LossConfig(Section, frozen=True, kw_only=True):
 
 
 def policy_name(loss: LossConfig) -> str:
-    """The policy loss that `loss.policy` names, or where it is empty the one that belongs to the advantages."""
-    return loss.policy or (loss.advantage if loss.advantage in OWN_POLICY else "ppo")
+    """The policy loss that `loss.policy` names, or where it is empty `ppo`."""
+    return loss.policy or "ppo"
+
+
+def estimator_of(loss: LossConfig) -> Estimator:
+    """What is known of the advantages that `loss` names; of a user's function nothing."""
+    return ESTIMATORS.get(loss.advantage, Estimator())
+
+
+def policy_loss_of(loss: LossConfig) -> PolicyLoss:
+    """What is known of the policy loss that `loss` names; of a user's function nothing."""
+    return POLICY_LOSSES.get(policy_name(loss), PolicyLoss(settings={}))
 
 
 def is_function(name: str) -> bool:

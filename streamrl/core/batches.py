@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
 
 
@@ -43,6 +45,90 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     rollouts: npt.NDArray[np.int64]
     """[N]; index of the rollout within its group. Samples of one rollout share reward and vote."""
 
+    @classmethod
+    def from_lists(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[int]],
+        *,
+        rewards: Sequence[float] | None = None,
+        sampler_logprobs: Sequence[Sequence[float]] | None = None,
+        loss_mask: Sequence[Sequence[bool]] | None = None,
+        staleness: Sequence[Sequence[int]] | None = None,
+        tasks: Sequence[int] | None = None,
+        rollouts: Sequence[int] | None = None,
+        temperature: float | Sequence[float] = 1.0,
+        top_p: float | Sequence[float] = 1.0,
+        top_k: int | Sequence[int] = -1,
+        kind: Literal["sft", "rl"] = "rl",
+        version: Version | None = None,
+        stage_step: int = 0,
+    ) -> TrainBatch:
+        """A batch of N samples from lists, for use as a library and in tests; the stream's batches come from `streamrl.core.assembly`.
+
+        Args:
+            prompts: token ids of each sample's prompt, which is not trained.
+            answers: token ids of each sample's answer.
+            rewards: [N]; None: there are none (NaN).
+            sampler_logprobs: of each answer's tokens; None: 0.0, as of tokens that no model sampled.
+            loss_mask: which of each answer's tokens are trained; None: all.
+            staleness: of each answer's tokens; None: 0.
+            tasks: [N] the group's id, samples of one group side by side; None: each sample is its own group.
+            rollouts: [N] index within the group; None: samples of a group are numbered from 0, each a rollout of its own.
+            temperature: of all samples, or [N].
+            top_p: of all samples, or [N].
+            top_k: of all samples, or [N].
+            kind: see the field.
+            version: the version trained from; None: the first.
+            stage_step: see the field.
+
+        Raises:
+            TrainingError: lists of different lengths, or a group that is not in one piece.
+
+        Example:
+            >>> batch = TrainBatch.from_lists([[5, 6]] * 2, [[7, 8], [9]], rewards=[1.0, 0.0], tasks=[0, 0])
+            >>> batch.tokens.tolist(), batch.offsets.tolist(), batch.loss_mask.tolist()
+            ([5, 6, 7, 8, 5, 6, 9], [0, 4, 7], [False, False, True, True, False, False, True])
+        """
+        lengths = [len(answer) for answer in answers]
+
+        def tokens(values: Sequence[Sequence[Any]] | None, name: str, default: Any, dtype: Any) -> npt.NDArray[Any]:
+            values = [[default] * n for n in lengths] if values is None else values
+            _same(name, [len(row) for row in values], lengths)
+            outside = False if dtype is np.bool_ else 0
+            rows = [np.array([*([outside] * len(prompt)), *row], dtype) for prompt, row in zip(prompts, values, strict=True)]
+            return np.concatenate([np.zeros(0, dtype), *rows])
+
+        def samples(values: Any, name: str, dtype: Any) -> npt.NDArray[Any]:
+            found = np.asarray(values, dtype)
+            found = np.full(len(answers), found) if found.ndim == 0 else found
+            _same(name, [len(found)], [len(answers)])
+            return found
+
+        _same("prompts", [len(prompts)], [len(answers)])
+        of_task = samples(range(len(answers)) if tasks is None else tasks, "tasks", np.int64)
+        _, begins, count = np.unique(of_task, return_index=True, return_counts=True)
+        if (np.diff(of_task) != 0).sum() >= max(1, len(begins)):
+            raise TrainingError(f"expected samples of one task side by side, got tasks {of_task.tolist()[:16]}", hint="sort the samples")
+        if rollouts is None:
+            rollouts = (np.arange(len(of_task)) - np.repeat(np.sort(begins), count[np.argsort(begins)])).tolist()
+        return cls(
+            kind=kind,
+            version=version or Version(),
+            stage_step=stage_step,
+            tokens=np.concatenate([np.zeros(0, np.int32), *(np.array([*p, *a], np.int32) for p, a in zip(prompts, answers, strict=True))]),
+            offsets=np.cumsum([0, *(len(p) + n for p, n in zip(prompts, lengths, strict=True))]).astype(np.int64),
+            loss_mask=tokens(loss_mask, "loss_mask", True, np.bool_),
+            sampler_logprobs=tokens(sampler_logprobs, "sampler_logprobs", 0.0, np.float32),
+            staleness=tokens(staleness, "staleness", 0, np.int32),
+            temperature=samples(temperature, "temperature", np.float32),
+            top_p=samples(top_p, "top_p", np.float32),
+            top_k=samples(top_k, "top_k", np.int32),
+            rewards=samples(np.nan if rewards is None else rewards, "rewards", np.float64),
+            tasks=of_task,
+            rollouts=samples(rollouts, "rollouts", np.int64),
+        )
+
     @property
     def num_samples(self) -> int:
         """N."""
@@ -57,6 +143,11 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     def lengths(self) -> npt.NDArray[np.int64]:
         """[N] tokens of each sample."""
         return np.diff(self.offsets)
+
+
+def _same(name: str, got: list[int], expected: list[int]) -> None:
+    if got != expected:
+        raise TrainingError(f"expected {name} of the answers' lengths {expected[:16]}, got {got[:16]}", hint="one entry for each")
 
 
 def sample_of_token(batch: TrainBatch) -> npt.NDArray[np.int64]:

@@ -23,7 +23,7 @@ def ensure_model(config: Config, directory: Path) -> Path:
     """
     if config.model.path:
         path = Path(config.model.path)
-        wanted = "table.json" if config.engine.kind == "table" else "config.json"
+        wanted = config.engine.traits.model_file
         if not (path / wanted).is_file():
             raise ConfigError(
                 f"expected a model directory with a {wanted}, got none in {path}",
@@ -34,7 +34,7 @@ def ensure_model(config: Config, directory: Path) -> Path:
         return path
     if directory.is_dir():
         return directory
-    if config.engine.kind == "table":
+    if config.engine.traits.tabular:
         _build(directory, lambda target: write_table(target, max_position=config.sampling.max_new_tokens))
     else:
         texts = training_texts(config.data) if config.model.vocab_size else ()

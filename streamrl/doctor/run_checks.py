@@ -31,7 +31,7 @@ def check_config(config: Config, *, num_gpus: int, up: bool = False) -> list[Che
     checks = [check_budgets(config), check_gpus_wanted(config, num_gpus)]
     if not up:
         checks.append(check_ports_wanted(config))
-    if config.engine.kind == "sglang":
+    if config.engine.traits.server:
         checks.append(check_sglang(config.engine.sglang.python))
     if config.ray.address:
         checks.append(check_ray())
@@ -61,7 +61,7 @@ def check_gpus_wanted(config: Config, num_gpus: int) -> Check:
     sglang, wanted = config.engine.sglang, 0
     if config.trainer.device == "cuda":
         wanted = config.trainer.gpu + config.trainer.ranks
-    if config.engine.kind == "sglang" and sglang.flags.get("device") != "cpu":
+    if config.engine.traits.gpus == "own" and sglang.flags.get("device") != "cpu":
         wanted = max(wanted, 1 + max(sglang.gpus, default=sglang.tensor_parallel - 1))
     found = f"{wanted or 'none'}, of {num_gpus} that torch sees"
     if wanted > num_gpus:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
+from streamrl.config.registry import EngineName
 from streamrl.config.tree import EngineConfig
 from streamrl.engines.batching.delays import TokenDelay
 from streamrl.engines.protocol import HostedEngine
@@ -38,16 +42,32 @@ def make_engine(
         ConfigError: `model_dir` does not fit the kind.
         EngineError: the architecture cannot be decoded.
     """
-    if config.kind == "table":
-        from streamrl.engines.table.engine import TableEngine
+    factory, named = FACTORIES[config.kind], {"engine_id": engine_id, "policy": policy, "max_len": max_len}
+    return factory(config, model_dir, named, delay=delay, dtype=dtype, index=index, log_path=log_path)
 
-        return TableEngine(model_dir, config, engine_id=engine_id, policy=policy, max_len=max_len, delay=delay)
-    if config.kind == "sglang":
-        from streamrl.engines.sglang.engine import SglangEngine
-        from streamrl.engines.sglang.server import SglangServer
 
-        server = SglangServer(config, model_dir, name=engine_id, max_len=max_len, dtype=dtype or "float32", index=index, log_path=log_path)
-        return SglangEngine(config, model_dir, server, engine_id=engine_id, policy=policy, max_len=max_len)
+def _local(config: EngineConfig, model_dir: Path, named: dict[str, Any], *, dtype: str, **_: Any) -> HostedEngine:
     from streamrl.engines.local.engine import LocalEngine
 
-    return LocalEngine(model_dir, config, engine_id=engine_id, policy=policy, max_len=max_len, dtype=dtype)
+    return LocalEngine(model_dir, config, **named, dtype=dtype)
+
+
+def _table(config: EngineConfig, model_dir: Path, named: dict[str, Any], *, delay: TokenDelay | None, **_: Any) -> HostedEngine:
+    from streamrl.engines.table.engine import TableEngine
+
+    return TableEngine(model_dir, config, **named, delay=delay)
+
+
+def _sglang(
+    config: EngineConfig, model_dir: Path, named: dict[str, Any], *, dtype: str, index: int, log_path: Path | None, **_: Any
+) -> HostedEngine:
+    from streamrl.engines.sglang.engine import SglangEngine
+    from streamrl.engines.sglang.server import SglangServer
+
+    name, longest, dtype = named["engine_id"], named["max_len"], dtype or "float32"
+    server = SglangServer(config, model_dir, name=name, max_len=longest, dtype=dtype, index=index, log_path=log_path)
+    return SglangEngine(config, model_dir, server, **named)
+
+
+FACTORIES: Mapping[EngineName, Callable[..., HostedEngine]] = MappingProxyType({"local": _local, "table": _table, "sglang": _sglang})
+"""The code of what `streamrl.config.registry.ENGINES` describes."""

@@ -23,7 +23,7 @@ async def build_model(config: Config, run: RunDir) -> Path:
         ConfigError: `model.path` names no model.
         LaunchError: the model cannot be built.
     """
-    if config.model.path or config.engine.kind == "table" or run.model_dir.is_dir():
+    if config.model.path or config.engine.traits.tabular or run.model_dir.is_dir():
         return ensure_model(config, run.model_dir)
     command = (sys.executable, "-m", "streamrl.launch.build_model", str(run.path), dump(config))
     child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE)

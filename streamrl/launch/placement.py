@@ -52,7 +52,7 @@ def groups(config: Config, cluster_gpus: float) -> list[Group]:
     }
     chosen_by_us = ray.trainer.gpus < 0 and ray.engine.gpus < 0
     wanted = sum(counts[kind] * gpus[kind] for kind in RESERVED)
-    if chosen_by_us and counts["trainer"] == 1 and config.engine.kind == "local" and 0 < cluster_gpus < wanted:
+    if chosen_by_us and counts["trainer"] == 1 and config.engine.traits.gpus == "shared" and 0 < cluster_gpus < wanted:
         gpus = _shares(gpus, counts["engine"], int(cluster_gpus))
     places = {"trainer": ray.trainer, "engine": ray.engine}
     return [Group(kind, counts[kind], _ask(places[kind], gpus[kind]), places[kind].strategy) for kind in RESERVED if counts[kind]]
@@ -125,9 +125,9 @@ def _trainer_gpus(config: Config, there: float) -> float:
 
 
 def _engine_gpus(config: Config, there: float) -> float:
-    if config.engine.kind == "sglang":
+    if config.engine.traits.gpus == "own":
         return 0.0 if config.engine.sglang.flags.get("device") == "cpu" else float(config.engine.sglang.tensor_parallel)
-    return 1.0 if config.engine.kind == "local" and there > 0 else 0.0
+    return 1.0 if config.engine.traits.gpus == "shared" and there > 0 else 0.0
 
 
 def _shares(gpus: Mapping[str, float], engines: int, there: int) -> dict[str, float]:

@@ -78,10 +78,10 @@ def correct(samples: list[Sample], config: CorrectionConfig) -> tuple[list[list[
             importance = [bounded(rho, config) for rho in ratios(finite, config.level)]
             total, count = total + sum(importance), count + len(importance)
             keep = [True] * len(finite)
-            if config.reject != "none":
-                low = config.reject_low if config.reject in ("ratio", "k1") else -math.inf
-                values = measures(finite, config.reject, config.reject_level)
-                keep = [low <= value <= config.reject_high for value in values]
+            for one in config.reject:
+                low = one.low if one.measure in ("ratio", "k1") else -math.inf
+                values = measures(finite, one.measure, one.level)
+                keep = [k and low <= value <= one.high for k, value in zip(keep, values, strict=True)]
             if any(token.rho < config.veto for token in finite):
                 keep = [False] * len(finite)
             if config.mask_staleness:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
+from threading import Thread
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.algorithms.advantages import Floats, grpo, maxrl, raw, rloo
+from streamrl.algorithms.advantages import Floats, Reduce, distill, grpo, maxrl, raw, rloo, token_kl, token_rewards, whiten
+from streamrl.algorithms.kl import kl_estimate
+from streamrl.algorithms.returns import discounted_returns
+from streamrl.config.loss import KLEstimator
 from streamrl.errors import TrainingError
 
 Grouped = Callable[..., tuple[Floats, dict[str, float]]]
@@ -130,3 +137,132 @@ def test_uneven_groups_in_any_order_with_forked_rollouts_equal_each_group_alone(
                 expected[task, index] = value
         got = of(estimator, [s[2] for s in samples], [s[0] for s in samples], [s[1] for s in samples])
         assert got == pytest.approx([expected[s[0], s[1]] for s in samples], abs=1e-9)
+
+
+def test_tokens_that_the_teacher_likes_better_gain() -> None:
+    advantages, reverse_kl = distill(
+        np.array([1.0, 1.0, 9.0]), np.array([-2.0, -1.0, np.nan]), np.array([-1.0, -3.0, -1.0]), np.array([True, True, False]), coef=0.5
+    )
+    assert advantages.tolist() == [1.5, 0.0, 9.0]
+    assert reverse_kl.tolist() == [-1.0, 2.0, 0.0]
+
+
+R = np.array([0.5, -1.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        ("k1", [0.5, -1, 0]),
+        ("k2", [0.125, 0.5, 0]),
+        ("k3", [0.106531, 0.718282, 0]),
+        ("low_var_kl", [0.106531, 0.718282, 0]),
+    ],
+)
+def test_kl_golden(estimator: KLEstimator, expected: list[float]) -> None:
+    assert token_kl(R, estimator) == pytest.approx(expected, abs=1e-6)
+
+
+def test_kl_bounds() -> None:
+    assert token_kl(np.array([-3.0, -30.0]), "low_var_kl").tolist() == [10, 10]
+    assert token_kl(np.array([-30.0, 30.0]), "k3") == pytest.approx([np.exp(20.0) - 21, np.exp(-30.0) + 29])
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "low_var_kl"])
+def test_a_penalty_in_the_reward_is_the_one_in_the_loss(estimator: KLEstimator) -> None:
+    r = np.concatenate([np.linspace(-25, 25, 41), [1e-6, -0.3]])
+    assert token_kl(r, estimator) == pytest.approx(kl_estimate(torch.from_numpy(r), estimator).numpy(), rel=1e-9, abs=1e-12)
+
+
+def test_k3_keeps_its_digits_near_zero() -> None:
+    assert token_kl(np.array([1e-9]), "k3")[0] <= 1e-17
+
+
+def test_golden_of_reinforce_plus_plus() -> None:
+    mask = np.array([True, True, False, True])
+    rewards = token_rewards(np.array([1.0]), np.array([0, 4]), mask, kl=np.array([0.1, 0.2, 0.3, 0.4]), kl_coef=0.1)
+    assert rewards == pytest.approx([-0.01, -0.02, 0, 0.96])
+    assert discounted_returns(rewards, np.array([0, 4]), gamma=0.9) == pytest.approx([0.6718, 0.7576, 0.8640, 0.9600], abs=5e-5)
+
+
+def test_the_reward_is_at_each_samples_last_trained_token() -> None:
+    mask = np.array([False, True, True, False, False, False, True, True, False, True])
+    offsets = np.array([0, 4, 4, 6, 9, 10])
+    got = token_rewards(np.array([1.0, 2, 4, 8, 16]), offsets, mask, kl=np.where(mask, 1.0, np.nan), kl_coef=0.5)
+    assert got.tolist() == [0, -0.5, 0.5, 0, 0, 0, -0.5, 7.5, 0, 15.5]
+
+
+def test_without_a_penalty() -> None:
+    assert token_rewards(np.array([3.0]), np.array([0, 2]), np.array([True, True]), kl=None, kl_coef=1.0).tolist() == [0, 3]
+
+
+def test_bessels_correction_and_epsilon() -> None:
+    got = whiten(np.array([1.0, 3.0, np.nan]), np.array([True, True, False]))
+    assert got == pytest.approx([-1 / np.sqrt(2 + 1e-8), 1 / np.sqrt(2 + 1e-8), 0], rel=1e-12)
+
+
+def test_epsilon_is_added_to_the_variance() -> None:
+    """Values 1e-4 apart: their variance 5e-9 is smaller than the epsilon, 1e-8."""
+    assert whiten(np.array([0.0, 1e-4]), np.ones(2, np.bool_)) == pytest.approx(np.array([-5e-5, 5e-5]) / np.sqrt(1.5e-8))
+
+
+def test_a_single_value_and_equal_values_give_zero() -> None:
+    assert whiten(np.array([7.0, 8.0]), np.array([True, False])).tolist() == [0, 0]
+    assert whiten(np.full(4, 0.25), np.ones(4, np.bool_)).tolist() == [0] * 4
+
+
+def test_nothing_trained_is_refused() -> None:
+    with pytest.raises(TrainingError, match="trained tokens"):
+        whiten(np.ones(3), np.zeros(3, np.bool_))
+
+
+def test_a_large_mean_costs_no_digits() -> None:
+    assert whiten(np.array([1e8, 1e8 + 1, 1e8 + 2]), np.ones(3, np.bool_)) == pytest.approx([-1, 0, 1], rel=1e-7)
+
+
+@given(st.lists(st.tuples(st.floats(-5, 5), st.booleans()), min_size=2, max_size=20))
+def test_mean_zero_deviation_one(rows: list[tuple[float, bool]]) -> None:
+    values, mask = np.array([r[0] for r in rows]), np.array([r[1] for r in rows])
+    if mask.sum() < 2:
+        return
+    got = whiten(values, mask)
+    deviation = np.std(values[mask], ddof=1)
+    assert got[mask] == pytest.approx((values[mask] - values[mask].mean()) / np.sqrt(deviation**2 + 1e-8), abs=1e-9)
+
+
+def both_ranks(run: Callable[[int, Reduce], None]) -> None:
+    """`run(rank, reduce)` on two threads, with gloo's sum between them."""
+    store = dist.HashStore()
+    failures: list[BaseException] = []
+
+    def rank(number: int) -> None:
+        try:
+            group = dist.ProcessGroupGloo(store, number, 2, timedelta(seconds=60))
+
+            def reduce(array: np.ndarray) -> np.ndarray:
+                tensor = torch.from_numpy(array.copy())
+                group.allreduce([tensor]).wait()
+                return tensor.numpy()
+
+            run(number, reduce)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 6])
+def test_two_ranks_over_gloo_equal_one(cut: int) -> None:
+    """Also where a rank has no token, or none that is trained."""
+    values = np.random.default_rng(0).normal(3, 2, 10)
+    mask = np.array([False, True, True, False, True, True, True, False, True, True])
+    found: dict[int, np.ndarray] = {}
+    part = {0: slice(0, cut), 1: slice(cut, 10)}
+    both_ranks(lambda rank, reduce: found.__setitem__(rank, whiten(values[part[rank]], mask[part[rank]], reduce=reduce)))
+    assert np.concatenate([found[0], found[1]]) == pytest.approx(whiten(values, mask), abs=1e-14)

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.algorithms.corrections import correct
+from streamrl.algorithms.corrections import Correction, correct, decay_weights, drop_nonfinite, finite_tokens, fresh, log_linear_proximal
 from streamrl.algorithms.importance import normalization
 from streamrl.algorithms.policy_losses import ppo_clip
 from streamrl.algorithms.sequences import Packed, Padded
-from streamrl.config.loss import CorrectionConfig
+from streamrl.config.loss import CorrectionConfig, RejectionConfig
 from streamrl.telemetry.names import Reduction, metric
 from tests.algorithms import reference_corrections as second
 from tests.algorithms.reference_corrections import Sample, Token
@@ -26,16 +26,20 @@ BROKEN = st.sampled_from([math.nan, math.inf, -math.inf])
 TOKENS = st.builds(Token, LOGPROBS, LOGPROBS, st.integers(0, 4))
 ANY_TOKENS = st.one_of(TOKENS, TOKENS, TOKENS, st.builds(Token, BROKEN, LOGPROBS), st.builds(Token, LOGPROBS, BROKEN))
 SAMPLES = st.lists(st.lists(ANY_TOKENS, max_size=4), min_size=1, max_size=4)
+CRITERIA = st.builds(
+    RejectionConfig,
+    measure=st.sampled_from(["ratio", "k1", "k2", "k3"]),
+    level=st.sampled_from(["token", "sequence_sum", "sequence_mean", "sequence_max"]),
+    low=st.floats(-1.0, 0.6),
+    high=st.floats(0.7, 4.0),
+)
 CONFIGS = st.builds(
     CorrectionConfig,
     kind=st.sampled_from(["none", "truncate", "clip", "mask"]),
     level=st.sampled_from(["token", "sequence", "geometric"]),
     low=st.floats(0.05, 0.95),
     high=st.floats(1.05, 4.0),
-    reject=st.sampled_from(["none", "ratio", "k1", "k2", "k3"]),
-    reject_level=st.sampled_from(["token", "sequence_sum", "sequence_mean", "sequence_max"]),
-    reject_low=st.floats(-1.0, 0.6),
-    reject_high=st.floats(0.7, 4.0),
+    reject=st.lists(CRITERIA, max_size=3).map(tuple),
     veto=st.sampled_from([0.0, 0.05, 0.2]),
     mask_staleness=st.integers(0, 3),
     staleness_decay=st.sampled_from([1.0, 0.9, 0.5]),
@@ -44,9 +48,7 @@ ON = CorrectionConfig(
     kind="mask",
     level="geometric",
     low=0.5,
-    reject="k3",
-    reject_level="sequence_mean",
-    reject_high=0.1,
+    reject=(RejectionConfig(measure="k3", level="sequence_mean", high=0.1),),
     veto=1e-4,
     mask_staleness=2,
     staleness_decay=0.9,
@@ -86,9 +88,9 @@ def away_from_bounds(samples: list[Sample], config: CorrectionConfig) -> bool:
             continue
         values = [(value, bound) for value in second.ratios(finite, config.level) for bound in (config.low, config.high)]
         values += [(token.rho, config.veto) for token in finite]
-        if config.reject != "none":
-            measures = second.measures(finite, config.reject, config.reject_level)
-            values += [(value, bound) for value in measures for bound in (config.reject_low, config.reject_high)]
+        for one in config.reject:
+            measures = second.measures(finite, one.measure, one.level)
+            values += [(value, bound) for value in measures for bound in (one.low, one.high)]
         if any(abs(value - bound) < 1e-9 for value, bound in values):
             return False
     return True
@@ -146,7 +148,7 @@ def test_micro_batches_add_up_to_the_batch(samples: list[Sample], config: Correc
 @settings(deadline=None, max_examples=100)
 @given(SAMPLES, CONFIGS)
 def test_rejection_changes_no_denominator_and_no_other_tokens_weight(samples: list[Sample], config: CorrectionConfig) -> None:
-    free = msgspec.structs.replace(config, reject="none", veto=0.0, mask_staleness=0)
+    free = msgspec.structs.replace(config, reject=(), veto=0.0, mask_staleness=0)
     one, other = correct(**packed(samples), config=config), correct(**packed(samples), config=free)
     assert one.sums.tolist() == other.sums.tolist()
     assert one.weights.tolist() == torch.where(one.keep, other.weights, 0.0).tolist()
@@ -157,7 +159,7 @@ def test_rejection_changes_no_denominator_and_no_other_tokens_weight(samples: li
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.lists(TOKENS, min_size=1, max_size=4), min_size=1, max_size=4), CONFIGS)
 def test_normalisation_makes_the_mean_weight_1(samples: list[Sample], config: CorrectionConfig) -> None:
-    free = msgspec.structs.replace(config, reject="none", veto=0.0, mask_staleness=0, staleness_decay=1.0)
+    free = msgspec.structs.replace(config, reject=(), veto=0.0, mask_staleness=0, staleness_decay=1.0)
     parts = [correct(**packed([sample]), config=free) for sample in samples]
     factor = normalization(torch.stack([part.sums for part in parts]).sum(0))
     scaled = torch.cat([part.scaled(factor).weights for part in parts])
@@ -193,12 +195,33 @@ def test_weights_are_fresh_at_every_step_of_the_current_policy() -> None:
 
 def test_a_geometric_filter_with_token_weights() -> None:
     """Samples pass by the geometric mean of their ratios, and their tokens are then weighted one by one."""
-    config = CorrectionConfig(high=2.0, reject="ratio", reject_level="sequence_mean", reject_low=0.99, reject_high=1.01)
+    config = CorrectionConfig(high=2.0, reject=(RejectionConfig(level="sequence_mean", low=0.99, high=1.01),))
     near, far = [Token(-1.0, -1.9), Token(-1.0, -0.1)], [Token(-1.0, -1.1), Token(-1.0, -1.1)]
     found = correct(**packed([near, far]), config=config)
     assert found.keep.tolist() == [True, True, False, False]
     assert found.weights.tolist() == pytest.approx([2.0, math.exp(-0.9), 0.0, 0.0])
     assert found.metrics["train/mis_rs_mask_fraction_high"].tolist() == [0, 0, 1, 1]
+
+
+def test_several_criteria_reject_what_any_of_them_does() -> None:
+    """By hand: rho is e^0.9, e^-0.9 | e^0.1, e^0.1 | 1, e^-3; the first sample's mean is 1, the second's e^0.1."""
+    samples = [[Token(-1.0, -1.9), Token(-1.0, -0.1)], [Token(-1.0, -1.1), Token(-1.0, -1.1)], [Token(-1.0, -1.0), Token(-4.0, -1.0)]]
+    mean = RejectionConfig(measure="ratio", level="sequence_mean", low=0.99, high=1.01)
+    token = RejectionConfig(measure="k2", level="token", high=0.5)  # l^2 / 2: 0.405, 0.405 | 0.005, 0.005 | 0, 4.5
+    high, low = "train/mis_rs_mask_fraction_high", "train/mis_rs_mask_fraction_low"
+
+    def found(*criteria: RejectionConfig) -> Correction:
+        return correct(**packed(samples), config=CorrectionConfig(kind="none", reject=criteria))
+
+    assert found(mean).keep.tolist() == [True, True, False, False, False, False]
+    assert found(token).keep.tolist() == [True, True, True, True, True, False]
+    assert found(token, RejectionConfig(measure="k3", level="token", high=0.005)).keep.tolist() == [False, False, False, False, True, False]
+    both, turned = found(mean, token), found(token, mean)
+    assert both.keep.tolist() == turned.keep.tolist() == [True, True, False, False, False, False]
+    assert both.metrics[high].tolist() == turned.metrics[high].tolist() == [0, 0, 1, 1, 0, 1]
+    assert both.metrics[low].tolist() == turned.metrics[low].tolist() == [0, 0, 0, 0, 1, 1]
+    assert both.metrics["train/rejected_fraction"].tolist() == [0, 0, 1, 1, 1, 1]
+    assert set(both.metrics) == set(found(mean).metrics)
 
 
 def test_age_masks_and_decays() -> None:
@@ -256,3 +279,91 @@ def test_every_metric_is_declared_with_its_reduction_and_given_for_no_tokens_too
     assert nothing.metrics.keys() == something.metrics.keys()
     assert {metric(name).reduction for name in something.metrics} == {Reduction.MEAN}
     assert nothing.sums.tolist() == [0.0, 0.0]
+
+
+AGES = torch.tensor([0, 1, 2, 3])
+
+
+def test_tokens_up_to_the_limit_are_kept() -> None:
+    assert fresh(AGES, 2).tolist() == [True, True, True, False]
+
+
+def test_weights_fall_by_the_same_factor_with_every_version() -> None:
+    assert decay_weights(AGES, 0.5).tolist() == [1.0, 0.5, 0.25, 0.125]
+    assert decay_weights(AGES, 1.0).tolist() == [1.0] * 4
+    assert decay_weights(AGES, 0.0).tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert decay_weights(AGES, 0.5).dtype == torch.float64
+
+
+NAN, INF = math.nan, math.inf
+
+
+def test_tokens_with_any_log_prob_that_is_not_finite_are_dropped_and_counted() -> None:
+    logprobs = torch.tensor([-1.0, NAN, -INF, -2.0, -3.0], requires_grad=True)
+    sampler = torch.tensor([-1.5, -1.0, -1.0, INF, -3.0], dtype=torch.float64)
+    keep, (ours, theirs), metrics = drop_nonfinite(torch.ones(5, dtype=torch.bool), logprobs, sampler)
+    assert keep.tolist() == [True, False, False, False, True]
+    assert ours.tolist() == [-1.0, 0.0, 0.0, 0.0, -3.0]
+    assert theirs.tolist() == [-1.5, 0.0, 0.0, 0.0, -3.0]
+    assert metrics["train/nonfinite_tokens"].tolist() == [0, 1, 1, 1, 0]
+    assert metrics["train/nonfinite_tokens"].dtype == logprobs.dtype != sampler.dtype
+    ((ours - theirs).exp() * keep).sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([math.exp(0.5), 0.0, 0.0, 0.0, 1.0])
+
+
+def test_what_is_not_trained_is_neither_read_nor_counted() -> None:
+    mask = torch.tensor([[True, False], [True, True]])
+    keep, (values,), metrics = drop_nonfinite(mask, torch.tensor([[1.0, NAN], [NAN, 2.0]], dtype=torch.float64))
+    assert keep.tolist() == [[True, False], [False, True]]
+    assert values.tolist() == [[1.0, 0.0], [0.0, 2.0]]
+    assert metrics["train/nonfinite_tokens"].tolist() == [[0, 0], [1, 0]]
+    assert metrics["train/nonfinite_tokens"].dtype == torch.float64
+
+
+def test_without_log_probs_the_mask_is_left() -> None:
+    mask = torch.tensor([True, False])
+    assert finite_tokens(mask).tolist() == [True, False]
+
+
+def t(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_at_the_first_step_it_is_the_policy_itself_at_every_age() -> None:
+    logprobs = torch.tensor([-0.1, -0.7, -1.3], dtype=torch.float32)
+    found = log_linear_proximal(logprobs, torch.tensor([-3.3, -0.2, -9.0]), torch.tensor([0, 1, 7]), progress=0.0)
+    assert found.tolist() == logprobs.tolist()
+
+
+def test_later_a_token_that_the_version_trained_from_sampled_has_its_samplers_log_prob() -> None:
+    assert log_linear_proximal(t(-1.0), t(-3.0), torch.tensor([0]), progress=0.5).tolist() == [-3.0]
+
+
+def test_the_policy_has_gone_a_part_of_a_version_beyond() -> None:
+    # v_behave = 4, v_prox = 7, v = 7.5: alpha = 3 / 3.5
+    found = log_linear_proximal(t(-1.0), t(-4.5), torch.tensor([3]), progress=0.5)
+    assert found.tolist() == pytest.approx([-4.5 + 3.0])
+
+
+def test_with_a_whole_version_it_is_the_published_form() -> None:
+    # alpha = (v_prox - v_behave) / (v - v_behave) with v_prox = v - 1, for v = 9 and tokens of versions 8, 7, 5
+    theta, mu = t(-1.0, -1.0, -1.0), t(-2.0, -2.0, -2.0)
+    found = log_linear_proximal(theta, mu, torch.tensor([0, 1, 3]), progress=1.0)
+    assert found.tolist() == pytest.approx([-2 + (8 - v) / (9 - v) for v in (8, 7, 5)])
+
+
+def test_it_carries_no_gradient() -> None:
+    logprobs = t(-1.0).requires_grad_()
+    assert not log_linear_proximal(logprobs, t(-2.0), torch.tensor([2]), progress=0.5).requires_grad
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    found = log_linear_proximal(t(math.nan, -1.0, -math.inf), t(-1.0, -math.inf, -1.0), torch.tensor([1, 1, 1]), progress=0.5)
+    assert not found.isfinite().any()
+
+
+@given(st.floats(-9, 0), st.floats(-9, 0), st.integers(0, 50), st.floats(0, 1))
+def test_it_lies_between_sampler_and_policy(theta: float, mu: float, age: int, progress: float) -> None:
+    found = log_linear_proximal(t(theta), t(mu), torch.tensor([age]), progress=progress).item()
+    assert min(theta, mu) - 1e-12 <= found <= max(theta, mu) + 1e-12

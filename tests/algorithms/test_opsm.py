@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.opsm import opsm_keep
+from streamrl.algorithms.policy_losses import opsm_keep
 from streamrl.algorithms.sequences import Packed, Padded
 from tests.algorithms import reference_policy_losses as reference
 from tests.algorithms.policy_cases import packed, padded, random_sequences

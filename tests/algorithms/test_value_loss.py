@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.value_loss import value_loss
+from streamrl.algorithms.policy_losses import sft, value_loss
 from tests.algorithms import reference_policy_losses as reference
 
 
@@ -81,3 +81,13 @@ def test_random_points(seed: int) -> None:
     assert values.grad is not None
     assert values.grad.tolist() == pytest.approx(gradients)
     assert old_values.grad is None
+
+
+def test_sft_is_the_negative_log_likelihood() -> None:
+    logprobs = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    loss, metrics = sft(logprobs)
+    loss.sum().backward()
+    assert loss.tolist() == [1, 2]
+    assert metrics == {}
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [-1, -1]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from streamrl.config.check import check
 from streamrl.config.load import load, override
-from streamrl.config.loss import ADVANTAGES, POLICIES, CorrectionConfig, LossConfig
+from streamrl.config.loss import CorrectionConfig, LossConfig
+from streamrl.config.registry import ESTIMATORS, POLICY_LOSSES
 from streamrl.config.tree import Config, DataConfig, TrainerConfig
 from streamrl.errors import ConfigError
 
@@ -71,7 +74,23 @@ def cells() -> dict[tuple[str, str, str], str]:
 
 
 def test_the_table_is_whole() -> None:
-    assert set(cells()) == set(product(ADVANTAGES, POLICIES, COLUMNS))
+    assert set(cells()) == set(product(ESTIMATORS, POLICY_LOSSES, COLUMNS))
+
+
+@pytest.mark.parametrize(("heading", "names"), [("### Advantages", ESTIMATORS), ("### Policy losses", POLICY_LOSSES)])
+def test_every_name_has_its_equation(heading: str, names: Mapping[str, object]) -> None:
+    table = PAGE.partition(heading)[2].partition("\n###")[0]
+    assert {row[0].partition(",")[0].strip("`") for row in rows(table)[1:]} == set(names)
+
+
+def test_the_example_of_the_library_runs() -> None:
+    code = PAGE.partition("## As a library")[2].partition("```python\n")[2].partition("```")[0]
+    found: dict[str, Any] = {}
+    exec(compile(code, "docs/algorithms.md", "exec"), found)
+    assert found["found"].advantages.tolist() == [0, 0, 1, 1, 0, 0, -1]  # R_i less the other's
+    assert found["loss"].tolist() == [-1, -1, 1]  # at pi = pi_proximal it is -A
+    # GSPO: each token's log-prob gets its share of what the sequence's tokens send back.
+    assert found["logprobs"].grad.tolist() == [-1, -1, 1]
 
 
 @pytest.mark.parametrize("column", COLUMNS)

@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from streamrl.algorithms.token_advantages import Role
 from streamrl.config.loss import CorrectionConfig
+from streamrl.config.registry import Role
 from streamrl.config.tree import Config, LossConfig, OptimizerConfig, RunConfig, TrainerConfig, WarmupConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import TrainingError

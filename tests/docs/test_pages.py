@@ -47,7 +47,7 @@ def of(page: str, language: str) -> Block:
 def test_what_is_neither_run_nor_parsed_here_is_counted() -> None:
     """Shell is parsed and TOML loaded, wherever it stands; `text` is what a screen shows. Any other block needs a test of its own."""
     others = Counter((block.page, block.language) for block in BLOCKS if block.language not in ("text", "toml", *SHELL))
-    own_tests = {("README.md", "python"): 2, ("dead-letters.md", "python"): 1, ("replay.md", "sql"): 1}
+    own_tests = {("README.md", "python"): 2, ("algorithms.md", "python"): 1, ("dead-letters.md", "python"): 1, ("replay.md", "sql"): 1}
     assert others == own_tests, "README.md: that of the root, and that of examples/calculator_tool"
 
 

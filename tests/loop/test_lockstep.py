@@ -78,7 +78,7 @@ async def plain_loop(config: Config, model_dir: Path) -> list[str]:
 
         await engine.stage(manifest, whole())
         await engine.commit(Version(0, step))
-        tokens, masks, logprobs, rewards, tasks = [], [], [], [], []
+        prompts, answers, logprobs, rewards, tasks = [], [], [], [], []
         for task in range(step * config.tasks.batch_tasks, (step + 1) * config.tasks.batch_tasks):
             problem = problems[row_of(config.run.seed, task, len(problems))[1]]
             for rollout in range(config.tasks.num_rollouts):
@@ -95,28 +95,13 @@ async def plain_loop(config: Config, model_dir: Path) -> list[str]:
                     sampled += chunk.logprobs
                     ended = chunk.finish_reason
                 text = tokenizer.decode(ids[:-1] if ended == "stop" else ids)
-                prompt = len(problem.prompt_ids)
-                tokens.append([*problem.prompt_ids, *ids])
-                masks.append([0] * prompt + [1] * len(ids))
-                logprobs.append([0.0] * prompt + sampled)
+                prompts.append(problem.prompt_ids)
+                answers.append(ids)
+                logprobs.append(sampled)
                 rewards.append(sum(c in string.ascii_letters for c in text) / 8)
                 tasks.append(task)
-        num = len(tokens)
-        batch = TrainBatch(
-            kind="rl",
-            version=Version(0, step),
-            stage_step=step,
-            tokens=np.concatenate(tokens).astype(np.int32),
-            offsets=np.cumsum([0, *map(len, tokens)]),
-            loss_mask=np.concatenate(masks).astype(bool),
-            sampler_logprobs=np.concatenate(logprobs).astype(np.float32),
-            staleness=np.zeros(sum(map(len, tokens)), np.int32),
-            temperature=np.ones(num, np.float32),
-            top_p=np.ones(num, np.float32),
-            top_k=np.full(num, -1, np.int32),
-            rewards=np.array(rewards),
-            tasks=np.array(tasks),
-            rollouts=np.arange(num) % config.tasks.num_rollouts,
+        batch = TrainBatch.from_lists(
+            prompts, answers, sampler_logprobs=logprobs, rewards=rewards, tasks=tasks, version=Version(0, step), stage_step=step
         )
         digests.append(trainer.step(batch).digest)
     await engine.stop()

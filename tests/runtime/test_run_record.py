@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import msgspec
 import pytest
 
 from streamrl.bus.protocol import Bus
 from streamrl.config.load import dump
+from streamrl.config.loss import CorrectionConfig, LossConfig, RejectionConfig
 from streamrl.config.tree import Config, EngineConfig, RunConfig, TasksConfig, TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.runtime.run_record import FREE_KEYS, check_resume, write_or_check
@@ -72,3 +74,24 @@ def test_every_free_key_exists() -> None:
         section, _, name = key.partition(".")
         assert section in tree
         assert not name or name in tree[section], key
+
+
+def test_a_run_in_former_words_goes_on_in_present_ones() -> None:
+    def recorded(loss: dict[str, Any], correction: dict[str, Any]) -> RunRecord:
+        tree = json.loads(dump(Config()))
+        tree["loss"] = tree["loss"] | loss
+        tree["loss"]["correction"] = {key: value for key, value in tree["loss"]["correction"].items() if key != "reject"} | correction
+        return msgspec.structs.replace(record(Config()), config=json.dumps(tree))
+
+    none = {"reject": "none", "reject_level": "token", "reject_low": 0.0, "reject_high": 0.0}
+    check_resume(recorded({}, none), record(Config()))
+    gspo = record(Config(loss=LossConfig(policy="gspo")))
+    check_resume(recorded({"advantage": "gspo", "policy": ""}, none), gspo)
+    check_resume(recorded({"advantage": "gspo", "policy": "gspo"}, none), gspo)
+    with pytest.raises(ConfigError, match=r"loss\.policy changed on resume"):
+        check_resume(recorded({"advantage": "cispo", "policy": ""}, none), gspo)
+    by_k3 = none | {"reject": "k3", "reject_high": 0.1}
+    correction = CorrectionConfig(reject=(RejectionConfig(measure="k3", high=0.1),))
+    check_resume(recorded({}, by_k3), record(Config(loss=LossConfig(correction=correction))))
+    with pytest.raises(ConfigError, match=r"loss\.correction\.reject changed on resume"):
+        check_resume(recorded({}, by_k3), record(Config()))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.algorithms.token_advantages import Role
+from streamrl.config.registry import Role
 from streamrl.core.batches import TrainBatch
 from streamrl.trainers.table.trainer import TableTrainer
 
@@ -17,7 +17,7 @@ def score(trainer: Any, batch: TrainBatch, role: Role) -> npt.NDArray[np.float32
     wanted = np.ones(batch.num_tokens, np.bool_)
     wanted[batch.offsets[:-1]] = False
     if not isinstance(trainer, TableTrainer):
-        return trainer._score(batch, role, wanted, np.arange(batch.num_samples))
+        return trainer._update.score(batch, role, wanted, np.arange(batch.num_samples))
     assert role is Role.POLICY
     found = np.zeros(batch.num_tokens, np.float32)
     found[wanted] = trainer._forward(batch, np.flatnonzero(wanted))[1]

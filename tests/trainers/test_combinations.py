@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from streamrl.algorithms.token_advantages import Role
 from streamrl.config.check_loss import check_loss
-from streamrl.config.loss import CorrectionConfig, KLConfig, LossConfig
+from streamrl.config.loss import CorrectionConfig, KLConfig, LossConfig, RejectionConfig
+from streamrl.config.registry import ESTIMATORS, POLICY_LOSSES, Role
 from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import ConfigError, TrainingError
@@ -24,8 +24,6 @@ from streamrl.trainers.protocol import Trainer
 from tests.support.scoring import score
 
 VOCAB, EOS, GROUP = 16, 1, 4
-ADVANTAGES = ("grpo", "rloo", "maxrl", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
-POLICIES = ("ppo", "gspo", "cispo", "sapo", "aipo", "dppo")
 KINDS = ("none", "truncate", "clip", "mask")
 LEVELS: Any = ("token", "sequence", "geometric")
 
@@ -38,7 +36,7 @@ def tiny(make_model: Callable[..., Path]) -> Path:
 def combinations() -> list[Any]:
     """All that the configuration's check lets through, with the levels taken in turn."""
     found: list[Any] = []
-    for number, (advantage, policy, kind) in enumerate(product(ADVANTAGES, POLICIES, KINDS)):
+    for number, (advantage, policy, kind) in enumerate(product(ESTIMATORS, POLICY_LOSSES, KINDS)):
         low, high = {"clip": (0.2, 5.0), "mask": (0.2, 5.0)}.get(kind, (0.0, 2.0))
         correction = CorrectionConfig(kind=kind, level=LEVELS[number % 3], low=low, high=high)  # type: ignore[arg-type]
         loss = LossConfig(advantage=advantage, policy=policy, correction=correction)
@@ -103,7 +101,9 @@ PIPELINES = {
         advantage="reinforce_plus_plus",
         policy="gspo",
         kl=KLConfig(reward_coef=0.05),
-        correction=CorrectionConfig(kind="truncate", level="sequence", reject="k3", reject_level="sequence_max", reject_high=0.3),
+        correction=CorrectionConfig(
+            kind="truncate", level="sequence", reject=(RejectionConfig(measure="k3", level="sequence_max", high=0.3),)
+        ),
     ),
     "geometric": LossConfig(
         kl=KLConfig(loss_coef=0.1, estimator="k3", unbiased=True),
@@ -167,11 +167,11 @@ def test_against_the_sampler_there_is_nothing_to_correct(tiny: Path) -> None:
 def test_only_a_recomputed_proximal_policy_costs_a_pass(tiny: Path, monkeypatch: pytest.MonkeyPatch, proximal: Any, calls: int) -> None:
     kind: Any = "none" if proximal == "sampler" else "truncate"
     trainer = make(tiny, LossConfig(proximal=proximal, correction=CorrectionConfig(kind=kind)), minibatches=2)
-    from streamrl.trainers.torch.scores import Scorer
+    from streamrl.trainers.torch.update import Update
 
     scored: list[int] = []
-    score = Scorer.score
-    monkeypatch.setattr(Scorer, "score", lambda self, *given, **named: (scored.append(1), score(self, *given, **named))[1])
+    score = Update.score
+    monkeypatch.setattr(Update, "score", lambda self, *given, **named: (scored.append(1), score(self, *given, **named))[1])
     metrics = trainer.step(make_batch()).metrics
     assert len(scored) == calls
     assert np.isfinite(metrics["train/tis"])

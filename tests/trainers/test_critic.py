@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from streamrl.algorithms.token_advantages import Role
 from streamrl.config.loss import CorrectionConfig, CriticConfig, LossConfig
+from streamrl.config.registry import Role
 from streamrl.config.tree import Config, ModelConfig, OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import ConfigError, TrainingError

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from streamrl.config.loss import CorrectionConfig, KLConfig, LossConfig
+from streamrl.config.loss import CorrectionConfig, KLConfig, LossConfig, RejectionConfig
 from streamrl.config.tree import TrainerConfig
 from streamrl.errors import TrainingError
 from streamrl.trainers.torch.parallel import DataParallel
@@ -29,7 +29,7 @@ from streamrl.config.tree import Config, LossConfig, OptimizerConfig, TrainerCon
 from streamrl.core.batches import TrainBatch
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
-from streamrl.algorithms.token_advantages import Role
+from streamrl.config.registry import Role
 from tests.support.scoring import score
 
 model, out, rank, ranks = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
@@ -79,7 +79,9 @@ LOSSES = {
         whiten="on",
         gae_lambda=0.9,
         kl=KLConfig(loss_coef=0.1, estimator="k3"),
-        correction=CorrectionConfig(level="sequence", high=5.0, normalize=True, reject="k3", reject_level="sequence_mean", reject_high=0.5),
+        correction=CorrectionConfig(
+            level="sequence", high=5.0, normalize=True, reject=(RejectionConfig(measure="k3", level="sequence_mean", high=0.5),)
+        ),
     ),
 }
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamrl.algorithms.token_advantages import Role
 from streamrl.config.loss import CorrectionConfig, DistillationConfig, KLConfig, LossConfig
+from streamrl.config.registry import Role
 from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import ConfigError, TrainingError

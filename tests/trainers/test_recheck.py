@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from streamrl.algorithms.token_advantages import Role
+from streamrl.config.registry import Role
 from streamrl.config.tree import Config, OptimizerConfig, TasksConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.trainers.factory import make_trainer

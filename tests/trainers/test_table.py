@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from streamrl.algorithms import losses
+from streamrl.algorithms import policy_losses
 from streamrl.algorithms.advantages import grpo
 from streamrl.algorithms.corrections import correct
 from streamrl.algorithms.logprobs import token_logprobs
 from streamrl.algorithms.policy import PolicyTokens, policy_loss
 from streamrl.algorithms.reductions import token_weights
 from streamrl.algorithms.sequences import Packed
-from streamrl.algorithms.token_advantages import Role
 from streamrl.config.loss import CorrectionConfig
+from streamrl.config.registry import Role
 from streamrl.config.tree import Config, LossConfig, OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.errors import ConfigError, TrainingError
@@ -56,7 +56,7 @@ def test_losses_and_derivatives_equal_torchs(advantage: float, policy: str, corr
     value, slope, weights, metrics = table_losses.policy_gradient(logprobs, old, mu, advantages, config)
     leaf = torch.tensor(logprobs, requires_grad=True)
     proximal, sampler, ages = torch.tensor(old), torch.tensor(mu), torch.zeros(200, dtype=torch.int64)
-    tokens = PolicyTokens(leaf, proximal, sampler, torch.tensor(advantages), None, None, ages, Packed(ages, 1))
+    tokens = PolicyTokens(leaf, proximal, sampler, torch.tensor(advantages), ages, Packed(ages, 1))
     surrogate, named = policy_loss(tokens, config)
     found = correct(proximal, sampler, ages, tokens.sequences, correction)
     expected = surrogate * found.weights
@@ -94,7 +94,7 @@ def test_a_step_is_that_of_torchs_adamw_on_autograds_gradient(table_dir: Path, r
             top_k_M=torch.from_numpy(batch.top_k[sample].astype(np.int64)),
         )
         weights = torch.from_numpy(token_weights(batch, np.arange(batch.num_samples), "rollout_mean")[target])
-        loss = losses.sft(logprobs)[0]
+        loss = policy_losses.sft(logprobs)[0]
         if kind == "rl":
             advantages = torch.from_numpy(grpo(batch.rewards, batch.tasks, batch.rollouts)[0][sample])
             mu = torch.from_numpy(batch.sampler_logprobs[target].astype(np.float64))

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from streamrl.algorithms.token_advantages import Role
+from streamrl.config.registry import Role
 from streamrl.config.tree import Config, LossConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import plan_micro_batches

@@ -16,8 +16,8 @@ import torch
 
 from streamrl.algorithms.logprobs import GPU_CHUNK_ELEMENTS, LinearHead, linear_logprobs
 from streamrl.algorithms.nucleus import support
-from streamrl.algorithms.token_advantages import Role
-from streamrl.config.loss import CorrectionConfig, KLConfig
+from streamrl.config.loss import CorrectionConfig, KLConfig, RejectionConfig
+from streamrl.config.registry import Role
 from streamrl.config.tree import Config, LossConfig, OptimizerConfig, RunConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import plan_micro_batches
@@ -125,7 +125,7 @@ LOSSES = {
         whiten="on",
         kl=KLConfig(loss_coef=0.1, estimator="k3", unbiased=True),
         entropy_coef=0.01,
-        correction=CorrectionConfig(level="sequence", normalize=True, reject="ratio", reject_level="sequence_max", reject_high=50.0),
+        correction=CorrectionConfig(level="sequence", normalize=True, reject=(RejectionConfig(level="sequence_max", high=50.0),)),
     ),
     "linear": LossConfig(
         policy="sapo", proximal="log_linear", correction=CorrectionConfig(kind="mask", level="geometric", low=0.1, high=9)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from streamrl.algorithms.token_advantages import Role
 from streamrl.bus.memory import MemoryBus
+from streamrl.config.registry import Role
 from streamrl.config.tree import Config, EngineConfig, ModelConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.engines.factory import make_engine

@@ -1,15 +1,17 @@
-"""Losses and corrections of `streamrl.core` in numpy, with the derivative by the log-prob written out: those of tokens by themselves.
+"""Losses and corrections of `streamrl.algorithms` in numpy, with the derivative by the log-prob written out: those of tokens by themselves.
 
 For processes without torch; a test holds both to the same numbers. All arrays are [M] float64.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.algorithms.log_ratios import MAX_LOG_RATIO
-from streamrl.config.loss import CorrectionConfig, policy_name
+from streamrl.config.loss import MAX_LOG_RATIO, CorrectionConfig, policy_name
 from streamrl.config.tree import LossConfig
 
 Values = npt.NDArray[np.float64]
@@ -35,7 +37,7 @@ def policy_gradient(
     Returns:
         [M] loss, [M] derivative, [M] weights, per-token metrics under the same names.
     """
-    value, slope, metrics = (_cispo if policy_name(loss) == "cispo" else _ppo)(logprobs, proximal, advantages, loss)
+    value, slope, metrics = POLICY_LOSSES[policy_name(loss)](logprobs, proximal, advantages, loss)
     weights, found = importance_weights(proximal - sampler, loss.correction)
     return weights * value, weights * slope, weights, {"train/pg_loss": weights * value, **metrics, **found}
 
@@ -94,3 +96,9 @@ def _exp(log_ratio: Values) -> Values:
 
 def _metrics(log_ratio: Values, ratio: Values, clipped: npt.NDArray[np.bool_]) -> dict[str, Values]:
     return {"train/pg_clipfrac": clipped.astype(np.float64), "train/ppo_kl": -log_ratio, "train/ois": ratio}
+
+
+POLICY_LOSSES: Mapping[str, Callable[[Values, Values, Values, LossConfig], tuple[Values, Values, dict[str, Values]]]] = MappingProxyType(
+    {"ppo": _ppo, "cispo": _cispo}
+)
+"""The code of what `streamrl.config.registry.POLICY_LOSSES` says that this trainer has."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.value_loss import value_loss
+from streamrl.algorithms.policy_losses import value_loss
 from streamrl.config.loss import CriticConfig
 from streamrl.config.tree import OptimizerConfig
 from streamrl.core.packing import MicroBatch

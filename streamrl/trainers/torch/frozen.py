@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from streamrl.algorithms.token_advantages import Role
+from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig
 from streamrl.errors import ConfigError
 from streamrl.trainers.torch.causal_lm import CausalLM

@@ -164,7 +164,7 @@ def slime_args(loss: LossConfig) -> SimpleNamespace:
     correction, kl = loss.correction, loss.kl
     return SimpleNamespace(
         loss_type="custom_loss",
-        advantage_estimator=loss.advantage,
+        advantage_estimator=loss.policy or loss.advantage,  # slime's gspo and cispo are estimators
         rollout_temperature=1.0,
         eps_clip=loss.clip_low,
         eps_clip_high=loss.clip_high,

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from streamrl.algorithms.batch_metrics import ratio_metrics, weight_metrics
 from streamrl.algorithms.groups import rollout_mean, rollout_of_sample
-from streamrl.algorithms.objective import Objective, Scores, answer_probability, check_batch, logprob_differences, make_objective
-from streamrl.algorithms.token_advantages import Role
+from streamrl.algorithms.objective import Objective, answer_probability, check_batch, logprob_differences
+from streamrl.config.loss import estimator_of
+from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.core.packing import Indices
@@ -38,13 +39,11 @@ from streamrl.trainers.torch.checkpoint import (
 )
 from streamrl.trainers.torch.critic import Critic
 from streamrl.trainers.torch.frozen import load_frozen
-from streamrl.trainers.torch.micro_steps import MicroSteps
 from streamrl.trainers.torch.optimizer import ClippedAdamW
 from streamrl.trainers.torch.parallel import DataParallel
 from streamrl.trainers.torch.recheck import Recheck
-from streamrl.trainers.torch.reproducible import reproducible
-from streamrl.trainers.torch.scores import Scorer, needed_roles
 from streamrl.trainers.torch.snapshot import SnapshotRing
+from streamrl.trainers.torch.update import Update, Updated
 from streamrl.weights.protocol import Shard
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
@@ -81,19 +80,14 @@ class TorchTrainer:
         recheck_versions: int = 1,
     ) -> None:
         self._model_dir = model_dir
-        self._config = trainer
         self._loss = loss
         self._learning_rate = learning_rate
-        self._deterministic = deterministic
         self._parallel = DataParallel(trainer.ranks)
-        self._scorer = Scorer(trainer, self._parallel, deterministic=deterministic)
         attention, checkpointing = trainer.attention, trainer.gradient_checkpointing
         self._policy = CausalLM(model_dir, dtype, device, attention=attention, checkpoint_layers=checkpointing)
         self._parameters = list(self._policy.parameters())
-        vocab_size = self._policy.vocab_size
-        self._frozen = load_frozen(loss, model_dir, dtype, device, attention=attention, vocab_size=vocab_size)
         self._critic: Critic | None = None
-        if loss.advantage == "ppo":
+        if Role.VALUE in estimator_of(loss).needs:
             self._critic = Critic(
                 model_dir,
                 dtype,
@@ -107,7 +101,17 @@ class TorchTrainer:
         self._snapshots = SnapshotRing(self._parameters, device, slots=snapshots) if cuda else None
         self._digester = NamedDigester(dict(self._parameters)) if cuda else None
         self._optimizer = ClippedAdamW(self._parameters, trainer.optimizer)
-        self._micro_steps = MicroSteps(loss, self._policy, self._optimizer, self._critic, self._scorer, self._parallel)
+        self._update = Update(
+            loss,
+            trainer,
+            policy=self._policy,
+            optimizer=self._optimizer,
+            frozen=load_frozen(loss, model_dir, dtype, device, attention=attention, vocab_size=self._policy.vocab_size),
+            critic=self._critic,
+            parallel=self._parallel,
+            deterministic=deterministic,
+            settle=self._settle,
+        )
         # FlashAttention knows no float32.
         widen = trainer.attention == "sdpa"
         self._recheck = Recheck(self._parameters, samples=trainer.check_logprobs, versions=recheck_versions, widen=widen)
@@ -120,32 +124,20 @@ class TorchTrainer:
         """See `Trainer.step`. Metrics are means over the batch's optimizer steps, weighted as the loss is."""
         self._known = None
         check_batch(batch)
-        scores = self._scores(batch)
-        objective = make_objective(batch, self._loss, self._config.minibatches, scores)
+        objective = self._update.prepare(batch)
         if batch.kind != self._stage:
             self._optimizer.reset()
             self._stage = batch.kind
-        rate = self._learning_rate(batch)
         learns = batch.kind == "sft" or batch.stage_step >= self._loss.critic.only_steps
         self._recheck.keep(batch.version.number)
-        found = self._micro_steps.begin(batch, objective)
-        rows: list[dict[str, float]] = []
-        finite = True
-        with reproducible(self._deterministic):
-            for index in range(len(objective.steps)):
-                sums = found.accumulate(index, learns=learns)
-                norms, applied = self._update(rate, policy=learns, critic=batch.kind == "rl")
-                finite = finite and applied
-                rows.append({**sums, **norms})
-        metrics = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
-        metrics["train/nonfinite_tokens"] = float(sum(row["train/nonfinite_tokens"] for row in rows))
-        logprobs = found.logprobs()
-        score = answer_probability(batch, logprobs) if batch.kind == "sft" else None
+        done = self._update.run(batch, objective, self._learning_rate(batch), learns=learns)
+        metrics = {**objective.metrics, **done.metrics}
+        score = answer_probability(batch, done.logprobs) if batch.kind == "sft" else None
         if score is not None:
             metrics["train/answer_probability"] = score
         else:
-            metrics |= self._batch_metrics(batch, objective, logprobs, found.weights(), found.factor)
-        return StepResult(digest=self.digest(), metrics={**objective.metrics, **metrics}, finite=finite, score=score)
+            metrics |= self._batch_metrics(batch, objective, done)
+        return StepResult(digest=self.digest(), metrics=metrics, finite=done.finite, score=score)
 
     def digest(self) -> str:
         """See `Trainer.digest`."""
@@ -227,60 +219,13 @@ class TorchTrainer:
 
         write_directory(path, write)
 
-    def _scores(self, batch: TrainBatch) -> Scores:
-        """What the batch's loss needs of each model, at the trained tokens."""
-        samples = np.arange(batch.num_samples)
-        roles = needed_roles(batch, self._loss, min(self._config.minibatches, len(np.unique(batch.tasks))))
-        # Sorted: every rank must come to each sum in the same order, and a set's order is that of its process.
-        found = {role: self._score(batch, role, batch.loss_mask, samples) for role in sorted(roles)}
-        return Scores(
-            proximal=found.get(Role.PROXIMAL),
-            reference=found.get(Role.REFERENCE),
-            teacher=found.get(Role.TEACHER),
-            values=found.get(Role.VALUE),
-        )
-
-    def _score(self, batch: TrainBatch, role: Role, wanted: npt.NDArray[np.bool_], samples: Indices) -> npt.NDArray[np.float32]:
-        """[T] numbers of the `wanted` tokens of `samples`, 0 elsewhere."""
-        if role == Role.VALUE and (critic := self._critic) is not None:
-            return self._scorer.score(batch, wanted, samples, critic.values, free_masks=critic.free_masks, width=critic.width)
-        model = self._policy if role in (Role.POLICY, Role.PROXIMAL) else self._frozen.get(role)
-        if model is None:
-            held = ", ".join(["policy", "proximal", *self._frozen, *(["value"] if self._critic is not None else [])])
-            raise TrainingError(f"expected role {held}, got {role}", hint="the section loss says which models a trainer holds")
-        return self._scorer.score(
-            batch, wanted, samples, lambda micro: model.predict(micro, batch)[0], free_masks=model.free_masks, width=model.width
-        )
-
     def _logprobs(self, batch: TrainBatch, wanted: npt.NDArray[np.bool_], samples: Indices) -> npt.NDArray[np.float32]:
-        return self._score(batch, Role.POLICY, wanted, samples)
+        return self._update.score(batch, Role.POLICY, wanted, samples)
 
-    def _update(self, rate: float, *, policy: bool, critic: bool) -> tuple[dict[str, float], bool]:
-        """One step of the policy and of the critic; the gradients' norms, and whether all were finite."""
-        norms = {"train/grad_norm": 0.0, "train/lr": rate if policy else 0.0}
-        applied = True
-        if policy:
-            self._parallel.sum_gradients(self._optimizer.gradients())
-            self._settle()
-            norms["train/grad_norm"], applied = self._optimizer.step(rate)
-        if critic and self._critic is not None:
-            self._parallel.sum_gradients(self._critic.gradients())
-            norms["train/value_grad_norm"], also = self._critic.step()
-            norms["train/value_norm"] = self._critic.norm()
-            applied = applied and also
-        return norms, applied
-
-    def _batch_metrics(
-        self,
-        batch: TrainBatch,
-        objective: Objective,
-        logprobs: npt.NDArray[np.float64],
-        weights: npt.NDArray[np.float64],
-        factor: float,
-    ) -> dict[str, float]:
-        """What only a whole batch of sampled tokens gives, from [T] log-probs at the optimizer steps and correction weights."""
+    def _batch_metrics(self, batch: TrainBatch, objective: Objective, done: Updated) -> dict[str, float]:
+        """What only a whole batch of sampled tokens gives."""
         scores = objective.scores
-        before = logprobs if scores.proximal is None else scores.proximal
+        before = done.logprobs if scores.proximal is None else scores.proximal
         arrays = {"rollout/log_probs": before, "rollout/rollout_log_probs": batch.sampler_logprobs}
         if scores.reference is not None:
             arrays["rollout/ref_log_probs"] = scores.reference
@@ -288,7 +233,7 @@ class TorchTrainer:
         return {
             **{name: rollout_mean(values.astype(np.float64), mask, owner) for name, values in arrays.items()},
             **ratio_metrics(batch, before),
-            **({} if self._loss.slime_loss else weight_metrics(batch, weights, factor=factor)),
+            **({} if self._loss.slime_loss else weight_metrics(batch, done.weights, factor=done.factor)),
             **logprob_differences(batch, before),
             **self._recheck.measure(batch, self._logprobs),
         }

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from enum import StrEnum
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,30 +11,16 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.algorithms import advantages as estimators
-from streamrl.algorithms.distillation import distill
+from streamrl.algorithms.advantages import Reduce, distill, grpo, maxrl, raw, rloo, token_kl, token_rewards, whiten
 from streamrl.algorithms.groups import rollout_mean, rollout_of_sample
 from streamrl.algorithms.returns import discounted_returns, gae, vtrace
-from streamrl.algorithms.token_rewards import token_kl, token_rewards
-from streamrl.algorithms.whitening import Reduce, whiten
-from streamrl.config.loss import ADVANTAGES, GROUPED, TOKEN_REWARDS, WHITENED, LossConfig
+from streamrl.config.loss import LossConfig, estimator_of, is_function
 from streamrl.config.plugins import resolve
+from streamrl.config.registry import FORMER_ADVANTAGES, Role, reading
 from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.errors import ConfigError, TrainingError
 
 Floats = npt.NDArray[np.float64]
-
-BUILT_IN = frozenset(ADVANTAGES)
-
-
-class Role(StrEnum):
-    """Whose log-probs, or values, of a batch's tokens."""
-
-    POLICY = "policy"
-    REFERENCE = "reference"
-    PROXIMAL = "proximal"
-    VALUE = "value"
-    TEACHER = "teacher"
 
 
 class TokenArrays(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,23 +51,18 @@ class TokenAdvantages(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float]
 
 
-Estimator = Callable[[Floats, npt.NDArray[np.int64], npt.NDArray[np.int64]], tuple[Floats, dict[str, float]]]
 Custom = Callable[[TrainBatch, TokenArrays], Any]
-
-_OF_GROUPS: MappingProxyType[str, Estimator] = MappingProxyType({"rloo": estimators.rloo, "maxrl": estimators.maxrl})
 
 
 def needed_scores(loss: LossConfig) -> frozenset[Role]:
     """Whose per-token numbers `token_advantages` must be given: `PROXIMAL` stands for `logprobs`, `VALUE` for `values`."""
-    roles: set[Role] = set()
+    roles = set(estimator_of(loss).needs)
     if loss.kl.reward_coef != 0:
         roles |= {Role.PROXIMAL, Role.REFERENCE}
     if loss.distillation.coef != 0:
         roles |= {Role.PROXIMAL, Role.TEACHER}
-    if loss.advantage == "ppo":
-        roles.add(Role.VALUE)
-        if loss.critic.targets == "vtrace":
-            roles.add(Role.PROXIMAL)
+    if Role.VALUE in roles and loss.critic.targets == "vtrace":
+        roles.add(Role.PROXIMAL)
     return frozenset(roles)
 
 
@@ -99,8 +79,8 @@ def token_advantages(
 ) -> TokenAdvantages:
     """Advantages of all tokens as `loss` says: the estimator, then distillation's term, then whitening.
 
-    `loss.normalize_rewards = false` gives grpo, gspo and cispo the rewards as they are, and reinforce_plus_plus_baseline the rewards less
-    the KL penalty. A function of the user's is called as f(batch, arrays) and returns [T] numbers, read at `arrays.mask`.
+    `loss.normalize_rewards = false` gives grpo the rewards as they are, and reinforce_plus_plus_baseline the rewards less the KL penalty.
+    A function of the user's is called as f(batch, arrays) and returns [T] numbers, read at `arrays.mask`.
 
     Metrics: those of the rewards (`groups.Votes.metrics`), and means by `groups.rollout_mean` over trained tokens: `rollout/advantages`
     (as returned), and where there are such numbers `rollout/returns`, `rollout/values`, `rollout/kl` (the estimate before its coefficient)
@@ -124,14 +104,17 @@ def token_advantages(
     """
     _check(loss)
     arrays = _arrays(batch, loss, logprobs, reference, teacher, values)
-    rewards, metrics = _sample_numbers(batch, loss)
-    found, returns = _estimate(batch, loss, arrays, rewards, base)
+    if is_function(loss.advantage):
+        _, metrics = raw(batch.rewards, batch.tasks, batch.rollouts)
+        found, returns = _custom(batch, loss, arrays, base), None
+    else:
+        found, returns, metrics = ESTIMATORS[loss.advantage](batch, loss, arrays)
     mask, rollout_T = arrays.mask, rollout_of_sample(batch.tasks, batch.rollouts)[sample_of_token(batch)]
     if loss.distillation.coef != 0:
         assert arrays.logprobs is not None and arrays.teacher is not None  # `_arrays` has looked
         found, reverse_kl = distill(found, arrays.logprobs, arrays.teacher, mask, coef=loss.distillation.coef)
         metrics["train/opd_reverse_kl"] = rollout_mean(reverse_kl, mask, rollout_T)
-    if loss.whiten == "on" or loss.advantage in WHITENED:
+    if loss.whiten == "on" or estimator_of(loss).whitened:
         found = whiten(found, mask, reduce=reduce)
     named = {"advantages": found, "returns": returns, "values": arrays.values, "kl": arrays.kl}
     metrics |= {f"rollout/{name}": rollout_mean(array, mask, rollout_T) for name, array in named.items() if array is not None}
@@ -139,21 +122,28 @@ def token_advantages(
 
 
 def _check(loss: LossConfig) -> None:
-    if loss.advantage in WHITENED and loss.whiten == "off":
+    name, known = loss.advantage, estimator_of(loss)
+    if not is_function(name) and name not in ESTIMATORS:
         raise ConfigError(
-            f'loss.whiten = "off" with loss.advantage = "{loss.advantage}": this estimator is defined with whitening',
+            f"expected loss.advantage to be {', '.join(ESTIMATORS)} or a function, got {name!r}",
+            hint=f"it is grpo with loss.policy = '{name}' now" if name in FORMER_ADVANTAGES else "see docs/algorithms.md",
+            key="loss.advantage",
+        )
+    if known.whitened and loss.whiten == "off":
+        raise ConfigError(
+            f'loss.whiten = "off" with loss.advantage = "{name}": this estimator is defined with whitening',
             hint='leave loss.whiten at "auto"',
             key="loss.whiten",
         )
-    if loss.kl.reward_coef != 0 and loss.advantage in BUILT_IN.difference(TOKEN_REWARDS):
+    if loss.kl.reward_coef != 0 and name in ESTIMATORS and not known.token_rewards:
         raise ConfigError(
-            f'loss.kl.reward_coef = {loss.kl.reward_coef} with loss.advantage = "{loss.advantage}", which rewards rollouts, not tokens',
-            hint=f"use loss.kl.loss_coef, or one of {', '.join(sorted(TOKEN_REWARDS))}",
+            f'loss.kl.reward_coef = {loss.kl.reward_coef} with loss.advantage = "{name}", which rewards rollouts, not tokens',
+            hint=f"use loss.kl.loss_coef, or one of {', '.join(reading('kl.reward_coef'))}",
             key="loss.kl.reward_coef",
         )
-    if not loss.normalize_rewards and loss.advantage in _OF_GROUPS:
+    if not loss.normalize_rewards and known.grouped and name not in reading("normalize_rewards"):
         raise ConfigError(
-            f'loss.normalize_rewards = false with loss.advantage = "{loss.advantage}", which is nothing but that normalization',
+            f'loss.normalize_rewards = false with loss.advantage = "{name}", which is nothing but that normalization',
             hint='use loss.advantage = "grpo" for rewards as they are',
             key="loss.normalize_rewards",
         )
@@ -202,47 +192,72 @@ def _arrays(
     return TokenArrays(mask=mask, kl=kl, **given)
 
 
-def _sample_numbers(batch: TrainBatch, loss: LossConfig) -> tuple[Floats, dict[str, float]]:
-    """[N] advantages of grouped estimators, rewards for all others; with the metrics of the rewards."""
+def _grpo(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays, *, divided: bool = True) -> Found:
     inputs = (batch.rewards, batch.tasks, batch.rollouts)
-    name = loss.advantage
-    if name in _OF_GROUPS:
-        return _OF_GROUPS[name](*inputs)
-    if name in GROUPED and loss.normalize_rewards:
-        return estimators.grpo(*inputs, normalize_std=loss.normalize_std and name != "reinforce_plus_plus_baseline")
-    return estimators.raw(*inputs)
+    numbers, metrics = grpo(*inputs, normalize_std=divided and loss.normalize_std) if loss.normalize_rewards else raw(*inputs)
+    return _spread(batch, arrays, numbers), None, metrics
 
 
-def _estimate(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays, numbers: Floats, base: Path | None) -> tuple[Floats, Floats | None]:
-    """[T] advantages and, where the estimator has them, [T] returns; both 0 outside the mask."""
-    mask, kl = arrays.mask, arrays.kl
-    if loss.advantage not in BUILT_IN:
-        return _custom(batch, loss, arrays, base), None
-    if loss.advantage in GROUPED:
-        found = np.where(mask, numbers[sample_of_token(batch)], 0.0)
-        if loss.kl.reward_coef != 0:
-            assert kl is not None  # `_arrays` has looked
-            found[mask] -= loss.kl.reward_coef * kl[mask]
-        return found, None
-    rewards = token_rewards(numbers, batch.offsets, mask, kl=kl, kl_coef=loss.kl.reward_coef)
-    if loss.advantage == "reinforce_plus_plus":
-        found = np.where(mask, discounted_returns(rewards, batch.offsets, gamma=loss.gamma), 0.0)
-        return found, found
+def _rloo(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> Found:
+    numbers, metrics = rloo(batch.rewards, batch.tasks, batch.rollouts)
+    return _spread(batch, arrays, numbers), None, metrics
+
+
+def _maxrl(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> Found:
+    numbers, metrics = maxrl(batch.rewards, batch.tasks, batch.rollouts)
+    return _spread(batch, arrays, numbers), None, metrics
+
+
+def _reinforce_plus_plus(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> Found:
+    rewards, metrics = _token_rewards(batch, loss, arrays)
+    found = np.where(arrays.mask, discounted_returns(rewards, batch.offsets, gamma=loss.gamma), 0.0)
+    return found, found, metrics
+
+
+def _reinforce_plus_plus_baseline(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> Found:
+    found, _, metrics = _grpo(batch, loss, arrays, divided=False)
+    if loss.kl.reward_coef != 0:
+        assert arrays.kl is not None  # `_arrays` has looked
+        found[arrays.mask] -= loss.kl.reward_coef * arrays.kl[arrays.mask]
+    return found, None, metrics
+
+
+def _ppo(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> Found:
+    rewards, metrics = _token_rewards(batch, loss, arrays)
+    mask, options = arrays.mask, {"gamma": loss.gamma, "gae_lambda": loss.gae_lambda}
     assert arrays.values is not None  # `_arrays` has looked
     if loss.critic.targets == "gae":
-        return gae(rewards, arrays.values, batch.offsets, mask, gamma=loss.gamma, gae_lambda=loss.gae_lambda)
+        return *gae(rewards, arrays.values, batch.offsets, mask, **options), metrics
     assert arrays.logprobs is not None
-    return vtrace(
-        rewards,
-        arrays.values,
-        np.where(mask, arrays.logprobs, 0.0) - np.where(mask, batch.sampler_logprobs, 0.0),
-        batch.offsets,
-        mask,
-        gamma=loss.gamma,
-        gae_lambda=loss.gae_lambda,
-        rho=loss.critic.vtrace_rho,
-        c=loss.critic.vtrace_c,
-    )
+    log_ratio = np.where(mask, arrays.logprobs, 0.0) - np.where(mask, batch.sampler_logprobs, 0.0)
+    clips = {"rho": loss.critic.vtrace_rho, "c": loss.critic.vtrace_c}
+    return *vtrace(rewards, arrays.values, log_ratio, batch.offsets, mask, **options, **clips), metrics
+
+
+def _spread(batch: TrainBatch, arrays: TokenArrays, numbers: Floats) -> Floats:
+    """[T] each sample's number at its trained tokens."""
+    return np.where(arrays.mask, numbers[sample_of_token(batch)], 0.0)
+
+
+def _token_rewards(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> tuple[Floats, dict[str, float]]:
+    rewards, metrics = raw(batch.rewards, batch.tasks, batch.rollouts)
+    return token_rewards(rewards, batch.offsets, arrays.mask, kl=arrays.kl, kl_coef=loss.kl.reward_coef), metrics
+
+
+Found = tuple[Floats, Floats | None, dict[str, float]]
+"""[T] advantages and, where there are any, [T] returns, both 0 outside the mask; and the metrics of the rewards."""
+
+ESTIMATORS: Mapping[str, Callable[[TrainBatch, LossConfig, TokenArrays], Found]] = MappingProxyType(
+    {
+        "grpo": _grpo,
+        "rloo": _rloo,
+        "maxrl": _maxrl,
+        "reinforce_plus_plus": _reinforce_plus_plus,
+        "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
+        "ppo": _ppo,
+    }
+)
+"""The code of what `streamrl.config.registry.ESTIMATORS` describes."""
 
 
 def _custom(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays, base: Path | None) -> Floats:

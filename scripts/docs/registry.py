@@ -1,0 +1,28 @@
+"""What `streamrl.config.registry` knows of estimators and policy losses, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from streamrl.config.registry import ESTIMATORS, POLICY_LOSSES
+
+
+def registry_tables() -> str:
+    """Both tables."""
+    lines = ["| `loss.advantage` | compares rollouts of a task | whitened | needs | reads of `loss` |", "|---|---|---|---|---|"]
+    for name, estimator in ESTIMATORS.items():
+        cells = (_yes(estimator.grouped), _yes(estimator.whitened), ", ".join(sorted(estimator.needs)), _keys(estimator.settings))
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    lines += ["", "| `loss.policy` | ratio against | of whole samples | without torch | reads of `loss` |", "|---|---|---|---|---|"]
+    for name, policy in POLICY_LOSSES.items():
+        cells = (policy.anchor, _yes(policy.sequences), _yes(policy.table), _keys(policy.settings.values()))
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _yes(flag: bool) -> str:
+    return "yes" if flag else ""
+
+
+def _keys(keys: Collection[str]) -> str:
+    return ", ".join(f"`{key}`" for key in sorted(keys))

@@ -1,0 +1,73 @@
+"""Words that earlier versions wrote, in files and in the records of runs: read as what they mean now, so that old runs load and resume.
+
+Only what still has one clear meaning is read so; `streamrl.config.load` names the successors of other keys in its hints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from streamrl.config.registry import FORMER_ADVANTAGES
+from streamrl.errors import ConfigError
+
+FORMER_KEYS = {f"loss.correction.reject_{name}": "loss.correction.reject" for name in ("level", "low", "high")}
+"""Keys that are parts of another key now."""
+_REJECT = "loss.correction.reject"
+
+
+def in_present_words(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A table of the whole configuration in the words of this version; what needs no translation stays as it is, wrong or not.
+
+    `loss.advantage = "gspo"` (or `cispo`) is `grpo` with that policy loss. `loss.correction.reject = "k3"` with `reject_level`,
+    `reject_low` and `reject_high` is a list of one criterion, and `"none"` an empty one; where there is one criterion already, the three
+    keys change it.
+
+    Raises:
+        ConfigError: the old words contradict the new ones beside them.
+    """
+    loss = tree.get("loss")
+    if not isinstance(loss, Mapping):
+        return dict(tree)
+    loss = _advantage(loss)
+    if isinstance(correction := loss.get("correction"), Mapping):
+        loss["correction"] = _rejection(correction)
+    return {**tree, "loss": loss}
+
+
+def _advantage(loss: Mapping[str, Any]) -> dict[str, Any]:
+    name, policy = loss.get("advantage"), loss.get("policy")
+    if not isinstance(name, str) or name not in FORMER_ADVANTAGES:
+        return dict(loss)
+    if policy not in (None, "", name):
+        raise ConfigError(
+            f"loss.advantage = {name} is {FORMER_ADVANTAGES[name]} with the policy loss {name}, but loss.policy is {policy}",
+            hint=f"set loss.advantage = '{FORMER_ADVANTAGES[name]}' for {policy} on the same advantages",
+            key="loss.policy",
+        )
+    return {**loss, "advantage": FORMER_ADVANTAGES[name], "policy": name}
+
+
+def _rejection(correction: Mapping[str, Any]) -> dict[str, Any]:
+    bounds = {name: correction[f"reject_{name}"] for name in ("level", "low", "high") if f"reject_{name}" in correction}
+    rest = {key: value for key, value in correction.items() if f"loss.correction.{key}" not in FORMER_KEYS}
+    criteria = rest.get("reject", "none")
+    if isinstance(criteria, str) and criteria != "none":
+        return {**rest, "reject": [{"measure": criteria, **bounds}]}
+    if criteria in ("none", [], ()):
+        if bounds.get("low", 0) != 0 or bounds.get("high", 0) != 0:
+            raise ConfigError(
+                f"{_REJECT}_low and reject_high are {bounds.get('low', 0)} and {bounds.get('high', 0)}, but {_REJECT} is none",
+                hint=f"set {_REJECT} = 'ratio', 'k1', 'k2' or 'k3'",
+                key=_REJECT,
+            )
+        return {**rest, "reject": []} if "reject" in rest else rest
+    if not bounds:
+        return rest
+    if not (isinstance(criteria, list | tuple) and len(criteria) == 1 and isinstance(criteria[0], Mapping)):
+        raise ConfigError(
+            f"{_REJECT}_{next(iter(bounds))} is of a single criterion, but {_REJECT} has {len(criteria)}",
+            hint=f"write each criterion's bounds in its own table [[{_REJECT}]]",
+            key=_REJECT,
+        )
+    return {**rest, "reject": [{**criteria[0], **bounds}]}

@@ -1,0 +1,117 @@
+"""What is known of estimators, policy losses and kinds of engine without running any of them: names, what they read, what they need.
+
+The rooms above register their code under these names (`streamrl.algorithms.estimators`, `streamrl.algorithms.policy`,
+`streamrl.trainers.table.losses`, `streamrl.engines.factory`), tests compare the two both ways, and the configuration's checks and the
+documentation are made from the tables. A new estimator is an entry here, a function there, a row in docs/algorithms.md and a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Literal
+
+import msgspec
+
+
+class Role(StrEnum):
+    """Whose log-probs, or values, of a batch's tokens."""
+
+    POLICY = "policy"
+    REFERENCE = "reference"
+    PROXIMAL = "proximal"
+    VALUE = "value"
+    TEACHER = "teacher"
+
+
+class Estimator(msgspec.Struct, frozen=True, kw_only=True):
+    """Advantages that `loss.advantage` may name."""
+
+    settings: frozenset[str] = frozenset()
+    """Keys of the section `loss` that it reads and most others do not; set with another estimator, they are refused."""
+    grouped: bool = False
+    """Compares the rollouts of a task with each other."""
+    whitened: bool = False
+    """Not defined without whitening (arXiv 2501.03262)."""
+    needs: frozenset[Role] = frozenset()
+    """Whose numbers it cannot do without: of `VALUE` follows a critic."""
+
+    @property
+    def token_rewards(self) -> bool:
+        """Whether tokens have rewards one by one, so that a KL can be taken off."""
+        return "kl.reward_coef" in self.settings
+
+
+class PolicyLoss(msgspec.Struct, frozen=True, kw_only=True):
+    """A loss that `loss.policy` may name: f(log pi, log pi_anchor, advantages, [sequences,] **settings)."""
+
+    settings: Mapping[str, str]
+    """Its keyword arguments, and the keys of the section `loss` that they are."""
+    anchor: Literal["proximal", "sampler"] = "proximal"
+    """Whom its ratio is against; `sampler`: whatever `loss.proximal` says."""
+    sequences: bool = False
+    """Whether it looks at whole samples, and is given whose the tokens are."""
+    table: bool = False
+    """Whether the trainer without torch has it, too."""
+
+
+class EngineKind(msgspec.Struct, frozen=True, kw_only=True):
+    """What `engine.kind` may name."""
+
+    model_file: Literal["config.json", "table.json"] = "config.json"
+    """What describes the model in its directory: Hugging Face's file, or a table's, which only the table trainer trains."""
+    gpus: Literal["none", "shared", "own"] = "none"
+    """What an engine takes of them: nothing; one, or a part of one, where there is any; or whole ones, `tensor_parallel` of them."""
+    server: bool = False
+    """Whether each engine starts a process of its own, under the interpreter that its section `engine.<kind>` names."""
+    sources: bool = False
+    """Whether it is told where a version's bytes lie, and fetches them itself; else it is handed them."""
+    swaps: tuple[str, ...] = ()
+    """Ways to get a version in that can be chosen, `auto` apart, the best first."""
+
+    @property
+    def tabular(self) -> bool:
+        """Whether it serves tabular policies, without any framework."""
+        return self.model_file == "table.json"
+
+
+ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
+    {
+        "grpo": Estimator(grouped=True, settings=frozenset({"normalize_rewards", "normalize_std"})),
+        "rloo": Estimator(grouped=True),
+        "maxrl": Estimator(grouped=True),
+        "reinforce_plus_plus": Estimator(whitened=True, settings=frozenset({"kl.reward_coef", "gamma"})),
+        "reinforce_plus_plus_baseline": Estimator(grouped=True, whitened=True, settings=frozenset({"normalize_rewards", "kl.reward_coef"})),
+        "ppo": Estimator(settings=frozenset({"kl.reward_coef", "gamma", "gae_lambda", "critic"}), needs=frozenset({Role.VALUE})),
+    }
+)
+
+_CLIP = {"clip_low": "clip_low", "clip_high": "clip_high"}
+POLICY_LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
+    {
+        "ppo": PolicyLoss(settings={**_CLIP, "dual_clip": "dual_clip"}, table=True),
+        "gspo": PolicyLoss(settings=_CLIP, sequences=True),
+        "cispo": PolicyLoss(settings=_CLIP, table=True),
+        "sapo": PolicyLoss(settings={"tau_positive": "sapo_tau_positive", "tau_negative": "sapo_tau_negative"}),
+        "aipo": PolicyLoss(settings={"cap": "aipo_cap"}, anchor="sampler"),
+        "dppo": PolicyLoss(settings={"bound": "dppo_bound", "kl": "dppo_kl"}, anchor="sampler"),
+    }
+)
+
+FORMER_ADVANTAGES: Mapping[str, str] = MappingProxyType({"gspo": "grpo", "cispo": "grpo"})
+"""Policy losses that `loss.advantage` used to name, and the advantages that they meant."""
+
+EngineName = Literal["local", "table", "sglang"]
+ENGINES: Mapping[EngineName, EngineKind] = MappingProxyType(
+    {
+        "local": EngineKind(gpus="shared"),
+        "table": EngineKind(model_file="table.json"),
+        "sglang": EngineKind(gpus="own", server=True, sources=True, swaps=("flip", "copy", "copy_pinned", "pause")),
+    }
+)
+
+
+def reading(setting: str) -> list[str]:
+    """The estimators that read a setting."""
+    return [name for name, estimator in ESTIMATORS.items() if setting in estimator.settings]

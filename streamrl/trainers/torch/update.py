@@ -1,0 +1,357 @@
+"""From a batch to new parameters: score -> objective -> micro-batches -> terms -> backward -> optimizer step, of policy and critic.
+
+Letters: `T` tokens of the batch, `M` of a micro-batch. A sample lies whole in one micro-batch, so sums over its tokens are complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from streamrl.algorithms.corrections import correct, drop_nonfinite, log_linear_proximal
+from streamrl.algorithms.estimators import needed_scores
+from streamrl.algorithms.importance import normalization
+from streamrl.algorithms.kl import kl_loss
+from streamrl.algorithms.objective import Objective, Scores, make_objective
+from streamrl.algorithms.policy import PolicyLoss, PolicyTokens, policy_loss
+from streamrl.algorithms.policy_losses import sft
+from streamrl.algorithms.sequences import Selected, packed_sequences
+from streamrl.config.loss import is_function
+from streamrl.config.plugins import resolve
+from streamrl.config.registry import Role
+from streamrl.config.tree import LossConfig, TrainerConfig
+from streamrl.core.balance import split_ranks
+from streamrl.core.batches import TrainBatch
+from streamrl.core.packing import Indices, MicroBatch, plan_micro_batches
+from streamrl.errors import ConfigError, TrainingError
+from streamrl.trainers.torch.causal_lm import CausalLM
+from streamrl.trainers.torch.critic import Critic
+from streamrl.trainers.torch.optimizer import ClippedAdamW
+from streamrl.trainers.torch.parallel import DataParallel
+from streamrl.trainers.torch.reproducible import reproducible
+from streamrl.trainers.torch.slime_loss import SlimeLoss
+
+DROPPED = "train/nonfinite_tokens"
+Bools = npt.NDArray[np.bool_]
+
+
+class Updated(NamedTuple):
+    """What the optimizer steps of a batch did; equal on all ranks."""
+
+    metrics: dict[str, float]
+    """Means over the optimizer steps, weighted as the loss is."""
+    finite: bool
+    """False when a gradient was not finite and its update was skipped."""
+    logprobs: npt.NDArray[np.float64]
+    """[T] log-probs of the trained tokens as their optimizer step had them."""
+    weights: npt.NDArray[np.float64]
+    """[T] what the policy loss of the trained tokens was multiplied by."""
+    factor: float
+    """What normalisation multiplied these weights by."""
+
+
+class Update:
+    """Knows the models, the loss and the optimizers. Every rank has its share of the samples, and all come to the same numbers.
+
+    Args:
+        loss: the objective; a function that it names as the policy loss gets `PolicyTokens` and the section, and returns the loss of each
+            token with per-token metrics.
+        trainer: how a batch is cut into optimizer steps and micro-batches.
+        policy: the model under training.
+        optimizer: the policy's.
+        frozen: reference and teacher, as far as `loss` asks for them.
+        critic: where the advantages need one.
+        parallel: sums over ranks.
+        deterministic: refuse kernels that are not reproducible.
+        settle: called before the policy's parameters are written.
+
+    Raises:
+        ConfigError: a function that `loss` names is not there.
+    """
+
+    def __init__(
+        self,
+        loss: LossConfig,
+        trainer: TrainerConfig,
+        *,
+        policy: CausalLM,
+        optimizer: ClippedAdamW,
+        frozen: dict[Role, CausalLM],
+        critic: Critic | None,
+        parallel: DataParallel,
+        deterministic: bool,
+        settle: Callable[[], None],
+    ) -> None:
+        self._loss = loss
+        self._minibatches = trainer.minibatches
+        self._budget = trainer.micro_tokens
+        self._policy = policy
+        self._optimizer = optimizer
+        self._frozen = frozen
+        self._critic = critic
+        self._parallel = parallel
+        self._deterministic = deterministic
+        self._settle = settle
+        self._policy_loss = _user_loss(loss.policy) if is_function(loss.policy) else policy_loss
+        self._slime = SlimeLoss(loss) if loss.slime_loss else None
+
+    def prepare(self, batch: TrainBatch) -> Objective:
+        """Score what the loss needs of each model at the trained tokens, and make the batch's objective of it; raises TrainingError."""
+        samples = np.arange(batch.num_samples)
+        roles = needed_roles(batch, self._loss, min(self._minibatches, len(np.unique(batch.tasks))))
+        # Sorted: every rank must come to each sum in the same order, and a set's order is that of its process.
+        found = {role: self.score(batch, role, batch.loss_mask, samples) for role in sorted(roles)}
+        scores = Scores(
+            proximal=found.get(Role.PROXIMAL),
+            reference=found.get(Role.REFERENCE),
+            teacher=found.get(Role.TEACHER),
+            values=found.get(Role.VALUE),
+        )
+        return make_objective(batch, self._loss, self._minibatches, scores)
+
+    def run(self, batch: TrainBatch, objective: Objective, rate: float, *, learns: bool) -> Updated:
+        """The optimizer steps of a batch; without `learns` those of the critic alone."""
+        loss, policy, slime = self._loss, self._policy, self._slime if batch.kind == "rl" else None
+        free_masks = policy.free_masks and (self._critic is None or self._critic.free_masks)
+        all_logprobs, all_weights = np.zeros(batch.num_tokens), np.zeros(batch.num_tokens)
+        factor = self._factor(batch, objective)
+        rows: list[dict[str, float]] = []
+        finite = True
+        with reproducible(self._deterministic):
+            for index, samples in enumerate(objective.steps):
+                sums: dict[str, float] = {"train/loss": 0.0, DROPPED: 0.0}
+                wanted = objective.weights[index] > 0
+                if slime is not None:
+                    wanted = slime.wanted(batch, wanted)
+                for micro in self._micro_batches(batch, wanted, samples, free_masks=free_masks, width=policy.width):
+                    with torch.set_grad_enabled(learns):
+                        if slime is not None:
+                            found, logprobs, target = slime.learn(policy, batch, objective, index, micro)
+                            all_logprobs[target] = logprobs
+                        else:
+                            logprobs, entropy = policy.predict(micro, batch, entropy_gradient=loss.entropy_coef != 0)
+                            if batch.kind == "sft":
+                                terms = _demonstration_terms(logprobs, entropy)
+                            else:
+                                progress = index / len(objective.steps)
+                                tokens, dropped = policy_tokens(batch, objective, micro.target, logprobs, entropy, loss, progress)
+                                surrogate, measured = self._policy_loss(tokens, loss)
+                                terms = policy_terms(surrogate, measured, tokens, dropped, loss, factor)
+                            found = terms.learn(objective.weights[index][micro.target])
+                            all_logprobs[micro.target] = logprobs.detach().double().cpu().numpy()
+                            all_weights[micro.target] = terms.weights.double().cpu().numpy()
+                    if learns:
+                        self._optimizer.collect()
+                    for name, value in (found | self._teach(objective, index, micro)).items():
+                        sums[name] = sums.get(name, 0.0) + value
+                sums = self._parallel.sum_named(sums)
+                norms, applied = self._apply(rate, policy=learns, critic=batch.kind == "rl")
+                finite = finite and applied
+                rows.append(sums | norms)
+        metrics = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+        metrics[DROPPED] = float(sum(row[DROPPED] for row in rows))
+        return Updated(metrics, finite, self._everyones(all_logprobs), self._everyones(all_weights), factor)
+
+    def score(self, batch: TrainBatch, role: Role, wanted: Bools, samples: Indices) -> npt.NDArray[np.float32]:
+        """[T] log-probs (for `value` the critic's values) of the `wanted` tokens of `samples`, 0 elsewhere.
+
+        Raises:
+            TrainingError: there is no such model.
+        """
+        critic = self._critic if role == Role.VALUE else None
+        model = critic or (self._policy if role in (Role.POLICY, Role.PROXIMAL) else self._frozen.get(role))
+        if model is None:
+            held = ", ".join(["policy", "proximal", *self._frozen, *(["value"] if self._critic is not None else [])])
+            raise TrainingError(f"expected role {held}, got {role}", hint="the section loss says which models a trainer holds")
+        found = torch.zeros(batch.num_tokens)
+        with torch.no_grad(), reproducible(self._deterministic):
+            for micro in self._micro_batches(batch, wanted, samples, free_masks=model.free_masks, width=model.width):
+                values = model.values(micro) if isinstance(model, Critic) else model.predict(micro, batch)[0]
+                found[torch.from_numpy(micro.target)] = values.float().cpu()
+        return self._parallel.sum(found).numpy()
+
+    def _micro_batches(self, batch: TrainBatch, wanted: Bools, samples: Indices, *, free_masks: bool, width: int) -> list[MicroBatch]:
+        """This rank's share of `samples`, laid out for a model that can (`free_masks`) or cannot be masked freely."""
+        return plan_micro_batches(
+            batch,
+            wanted,
+            split_ranks(batch, samples, self._parallel.ranks, width=width)[self._parallel.rank],
+            budget=self._budget,
+            share_prefixes=free_masks,
+            several_per_row=free_masks,
+            width=width,
+        )
+
+    def _factor(self, batch: TrainBatch, objective: Objective) -> float:
+        """What the correction's weights are multiplied by in all of a batch's steps: makes their mean 1 where that is asked for."""
+        proximal = objective.scores.proximal
+        if batch.kind == "sft" or not self._loss.correction.normalize or proximal is None:
+            return 1.0
+        target = np.flatnonzero(batch.loss_mask & objective.finite)
+        mu = torch.from_numpy(batch.sampler_logprobs[target])
+        ages = torch.from_numpy(batch.staleness[target])
+        sequences = packed_sequences(batch, target)
+        return normalization(correct(torch.from_numpy(proximal[target]).to(mu.dtype), mu, ages, sequences, self._loss.correction).sums)
+
+    def _teach(self, objective: Objective, index: int, micro: MicroBatch) -> dict[str, float]:
+        """The critic's part of a micro-batch."""
+        if self._critic is None or objective.returns is None or objective.scores.values is None:
+            return {}
+        kept = np.where(objective.finite, objective.weights[index], 0.0)[micro.target]
+        return self._critic.learn(micro, torch.from_numpy(kept).to(self._policy.device), objective.scores.values, objective.returns)
+
+    def _apply(self, rate: float, *, policy: bool, critic: bool) -> tuple[dict[str, float], bool]:
+        """One step of the policy and of the critic; the gradients' norms, and whether all were finite."""
+        norms = {"train/grad_norm": 0.0, "train/lr": rate if policy else 0.0}
+        applied = True
+        if policy:
+            self._parallel.sum_gradients(self._optimizer.gradients())
+            self._settle()
+            norms["train/grad_norm"], applied = self._optimizer.step(rate)
+        if critic and self._critic is not None:
+            self._parallel.sum_gradients(self._critic.gradients())
+            norms["train/value_grad_norm"], also = self._critic.step()
+            norms["train/value_norm"] = self._critic.norm()
+            applied = applied and also
+        return norms, applied
+
+    def _everyones(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        return self._parallel.sum(torch.from_numpy(values)).numpy()
+
+
+class Terms(NamedTuple):
+    """Of the tokens of one micro-batch, all [M]."""
+
+    loss: Tensor
+    """With gradient; exactly 0 at tokens that are dropped."""
+    metrics: dict[str, Tensor]
+    """To be summed with the weights of the reduction, as the loss is."""
+    weights: Tensor
+    """What the policy loss was multiplied by: 1 without a correction, 0 where rejected."""
+    dropped: Tensor
+    """Bool: left out because a log-prob or the advantage is not finite."""
+
+    def learn(self, weights: npt.NDArray[np.float64]) -> dict[str, float]:
+        """Add the loss's gradient, where it has one; returns the metrics' sums. Both with the reduction's weights [M]."""
+        by = torch.from_numpy(weights).to(self.loss.device)
+        if self.loss.requires_grad:
+            (self.loss * by.to(self.loss.dtype)).sum().backward()
+        sums = torch.stack([values.double() for values in self.metrics.values()]) @ by
+        count = self.dropped.sum().double()
+        return dict(zip([*self.metrics, DROPPED], torch.cat([sums, count[None]]).cpu().tolist(), strict=True))
+
+
+def _demonstration_terms(logprobs: Tensor, entropy: Tensor) -> Terms:
+    """Negative log-likelihood, for demonstrations."""
+    loss, _ = sft(logprobs)
+    named = {"train/loss": loss.detach(), "train/entropy_loss": entropy.detach()}
+    return Terms(loss, named, torch.ones_like(loss), torch.zeros_like(loss, dtype=torch.bool))
+
+
+def policy_tokens(
+    batch: TrainBatch, objective: Objective, target: Indices, logprobs: Tensor, entropy: Tensor, loss: LossConfig, progress: float
+) -> tuple[PolicyTokens, Tensor]:
+    """What a policy loss is given, and which tokens are dropped [M]: those with a number that is not finite stand outside the mask, as 0.
+
+    Args:
+        batch: the whole batch.
+        objective: of that batch.
+        target: [M] indices in the batch.
+        logprobs: [M] of the policy under training, with gradient.
+        entropy: [M] of that policy; with gradient where `loss.entropy_coef` is set.
+        loss: the section.
+        progress: how much of the batch's optimizer steps is done, in [0, 1).
+    """
+
+    def like(values: npt.NDArray[np.floating]) -> Tensor:
+        return torch.as_tensor(values[target], dtype=logprobs.dtype, device=logprobs.device)
+
+    scores, current = objective.scores, logprobs.detach()
+    staleness = torch.from_numpy(batch.staleness[target]).to(logprobs.device)
+    sampler = like(batch.sampler_logprobs)
+    if loss.correction.ratio == "current":
+        proximal = current
+    elif loss.proximal == "sampler":
+        proximal = sampler
+    elif loss.proximal == "log_linear":
+        proximal = log_linear_proximal(current, sampler, staleness, progress=progress)
+    else:
+        # At the first step the policy is pi_proximal itself; scored in another layout it would differ by rounding.
+        proximal = current if scores.proximal is None or progress == 0 else like(scores.proximal)
+    reference = () if scores.reference is None or loss.kl.loss_coef == 0 else (like(scores.reference),)
+    packed = packed_sequences(batch, target, device=logprobs.device)
+    known = torch.from_numpy(objective.finite[target]).to(logprobs.device)
+    finite = drop_nonfinite(packed.mask & known, logprobs, sampler, proximal, entropy, like(objective.advantages), *reference)
+    logprobs, sampler, proximal, entropy, advantages, *others = finite.values
+    tokens = PolicyTokens(
+        logprobs=logprobs,
+        proximal=proximal,
+        sampler=sampler,
+        advantages=advantages,
+        staleness=staleness,
+        sequences=Selected(packed, finite.keep),
+        entropy=entropy,
+        reference=others[0] if others else None,
+    )
+    return tokens, packed.mask & ~finite.keep
+
+
+def policy_terms(
+    surrogate: Tensor, measured: dict[str, Tensor], tokens: PolicyTokens, dropped: Tensor, config: LossConfig, factor: float
+) -> Terms:
+    """The policy loss [M] times the correction, plus KL, less entropy; those two stay at rejected tokens.
+
+    Args:
+        surrogate: the policy loss.
+        measured: its metrics.
+        tokens: what it was given.
+        dropped: [M] see `policy_tokens`.
+        config: the section `loss`.
+        factor: of the correction's weights, see `Updated`.
+    """
+    keep, entropy, kl = tokens.sequences.mask, tokens.entropy, config.kl
+    correction = correct(tokens.proximal, tokens.sampler, tokens.staleness, tokens.sequences, config.correction).scaled(factor)
+    loss = surrogate.masked_fill(~keep, 0.0) * correction.weights
+    named = {"train/pg_loss": loss.detach(), **measured, **correction.metrics}
+    if tokens.reference is not None:
+        distance, found = kl_loss(tokens.logprobs, tokens.reference, tokens.proximal, estimator=kl.estimator, unbiased=kl.unbiased)
+        loss = loss + kl.loss_coef * distance.masked_fill(~keep, 0.0)
+        named |= found
+    assert entropy is not None  # `policy_tokens` gives it
+    if config.entropy_coef != 0:
+        loss = loss - config.entropy_coef * entropy
+    return Terms(loss, {"train/loss": loss.detach(), **named, "train/entropy_loss": entropy.detach()}, correction.weights, dropped)
+
+
+def needed_roles(batch: TrainBatch, loss: LossConfig, steps: int) -> frozenset[Role]:
+    """Whose scores a batch needs before the first of its `steps` optimizer steps. With one step the policy itself is pi_proximal."""
+    if batch.kind == "sft":
+        return frozenset()
+    roles = set(needed_scores(loss))
+    recomputed = loss.proximal == "recomputed" and loss.correction.ratio == "proximal"
+    if (steps > 1 and recomputed) or loss.correction.normalize or loss.slime_loss or is_function(loss.advantage):
+        roles.add(Role.PROXIMAL)
+    if loss.kl.loss_coef > 0:
+        roles.add(Role.REFERENCE)
+    return frozenset(roles)
+
+
+def _user_loss(reference: str) -> PolicyLoss:
+    found: Any = resolve(reference, what="policy loss", key="loss.policy")
+    function: PolicyLoss = found
+    if not callable(found):
+        raise ConfigError(f"loss.policy = {reference!r} must name a function, got a {type(found).__name__}", key="loss.policy")
+
+    def checked(tokens: PolicyTokens, config: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, metrics = function(tokens, config)
+        if loss.shape != tokens.logprobs.shape or any(value.shape != loss.shape for value in metrics.values()):
+            shapes = [tuple(value.shape) for value in (loss, *metrics.values())]
+            raise TrainingError(f"expected {reference} to return a loss and metrics of shape {tuple(tokens.logprobs.shape)}, got {shapes}")
+        return loss, metrics
+
+    return checked

@@ -1,0 +1,126 @@
+"""What earlier versions wrote is read as what it means now; what contradicts itself is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from streamrl.config.check import check
+from streamrl.config.load import convert, dump, from_json, override, override_keys
+from streamrl.config.loss import CorrectionConfig, LossConfig, RejectionConfig
+from streamrl.config.tree import Config
+from streamrl.errors import ConfigError
+
+OLD_REJECT = {"reject": "k3", "reject_level": "sequence_mean", "reject_low": 0.0, "reject_high": 0.1}
+
+
+def loss_of(**section: Any) -> LossConfig:
+    return convert({"loss": section}, where="old.json").loss
+
+
+def criteria_of(**section: Any) -> tuple[RejectionConfig, ...]:
+    return loss_of(correction=section).correction.reject
+
+
+@pytest.mark.parametrize("name", ["gspo", "cispo"])
+def test_a_former_advantage_is_grpo_with_that_policy_loss(name: str) -> None:
+    want = LossConfig(advantage="grpo", policy=name, clip_low=0.1)
+    assert loss_of(advantage=name, clip_low=0.1) == loss_of(advantage=name, policy="", clip_low=0.1) == want
+    assert loss_of(advantage=name, policy=name, clip_low=0.1) == want
+    assert override(Config(), ["data.train=x", f"loss.advantage={name}"]).loss == LossConfig(policy=name)
+
+
+def test_a_former_advantage_beside_another_policy_loss_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"is grpo with the policy loss gspo, but loss.policy is sapo, in old\.json") as caught:
+        loss_of(advantage="gspo", policy="sapo")
+    assert caught.value.values["key"] == "loss.policy"
+    assert caught.value.hint == "set loss.advantage = 'grpo' for sapo on the same advantages"
+
+
+def test_a_former_advantage_still_names_slimes_estimator() -> None:
+    loss = loss_of(advantage="gspo", slime_loss="mine.py:loss")
+    check(convert({"data": {"train": "x"}, "loss": {"advantage": "gspo", "slime_loss": "mine.py:loss"}}, where="x"))
+    from streamrl.trainers.torch.slime_loss import slime_args
+
+    assert slime_args(loss).advantage_estimator == "gspo"
+    assert slime_args(LossConfig(advantage="rloo", slime_loss="mine.py:loss")).advantage_estimator == "rloo"
+
+
+def test_one_criterion_in_the_former_words() -> None:
+    assert criteria_of(**OLD_REJECT) == (RejectionConfig(measure="k3", level="sequence_mean", high=0.1),)
+    assert criteria_of(reject="ratio", reject_low=0.5, reject_high=2) == (RejectionConfig(low=0.5, high=2.0),)
+    assert criteria_of(reject="none", reject_level="token", reject_low=0.0, reject_high=0.0) == ()
+    assert criteria_of(reject="none") == criteria_of(reject=[]) == criteria_of() == ()
+
+
+def test_several_criteria() -> None:
+    tables = [{"measure": "ratio", "level": "sequence_mean", "low": 0.9, "high": 1.1}, {"measure": "k2", "high": 0.5}]
+    want = (RejectionConfig(level="sequence_mean", low=0.9, high=1.1), RejectionConfig(measure="k2", high=0.5))
+    assert criteria_of(reject=tables) == want
+    text = '[{measure="ratio", level="sequence_mean", low=0.9, high=1.1}, {measure="k2", high=0.5}]'
+    assert override(Config(), ["data.train=x", f"loss.correction.reject={text}"]).loss.correction.reject == want
+
+
+def test_an_override_in_former_words_changes_the_one_criterion() -> None:
+    one = override(Config(), ["data.train=x", "loss.correction.reject=k3", "loss.correction.reject_high=0.2"])
+    assert one.loss.correction.reject == (RejectionConfig(measure="k3", high=0.2),)
+    assert override(one, ["loss.correction.reject_high=0.3"]).loss.correction.reject == (RejectionConfig(measure="k3", high=0.3),)
+    assert override(one, ["loss.correction.reject=none"]).loss.correction.reject == ()
+    assert override_keys(["loss.correction.reject_high=0.3"]) == ["loss.correction.reject_high"]
+    two = override(one, ['loss.correction.reject=[{measure="k2", high=0.5}, {measure="k3", high=0.1}]'])
+    with pytest.raises(ConfigError, match="is of a single criterion"):
+        override(two, ["loss.correction.reject_high=0.3"])
+
+
+@pytest.mark.parametrize(
+    ("correction", "message"),
+    [
+        ({"reject_high": 2.0}, "but loss.correction.reject is none"),
+        ({"reject": [], "reject_low": -1.0}, "but loss.correction.reject is none"),
+        ({"reject": "k4"}, "invalid enum value 'k4' at loss.correction.reject"),
+        ({"reject": 0}, "expected array, got int|expected list, got int"),
+        ({"reject": False}, "expected list, got bool"),
+        ({"reject": "k3", "reject_high": "much"}, "expected float, got str at loss.correction.reject"),
+        ({"reject": [{"measure": "k3", "hihg": 1.0}]}, r"got loss\.correction\.reject\[0\]\.hihg"),
+        ({"reject": ["k3"]}, "expected table, got str at loss.correction.reject"),
+        ({"reject_hihg": 1.0}, "expected a known key, got loss.correction.reject_hihg"),
+    ],
+)
+def test_what_means_nothing_is_refused(correction: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        criteria_of(**correction)
+
+
+@pytest.mark.parametrize("loss", [{"advantage": ["gspo"]}, {"advantage": 3}, {"correction": 3}, {"correction": None}, 3, "grpo"])
+def test_a_section_of_another_type_is_an_error_of_the_configuration(loss: Any) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        convert({"loss": loss}, where="x")
+
+
+@pytest.mark.parametrize(
+    ("criteria", "message"),
+    [
+        ([{"measure": "k3"}], "needs low below high"),
+        ([{"measure": "k3", "high": float("nan")}], "must be a finite number"),
+        ([{"measure": "k3", "high": 1.0}, {"measure": "k1", "low": 0.0, "high": 1.0}], "k1 has either sign"),
+        ([{"measure": "k2", "low": -1.0, "high": 1.0}], "never negative"),
+        ([{"measure": "k3", "high": 1.0}, {"measure": "k3", "high": 0.5}], "several times"),
+    ],
+)
+def test_every_criterion_is_checked(criteria: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        check(convert({"data": {"train": "x"}, "loss": {"correction": {"reject": criteria}}}, where="x"))
+    assert caught.value.values["key"] == "loss.correction.reject"
+
+
+def test_a_recorded_configuration_loads_and_is_written_in_present_words() -> None:
+    tree = json.loads(dump(Config()))
+    tree["loss"] |= {"advantage": "gspo", "policy": ""}
+    tree["loss"]["correction"] |= OLD_REJECT
+    config = from_json(json.dumps(tree))
+    assert config.loss == LossConfig(
+        policy="gspo", correction=CorrectionConfig(reject=(RejectionConfig(measure="k3", level="sequence_mean", high=0.1),))
+    )
+    assert from_json(dump(config)) == config

@@ -1,0 +1,37 @@
+"""How deep the clipped loss lies below the live trainer's loop."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from streamrl.algorithms import policy_losses
+from streamrl.algorithms.importance import ratio_of
+from streamrl.bus.protocol import Bus
+from streamrl.data.model import ensure_model
+from tests.loop.harness import make_run, run_to_end
+from tests.loop.test_lockstep import lockstep_config
+
+DEEPEST = 7
+
+
+async def test_from_the_loop_to_the_clipped_loss_it_is_a_few_frames(
+    tmp_path: Path, bus: Bus, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stacks: list[list[str]] = []
+
+    def looking(log_ratio: Tensor) -> Tensor:
+        stacks.append([frame.name for frame in traceback.extract_stack()[:-1]])
+        return ratio_of(log_ratio)
+
+    monkeypatch.setattr(policy_losses, "ratio_of", looking)
+    run, config = make_run(tmp_path, lockstep_config(tmp_path, run_id, "torch"))
+    ensure_model(config, run.model_dir)
+    await run_to_end(config, run, bus)
+    names = stacks[0]
+    path = names[names.index("_train") - 1 :]
+    assert (path[0], path[-1]) == ("run", "ppo_clip")
+    assert len(path) <= DEEPEST, path
