@@ -41,7 +41,7 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class Episode(msgspec.Struct, kw_only=True):
-    """One token sequence of a rollout. A rollout may give several (sub-agents, compaction); they share its reward and its one vote.
+    """One token sequence of a rollout. A rollout may give several (sub-agents, compaction); they share its reward, which counts once.
 
     `streamrl.producers.chat.Chat.episode` builds it; built by hand it is checked in the same way.
 

@@ -7,15 +7,20 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import msgspec
+from msgspec.structs import force_setattr
 
 from streamrl.schemas.versions import Version
+
+FORMER_REASONS = {"zero_spread": "zero_variance"}
+"""Words of earlier versions, which their entries hold and which are read as what they mean now; of metrics too."""
+FORMER_METRICS = {"rollout/zero_spread": "rollout/zero_variance"}
 
 
 class Drop(msgspec.Struct, frozen=True):
     """Something on the sample stream that is never trained, and why.
 
     One record names the rollouts of one message; no rollouts means the message as a whole. Reasons: `stale`, `duplicate`,
-    `late` (its task had ended), `failed`, `filtered`, `deliveries`, `poison`, `zero_spread`, `empty` (not one token of the
+    `late` (its task had ended), `failed`, `filtered`, `deliveries`, `poison`, `zero_variance`, `empty` (not one token of the
     group is trained), `unrewarded` (its rewards did not come in time), `superseded_reward` (a reward that came after its task
     had ended, or is no newer than the one that is there).
     """
@@ -27,6 +32,10 @@ class Drop(msgspec.Struct, frozen=True):
     detail: str = ""
     retires: bool = False
     """True on the one record that ends its task without training it."""
+
+    def __post_init__(self) -> None:
+        if self.reason in FORMER_REASONS:
+            force_setattr(self, "reason", FORMER_REASONS[self.reason])
 
 
 def count_drops(drops: Iterable[Drop]) -> Counter[str]:
@@ -48,6 +57,10 @@ class SpilledDrops(msgspec.Struct, frozen=True, kw_only=True):
     """Drops in it."""
     reasons: dict[str, int]
     """What `count_drops` gives of them, for those who only count."""
+
+    def __post_init__(self) -> None:
+        if FORMER_REASONS.keys() & self.reasons.keys():
+            force_setattr(self, "reasons", {FORMER_REASONS.get(reason, reason): count for reason, count in self.reasons.items()})
 
 
 class Used(msgspec.Struct, frozen=True):
@@ -100,6 +113,10 @@ class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | msgspec.UnsetType = msgspec.UNSET
     """Mean reward of the rollouts that arrived for the batch, dropped ones too, which `run.until_reward` looks at. Read it with
     `decided_by`; not on the wire when unset."""
+
+    def __post_init__(self) -> None:
+        if FORMER_METRICS.keys() & self.metrics.keys():
+            force_setattr(self, "metrics", {FORMER_METRICS.get(name, name): value for name, value in self.metrics.items()})
 
     @property
     def dropped(self) -> Counter[str]:

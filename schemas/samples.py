@@ -80,7 +80,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     rollout: int
     """Index within the group, 0 .. group_size - 1."""
     sample: int = 0
-    """Index within the rollout; sub-agents or compaction give several samples that share the rollout's reward and one vote."""
+    """Index within the rollout; sub-agents or compaction give several samples that share the rollout's reward, which counts once."""
     group_size: int = 1
     """Rollouts of the task."""
     num_samples: int = 1

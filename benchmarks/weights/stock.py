@@ -27,7 +27,7 @@ from benchmarks.weights.trainer_group import TrainerGroup, buckets_of
 from streamrl.engines.sglang.client import SglangClient
 from streamrl.errors import EngineError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 300.0
 _GROUP_TIMEOUT_S = 60.0
@@ -70,7 +70,7 @@ class StockEngine:
             self._group = group
             await self.update_from_distributed(tensors)
         except (EngineError, RuntimeError) as error:
-            log.warning("event=bench_group_failed backend=%s error=%s", group.backend, error)
+            logger.warning("event=bench_group_failed backend=%s error=%s", group.backend, error)
             self._group, self._why_no_group = None, str(error)
         try:
             yield
@@ -140,7 +140,7 @@ class StockEngine:
         try:
             await self._together("destroy_weights_update_group", {"group_name": _GROUP}, group, group.close)
         except (EngineError, RuntimeError) as error:
-            log.warning("event=bench_group_left_behind error=%s", error)
+            logger.warning("event=bench_group_left_behind error=%s", error)
 
     async def _together(self, path: str, body: Mapping[str, Any], group: TrainerGroup, ours: Callable[..., None], *args: Any) -> None:
         """Ask the engine's ranks for something that this rank must do at the same time."""

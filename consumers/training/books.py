@@ -61,7 +61,7 @@ def ledger_books(
                     version=str(past.version),
                 )
             version = Version(ledger.max_epoch + 1, version.number)
-            logger.warning("epoch forked version=%s ledger_version=%s ledger_digest=%s", version, past.version, past.digest)
+            logger.warning("event=epoch_forked version=%s ledger_version=%s ledger_digest=%s", version, past.version, past.digest)
         call(ledger.append(entry_of(stepped, version, config, fingerprint, fence=ledger.fence)))
         if appended is not None:
             appended(stepped)

@@ -26,7 +26,7 @@ from streamrl.schemas.versions import Version
 from streamrl.trainers.checkpoints import prune
 from streamrl.trainers.protocol import Trainer
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 TRIM_ABOVE = 0.7
 """The sample stream is trimmed once it fills more than this share of its byte budget; the rest holds more than the largest message."""
@@ -176,8 +176,12 @@ class Checkpointer:
         self._call(self._bus.kv.put(PREFIX_POSITIONS + self._name, encode(position), ttl_s=self._lease_s))
         self._saving, self._saved, self._saved_cursor = None, latest.version, latest.cursor
         self._nearly_full = False  # perhaps: the position has moved, the next look tells
-        log.info(
-            "checkpoint complete version=%s cursor=%d carried=%d path=%s", latest.version, latest.cursor, len(saving.carried), latest.path
+        logger.info(
+            "event=checkpoint_complete version=%s cursor=%d carried=%d path=%s",
+            latest.version,
+            latest.cursor,
+            len(saving.carried),
+            latest.path,
         )
         prune(self._run_path / "checkpoints", keep=self._keep, prefix=f"{self._name}-")
         if self._lease_s is None:
@@ -250,7 +254,7 @@ async def keep_trimmed(bus: Bus) -> None:
         try:
             await trim_if_full(bus, warn=False)
         except BusError as error:
-            log.warning("samples not trimmed error=%s", error.message)
+            logger.warning("event=samples_not_trimmed error=%s", error.message)
 
 
 async def trim_if_full(bus: Bus, *, warn: bool = True) -> None:
@@ -265,6 +269,6 @@ async def trim_if_full(bus: Bus, *, warn: bool = True) -> None:
     through = min(needed, default=1) - 1
     if through >= state.first:
         await bus.trim(SAMPLES, through=through)
-        log.info("samples trimmed through=%d bytes=%d", through, state.bytes)
+        logger.info("event=samples_trimmed through=%d bytes=%d", through, state.bytes)
     elif warn:
-        log.warning("samples nearly full and nothing to trim first=%d bytes=%d max_bytes=%d", state.first, state.bytes, state.max_bytes)
+        logger.warning("event=samples_nearly_full first=%d bytes=%d max_bytes=%d", state.first, state.bytes, state.max_bytes)

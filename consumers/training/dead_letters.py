@@ -1,4 +1,4 @@
-"""Burying: a message that cannot be used goes to the stream `dead`, with the reason, its bytes and its headers."""
+"""Dead letters: a message that cannot be used goes to the stream `dead`, with the reason, its bytes and its headers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from streamrl.schemas.codec import encode
 from streamrl.schemas.dead import DeadRecord
 from streamrl.schemas.subjects import SAMPLES, Subjects
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 INLINE_BYTES = 512 << 10
 """A larger record goes into a blob: a message as large as the server takes has no room for a record around it."""
 
 
-async def bury(bus: Bus, subjects: Subjects, message: Message, letter: DeadLetter) -> None:
+async def publish_dead_letter(bus: Bus, subjects: Subjects, message: Message, letter: DeadLetter) -> None:
     """Keep a message of the sample stream for the operator; returns once it is stored. A repeat is recognised by its id.
 
     When the stream `dead` or the blobs have no room, the message is logged and not kept: poison must not stop the stream. The ledger has
@@ -44,16 +44,16 @@ async def bury(bus: Bus, subjects: Subjects, message: Message, letter: DeadLette
             data = encode(stub)
         await bus.publish(subjects.dead, data, id=f"x{message.sequence}")
     except StreamFull as error:
-        log.error("dead letter lost sequence=%d reason=%s error=%s", message.sequence, letter.reason, error.message)
+        logger.error("event=dead_letter_lost sequence=%d reason=%s error=%s", message.sequence, letter.reason, error.message)
         return
-    log.warning("message quarantined sequence=%d reason=%s", message.sequence, letter.reason)
+    logger.warning("event=message_quarantined sequence=%d reason=%s", message.sequence, letter.reason)
 
 
 async def _put(bus: Bus, name: str, data: bytes) -> None:
     try:
         await bus.blobs.put(name, data)
     except Conflict:
-        log.info("dead letter is there already blob=%s", name)
+        logger.info("event=dead_letter_known blob=%s", name)
 
 
 def _sound(text: str) -> str:

@@ -17,7 +17,7 @@ from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.samples import MARK_EPOCH, EpochMark, Mark
 from streamrl.schemas.subjects import LEDGER, PREFIX_FENCES, Subjects
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Ledger:
@@ -125,7 +125,7 @@ async def take_fence(bus: Bus, trainer: str) -> int:
             await bus.kv.put(key, str(token).encode(), expect=entry.revision if entry else 0)
         except Conflict:
             continue
-        log.info("fence taken trainer=%s fence=%d", trainer, token)
+        logger.info("event=fence_taken trainer=%s fence=%d", trainer, token)
         return token
 
 
@@ -142,4 +142,4 @@ async def mark_epoch(bus: Bus, subjects: Subjects, trainer: str, fork: EpochMark
     except StreamFull:
         await trim_if_full(bus)
         await bus.publish(subjects.marks, mark, id=id)
-    log.info("epoch marked epoch=%d first=%d last_before=%d", fork.epoch, fork.first, fork.last_before)
+    logger.info("event=epoch_marked epoch=%d first=%d last_before=%d", fork.epoch, fork.first, fork.last_before)

@@ -27,7 +27,7 @@ from streamrl.consumers.training.books import ledger_books
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.carried import fetch_messages, held, oldest_read_again, read_carried
 from streamrl.consumers.training.checkpoints import Checkpointer, check_stream, ensure_position, read_latest
-from streamrl.consumers.training.dead_letters import bury
+from streamrl.consumers.training.dead_letters import publish_dead_letter
 from streamrl.consumers.training.ledger import Ledger, mark_epoch, open_ledger, take_fence
 from streamrl.consumers.training.reader import Incoming, RecordReader, open_samples
 from streamrl.consumers.training.steps import Stepped, train_version
@@ -45,7 +45,7 @@ from streamrl.schemas.versions import Version
 from streamrl.trainers.protocol import Trainer
 from streamrl.weights.protocol import Shard
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 REWARD_WINDOW = 20
 """Batches whose mean reward `run.until_reward` looks at."""
@@ -147,7 +147,7 @@ class LiveTrainer:
             effects=self._take_effects,
             waiting=saver.while_waiting,
         )
-        log.info("training from version=%s cursor=%d ledger=%d fence=%d", state.version, state.cursor, ledger.last_number, fence)
+        logger.info("event=training version=%s cursor=%d ledger=%d fence=%d", state.version, state.cursor, ledger.last_number, fence)
         try:
             finished = self._train(fold, ledger, saver, stop)
         finally:
@@ -207,7 +207,7 @@ class LiveTrainer:
             message = incoming.message
             if message is None:  # readable, but judged impossible in the fold
                 message = self.call(self.bus.fetch(SAMPLES, letter.sequence))
-            self.call(bury(self.bus, self.subjects, message, letter))
+            self.call(publish_dead_letter(self.bus, self.subjects, message, letter))
         if effects.grant is not None:
             self._grant(effects.grant)
 

@@ -21,9 +21,9 @@ from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.ranks.local import uses_cuda
 
 if TYPE_CHECKING:
-    from streamrl.trainers.ranks.process_group import Gang
+    from streamrl.trainers.ranks.process_group import ProcessGroup
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _ANNOUNCE_S = 1.0
 _ANNOUNCED_S = 5
@@ -43,18 +43,18 @@ def check_rank(worker: Worker) -> int:
     return worker.index if ranks > 1 else 0
 
 
-def gather_ranks(worker: Worker, call: Caller) -> Gang | None:
+def form_process_group(worker: Worker, call: Caller) -> ProcessGroup | None:
     """Rank 0: announce a meeting until all ranks are there; None when the worker drains before.
 
     Raises:
         TrainingError: some did not come within `trainer.rank_timeout_s`.
         ConfigError: the GPU to train on is not there.
     """
-    from streamrl.trainers.ranks.process_group import Meeting
+    from streamrl.trainers.ranks.process_group import Rendezvous
 
     settings = worker.config.trainer
     key = _key(worker)
-    meeting = Meeting(address_towards(worker.bus_url), ranks=settings.ranks, timeout_s=settings.rank_timeout_s)
+    meeting = Rendezvous(address_towards(worker.bus_url), ranks=settings.ranks, timeout_s=settings.rank_timeout_s)
     deadline, announced = time.monotonic() + settings.rank_timeout_s, 0.0
     while missing := meeting.missing():
         now = time.monotonic()
@@ -70,15 +70,15 @@ def gather_ranks(worker: Worker, call: Caller) -> Gang | None:
             announced = now
         time.sleep(_POLL_S)
     call(worker.bus.kv.delete(key))
-    log.info("event=ranks_met ranks=%d generation=%s", settings.ranks, meeting.place.generation)
+    logger.info("event=ranks_met ranks=%d generation=%s", settings.ranks, meeting.place.generation)
     return meeting.begin(cuda=uses_cuda(worker.config, 0))
 
 
-def lead(trainer: Trainer, gang: Gang) -> Trainer:
+def lead(trainer: Trainer, group: ProcessGroup) -> Trainer:
     """Rank 0's trainer as one that takes the other ranks along; raises TrainingError when they began with other parameters."""
     from streamrl.trainers.ranks.leading import LeadingTrainer
 
-    return LeadingTrainer(trainer, gang)
+    return LeadingTrainer(trainer, group)
 
 
 async def follow_rank_0(worker: Worker) -> None:
@@ -94,29 +94,29 @@ async def follow_rank_0(worker: Worker) -> None:
 def _follow(worker: Worker, call: Caller) -> None:
     from streamrl.trainers.ranks.leading import follow
 
-    gang = _find(worker, call, worker.draining.is_set)
-    if gang is None:
+    group = _find(worker, call, worker.draining.is_set)
+    if group is None:
         return
     model_dir = ensure_model(worker.config, worker.run_dir.model_dir)
     # Made in the thread that steps it, like rank 0's.
     trainer = make_trainer(worker.config, model_dir)
-    log.info("event=following rank=%d", gang.rank)
-    follow(trainer, gang)
-    gang.close()
+    logger.info("event=following rank=%d", group.rank)
+    follow(trainer, group)
+    group.close()
 
 
-def _find(worker: Worker, call: Caller, stop: Callable[[], bool]) -> Gang | None:
-    from streamrl.trainers.ranks.process_group import MeetingPlace, attend
+def _find(worker: Worker, call: Caller, stop: Callable[[], bool]) -> ProcessGroup | None:
+    from streamrl.trainers.ranks.process_group import RendezvousAddress, join
 
     settings = worker.config.trainer
     cuda = uses_cuda(worker.config, worker.index)
     deadline = time.monotonic() + settings.rank_timeout_s
     while not stop():
-        place = call(read_key(worker.bus.kv, _key(worker), MeetingPlace))
+        place = call(read_key(worker.bus.kv, _key(worker), RendezvousAddress))
         if place is not None:
-            gang = attend(place, rank=worker.index, ranks=settings.ranks, cuda=cuda, timeout_s=settings.rank_timeout_s, stop=stop)
-            if gang is not None:
-                return gang
+            group = join(place, rank=worker.index, ranks=settings.ranks, cuda=cuda, timeout_s=settings.rank_timeout_s, stop=stop)
+            if group is not None:
+                return group
         if time.monotonic() > deadline:
             raise TrainingError(
                 f"rank {worker.index} of the trainer expected rank 0 within {settings.rank_timeout_s:g} s, got no address to meet at",

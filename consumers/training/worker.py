@@ -8,7 +8,7 @@ import logging
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.checkpoints import keep_trimmed
 from streamrl.consumers.training.loop import LiveTrainer
-from streamrl.consumers.training.ranks import check_rank, follow_rank_0, gather_ranks, lead
+from streamrl.consumers.training.ranks import check_rank, follow_rank_0, form_process_group, lead
 from streamrl.core.state import FoldState
 from streamrl.data.model import ensure_model, vocab_size
 from streamrl.runtime.collection import keep_all
@@ -19,7 +19,7 @@ from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.fingerprint import fingerprint_digest, numerics_fingerprint
 from streamrl.weights.factory import make_publisher
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 async def main(worker: Worker) -> None:
@@ -39,7 +39,7 @@ async def main(worker: Worker) -> None:
     if result is None:
         return None
     state, finished = result
-    log.info("trainer done version=%s finished=%s", state.version, finished)
+    logger.info("event=trainer_done version=%s finished=%s", state.version, finished)
     if finished:
         await worker.event("finished", {"version": str(state.version), "steps": state.steps, "warmup_steps": state.warmup_steps})
 
@@ -52,12 +52,12 @@ def train(worker: Worker, loop: asyncio.AbstractEventLoop) -> tuple[FoldState, b
     config, run_dir = worker.config, worker.run_dir
     model_dir = ensure_model(config, run_dir.model_dir)
     call = Caller(loop)
-    gang = gather_ranks(worker, call) if config.trainer.ranks > 1 else None
-    if gang is None and config.trainer.ranks > 1:
+    group = form_process_group(worker, call) if config.trainer.ranks > 1 else None
+    if group is None and config.trainer.ranks > 1:
         return None
     trainer = make_trainer(config, model_dir)
-    if gang is not None:
-        trainer = lead(trainer, gang)
+    if group is not None:
+        trainer = lead(trainer, group)
     numerics = numerics_fingerprint(config)
     fingerprint = fingerprint_digest(numerics)
     call(worker.event(NUMERICS_EVENT, {"fingerprint": fingerprint, "values": numerics}))
@@ -85,7 +85,7 @@ def train(worker: Worker, loop: asyncio.AbstractEventLoop) -> tuple[FoldState, b
     keep_all()
     result = live.run(worker.draining.is_set)
     publisher.close()
-    if gang is not None:
-        gang.dismiss()
-        gang.close()
+    if group is not None:
+        group.dismiss()
+        group.close()
     return result

@@ -11,7 +11,7 @@ import numpy as np
 
 from streamrl.bus.protocol import Bus
 from streamrl.errors import ConfigError
-from streamrl.runtime.run_bus import opened
+from streamrl.runtime.run_bus import open_bus
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
 from streamrl.schemas.events import Event, MetricReport
@@ -95,7 +95,7 @@ def read_run(text: str, *, base: Path | str = "runs") -> Measured:
 async def _read(run: RunDir) -> Measured:
     config = run.load_config()
     subjects = Subjects(config.run.name)
-    async with opened(run) as bus:
+    async with open_bus(run) as bus:
         ledger = [decode(body, LedgerEntry, where=LEDGER) for _, body in await _all(bus, LEDGER, subjects.ledger(config.trainer.name))]
         weights = [decode(body, Event, where=EVENTS) for _, body in await _all(bus, EVENTS, subjects.events("weights"))]
         evaluations = [decode(body, Event, where=EVENTS) for _, body in await _all(bus, EVENTS, subjects.events("evaluation"))]

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from methods import METHODS
 from picture import draw, table
 
-from streamrl.runtime.run_bus import opened
+from streamrl.runtime.run_bus import open_bus
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
 from streamrl.schemas.ledger import LedgerEntry
@@ -105,7 +105,7 @@ async def ledger(directory: RunDir) -> list[LedgerEntry]:
     config = directory.load_config()
     subject = Subjects(config.run.name).ledger(config.trainer.name)
     found: list[LedgerEntry] = []
-    async with opened(directory) as bus:
+    async with open_bus(directory) as bus:
         newest = await bus.last(subject)
         if newest is not None:
             async for message in bus.read(LEDGER, after=0, subject=subject):

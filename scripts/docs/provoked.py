@@ -32,7 +32,7 @@ from streamrl.engines.http import HttpEngine
 from streamrl.engines.protocol import GenerateRequest
 from streamrl.engines.requests import check_request
 from streamrl.engines.sglang.server import SglangServer
-from streamrl.runtime.lock import locked
+from streamrl.runtime.lock import lock_run
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.ledger import LedgerEntry
@@ -195,7 +195,7 @@ def up_twice() -> None:
     """`streamrl up` on a run that is up."""
     run = RunDir(Path("runs") / RUN)
     run.create()
-    with locked(run), locked(run):
+    with lock_run(run), lock_run(run):
         pass
 
 

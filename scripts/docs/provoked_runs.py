@@ -56,7 +56,7 @@ def _config() -> Config:
         run=RunConfig(name="demo", dir=".", steps=4, numerics="bitwise"),
         model=ModelConfig(max_len=16),
         data=DataConfig(train="rows.jsonl"),
-        tasks=TasksConfig(batch_tasks=3, num_rollouts=2, max_staleness=0, drop_zero_spread=False),
+        tasks=TasksConfig(batch_tasks=3, num_rollouts=2, max_staleness=0, drop_zero_variance=False),
         sampling=Sampling(max_new_tokens=4),
         reward=RewardConfig(kind=f"{Path.cwd() / 'reward.py'}:score"),
         engine=EngineConfig(kind="table", deterministic=True),

@@ -1,7 +1,7 @@
 """Advantages from the rewards of groups: one number per sample. In float64 and without torch.
 
 Letters: `N` samples of a batch. All take `rewards` [N] (equal within a rollout), `tasks` [N] (group ids) and `rollouts` [N] (the rollout
-within its group), and return [N] advantages with the metrics of `groups.Votes.metrics`; groups and votes are explained there. Samples of
+within its group), and return [N] advantages with the metrics of `groups.RolloutRewards.metrics`; see there. Samples of
 one rollout share its advantage. All raise TrainingError where a reward is missing or not finite, or the samples of a rollout differ in it.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.algorithms.groups import count_votes
+from streamrl.algorithms.groups import rollout_rewards
 from streamrl.config.loss import MAX_LOG_RATIO, KLEstimator
 from streamrl.errors import TrainingError
 
@@ -29,8 +29,8 @@ Reduce = Callable[[Floats], Floats]
 
 def raw(rewards: Floats, tasks: Ids, rollouts: Ids) -> tuple[Floats, dict[str, float]]:
     """The rewards as they are: A = R. REINFORCE without a baseline (REINFORCE++ and PPO take it as the reward of the last token)."""
-    votes = count_votes(rewards, tasks, rollouts)
-    return votes.rewards[votes.rollout_of_sample], votes.metrics
+    per_rollout = rollout_rewards(rewards, tasks, rollouts)
+    return per_rollout.rewards[per_rollout.rollout_of_sample], per_rollout.metrics
 
 
 def grpo(rewards: Floats, tasks: Ids, rollouts: Ids, *, normalize_std: bool = True) -> tuple[Floats, dict[str, float]]:
@@ -45,9 +45,9 @@ def grpo(rewards: Floats, tasks: Ids, rollouts: Ids, *, normalize_std: bool = Tr
         rollouts: [N]
         normalize_std: False leaves the division out: Dr.GRPO (arXiv 2503.20783), and the baseline of REINFORCE++ (arXiv 2501.03262).
     """
-    votes = count_votes(rewards, tasks, rollouts)
-    advantages_R = votes.centred / (votes.std + STD_EPSILON)[votes.group] if normalize_std else votes.centred
-    return advantages_R[votes.rollout_of_sample], votes.metrics
+    per_rollout = rollout_rewards(rewards, tasks, rollouts)
+    advantages_R = per_rollout.centred / (per_rollout.std + STD_EPSILON)[per_rollout.group] if normalize_std else per_rollout.centred
+    return advantages_R[per_rollout.rollout_of_sample], per_rollout.metrics
 
 
 def rloo(rewards: Floats, tasks: Ids, rollouts: Ids) -> tuple[Floats, dict[str, float]]:
@@ -55,9 +55,9 @@ def rloo(rewards: Floats, tasks: Ids, rollouts: Ids) -> tuple[Floats, dict[str, 
 
     A group of one rollout has no others and gets 0.
     """
-    votes = count_votes(rewards, tasks, rollouts)
-    factor_G = votes.size / np.maximum(votes.size - 1, 1)
-    return (votes.centred * factor_G[votes.group])[votes.rollout_of_sample], votes.metrics
+    per_rollout = rollout_rewards(rewards, tasks, rollouts)
+    factor_G = per_rollout.size / np.maximum(per_rollout.size - 1, 1)
+    return (per_rollout.centred * factor_G[per_rollout.group])[per_rollout.rollout_of_sample], per_rollout.metrics
 
 
 def maxrl(rewards: Floats, tasks: Ids, rollouts: Ids) -> tuple[Floats, dict[str, float]]:
@@ -68,16 +68,16 @@ def maxrl(rewards: Floats, tasks: Ids, rollouts: Ids) -> tuple[Floats, dict[str,
     Raises:
         TrainingError: also where a reward is negative: dividing by a mean of either sign could turn the advantage around.
     """
-    votes = count_votes(rewards, tasks, rollouts)
-    if (votes.rewards < 0).any():
+    per_rollout = rollout_rewards(rewards, tasks, rollouts)
+    if (per_rollout.rewards < 0).any():
         bad = int(np.flatnonzero(rewards < 0)[0])
         raise TrainingError(
             f"maxrl expects rewards of at least 0, got {rewards[bad]} for task {tasks[bad]}, rollout {rollouts[bad]}",
             hint='shift the reward so that failure is 0, or take loss.advantage = "grpo"',
         )
     # A group that is not flat has a positive reward, hence a positive mean.
-    mean_G = np.where(votes.flat, 1.0, votes.mean)
-    return (votes.centred / mean_G[votes.group])[votes.rollout_of_sample], votes.metrics
+    mean_G = np.where(per_rollout.flat, 1.0, per_rollout.mean)
+    return (per_rollout.centred / mean_G[per_rollout.group])[per_rollout.rollout_of_sample], per_rollout.metrics
 
 
 def token_kl(log_ratio: Floats, estimator: KLEstimator) -> Floats:

@@ -82,9 +82,9 @@ def token_advantages(
     `loss.normalize_rewards = false` gives grpo the rewards as they are, and reinforce_plus_plus_baseline the rewards less the KL penalty.
     A function of the user's is called as f(batch, arrays) and returns [T] numbers, read at `arrays.mask`.
 
-    Metrics: those of the rewards (`groups.Votes.metrics`), and means by `groups.rollout_mean` over trained tokens: `rollout/advantages`
-    (as returned), and where there are such numbers `rollout/returns`, `rollout/values`, `rollout/kl` (the estimate before its coefficient)
-    and `train/opd_reverse_kl`.
+    Metrics: those of the rewards (`groups.RolloutRewards.metrics`), and means by `groups.rollout_mean` over trained tokens:
+    `rollout/advantages` (as returned), and where there are such numbers `rollout/returns`, `rollout/values`, `rollout/kl` (the estimate
+    before its coefficient) and `train/opd_reverse_kl`.
 
     Args:
         batch: the whole batch, with rewards.

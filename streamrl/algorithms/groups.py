@@ -1,7 +1,7 @@
-"""Who votes in a group, and means over rollouts. In float64 and without torch.
+"""Rewards of rollouts and the statistics of their groups, and means over rollouts. In float64 and without torch.
 
 Letters: `T` tokens of a batch, `N` samples, `R` rollouts, `G` groups (tasks). A group is named by its task id, so groups may have any
-size and order. A rollout has one vote however many samples it gave: they share its reward, and its advantage.
+size and order. A rollout counts once however many samples it gave: they share its reward, and its advantage.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from streamrl.errors import TrainingError
 
 
-class Votes(msgspec.Struct, frozen=True, kw_only=True):
+class RolloutRewards(msgspec.Struct, frozen=True, kw_only=True):
     """The rewards of a batch, one per rollout, and the statistics of their groups."""
 
     rewards: npt.NDArray[np.float64]
@@ -38,11 +38,11 @@ class Votes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """`rollout/raw_reward` (mean over rollouts), `rollout/raw_reward_std` (mean over groups), `rollout/zero_spread` (flat groups)."""
+        """`rollout/raw_reward` (mean over rollouts), `rollout/raw_reward_std` (mean over groups), `rollout/zero_variance` (flat groups)."""
         return {
             "rollout/raw_reward": float(self.rewards.mean()),
             "rollout/raw_reward_std": float(self.std.mean()),
-            "rollout/zero_spread": float(self.flat.mean()),
+            "rollout/zero_variance": float(self.flat.mean()),
         }
 
 
@@ -52,8 +52,8 @@ def rollout_of_sample(tasks: npt.NDArray[np.int64], rollouts: npt.NDArray[np.int
     return found.reshape(-1).astype(np.int64)
 
 
-def count_votes(rewards: npt.NDArray[np.float64], tasks: npt.NDArray[np.int64], rollouts: npt.NDArray[np.int64]) -> Votes:
-    """One vote per rollout, and the statistics of their groups.
+def rollout_rewards(rewards: npt.NDArray[np.float64], tasks: npt.NDArray[np.int64], rollouts: npt.NDArray[np.int64]) -> RolloutRewards:
+    """One reward a rollout, and the statistics of their groups.
 
     Args:
         rewards: [N], one reward per sample; equal within a rollout.
@@ -71,21 +71,21 @@ def count_votes(rewards: npt.NDArray[np.float64], tasks: npt.NDArray[np.int64], 
         )
     owner_N = rollout_of_sample(tasks, rollouts)
     _, first_R = np.unique(owner_N, return_index=True)
-    votes_R = rewards[first_R].astype(np.float64)
-    if not np.array_equal(votes_R[owner_N], rewards):
-        bad = int(np.flatnonzero(votes_R[owner_N] != rewards)[0])
+    rewards_R = rewards[first_R].astype(np.float64)
+    if not np.array_equal(rewards_R[owner_N], rewards):
+        bad = int(np.flatnonzero(rewards_R[owner_N] != rewards)[0])
         raise TrainingError(f"expected one reward for all samples of task {tasks[bad]}, rollout {rollouts[bad]}, got several")
     _, group_R = np.unique(tasks[first_R], return_inverse=True)
     group_R = group_R.reshape(-1).astype(np.int64)
     size = np.bincount(group_R).astype(np.float64)
-    mean = np.bincount(group_R, votes_R) / size
+    mean = np.bincount(group_R, rewards_R) / size
     low, high = np.full(len(size), np.inf), np.full(len(size), -np.inf)
-    np.minimum.at(low, group_R, votes_R)
-    np.maximum.at(high, group_R, votes_R)
+    np.minimum.at(low, group_R, rewards_R)
+    np.maximum.at(high, group_R, rewards_R)
     flat = low == high
-    variance = np.bincount(group_R, (votes_R - mean[group_R]) ** 2) / np.maximum(size - 1, 1)
-    return Votes(
-        rewards=votes_R,
+    variance = np.bincount(group_R, (rewards_R - mean[group_R]) ** 2) / np.maximum(size - 1, 1)
+    return RolloutRewards(
+        rewards=rewards_R,
         group=group_R,
         rollout_of_sample=owner_N,
         size=size,

@@ -22,7 +22,7 @@ def token_weights(
     """Weights of an optimizer step over `samples`: [T] float64, 0 outside the loss mask and outside `samples`.
 
     - `rollout_mean`: mean over the trained tokens of each rollout (all samples of a rollout together), then over the rollouts of
-      `samples` (the sample-level loss of arXiv 2402.03300, with one vote a rollout).
+      `samples` (the sample-level loss of arXiv 2402.03300, with every rollout counted once).
     - `token_mean`: mean over all trained tokens (arXiv 2503.14476).
     - `sequence_mean`: mean over the trained tokens of each sample, then over `samples`.
     - `constant_length`: sum over the trained tokens of each rollout / constant_length, then mean over the rollouts of `samples`: a long

@@ -133,7 +133,7 @@ class NatsServer:
                 self._port = _free_port(self._host)
             self._spawn(binary)
             if self._wait_ready():
-                logger.info("nats-server started pid=%s port=%d store=%s", self.pid, self._port, self.directory)
+                logger.info("event=nats_server_started pid=%s port=%d store=%s", self.pid, self._port, self.directory)
                 return self.address
             self.kill()
             log = self._new_log()
@@ -164,7 +164,7 @@ class NatsServer:
             try:
                 self._process.wait(timeout_s)
             except subprocess.TimeoutExpired:
-                logger.warning("nats-server killed pid=%d reason=did_not_stop_within_%.0fs", self._process.pid, timeout_s)
+                logger.warning("event=nats_server_killed pid=%d reason=did_not_stop_within_%.0fs", self._process.pid, timeout_s)
         self.kill()
 
     def kill(self) -> None:

@@ -132,19 +132,19 @@ def _facts(letter: DeadRecord) -> dict[str, Any]:
 
 async def _list(run: RunDir) -> list[DeadRecord]:
     from streamrl.history.dead_letters import DeadLetters
-    from streamrl.runtime.run_bus import opened
+    from streamrl.runtime.run_bus import open_bus
     from streamrl.schemas.subjects import Subjects
 
-    async with opened(run) as bus:
+    async with open_bus(run) as bus:
         return [letter async for letter in DeadLetters(bus, Subjects(run.load_config().run.name)).letters()]
 
 
 async def _show(run: RunDir, sequence: int) -> DeadRecord:
     from streamrl.history.dead_letters import DeadLetters
-    from streamrl.runtime.run_bus import opened
+    from streamrl.runtime.run_bus import open_bus
     from streamrl.schemas.subjects import Subjects
 
-    async with opened(run) as bus:
+    async with open_bus(run) as bus:
         return await DeadLetters(bus, Subjects(run.load_config().run.name)).get(sequence)
 
 
@@ -152,13 +152,13 @@ async def _replay(run: RunDir, sequences: list[int], body: bytes | None, wait_s:
     from streamrl.history.dead_letters import DeadLetters
     from streamrl.history.fates import Fates
     from streamrl.runtime.lock import holder
-    from streamrl.runtime.run_bus import opened
+    from streamrl.runtime.run_bus import open_bus
     from streamrl.schemas.subjects import Subjects
 
     config = run.load_config()
     subjects = Subjects(config.run.name)
     up = bool(config.bus.url) or holder(run) is not None
-    async with opened(run) as bus:
+    async with open_bus(run) as bus:
         letters, fates = DeadLetters(bus, subjects), Fates(bus, subjects, config.trainer.name)
         replayed = [await letters.replay(sequence, body=body) for sequence in sequences]
         # A run that is not up has no trainer that could say anything before it goes on.

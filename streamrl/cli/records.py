@@ -139,9 +139,9 @@ async def _replay(arguments: argparse.Namespace) -> int:
     import msgspec
 
     from streamrl.history.replay import TOLERANCE, verify
-    from streamrl.history.source import opened_source
+    from streamrl.history.source import open_source
 
-    async with opened_source(arguments.run, base=arguments.dir) as source:
+    async with open_source(arguments.run, base=arguments.dir) as source:
         report = await verify(
             source.config,
             source.log,
@@ -163,10 +163,10 @@ async def _branch(arguments: argparse.Namespace) -> int:
     import msgspec
 
     from streamrl.history.branch_run import train_branch
-    from streamrl.history.source import opened_source
+    from streamrl.history.source import open_source
     from streamrl.monitor.summary import summary_line
 
-    async with opened_source(arguments.run, base=arguments.dir) as source:
+    async with open_source(arguments.run, base=arguments.dir) as source:
         run, summary = await train_branch(
             source, overrides=arguments.overrides, name=arguments.name, base=Path(arguments.dir), span=_span(arguments)
         )
@@ -181,10 +181,10 @@ async def _backtest(arguments: argparse.Namespace) -> int:
     import msgspec
 
     from streamrl.history.backtest_grid import backtest_grid, print_backtest
-    from streamrl.history.source import opened_source
+    from streamrl.history.source import open_source
 
     source: Source
-    async with opened_source(arguments.run, base=arguments.dir) as source:
+    async with open_source(arguments.run, base=arguments.dir) as source:
         report = await backtest_grid(source, arguments.overrides)
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())

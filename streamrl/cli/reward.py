@@ -52,13 +52,13 @@ async def _publish(run: RunDir, arguments: argparse.Namespace, parts: dict[str, 
     from streamrl.history.fates import Fates
     from streamrl.producers.late import LateRewards
     from streamrl.runtime.lock import holder
-    from streamrl.runtime.run_bus import opened
+    from streamrl.runtime.run_bus import open_bus
     from streamrl.schemas.subjects import Subjects
 
     config = run.load_config()
     subjects = Subjects(config.run.name)
     up = bool(config.bus.url) or holder(run) is not None
-    async with opened(run) as bus:
+    async with open_bus(run) as bus:
         receipt = await LateRewards(bus, subjects).publish(
             arguments.task,
             arguments.rollout,

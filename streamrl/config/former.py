@@ -11,8 +11,10 @@ from typing import Any
 from streamrl.config.registry import FORMER_ADVANTAGES
 from streamrl.errors import ConfigError
 
-FORMER_KEYS = {f"loss.correction.reject_{name}": "loss.correction.reject" for name in ("level", "low", "high")}
-"""Keys that are parts of another key now."""
+RENAMED_KEYS = {"tasks.drop_zero_spread": "tasks.drop_zero_variance"}
+"""Keys that have another name now."""
+FORMER_KEYS = RENAMED_KEYS | {f"loss.correction.reject_{name}": "loss.correction.reject" for name in ("level", "low", "high")}
+"""Those, and keys that are parts of another key now."""
 _REJECT = "loss.correction.reject"
 
 
@@ -26,13 +28,27 @@ def in_present_words(tree: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: the old words contradict the new ones beside them.
     """
+    tree = _renamed(tree)
     loss = tree.get("loss")
     if not isinstance(loss, Mapping):
-        return dict(tree)
+        return tree
     loss = _advantage(loss)
     if isinstance(correction := loss.get("correction"), Mapping):
         loss["correction"] = _rejection(correction)
     return {**tree, "loss": loss}
+
+
+def _renamed(tree: Mapping[str, Any]) -> dict[str, Any]:
+    present = dict(tree)
+    for old, new in RENAMED_KEYS.items():
+        (section, former), (_, key) = old.split("."), new.split(".")
+        values = present.get(section)
+        if not isinstance(values, Mapping) or former not in values:
+            continue
+        if key in values:
+            raise ConfigError(f"expected {new} alone, got {old} too, which is its former name", hint=f"remove {old}", key=old)
+        present[section] = {key if name == former else name: value for name, value in values.items()}
+    return present
 
 
 def _advantage(loss: Mapping[str, Any]) -> dict[str, Any]:

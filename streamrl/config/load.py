@@ -16,7 +16,7 @@ from urllib.parse import urlsplit, urlunsplit
 import msgspec
 
 from streamrl.config.check import check, check_files
-from streamrl.config.former import FORMER_KEYS, in_present_words
+from streamrl.config.former import FORMER_KEYS, RENAMED_KEYS, in_present_words
 from streamrl.config.paths import resolve
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError, SchemaError
@@ -129,7 +129,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _parse_override(text: str) -> tuple[list[str], Any]:
     key, equals, value = text.partition("=")
-    parts = key.strip().split(".")
+    parts = RENAMED_KEYS.get(key.strip(), key.strip()).split(".")
     if not equals or not all(parts):
         raise ConfigError(f"expected --set section.key=value, got {text!r}", hint="for example --set tasks.max_staleness=2")
     return parts, _value(value.strip(), parts)

@@ -103,7 +103,7 @@ class TasksConfig(Section, frozen=True, kw_only=True):
     """S: a token may be at most this many versions old when trained on. 0: lockstep."""
     stale: Literal["drop", "mask", "wait"] = "drop"
     """What happens beyond max_staleness: drop the group, mask the old tokens, or wait for old tasks before closing a batch."""
-    drop_zero_spread: bool = True
+    drop_zero_variance: bool = True
     """Drop groups whose rewards are all equal (their advantages are 0)."""
     max_deliveries: PositiveInt = 4
     """A task delivered more often ends as a tombstone."""

@@ -43,7 +43,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     tasks: npt.NDArray[np.int64]
     """[N]; the group's id. Samples of one group are neighbours."""
     rollouts: npt.NDArray[np.int64]
-    """[N]; index of the rollout within its group. Samples of one rollout share reward and vote."""
+    """[N]; index of the rollout within its group. Samples of one rollout share its reward, which counts once."""
 
     @classmethod
     def from_lists(

@@ -324,8 +324,8 @@ def _settle(state: FoldState, task: PendingTask, config: FoldConfig) -> FoldStat
         return _drop_group(state, task, "empty")
     if config.stale != "wait" and _too_old(state, task, config):
         return _drop_group(state, task, "stale")
-    if config.drop_zero_spread and not state.in_warmup(task.task) and rewards and min(rewards) == max(rewards):
-        return _drop_group(state, task, "zero_spread")
+    if config.drop_zero_variance and not state.in_warmup(task.task) and rewards and min(rewards) == max(rewards):
+        return _drop_group(state, task, "zero_variance")
     return state
 
 

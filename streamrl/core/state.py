@@ -26,7 +26,7 @@ class FoldConfig(msgspec.Struct, frozen=True, kw_only=True):
     """S: versions."""
     stale: str = "drop"
     """`drop`, `mask` or `wait`."""
-    drop_zero_spread: bool = True
+    drop_zero_variance: bool = True
     late_versions: int = 0
     """Versions that a complete group waits for its rewards; 0: for ever."""
     warmup_steps: int = 0

@@ -18,7 +18,7 @@ from streamrl.errors import EngineError, EngineUnavailable, SchemaError
 from streamrl.schemas.samples import LogprobMode
 from streamrl.schemas.versions import Version
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FINISH_REASONS = ("stop", "length", "abort")
@@ -263,7 +263,7 @@ class HttpEngine:
                     await response.read()
                 answered_s = loop.time()
             except (TimeoutError, aiohttp.ClientError, OSError) as error:
-                log.warning("event=engine_silent address=%s seconds=%.1f error=%r", self.address, loop.time() - answered_s, error)
+                logger.warning("event=engine_silent address=%s seconds=%.1f error=%r", self.address, loop.time() - answered_s, error)
             if loop.time() - answered_s >= self._silence_s:
                 self._cancel_open(f"no answer for {self._silence_s:g} s")
                 return

@@ -22,7 +22,7 @@ from streamrl.engines.wire import ErrorBody, ErrorDetail, GenerateBody, Result, 
 from streamrl.errors import EngineError, EngineUnavailable, SchemaError, StreamRLError
 from streamrl.schemas.tasks import Sampling
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -77,7 +77,7 @@ class EngineServer:
             ) from error
         bound = self._runner.addresses[0][1]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{bound}"
-        log.info("event=engine_listening address=%s", self.address)
+        logger.info("event=engine_listening address=%s", self.address)
 
     async def stop(self) -> None:
         """Stop listening; open requests are aborted after `SHUTDOWN_S`. The engine runs on."""
@@ -91,7 +91,7 @@ class EngineServer:
         if request.path == HEALTH or not self._credentials or hmac.compare_digest(given, self._credentials):
             return await handler(request)
         refusal = EngineError("expected the run's token in the header Authorization", hint="it is in credentials/engine-token of the run")
-        log.warning("event=request_refused path=%s peer=%s", request.path, request.remote)
+        logger.warning("event=request_refused path=%s peer=%s", request.path, request.remote)
         return _json(msgspec.json.encode(_error_body(refusal)), 401)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:

@@ -15,7 +15,7 @@ from streamrl.engines.protocol import Chunk, Engine
 from streamrl.engines.wire import ErrorDetail
 from streamrl.errors import EngineUnavailable, StreamRLError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Channels:
@@ -61,7 +61,7 @@ class Channel:
                     for call in decode_calls(message.data):
                         self._take(call)
         except (msgspec.DecodeError, StreamRLError) as error:
-            log.warning("event=channel_refused error=%s", error)
+            logger.warning("event=channel_refused error=%s", error)
         finally:
             tasks = [*self._tasks.values(), *self._aborts]
             for task in tasks:
@@ -107,6 +107,6 @@ class Channel:
         except msgspec.DecodeError as error:
             answer = Answer(ask.number, last=True, error=ErrorDetail(f"expected a request, got one that cannot be read: {error}"))
         except Exception as error:  # told to the client, which would else wait for ever
-            log.exception("event=request_failed")
+            logger.exception("event=request_failed")
             answer = Answer(ask.number, last=True, error=ErrorDetail(f"expected an answer of the engine, got {error!r}", "see its log"))
         self._outgoing.put(answer)

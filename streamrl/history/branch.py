@@ -31,14 +31,14 @@ from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
 from streamrl.trainers.protocol import Trainer
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 BRANCH_FILE = "branch.json"
 LEDGER_FILE = "ledger.jsonl"
 
 CHANGES_LOSS = ("loss", "trainer.optimizer", "trainer.minibatches", "trainer.micro_tokens", "warmup.learning_rate", "run.steps")
 """Keys whose change leaves the batches alone."""
-CHANGES_BATCHES = ("tasks.batch_tasks", "tasks.max_staleness", "tasks.stale", "tasks.drop_zero_spread")
+CHANGES_BATCHES = ("tasks.batch_tasks", "tasks.max_staleness", "tasks.stale", "tasks.drop_zero_variance")
 """Keys whose change may give other batches of the same samples."""
 
 

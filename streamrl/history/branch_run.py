@@ -25,7 +25,7 @@ from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import check_name
 from streamrl.trainers.fingerprint import fingerprint_digest, numerics_fingerprint
-from streamrl.trainers.ranks.local import opened_trainer
+from streamrl.trainers.ranks.local import open_trainer
 
 
 async def train_branch(
@@ -59,7 +59,7 @@ async def train_branch(
 
     def work() -> list[LedgerEntry]:
         # Made in the thread that steps it, like the live trainer's backend.
-        with opened_trainer(config, source.model_dir) as trainer:
+        with open_trainer(config, source.model_dir) as trainer:
             entries = branch(
                 config=config,
                 parent=source.config,

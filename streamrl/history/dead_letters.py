@@ -52,7 +52,7 @@ class DeadLetters:
                 async for message in self._bus.read(DEAD, after=after):
                     after = message.sequence
                     record = decode(message.body, DeadRecord, where=f"{DEAD} sequence {message.sequence}")
-                    # A trainer that resumes long after it died buries the same message again.
+                    # A trainer that resumes long after it died publishes the same message again.
                     if record.sequence not in seen:
                         seen.add(record.sequence)
                         yield record

@@ -39,7 +39,7 @@ from streamrl.schemas.control import RunRecord
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import EVENTS, LEDGER, SAMPLES
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 FORMAT = "recording/1"
 RECORDING_FILE = "recording.json"
@@ -120,7 +120,9 @@ async def record(bus: Log, config: Config, run: RunDir, out: Path, *, run_record
         raise ConfigError(what, hint="choose another --out") from error
     except OSError as error:
         raise ConfigError(f"the recording {out} cannot be made: {error}", hint="choose another --out; is the disk full?") from error
-    log.info("recorded run=%s messages=%d samples=%d entries=%d path=%s", found.run, samples.last - samples.first + 1, rows, entries, out)
+    logger.info(
+        "event=recorded run=%s messages=%d samples=%d entries=%d path=%s", found.run, samples.last - samples.first + 1, rows, entries, out
+    )
     return found
 
 
@@ -228,4 +230,4 @@ def _copy_checkpoints(source: Path, target: Path, prefix: str) -> None:
             shutil.copytree(path, target / path.name)
         except (FileNotFoundError, shutil.Error):  # the live trainer has removed it meanwhile: there is a newer one
             shutil.rmtree(target / path.name, ignore_errors=True)
-            log.info("checkpoint gone while copied path=%s", path)
+            logger.info("event=checkpoint_gone_while_copied path=%s", path)

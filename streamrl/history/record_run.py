@@ -13,7 +13,7 @@ from streamrl.errors import BusUnavailable
 from streamrl.history.record import Recording, record
 from streamrl.history.tap_position import hold_stream, keeping_position
 from streamrl.runtime.lock import holder
-from streamrl.runtime.run_bus import opened
+from streamrl.runtime.run_bus import open_bus
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.control import RunRecord
 from streamrl.schemas.subjects import KEY_RUN
@@ -39,14 +39,14 @@ async def record_run(run: RunDir, out: Path, *, checkpoints: bool = False) -> Re
     except BusUnavailable as error:
         if config.bus.url or holder(run) is not None:
             raise
-        logger.warning("the run has ended while it was recorded; beginning again on its store run=%s error=%s", run.name, error.message)
+        logger.warning("event=recording_begins_again reason=the_run_has_ended run=%s error=%s", run.name, error.message)
     return await _record(config, run, out, checkpoints)
 
 
 async def _record(config: Config, run: RunDir, out: Path, checkpoints: bool, *, reader: str = "") -> Recording:
     """`reader`: under this name the stream is held meanwhile."""
     async with contextlib.AsyncExitStack() as held:
-        bus = await held.enter_async_context(opened(run))
+        bus = await held.enter_async_context(open_bus(run))
         if reader:
             await hold_stream(bus, reader, lease_s=LEASE_S)
             await held.enter_async_context(keeping_position(bus, reader, lease_s=LEASE_S, release=True))

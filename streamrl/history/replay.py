@@ -28,9 +28,9 @@ from streamrl.schemas.versions import Version
 from streamrl.trainers.checkpoints import list_checkpoints
 from streamrl.trainers.fingerprint import fingerprint_difference, fingerprint_digest, numerics_fingerprint
 from streamrl.trainers.protocol import Trainer
-from streamrl.trainers.ranks.local import opened_trainer
+from streamrl.trainers.ranks.local import open_trainer
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 TOLERANCE = 0.05
 """Deviation of a metric that passes on another fingerprint, as a fraction of its mean magnitude."""
@@ -178,7 +178,7 @@ async def verify(
 
     def work() -> ReplayReport:
         # Made in the thread that steps it, like the live trainer's backend.
-        with opened_trainer(config, model_dir) as trainer:
+        with open_trainer(config, model_dir) as trainer:
             return replay(
                 config=config,
                 log=log,

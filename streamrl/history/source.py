@@ -18,7 +18,7 @@ from streamrl.history.branch import BRANCH_FILE, read_branch_ledger
 from streamrl.history.record import RECORDING_FILE
 from streamrl.history.record_log import RecordedLog
 from streamrl.history.replay_log import read_initial_digest, read_past
-from streamrl.runtime.run_bus import opened
+from streamrl.runtime.run_bus import open_bus
 from streamrl.runtime.run_record import check_resume
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.control import RunRecord
@@ -51,7 +51,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @contextlib.asynccontextmanager
-async def opened_source(text: str, *, base: Path | str = "runs") -> AsyncGenerator[Source]:
+async def open_source(text: str, *, base: Path | str = "runs") -> AsyncGenerator[Source]:
     """The run or the recording that `text` names; a recording needs no server.
 
     Raises:
@@ -76,7 +76,7 @@ async def opened_source(text: str, *, base: Path | str = "runs") -> AsyncGenerat
             hint=f"see its parent in {run.path / BRANCH_FILE}, and replay that with the same --set",
         )
     config = run.load_config()
-    async with opened(run) as bus:
+    async with open_bus(run) as bus:
         yield Source(
             config=config,
             log=bus,
@@ -94,7 +94,7 @@ async def read_entries(text: str, *, base: Path | str = "runs") -> tuple[str, li
     if branch:
         entries = read_branch_ledger(branch[0])
     else:
-        async with opened_source(name, base=base) as source:
+        async with open_source(name, base=base) as source:
             past = await read_past(source.log, Subjects(source.config.run.name), trainer or source.config.trainer.name)
             entries = past.between(min(past.entries, default=1) - 1, None)
     if not entries:

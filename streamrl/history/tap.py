@@ -40,9 +40,9 @@ from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import LEDGER, Subjects
 from streamrl.trainers.fingerprint import fingerprint_digest, numerics_fingerprint
 from streamrl.trainers.protocol import Trainer
-from streamrl.trainers.ranks.local import opened_trainer
+from streamrl.trainers.ranks.local import open_trainer
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 LEASE_S = 60
 
@@ -81,7 +81,7 @@ async def tap(worker: Worker, settings: TapSettings) -> BranchState:
 
     def work() -> BranchState:
         model_dir = ensure_model(config, worker.run_dir.model_dir)
-        with opened_trainer(config, model_dir) as trainer:
+        with open_trainer(config, model_dir) as trainer:
             live = Tap(
                 config=config,
                 parent=worker.config,
@@ -97,7 +97,7 @@ async def tap(worker: Worker, settings: TapSettings) -> BranchState:
 
     async with keeping_position(worker.bus, settings.name, lease_s=settings.lease_s):
         state = await asyncio.to_thread(work)
-    log.info("tap done name=%s version=%s", settings.name, state.version)
+    logger.info("event=tap_done name=%s version=%s", settings.name, state.version)
     return state
 
 
@@ -178,7 +178,7 @@ class Tap:
         )
         other = "was it started with other --set values? a tap with others needs another --name"
         books = ledger_books(ledger, call, self.config, self.fingerprint, hint=other, diverged=other)
-        log.info("tapping from version=%s parent=%s cursor=%d fence=%d", state.version, state.parent.version, state.cursor, fence)
+        logger.info("event=tapping version=%s parent=%s cursor=%d fence=%d", state.version, state.parent.version, state.cursor, fence)
         try:
             while train_version(fold, self.trainer, books, lambda: self._stops(fold.state, stop)):
                 saver.after_step(fold.state)

@@ -14,7 +14,7 @@ from streamrl.schemas.control import Position
 from streamrl.schemas.subjects import PREFIX_POSITIONS, SAMPLES
 from streamrl.schemas.versions import Version
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @contextlib.asynccontextmanager
@@ -58,5 +58,5 @@ async def _keep(bus: Bus, key: str, lease_s: int) -> None:
                 with contextlib.suppress(Conflict):
                     await bus.kv.put(key, known, expect=entry.revision if entry else 0, ttl_s=lease_s)
         except BusError as error:
-            log.warning("position not renewed key=%s error=%s", key, error.message)
+            logger.warning("event=position_not_renewed key=%s error=%s", key, error.message)
         await asyncio.sleep(lease_s / 3)

@@ -7,7 +7,7 @@ import signal
 import time
 
 from streamrl.errors import LaunchError
-from streamrl.runtime.lock import holder, locked
+from streamrl.runtime.lock import holder, lock_run
 from streamrl.runtime.rundir import RunDir
 from streamrl.weights.factory import free_weights
 
@@ -29,7 +29,7 @@ def stop_run(run: RunDir, *, now: bool, timeout_s: float) -> bool:
     """
     pid = holder(run)
     if pid is None:
-        with locked(run):
+        with lock_run(run):
             free_weights(run.load_config().weights, run.name, run.path)
         return False
     _signal(pid, run)

@@ -1,7 +1,7 @@
 """The supervisor: keeps workers running, restarts those that fail, stops them in order. Decides; a Launcher does.
 
-Workers of a kind that is a gang (the trainer's ranks) share their fate: when one has failed, the others are ended and all start again.
-Any other worker is a gang of one.
+Workers of a kind that is a group (the trainer's ranks) share their fate: when one has failed, the others are ended and all start again.
+Any other worker is a process group of one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from streamrl.config.tree import SuperviseConfig
 from streamrl.errors import LaunchError
 from streamrl.launch.protocol import Launcher, Process
 from streamrl.monitor.numbers import WorkerLine
-from streamrl.runtime.kinds import GANGS
+from streamrl.runtime.kinds import PROCESS_GROUPS
 from streamrl.runtime.retries import FailureWindow, pause_s
 from streamrl.runtime.service import SHUTDOWN_ORDER, Exit, describe_exit
 
@@ -27,13 +27,13 @@ _POLL_S = 0.05
 _ENDLESS = ("producer", "engine")
 """Kinds whose work is never over: when one ends by itself it is started again."""
 _GRACE_S = 2.0
-"""What is left of a gang gets this long to end by itself, and to say why, before it is killed."""
+"""What is left of a group gets this long to end by itself, and to say why, before it is killed."""
 
 
 class Child:
     """One worker over all its restarts. States: running -> (ended -> waiting -> running)* -> done | fenced.
 
-    It is `ended` while others of its gang have not.
+    It is `ended` while others of its group have not.
     """
 
     def __init__(self, kind: str, index: int, process: Process, failures: FailureWindow) -> None:
@@ -103,11 +103,11 @@ class Supervisor:
                 child.state = "running"
                 child.restarts += 1
                 logger.info("event=worker_restarted worker=%s pid=%d restarts=%d", child.name, child.process.pid, child.restarts)
-        for gang in self._gangs():
-            if all(child.state == "ended" for child in gang):
-                self._ended(gang)
-            elif any(child.state == "ended" and self._failed(child) and self._clock() >= child.ended_s + _GRACE_S for child in gang):
-                for child in gang:
+        for group in self._process_groups():
+            if all(child.state == "ended" for child in group):
+                self._ended(group)
+            elif any(child.state == "ended" and self._failed(child) and self._clock() >= child.ended_s + _GRACE_S for child in group):
+                for child in group:
                     child.process.kill()
 
     def over(self, kind: str) -> bool:
@@ -176,42 +176,42 @@ class Supervisor:
                 logger.info("event=worker_ended worker=%s %s", child.name, describe_exit(code))
                 child.state = "done"
 
-    def _gangs(self) -> list[list[Child]]:
+    def _process_groups(self) -> list[list[Child]]:
         """Children that share their fate."""
-        gangs: dict[str, list[Child]] = {}
+        process_groups: dict[str, list[Child]] = {}
         for child in self.children.values():
-            gangs.setdefault(child.kind if child.kind in GANGS else child.name, []).append(child)
-        return list(gangs.values())
+            process_groups.setdefault(child.kind if child.kind in PROCESS_GROUPS else child.name, []).append(child)
+        return list(process_groups.values())
 
     def _failed(self, child: Child) -> bool:
         return child.code != Exit.DONE or child.kind in _ENDLESS
 
-    def _ended(self, gang: Sequence[Child]) -> None:
+    def _ended(self, group: Sequence[Child]) -> None:
         """Decide what becomes of children that have all ended: the first that failed says why, unless a restart would not mend it."""
-        failed = sorted((child for child in gang if self._failed(child)), key=lambda child: child.ended_s)
+        failed = sorted((child for child in group if self._failed(child)), key=lambda child: child.ended_s)
         fenced = next((child for child in failed if child.code == Exit.FENCED), None)
         wrong = next((child for child in failed if child.code == Exit.CONFIG), None)
         if not failed or fenced is not None:
-            for child in gang:
+            for child in group:
                 child.state = "done" if fenced is None else "fenced"
             if fenced is not None:
                 self._note(f"{fenced.name} stopped: another {fenced.kind} has taken over")
             return
         if wrong is not None:
             raise self._gave_up(wrong, f"{wrong.name} cannot run with this configuration")
-        self._restart(gang, failed[0])
+        self._restart(group, failed[0])
 
-    def _restart(self, gang: Sequence[Child], failed: Child) -> None:
+    def _restart(self, group: Sequence[Child], failed: Child) -> None:
         ended_with = describe_exit(failed.code or 0)
         now_s = self._clock()
-        count = gang[0].failures.add(now_s)
+        count = group[0].failures.add(now_s)
         if count > self._config.max_restarts:
             raise self._gave_up(failed, f"{failed.name} ended {count} times within {self._config.window_s:g} s, last with {ended_with}")
         seconds = pause_s(count, first_s=self._config.backoff_s, most_s=MAX_BACKOFF_S)
-        for child in gang:
+        for child in group:
             child.state = "waiting"
             child.resume_s = now_s + seconds
-        all_of_them = f" of all {len(gang)} {gang[0].kind}s" if len(gang) > 1 else ""
+        all_of_them = f" of all {len(group)} {group[0].kind}s" if len(group) > 1 else ""
         self._note(f"{failed.name} ended with {ended_with}; restart {count}{all_of_them} in {seconds:g} s")
 
     def _gave_up(self, child: Child, message: str) -> LaunchError:

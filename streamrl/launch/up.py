@@ -23,9 +23,9 @@ from streamrl.monitor.follow import Follower, read_totals
 from streamrl.monitor.outcome import Outcome, conclude
 from streamrl.monitor.screen import Display
 from streamrl.monitor.view import RunView
-from streamrl.runtime.bus_server import Serving, serving
+from streamrl.runtime.bus_server import BusServer, run_bus_server
 from streamrl.runtime.kinds import num_workers
-from streamrl.runtime.lock import locked
+from streamrl.runtime.lock import lock_run
 from streamrl.runtime.run_record import write_or_check
 from streamrl.runtime.rundir import RunDir
 from streamrl.telemetry.logs import configure_logging
@@ -89,7 +89,7 @@ async def up(config: Config, display: Display, *, launcher: Launcher | None = No
         display.note(text)
 
     with contextlib.ExitStack() as opened:
-        opened.enter_context(locked(run))
+        opened.enter_context(lock_run(run))
         opened.enter_context(display)
         configure_logging(f"supervisor-{config.run.name}", file=run.events_path, stderr=False)
         if launcher is None:
@@ -151,7 +151,7 @@ class Session:
         record = await prepare(self._config, self._run)
         if self._stops.drain.is_set():
             return Outcome(run=self._run, state="stopped")
-        async with serving(self._config, self._run, self._note) as server:
+        async with run_bus_server(self._config, self._run, self._note) as server:
             bus = await connect(server.address, self._run.name, self._config.bus, name="supervisor")
             try:
                 resumed = await write_or_check(bus, record)
@@ -161,7 +161,7 @@ class Session:
             finally:
                 await bus.close()
 
-    async def _follow(self, bus: Bus, server: Serving) -> Outcome:
+    async def _follow(self, bus: Bus, server: BusServer) -> Outcome:
         view = RunView(
             self._run.name, steps=self._config.run.steps, warmup_steps=self._config.warmup.max_steps, before=await read_totals(bus)
         )
@@ -181,7 +181,7 @@ class Session:
             raise failure
         return outcome
 
-    async def _supervise(self, view: RunView, server: Serving) -> tuple[str, LaunchError | None]:
+    async def _supervise(self, view: RunView, server: BusServer) -> tuple[str, LaunchError | None]:
         """Start, watch and drain the workers; returns how it ended and, if it could not go on, why."""
         state, failure = "finished", None
         try:
@@ -219,7 +219,7 @@ class Session:
             if barren and not warned:
                 self._note(
                     f"{numbers.barren_tasks} tasks have ended without giving a batch: are the rewards within each group all equal? "
-                    "hint: easier problems, a longer warm-up, more rollouts a task, or tasks.drop_zero_spread = false"
+                    "hint: easier problems, a longer warm-up, more rollouts a task, or tasks.drop_zero_variance = false"
                 )
             warned = barren
             await asyncio.sleep(_SHOW_S)

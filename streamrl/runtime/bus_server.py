@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.2
 
 
-class Serving:
+class BusServer:
     """A bus that is up. `check` is called now and then by whoever can end the run."""
 
     def __init__(self, address: BusAddress) -> None:
@@ -36,7 +36,7 @@ class Serving:
 
 
 @contextlib.asynccontextmanager
-async def serving(config: Config, run: RunDir, note: Callable[[str], None]) -> AsyncGenerator[Serving]:
+async def run_bus_server(config: Config, run: RunDir, note: Callable[[str], None]) -> AsyncGenerator[BusServer]:
     """The bus of `run`, its credentials written to the run directory; an embedded server is stopped at the end.
 
     The server is started from the event loop's own thread on purpose: the kernel ends it when the thread that started it ends.
@@ -48,7 +48,7 @@ async def serving(config: Config, run: RunDir, note: Callable[[str], None]) -> A
     if config.bus.url:
         address = BusAddress.from_config(config.bus)
         write_cluster(run, address)
-        yield Serving(address)
+        yield BusServer(address)
         return
     bus, users = config.bus, users_of(run)
     server = NatsServer(
@@ -63,7 +63,7 @@ async def serving(config: Config, run: RunDir, note: Callable[[str], None]) -> A
     address = server.start()
     try:
         write_credentials(run, server, users)
-        up = Serving(address)
+        up = BusServer(address)
         keeper = asyncio.create_task(_keep(server, up, config.supervise, note))
         try:
             yield up
@@ -74,7 +74,7 @@ async def serving(config: Config, run: RunDir, note: Callable[[str], None]) -> A
         server.stop()
 
 
-async def _keep(server: NatsServer, up: Serving, config: SuperviseConfig, note: Callable[[str], None]) -> None:
+async def _keep(server: NatsServer, up: BusServer, config: SuperviseConfig, note: Callable[[str], None]) -> None:
     """Start the server again whenever it ends: same port, same store, so that clients reconnect and find everything."""
     failures = FailureWindow(config.window_s)
     while True:

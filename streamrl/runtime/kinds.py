@@ -25,7 +25,7 @@ MAINS: Mapping[str, str] = MappingProxyType(
 )
 """Entry point of each kind. A name, not an import: a process loads its own part only (a producer needs no torch)."""
 
-GANGS = ("trainer",)
+PROCESS_GROUPS = ("trainer",)
 """Kinds whose workers of one run are ranks of one thing: index is rank, and when one fails all are started again."""
 
 USER_CODE = ("producer", "evaluator")

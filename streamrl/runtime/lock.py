@@ -12,7 +12,7 @@ from streamrl.runtime.rundir import RunDir
 
 
 @contextlib.contextmanager
-def locked(run: RunDir) -> Generator[None]:
+def lock_run(run: RunDir) -> Generator[None]:
     """Hold the run's lock; raises LaunchError that names the holder's process id when somebody else has it."""
     descriptor = os.open(run.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

@@ -12,8 +12,8 @@ from streamrl.bus import connect
 from streamrl.bus.protocol import Bus
 from streamrl.config.hosts import is_loopback
 from streamrl.errors import ConfigError, LaunchError
-from streamrl.runtime.bus_server import serving
-from streamrl.runtime.lock import holder, locked
+from streamrl.runtime.bus_server import run_bus_server
+from streamrl.runtime.lock import holder, lock_run
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import connected
 
@@ -48,7 +48,7 @@ async def until_down(run: RunDir, *, grace_s: float = 5.0) -> None:
 
 
 @contextlib.asynccontextmanager
-async def opened(run: RunDir) -> AsyncGenerator[Bus]:
+async def open_bus(run: RunDir) -> AsyncGenerator[Bus]:
     """The run's bus: the one that is up, else a server on its store for as long as this is open (the run is locked meanwhile).
 
     Raises:
@@ -66,8 +66,8 @@ async def opened(run: RunDir) -> AsyncGenerator[Bus]:
             f"expected a run with a log of its own, got {run.name!r}: there is none in {run.bus_store}",
             hint="a branch is trained from its parent's log, which branch.json names; a run has one once `streamrl up` has started it",
         )
-    with locked(run):
-        async with serving(config, run, lambda text: logger.warning("event=note text=%s", text)) as server:
+    with lock_run(run):
+        async with run_bus_server(config, run, lambda text: logger.warning("event=note text=%s", text)) as server:
             bus = await connect(server.address, run.name, config.bus, name="reader")
             try:
                 yield bus

@@ -40,7 +40,7 @@ _DECLARED = (
     # One value a batch; they also stand in the batch's ledger entry. Those of a loss are weighted as the loss is.
     Metric("rollout/raw_reward", _MEAN, "reward", "mean reward of the rollouts that arrived for the batch, dropped ones included"),
     Metric("rollout/raw_reward_std", _MEAN, "reward", "standard deviation of the rewards within a group, mean over groups"),
-    Metric("rollout/zero_spread", _MEAN, "fraction", "groups of the batch whose rewards are all equal"),
+    Metric("rollout/zero_variance", _MEAN, "fraction", "groups of the batch whose rewards are all equal"),
     Metric("rollout/dropped", _MEAN, "records", "drop records written with the batch"),
     Metric("rollout/tokens_trained", _MEAN, "tokens", "tokens of the batch under the loss mask"),
     Metric("rollout/advantages", _MEAN, "1", "advantages, mean over a rollout's trained tokens, then over rollouts"),

@@ -23,7 +23,7 @@ from streamrl.tensors.digest import GAMMA, MASK, WORD_BYTES
 if TYPE_CHECKING:
     from streamrl.tensors.digest_triton import Launch
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 BLOCK = 1 << 20
 """Elements that the torch operations take at a time: some 8 MiB for each intermediate."""
@@ -189,7 +189,7 @@ def kernel_works(device: torch.device) -> bool:
     try:
         from streamrl.tensors.digest_triton import FAILURES, triton_sums
     except ImportError as error:
-        log.warning("event=digest_kernel_missing device=%s action=torch_operations reason=%s", device, error)
+        logger.warning("event=digest_kernel_missing device=%s action=torch_operations reason=%s", device, error)
         return False
     sample = torch.arange(5000, device=device, dtype=torch.int32).view(100, 50)
     regions = [
@@ -202,10 +202,10 @@ def kernel_works(device: torch.device) -> bool:
     try:
         works = triton_sums(walks) == torch_sums(walks)
     except FAILURES as error:
-        log.warning("event=digest_kernel_failed device=%s action=torch_operations reason=%s", device, error)
+        logger.warning("event=digest_kernel_failed device=%s action=torch_operations reason=%s", device, error)
         return False
     if not works:
-        log.error("event=digest_kernel_wrong device=%s action=torch_operations", device)
+        logger.error("event=digest_kernel_wrong device=%s action=torch_operations", device)
     return works
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def list_checkpoints(root: Path, prefix: str = "") -> list[tuple[Version, Path]]:
@@ -55,10 +55,10 @@ def recover(path: Path) -> None:
         shutil.rmtree(replaced)
     elif replaced.exists():
         os.rename(replaced, path)
-        log.warning("checkpoint_restored path=%s", path)
+        logger.warning("event=checkpoint_restored path=%s", path)
     for leftover in path.parent.glob(f".{path.name}.writing-*"):
         shutil.rmtree(leftover)
-        log.info("unfinished_checkpoint_removed path=%s", leftover)
+        logger.info("event=unfinished_checkpoint_removed path=%s", leftover)
 
 
 def write_directory(path: Path, write: Callable[[Path], None]) -> None:
@@ -106,7 +106,7 @@ class BackgroundWriter:
             try:
                 write_directory(path, write)
             except BaseException as error:
-                log.error("checkpoint_failed path=%s error=%s", path, error)
+                logger.error("event=checkpoint_failed path=%s error=%s", path, error)
                 future.set_exception(error)
             else:
                 future.set_result(None)

@@ -31,7 +31,7 @@ from streamrl.weights.pins import Pins
 from streamrl.weights.protocol import CudaSource, DeviceMemory, FileSource, HostBytes, Part, Shard, Slice, Snapshot, WeightTransport
 from streamrl.weights.shm import check_host, host_id
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 64 << 20
 """Bytes of one part that a host reader gets."""
@@ -94,7 +94,7 @@ class IpcTransport:
         snapshot = _snapshot(given)
         if snapshot is None:
             if not self._told:
-                log.warning(
+                logger.warning(
                     "event=weights_ipc_unavailable policy=%s reason=trainer_has_no_gpu action=publish_on_the_fallback", self._policy
                 )
                 self._told = True

@@ -21,7 +21,7 @@ from pathlib import Path
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"^(?P<policy>[A-Za-z0-9_-]+)\.(?P<owner>[0-9a-f]{12})\.(?P<epoch>\d+)-(?P<number>\d+)\.[0-9a-f]{8}\.lease$")
 _OURS = re.compile(r"^(?P<policy>[A-Za-z0-9_-]+)\.(?P<owner>[0-9a-f]{12})\.(owner|.*\.(lease|closing))$")
@@ -92,7 +92,7 @@ class Lease:
                 time.sleep(POLL_S)
                 alone = self._alone()
             if not alone:
-                log.warning("event=weights_reader_sent_away version=%s lease=%s waited_s=%.1f", self.version, self.path.name, patience_s)
+                logger.warning("event=weights_reader_sent_away version=%s lease=%s waited_s=%.1f", self.version, self.path.name, patience_s)
             closing.unlink(missing_ok=True)
             os.close(self._descriptor)
             self._revoked = True
@@ -196,4 +196,4 @@ def _remove_dead(directory: Path, policy: str) -> None:
             continue
         if not _alive(directory / f"{policy}.{match['owner']}.owner"):
             path.unlink(missing_ok=True)
-            log.info("event=weights_leftover_removed policy=%s file=%s", policy, path.name)
+            logger.info("event=weights_leftover_removed policy=%s file=%s", policy, path.name)

@@ -1,4 +1,4 @@
-"""Estimators over groups: golden numbers, closed forms, uneven groups, one vote per rollout."""
+"""Estimators over groups: golden numbers, closed forms, uneven groups, one reward per rollout."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_singletons_and_equal_rewards_give_exactly_zero() -> None:
 
 def test_metrics_count_rollouts_not_samples() -> None:
     _, metrics = grpo(np.array([1.0, 1, 0, 0, 0]), np.array([0, 0, 0, 1, 1]), np.array([0, 0, 1, 0, 1]))
-    assert metrics == pytest.approx({"rollout/raw_reward": 0.25, "rollout/raw_reward_std": 0.5**0.5 / 2, "rollout/zero_spread": 0.5})
+    assert metrics == pytest.approx({"rollout/raw_reward": 0.25, "rollout/raw_reward_std": 0.5**0.5 / 2, "rollout/zero_variance": 0.5})
 
 
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=8), st.floats(-5, 5))

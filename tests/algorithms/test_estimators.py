@@ -74,7 +74,7 @@ def test_group_estimators_give_each_trained_token_its_samples_advantage(
     assert found.returns is None and found.finite.all()
     assert found.metrics["rollout/raw_reward"] == 0.5
     assert found.metrics["rollout/advantages"] == pytest.approx((first + second) / 2, abs=1e-5)
-    assert set(found.metrics) == {"rollout/raw_reward", "rollout/raw_reward_std", "rollout/zero_spread", "rollout/advantages"}
+    assert set(found.metrics) == {"rollout/raw_reward", "rollout/raw_reward_std", "rollout/zero_variance", "rollout/advantages"}
 
 
 def test_metrics_average_each_rollout_then_the_rollouts(batch: TrainBatch) -> None:

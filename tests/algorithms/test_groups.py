@@ -1,30 +1,30 @@
-"""Votes of rollouts, statistics of groups, and the rule for means over rollouts."""
+"""RolloutRewards of rollouts, statistics of groups, and the rule for means over rollouts."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from streamrl.algorithms.groups import count_votes, rollout_mean, rollout_of_sample
+from streamrl.algorithms.groups import rollout_mean, rollout_of_sample, rollout_rewards
 from streamrl.errors import TrainingError
 
 
-def test_votes_are_one_per_rollout_in_order_of_task_and_rollout() -> None:
-    votes = count_votes(np.array([5.0, 1, 1, 3, 7]), np.array([9, 2, 2, 2, 2]), np.array([0, 1, 1, 0, 4]))
-    assert votes.rewards.tolist() == [3, 1, 7, 5]
-    assert votes.rollout_of_sample.tolist() == [3, 1, 1, 0, 2]
-    assert votes.group.tolist() == [0, 0, 0, 1]
-    assert votes.size.tolist() == [3, 1]
-    assert votes.mean == pytest.approx([11 / 3, 5])
-    assert votes.std == pytest.approx([np.std([3, 1, 7], ddof=1), 0])
-    assert votes.flat.tolist() == [False, True]
-    assert votes.centred == pytest.approx([3 - 11 / 3, 1 - 11 / 3, 7 - 11 / 3, 0])
+def test_votes_are_one_found_in_order_of_task_and_rollout() -> None:
+    found = rollout_rewards(np.array([5.0, 1, 1, 3, 7]), np.array([9, 2, 2, 2, 2]), np.array([0, 1, 1, 0, 4]))
+    assert found.rewards.tolist() == [3, 1, 7, 5]
+    assert found.rollout_of_sample.tolist() == [3, 1, 1, 0, 2]
+    assert found.group.tolist() == [0, 0, 0, 1]
+    assert found.size.tolist() == [3, 1]
+    assert found.mean == pytest.approx([11 / 3, 5])
+    assert found.std == pytest.approx([np.std([3, 1, 7], ddof=1), 0])
+    assert found.flat.tolist() == [False, True]
+    assert found.centred == pytest.approx([3 - 11 / 3, 1 - 11 / 3, 7 - 11 / 3, 0])
 
 
 def test_equal_rewards_have_exactly_no_spread() -> None:
-    votes = count_votes(np.full(3, 0.1), np.zeros(3, np.int64), np.arange(3))
-    assert votes.centred.tolist() == [0, 0, 0] and votes.std.tolist() == [0]
-    assert votes.metrics["rollout/raw_reward_std"] == 0 and votes.metrics["rollout/zero_spread"] == 1
+    found = rollout_rewards(np.full(3, 0.1), np.zeros(3, np.int64), np.arange(3))
+    assert found.centred.tolist() == [0, 0, 0] and found.std.tolist() == [0]
+    assert found.metrics["rollout/raw_reward_std"] == 0 and found.metrics["rollout/zero_variance"] == 1
 
 
 def test_the_same_rollout_number_in_two_tasks_is_two_rollouts() -> None:
@@ -33,7 +33,7 @@ def test_the_same_rollout_number_in_two_tasks_is_two_rollouts() -> None:
 
 def test_names_the_rollout_whose_samples_differ() -> None:
     with pytest.raises(TrainingError, match="task 4, rollout 1, got several"):
-        count_votes(np.array([0.0, 1, 2]), np.array([3, 4, 4]), np.array([0, 1, 1]))
+        rollout_rewards(np.array([0.0, 1, 2]), np.array([3, 4, 4]), np.array([0, 1, 1]))
 
 
 def test_mean_over_each_rollouts_tokens_then_over_rollouts_with_tokens() -> None:

@@ -156,7 +156,7 @@ def good_run() -> Forged:
     both = (0, 1)
     drops = (
         (Drop(3, 2, (), "failed", retires=True), Drop(4, 3, (), "poison", "broken", retires=True)),
-        (Drop(6, 4, both, "zero_spread", retires=True), Drop(7, 0, both, "late")),
+        (Drop(6, 4, both, "zero_variance", retires=True), Drop(7, 0, both, "late")),
         (Drop(11, 8, both, "stale", retires=True),),
     )
     entries = [

@@ -11,7 +11,7 @@ import pytest
 from streamrl.cli import main, parser
 from streamrl.config.tree import Config, RunConfig
 from streamrl.monitor.summary import Summary, write_summary
-from streamrl.runtime.lock import locked
+from streamrl.runtime.lock import lock_run
 from streamrl.runtime.rundir import RunDir
 
 ROOT = Path(__file__).parents[2]
@@ -104,7 +104,7 @@ def test_up_refuses_a_run_that_is_running(place: Path, capsys: pytest.CaptureFix
     (place / "a.toml").write_text('[data]\ntrain = "a.jsonl"\n')
     run = RunDir(place / "runs" / "demo")
     run.create()
-    with locked(run):
+    with lock_run(run):
         said = refused(capsys, "up", "a.toml", "--name", "demo")
     assert f"run 'demo' is running already, supervised by process {os.getpid()}" in said
     assert "streamrl down demo" in said

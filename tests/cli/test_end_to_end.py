@@ -55,9 +55,19 @@ async def test_a_run_learns_and_its_log_gives_its_ledger_again(streamrl: Start, 
 
 async def test_a_run_is_joined_looked_at_stopped_and_resumed(streamrl: Start, place: Path) -> None:
     run = RunDir(place / "runs" / "digits")
-    endless = ("run.toml", "--plain", "--set", "run.max_seconds=600", "--set", "tasks.drop_zero_spread=false", "--set", "run.steps=100000")
+    endless = (
+        "run.toml",
+        "--plain",
+        "--set",
+        "run.max_seconds=600",
+        "--set",
+        "tasks.drop_zero_variance=false",
+        "--set",
+        "run.steps=100000",
+    )
     first = await streamrl("up", *endless)
-    await until(lambda: run.log_path("trainer-0").exists() and "training from" in run.log_path("trainer-0").read_text(), within_s=60)
+    log = run.log_path("trainer-0")
+    await until(lambda: log.exists() and "event=training version" in log.read_text(), within_s=60)
 
     (place / "mine.py").write_text(PRODUCER)
     producer = await streamrl("attach", "mine.py:mine", "--run", "digits", "--concurrency", "4")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from streamrl.config.check import check
+from streamrl.config.former import in_present_words
 from streamrl.config.load import convert, dump, from_json, override, override_keys
 from streamrl.config.loss import CorrectionConfig, LossConfig, RejectionConfig
 from streamrl.config.tree import Config
@@ -124,3 +125,14 @@ def test_a_recorded_configuration_loads_and_is_written_in_present_words() -> Non
         policy="gspo", correction=CorrectionConfig(reject=(RejectionConfig(measure="k3", level="sequence_mean", high=0.1),))
     )
     assert from_json(dump(config)) == config
+
+
+def test_a_renamed_key_is_read_from_files_overrides_and_records() -> None:
+    tree = {"tasks": {"drop_zero_spread": False, "batch_tasks": 4}}
+    assert in_present_words(tree) == {"tasks": {"drop_zero_variance": False, "batch_tasks": 4}}
+    assert tree["tasks"].keys() == {"drop_zero_spread", "batch_tasks"}
+    assert not override(Config(), ["tasks.drop_zero_spread=false"]).tasks.drop_zero_variance
+    assert override_keys(["tasks.drop_zero_spread=false"]) == ["tasks.drop_zero_variance"]
+    with pytest.raises(ConfigError) as caught:
+        in_present_words({"tasks": {"drop_zero_spread": False, "drop_zero_variance": True}})
+    assert caught.value.values["key"] == "tasks.drop_zero_spread"

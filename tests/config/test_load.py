@@ -192,7 +192,7 @@ def test_bad_slice(write):
             "trainer.ranks must be 1 with trainer.backend = table, got 2",
         ),
         ("[trainer]\nrank_timeout_s = 0\n", "trainer.rank_timeout_s must be at least 1"),
-        ("[tasks]\nnum_rollouts = 1\n", "tasks.drop_zero_spread needs tasks.num_rollouts >= 2"),
+        ("[tasks]\nnum_rollouts = 1\n", "tasks.drop_zero_variance needs tasks.num_rollouts >= 2"),
         ("label_key = ''\n[warmup]\nmax_steps = 5\n", "warmup.max_steps needs data.label_key"),
         ("[evaluation]\nevery = 5\n", "evaluation.every needs data.heldout"),
         ("[evaluation]\nengines = 1\n", "evaluation.engines needs data.heldout"),

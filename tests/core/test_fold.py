@@ -135,7 +135,7 @@ def test_one_rollout_left_has_no_spread() -> None:
     s = Stream(config())
     s.end(0, 0)
     s.rollouts(0, view(1, reward=1.0))
-    assert s.dropped[-1] == (2, 0, (1,), "zero_spread", True)
+    assert s.dropped[-1] == (2, 0, (1,), "zero_variance", True)
 
 
 def test_poison_with_a_known_task_retires_it_and_is_quarantined() -> None:
@@ -203,12 +203,12 @@ def test_a_demonstration_outside_the_warm_up_is_poison() -> None:
     assert "not of the warm-up" in effects.dead[0].reason and s.state.retired == 1
 
 
-def test_zero_spread_groups_are_dropped_unless_told_not_to() -> None:
+def test_zero_variance_groups_are_dropped_unless_told_not_to() -> None:
     s = Stream(config())
     effects = s.group(0, (1.0, 1.0))
-    assert s.dropped == [(1, 0, (0, 1), "zero_spread", True)] and effects.grant is not None
+    assert s.dropped == [(1, 0, (0, 1), "zero_variance", True)] and effects.grant is not None
     assert (s.state.reward_sum, s.state.reward_count) == (2.0, 2)
-    kept = Stream(config(1, drop_zero_spread=False))
+    kept = Stream(config(1, drop_zero_variance=False))
     kept.group(0, (1.0, 1.0))
     assert tasks_of(kept.close()) == (0,)
 
@@ -217,7 +217,7 @@ def test_a_group_of_two_messages_is_dropped_in_one_record_a_message() -> None:
     s = Stream(config())
     s.rollouts(0, view(2, reward=1.0), group=3)
     s.rollouts(0, view(0, reward=1.0), view(1, reward=1.0), group=3)
-    assert s.dropped == [(1, 0, (2,), "zero_spread", False), (2, 0, (0, 1), "zero_spread", True)]
+    assert s.dropped == [(1, 0, (2,), "zero_variance", False), (2, 0, (0, 1), "zero_variance", True)]
 
 
 def test_a_group_without_a_trained_token_is_dropped() -> None:

@@ -123,7 +123,7 @@ def test_the_same_stream_and_cursors_give_the_same_batches(world: World) -> None
 @settings(max_examples=60, deadline=None)
 def test_equal_lengths_are_never_stale(staleness: int, length: float, batch: int, slots: int, publish_lag: float) -> None:
     world = World(batch, staleness, tail="fixed", length=length, slots=slots, publish_lag=publish_lag, messages="whole", no_spread=0.3)
-    assert not [drop for drop in all_drops(Simulation(world).run()) if drop.reason != "zero_spread"]
+    assert not [drop for drop in all_drops(Simulation(world).run()) if drop.reason != "zero_variance"]
 
 
 @given(staleness=st.integers(2, 5), batch=st.integers(1, 4), seed=st.integers(0, 2**32))

@@ -101,7 +101,7 @@ def test_a_mark_of_a_known_epoch_is_no_news(epoch: int) -> None:
 def test_a_dropped_group_names_its_rollouts_in_their_order() -> None:
     s = Stream(config())
     s.rollouts(0, view(1, reward=1.0), view(0, reward=1.0))
-    assert s.dropped == [(1, 0, (0, 1), "zero_spread", True)]
+    assert s.dropped == [(1, 0, (0, 1), "zero_variance", True)]
 
 
 def test_one_trained_token_in_a_group_is_enough() -> None:

@@ -40,7 +40,7 @@ def test_a_revision_can_take_the_spread_away() -> None:
     s = Stream(config())
     s.group(0, (0.0, 1.0))
     s.reward(0, 0, 1.0)
-    assert s.dropped == [(1, 0, (0, 1), "zero_spread", True)]
+    assert s.dropped == [(1, 0, (0, 1), "zero_variance", True)]
     assert s.state.ready == 0 and s.state.pending == {}
 
 

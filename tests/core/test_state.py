@@ -68,7 +68,7 @@ def test_what_a_configuration_does_not_name_is_off() -> None:
         group_size=0,
         max_staleness=1,
         stale="drop",
-        drop_zero_spread=True,
+        drop_zero_variance=True,
         late_versions=0,
         warmup_steps=0,
         warmup_until=1.0,

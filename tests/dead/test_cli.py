@@ -16,7 +16,7 @@ from streamrl.bus import BusAddress, connect
 from streamrl.bus.server import NatsServer
 from streamrl.cli import main
 from streamrl.config.tree import BusConfig, Config, RunConfig
-from streamrl.consumers.training.dead_letters import bury
+from streamrl.consumers.training.dead_letters import publish_dead_letter
 from streamrl.consumers.training.ledger import open_ledger
 from streamrl.consumers.training.reader import open_message
 from streamrl.core.fold import DeadLetter
@@ -45,7 +45,7 @@ async def bad_messages(address: BusAddress, run: str) -> None:
             message = await bus.fetch(SAMPLES, sequence)
             record = open_message(message).record
             assert isinstance(record, Poison)
-            await bury(bus, subjects, message, DeadLetter(sequence, record.reason, record.task))
+            await publish_dead_letter(bus, subjects, message, DeadLetter(sequence, record.reason, record.task))
         ledger = await open_ledger(bus, subjects, "main", fence=1)
         used = (Used(0, (0,), (9,)),)
         await ledger.append(

@@ -6,7 +6,7 @@ import pytest
 
 from streamrl.bus.protocol import Bus, Message
 from streamrl.config.tree import BusConfig
-from streamrl.consumers.training.dead_letters import INLINE_BYTES, bury
+from streamrl.consumers.training.dead_letters import INLINE_BYTES, publish_dead_letter
 from streamrl.consumers.training.ledger import open_ledger
 from streamrl.consumers.training.reader import open_message
 from streamrl.core.fold import DeadLetter
@@ -38,7 +38,7 @@ async def send(bus: Bus, run: str, body: bytes, **headers: str) -> Message:
 async def bury_it(bus: Bus, run: str, message: Message) -> str:
     record = open_message(message).record
     assert isinstance(record, Poison)
-    await bury(bus, Subjects(run), message, DeadLetter(record.sequence, record.reason, record.task))
+    await publish_dead_letter(bus, Subjects(run), message, DeadLetter(record.sequence, record.reason, record.task))
     return record.reason
 
 
@@ -109,7 +109,9 @@ async def test_a_repaired_letter_is_published_with_headers_of_its_own(bus: Bus, 
 async def test_a_letter_that_could_be_read_goes_out_as_it_was(bus: Bus, run_id: str) -> None:
     update = encode(RewardUpdate(task=10**6, rollout=0, reward=1.0))
     receipt = await bus.publish(Subjects(run_id).rewards, update, headers={HEADER_TASK: "1000000"})
-    await bury(bus, Subjects(run_id), await bus.fetch(SAMPLES, receipt.sequence), DeadLetter(1, "had not been granted", 10**6))
+    await publish_dead_letter(
+        bus, Subjects(run_id), await bus.fetch(SAMPLES, receipt.sequence), DeadLetter(1, "had not been granted", 10**6)
+    )
     replayed = await DeadLetters(bus, Subjects(run_id)).replay(1)
     again = await bus.fetch(SAMPLES, replayed.sequence)
     assert (again.body, dict(again.headers)) == (update, {HEADER_TASK: "1000000"}) and replayed.task == 10**6
@@ -119,7 +121,7 @@ async def test_a_full_bus_loses_the_letter_and_nothing_else(make_bus: MakeBus, r
     bus = await make_bus(BusConfig(blobs_bytes=100_000, samples_bytes=200_000_000, patience_s=20.0))
     message = await send(bus, run_id, b"\x00" * 2 * INLINE_BYTES)
     await bury_it(bus, run_id, message)
-    assert f"dead letter lost sequence={message.sequence}" in caplog.text
+    assert f"event=dead_letter_lost sequence={message.sequence}" in caplog.text
     assert [letter async for letter in DeadLetters(bus, Subjects(run_id)).letters()] == []
 
 

@@ -31,7 +31,7 @@ from streamrl.doctor.run_checks import (
     check_skew,
 )
 from streamrl.errors import LaunchError
-from streamrl.runtime.lock import locked
+from streamrl.runtime.lock import lock_run
 from streamrl.runtime.rundir import RunDir
 
 
@@ -208,7 +208,7 @@ def test_the_bus_of_a_run_that_is_up_answers_and_tells_the_time(
 
     asyncio.run(streams(remove=False))
     nats_server.address.save(run.bus_path)
-    with locked(run):
+    with lock_run(run):
         answers, skew = asyncio.run(check_bus(run))
         assert (answers.state, skew.state, skew.name) == ("ok", "ok", "clock skew")
         assert main(["doctor", "--run", "demo", "--dir", str(run.path.parent), "--json"]) == 0
@@ -223,7 +223,7 @@ def test_a_run_that_is_not_up_is_no_fault_and_one_that_does_not_answer_is(tmp_pa
     assert check.state == "ok" and "not up" in check.found
     monkeypatch.setattr(run_checks, "_ANSWER_S", 0.2)
     run.bus_path.write_text('{"url": "nats://127.0.0.1:1"}')
-    with locked(run):
+    with lock_run(run):
         (check,) = asyncio.run(check_bus(run))
     assert check.state == "fail" and "no NATS server answered" in check.found and check.hint
 

@@ -100,7 +100,7 @@ QUICKSTART = Shape(
         "tasks.num_rollouts": 4,
         "tasks.max_staleness": 1,
         "tasks.max_deliveries": 1000,
-        "tasks.drop_zero_spread": False,
+        "tasks.drop_zero_variance": False,
         "trainer.checkpoint_every": 4,
         "warmup.max_steps": 20,
         "weights.transport": "shm",

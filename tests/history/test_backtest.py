@@ -14,10 +14,10 @@ from streamrl.history.backtest_grid import backtest_grid, print_backtest
 from streamrl.history.backtest_model import Arrival, History, read_history
 from streamrl.history.record_log import RecordedLog
 from streamrl.history.replay_log import PastLedger
-from streamrl.history.source import opened_source
+from streamrl.history.source import open_source
 from tests.history.conftest import Recorded
 
-CONFIG = FoldConfig(batch_tasks=2, max_staleness=4, drop_zero_spread=False)
+CONFIG = FoldConfig(batch_tasks=2, max_staleness=4, drop_zero_variance=False)
 
 
 def group(task: int, first_s: float, time_s: float) -> Arrival:
@@ -96,7 +96,7 @@ def test_a_task_comes_later_where_its_credit_does() -> None:
 async def test_engines_that_lag_on_purpose_are_not_modelled(recorded: Recorded) -> None:
     with pytest.raises(ConfigError, match=r"got debug\.delay_versions = 2"):
         backtest(steady(0.0), replace(CONFIG, delay_versions=2))
-    async with opened_source(str(recorded.path)) as source:
+    async with open_source(str(recorded.path)) as source:
         lagging = replace(source, config=replace(source.config, debug=replace(source.config.debug, delay_versions=1)))
         with pytest.raises(ConfigError, match=r"got debug\.delay_versions = 1"):
             await backtest_grid(lagging, ["tasks.max_staleness=2"])
@@ -118,7 +118,7 @@ async def test_the_recorded_policy_gives_about_what_was_recorded(recorded: Recor
 
 
 async def test_the_grid_of_a_run(recorded: Recorded, capsys: pytest.CaptureFixture[str]) -> None:
-    async with opened_source(str(recorded.path)) as source:
+    async with open_source(str(recorded.path)) as source:
         report = await backtest_grid(source, ["tasks.max_staleness=0,2,6", "tasks.stale=drop,wait"])
         with pytest.raises(ConfigError, match="no part in a back-test"):
             await backtest_grid(source, ["loss.clip_low=0.1"])

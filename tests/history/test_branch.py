@@ -10,7 +10,7 @@ from streamrl.errors import ConfigError
 from streamrl.history.branch import BRANCH_FILE, BranchFile, read_branch_ledger
 from streamrl.history.branch_run import train_branch
 from streamrl.history.replay import Range
-from streamrl.history.source import opened_source, read_entries
+from streamrl.history.source import open_source, read_entries
 from streamrl.monitor.status import list_runs
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.ledger import LedgerEntry
@@ -24,7 +24,7 @@ def contents(path: Path) -> dict[str, str]:
 
 async def branched(recorded: Recorded, base: Path, *overrides: str, span: Range | None = None) -> tuple[RunDir, list[LedgerEntry]]:
     before = contents(recorded.path)
-    async with opened_source(str(recorded.path)) as source:
+    async with open_source(str(recorded.path)) as source:
         run, _ = await train_branch(source, overrides=overrides, name=None, base=base, span=span or Range())
     assert contents(recorded.path) == before, "a branch never writes to its parent"
     return run, read_branch_ledger(run.path)
@@ -87,9 +87,9 @@ async def test_other_batches_close_by_their_own_rules(recorded: Recorded, tmp_pa
 
 
 async def test_keeping_groups_without_spread_trains_more_of_the_stream(recorded: Recorded, tmp_path: Path) -> None:
-    _, entries = await branched(recorded, tmp_path, "tasks.drop_zero_spread=false")
-    assert not any(d.reason == "zero_spread" for e in entries for d in e.drops)
-    assert any(d.reason == "zero_spread" for e in recorded.ledger for d in e.drops), "the parent must have dropped some"
+    _, entries = await branched(recorded, tmp_path, "tasks.drop_zero_variance=false")
+    assert not any(d.reason == "zero_variance" for e in entries for d in e.drops)
+    assert any(d.reason == "zero_variance" for e in recorded.ledger for d in e.drops), "the parent must have dropped some"
     used = {g.task for e in recorded.ledger for g in e.used}
     assert {g.task for e in entries for g in e.used} - used
 
@@ -101,9 +101,9 @@ async def test_what_has_no_part_in_it_is_refused(recorded: Recorded, tmp_path: P
     assert contents(tmp_path) == {}
     run, entries = await branched(recorded, tmp_path, "loss.clip_low=0.1", span=Range(last=4))
     with pytest.raises(ConfigError, match="stream of its own"):
-        async with opened_source(run.name, base=tmp_path):
+        async with open_source(run.name, base=tmp_path):
             pass
     assert (await read_entries(run.name, base=tmp_path)) == (run.name, entries)
-    async with opened_source(str(recorded.path)) as source:
+    async with open_source(str(recorded.path)) as source:
         with pytest.raises(ConfigError, match="no run has"):
             await train_branch(source, overrides=["loss.clip_low=0.1"], name=run.name, base=tmp_path, span=Range())

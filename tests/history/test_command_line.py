@@ -15,7 +15,7 @@ from streamrl.cli import main
 from streamrl.config.tree import Config
 from streamrl.history.record_run import record_run
 from streamrl.launch.prepare import prepare
-from streamrl.runtime.lock import locked
+from streamrl.runtime.lock import lock_run
 from streamrl.runtime.run_record import write_or_check
 from streamrl.runtime.rundir import RunDir
 from tests.history.conftest import FIXED
@@ -140,7 +140,7 @@ async def test_a_run_that_ends_while_it_is_recorded_is_recorded_from_its_store(r
     hasty = replace(config, bus=replace(config.bus, patience_s=1.5))
     run.write_config(hasty)
     try:
-        with locked(run):  # it looks as if it were up, but its server is gone
+        with lock_run(run):  # it looks as if it were up, but its server is gone
             recording = asyncio.create_task(record_run(run, tmp_path / "out"))
             await asyncio.sleep(0.5)
         assert (await recording).entries == 12

@@ -7,12 +7,12 @@ from msgspec.structs import replace
 from streamrl.history.branch_run import train_branch
 from streamrl.history.compare import compare, compare_runs, print_comparison, write_comparison
 from streamrl.history.replay import Range
-from streamrl.history.source import opened_source
+from streamrl.history.source import open_source
 from tests.history.conftest import Recorded
 
 
 async def test_a_run_and_its_branch(recorded: Recorded, tmp_path: Path, capsys: object) -> None:
-    async with opened_source(str(recorded.path)) as source:
+    async with open_source(str(recorded.path)) as source:
         run, _ = await train_branch(source, overrides=["trainer.optimizer.learning_rate=0.05"], name="fast", base=tmp_path, span=Range())
     report = await compare_runs(str(recorded.path), run.name, base=tmp_path)
     warmup = sum(e.source == "warmup" for e in recorded.ledger)

@@ -16,7 +16,7 @@ from streamrl.errors import ConfigError
 from streamrl.history.branch import read_branch_ledger
 from streamrl.history.branch_run import train_branch
 from streamrl.history.replay import Range
-from streamrl.history.source import opened_source
+from streamrl.history.source import open_source
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.tasks import Sampling
 from tests.history.conftest import Recorded, make_recorded
@@ -34,7 +34,7 @@ def ppo_config(base: Path) -> Config:
         run=RunConfig(name="parent", steps=6, seed=3, numerics="bitwise"),
         model=ModelConfig(hidden=32, layers=1, heads=2, kv_heads=1, intermediate=48, max_len=32),
         data=DataConfig(train=str(base / "train.jsonl"), max_prompt_tokens=16),
-        tasks=TasksConfig(batch_tasks=4, num_rollouts=1, max_staleness=1, drop_zero_spread=False),
+        tasks=TasksConfig(batch_tasks=4, num_rollouts=1, max_staleness=1, drop_zero_variance=False),
         sampling=Sampling(max_new_tokens=6),
         reward=RewardConfig(kind=f"{base / 'reward.py'}:share_of_letters"),
         engine=EngineConfig(slots=8),
@@ -78,7 +78,7 @@ async def test_another_critic_is_told(learned: Recorded, tmp_path: Path) -> None
 
 
 async def branched(learned: Recorded, base: Path, *overrides: str, span: Range | None = None) -> list[LedgerEntry]:
-    async with opened_source(str(learned.path)) as source:
+    async with open_source(str(learned.path)) as source:
         run, _ = await train_branch(source, overrides=overrides, name=None, base=base, span=span or Range())
     return read_branch_ledger(run.path)
 

@@ -22,7 +22,7 @@ from streamrl.data.model import ensure_model
 from streamrl.errors import BatchDiffers, ConfigError, Diverged
 from streamrl.history.record_run import record_run
 from streamrl.history.tap import TapSettings, tap, tap_config
-from streamrl.runtime.lock import locked
+from streamrl.runtime.lock import lock_run
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.codec import decode
@@ -65,7 +65,7 @@ async def test_a_tap_shadows_the_run_and_leaves_it_alone(tmp_path_factory: pytes
         TapSettings(name="halves", overrides=("tasks.batch_tasks=1", "tasks.max_staleness=2")),
     )
     assert [e.digest for e in main] == [e.digest for e in alone] and len(main) == 12
-    assert beside == written, "a tap publishes no weights and buries nothing"
+    assert beside == written, "a tap publishes no weights and publishes nothing"
     assert [e.digest for e in taps["shadow"]] == [e.digest for e in main]
     assert [e.used for e in taps["fast"]] == [e.used for e in main]
     assert not {e.digest for e in taps["fast"]} & {e.digest for e in main}
@@ -172,7 +172,7 @@ async def test_a_killed_tap_holds_the_stream_resumes_and_lapses(tmp_path: Path, 
     config = table_config(tmp_path, run={"name": "live", "steps": 100_000}, bus={"samples_bytes": 300_000}, **FIXED)
     async with world(config, own_server, children) as w:  # type: ignore[arg-type]
         # The lock as a supervisor holds it while the run is up.
-        with locked(w.run):
+        with lock_run(w.run):
             async with w.around("engine", "producer", "feeder", "trainer"):
                 async with tap_process(w.run, 60) as process:
                     await until_trained(w, 1, process)

@@ -17,7 +17,7 @@ from streamrl.errors import ConfigError, LogTruncated, StreamRLError
 from streamrl.history.record_log import RecordedLog
 from streamrl.history.replay import Range, verify
 from streamrl.history.replay_report import ReplayReport
-from streamrl.history.source import opened_source
+from streamrl.history.source import open_source
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.trainers.checkpoints import list_checkpoints
@@ -31,7 +31,7 @@ def copy(recorded: Recorded, tmp_path: Path) -> Path:
 
 
 async def replayed(path: Path, span: Range | None = None, **options: object) -> ReplayReport:
-    async with opened_source(str(path)) as source:
+    async with open_source(str(path)) as source:
         return await verify(
             source.config,
             source.log,

@@ -48,7 +48,7 @@ def lockstep_config(tmp_path: Path, run_id: str, backend: str) -> Config:
         run=RunConfig(name=run_id, steps=5, seed=3, numerics="bitwise"),
         model=ModelConfig(hidden=32, layers=1, heads=2, kv_heads=1, intermediate=48, max_len=32),
         data=DataConfig(train=str(tmp_path / "train.jsonl")),
-        tasks=TasksConfig(batch_tasks=4, num_rollouts=4, max_staleness=0, drop_zero_spread=False),
+        tasks=TasksConfig(batch_tasks=4, num_rollouts=4, max_staleness=0, drop_zero_variance=False),
         sampling=Sampling(max_new_tokens=6),
         producer=ProducerConfig(concurrency=3),
         reward=RewardConfig(kind=f"{tmp_path / 'reward.py'}:share_of_letters"),

@@ -53,7 +53,7 @@ def provenance_config(tmp_path: Path, run_id: str) -> Config:
         run=RunConfig(name=run_id, steps=30, seed=5),
         model=ModelConfig(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=96, max_len=80),
         data=DataConfig(train=str(tmp_path / "train.jsonl")),
-        tasks=TasksConfig(batch_tasks=4, num_rollouts=4, max_staleness=6, drop_zero_spread=False),
+        tasks=TasksConfig(batch_tasks=4, num_rollouts=4, max_staleness=6, drop_zero_variance=False),
         sampling=Sampling(max_new_tokens=60, ignore_eos=True),
         producer=ProducerConfig(concurrency=32),
         reward=RewardConfig(kind=f"{tmp_path / 'reward.py'}:share_of_letters"),

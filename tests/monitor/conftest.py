@@ -68,7 +68,7 @@ def learned_run(entry: MakeEntry) -> RunView:
         view.ledger(as_line(entry(number, source="warmup", reward=None, warm=number >= 19)))
     for number in range(21, 101):
         reward = 0.9 - 0.7 * math.exp(-(number - 21) / 15) + 0.04 * math.sin(number * 2.4)
-        drop = Drop(sequence=number, task=number, rollouts=(0, 1, 2, 3), reason="zero_spread")
+        drop = Drop(sequence=number, task=number, rollouts=(0, 1, 2, 3), reason="zero_variance")
         ages = (0, 1, 1, 1) if number % 7 else (1, 1, 2, 2)
         view.ledger(as_line(entry(number, reward=reward, ages=ages, drops=(drop,) if number > 60 else ())))
         serving = EnginePresence(

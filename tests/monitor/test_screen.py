@@ -27,7 +27,7 @@ def test_the_panel_tells_everything(learned_run: RunView) -> None:
         "held-out 0.910",
         "p50 1  max 2",
         "in flight 0.25, queued 0.50",
-        "160 (zero_spread 160)",
+        "160 (zero_variance 160)",
         "engine-0     running, 1 restart, serves 0.99",
         "producer-0   waiting, 2 restarts",
     ):

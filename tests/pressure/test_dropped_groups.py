@@ -13,7 +13,7 @@ from streamrl.schemas.columns import SampleBatch
 from tests.dead.messages import GROUP, RUN, SUBJECTS, patched, template
 
 TASKS = 400
-CONFIG = FoldConfig(batch_tasks=2, group_size=GROUP, max_staleness=1, drop_zero_spread=True)
+CONFIG = FoldConfig(batch_tasks=2, group_size=GROUP, max_staleness=1, drop_zero_variance=True)
 
 
 async def test_groups_without_spread_leave_no_messages_behind() -> None:

@@ -36,7 +36,7 @@ async def test_groups_that_are_dropped_cannot_fill_the_stream_for_good(tmp_path:
             assert await w.child("trainer") == 0
         assert (await w.bus.state(SAMPLES)).first > 1, "the stream must have been full"
         ledger = await w.ledger()
-        assert len(ledger) == 3 and sum(drop.reason == "zero_spread" for drop in ledger[0].drops) >= 190
+        assert len(ledger) == 3 and sum(drop.reason == "zero_variance" for drop in ledger[0].drops) >= 190
         assert (await w.audit()).problems == []
 
 

@@ -35,7 +35,7 @@ max_prompt_tokens = 4
 [tasks]
 batch_tasks = 16
 num_rollouts = 4
-drop_zero_spread = false
+drop_zero_variance = false
 [warmup]
 max_steps = 60
 until = 0.3
@@ -100,7 +100,7 @@ def check_learned(summary: Mapping[str, Any]) -> None:
 
 async def test_each_worker_sees_the_gpus_that_it_was_given(start: Start, run: RunDir) -> None:
     _, address = await two_nodes(start, gpus=2)
-    asked = ("engine.workers=2", "ray.trainer.gpus=1", "tasks.drop_zero_spread=false", "run.steps=100000")
+    asked = ("engine.workers=2", "ray.trainer.gpus=1", "tasks.drop_zero_variance=false", "run.steps=100000")
 
     code, _, err = await said(await up(start, address, *asked, "ray.engine.gpus=1"))
     assert code == 1

@@ -21,12 +21,12 @@ from tests.support.programs import Start, said
 
 pytestmark = [pytest.mark.needs("ray"), pytest.mark.nats, pytest.mark.slow]
 
-ENDLESS = ("--set", "tasks.drop_zero_spread=false", "--set", "run.steps=100000")
+ENDLESS = ("--set", "tasks.drop_zero_variance=false", "--set", "run.steps=100000")
 ACROSS = ("bus.host=0.0.0.0", "bus.advertise=127.0.0.1", "engine.host=0.0.0.0", "engine.advertise=127.0.0.1")
 
 
 async def test_a_run_on_a_ray_of_its_own_survives_its_workers_and_its_actors(start: Start, run: RunDir) -> None:
-    process = await up(start, "local", "tasks.drop_zero_spread=false", "run.steps=60")
+    process = await up(start, "local", "tasks.drop_zero_variance=false", "run.steps=60")
     log = run.log_path("trainer-0")
     await until(lambda: log.exists() and "checkpoint" in log.read_text() and worker_pid(run, "engine"), within_s=90)
     engine, trainer = worker_pid(run, "engine"), worker_pid(run, "trainer")

@@ -105,7 +105,7 @@ EVENTS = st.lists(
 @settings(max_examples=200, deadline=None)
 def test_in_any_order(events: list[tuple[int, int, str, int]], late: int, stale: str, batch: int) -> None:
     """The highest revision folded before the batch counts, every task ends once, credits add up, and a replay decides alike."""
-    c = config(batch_tasks=batch, late_versions=late, stale=stale, drop_zero_spread=False)
+    c = config(batch_tasks=batch, late_versions=late, stale=stale, drop_zero_variance=False)
     state = initial_state(c)
     log: list[Record] = []
     newest: dict[tuple[int, int], tuple[int, float]] = {}

@@ -160,7 +160,7 @@ async def test_rewards_come_hours_later_and_the_trainer_dies_meanwhile(
 
 async def test_corrections_before_and_after_training(tmp_path: Path, nats_bus: Bus, nats_address: BusAddress, run_id: str) -> None:
     """Corrections of trained groups are in the ledger as drops, and nothing that was trained carries them."""
-    config = late_config(tmp_path, run_id, tasks={"batch_tasks": 2, "num_rollouts": GROUP, "max_staleness": 0, "drop_zero_spread": False})
+    config = late_config(tmp_path, run_id, tasks={"batch_tasks": 2, "num_rollouts": GROUP, "max_staleness": 0, "drop_zero_variance": False})
     run, config = await started(tmp_path, config, nats_bus)
     before: list[int] = []
 

@@ -8,7 +8,7 @@ import pytest
 from streamrl.config.tree import Config, RunConfig
 from streamrl.errors import LaunchError
 from streamrl.launch.down import stop_run
-from streamrl.runtime.lock import holder, locked
+from streamrl.runtime.lock import holder, lock_run
 from streamrl.runtime.rundir import RunDir
 from streamrl.weights.factory import weights_directory
 
@@ -22,20 +22,20 @@ def run(tmp_path: Path) -> RunDir:
 
 def test_a_run_has_one_holder_at_a_time(run: RunDir) -> None:
     assert holder(run) is None
-    with locked(run):
+    with lock_run(run):
         assert holder(run) == os.getpid()
-        with pytest.raises(LaunchError, match=f"process {os.getpid()}") as caught, locked(run):
+        with pytest.raises(LaunchError, match=f"process {os.getpid()}") as caught, lock_run(run):
             pass
         assert caught.value.values["pid"] == os.getpid()
     assert holder(run) is None
-    with locked(run):
+    with lock_run(run):
         pass
 
 
 def test_a_lock_left_by_a_dead_process_is_free(run: RunDir) -> None:
     run.lock_path.write_text("999999999")
     assert holder(run) is None
-    with locked(run):
+    with lock_run(run):
         assert run.lock_path.read_text() == str(os.getpid())
 
 

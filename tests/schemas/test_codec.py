@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from streamrl.errors import SchemaError
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import Grant, Latest
-from streamrl.schemas.ledger import Drop, LedgerEntry, Used
+from streamrl.schemas.ledger import Drop, LedgerEntry, SpilledDrops, Used
 from streamrl.schemas.samples import Mark, RewardUpdate, Tombstone
 from streamrl.schemas.subjects import Subjects, kind_of, source_of
 from streamrl.schemas.tasks import RolloutTask, Sampling
@@ -105,3 +105,16 @@ def test_names_that_cannot_be_subject_tokens_are_refused(name: str) -> None:
         Subjects(name)
     with pytest.raises(SchemaError, match="letters, digits"):
         Subjects("r").samples(name)
+
+
+def test_words_of_earlier_entries_are_read_as_what_they_mean_now() -> None:
+    entry = LedgerEntry(
+        run="r", trainer="main", version=Version(0, 1), source="main", used=(), cursor=1, granted=2, retired=1,
+        drops=(Drop(1, 0, (0, 1), "zero_variance"),), metrics={"rollout/zero_variance": 0.5},
+        spilled=SpilledDrops(blob="b", sha256="", number=2, reasons={"zero_variance": 2, "late": 1}),
+    )  # fmt: skip
+    former = (
+        encode(entry).replace(b"\xadzero_variance", b"\xabzero_spread").replace(b"\xb5rollout/zero_variance", b"\xb3rollout/zero_spread")
+    )
+    assert former.count(b"zero_spread") == 3 and b"zero_variance" not in former
+    assert decode(former, LedgerEntry) == entry

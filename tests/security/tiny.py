@@ -25,7 +25,7 @@ max_new_tokens = 4
 [tasks]
 batch_tasks = 4
 num_rollouts = 2
-drop_zero_spread = false
+drop_zero_variance = false
 [warmup]
 max_steps = 2
 [reward]

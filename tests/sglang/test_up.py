@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.bus import BusAddress
-from streamrl.runtime.run_bus import opened
+from streamrl.runtime.run_bus import open_bus
 from streamrl.runtime.rundir import RunDir
 from tests.audit.audit import audit
 from tests.loop.harness import read_ledger
@@ -35,7 +35,7 @@ max_prompt_tokens = 16
 batch_tasks = 4
 num_rollouts = 4
 max_staleness = 0
-drop_zero_spread = false
+drop_zero_variance = false
 [sampling]
 max_new_tokens = 5
 [warmup]
@@ -86,7 +86,7 @@ async def test_a_run_on_sglang_is_what_its_ledger_says(sglang_python: str, tmp_p
         assert await process.wait() == 0, (tmp_path / "out").read_text()
         assert not group_of(servers_of(run)[1]), "the server ends with its run"
 
-    async with opened(run) as bus:
+    async with open_bus(run) as bus:
         # It writes the address down once its server is up.
         address = BusAddress.load(run.bus_path)
         report = await audit(address.url, address.user, address.password, "demo", complete=True)

@@ -25,7 +25,7 @@ DELAY = DebugConfig(token_delay_s=0.04, token_delay_sigma=0.8)
 
 async def measure(folder: Path, server: NatsServer, *, hold: bool, staleness: int, stale: str) -> str:
     """One run of its own; returns `mean age, dropped, busy` of the batches after the first `SETTLED`."""
-    tasks = TasksConfig(batch_tasks=8, num_rollouts=2, max_staleness=staleness, stale=stale, hold_ahead=hold, drop_zero_spread=False)  # type: ignore[arg-type]
+    tasks = TasksConfig(batch_tasks=8, num_rollouts=2, max_staleness=staleness, stale=stale, hold_ahead=hold, drop_zero_variance=False)  # type: ignore[arg-type]
     name = f"s{staleness}-{stale}-{'hold' if hold else 'full'}"
     folder = folder / name
     folder.mkdir()

@@ -16,8 +16,8 @@ from streamrl.core.batches import TrainBatch
 from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.ranks.local import opened_trainer
-from streamrl.trainers.ranks.process_group import Meeting, MeetingPlace, attend
+from streamrl.trainers.ranks.local import open_trainer
+from streamrl.trainers.ranks.process_group import Rendezvous, RendezvousAddress, join
 from tests.support.needs import need
 from tests.support.processes import children
 
@@ -30,7 +30,7 @@ MODULE = "streamrl.trainers.ranks.local"
 @pytest.mark.process
 def test_two_ranks_do_everything_as_one_and_load_what_only_one_sees(model_dir: Path, rollouts: Rollouts, tmp_path: Path) -> None:
     alone = make_trainer(Config(trainer=TrainerConfig(minibatches=2)), model_dir)
-    with opened_trainer(CONFIG, model_dir) as trainer:
+    with open_trainer(CONFIG, model_dir) as trainer:
         assert len(children(MODULE)) == 1
         assert trainer.digest() == alone.digest()
         first = trainer.step(rollouts(0))
@@ -47,13 +47,13 @@ def test_two_ranks_do_everything_as_one_and_load_what_only_one_sees(model_dir: P
         assert trainer.load(tmp_path / "at") == b"state"
         assert trainer.step(rollouts(1)) == second
     assert children(MODULE) == []
-    with opened_trainer(CONFIG, model_dir) as trainer:
+    with open_trainer(CONFIG, model_dir) as trainer:
         assert trainer.step(rollouts(0)) == first
 
 
 @pytest.mark.process
 def test_a_rank_that_is_killed_ends_the_step(model_dir: Path, rollouts: Rollouts) -> None:
-    with pytest.raises(TrainingError, match="needs all ranks of the trainer") as caught, opened_trainer(CONFIG, model_dir) as trainer:
+    with pytest.raises(TrainingError, match="needs all ranks of the trainer") as caught, open_trainer(CONFIG, model_dir) as trainer:
         trainer.step(rollouts(0))
         (pid,) = children(MODULE)
         os.kill(pid, signal.SIGKILL)
@@ -65,7 +65,7 @@ def test_a_rank_that_is_killed_ends_the_step(model_dir: Path, rollouts: Rollouts
 @pytest.mark.process
 def test_a_rank_that_hangs_ends_the_step_within_the_timeout(model_dir: Path, rollouts: Rollouts) -> None:
     config = Config(trainer=TrainerConfig(ranks=2, rank_timeout_s=15.0))
-    with pytest.raises(TrainingError, match="needs all ranks of the trainer"), opened_trainer(config, model_dir) as trainer:
+    with pytest.raises(TrainingError, match="needs all ranks of the trainer"), open_trainer(config, model_dir) as trainer:
         trainer.step(rollouts(0))
         (pid,) = children(MODULE)
         os.kill(pid, signal.SIGSTOP)
@@ -87,7 +87,7 @@ def test_ranks_that_begin_with_other_weights_are_refused(
         return trainer
 
     monkeypatch.setattr(local_ranks, "make_trainer", changed)
-    with pytest.raises(TrainingError, match="same parameters on all ranks at the start, got digests"), opened_trainer(CONFIG, model_dir):
+    with pytest.raises(TrainingError, match="same parameters on all ranks at the start, got digests"), open_trainer(CONFIG, model_dir):
         pass
 
 
@@ -97,7 +97,7 @@ def test_two_gpus_train_as_one(model_dir: Path, rollouts: Rollouts, tmp_path: Pa
     alone = make_trainer(Config(trainer=TrainerConfig(device="cuda")), model_dir)
     expected = [alone.step(rollouts(step)).metrics for step in range(2)]
     for _ in range(2):
-        with opened_trainer(Config(trainer=TrainerConfig(ranks=2, device="cuda")), model_dir) as trainer:
+        with open_trainer(Config(trainer=TrainerConfig(ranks=2, device="cuda")), model_dir) as trainer:
             results = [trainer.step(rollouts(step)) for step in range(2)]
             assert {shard.name for shard in trainer.shards()} == {shard.name for shard in alone.shards()}
             trainer.save(tmp_path / "at", b"", version=Version(0, 2)).result()
@@ -113,20 +113,20 @@ def test_a_rank_that_cannot_start_is_named(tmp_path: Path, capfd: pytest.Capture
 
     if torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU")
-    with pytest.raises(TrainingError, match="rank 1 of the trainer ended at once"), opened_trainer(config, tmp_path):
+    with pytest.raises(TrainingError, match="rank 1 of the trainer ended at once"), open_trainer(config, tmp_path):
         pass
     assert "rank 1: error: expected GPU 1 for rank 1" in capfd.readouterr().err
 
 
 def test_nobody_joins_a_meeting_that_is_not_his() -> None:
-    meeting = Meeting("127.0.0.1", ranks=3, timeout_s=5.0)
+    meeting = Rendezvous("127.0.0.1", ranks=3, timeout_s=5.0)
     place = meeting.place
 
-    def come(at: MeetingPlace, rank: int) -> object:
-        return attend(at, rank=rank, ranks=3, cuda=False, timeout_s=5.0, stop=lambda: True)
+    def come(at: RendezvousAddress, rank: int) -> object:
+        return join(at, rank=rank, ranks=3, cuda=False, timeout_s=5.0, stop=lambda: True)
 
     assert meeting.missing() == [1, 2]
-    assert come(MeetingPlace(place.host, place.port, "of another gang"), 1) is None
+    assert come(RendezvousAddress(place.host, place.port, "of another group"), 1) is None
     assert meeting.missing() == [1, 2]
     assert come(place, 1) is None  # came, and was told to stop
     assert meeting.missing() == [2]
@@ -134,6 +134,6 @@ def test_nobody_joins_a_meeting_that_is_not_his() -> None:
     assert meeting.missing() == [2]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        assert come(MeetingPlace("127.0.0.1", free.getsockname()[1], place.generation), 2) is None
+        assert come(RendezvousAddress("127.0.0.1", free.getsockname()[1], place.generation), 2) is None
     with pytest.raises(TrainingError, match=r"rank 0 of the trainer cannot listen on '192\.0\.2\.1'"):
-        Meeting("192.0.2.1", ranks=2, timeout_s=5.0)
+        Rendezvous("192.0.2.1", ranks=2, timeout_s=5.0)

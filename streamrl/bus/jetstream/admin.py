@@ -115,11 +115,11 @@ async def _ensure(connection: Connection, wanted: dict[str, Any]) -> None:
         found = (await info(connection, name)).config
     except NotFound:
         await _change(connection, "CREATE", wanted)
-        logger.info("bus stream created stream=%s max_bytes=%d", name, wanted["max_bytes"])
+        logger.info("event=bus_stream_created stream=%s max_bytes=%d", name, wanted["max_bytes"])
         return
     if found.get("max_bytes") != wanted["max_bytes"]:
         await _change(connection, "UPDATE", found | {"max_bytes": wanted["max_bytes"]})
-        logger.info("bus stream updated stream=%s max_bytes=%d was=%s", name, wanted["max_bytes"], found.get("max_bytes"))
+        logger.info("event=bus_stream_updated stream=%s max_bytes=%d was=%s", name, wanted["max_bytes"], found.get("max_bytes"))
 
 
 async def _change(connection: Connection, verb: str, config: dict[str, Any]) -> None:

@@ -150,7 +150,7 @@ class JetStreamBlobs:
                 index = (message.headers or {}).get(HEADER_ID, "").rpartition(".")[2]
                 chunks[int(index) if index.isdigit() else len(chunks)] = message.data
         except Interrupted as error:
-            logger.debug("bus blob read interrupted name=%s error=%s", description.name, error)
+            logger.debug("event=bus_blob_read_interrupted name=%s error=%s", description.name, error)
             return True
         finally:
             await session.close()
@@ -177,7 +177,7 @@ class JetStreamBlobs:
         for upload in dead:
             await admin.purge(self._connection, self._stream, {"filter": self._chunks(upload)})
         if dead:
-            logger.info("bus blob orphans removed run=%s uploads=%d", self._run, len(dead))
+            logger.info("event=bus_blob_orphans_removed run=%s uploads=%d", self._run, len(dead))
         return len(dead)
 
     async def _tokens(self, kind: str) -> list[str]:

@@ -136,7 +136,7 @@ class JetStreamBus:
                     position = sequence
                     yield Message(message.subject, sequence, message.data, own_headers(message.headers), facts.time_s)
             except Interrupted as error:
-                logger.debug("bus read interrupted stream=%s position=%d error=%s", name, position, error)
+                logger.debug("event=bus_read_interrupted stream=%s position=%d error=%s", name, position, error)
             finally:
                 await session.close()
 

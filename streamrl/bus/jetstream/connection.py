@@ -298,7 +298,7 @@ class Connection:
         """A missing permission would else show as a timeout: fail the requests that wait for it."""
         who = f"user {self.address.user!r}" if self.address.user else "the user of these credentials"
         hint = f"{who} lacks this right: use the credentials of the role whose work it is, or grant it on a server of your own"
-        logger.error("bus permission denied subject=%s what=%s user=%s", subject, what, self.address.user)
+        logger.error("event=bus_permission_denied subject=%s what=%s user=%s", subject, what, self.address.user)
         for asked, future in self._waiting.values():
             # The client hands on what the server says in lower case.
             if asked.lower() == subject and not future.done():
@@ -312,7 +312,7 @@ class Connection:
         self.generation += 1
         self._last_error = None
         if self.generation > 1:
-            logger.warning("bus reconnected url=%s away_s=%.2f", self.address.url, self.away_s)
+            logger.warning("event=bus_reconnected url=%s away_s=%.2f", self.address.url, self.away_s)
         self._up.set()
         for listener in list(self._listeners):
             listener(True)
@@ -321,7 +321,7 @@ class Connection:
         if client is self._client and self.connected:
             self._lost()
             if not self._closing:
-                logger.warning("bus disconnected url=%s", self.address.url)
+                logger.warning("event=bus_disconnected url=%s", self.address.url)
 
     def _lost(self) -> None:
         self._up.clear()
@@ -347,7 +347,7 @@ class Connection:
                 return
             except BusUnavailable as error:
                 self._last_error = error
-                logger.error("bus connection refused url=%s error=%s", self.address.url, error.message)
+                logger.error("event=bus_connection_refused url=%s error=%s", self.address.url, error.message)
                 await asyncio.sleep(1.0)
 
 

@@ -91,7 +91,7 @@ class JetStreamKeys:
                     elif known.pop(key, None) is not None:
                         yield KeyEntry(key, None, facts.stream_sequence)
             except Interrupted as error:
-                logger.debug("bus watch interrupted prefix=%s error=%s", prefix, error)
+                logger.debug("event=bus_watch_interrupted prefix=%s error=%s", prefix, error)
             finally:
                 await session.close()
 

@@ -186,7 +186,7 @@ class Outbox:
                 try:
                     await self._connection.send(post.subject, post.body, post.reply, post.headers)
                 except Interrupted as error:
-                    logger.debug("bus publish interrupted subject=%s error=%s", post.subject, error)
+                    logger.debug("event=bus_publish_interrupted subject=%s error=%s", post.subject, error)
                     self._take_back([post])
                     break
             await self._wake.wait()
@@ -201,7 +201,9 @@ class Outbox:
                     _settle(post, self._given_up(post))
             late = [post for post in self._sent.values() if now - post.sent_s > RESEND_S and not post.future.done()]
             if late:
-                logger.warning("bus publish unanswered messages=%d subject=%s hint=is_the_servers_disk_full?", len(late), late[0].subject)
+                logger.warning(
+                    "event=bus_publish_unanswered messages=%d subject=%s hint=is_the_servers_disk_full?", len(late), late[0].subject
+                )
                 self._take_back(late)
             if self._queue:
                 self._wake.set()

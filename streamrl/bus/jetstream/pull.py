@@ -185,7 +185,7 @@ async def opened(connection: Connection, stream: str, config: Mapping[str, Any],
             return session, await session.open()
         except Interrupted as error:
             await session.close()
-            logger.debug("bus read interrupted stream=%s error=%s", stream, error)
+            logger.debug("event=bus_read_interrupted stream=%s error=%s", stream, error)
         except NoResponder:
             await session.close()
             unheard_since = unheard_since or time.monotonic()

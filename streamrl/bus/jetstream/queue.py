@@ -70,12 +70,12 @@ class JetStreamLease:
         try:
             answer = await self._connection.request(f"$JS.API.STREAM.MSG.DELETE.{self._stream}", {"seq": self._sequence})
         except Forbidden:
-            logger.warning("bus task left stream=%s seq=%d reason=the_server_forgot_its_delivery", self._stream, self._sequence)
+            logger.warning("event=bus_task_left stream=%s seq=%d reason=the_server_forgot_its_delivery", self._stream, self._sequence)
             return
         reply = decode(answer.data, Simple)
         if reply.error is not None and reply.error.err_code not in GONE:
             raise error_of(reply.error, doing=f"finish task {self._sequence} of {self._stream}")
-        logger.warning("bus task removed stream=%s seq=%d reason=the_server_forgot_its_delivery", self._stream, self._sequence)
+        logger.warning("event=bus_task_removed stream=%s seq=%d reason=the_server_forgot_its_delivery", self._stream, self._sequence)
 
     async def retry(self, delay_s: float = 0.0) -> None:
         delay = b' {"delay": %d}' % int(delay_s * _NANOSECONDS) if delay_s > 0 else b""
@@ -88,7 +88,7 @@ class JetStreamLease:
             try:
                 await self._connection.ask(self._reply, word, timeout_s=ACK_S)
             except (Interrupted, NoResponder) as error:
-                logger.debug("bus acknowledgement unanswered stream=%s seq=%d error=%s", self._stream, self._sequence, error)
+                logger.debug("event=bus_acknowledgement_unanswered stream=%s seq=%d error=%s", self._stream, self._sequence, error)
                 continue
             return True
         return False
@@ -188,7 +188,7 @@ class TaskQueue:
             self._idle.append(sink)
         if status in (409, 503):
             # The consumer is gone or moved (somebody deleted it, or the server restarts): look again at the next claim.
-            logger.warning("bus claim refused source=%s status=%d", source, status)
+            logger.warning("event=bus_claim_refused source=%s status=%d", source, status)
             self._consumers.discard(source)
             await asyncio.sleep(0.1)
 

@@ -27,7 +27,7 @@ from streamrl.errors import EngineError, EngineUnavailable
 from streamrl.schemas.versions import Version
 from streamrl.weights.protocol import Commit
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Delivery = tuple[Callable[[Any], None], Any]
 """(function, argument), to be called on the event loop."""
@@ -109,7 +109,7 @@ class DecodeLoop:
                         self._step()
                     self._flush()
         except Exception as error:
-            log.exception("event=decode_failed engine=%s version=%s", self._engine, self.serving)
+            logger.exception("event=decode_failed engine=%s version=%s", self._engine, self.serving)
             reason = EngineUnavailable(f"decoding failed at engine {self._engine}: {error!r}", hint="see its log; restart it")
         self._out.append((self._ended, reason))
         self._flush()
@@ -169,7 +169,7 @@ class DecodeLoop:
         if committed:
             self.swaps_total += 1
             self.last_swap_ms = took_ms
-            log.info("event=commit engine=%s version=%s running=%d took_ms=%.3f", self._engine, version, self.running, took_ms)
+            logger.info("event=commit engine=%s version=%s running=%d took_ms=%.3f", self._engine, version, self.running, took_ms)
         self._out.append((done, Commit(version, committed, took_ms)))
 
     def _close(self) -> None:
@@ -242,7 +242,7 @@ class DecodeLoop:
                 f"expected finite logits, got NaN or infinity for request {job.request.request_id!r} under version {self.serving}",
                 hint="the weights have diverged: lower trainer.optimizer.learning_rate",
             )
-            log.error("event=non_finite_logits engine=%s version=%s request=%s", self._engine, self.serving, job.request.request_id)
+            logger.error("event=non_finite_logits engine=%s version=%s request=%s", self._engine, self.serving, job.request.request_id)
             self._out.append((job.queue.put_nowait, error))
             for completion in job.completions:
                 if completion.stage is Stage.RUNNING:

@@ -19,7 +19,7 @@ from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
 from streamrl.weights.protocol import Commit, Part, Slice
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -187,7 +187,7 @@ class BatchingEngine:
             self._loop.call_soon_threadsafe(_call_all, deliveries)
         except RuntimeError:
             # The loop was closed without stop(): nobody is left to be told.
-            log.warning("event=loop_closed engine=%s lost=%d", self.engine_id, len(deliveries))
+            logger.warning("event=loop_closed engine=%s lost=%d", self.engine_id, len(deliveries))
             self._decode.close()
 
     def _on_ended(self, reason: EngineError) -> None:

@@ -25,7 +25,7 @@ from streamrl.engines.local.sampling import draw
 from streamrl.errors import ConfigError
 from streamrl.tensors.building import BUILDING
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 8192
 """Padded tokens of one prefill pass; more joiners are prefilled in several passes."""
@@ -103,7 +103,7 @@ class LocalModel:
         self._on_device: tuple[Tensor, ...] = ()
         self._views: list[dict[str, Tensor]] = []
         self._weights: list[Weights | None] = [None, None]
-        log.info(
+        logger.info(
             "event=model_built model_type=%s functional=%s device=%s dtype=%s slots=%d",
             *(config.model_type, bool(self._functional), device, dtype, slots),
         )

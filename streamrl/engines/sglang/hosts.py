@@ -19,7 +19,7 @@ from streamrl.errors import EngineError, StreamRLError
 from streamrl.schemas.versions import Version
 from streamrl.weights.protocol import SourceHost
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 COMMIT_S = 120.0
 
@@ -64,7 +64,7 @@ async def connect_host(server: SglangServer, config: EngineConfig, model_dir: Pa
         problem = _problem(ranks, wanted) or await _unstamped(server.client)
         if not problem:
             detail = {"swap": ranks[0].swap, "why": ranks[0].why, "buffer_bytes": ranks[0].buffer_nbytes, "graphs_s": ranks[0].graphs_s}
-            log.info("event=sglang_swap engine=%s swap=%s why=%s ranks=%d", engine, ranks[0].swap, ranks[0].why, len(ranks))
+            logger.info("event=sglang_swap engine=%s swap=%s why=%s ranks=%d", engine, ranks[0].swap, ranks[0].why, len(ranks))
             return Connected(host, True, detail)
     except StreamRLError as error:
         problem = f"the plugin does not answer: {error.message}"
@@ -103,7 +103,7 @@ def _committer(client: SglangClient) -> Any:
 
 
 def _stock(server: SglangServer, model_dir: Path, *, engine: str, why: str) -> Connected:
-    log.warning(
+    logger.warning(
         "event=sglang_pauses engine=%s reason=%s consequence=every update stops all its requests for a while, and the versions of those "
         "under way are not exact for every token",
         engine,

@@ -27,7 +27,7 @@ from streamrl.engines.sglang.client import SglangClient
 from streamrl.engines.sglang.command import arguments, count_gpus, environment, holds_weights, interpreter, write_site
 from streamrl.errors import EngineDied, EngineError, EngineUnavailable
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
 FOLDER = "streamrl-sglang-"
@@ -144,13 +144,13 @@ class SglangServer:
                 await self.client.close()
                 if PORT_TAKEN not in self._new_log() or attempt == STARTS - 1:
                     raise
-                log.warning("event=sglang_port_taken engine=%s", self._name)
+                logger.warning("event=sglang_port_taken engine=%s", self._name)
         self.version = str((await self.client.get("/server_info", timeout_s=SILENCE_S, expect=dict[str, Any])).get("version", ""))
         self.start_s = time.monotonic() - began
         if self.pid is not None:
             await asyncio.to_thread(_note_memory, self.pid, self.directory)
         self.attach()
-        log.info("event=sglang_started engine=%s pid=%s version=%s seconds=%.1f", self._name, self.pid, self.version, self.start_s)
+        logger.info("event=sglang_started engine=%s pid=%s version=%s seconds=%.1f", self._name, self.pid, self.version, self.start_s)
 
     def attach(self) -> None:
         """Watch the running server from the current event loop."""
@@ -202,7 +202,7 @@ class SglangServer:
         )
         env = environment(sglang, os.environ, site=site, plugin=plugin, index=self._index, num_gpus=count_gpus())
         python = interpreter(sglang)
-        log.info("event=sglang_starting engine=%s python=%s log=%s arguments=%s", self._name, python, self.log_path, " ".join(argv))
+        logger.info("event=sglang_starting engine=%s python=%s log=%s arguments=%s", self._name, python, self.log_path, " ".join(argv))
         self._spawn([python, "-W", "ignore::UserWarning", "-m", "sglang.launch_server", *argv], env)
         await self.client.close()
         self.client = SglangClient(f"http://127.0.0.1:{port}", self._key, name=self._name)
@@ -289,7 +289,7 @@ class SglangServer:
                 self.load = _load(await self.client.get("/v1/loads?include=core", timeout_s=SILENCE_S, expect=Loads))
                 heard = time.monotonic()
             except EngineError as error:
-                log.warning("event=sglang_silent engine=%s seconds=%.1f error=%s", self._name, time.monotonic() - heard, error.message)
+                logger.warning("event=sglang_silent engine=%s seconds=%.1f error=%s", self._name, time.monotonic() - heard, error.message)
             if time.monotonic() - heard >= SILENCE_S:
                 self._end(self._death(f"its schedulers have not answered for {SILENCE_S:g} s"))
                 await self._kill()
@@ -307,7 +307,7 @@ class SglangServer:
         if self._reason is None:
             self._reason = reason
             if isinstance(reason, EngineDied):
-                log.error("event=sglang_died engine=%s message=%s", self._name, reason.message)
+                logger.error("event=sglang_died engine=%s message=%s", self._name, reason.message)
             self._over.set()
 
     async def _kill(self) -> None:

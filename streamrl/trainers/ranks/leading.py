@@ -24,7 +24,7 @@ from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import digest_text
 from streamrl.trainers.checkpoints import recover
 from streamrl.trainers.protocol import StepResult, Trainer
-from streamrl.trainers.ranks.process_group import Gang
+from streamrl.trainers.ranks.process_group import ProcessGroup
 from streamrl.weights.protocol import Shard
 
 _CHUNK_BYTES = 256 << 20
@@ -70,40 +70,40 @@ class LeadingTrainer:
 
     Args:
         own: this rank's trainer.
-        gang: formed, this process rank 0 of it.
+        group: formed, this process rank 0 of it.
 
     Raises:
         TrainingError: the ranks began with different parameters. So do all methods when a rank has ended, or hangs for longer than
             `trainer.rank_timeout_s`, or has other parameters than this one; the trainer is of no use then.
     """
 
-    def __init__(self, own: Trainer, gang: Gang) -> None:
+    def __init__(self, own: Trainer, group: ProcessGroup) -> None:
         self._own = own
-        self._gang = gang
+        self._group = group
         self._agree("at the start", own.digest())
 
     def step(self, batch: TrainBatch) -> StepResult:
-        self._gang.order(pack(Step(batch)))
+        self._group.order(pack(Step(batch)))
         result = self._own.step(batch)
         self._finish(f"after the step from {batch.version}", result.digest)
         return result
 
     def digest(self) -> str:
         """Digest of the parameters, the same on all ranks."""
-        self._gang.order(pack(Digest()))
+        self._group.order(pack(Digest()))
         digest = self._own.digest()
         self._finish("when asked", digest)
         return digest
 
     def shards(self) -> Iterator[Shard]:
         """See `Trainer.shards`: those of rank 0, which are the whole in a data-parallel group."""
-        self._gang.order(pack(Shards()))
+        self._group.order(pack(Shards()))
         found = self._own.shards()
         self._finish()
         return found
 
     def save(self, path: Path, extra: bytes, *, version: Version) -> Future[None]:
-        self._gang.order(pack(Save(str(path), extra, version)))
+        self._group.order(pack(Save(str(path), extra, version)))
         saved = self._own.save(path, extra, version=version)
         self._finish()
         return saved
@@ -113,9 +113,9 @@ class LeadingTrainer:
         # Once, before all ranks look at the same files.
         recover(path)
         files = _files(path)
-        self._gang.order(pack(Load(str(path), files)))
-        if not all(self._gang.gather(1)):
-            _send_files(self._gang, path, files)
+        self._group.order(pack(Load(str(path), files)))
+        if not all(self._group.gather(1)):
+            _send_files(self._group, path, files)
         extra = self._own.load(path)
         self._finish(f"after loading {path}", self._own.digest())
         return extra
@@ -126,18 +126,18 @@ class LeadingTrainer:
 
     def close(self) -> None:
         """Let the other ranks end, and leave the group. Call it when nothing is under way."""
-        self._gang.dismiss()
-        self._gang.close()
+        self._group.dismiss()
+        self._group.close()
 
     def _finish(self, when: str = "", digest: str = "") -> None:
         if digest:
             self._agree(when, digest)
         else:
-            self._gang.gather(0)
-        self._gang.done()
+            self._group.gather(0)
+        self._group.done()
 
     def _agree(self, when: str, digest: str) -> None:
-        digests = [digest_text(one) for one in self._gang.gather(int(digest, 16))]
+        digests = [digest_text(one) for one in self._group.gather(int(digest, 16))]
         if len(set(digests)) > 1:
             said = ", ".join(f"{one} on rank {rank}" for rank, one in enumerate(digests))
             raise TrainingError(
@@ -146,19 +146,19 @@ class LeadingTrainer:
             )
 
 
-def follow(own: Trainer, gang: Gang) -> None:
+def follow(own: Trainer, group: ProcessGroup) -> None:
     """Do what rank 0 orders until it dismisses this rank.
 
     Raises:
         TrainingError: rank 0 or another one has ended, or an order failed here; this process must end then.
     """
-    gang.gather(int(own.digest(), 16))
-    while (body := gang.next_order()) is not None:
-        digest = _execute(own, gang, unpack(body, Order))
-        gang.gather(int(digest, 16) if digest else 0)
+    group.gather(int(own.digest(), 16))
+    while (body := group.next_order()) is not None:
+        digest = _execute(own, group, unpack(body, Order))
+        group.gather(int(digest, 16) if digest else 0)
 
 
-def _execute(own: Trainer, gang: Gang, order: Order) -> str:
+def _execute(own: Trainer, group: ProcessGroup, order: Order) -> str:
     """The digest that rank 0 compares; empty where it compares none."""
     match order:
         case Step():
@@ -170,19 +170,19 @@ def _execute(own: Trainer, gang: Gang, order: Order) -> str:
         case Save():
             own.save(Path(order.path), order.extra, version=order.version).result()
         case Load():
-            _load(own, gang, order)
+            _load(own, group, order)
             return own.digest()
     return ""
 
 
-def _load(own: Trainer, gang: Gang, order: Load) -> None:
+def _load(own: Trainer, group: ProcessGroup, order: Load) -> None:
     seen = _files(Path(order.path)) == order.files
-    if all(gang.gather(int(seen))):
+    if all(group.gather(int(seen))):
         own.load(Path(order.path))
         return
     copy = Path(tempfile.mkdtemp(prefix="streamrl-checkpoint-"))
     try:
-        _receive_files(gang, copy, order.files)
+        _receive_files(group, copy, order.files)
         own.load(copy)
     finally:
         shutil.rmtree(copy)
@@ -192,14 +192,14 @@ def _files(path: Path) -> dict[str, int]:
     return {str(file.relative_to(path)): file.stat().st_size for file in sorted(path.rglob("*")) if file.is_file()}
 
 
-def _send_files(gang: Gang, path: Path, files: dict[str, int]) -> None:
+def _send_files(group: ProcessGroup, path: Path, files: dict[str, int]) -> None:
     for name, nbytes in files.items():
         with (path / name).open("rb") as file:
             for first in range(0, nbytes, _CHUNK_BYTES):
-                gang.send(file.read(min(_CHUNK_BYTES, nbytes - first)))
+                group.send(file.read(min(_CHUNK_BYTES, nbytes - first)))
 
 
-def _receive_files(gang: Gang, path: Path, files: dict[str, int]) -> None:
+def _receive_files(group: ProcessGroup, path: Path, files: dict[str, int]) -> None:
     for name, nbytes in files.items():
         target = path / name
         if path not in target.resolve().parents:
@@ -207,4 +207,4 @@ def _receive_files(gang: Gang, path: Path, files: dict[str, int]) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("wb") as file:
             for first in range(0, nbytes, _CHUNK_BYTES):
-                file.write(gang.receive(min(_CHUNK_BYTES, nbytes - first)))
+                file.write(group.receive(min(_CHUNK_BYTES, nbytes - first)))

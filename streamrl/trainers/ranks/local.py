@@ -38,7 +38,7 @@ class _Start(msgspec.Struct, frozen=True):
 
 
 @contextmanager
-def opened_trainer(config: Config, model_dir: Path) -> Generator[Trainer]:
+def open_trainer(config: Config, model_dir: Path) -> Generator[Trainer]:
     """`make_trainer`, and with `trainer.ranks` above 1 the processes of the other ranks; call from the thread that trains.
 
     Raises:
@@ -49,9 +49,9 @@ def opened_trainer(config: Config, model_dir: Path) -> Generator[Trainer]:
         yield make_trainer(config, model_dir)
         return
     from streamrl.trainers.ranks.leading import LeadingTrainer
-    from streamrl.trainers.ranks.process_group import Meeting
+    from streamrl.trainers.ranks.process_group import Rendezvous
 
-    meeting = Meeting(_HOST, ranks=ranks, timeout_s=timeout_s)
+    meeting = Rendezvous(_HOST, ranks=ranks, timeout_s=timeout_s)
     text = dump(config)
     starts = [_Start(text, str(model_dir), rank, meeting.place.port, meeting.place.generation) for rank in range(1, ranks)]
     children: list[subprocess.Popen[bytes]] = []
@@ -66,9 +66,9 @@ def opened_trainer(config: Config, model_dir: Path) -> Generator[Trainer]:
                 why = "ended at once" if ended else f"did not come within {timeout_s:g} s"
                 raise TrainingError(f"rank {(ended or missing)[0]} of the trainer {why}", hint="what it said is above")
             time.sleep(_POLL_S)
-        gang = meeting.begin(cuda=uses_cuda(config, 0))
+        group = meeting.begin(cuda=uses_cuda(config, 0))
         try:
-            trainer = LeadingTrainer(make_trainer(config, model_dir), gang)
+            trainer = LeadingTrainer(make_trainer(config, model_dir), group)
             yield trainer
             trainer.close()
             patience_s = _END_S
@@ -77,7 +77,7 @@ def opened_trainer(config: Config, model_dir: Path) -> Generator[Trainer]:
             _end(children, 0.0)
             raise
         finally:
-            gang.close()
+            group.close()
     finally:
         _end(children, patience_s)
 
@@ -92,20 +92,20 @@ def uses_cuda(config: Config, rank: int) -> bool:
 def main() -> int:
     """Be one rank until it is dismissed; errors go to stderr without a traceback."""
     from streamrl.trainers.ranks.leading import follow
-    from streamrl.trainers.ranks.process_group import MeetingPlace, attend
+    from streamrl.trainers.ranks.process_group import RendezvousAddress, join
 
     start = msgspec.json.decode(sys.stdin.buffer.read(), type=_Start)
     configure_logging(f"trainer-{start.rank}")
     try:
         config = from_json(start.config, where="what rank 0 sent")
         settings, rank = config.trainer, start.rank
-        place = MeetingPlace(_HOST, start.port, start.generation)
+        place = RendezvousAddress(_HOST, start.port, start.generation)
         cuda = uses_cuda(config, rank)
-        gang = attend(place, rank=rank, ranks=settings.ranks, cuda=cuda, timeout_s=settings.rank_timeout_s)
-        if gang is None:
+        group = join(place, rank=rank, ranks=settings.ranks, cuda=cuda, timeout_s=settings.rank_timeout_s)
+        if group is None:
             raise TrainingError(f"rank {rank} found no rank 0 at {place.host}:{place.port}", hint="has it ended?")
-        follow(make_trainer(config, Path(start.model_dir)), gang)
-        gang.close()
+        follow(make_trainer(config, Path(start.model_dir)), group)
+        group.close()
     except StreamRLError as error:
         print(f"rank {start.rank}: error: {error}", file=sys.stderr, flush=True)
         return 1

@@ -1,11 +1,11 @@
 """The ranks of one trainer: how they meet, and how they hear what to do.
 
-Rank 0 listens on a free port (`Meeting`) and has the address told to the others, who `attend`. What it then orders is signed in with a key
+Rank 0 listens on a free port (`Rendezvous`) and has the address told to the others, who `join`. What it then orders is signed in with a key
 of the store, on which a rank may wait for hours, and carried by a broadcast. Whoever dies takes his connections along: a wait or a
 collective of the others fails at once, or within the timeout where a host has vanished.
 
 A meeting has a generation, a random word. A rank that comes to an address of an earlier one finds nobody, another generation, or its own
-place taken, and looks for the address again: ranks of a dead gang never meet the living.
+place taken, and looks for the address again: ranks of a dead group never meet the living.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from streamrl.errors import TrainingError
 from streamrl.trainers.ranks.collectives import HINT, among_ranks
 
 _POLL_S = 0.05
-_KNOCK_S = 2.0
+_CONNECT_S = 2.0
 _SIOCGIFADDR = 0x8915
 _SIGN = 1 << 63
 
 
-class MeetingPlace(msgspec.Struct, frozen=True):
+class RendezvousAddress(msgspec.Struct, frozen=True):
     """Where rank 0 waits for the others."""
 
     host: str
@@ -43,7 +43,7 @@ class MeetingPlace(msgspec.Struct, frozen=True):
     generation: str
 
 
-class Gang:
+class ProcessGroup:
     """This process's membership of torch.distributed's default group, whose ranks are one trainer. Not thread-safe: one thread calls it."""
 
     def __init__(self, store: Store, *, rank: int, ranks: int, timeout_s: float) -> None:
@@ -112,7 +112,7 @@ class Gang:
             self._store.set(f"order/{self._orders}", str(nbytes))
 
 
-class Meeting:
+class Rendezvous:
     """Rank 0's side: open from the constructor on.
 
     Args:
@@ -133,22 +133,22 @@ class Meeting:
         self._store = TCPStore(
             host, port, None, True, timedelta(seconds=timeout_s), wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        self.place = MeetingPlace(host, port, secrets.token_hex(8))
+        self.place = RendezvousAddress(host, port, secrets.token_hex(8))
         self._store.set("generation", self.place.generation)
 
     def missing(self) -> list[int]:
         """Ranks that are not here yet."""
         return [rank for rank in range(1, self._ranks) if not self._store.check([f"joined/{rank}"])]
 
-    def begin(self, *, cuda: bool) -> Gang:
+    def begin(self, *, cuda: bool) -> ProcessGroup:
         """Form the group, once nobody is missing; raises TrainingError when that fails."""
         self._store.set("go", "1")
         return _form(self._store, self.place, rank=0, ranks=self._ranks, cuda=cuda, timeout_s=self._timeout_s)
 
 
-def attend(
-    place: MeetingPlace, *, rank: int, ranks: int, cuda: bool, timeout_s: float, stop: Callable[[], bool] = lambda: False
-) -> Gang | None:
+def join(
+    place: RendezvousAddress, *, rank: int, ranks: int, cuda: bool, timeout_s: float, stop: Callable[[], bool] = lambda: False
+) -> ProcessGroup | None:
     """Another rank's side: join the meeting at `place`.
 
     Returns:
@@ -159,8 +159,8 @@ def attend(
     """
     try:
         # Asked first: a store's client says much and waits long where nobody listens.
-        socket.create_connection((place.host, place.port), timeout=_KNOCK_S).close()
-        store = TCPStore(place.host, place.port, None, False, timedelta(seconds=_KNOCK_S), wait_for_workers=False)
+        socket.create_connection((place.host, place.port), timeout=_CONNECT_S).close()
+        store = TCPStore(place.host, place.port, None, False, timedelta(seconds=_CONNECT_S), wait_for_workers=False)
         if not store.check(["generation"]) or store.get("generation").decode() != place.generation or store.add(f"joined/{rank}", 1) != 1:
             return None
         store.set_timeout(timedelta(seconds=timeout_s))
@@ -174,7 +174,7 @@ def attend(
     return _form(store, place, rank=rank, ranks=ranks, cuda=cuda, timeout_s=timeout_s)
 
 
-def _form(store: TCPStore, place: MeetingPlace, *, rank: int, ranks: int, cuda: bool, timeout_s: float) -> Gang:
+def _form(store: TCPStore, place: RendezvousAddress, *, rank: int, ranks: int, cuda: bool, timeout_s: float) -> ProcessGroup:
     if dist.is_initialized():
         raise TrainingError("expected a process that belongs to no process group yet, got one that does", hint=HINT)
     here = place.host if rank == 0 else _address_towards(place)
@@ -186,7 +186,7 @@ def _form(store: TCPStore, place: MeetingPlace, *, rank: int, ranks: int, cuda: 
             world_size=ranks,
             timeout=timedelta(seconds=timeout_s),
         )
-    return Gang(store, rank=rank, ranks=ranks, timeout_s=timeout_s)
+    return ProcessGroup(store, rank=rank, ranks=ranks, timeout_s=timeout_s)
 
 
 def _listener(host: str) -> socket.socket:
@@ -203,8 +203,8 @@ def _listener(host: str) -> socket.socket:
     return listener
 
 
-def _address_towards(place: MeetingPlace) -> str:
-    with socket.create_connection((place.host, place.port), timeout=_KNOCK_S) as probe:
+def _address_towards(place: RendezvousAddress) -> str:
+    with socket.create_connection((place.host, place.port), timeout=_CONNECT_S) as probe:
         return str(probe.getsockname()[0])
 
 

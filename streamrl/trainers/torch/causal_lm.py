@@ -26,7 +26,7 @@ from streamrl.core.packing import MicroBatch
 from streamrl.errors import ConfigError
 from streamrl.tensors.building import BUILDING
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 # Wide enough for rounding in bfloat16, far below what a wrong mask or a missing scale does to the logits.
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
@@ -74,7 +74,7 @@ class CausalLM:
         if checkpoint_layers:
             _checkpoint_layers(self._body, self.module.config.get_text_config().num_hidden_layers)
         if not self.free_masks:
-            log.info("one_sample_per_row model=%s", type(self.module).__name__)
+            logger.info("event=one_sample_per_row model=%s", type(self.module).__name__)
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Trained parameters by Hugging Face name; tied ones once, under their first name."""
