@@ -18,6 +18,7 @@ def test_every_name_is_there_and_none_is_a_module() -> None:
         _ = streamrl.algorithms.gpro
 
 
+@pytest.mark.process
 def test_what_needs_no_torch_loads_none() -> None:
     code = "import sys; from streamrl.algorithms import TrainBatch, token_advantages; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

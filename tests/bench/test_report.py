@@ -150,6 +150,7 @@ def test_the_table_has_a_line_for_each_kind_of_window(report):
     assert "NO" not in text.replace("NOT", "")
 
 
+@pytest.mark.process  # matplotlib asks fc-list once on a machine
 def test_the_picture_is_drawn(raw, tmp_path):
     write_timeline(raw, tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")

@@ -11,7 +11,7 @@ from streamrl.config.check import check
 from streamrl.config.former import in_present_words
 from streamrl.config.load import convert, dump, from_json, override, override_keys
 from streamrl.config.loss import CorrectionConfig, LossConfig, RejectionConfig
-from streamrl.config.tree import Config
+from streamrl.config.tree import Config, DataConfig
 from streamrl.errors import ConfigError
 
 OLD_REJECT = {"reject": "k3", "reject_level": "sequence_mean", "reject_low": 0.0, "reject_high": 0.1}
@@ -131,7 +131,8 @@ def test_a_renamed_key_is_read_from_files_overrides_and_records() -> None:
     tree = {"tasks": {"drop_zero_spread": False, "batch_tasks": 4}}
     assert in_present_words(tree) == {"tasks": {"drop_zero_variance": False, "batch_tasks": 4}}
     assert tree["tasks"].keys() == {"drop_zero_spread", "batch_tasks"}
-    assert not override(Config(), ["tasks.drop_zero_spread=false"]).tasks.drop_zero_variance
+    config = Config(data=DataConfig(train="rows.jsonl"))
+    assert not override(config, ["tasks.drop_zero_spread=false"]).tasks.drop_zero_variance
     assert override_keys(["tasks.drop_zero_spread=false"]) == ["tasks.drop_zero_variance"]
     with pytest.raises(ConfigError) as caught:
         in_present_words({"tasks": {"drop_zero_spread": False, "drop_zero_variance": True}})

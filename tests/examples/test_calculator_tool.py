@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.runtime.rundir import RunDir
+from tests.support.memory import freed_after_test
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "calculator_tool"
 PRODUCER = f"{EXAMPLE / 'calculator.py'}:calculator"
 
@@ -107,6 +110,8 @@ def test_a_guest_leaves_a_run_whose_supervisor_was_killed(commands: Commands, tm
     guest = commands.start("attach", PRODUCER, "--run", "calculator")
     log = tmp_path / "runs" / "calculator" / "logs" / "producer-1.log"
     wait_for(lambda: log.exists() and "engine_found" in log.read_text())
+    found = RunDir(tmp_path / "runs" / "calculator")
+    freed_after_test(found.load_config(), found)
     run.kill()
     left, _ = guest.communicate(timeout=40)
     assert guest.returncode == 0, left
