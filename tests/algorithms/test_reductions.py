@@ -42,7 +42,7 @@ def test_token_mean(batch: TrainBatch) -> None:
     assert token_weights(batch, np.arange(4), "token_mean") == pytest.approx(batch.loss_mask / 6)
 
 
-def test_sequence_mean_gives_each_sample_one_vote(batch: TrainBatch) -> None:
+def test_sequence_mean_counts_each_sample_once(batch: TrainBatch) -> None:
     got = token_weights(batch, np.arange(4), "sequence_mean")
     assert got == pytest.approx(np.array([0, 1 / 2, 1 / 2, 0, 1 / 3, 0, 1 / 3, 1 / 3, 0, 1, 0, 0]) / 4)
 
@@ -50,7 +50,7 @@ def test_sequence_mean_gives_each_sample_one_vote(batch: TrainBatch) -> None:
 def test_constant_length_divides_by_the_same_number_everywhere(batch: TrainBatch) -> None:
     got = token_weights(batch, np.arange(4), "constant_length", constant_length=10)
     assert got == pytest.approx(batch.loss_mask / 10 / 3)
-    with pytest.raises(TrainingError, match="constant_length"):
+    with pytest.raises(TrainingError, match="constant_length of at least 1 token .* got 0"):
         token_weights(batch, np.arange(4), "constant_length")
     assert token_weights(batch, np.arange(4), "constant_length", constant_length=1) == pytest.approx(batch.loss_mask / 3)
 
