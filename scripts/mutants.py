@@ -222,15 +222,8 @@ def pool(jobs: int) -> Generator[Executor, None, None]:
     """Workers, each with a copy of the tree, which has its byte code ready: children write none."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder, "tree")
-        for name in (
-            "streamrl",
-            "producers",
-            "consumers",
-            "schemas",
-            "scripts",
-            "tests",
-            "examples",
-        ):  # scripts: spawned children import this
+        # With scripts/: processes that tests spawn import this module.
+        for name in ("streamrl", "producers", "consumers", "schemas", "scripts", "tests", "examples"):
             shutil.copytree(ROOT / name, tree / name, symlinks=True)
         shutil.copy(ROOT / "pyproject.toml", tree)
         compileall.compile_dir(tree, quiet=2)

@@ -75,7 +75,7 @@ class Packed:
 def packed_sequences(batch: TrainBatch, target: npt.NDArray[np.int64], *, device: torch.device | None = None) -> Packed:
     """Which of a batch's tokens `target` [M] belong to one sample; samples without any are left out."""
     samples, number = np.unique(samples_at(batch, target), return_inverse=True)
-    return Packed(torch.from_numpy(number.reshape(-1)).to(device or torch.device("cpu")), len(samples))
+    return Packed(torch.as_tensor(number, device=device), len(samples))
 
 
 class Padded:

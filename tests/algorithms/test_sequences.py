@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from streamrl.algorithms.policy_losses import gspo
-from streamrl.algorithms.sequences import Packed, Padded, Selected, Sequences, mean
+from streamrl.algorithms.sequences import Packed, Padded, Selected, Sequences, mean, packed_sequences
+from streamrl.core.batches import TrainBatch
 
 ROWS = st.lists(st.lists(st.tuples(st.floats(-5, 5), st.booleans(), st.booleans()), min_size=1, max_size=5), min_size=1, max_size=5)
 Rows = list[list[tuple[float, bool, bool]]]
@@ -117,3 +119,11 @@ def test_gspo_over_sequences_split_between_two_processes(tmp_path: Path) -> None
         assert found["loss"].tolist() == pytest.approx(loss[list(own)].tolist(), rel=1e-14)
         assert found["gradient"].tolist() == pytest.approx(logprobs.grad[list(own)].tolist(), rel=1e-14)
         assert found["max"].tolist() == whole.max(logprobs).tolist()
+
+
+def test_tokens_of_a_batch_by_sample() -> None:
+    """Tokens 1, 2 are sample 0's, 4 is sample 1's, which has none here, 6 and 7 are sample 2's."""
+    batch = TrainBatch.from_lists([[1], [1], [1]], [[2, 3], [4], [5, 6]])
+    found = packed_sequences(batch, np.array([2, 7, 1, 6]))
+    assert found.sum(t(1.0, 10.0, 2.0, 20.0)).tolist() == [3.0, 30.0]
+    assert found.mask.tolist() == [True] * 4
