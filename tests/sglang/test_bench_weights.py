@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 PLAN = "steady:0.5,paced:1.5/0.5,steady:0.5,flip:1/0.5,steady:0.5,copy:1/0.5,steady:0.5,tensor:1/1,steady:0.5,"
 PLAN += "distributed:1/0.5,steady:0.5,disk:1/1,steady:0.5"
 

@@ -25,6 +25,8 @@ from tests.engines.models import ask, build
 from tests.engines.publishing import load, publish
 from tests.sglang.cpu import MAX_LEN, ROOT, cpu_config, write_model
 
+pytestmark = pytest.mark.process
+
 PROMPT = (5, 9, 11, 7)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-FIXTURES = {"start", "own_server", "children", "nats_server", "role_server", "shared_server"}
+FIXTURES = {"start", "own_server", "children", "nats_server", "role_server", "shared_server", "sglang_python"}
 """Who asks for one of these starts a process."""
 WAYS = ((subprocess.Popen, "_execute_child"), (os, "fork"), (os, "posix_spawn"), (multiprocessing.util, "spawnv_passfds"))
 
