@@ -41,8 +41,8 @@ CHECK_EVERY_S = 2.0
 SILENCE_S = 60.0
 """Time in which the schedulers may leave a question unanswered (a long prompt on a slow machine), before the server counts as dead."""
 
-_MEMORY = re.compile(r"/dev/shm/sglang_loads_\S+")
-"""Where SGLang's schedulers write their load."""
+_MEMORY = re.compile(r"/dev/shm/(?:sglang_loads_|sgl_shm_mq_|sem\.mp-)\S+")
+"""Where SGLang's schedulers write their load, its queues, and semaphores of its processes."""
 _NOTED = "shared-memory"
 """A file in the private folder: paths of shared memory, one a line, to be removed with the folder."""
 
