@@ -1,15 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from tests.core.conftest import make_batch
 
-import pytest
-
-from streamrl.core.batches import TrainBatch
-from tests.support.batches import train_batch
-
-MakeBatch = Callable[..., TrainBatch]
-
-
-@pytest.fixture
-def make_batch() -> MakeBatch:
-    return train_batch
+__all__ = ["make_batch"]
