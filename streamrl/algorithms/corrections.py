@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.importance import importance_weights
+from streamrl.algorithms.importance import Level, importance_weights
 from streamrl.algorithms.rejection import accept, veto
-from streamrl.algorithms.sequences import Selected, Sequences
+from streamrl.algorithms.sequences import Selected, Sequences, mean
 from streamrl.config.loss import CorrectionConfig
 
 
@@ -23,8 +23,9 @@ class Correction(NamedTuple):
     metrics: dict[str, Tensor]
     """Per-token metrics, summed with the weights of the reduction as the loss is."""
     sums: Tensor
-    """[2] float64: sum and number of the importance weights of the trained, finite tokens, rejected ones included and before any decay by
-    age. Added up over the batch's parts they give `importance.normalization`."""
+    """[2] float64: sum and number of the importance weights of the trained, finite tokens (at level `sequence` and `geometric` of the
+    samples that have some), rejected ones included and before any decay by age. Added up over the batch's parts they give
+    `importance.normalization`."""
 
     def scaled(self, factor: float) -> Correction:
         """The same with every weight times `factor`."""
@@ -38,8 +39,9 @@ def correct(proximal: Tensor, sampler: Tensor, staleness: Tensor, sequences: Seq
     meet every criterion of the rejection (`rejection.accept`), are in no vetoed sample and are young enough. All of it in float64.
 
     Batch normalisation takes two steps, because the mean is the whole batch's: `sums` of all parts are added up, and the correction is
-    `scaled` by `normalization(sums)`. It makes the mean of the importance weights 1 before rejection, which thus cannot change the others'
-    weights, and before the decay by age, which would else have no effect on a batch whose tokens are all equally old.
+    `scaled` by `normalization(sums)`. It makes the mean of the importance weights 1, over tokens at level `token` and else over samples,
+    whatever their lengths: before rejection, which thus cannot change the others' weights, and before the decay by age, which would else
+    have no effect on a batch whose tokens are all equally old.
 
     Args:
         proximal: log pi of the proximal policy, or of the current one (`ratio = "current"`), where it may carry a gradient: none is used.
@@ -53,7 +55,7 @@ def correct(proximal: Tensor, sampler: Tensor, staleness: Tensor, sequences: Seq
         among = Selected(sequences, finite)
         log_ratio = proximal.double() - sampler.double()
         weights, metrics = importance_weights(log_ratio, among, kind=config.kind, level=config.level, low=config.low, high=config.high)
-        sums = torch.stack([weights.sum(), finite.sum().double()])
+        sums = _sums(weights, among, config.level)
         keep = finite
         for one in config.reject:
             passed, found = accept(log_ratio, among, measure=one.measure, level=one.level, low=one.low, high=one.high)
@@ -71,9 +73,20 @@ def correct(proximal: Tensor, sampler: Tensor, staleness: Tensor, sequences: Seq
             decay = decay_weights(staleness, config.staleness_decay).masked_fill(~finite, 0.0)
             weights = weights * decay
             metrics["train/staleness_weight"] = decay
-        metrics["train/rejected_fraction"] = (finite & ~keep).double()
+        left_out = finite & ~keep
+        if config.kind == "mask":
+            left_out = left_out | (metrics["train/mis_tis_mask_fraction_low"] + metrics["train/mis_tis_mask_fraction_high"] > 0)
+        metrics["train/rejected_fraction"] = left_out.double()
         weights = weights.masked_fill(~keep, 0.0)
         return Correction(weights.to(proximal.dtype), keep, {name: found.to(proximal.dtype) for name, found in metrics.items()}, sums)
+
+
+def _sums(weights: Tensor, sequences: Sequences, level: Level) -> Tensor:
+    """[2] float64, see `Correction.sums`: weights 0.5, 0.5, 2 of samples 0, 0, 1 give [3, 3] by token and [2.5, 2] by sample."""
+    if level == "token":
+        return torch.stack([weights.sum(), sequences.mask.sum().double()])
+    trained_S = sequences.sum(sequences.mask.double()) > 0
+    return torch.stack([mean(sequences, weights)[trained_S].sum(), trained_S.sum().double()])
 
 
 def fresh(staleness: Tensor, limit: int) -> Tensor:

@@ -63,7 +63,7 @@ def importance_weights(
     Returns:
         Weights, 0 outside the mask, and per-token metrics: `train/tis` (the ratio before any bound), `train/tis_abs` (its distance from
         1), `train/tis_clipfrac` (1 where the bound changed it), by kind its parts below and above the bounds as
-        `train/mis_tis_truncate_fraction`, `train/mis_tis_{clip,mask}_fraction_{low,high}`, and `train/train_rollout_logprob_abs_diff`.
+        `train/mis_tis_truncate_fraction` and `train/mis_tis_{clip,mask}_fraction_{low,high}`.
     """
     with torch.no_grad():
         ratio = importance_ratio(log_ratio, sequences, level)
@@ -85,14 +85,13 @@ def importance_weights(
             "train/tis": ratio,
             "train/tis_abs": (ratio - 1.0).abs(),
             "train/tis_clipfrac": below + above,
-            "train/train_rollout_logprob_abs_diff": log_ratio.abs(),
             **parts,
         }
         return weights.masked_fill(outside, 0.0), {name: values.masked_fill(outside, 0.0) for name, values in metrics.items()}
 
 
 def normalization(sums: Tensor) -> float:
-    """What weights are multiplied by so that their mean becomes 1: number of tokens / sum of weights; 1 where that sum is 0.
+    """What weights are multiplied by so that their mean becomes 1: their number / their sum; 1 where that sum is 0.
 
     Args:
         sums: [2] sum of the weights and their number, added up over the micro-batches and ranks of the whole batch.

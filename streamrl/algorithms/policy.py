@@ -89,6 +89,6 @@ def policy_loss(tokens: PolicyTokens, config: LossConfig) -> tuple[Tensor, dict[
     settings = {argument: getattr(config, key) for argument, key in known.settings.items()}
     loss, metrics = POLICY_LOSSES[name](logprobs, anchor, advantages, *whose, **settings)
     if config.opsm_delta:
-        kept, more = opsm_keep(logprobs, proximal, advantages, sequences, delta=config.opsm_delta)
+        kept, more = opsm_keep(logprobs, sampler, advantages, sequences, delta=config.opsm_delta)
         loss, metrics = loss * kept, {**metrics, **more}
     return loss, metrics

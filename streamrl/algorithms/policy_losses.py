@@ -182,16 +182,18 @@ def dppo(logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, *, boun
 
 
 def opsm_keep(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequences: Sequences, *, delta: float
+    logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, sequences: Sequences, *, delta: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Which tokens to keep: not those with A < 0 in a sequence whose mean of log pi_old - log pi is above delta.
+    """Which tokens to keep: not those with A < 0 in a sequence whose mean of log mu - log pi is above delta.
 
-    arXiv 2512.02556. What a policy would no longer say teaches it little by being bad, and its ratios are the wildest. Samples of positive
-    advantage are always kept. Tokens that are left out keep their place in the denominators: multiply the loss by the result.
+    arXiv 2512.02556, equation 9, whose pi_old is the probability that the sampler itself gave: a sample's age, and what engine and trainer
+    disagree in, count as well as the batch's own steps. What a policy would no longer say teaches it little by being bad, and its ratios
+    are the wildest. Samples of positive advantage are always kept. Tokens that are left out keep their place in the denominators: multiply
+    the loss by the result.
 
     Args:
         logprobs: log pi.
-        old_logprobs: log pi_old.
+        sampler_logprobs: log mu.
         advantages: A.
         sequences: whose tokens these are; what stands outside its mask is not read, and is kept.
         delta: in nats a token.
@@ -199,7 +201,7 @@ def opsm_keep(
     Returns:
         0 or 1 for each token, without gradient, and the metric `train/opsm_clipfrac` (1 where left out).
     """
-    gone = sequences.spread(mean(sequences, (old_logprobs - logprobs).detach())) > delta
+    gone = sequences.spread(mean(sequences, (sampler_logprobs - logprobs).detach())) > delta
     left_out = (sequences.mask & gone & (advantages < 0)).to(logprobs.dtype)
     return 1.0 - left_out, {"train/opsm_clipfrac": left_out}
 
@@ -217,7 +219,7 @@ def sft(logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Squared error, which stops pulling once a value has moved far: L = max((V - R)^2, (V_old + clamp(V - V_old, +-clip) - R)^2).
+    """Squared error, which stops pulling once a value has moved far: L = max((V - R)^2, (clamp(V, V_old - clip, V_old + clip) - R)^2).
 
     arXiv 1707.06347's clipping for values. A value more than `clip` from V_old on R's side has no gradient, for the second term is the
     larger; on the other side it has. There is no factor 1/2.
@@ -235,7 +237,8 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     if not clip:
         return free, {"train/value_clipfrac": torch.zeros_like(free)}
     old = old_values.detach()
-    bounded = (old + (values - old).clamp(-clip, clip) - returns).square()
+    # Not old + clamp(values - old): that rounds where nothing is clipped, and rounding would count as clipping.
+    bounded = (values.clamp(old - clip, old + clip) - returns).square()
     return torch.where(bounded > free, bounded, free), {"train/value_clipfrac": (bounded > free).to(free.dtype)}
 
 

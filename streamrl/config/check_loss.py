@@ -114,13 +114,6 @@ def _check_policy(config: Config) -> None:
         hint="use streamrl.algorithms.policy_losses.opsm_keep in it, and leave loss.opsm_delta out",
         key="loss.opsm_delta",
     )
-    frozen = config.trainer.minibatches == 1 and loss.proximal == "recomputed"
-    refuse(
-        loss.opsm_delta > 0 and (frozen or loss.correction.ratio == "current"),
-        "loss.opsm_delta masks samples that are less likely than under pi_proximal, but here pi_proximal is always the current policy",
-        hint="set loss.proximal = 'sampler', or trainer.minibatches of 2 and loss.correction.ratio = 'proximal'",
-        key="loss.opsm_delta",
-    )
 
 
 def _check_kl(config: Config) -> None:

@@ -44,7 +44,7 @@ class CorrectionConfig(Section, frozen=True, kw_only=True):
     """`proximal`: computed once a batch and kept for all its optimizer steps. `current`: pi_theta / mu, anew at every step, and then the
     policy loss's own ratio is taken against pi_theta too."""
     normalize: bool = False
-    """Divide the weights by their mean over the batch."""
+    """Divide the weights by their mean over the batch: over its tokens, or over its samples where `level` is not `token`."""
     reject: tuple[RejectionConfig, ...] = ()
     """Rejection beside the weights: what does not meet every one of these criteria is left out, see
     [loss.correction.reject](#losscorrectionreject). One criterion may also be written as `reject = "ratio"` with `reject_level`,
@@ -133,7 +133,7 @@ class LossConfig(Section, frozen=True, kw_only=True):
     dppo_kl: NonNegativeFloat = 1e-3
     """dppo: times (log pi - log mu)^2."""
     opsm_delta: NonNegativeFloat = 0.0
-    """Mask samples of negative advantage whose mean log(pi_proximal / pi) exceeds this (arXiv 2512.02556), for example 1e-4; 0: off."""
+    """Mask samples of negative advantage whose mean log(mu / pi) exceeds this (OPSM, arXiv 2512.02556, eq. 9), for example 1e-4; 0: off."""
     proximal: Literal["recomputed", "log_linear", "sampler"] = "recomputed"
     """pi_proximal, the policy at the batch's first step: computed again by the trainer, interpolated between the sampler's and the current
     log-prob by the token's age (spares a forward pass), or the sampler's log-probs themselves (then there is nothing left to correct)."""

@@ -29,7 +29,7 @@ def sequence_cost(length: Length, width: int) -> Length:
     return length * (6 * width + length)
 
 
-def karmarkar_karp(costs: Sequence[float], parts: int, *, equal_size: bool = False) -> list[list[int]]:
+def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
     """Split items into `parts` sets of nearly equal sums by the largest differencing method (Karmarkar and Karp 1982, k-way).
 
     Starts with every item in a partition of its own, whose other sets are empty. The two partitions with the widest spread between
@@ -39,25 +39,19 @@ def karmarkar_karp(costs: Sequence[float], parts: int, *, equal_size: bool = Fal
     Args:
         costs: cost of each item, at least 0.
         parts: number of sets, at least 1.
-        equal_size: give every set as many items (their number must be a multiple of `parts`): items of neighbouring cost start
-            together, one in each set.
 
     Returns:
         `parts` lists of item numbers, each ascending; some are empty when there are fewer items than parts.
 
     Raises:
-        TrainingError: a cost that is negative or not finite, or a number of items that cannot be shared out equally.
+        TrainingError: no parts, or a cost that is negative or not finite.
     """
     if parts < 1 or any(not 0 <= cost < float("inf") for cost in costs):
         raise TrainingError(f"expected at least 1 part and finite costs of at least 0, got {parts} parts and costs {list(costs)[:8]}")
-    if equal_size and len(costs) % parts:
-        raise TrainingError(f"expected a number of items that {parts} parts can share equally, got {len(costs)}")
     order = sorted(range(len(costs)), key=lambda item: (-costs[item], item))
-    step = parts if equal_size else 1
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
-    for number, first in enumerate(range(0, len(order), step)):
-        sets = [(float(costs[item]), [item]) for item in order[first : first + step]]
-        sets += [(0.0, []) for _ in range(parts - len(sets))]
+    for number, item in enumerate(order):
+        sets = [(float(costs[item]), [item]), *((0.0, list[int]()) for _ in range(parts - 1))]
         heap.append((-_spread(sets), number, sets))
     heapq.heapify(heap)
     number = len(heap)

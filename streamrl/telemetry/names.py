@@ -87,7 +87,7 @@ _DECLARED = (
     Metric("train/same_weights_furthest_logprob", _MEAN, "nats", "the sampler's log-probability of the token that is furthest apart there"),
     Metric("train/float32_sampler_abs_diff_max", _MAX, "nats", "the sampler's distance from float32 in the rollout with that token"),
     Metric("train/float32_trainer_abs_diff_max", _MAX, "nats", "the trainer's distance from float32 in that rollout"),
-    Metric("train/rejected_fraction", _MEAN, "fraction", "trained tokens left out by rejection, veto or age"),
+    Metric("train/rejected_fraction", _MEAN, "fraction", "trained tokens left out by rejection, veto, age or the correction's mask"),
     Metric("train/stale_masked_fraction", _MEAN, "fraction", "trained tokens older than `mask_staleness`"),
     Metric("train/staleness_weight", _MEAN, "1", "factor on a weight by its token's age"),
     Metric("train/ratio_p1", _MEAN, "ratio", "first percentile of rho over trained tokens"),

@@ -76,7 +76,9 @@ def correct(samples: list[Sample], config: CorrectionConfig) -> tuple[list[list[
         found = iter(())
         if finite:
             importance = [bounded(rho, config) for rho in ratios(finite, config.level)]
-            total, count = total + sum(importance), count + len(importance)
+            # A mean over tokens, or over samples, each of which has one weight.
+            counted = importance if config.level == "token" else importance[:1]
+            total, count = total + sum(counted), count + len(counted)
             keep = [True] * len(finite)
             for one in config.reject:
                 low = one.low if one.measure in ("ratio", "k1") else -math.inf

@@ -109,10 +109,10 @@ def dppo(sequences: list[Sequence], bound: float, kl: float) -> PerToken:
 
 
 def opsm(sequences: list[Sequence], delta: float) -> list[list[bool]]:
-    """M of DeepSeek-V3.2's equation: whether each token is kept; untrained ones are."""
+    """M of equation 9 of DeepSeek-V3.2, whose pi_old is the sampler: whether each token is kept; untrained ones are."""
     kept: list[list[bool]] = []
     for sequence in sequences:
-        gaps = [token.old - token.logp.item() for token in sequence if token.trained]
+        gaps = [token.mu - token.logp.item() for token in sequence if token.trained]
         drifted = bool(gaps) and sum(gaps) / len(gaps) > delta
         kept.append([not (drifted and token.trained and token.advantage < 0) for token in sequence])
     return kept

@@ -153,17 +153,20 @@ def test_rejection_changes_no_denominator_and_no_other_tokens_weight(samples: li
     assert one.sums.tolist() == other.sums.tolist()
     assert one.weights.tolist() == torch.where(one.keep, other.weights, 0.0).tolist()
     assert not (one.keep & ~other.keep).any()
-    assert one.metrics["train/rejected_fraction"].tolist() == (other.keep & ~one.keep).double().tolist()
+    masked = other.metrics["train/rejected_fraction"] > 0
+    assert (not masked.any()) or config.kind == "mask"
+    assert one.metrics["train/rejected_fraction"].tolist() == ((other.keep & ~one.keep) | masked).double().tolist()
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.lists(TOKENS, min_size=1, max_size=4), min_size=1, max_size=4), CONFIGS)
-def test_normalisation_makes_the_mean_weight_1(samples: list[Sample], config: CorrectionConfig) -> None:
+def test_normalisation_makes_the_mean_weight_of_tokens_or_samples_1(samples: list[Sample], config: CorrectionConfig) -> None:
     free = msgspec.structs.replace(config, reject=(), veto=0.0, mask_staleness=0, staleness_decay=1.0)
     parts = [correct(**packed([sample]), config=free) for sample in samples]
     factor = normalization(torch.stack([part.sums for part in parts]).sum(0))
-    scaled = torch.cat([part.scaled(factor).weights for part in parts])
-    assert scaled.mean().item() == pytest.approx(1.0 if scaled.any() else 0.0)
+    scaled = [part.scaled(factor).weights for part in parts]
+    counted = torch.cat(scaled if config.level == "token" else [weights[:1] for weights in scaled])
+    assert counted.mean().item() == pytest.approx(1.0 if counted.any() else 0.0)
 
 
 def test_normalisation_leaves_the_decay_by_age() -> None:
@@ -232,13 +235,31 @@ def test_age_masks_and_decays() -> None:
     assert found.metrics["train/staleness_weight"].tolist() == [1.0, 0.5, 0.25, 0.125]
 
 
+@pytest.mark.parametrize("level", ["sequence", "geometric"])
+def test_a_long_sample_counts_once_in_the_mean_of_sample_weights(level: Any) -> None:
+    # Samples of one and of three tokens, of weights 2 and 1/2: their mean is 1.25 however long they are.
+    half, double = math.log(0.5), math.log(2.0)
+    one = half if level == "geometric" else half / 3
+    samples = [[Token(double, 0.0)], [Token(one, 0.0)] * 3]
+    found = correct(**packed(samples), config=CorrectionConfig(kind="truncate", level=level, high=10.0))
+    assert found.sums.tolist() == pytest.approx([2.5, 2])
+    weights = found.scaled(normalization(found.sums)).weights.tolist()
+    assert weights == pytest.approx([2 / 1.25, *[0.5 / 1.25] * 3])
+
+
+def test_what_a_mask_leaves_out_counts_as_rejected() -> None:
+    samples = [[Token(math.log(r), 0.0) for r in (0.2, 0.9, 1.1, 7.0)]]
+    found = correct(**packed(samples), config=CorrectionConfig(kind="mask", low=0.5, high=5.0))
+    assert found.weights.tolist() == pytest.approx([0, 0.9, 1.1, 0])
+    assert found.metrics["train/rejected_fraction"].tolist() == [1, 0, 0, 1]
+
+
 def test_what_is_off_has_no_metrics() -> None:
     found = correct(**packed([[Token(-1.0, -1.0, 3)]]), config=CorrectionConfig(kind="none"))
     assert set(found.metrics) == {
         "train/tis",
         "train/tis_abs",
         "train/tis_clipfrac",
-        "train/train_rollout_logprob_abs_diff",
         "train/rejected_fraction",
     }
     assert found.weights.tolist() == [1.0]
@@ -249,7 +270,7 @@ def test_a_token_that_is_not_finite_is_in_no_samples_ratio() -> None:
     found = correct(**packed(samples), config=CorrectionConfig(level="geometric"))
     assert found.weights.tolist() == pytest.approx([math.exp(0.3), 0.0, math.exp(0.3)])
     assert found.keep.tolist() == [True, False, True]
-    assert found.sums.tolist() == pytest.approx([2 * math.exp(0.3), 2])
+    assert found.sums.tolist() == pytest.approx([math.exp(0.3), 1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -19,7 +19,7 @@ def t(*values: float) -> Tensor:
 
 
 def test_only_bad_samples_that_the_policy_left_are_masked() -> None:
-    # Means of log pi_old - log pi: 0.2, 0.2, -0.2, 0.05.
+    # Means of log mu - log pi: 0.2, 0.2, -0.2, 0.05.
     old = t(0.1, 0.3, 0.1, 0.3, -0.2, 0.05)
     sequences = Packed(torch.tensor([0, 0, 1, 1, 2, 3]), 4)
     keep, metrics = opsm_keep(t(0, 0, 0, 0, 0, 0), old, t(-1, -1, 1, 1, -1, -1), sequences, delta=0.1)
@@ -50,7 +50,7 @@ def test_equals_the_second_implementation(seed: int, layout: object) -> None:
         if x.trained
     ]
     x = (packed if layout is packed else padded)(sequences)
-    keep, metrics = opsm_keep(x.logprobs, x.old, x.advantages, x.sequences, delta=0.05)
+    keep, metrics = opsm_keep(x.logprobs, x.mu, x.advantages, x.sequences, delta=0.05)
     assert x.flat(keep) == want
     assert x.flat(metrics["train/opsm_clipfrac"]) == [1 - w for w in want]
     assert not keep.requires_grad

@@ -27,6 +27,16 @@ def test_golden_by_hand() -> None:
     assert values.grad.tolist() == pytest.approx([0.0, 4.0, -2.0, 2.4])
 
 
+def test_rounding_is_no_clipping() -> None:
+    """old + (values - old) has other last bits than values in float32: nothing is clipped at 1e3, whatever they are."""
+    generator = torch.Generator().manual_seed(0)
+    values, old, returns = torch.randn(3, 4096, generator=generator)
+    assert (old + (values - old) != values).any()
+    loss, metrics = value_loss(values, old, returns, clip=1e3)
+    assert not metrics["train/value_clipfrac"].any()
+    assert torch.equal(loss, (values - returns).square())
+
+
 def test_without_clip_it_is_the_squared_error() -> None:
     values = t(3.0, -1.0).requires_grad_()
     loss, metrics = value_loss(values, t(0.0, 0.0), t(1.0, 1.0), clip=0.0)

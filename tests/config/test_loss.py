@@ -48,7 +48,8 @@ GOOD = [
     ("loss.advantage=ppo", "loss.critic.targets=vtrace", "loss.critic.vtrace_rho=2.0"),
     ("loss.advantage=grpo", "loss.normalize_rewards=false", "tasks.num_rollouts=1"),
     ("loss.proximal=log_linear", "trainer.minibatches=2"),
-    ("loss.opsm_delta=1e-4", "trainer.minibatches=2"),
+    ("loss.opsm_delta=1e-4",),
+    ("loss.opsm_delta=1e-4", "trainer.minibatches=2", "loss.correction.ratio=current"),
     ("loss.opsm_delta=1e-4", "loss.proximal=sampler", "loss.correction.kind=none"),
     ("loss.correction.ratio=current", "trainer.minibatches=2"),
     ("loss.correction.normalize=true",),
@@ -110,8 +111,6 @@ BAD = [
     (("loss.reduction=constant_length",), "constant_length go together"),
     (("loss.constant_length=64",), "constant_length go together"),
     (("loss.opsm_delta=1e-4", "trainer.minibatches=2", "loss.policy=a.py:b"), "belongs to the built-in policy losses"),
-    (("loss.opsm_delta=1e-4",), "pi_proximal is always the current policy"),
-    (("loss.opsm_delta=1e-4", "trainer.minibatches=2", "loss.correction.ratio=current"), "pi_proximal is always the current policy"),
     # the same ratio twice
     (("loss.policy=aipo",), "aipo holds the current policy against the sampler itself; .* would count that ratio twice"),
     (("loss.policy=dppo",), "would count that ratio twice"),

@@ -240,6 +240,15 @@ def test_metrics_of_the_first_step_are_on_policy(make: MakeTrainer) -> None:
     assert named <= set(metrics)
 
 
+def test_the_distance_to_the_sampler_is_measured_though_the_sampler_is_the_proximal_policy(make: MakeTrainer) -> None:
+    trainer = make(loss=LossConfig(proximal="sampler", correction=CorrectionConfig(kind="none")))
+    batch = rollouts()
+    distance = np.abs(score(trainer, batch, Role.POLICY) - batch.sampler_logprobs)[batch.loss_mask]
+    metrics = trainer.step(batch).metrics
+    assert metrics["train/train_rollout_logprob_abs_diff"] == pytest.approx(distance.mean(), abs=1e-5)
+    assert metrics["train/train_rollout_logprob_abs_diff"] > 0.01
+
+
 def test_later_minibatches_are_off_policy(make: MakeTrainer) -> None:
     metrics = make(minibatches=4).step(rollouts()).metrics
     assert metrics["train/ppo_kl"] != 0

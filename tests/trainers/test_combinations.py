@@ -238,3 +238,19 @@ def test_maxrl_has_no_meaning_for_negative_rewards(tiny: Path) -> None:
     batch = make_batch()
     with pytest.raises(TrainingError, match="maxrl"):
         make(tiny, LossConfig(advantage="maxrl")).step(msgspec.structs.replace(batch, rewards=batch.rewards - 1))
+
+
+def test_a_given_proximal_policy_counts_at_any_step(tiny: Path) -> None:
+    """Whoever calls it decides: log-probs that are handed in are what ratios are taken against, at the batch's first step too."""
+    import torch
+
+    from streamrl.algorithms.objective import make_objective
+    from streamrl.trainers.torch.update import policy_tokens
+
+    batch, loss = make_batch(), LossConfig()
+    target = np.flatnonzero(batch.loss_mask)
+    logprobs = torch.full((len(target),), -2.0)
+    given = np.full(batch.num_tokens, -3.0, np.float32)
+    for proximal, want in ((given, -3.0), (None, -2.0)):
+        tokens, _ = policy_tokens(batch, make_objective(batch, loss, 1), target, logprobs, logprobs, loss, proximal=proximal, progress=0.0)
+        assert set(tokens.proximal.tolist()) == {want}

@@ -39,7 +39,9 @@ def policy_gradient(
     """
     value, slope, metrics = POLICY_LOSSES[policy_name(loss)](logprobs, proximal, advantages, loss)
     weights, found = importance_weights(proximal - sampler, loss.correction)
-    return weights * value, weights * slope, weights, {"train/pg_loss": weights * value, **metrics, **found}
+    own = proximal if loss.proximal == "recomputed" else logprobs
+    distance = {"train/train_rollout_logprob_abs_diff": np.abs(own - sampler)}
+    return weights * value, weights * slope, weights, {"train/pg_loss": weights * value, **metrics, **distance, **found}
 
 
 def importance_weights(log_ratio: Values, config: CorrectionConfig) -> tuple[Values, dict[str, Values]]:
@@ -63,9 +65,8 @@ def importance_weights(log_ratio: Values, config: CorrectionConfig) -> tuple[Val
         "train/tis": ratio,
         "train/tis_abs": np.abs(ratio - 1.0),
         "train/tis_clipfrac": below + above,
-        "train/train_rollout_logprob_abs_diff": np.abs(log_ratio),
         **parts,
-        "train/rejected_fraction": nothing,
+        "train/rejected_fraction": below + above if config.kind == "mask" else nothing,
     }
 
 

@@ -139,7 +139,11 @@ class Update:
                                 terms = _demonstration_terms(logprobs, entropy)
                             else:
                                 progress = index / len(objective.steps)
-                                tokens, dropped = policy_tokens(batch, objective, micro.target, logprobs, entropy, loss, progress)
+                                # At the first step the policy is pi_proximal; scored in another layout it would differ by rounding.
+                                before = objective.scores.proximal if index else None
+                                tokens, dropped = policy_tokens(
+                                    batch, objective, micro.target, logprobs, entropy, loss, proximal=before, progress=progress
+                                )
                                 surrogate, measured = self._policy_loss(tokens, loss)
                                 terms = policy_terms(surrogate, measured, tokens, dropped, loss, factor)
                             found = terms.learn(objective.weights[index][micro.target])
@@ -254,7 +258,15 @@ def _demonstration_terms(logprobs: Tensor, entropy: Tensor) -> Terms:
 
 
 def policy_tokens(
-    batch: TrainBatch, objective: Objective, target: Indices, logprobs: Tensor, entropy: Tensor, loss: LossConfig, progress: float
+    batch: TrainBatch,
+    objective: Objective,
+    target: Indices,
+    logprobs: Tensor,
+    entropy: Tensor,
+    loss: LossConfig,
+    *,
+    proximal: npt.NDArray[np.floating] | None,
+    progress: float,
 ) -> tuple[PolicyTokens, Tensor]:
     """What a policy loss is given, and which tokens are dropped [M]: those with a number that is not finite stand outside the mask, as 0.
 
@@ -265,6 +277,7 @@ def policy_tokens(
         logprobs: [M] of the policy under training, with gradient.
         entropy: [M] of that policy; with gradient where `loss.entropy_coef` is set.
         loss: the section.
+        proximal: [T] log-probs before the batch's first step, for `loss.proximal = "recomputed"`; None: those of `logprobs`.
         progress: how much of the batch's optimizer steps is done, in [0, 1).
     """
 
@@ -275,22 +288,21 @@ def policy_tokens(
     staleness = torch.from_numpy(batch.staleness[target]).to(logprobs.device)
     sampler = like(batch.sampler_logprobs)
     if loss.correction.ratio == "current":
-        proximal = current
+        anchor = current
     elif loss.proximal == "sampler":
-        proximal = sampler
+        anchor = sampler
     elif loss.proximal == "log_linear":
-        proximal = log_linear_proximal(current, sampler, staleness, progress=progress)
+        anchor = log_linear_proximal(current, sampler, staleness, progress=progress)
     else:
-        # At the first step the policy is pi_proximal itself; scored in another layout it would differ by rounding.
-        proximal = current if scores.proximal is None or progress == 0 else like(scores.proximal)
+        anchor = current if proximal is None else like(proximal)
     reference = () if scores.reference is None or loss.kl.loss_coef == 0 else (like(scores.reference),)
     packed = packed_sequences(batch, target, device=logprobs.device)
     known = torch.from_numpy(objective.finite[target]).to(logprobs.device)
-    finite = drop_nonfinite(packed.mask & known, logprobs, sampler, proximal, entropy, like(objective.advantages), *reference)
-    logprobs, sampler, proximal, entropy, advantages, *others = finite.values
+    finite = drop_nonfinite(packed.mask & known, logprobs, sampler, anchor, entropy, like(objective.advantages), *reference)
+    logprobs, sampler, anchor, entropy, advantages, *others = finite.values
     tokens = PolicyTokens(
         logprobs=logprobs,
-        proximal=proximal,
+        proximal=anchor,
         sampler=sampler,
         advantages=advantages,
         staleness=staleness,
@@ -317,10 +329,13 @@ def policy_terms(
     keep, entropy, kl = tokens.sequences.mask, tokens.entropy, config.kl
     correction = correct(tokens.proximal, tokens.sampler, tokens.staleness, tokens.sequences, config.correction).scaled(factor)
     loss = surrogate.masked_fill(~keep, 0.0) * correction.weights
-    named = {"train/pg_loss": loss.detach(), **measured, **correction.metrics}
+    # pi_proximal may be the sampler itself, or drawn towards it: then only the policy's own log-probs are the trainer's.
+    own = tokens.proximal if config.proximal == "recomputed" else tokens.logprobs.detach()
+    distance = (own - tokens.sampler).abs().masked_fill(~keep, 0.0)
+    named = {"train/pg_loss": loss.detach(), **measured, "train/train_rollout_logprob_abs_diff": distance, **correction.metrics}
     if tokens.reference is not None:
-        distance, found = kl_loss(tokens.logprobs, tokens.reference, tokens.proximal, estimator=kl.estimator, unbiased=kl.unbiased)
-        loss = loss + kl.loss_coef * distance.masked_fill(~keep, 0.0)
+        divergence, found = kl_loss(tokens.logprobs, tokens.reference, tokens.proximal, estimator=kl.estimator, unbiased=kl.unbiased)
+        loss = loss + kl.loss_coef * divergence.masked_fill(~keep, 0.0)
         named |= found
     assert entropy is not None  # `policy_tokens` gives it
     if config.entropy_coef != 0:
