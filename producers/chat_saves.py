@@ -12,6 +12,8 @@ from streamrl.producers.episode import Segment
 from streamrl.producers.protocol import Context
 from streamrl.schemas.samples import LogprobMode
 
+MAX_BYTES = 64 << 20
+"""Of the chats of a rollout before they are compressed. What is stored is bounded too, but 1 MiB may unpack to a thousand times that."""
 _MARK = b"streamrl-chats-1\n"
 """Begins a checkpoint of chats; user code that stores its own bytes has another beginning."""
 
@@ -64,6 +66,10 @@ class ChatSaves:
             raise SchemaError(
                 f"the state given to chat.save cannot be stored: {error}", hint="give it numbers, texts, lists, tables"
             ) from error
+        if len(body) > MAX_BYTES:
+            raise SchemaError(
+                f"expected chats of at most {MAX_BYTES} bytes to save, got {len(body)}", hint="keep less in chat.save's state"
+            )
         await self._context.checkpoint(_MARK + zlib.compress(body, 1))
 
 
@@ -71,7 +77,11 @@ def _decode(data: bytes | None) -> dict[int, SavedChat]:
     if data is None or not data.startswith(_MARK):
         return {}
     try:
-        chats = msgspec.msgpack.decode(zlib.decompress(data[len(_MARK) :]), type=dict[int, SavedChat])
-    except (zlib.error, msgspec.MsgspecError) as error:
+        unpacking = zlib.decompressobj()
+        body = unpacking.decompress(data[len(_MARK) :], MAX_BYTES)
+        if not unpacking.eof:
+            raise SchemaError(f"expected saved chats of at most {MAX_BYTES} bytes, got more, or only their beginning")
+        chats = msgspec.msgpack.decode(body, type=dict[int, SavedChat])
+    except (zlib.error, msgspec.MsgspecError, RecursionError) as error:
         raise SchemaError(f"expected saved chats in the rollout's checkpoint, got {len(data)} bytes that are none: {error}") from error
     return chats

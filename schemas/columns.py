@@ -267,7 +267,7 @@ def _from_json(text: str | None) -> object:
         return None
     try:
         return msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise SchemaError(f"expected JSON in a label or in metadata, got {text[:80]!r}: {error}") from error
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from streamrl.errors import SchemaError
+from streamrl.schemas.arrow_messages import read_plain_batch
 from streamrl.schemas.column_checks import all_well, shape_problem, value_problem
 from streamrl.schemas.columns import SCHEMA_KEY, SCHEMA_NAME, SampleBatch, arrow_schema, schema_bytes
 
@@ -63,20 +64,22 @@ def _open(body: bytes | memoryview, place: str) -> pa.RecordBatch:
     ours, beginning = arrow_schema(), schema_bytes()
     data = pa.py_buffer(body)
     if bytes(body[: len(beginning)]) == beginning:  # a message of this version: its schema need not be read
-        batch = pa.ipc.read_record_batch(data.slice(len(beginning)), ours)
+        batch = read_plain_batch(pa.ipc.read_message(data.slice(len(beginning))), ours, place=place)
         batch.validate(full=True)
         return batch
-    with pa.ipc.open_stream(data) as reader:
-        schema = reader.schema
-        name = (schema.metadata or {}).get(SCHEMA_KEY, b"").decode(errors="replace")
-        if name != SCHEMA_NAME:
-            raise SchemaError(
-                f"expected sample schema {SCHEMA_NAME}{place}, got {name or 'Arrow data without a schema name'}",
-                hint="producer and trainer must run the same major version of streamrl",
-            )
-        batch = reader.read_next_batch()
+    source = pa.BufferReader(data)
+    schema = pa.ipc.read_schema(source)
+    name = (schema.metadata or {}).get(SCHEMA_KEY, b"").decode(errors="replace")
+    if name != SCHEMA_NAME:
+        raise SchemaError(
+            f"expected sample schema {SCHEMA_NAME}{place}, got {name or 'Arrow data without a schema name'}",
+            hint="producer and trainer must run the same major version of streamrl",
+        )
+    batch = read_plain_batch(pa.ipc.read_message(source), schema, place=place)
+    if not schema.equals(ours):
+        return _with_our_columns(batch, place)
     batch.validate(full=True)
-    return batch if schema.equals(ours) else _with_our_columns(batch, place)
+    return batch
 
 
 @cache
@@ -106,5 +109,8 @@ def _with_our_columns(batch: pa.RecordBatch, place: str) -> pa.RecordBatch:
     new = [field.name for field in theirs if field.name not in ours.names and not field.nullable]
     if new:
         raise SchemaError(f"expected added columns of {SCHEMA_NAME} to be nullable{place}, these are not: {new}")
-    columns = [batch.column(field.name) if field.name in theirs.names else pa.nulls(batch.num_rows, field.type) for field in ours]
+    # Only what is kept is looked through, and only a number of rows that it really has is made room for.
+    known = batch.select([field.name for field in ours if field.name in theirs.names])
+    known.validate(full=True)
+    columns = [known.column(field.name) if field.name in theirs.names else pa.nulls(batch.num_rows, field.type) for field in ours]
     return pa.RecordBatch.from_arrays(columns, schema=ours)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
 
 from streamrl.config.hosts import is_loopback
 from streamrl.engines.channel import PATH as CHANNEL
@@ -27,16 +28,23 @@ T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 HEALTH = "/health"
+_ROUNDS = 4
+"""Looks at each connection within `SILENCE_S`."""
 MAX_BODY_BYTES = 256 << 20
 SHUTDOWN_S = 2.0
 """Seconds that open connections get when the server stops."""
+SILENCE_S = 60.0
+"""A connection is closed that has brought no whole request for so long, or whose other end does not answer any more."""
 
 
 class EngineServer:
     """A listening server; made by `serve`."""
 
-    def __init__(self, engine: Engine, *, token: str = "") -> None:
+    def __init__(self, engine: Engine, *, token: str = "", silence_s: float = SILENCE_S) -> None:
         self._engine = engine
+        self._silence_s = silence_s
+        self._heard: set[RequestHandler] = set()
+        """Connections that have brought a request."""
         self._credentials = f"Bearer {token}".encode() if token else b""
         self._numbers = Numbers()
         self._ids: dict[str, str] = {}
@@ -44,6 +52,7 @@ class EngineServer:
         self._policy = ""
         self._encoder = msgspec.json.Encoder()
         self._runner: web.AppRunner | None = None
+        self._sweeper: asyncio.Task[None] | None = None
         self.address = ""
         """`http://host:port`"""
 
@@ -55,7 +64,7 @@ class EngineServer:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._admit])
         app.router.add_post("/generate", _answering(self._generate))
         app.router.add_post("/abort_request", _answering(self._abort))
-        channels = Channels(self._engine, shutdown_s=SHUTDOWN_S)
+        channels = Channels(self._engine, shutdown_s=SHUTDOWN_S, silence_s=self._silence_s)
         app.router.add_get(CHANNEL, channels.serve)
         app.on_shutdown.append(channels.close)
         app.router.add_get(HEALTH, _answering(self._health))
@@ -77,18 +86,41 @@ class EngineServer:
             ) from error
         bound = self._runner.addresses[0][1]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{bound}"
+        self._sweeper = asyncio.create_task(self._sweep(self._runner))
         logger.info("event=engine_listening address=%s", self.address)
 
     async def stop(self) -> None:
         """Stop listening; open requests are aborted after `SHUTDOWN_S`. The engine runs on."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.gather(self._sweeper, return_exceptions=True)
         if self._runner is not None:
             await self._runner.cleanup()
 
+    async def _sweep(self, runner: web.AppRunner) -> None:
+        """Close connections without a request; in rounds and not by the clock, so that a process that was stopped closes nobody for it."""
+        silent: dict[RequestHandler, int] = {}
+        while True:
+            await asyncio.sleep(self._silence_s / _ROUNDS)
+            connections = [] if runner.server is None else runner.server.connections
+            self._heard.intersection_update(connections)
+            silent = {one: silent.get(one, 0) + 1 for one in connections if one not in self._heard}
+            for one in [one for one, rounds in silent.items() if rounds > _ROUNDS]:
+                logger.warning("event=connection_closed reason=no_request within_s=%.0f", self._silence_s)
+                one.force_close()
+
     @web.middleware
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Turn away who does not know the token, on every route but /health."""
+        """Turn away who does not know the token, on every route but /health, and whose body does not come."""
+        self._heard.add(request.protocol)
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if request.path == HEALTH or not self._credentials or hmac.compare_digest(given, self._credentials):
+            try:
+                async with asyncio.timeout(self._silence_s):
+                    await request.read()
+            except TimeoutError:
+                late = EngineError(f"expected the whole body of {request.path} within {self._silence_s:g} s")
+                return _json(msgspec.json.encode(_error_body(late)), 408)
             return await handler(request)
         refusal = EngineError("expected the run's token in the header Authorization", hint="it is in credentials/engine-token of the run")
         logger.warning("event=request_refused path=%s peer=%s", request.path, request.remote)
@@ -168,7 +200,7 @@ class EngineServer:
     async def _abort(self, request: web.Request) -> web.StreamResponse:
         try:
             rid = msgspec.json.decode(await request.read(), type=dict[str, Any]).get("rid")
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise SchemaError(f"expected a JSON object with rid, got: {error}") from error
         if not isinstance(rid, str) or not rid:
             raise SchemaError(f"expected rid to be a request's id, got {rid!r}", hint='send {"rid": "..."}')
@@ -202,7 +234,7 @@ class EngineServer:
         return _json(self._encoder.encode({"model_path": info.policy, "is_generation": True, "weight_version": version}))
 
 
-async def serve(engine: Engine, host: str = "127.0.0.1", port: int = 0, *, token: str = "") -> EngineServer:
+async def serve(engine: Engine, host: str = "127.0.0.1", port: int = 0, *, token: str = "", silence_s: float = SILENCE_S) -> EngineServer:
     """Serve `engine` over HTTP; port 0 takes a free one.
 
     Args:
@@ -210,11 +242,12 @@ async def serve(engine: Engine, host: str = "127.0.0.1", port: int = 0, *, token
         host: address to listen on.
         port: 0 for any free one.
         token: asked of every request but those for /health; without one the server takes anybody's, on loopback only.
+        silence_s: how long a connection may be open without a whole request, or without an answer of its other end.
 
     Raises:
         EngineError: the address cannot be had, or is not on loopback and there is no token.
     """
-    server = EngineServer(engine, token=token)
+    server = EngineServer(engine, token=token, silence_s=silence_s)
     await server.start(host, port)
     return server
 

@@ -21,14 +21,16 @@ logger = logging.getLogger(__name__)
 class Channels:
     """The open channels of one server."""
 
-    def __init__(self, engine: Engine, *, shutdown_s: float) -> None:
+    def __init__(self, engine: Engine, *, shutdown_s: float, silence_s: float) -> None:
         self._engine = engine
         self._shutdown_s = shutdown_s
+        self._silence_s = silence_s
         self._open: set[Channel] = set()
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         """One channel, from its opening to its end."""
-        socket = web.WebSocketResponse(timeout=self._shutdown_s, max_msg_size=MAX_FRAME_BYTES, compress=False)
+        heartbeat_s = self._silence_s * 2 / 3  # a ping, and half of that for its pong: a client that is gone without a word is let go
+        socket = web.WebSocketResponse(timeout=self._shutdown_s, heartbeat=heartbeat_s, max_msg_size=MAX_FRAME_BYTES, compress=False)
         await socket.prepare(request)
         channel = Channel(self._engine, socket)
         self._open.add(channel)
@@ -60,7 +62,7 @@ class Channel:
                 if message.type is aiohttp.WSMsgType.BINARY:
                     for call in decode_calls(message.data):
                         self._take(call)
-        except (msgspec.DecodeError, StreamRLError) as error:
+        except (msgspec.DecodeError, RecursionError, StreamRLError) as error:
             logger.warning("event=channel_refused error=%s", error)
         finally:
             tasks = [*self._tasks.values(), *self._aborts]
@@ -104,7 +106,7 @@ class Channel:
         except StreamRLError as error:
             unavailable = isinstance(error, EngineUnavailable)
             answer = Answer(ask.number, last=True, error=ErrorDetail(error.message, error.hint), unavailable=unavailable)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             answer = Answer(ask.number, last=True, error=ErrorDetail(f"expected a request, got one that cannot be read: {error}"))
         except Exception as error:  # told to the client, which would else wait for ever
             logger.exception("event=request_failed")

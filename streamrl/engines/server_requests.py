@@ -51,7 +51,7 @@ def read_groups(data: bytes, numbers: Numbers, policy: str) -> tuple[list[Group]
         text = bytes(body.input_ids).strip()
         listed = text[1:].lstrip().startswith(b"[")
         prompts = msgspec.json.decode(text, type=list[tuple[int, ...]]) if listed else [msgspec.json.decode(text, type=tuple[int, ...])]
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise SchemaError(f"expected a /generate body, got: {error}", hint=HINT) from error
     params = body.sampling_params if body.sampling_params is not None else SamplingParams()
     each = params if isinstance(params, list) else [params] * len(prompts)

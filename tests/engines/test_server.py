@@ -216,3 +216,45 @@ async def test_a_port_that_is_taken_is_said_so(server: EngineServer, bare: Table
     with pytest.raises(EngineError, match="expected to listen") as caught:
         await serve(bare, port=int(server.address.rsplit(":", 1)[1]))
     assert "engine.port" in caught.value.hint
+
+
+@pytest.mark.parametrize("path", ["/generate", "/abort_request"])
+@pytest.mark.parametrize("shape", ["[", '{"input_ids":'])
+async def test_json_that_is_nested_without_end_is_a_400(served: Client, path: str, shape: str):
+    answer = await served.post(path, (shape * 50_000).encode(), status=400)
+    assert answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET /health HTTP/1.1\r\nHost:",
+        b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{",
+    ],
+)
+async def test_a_connection_that_brings_no_whole_request_is_closed(bare: TableEngine, sent: bytes):
+    server = await serve(bare, silence_s=0.5)
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(server.address.rsplit(":", 1)[1]))
+        writer.write(sent)
+        async with asyncio.timeout(20):
+            answer = await reader.read()
+        assert not answer or b" 408 " in answer.splitlines()[0]
+        writer.close()
+    finally:
+        await server.stop()
+
+
+async def test_a_connection_that_has_asked_may_stay_silent(bare: TableEngine):
+    server = await serve(bare, silence_s=0.2)
+    try:
+        async with aiohttp.ClientSession(server.address, connector=aiohttp.TCPConnector(limit=1)) as session:
+            for _ in range(2):
+                async with session.get("/health") as response:
+                    assert response.status == 200
+                connections = set(session.connector._conns) if session.connector else set()  # pyright: ignore[reportPrivateUsage]
+                assert connections
+                await asyncio.sleep(0.6)
+    finally:
+        await server.stop()
