@@ -62,12 +62,12 @@ clean:
 	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 # Set-up is done once and stamped; TORCH=... on the command line asks for it again.
-$(VENV)/.installed: pyproject.toml scripts/install.sh $(if $(TORCH),torch)
+$(VENV)/.installed: pyproject.toml requirements.lock scripts/install.sh $(if $(TORCH),torch)
 	scripts/install.sh
 
 $(SGLANG_VENV)/.installed: scripts/install.sh $(wildcard scripts/sglang_cpu/*.txt scripts/sglang_cpu/stubs/*.py)
 	scripts/install.sh sglang-cpu
 
-$(VENV)/.installed-dev: pyproject.toml scripts/install.sh $(if $(TORCH),torch)
+$(VENV)/.installed-dev: pyproject.toml requirements.lock scripts/install.sh $(if $(TORCH),torch)
 	scripts/install.sh dev
 	touch $(VENV)/.installed

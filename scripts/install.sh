@@ -89,5 +89,5 @@ fi
 [ -x "$venv/bin/pip" ] || make_venv
 if needs_torch; then install_torch; fi
 echo "installing streamrl${1:+ with the extra '$1'}; this takes a minute or two"
-pip install --editable ".${1:+[$1]}"
+pip install --editable ".${1:+[$1]}" --constraint requirements.lock
 touch "$venv/.installed${1:+-$1}"

@@ -75,6 +75,9 @@ def _secret(path: str, key: str) -> str:
     if not path:
         return ""
     try:
-        return Path(path).expanduser().read_text().strip()
+        found = Path(path).expanduser().read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{key} must name a readable text file, got {path!r}: {error}", hint=f"check {key}", key=key) from error
+    if not found:
+        raise ConfigError(f"{key} must name a file with a secret in it, got the empty file {path!r}", hint=f"check {key}", key=key)
+    return found

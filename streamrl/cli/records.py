@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from streamrl.config.code import check_trust, loss_code
 from streamrl.errors import ConfigError, SchemaError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def add_verbs(verbs: Any) -> None:
     replay.add_argument("--from", dest="first", metavar="V", help="begin at the nearest checkpoint at or below this version")
     replay.add_argument("--to", dest="last", metavar="V", help="end with this version")
     replay.add_argument("--tolerance", type=float, help="deviation of metrics that passes where the numerics fingerprint is another one")
+    _trust(replay)
     _overrides(replay, "train a branch of the run with this value; may be repeated")
     replay.add_argument("--name", help="name of the branch")
     replay.add_argument("--policy-only", action="store_true", help="back-test bounds and policies (--set tasks.max_staleness=1,2,4)")
@@ -49,6 +51,7 @@ def add_verbs(verbs: Any) -> None:
     tap.add_argument(
         "--from", dest="first", default="0", metavar="V", help="begin at the run's nearest checkpoint at or below this version"
     )
+    _trust(tap)
     tap.add_argument("--lease", dest="lease_s", type=int, default=60, metavar="SECONDS", help="how long its position outlives it")
     _overrides(tap, "train with this value; may be repeated")
     tap.add_argument("--dir", default="runs", help="directory that holds the runs")
@@ -125,7 +128,7 @@ def run_tap(arguments: argparse.Namespace) -> int:
     run = RunDir.find(arguments.run, base=arguments.dir)
     first = _number(arguments.first)
     settings = TapSettings(name=arguments.name, overrides=tuple(arguments.overrides), first=first, lease_s=arguments.lease_s)
-    tap_config(run.load_config(), settings)
+    check_trust(loss_code(tap_config(run.load_config(), settings)), run.foreign, trusted=arguments.trust_code)
     check_up(run)
 
     async def main(worker: Worker) -> None:
@@ -142,6 +145,7 @@ async def _replay(arguments: argparse.Namespace) -> int:
     from streamrl.history.source import open_source
 
     async with open_source(arguments.run, base=arguments.dir) as source:
+        check_trust(loss_code(source.config), source.foreign, trusted=arguments.trust_code)
         report = await verify(
             source.config,
             source.log,
@@ -167,6 +171,7 @@ async def _branch(arguments: argparse.Namespace) -> int:
     from streamrl.monitor.summary import summary_line
 
     async with open_source(arguments.run, base=arguments.dir) as source:
+        check_trust(loss_code(source.config), source.foreign, trusted=arguments.trust_code)
         run, summary = await train_branch(
             source, overrides=arguments.overrides, name=arguments.name, base=Path(arguments.dir), span=_span(arguments)
         )
@@ -207,6 +212,10 @@ def _number(text: str) -> int:
         return int(text) if text.isdigit() else Version.parse(text).number
     except SchemaError as error:
         raise ConfigError(error.message, hint="the versions of a run are in its ledger; 17 is short for 0.17") from error
+
+
+def _trust(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--trust-code", action="store_true", help="run the code that a recording, or another user's run, names")
 
 
 def _overrides(verb: argparse.ArgumentParser, text: str) -> None:

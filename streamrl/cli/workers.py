@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from streamrl.config.code import check_trust, loss_code, rollout_code
 from streamrl.errors import ConfigError
-from streamrl.runtime.kinds import MAINS
+from streamrl.runtime.kinds import MAINS, USER_CODE
 from streamrl.schemas.subjects import MAIN_SOURCE, WARMUP_SOURCE
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ def add_verbs(verbs: Any) -> None:
     worker.add_argument("--run", required=True, help="name or directory of the run")
     worker.add_argument("--index", type=int, help="number within the kind; the first free one if left out")
     worker.add_argument("--dir", default="runs", help="directory that holds the runs")
+    _trust(worker)
     worker.set_defaults(run_verb=run_worker_verb)
 
     attach = verbs.add_parser("attach", help="join a running run with your own producer; Ctrl-C leaves again")
@@ -28,7 +30,12 @@ def add_verbs(verbs: Any) -> None:
     attach.add_argument("--source", default="main", help="task source to claim from")
     attach.add_argument("--concurrency", type=int, help="tasks in flight; producer.concurrency if left out")
     attach.add_argument("--dir", default="runs", help="directory that holds the runs")
+    _trust(attach)
     attach.set_defaults(run_verb=run_attach)
+
+
+def _trust(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--trust-code", action="store_true", help="run the code that another user's run names")
 
 
 def run_worker_verb(arguments: argparse.Namespace) -> int:
@@ -40,7 +47,11 @@ def run_worker_verb(arguments: argparse.Namespace) -> int:
     kind = check_kind(arguments.kind)
     if arguments.index is not None and arguments.index < 0:
         raise ConfigError(f"expected --index of at least 0, got {arguments.index}", hint="leave it out for the first free one")
-    return run_worker(kind, RunDir.find(arguments.run, base=arguments.dir), arguments.index)
+    run = RunDir.find(arguments.run, base=arguments.dir)
+    config = run.load_config()
+    named = {**rollout_code(config), **loss_code(config)} if kind in (*USER_CODE, "trainer") else {}
+    check_trust(named, run.foreign, trusted=arguments.trust_code)
+    return run_worker(kind, run, arguments.index)
 
 
 def run_attach(arguments: argparse.Namespace) -> int:
@@ -73,5 +84,7 @@ def run_attach(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"expected --source {MAIN_SOURCE} or {WARMUP_SOURCE}, got {arguments.source!r}", hint=f"leave it out for {MAIN_SOURCE}"
         )
+    reward = {key: name for key, name in rollout_code(run.load_config()).items() if key == "reward.kind"}
+    check_trust(reward, run.foreign, trusted=arguments.trust_code)
     check_up(run)
     return run_worker("producer", run, main=main)

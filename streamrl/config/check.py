@@ -225,6 +225,12 @@ def _check_bus(config: Config) -> None:
         key="bus.url",
     )
     refuse(
+        "@" in bus.url,
+        "bus.url must hold no user and password: the configuration is stored with the run, and others read it",
+        hint="leave them out, and set bus.user and bus.password_file, or bus.token_file",
+        key="bus.url",
+    )
+    refuse(
         len(credentials) > 1,
         f"expected one kind of credentials, got bus.{' and bus.'.join(credentials)}",
         hint="keep one of them",

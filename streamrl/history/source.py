@@ -33,6 +33,8 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     log: Log
     model_dir: Path
     checkpoints: Path
+    foreign: str
+    """Whose code it names, where that is not known to be our own: see `streamrl.config.code.check_trust`."""
     record: RunRecord | None
     """What the run was started with, where it is known."""
     initial_digest: str
@@ -65,6 +67,7 @@ async def open_source(text: str, *, base: Path | str = "runs") -> AsyncGenerator
             log=log,
             model_dir=log.model_dir,
             checkpoints=log.checkpoints,
+            foreign=f"the recording {text}",
             record=log.recording.record,
             initial_digest=log.recording.initial_digest,
         )
@@ -82,6 +85,7 @@ async def open_source(text: str, *, base: Path | str = "runs") -> AsyncGenerator
             log=bus,
             model_dir=run.policy_dir(config),
             checkpoints=run.checkpoints,
+            foreign=run.foreign,
             record=await read_key(bus.kv, KEY_RUN, RunRecord),
             initial_digest=await read_initial_digest(bus),
         )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 
 from streamrl.errors import LaunchError
-from streamrl.runtime.lock import holder, lock_run
+from streamrl.runtime.lock import Holder, holder, lock_run
+from streamrl.runtime.processes import signal_process
 from streamrl.runtime.rundir import RunDir
 from streamrl.weights.factory import free_weights
 
@@ -27,32 +27,35 @@ def stop_run(run: RunDir, *, now: bool, timeout_s: float) -> bool:
     Raises:
         LaunchError: it is still there after `timeout_s`, or belongs to another user.
     """
-    pid = holder(run)
-    if pid is None:
+    found = holder(run)
+    if found is None:
         with lock_run(run):
             free_weights(run.load_config().weights, run.name, run.path)
         return False
-    _signal(pid, run)
+    _signal(found, run)
     if now:
         time.sleep(_POLL_S)
-        _signal(pid, run)
+        _signal(found, run)
     deadline = time.monotonic() + timeout_s
     while holder(run) is not None:
         if time.monotonic() > deadline:
             raise LaunchError(
-                f"run {run.name!r} is still stopping after {timeout_s:g} s (process {pid})",
+                f"run {run.name!r} is still stopping after {timeout_s:g} s (process {found.pid})",
                 hint="stop it at once with `streamrl down --now`",
             )
         time.sleep(_POLL_S)
     return True
 
 
-def _signal(pid: int, run: RunDir) -> None:
+def _signal(supervisor: Holder, run: RunDir) -> None:
+    if not supervisor.pid:
+        raise LaunchError(
+            f"run {run.name!r} is locked by a process that has not said which one it is",
+            hint=f"is it starting, or on another host? Try again, or there; `fuser {run.lock_path}` names it on its own",
+        )
     try:
-        os.kill(pid, signal.SIGTERM)
-    except ProcessLookupError:
-        return
+        signal_process(supervisor.pid, supervisor.began, signal.SIGTERM)
     except PermissionError as error:
         raise LaunchError(
-            f"run {run.name!r} is supervised by process {pid} of another user", hint="stop it as the user who started it"
+            f"run {run.name!r} is supervised by process {supervisor.pid} of another user", hint="stop it as the user who started it"
         ) from error

@@ -25,6 +25,7 @@ from streamrl.errors import LaunchError
 from streamrl.launch.local import LocalLauncher
 from streamrl.launch.placed import PlacedWorker
 from streamrl.launch.placement import Group, Node, check_fits, fitted, groups, no_room, said
+from streamrl.runtime.kinds import USER_CODE
 from streamrl.runtime.rundir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -215,6 +216,8 @@ class RayLauncher:
     def _files(self, kind: str) -> dict[str, bytes]:
         """What a worker of `kind` needs on a host that does not see this run directory."""
         paths = (self._run.engine_token_path, self._run.bus_path_of(kind))
+        if kind in USER_CODE and self._run.options_path.is_file():
+            paths = (*paths, self._run.options_path)
         return {str(path.relative_to(self._run.path)): path.read_bytes() for path in paths}
 
 

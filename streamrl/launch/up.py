@@ -13,6 +13,7 @@ from pathlib import Path
 
 from streamrl.bus import connect
 from streamrl.bus.protocol import Bus
+from streamrl.config.secret_options import without_secrets
 from streamrl.config.tree import Config
 from streamrl.errors import BusError, LaunchError
 from streamrl.launch.local import LocalLauncher
@@ -92,6 +93,11 @@ async def up(config: Config, display: Display, *, launcher: Launcher | None = No
         opened.enter_context(lock_run(run))
         opened.enter_context(display)
         configure_logging(f"supervisor-{config.run.name}", file=run.events_path, stderr=False)
+        config, secret_options = without_secrets(config)
+        run.write_secret_options(secret_options)
+        for section, options in secret_options.items():
+            keys = ", ".join(f"{section}.options.{name}" for name in options)
+            note(f"{keys}: kept in {run.options_path}, for it looks like a secret; the stored configuration is read by others")
         if launcher is None:
             launcher, config = opened.enter_context(_launcher(config, run, note))
         opened.enter_context(stops.listening())

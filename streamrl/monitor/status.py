@@ -51,10 +51,9 @@ def list_runs(base: str | Path) -> list[RunLine]:
 
 def describe(run: RunDir) -> RunLine:
     """What the run directory alone says."""
-    pid = holder(run)
-    return RunLine(
-        run=run.name, path=str(run.path), state="stopped" if pid is None else "running", supervisor=pid, summary=read_summary(run)
-    )
+    found = holder(run)
+    state, pid = ("stopped", None) if found is None else ("running", found.pid)
+    return RunLine(run=run.name, path=str(run.path), state=state, supervisor=pid, summary=read_summary(run))
 
 
 def read_summary(run: RunDir) -> Summary | None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from pathlib import Path
 
+import msgspec
+
 from streamrl.config.files import write_private
 from streamrl.config.load import dump, from_json
+from streamrl.config.secret_options import SecretOptions, with_secrets
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError, LaunchError
 from streamrl.schemas.subjects import RUN_ID, check_name
@@ -25,6 +29,8 @@ class RunDir:
         """Secrets, one file each, readable by the owner only: the bus for each role, and the token of the engines."""
         self.engine_token_path = self.credentials / "engine-token"
         """What engines ask of those who send them requests."""
+        self.options_path = self.credentials / "options.json"
+        """Options of user code that look like secrets; see `streamrl.config.secret_options`."""
         self.tls = self.path / "tls"
         """Certificate of the embedded nats-server."""
         self.bus_store = self.path / "bus"
@@ -60,14 +66,20 @@ class RunDir:
         return self.role_path(role) if any(self.credentials.glob("*.json")) else self.bus_path
 
     def engine_token(self) -> str:
-        """The run's engine token; raises ConfigError when it is not there."""
+        """The run's engine token; raises ConfigError when it is not there, or empty: that would let everybody in."""
         try:
-            return self.engine_token_path.read_text().strip()
+            token = self.engine_token_path.read_text().strip()
         except OSError as error:
             raise ConfigError(
                 f"expected the engines' token in {self.engine_token_path}: {error.strerror}",
                 hint="`streamrl up` makes it; copy it to hosts that run engines or producers",
             ) from error
+        if not token:
+            raise ConfigError(
+                f"expected the engines' token in {self.engine_token_path}, got an empty file",
+                hint="delete it: `streamrl up` makes a new one",
+            )
+        return token
 
     def policy_dir(self, config: Config) -> Path:
         """Where the initial policy and its tokenizer are: the user's model, or the one that was built for the run."""
@@ -76,6 +88,12 @@ class RunDir:
     def log_path(self, worker: str) -> Path:
         """Log file of one worker."""
         return self.logs / f"{worker}.log"
+
+    @property
+    def foreign(self) -> str:
+        """Whose run this is, if it is another user's: `a run of user 1000`; else an empty string."""
+        owner = self.path.stat().st_uid
+        return "" if owner == os.getuid() else f"a run of user {owner}"
 
     @property
     def exists(self) -> bool:
@@ -96,8 +114,15 @@ class RunDir:
             ) from error
 
     def write_config(self, config: Config) -> None:
-        """Store the configuration; a reader sees the old or the new file, never a half."""
+        """Store the configuration, which `streamrl.config.secret_options.without_secrets` has been through; readers see no half file."""
         write_private(self.config_path, dump(config).encode())
+
+    def write_secret_options(self, secrets: SecretOptions) -> None:
+        """Store what `without_secrets` took out; `with_secret_options` puts it in again."""
+        if secrets:
+            write_private(self.options_path, msgspec.json.encode(secrets))
+        else:
+            self.options_path.unlink(missing_ok=True)
 
     def load_config(self) -> Config:
         """The stored configuration; raises ConfigError when there is none or it does not fit this version of streamrl."""
@@ -108,6 +133,15 @@ class RunDir:
                 f"no configuration at {self.config_path}: {error.strerror}", hint="is this a run directory? `streamrl up` makes one"
             ) from error
         return from_json(text, where=str(self.config_path))
+
+    def with_secret_options(self, config: Config) -> Config:
+        """The configuration for a worker that runs user code; raises ConfigError when the options that belong to it cannot be read."""
+        if not self.options_path.is_file():
+            return config
+        try:
+            return with_secrets(config, msgspec.json.decode(self.options_path.read_bytes(), type=SecretOptions))
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ConfigError(f"expected options in {self.options_path}: {error}", hint="`streamrl up` writes this file") from error
 
     @classmethod
     def find(cls, text: str, *, base: Path | str = "runs") -> RunDir:

@@ -20,7 +20,7 @@ from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
 from streamrl.errors import BusError, ConfigError, Fenced, StreamRLError
 from streamrl.runtime.collection import collect_rarely, keep_none
-from streamrl.runtime.kinds import check_kind, environment, load_main, num_workers
+from streamrl.runtime.kinds import USER_CODE, check_kind, environment, load_main, num_workers
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import SUPERVISOR_VARIABLE, Exit, die_with_parent, parent_is_gone
 from streamrl.schemas.codec import encode
@@ -104,6 +104,8 @@ def run_worker(kind: str, run: RunDir, index: int | None = None, *, main: Main |
     try:
         check_kind(kind)
         config = run.load_config()
+        if kind in USER_CODE:
+            config = run.with_secret_options(config)
         if not supervisor:
             os.environ.update({key: value for key, value in environment(config, kind).items() if key not in os.environ})
         asyncio.run(_serve(kind, run, config, index, main or load_main(kind), supervisor))

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version
+from streamrl.weights.shm import check_own
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class Owner:
 
     def __init__(self, directory: Path, policy: str) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_own(directory)
         self._directory = directory
         self._policy = policy
         self._name = secrets.token_hex(6)

@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
@@ -217,7 +218,8 @@ class ShmTransport:
         if self._lock_file is not None:
             return
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock_file = os.open(self._directory / f"{self._policy}{self._suffix}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        check_own(self._directory)
+        self._lock_file = os.open(self._directory / f"{self._policy}{self._suffix}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -241,8 +243,9 @@ class ShmTransport:
         where = f"{manifest.policy} {manifest.version}"
         check_host(manifest, self._directory, what="shared memory")
         path = self._directory / name
+        check_own(self._directory)
         try:
-            descriptor = os.open(path, os.O_RDONLY)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError as error:
             raise WeightSyncError(
                 f"{where}: {path} cannot be read: {error.strerror}", hint=_GONE_HINT, version=str(manifest.version)
@@ -254,6 +257,35 @@ class ShmTransport:
             return mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_READ)
         finally:
             os.close(descriptor)
+
+
+def check_own(directory: Path) -> None:
+    """Anybody may make names in /dev/shm: what is ours is a folder, not a link to one, and nobody else may write there.
+
+    Raises:
+        WeightSyncError: the folder is a link, another user's, or open to others.
+    """
+    try:
+        found = os.lstat(directory)
+    except FileNotFoundError:
+        return  # whoever opens a file there says so
+    wrong = (
+        "is a link"
+        if stat.S_ISLNK(found.st_mode)
+        else "is no folder"
+        if not stat.S_ISDIR(found.st_mode)
+        else f"belongs to user {found.st_uid}"
+        if found.st_uid != os.getuid()
+        else f"is open to others (mode {stat.S_IMODE(found.st_mode):o})"
+        if found.st_mode & 0o022
+        else ""
+    )
+    if wrong:
+        raise WeightSyncError(
+            f"expected a folder of ours for weights at {directory}, but it {wrong}",
+            hint="remove it, or have it removed: whoever made it could give engines other weights; or set weights.transport = 'bus'",
+            path=str(directory),
+        )
 
 
 def host_id(directory: Path) -> str:
@@ -282,6 +314,7 @@ def check_host(manifest: Manifest, directory: Path, *, what: str) -> None:
 def remove_directory(directory: Path) -> None:
     """Free all versions of a run that has ended; engines that still map one keep it."""
     if directory.is_dir():
+        check_own(directory)
         shutil.rmtree(directory)
 
 

@@ -1,0 +1,137 @@
+"""Whose code runs, whose folders are trusted, and which secrets are kept apart."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from streamrl.bus.address import BusAddress
+from streamrl.config.code import check_trust, loss_code, rollout_code
+from streamrl.config.load import dump
+from streamrl.config.secret_options import with_secrets, without_secrets
+from streamrl.config.tree import BusConfig, Config, ProducerConfig, RewardConfig, RunConfig
+from streamrl.errors import ConfigError, WeightSyncError
+from streamrl.launch.down import stop_run
+from streamrl.runtime.rundir import RunDir
+from streamrl.weights.factory import weights_directory
+from streamrl.weights.shm import check_own
+
+PLANTED = "planted-secret-of-the-user"
+
+
+def config(**options: object) -> Config:
+    return Config(run=RunConfig(name="demo"), producer=ProducerConfig(options=dict(options)), reward=RewardConfig(options=dict(options)))
+
+
+@pytest.mark.parametrize(
+    "name", ["api_key", "API-KEY", "openai_apikey", "password", "hf_token", "secret", "client_secret", "AWS_SECRET_KEY"]
+)
+def test_options_that_look_like_secrets_are_not_in_the_configuration(name: str) -> None:
+    whole = config(**{name: PLANTED, "temperature": 0.5})
+    bare, taken = without_secrets(whole)
+    assert PLANTED not in dump(bare)
+    assert bare.producer.options == {"temperature": 0.5}
+    assert taken == {"producer": {name: PLANTED}, "reward": {name: PLANTED}}
+    assert with_secrets(bare, taken) == whole
+
+
+@pytest.mark.parametrize("options", [{"max_new_tokens": 5}, {"token": 7}, {"label_key": "answer"}, {"stop_tokens": "x"}, {"api_key": ""}])
+def test_others_stay(options: dict[str, object]) -> None:
+    whole = config(**options)
+    assert without_secrets(whole) == (whole, {})
+
+
+def test_a_worker_of_user_code_gets_them_back(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "demo")
+    run.create()
+    whole = config(api_key=PLANTED)
+    bare, taken = without_secrets(whole)
+    run.write_config(bare)
+    run.write_secret_options(taken)
+    assert run.options_path.stat().st_mode & 0o077 == 0
+    assert run.with_secret_options(run.load_config()) == whole
+    run.options_path.write_text("{")
+    with pytest.raises(ConfigError):
+        run.with_secret_options(run.load_config())
+    run.write_secret_options({})
+    assert run.with_secret_options(run.load_config()) == bare
+
+
+@pytest.mark.parametrize("text", ["", "\n", "  \n"])
+def test_an_empty_secret_lets_nobody_in(tmp_path: Path, text: str) -> None:
+    run = RunDir(tmp_path / "demo")
+    run.create()
+    run.engine_token_path.write_text(text)
+    with pytest.raises(ConfigError):
+        run.engine_token()
+    for key in ("token_file", "password_file"):
+        named = BusConfig(url="nats://somewhere:4222", **{key: str(run.engine_token_path)})
+        with pytest.raises(ConfigError) as caught:
+            BusAddress.from_config(named)
+        assert caught.value.values["key"] == f"bus.{key}"
+
+
+def test_code_of_others_needs_a_word() -> None:
+    named = {"loss.policy": "evil.py:loss"}
+    check_trust(named, "", trusted=False)
+    check_trust({}, "the recording x", trusted=False)
+    check_trust(named, "the recording x", trusted=True)
+    with pytest.raises(ConfigError) as caught:
+        check_trust(named, "the recording x", trusted=False)
+    assert caught.value.values["key"] == "loss.policy"
+    assert "evil.py:loss" in caught.value.message
+
+
+def test_every_function_of_the_configuration_is_known() -> None:
+    from streamrl.config.paths import FUNCTIONS
+
+    user = "file.py:name"
+    loss = msgspec.structs.replace(Config().loss, advantage=user, policy=user, slime_loss=user)
+    whole = msgspec.structs.replace(Config(), loss=loss, producer=ProducerConfig(function=user), reward=RewardConfig(kind=user))
+    assert {*loss_code(whole), *rollout_code(whole)} == set(FUNCTIONS)
+
+
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "weights"
+    made.mkdir(mode=0o700)
+    return made
+
+
+def test_a_folder_for_weights_that_is_not_ours_is_refused(tmp_path: Path) -> None:
+    made = folder(tmp_path)
+    check_own(made)
+    check_own(tmp_path / "absent")
+    link = tmp_path / "link"
+    link.symlink_to(made)
+    file = tmp_path / "file"
+    file.touch()
+    for path in (link, file):
+        with pytest.raises(WeightSyncError) as caught:
+            check_own(path)
+        assert caught.value.values["path"] == str(path)
+    made.chmod(0o777)
+    with pytest.raises(WeightSyncError):
+        check_own(made)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root")
+def test_a_folder_of_another_user_is_refused_and_not_removed(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "demo")
+    run.create()
+    run.write_config(Config(run=RunConfig(name="demo")))
+    left = weights_directory(Config().weights, "demo", run.path)
+    left.mkdir(mode=0o700)
+    try:
+        os.chown(left, 12345, -1)
+        with pytest.raises(WeightSyncError):
+            check_own(left)
+        with pytest.raises(WeightSyncError):
+            stop_run(run, now=False, timeout_s=0.0)
+        assert left.is_dir()
+    finally:
+        left.rmdir()
+    os.chown(run.path, 12345, -1)
+    assert run.foreign == "a run of user 12345"
