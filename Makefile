@@ -22,6 +22,8 @@ CHAOS_ARGS ?= --minutes 120
 MODULES ?=
 JOBS ?= 1
 export VENV SGLANG_VENV
+# Where it is set, every process that a test starts compiles all of streamrl again, and pytest rewrites every test file.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: up test test-fast test-sglang lint docs chaos mutants clean torch sglang-cpu
 .DEFAULT_GOAL := up

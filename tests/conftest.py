@@ -6,6 +6,12 @@ take a BusConfig. The server is shared by the session, each test has a run id of
 
 from __future__ import annotations
 
+import os
+
+# Before torch and numpy are loaded, here and in every process that a test starts: with a thread a core each, processes that run beside
+# each other spin for the cores that the others have, which takes six times the processor time for models as small as these.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import re
 import sys
 import uuid

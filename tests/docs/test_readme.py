@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.config.load import load
+from streamrl.runtime.rundir import RunDir
 from tests.docs.blocks import Block, blocks
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +42,7 @@ class Terminal:
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"},
         )
         self._started.append(process)
         return process
@@ -134,7 +135,9 @@ def test_a_run_that_is_up_is_looked_at_joined_and_drained(terminal: Terminal) ->
 
 
 def wait_for(terminal: Terminal, worker: str) -> None:
+    """The worker's log says that it has started before `status` is asked, whose process would take the time from it."""
     deadline = time.monotonic() + 60
-    while worker not in terminal.workers("my-run"):
+    log = RunDir(terminal.place / "runs" / "my-run").log_path(worker)
+    while not (log.exists() and "event=started" in log.read_text() and worker in terminal.workers("my-run")):
         assert time.monotonic() < deadline, f"waited for {worker} in vain"
         time.sleep(0.1)

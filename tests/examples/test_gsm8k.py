@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import importlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -31,8 +30,7 @@ def read(name: str) -> list[dict[str, Any]]:
 
 
 def execute(directory: Path, *command: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command], cwd=directory, env=environment, capture_output=True, text=True, timeout=170)
+    done = subprocess.run([sys.executable, *command], cwd=directory, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

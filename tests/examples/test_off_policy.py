@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import importlib
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +16,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "off_policy"
 
 
 def execute(*command: str, timeout_s: float = 170) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=timeout_s)
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=timeout_s)
 
 
 def test_every_method_is_accepted_at_every_age(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

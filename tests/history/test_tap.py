@@ -130,7 +130,7 @@ def test_names_and_values_that_a_tap_cannot_have() -> None:
 async def tap_process(run: RunDir, lease_s: int) -> AsyncIterator[asyncio.subprocess.Process]:
     """`streamrl tap` as a process of its own; killed at the end if it still runs."""
     command = (sys.executable, "-m", "streamrl", "tap", str(run.path), "--name", "shadow", "--lease", str(lease_s), "--from", "1000000")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with (run.path / "tap.log").open("ab") as log:
         process = await asyncio.create_subprocess_exec(*command, env=environment, stderr=log)
     try:

@@ -52,7 +52,7 @@ def config(**engine) -> Config:
         run=RunConfig(name="r"),
         engine=EngineConfig(kind="table", slots=4, **engine),
         model=ModelConfig(max_len=50000),
-        supervise=SuperviseConfig(drain_s=20.0),
+        supervise=SuperviseConfig(drain_s=120.0),
     )
 
 
