@@ -1,5 +1,6 @@
 # make up    install once, then train the quickstart until it has visibly learned (about a minute on two cores)
-# make test  lint, layer rules, types and tests; those on the real SGLang too where make sglang-cpu has made its environment
+# make test  lint, layer rules, types and tests; those on the real SGLang too where make sglang-cpu has made its environment. SLOW=1
+#            adds those marked slow (learning curves, clusters, whole examples), as CI does
 # make test-fast  the tests that start no process, in two minutes on two cores, without lint and types
 # make sglang-cpu  .venv-sglang: SGLang on this machine's CPU, for the tests and for engine.sglang.python (3 minutes, 2.7 GB)
 # make docs  the pages, tables and pictures of docs/ that are made from the code: configuration, errors, metrics, the loop
@@ -17,6 +18,7 @@ ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist worksteal
 SGLANG_PYTEST_ARGS ?= tests/sglang -o cache_dir=.pytest_cache/sglang
 TEST_ARGS ?=
+SLOW ?=
 SGLANG_VENV ?= .venv-sglang
 CHAOS_ARGS ?= --minutes 120
 MODULES ?=
@@ -33,7 +35,7 @@ up: $(VENV)/.installed
 
 # The tests on SGLang share one server: they run after the others, one after the other, or are skipped with the reason.
 test: lint
-	$(VENV)/bin/python -m scripts.run_tests $(TEST_ARGS) "$(PYTEST_ARGS) --ignore=tests/sglang" "$(SGLANG_PYTEST_ARGS)"
+	$(VENV)/bin/python -m scripts.run_tests $(if $(SLOW),,--not-slow) $(TEST_ARGS) "$(PYTEST_ARGS) --ignore=tests/sglang" "$(SGLANG_PYTEST_ARGS)"
 
 test-fast: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) -m "not process and not slow" --ignore=tests/sglang

@@ -1,12 +1,13 @@
 """Run the tests: green only if every one of them ran and passed. `make test` is this, and so is CI, with two options more.
 
-    python -m scripts.run_tests [--retry] [--may-skip PREFIX] [--also-failed NAME] "PYTEST ARGUMENTS" ...
+    python -m scripts.run_tests [--retry] [--not-slow] [--may-skip PREFIX] [--also-failed NAME] "PYTEST ARGUMENTS" ...
 
 Each argument is one run of pytest, in its order. A test without a result, because its process died, has failed.
 With `--retry` tests that failed or have no result run once more when all runs are through, one after the other; each of them is named and
 counted in the last lines. Red at once, whatever a second try would say: nothing is collected, a file cannot be collected, the first run
 leaves no report, or it ends by itself with a status that is not about tests. With `--may-skip` a test that is skipped for another reason
-than one that begins so has failed. The last line reads "3 passed, 1 failed".
+than one that begins so has failed. With `--not-slow` tests marked `slow` are not collected. The last line reads "3 passed, 1 failed",
+and says after it that the slow ones were left out.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 
 ABOUT_TESTS = (0, 1)
 """Exit statuses of pytest that say: all tests ran, and passed or not."""
+LEFT_OUT = "; those marked slow were left out: make test SLOW=1 runs them too"
 
 
 @dataclass
@@ -104,6 +106,8 @@ class Verdict:
     retried: list[str] = field(default_factory=list)
     passed_then: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
+    left_out: str = ""
+    """What the last line says of tests that were not to run."""
 
     def first(self, arguments: str, report: Report, may_skip: Sequence[str]) -> bool:
         """Add a first run; whether its wanting tests may run once more."""
@@ -155,7 +159,7 @@ class Verdict:
             say(f"retried: {line}")
         for line in self.failures:
             say(f"FAILED {line}")
-        print(f"{self.passed} passed, {len(self.failures)} failed", flush=True)
+        print(f"{self.passed} passed, {len(self.failures)} failed{self.left_out}", flush=True)
 
 
 def say(line: str) -> None:
@@ -195,12 +199,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="run_tests", description="Run the tests: green only if every one of them ran and passed.")
     parser.add_argument("runs", nargs="+", metavar="PYTEST ARGUMENTS", help="arguments of one run of pytest, as one word")
     parser.add_argument("--retry", action="store_true", help="run once more, alone, what has not passed")
+    parser.add_argument("--not-slow", action="store_true", help="leave out the tests that are marked slow, and say so")
     parser.add_argument("--may-skip", action="append", metavar="PREFIX", help="begin of a reason to skip that is no failure")
     parser.add_argument("--also-failed", action="append", default=[], metavar="NAME", help="a step of before that counts as a failed test")
     options = parser.parse_args()
+    runs = [f"{run} -m 'not slow'" for run in options.runs] if options.not_slow else options.runs
     with tempfile.TemporaryDirectory(prefix="streamrl-tests-") as scratch:
-        verdict = judged(options.runs, Path(scratch), retry=options.retry, may_skip=options.may_skip or [""])
+        verdict = judged(runs, Path(scratch), retry=options.retry, may_skip=options.may_skip or [""])
     verdict.failures += options.also_failed
+    verdict.left_out = LEFT_OUT if options.not_slow else ""
     verdict.tell()
     return 1 if verdict.failures else 0
 

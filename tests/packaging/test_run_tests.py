@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from scripts.run_tests import read
+from scripts.run_tests import LEFT_OUT, read
 
 pytestmark = pytest.mark.process
 
@@ -97,6 +97,15 @@ def test_one_that_always_fails(folder: Path, arguments: str) -> None:
     assert (said.code, said.closing) == (1, "1 passed, 1 failed")
     assert said.has("retried: test_a.py::test_fails: first failed, then failed")
     assert said.has("FAILED failed: test_a.py::test_fails")
+
+
+@pytest.mark.parametrize("arguments", [ALONE, WORKERS])
+def test_slow_ones_are_left_out_where_that_is_asked_for_and_it_is_said(folder: Path, arguments: str) -> None:
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: slow\n")
+    (folder / "test_a.py").write_text(PASSES + "import pytest\n@pytest.mark.slow\ndef test_slow():\n    assert False\n")
+    said = run(folder, "--not-slow", arguments)
+    assert (said.code, said.closing) == (0, f"1 passed, 0 failed{LEFT_OUT}")
+    assert (run(folder, arguments).closing) == "1 passed, 1 failed"
 
 
 @pytest.mark.parametrize("test", [FAILS_ONCE, DIES_ONCE])
