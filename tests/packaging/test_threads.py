@@ -1,0 +1,20 @@
+"""Tests that run beside each other do not spin for each other's cores."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COUNTED = "import sys, tests.conftest; assert 'torch' not in sys.modules; import torch; print(torch.get_num_threads())"
+
+
+@pytest.mark.process
+def test_a_process_of_tests_has_one_thread() -> None:
+    surroundings = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run([sys.executable, "-c", COUNTED], cwd=ROOT, env=surroundings, capture_output=True, text=True, check=False)
+    assert done.stdout == "1\n", done.stderr
