@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from streamrl.config.load import load
-from streamrl.runtime.rundir import RunDir
 from tests.docs.blocks import Block, blocks
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +46,7 @@ class Terminal:
         self._started.append(process)
         return process
 
-    def run(self, script: str, timeout_s: float = 100.0) -> str:
+    def run(self, script: str, timeout_s: float = 170.0) -> str:
         """What the commands print; they must succeed."""
         process = self.start(script)
         said, _ = process.communicate(timeout=timeout_s)
@@ -135,9 +134,7 @@ def test_a_run_that_is_up_is_looked_at_joined_and_drained(terminal: Terminal) ->
 
 
 def wait_for(terminal: Terminal, worker: str) -> None:
-    """The worker's log says that it has started before `status` is asked, whose process would take the time from it."""
     deadline = time.monotonic() + 60
-    log = RunDir(terminal.place / "runs" / "my-run").log_path(worker)
-    while not (log.exists() and "event=started" in log.read_text() and worker in terminal.workers("my-run")):
+    while worker not in terminal.workers("my-run"):
         assert time.monotonic() < deadline, f"waited for {worker} in vain"
         time.sleep(0.1)
