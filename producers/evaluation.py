@@ -171,9 +171,11 @@ async def _evaluate_all(
         changed.clear()
         due = schedule.take()
         if due is None:
+            worker.state = "waits for a version that is to be evaluated"
             await changed.wait()
             continue
         number, final = due
+        worker.state = f"evaluates version {number}"
         async with _pinned(worker, schedule.version(number)):
             detail = await evaluate(worker, runner, problems, number)
         logger.info("event=evaluated version=%s accuracy=%.4f num=%d final=%s", detail["version"], detail["accuracy"], detail["num"], final)

@@ -95,6 +95,8 @@ class Feeder:
         """Times that a full stream refused a task."""
         self.stalled = False
         """Whether the stream is full just now."""
+        self.state = "waits for the trainer's first grant"
+        """What it does, for people."""
         self._bus = bus
         self._subjects = subjects
         self._config = config
@@ -124,6 +126,7 @@ class Feeder:
             await self._changed.wait()
             self._changed.clear()
             while (grant := self._grant) is not None and issued < grant.granted:
+                self.state = "running"
                 plan = plan_tasks(grant, issued, issued + MAX_IN_FLIGHT, self._problems, self._config)
                 failure = await self._publish(plan)
                 before, issued = issued, (await self._bus.state(TASKS)).last if failure else plan[-1].index + 1
@@ -138,6 +141,8 @@ class Feeder:
                     logger.info("event=overtaken position=%d reason=another_feeder", issued)
                 self._resume()
                 refusals = 0
+            if self._grant is not None:
+                self.state = f"waits for credit: {issued} tasks are issued"
 
     async def _publish(self, plan: Sequence[RolloutTask]) -> BusError | None:
         """Publish tasks in order without waiting in between; the first failure, if any. What follows a failure is refused by the server."""
@@ -195,9 +200,9 @@ async def _report(worker: Worker, feeder: Feeder) -> None:
     issued, full, stalled = 0, 0, False
     while True:
         await asyncio.sleep(_REPORT_EVERY_S)
+        worker.state = "stalled: stream full" if feeder.stalled else feeder.state
         if feeder.stalled != stalled:
             stalled = feeder.stalled
-            worker.state = "stalled: stream full" if stalled else "running"
             await worker.event("stalled" if stalled else "resumed", {"reason": "stream full", "stream": TASKS})
         await worker.metrics({"feeder/issued_total": feeder.num_issued - issued, "bus/full_total": feeder.num_full - full})
         issued, full = feeder.num_issued, feeder.num_full

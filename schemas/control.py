@@ -92,9 +92,12 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
     kind: str
     state: str = "running"
+    """What it does or waits for, in words for people."""
     pid: int = 0
     host: str = ""
     detail: dict[str, Any] = {}
+    since_s: float = 0.0
+    """Unix seconds since when it has been in this state; 0: not said."""
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,12 @@ NUMERICS_EVENT = "numerics"
 """Event by which a trainer tells the values behind the fingerprint digest of its ledger entries."""
 
 
+STANDING_EVENT = "standing"
+"""Event by which the supervisor says what a run waits for in which nothing has moved for a while: {what, hint, since_s}."""
+MOVING_EVENT = "moving"
+"""Event by which it says that it goes on."""
+
+
 class Event(msgspec.Struct, frozen=True, kw_only=True):
     """Something that happened, on `<run>.events.<kind>`."""
 

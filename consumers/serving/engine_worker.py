@@ -19,7 +19,7 @@ from streamrl.engines.protocol import Chunk, Engine, EngineInfo, GenerateRequest
 from streamrl.engines.server import serve
 from streamrl.errors import BusError, EngineDied, EngineError
 from streamrl.runtime.collection import keep_all
-from streamrl.runtime.worker import Worker
+from streamrl.runtime.worker import LOADING, Worker
 from streamrl.schemas.codec import encode
 from streamrl.schemas.control import EVALUATION_ROLE, ROLLOUT_ROLE, EnginePresence
 from streamrl.schemas.subjects import PREFIX_PRESENCE
@@ -65,6 +65,7 @@ async def main(worker: Worker) -> None:
 
 async def _one_life(worker: Worker, model_dir: Path) -> None:
     config = worker.config
+    worker.state = LOADING
     engine = await asyncio.to_thread(
         make_engine,
         config.engine,
@@ -185,7 +186,7 @@ class Presence:
             await asyncio.wait_for(self._worker.bus.kv.delete(self._key), PRESENCE_TTL_S)
 
     async def _put(self, info: EngineInfo) -> None:
-        self._worker.state = "running" if info.serving is not None else "waiting for weights"
+        self._worker.state = state_of(info)
         if info.serving is None:
             return
         presence = EnginePresence(
@@ -217,6 +218,15 @@ class Presence:
         made = {name: value - self._reported.get(name, 0.0) for name, value in totals.items()}
         self._reported = totals
         await self._worker.metrics(values | made)
+
+
+def state_of(info: EngineInfo) -> str:
+    """What an engine does or waits for, in words."""
+    if info.serving is None:
+        return "waits for its first weights"
+    if info.waiting and not info.running:
+        return f"waits for a version newer than {info.serving}, which {info.waiting} requests ask for"
+    return "running"
 
 
 def role_of(config: Config, index: int) -> str:

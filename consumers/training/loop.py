@@ -19,6 +19,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
 from streamrl.bus.protocol import Bus
@@ -71,6 +72,7 @@ class LiveTrainer:
         fingerprint: digest of the numerics fingerprint.
         vocab_size: of the model; a message with a token beyond it is quarantined. 0: not checked.
         export: called with the version once the warm-up has ended and at the run's end, to save the policy for others to use.
+        say: told what it does or waits for, in words for people.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class LiveTrainer:
         fingerprint: str,
         export: Callable[[Version], None],
         vocab_size: int = 0,
+        say: Callable[[str], None] = lambda state: None,
     ) -> None:
         self.config = config
         self.subjects = subjects
@@ -98,6 +101,7 @@ class LiveTrainer:
         self.export = export
         self.fold_config = fold_config(config, vocab_size)
         self.rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
+        self._say = say
         self._deadline = float("inf")
         self._granted = 0
         self._grant_revision: int | None = None
@@ -145,7 +149,7 @@ class LiveTrainer:
             state=state,
             messages=open_samples(pending[sequence] for sequence in held(state)),
             effects=self._take_effects,
-            waiting=saver.while_waiting,
+            waiting=partial(self._wait, saver),
         )
         logger.info("event=training version=%s cursor=%d ledger=%d fence=%d", state.version, state.cursor, ledger.last_number, fence)
         try:
@@ -169,7 +173,14 @@ class LiveTrainer:
         while True:
             if self._at_end(fold.own, ledger):
                 return True
-            stepped = train_version(fold, self.trainer, books, lambda: stop() or self._at_end(fold.own, ledger))
+            number = fold.own.version.number + 1
+            stepped = train_version(
+                fold,
+                self.trainer,
+                books,
+                lambda: stop() or self._at_end(fold.own, ledger),
+                began=lambda batch, number=number: self._say(f"trains version {number}"),
+            )
             if stepped is None:
                 if stop():
                     return False
@@ -181,6 +192,10 @@ class LiveTrainer:
             if state.version.number >= ledger.last_number:
                 self.publisher.offer(state.version, stepped.result.digest, self.trainer.shards())
             saver.after_step(state)
+
+    def _wait(self, saver: Checkpointer, state: FoldState) -> None:
+        self._say(f"waits for samples: {len(state.pending)} groups have begun to come, a batch is {self.config.tasks.batch_tasks}")
+        saver.while_waiting(state)
 
     def _appended(self, ledger: Ledger, stepped: Stepped) -> None:
         self._mark_epochs(ledger, stepped.state)

@@ -107,19 +107,23 @@ class Folding(Protocol):
         ...
 
 
-def train_version(fold: Folding, trainer: Trainer, books: Books, stop: Callable[[], bool]) -> Stepped | None:
+def train_version(
+    fold: Folding, trainer: Trainer, books: Books, stop: Callable[[], bool], *, began: Callable[[Batch], None] | None = None
+) -> Stepped | None:
     """Train the next batch and write it down; None when `stop` came true while waiting for one.
 
-    A failure leaves fold and trainer of no use: both begin again from a checkpoint.
+    A failure leaves fold and trainer of no use: both begin again from a checkpoint. `began` is told of the batch that is there.
 
     Raises:
         BatchDiffers: the stream does not give the batch that the books say it gave (G4).
     """
-    began = time.perf_counter()
+    start_s = time.perf_counter()
     past = books.at(fold.own.version.number + 1)
     batch = fold.next(past, stop)
     if batch is None:
         return None
+    if began is not None:
+        began(batch)
     before = fold.own
     if past is not None and past.used != used(batch):
         raise batch_differs(
@@ -130,10 +134,10 @@ def train_version(fold: Folding, trainer: Trainer, books: Books, stop: Callable[
             hint=books.hint,
         )
     arrays = fold.assemble(batch)
-    waited = time.perf_counter() - began
+    waited = time.perf_counter() - start_s
     result = trainer.step(arrays)
     metrics = result.metrics | measure(batch, arrays, before)
-    metrics |= {"perf/wait_s": waited, "perf/step_s": time.perf_counter() - began - waited}
+    metrics |= {"perf/wait_s": waited, "perf/step_s": time.perf_counter() - start_s - waited}
     fold.train(batch, past, 0.0 if result.score is None else result.score)
     stepped = Stepped(
         before=before,

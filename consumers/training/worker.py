@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.checkpoints import keep_trimmed
@@ -81,6 +82,7 @@ def train(worker: Worker, loop: asyncio.AbstractEventLoop) -> tuple[FoldState, b
         fingerprint=fingerprint,
         export=export,
         vocab_size=vocab_size(model_dir),
+        say=partial(setattr, worker, "state"),
     )
     keep_all()
     result = live.run(worker.draining.is_set)

@@ -285,6 +285,11 @@ class SuperviseConfig(Section, frozen=True, kw_only=True):
     """First pause before a restart; doubles up to 30 s."""
     drain_s: NonNegativeFloat = 30.0
     """Time workers get to stop by themselves."""
+    silent_s: NonNegativeFloat = 60.0
+    """A worker that has loaded and whose event loop has not turned for this long writes its stacks to its log, is killed, and started
+    again; 0: never."""
+    max_failed_batches: NonNegativeInt = 3
+    """The run ends as failed once this many batches' worth of tasks have failed without one trained batch in between; 0: never."""
 
 
 class DebugConfig(Section, frozen=True, kw_only=True):

@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 
 from streamrl.config.tree import Config
 from streamrl.errors import LaunchError
+from streamrl.runtime import beats
 from streamrl.runtime.kinds import environment, inherited
 from streamrl.runtime.rundir import RunDir
-from streamrl.runtime.service import SUPERVISOR_VARIABLE
+from streamrl.runtime.service import STACKS_SIGNAL, SUPERVISOR_VARIABLE
 
 Command = Callable[[str, int], Sequence[str]]
 _TAIL_LINES = 15
@@ -23,9 +24,11 @@ _TAIL_LINES = 15
 class LocalProcess:
     """A child and its process group."""
 
-    def __init__(self, child: subprocess.Popen[bytes]) -> None:
+    def __init__(self, child: subprocess.Popen[bytes], beats: int) -> None:
         self._child = child
         self._swept = False
+        self._beats = beats
+        """The end of the pipe to read from."""
 
     @property
     def pid(self) -> int:
@@ -39,7 +42,23 @@ class LocalProcess:
             # A worker that died may leave children (the ranks of a trainer), which are in its group.
             self._swept = True
             self._signal_group(signal.SIGKILL)
+            os.close(self._beats)
         return code
+
+    def heard(self) -> str:
+        """The newest beat since the last call; empty: none."""
+        if self._swept:
+            return ""
+        try:
+            return os.read(self._beats, 4096).decode()[-1:]
+        except BlockingIOError:
+            return ""
+
+    def dump(self) -> None:
+        """Have the worker write its stacks, also one that is stopped: it is let go on, and the signal comes first."""
+        if self._child.poll() is None:
+            self._child.send_signal(STACKS_SIGNAL)
+            self._child.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         """SIGTERM to the worker alone: what it has started is its own to end."""
@@ -77,16 +96,30 @@ class LocalLauncher:
         """
         surroundings = {**inherited(os.environ, kind), **environment(self._config, kind), SUPERVISOR_VARIABLE: str(os.getpid())}
         command = [*self._command(kind, index)]
+        pipe: tuple[int, ...] = ()
         try:
+            pipe = reading, writing = os.pipe()
+            os.set_blocking(reading, False)
+            os.set_blocking(writing, False)
+            surroundings[beats.VARIABLE] = str(writing)
             with self._run.log_path(f"{kind}-{index}").open("ab") as log:
                 child = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=surroundings, start_new_session=True
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=surroundings,
+                    start_new_session=True,
+                    pass_fds=(writing,),
                 )
         except OSError as error:
+            for end in pipe:
+                os.close(end)
             raise LaunchError(
                 f"worker {kind}-{index} cannot be started: {error}", hint="is the disk full, or the limit of processes reached?"
             ) from error
-        return LocalProcess(child)
+        os.close(writing)
+        return LocalProcess(child, reading)
 
     def tail(self, worker: str) -> str:
         """The last lines of a worker's log; empty if there are none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 
 from streamrl.config.files import write_private
 from streamrl.config.load import from_json
@@ -11,6 +12,8 @@ from streamrl.config.ray import OWN_GPUS_VARIABLE
 from streamrl.errors import ConfigError, LaunchError, StreamRLError
 from streamrl.launch.build_model import build_model
 from streamrl.launch.local import LocalLauncher, LocalProcess
+from streamrl.runtime.beats import STACKS_S, Silence
+from streamrl.runtime.kinds import LOADING_S
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import Exit
 from streamrl.weights.factory import free_weights
@@ -59,9 +62,14 @@ class PlacedWorker:
 
     async def wait(self) -> int:
         """The exit code, negative for a signal, once the worker has ended."""
+        silence = Silence(self._config.supervise.silent_s, LOADING_S[self._kind], time.monotonic())
         while self._code is None:
             if self._process is not None:
                 self._code = self._process.poll()
+                if self._code is None and not silence.why and silence.look(self._process.heard(), time.monotonic()):
+                    self._process.dump()
+                    await asyncio.sleep(STACKS_S)
+                    self._process.kill()
             await asyncio.sleep(_POLL_S)
         return self._code
 

@@ -17,6 +17,14 @@ class Process(Protocol):
         """Exit code, negative for a signal; None while it runs. Never blocks."""
         ...
 
+    def heard(self) -> str:
+        """The newest beat since the last call (`streamrl.runtime.beats`); empty: none. Never blocks."""
+        ...
+
+    def dump(self) -> None:
+        """Have it write its stacks to its log; no error if it has ended."""
+        ...
+
     def stop(self) -> None:
         """Ask it to drain and end; no error if it has ended."""
         ...

@@ -25,6 +25,7 @@ from streamrl.errors import LaunchError
 from streamrl.launch.local import LocalLauncher
 from streamrl.launch.placed import PlacedWorker
 from streamrl.launch.placement import Group, Node, check_fits, fitted, groups, no_room, said
+from streamrl.runtime.beats import RUNS
 from streamrl.runtime.kinds import USER_CODE
 from streamrl.runtime.rundir import RunDir
 
@@ -81,6 +82,13 @@ class RayProcess:
         elif now_s > self._started_s + self._start_s and not _is_ready(self._pid_ref):
             self._lose(f"it did not come up within ray.start_timeout_s = {self._start_s:g} s")
         return self._code
+
+    def heard(self) -> str:
+        """Its own actor listens to it, beside it (`PlacedWorker.wait`)."""
+        return RUNS
+
+    def dump(self) -> None:
+        """The actor does that."""
 
     def stop(self) -> None:
         """Ask it to drain; no error if it has ended."""

@@ -16,7 +16,8 @@ from streamrl.config.tree import SuperviseConfig
 from streamrl.errors import LaunchError
 from streamrl.launch.protocol import Launcher, Process
 from streamrl.monitor.numbers import WorkerLine
-from streamrl.runtime.kinds import PROCESS_GROUPS
+from streamrl.runtime.beats import STACKS_S, Silence
+from streamrl.runtime.kinds import LOADING_S, PROCESS_GROUPS
 from streamrl.runtime.retries import FailureWindow, pause_s
 from streamrl.runtime.service import SHUTDOWN_ORDER, Exit, describe_exit
 
@@ -26,6 +27,7 @@ MAX_BACKOFF_S = 30.0
 _POLL_S = 0.05
 _ENDLESS = ("producer", "engine")
 """Kinds whose work is never over: when one ends by itself it is started again."""
+_LINE_CHARS = 300
 _GRACE_S = 2.0
 """What is left of a group gets this long to end by itself, and to say why, before it is killed."""
 
@@ -36,7 +38,7 @@ class Child:
     It is `ended` while others of its group have not.
     """
 
-    def __init__(self, kind: str, index: int, process: Process, failures: FailureWindow) -> None:
+    def __init__(self, kind: str, index: int, process: Process, failures: FailureWindow, silence: Silence) -> None:
         self.kind = kind
         self.index = index
         self.name = f"{kind}-{index}"
@@ -49,6 +51,9 @@ class Child:
         self.ended_s = 0.0
         self.failures = failures
         self.restarts = 0
+        self.silence = silence
+        self.kill_s: float | None = None
+        """When it is killed for its silence; None: it is heard."""
 
     @property
     def over(self) -> bool:
@@ -82,7 +87,8 @@ class Supervisor:
 
     def start(self, kind: str, index: int) -> None:
         """Start one worker and keep it running from now on; raises LaunchError."""
-        child = Child(kind, index, self._launcher.start(kind, index), FailureWindow(self._config.window_s))
+        process = self._launcher.start(kind, index)
+        child = Child(kind, index, process, FailureWindow(self._config.window_s), self._silence(kind))
         self.children[child.name] = child
         logger.info("event=worker_started worker=%s pid=%d", child.name, child.process.pid)
 
@@ -98,10 +104,13 @@ class Supervisor:
                 if code is not None:
                     logger.info("event=worker_ended worker=%s %s", child.name, describe_exit(code))
                     child.state, child.code, child.ended_s = "ended", code, self._clock()
+                else:
+                    self._listen(child)
             elif child.state == "waiting" and self._clock() >= child.resume_s:
                 child.process = self._launcher.start(child.kind, child.index)
                 child.state = "running"
                 child.restarts += 1
+                child.silence, child.kill_s = self._silence(child.kind), None
                 logger.info("event=worker_restarted worker=%s pid=%d restarts=%d", child.name, child.process.pid, child.restarts)
         for group in self._process_groups():
             if all(child.state == "ended" for child in group):
@@ -118,7 +127,13 @@ class Supervisor:
     def lines(self) -> dict[str, WorkerLine]:
         """State of every child, by name."""
         return {
-            child.name: WorkerLine(worker=child.name, state=child.state, pid=child.process.pid, restarts=child.restarts)
+            child.name: WorkerLine(
+                worker=child.name,
+                state=child.state,
+                pid=child.process.pid,
+                restarts=child.restarts,
+                silent_s=child.silence.seconds,
+            )
             for child in self.children.values()
         }
 
@@ -176,6 +191,22 @@ class Supervisor:
                 logger.info("event=worker_ended worker=%s %s", child.name, describe_exit(code))
                 child.state = "done"
 
+    def _silence(self, kind: str) -> Silence:
+        return Silence(self._config.silent_s, LOADING_S.get(kind, math.inf), self._clock())
+
+    def _listen(self, child: Child) -> None:
+        """A worker that is not heard for too long writes its stacks, and a moment later it is killed."""
+        now_s = self._clock()
+        if child.kill_s is not None:
+            if now_s >= child.kill_s:
+                child.process.kill()
+            return
+        why = child.silence.look(child.process.heard(), now_s)
+        if why:
+            child.kill_s = now_s + STACKS_S
+            child.process.dump()
+            self._note(f"{child.name} has been {why}: its stacks go to logs/{child.name}.log, and it is killed")
+
     def _process_groups(self) -> list[list[Child]]:
         """Children that share their fate."""
         process_groups: dict[str, list[Child]] = {}
@@ -202,7 +233,7 @@ class Supervisor:
         self._restart(group, failed[0])
 
     def _restart(self, group: Sequence[Child], failed: Child) -> None:
-        ended_with = describe_exit(failed.code or 0)
+        ended_with = self._ending(failed)
         now_s = self._clock()
         count = group[0].failures.add(now_s)
         if count > self._config.max_restarts:
@@ -212,7 +243,17 @@ class Supervisor:
             child.state = "waiting"
             child.resume_s = now_s + seconds
         all_of_them = f" of all {len(group)} {group[0].kind}s" if len(group) > 1 else ""
-        self._note(f"{failed.name} ended with {ended_with}; restart {count}{all_of_them} in {seconds:g} s")
+        self._note(f"{failed.name} ended with {ended_with}; restart {count}{all_of_them} in {seconds:g} s{self._last_line(failed)}")
+
+    def _ending(self, child: Child) -> str:
+        ended = describe_exit(child.code or 0)
+        return f"{ended} ({child.silence.why})" if child.silence.why else ended
+
+    def _last_line(self, child: Child) -> str:
+        """What it said last, which is most often why; one that was killed for its silence has its stacks there."""
+        lines = [] if child.silence.why else self._launcher.tail(child.name).splitlines()
+        said = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f"; its log ends: {said[:_LINE_CHARS]}" if said else ""
 
     def _gave_up(self, child: Child, message: str) -> LaunchError:
         tail = self._launcher.tail(child.name)

@@ -10,6 +10,9 @@ import time
 from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+from msgspec import to_builtins
 
 from streamrl.bus import connect
 from streamrl.bus.protocol import Bus
@@ -24,11 +27,15 @@ from streamrl.monitor.follow import Follower, read_totals
 from streamrl.monitor.outcome import Outcome, conclude
 from streamrl.monitor.screen import Display
 from streamrl.monitor.view import RunView
+from streamrl.monitor.waits import Watch, standing_line
 from streamrl.runtime.bus_server import BusServer, run_bus_server
 from streamrl.runtime.kinds import num_workers
 from streamrl.runtime.lock import lock_run
 from streamrl.runtime.run_record import write_or_check
 from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.codec import encode
+from streamrl.schemas.events import MOVING_EVENT, STANDING_EVENT, Event
+from streamrl.schemas.subjects import Subjects
 from streamrl.telemetry.logs import configure_logging
 from streamrl.weights.factory import free_weights
 
@@ -150,6 +157,7 @@ class Session:
         self._supervisor = Supervisor(launcher, config.supervise, note=self._note)
         self._started_s = time.monotonic()
         self._unheard = False
+        self._telling: set[asyncio.Task[None]] = set()
 
     async def run_to_end(self) -> Outcome:
         """Everything `up` does between taking the lock and giving it back."""
@@ -172,7 +180,7 @@ class Session:
             self._run.name, steps=self._config.run.steps, warmup_steps=self._config.warmup.max_steps, before=await read_totals(bus)
         )
         async with Follower(bus, view, started_s=self._started_s, trainer=self._config.trainer.name, carry_totals=True) as follower:
-            show = asyncio.create_task(self._show(view, follower))
+            show = asyncio.create_task(self._show(bus, view, follower))
             try:
                 state, failure = await self._supervise(view, server)
                 await self._catch_up(follower)
@@ -180,8 +188,9 @@ class Session:
                 # After a drain nothing is left to kill; after a second Ctrl-C or an error, everything is.
                 await self._supervisor.kill_all()
                 free_weights(self._config.weights, self._run.name, self._run.path)
-                show.cancel()
-                await asyncio.gather(show, return_exceptions=True)
+                for task in (show, *self._telling):
+                    task.cancel()
+                await asyncio.gather(show, *self._telling, return_exceptions=True)
             outcome = await conclude(self._run, view, state=state, wall_s=follower.elapsed_s)
         if failure is not None:
             raise failure
@@ -216,10 +225,18 @@ class Session:
             # The summary then says what had been seen; an external bus that is gone must not hide why the run ended.
             self._note(f"the last numbers may be missing: {error.message}")
 
-    async def _show(self, view: RunView, follower: Follower) -> None:
+    async def _show(self, bus: Bus, view: RunView, follower: Follower) -> None:
         warned = False
+        watch = Watch()
+        self._report(bus, MOVING_EVENT, {})  # what the session before may have said last
         while True:
             numbers = view.numbers(elapsed_s=follower.elapsed_s, supervised=self._supervisor.lines())
+            now_s = time.monotonic()
+            found = watch.look(numbers, now_s=now_s, time_s=time.time(), away_s=now_s - follower.answered_s)
+            if found != numbers.standing:
+                view.standing = found
+                self._note(standing_line(found) if found else "the run goes on")
+                self._report(bus, STANDING_EVENT if found else MOVING_EVENT, to_builtins(found) if found else {})
             self._tell(partial(self._display.show, numbers))
             barren = numbers.barren_tasks >= _BARREN_BATCHES * self._config.tasks.batch_tasks
             if barren and not warned:
@@ -229,6 +246,20 @@ class Session:
                 )
             warned = barren
             await asyncio.sleep(_SHOW_S)
+
+    def _report(self, bus: Bus, kind: str, detail: dict[str, Any]) -> None:
+        """Publish an event for those who look from outside; nothing waits for it, for the bus may be what is away."""
+        event = Event(kind=kind, worker="supervisor", detail=detail, time_s=time.time())
+
+        async def publish() -> None:
+            try:
+                await bus.publish(Subjects(self._run.name).events(kind), encode(event))
+            except BusError as error:
+                logger.warning("event=event_lost kind=%s error=%s", kind, error.message)
+
+        task = asyncio.create_task(publish())
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
 
     def _note(self, text: str) -> None:
         logger.info("event=note text=%s", text)

@@ -15,8 +15,8 @@ from streamrl.errors import BusError, LogTruncated, SchemaError
 from streamrl.monitor.view import LedgerLine, RunView, Totals
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
-from streamrl.schemas.events import Event, MetricReport
-from streamrl.schemas.subjects import EVENTS, KEY_GRANTED, LEDGER, METRICS, PREFIX_PRESENCE, SAMPLES, source_of
+from streamrl.schemas.events import MOVING_EVENT, STANDING_EVENT, Event, MetricReport
+from streamrl.schemas.subjects import EVENTS, KEY_GRANTED, LEDGER, METRICS, PREFIX_PRESENCE, SAMPLES, TASKS, source_of
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,8 @@ class Follower:
         self._started_s = time.monotonic() if started_s is None else started_s
         self._history_ends = dict.fromkeys(self._after, 0)
         self._folded = asyncio.Event()
+        self.answered_s = time.monotonic()
+        """When the bus answered last, on the monotonic clock."""
 
     async def __aenter__(self) -> Follower:
         # Reports of earlier sessions would spoil the folded metrics; the ledger and the events are history worth having.
@@ -112,6 +114,8 @@ class Follower:
 
     def _event(self, message: Message) -> None:
         event = decode(message.body, Event, where=f"{message.subject} {message.sequence}")
+        if self._carry_totals and event.kind in (STANDING_EVENT, MOVING_EVENT):
+            return  # the supervisor's own words, which its view has at once
         if event.kind != "finished" or message.sequence > self._history_ends[EVENTS]:  # an earlier session's end is not this one's
             self.view.event(event)
 
@@ -142,8 +146,10 @@ class Follower:
             try:
                 state = await self._bus.state(SAMPLES)
                 self.view.stream(last=state.last, num_bytes=state.bytes)
+                self.view.issued((await self._bus.state(TASKS)).last)
                 if (grant := await read_key(self._bus.kv, KEY_GRANTED, Grant)) is not None:
                     self.view.grant(grant)
+                self.answered_s = time.monotonic()
                 count += 1
                 if self._carry_totals and count % 5 == 0:
                     await self.store_totals()

@@ -16,6 +16,19 @@ class EngineLine(msgspec.Struct, frozen=True, kw_only=True):
     running: int
     waiting: int
     slots: int
+    pinned: bool = False
+    """It serves evaluations, at versions of theirs."""
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run waits for."""
+
+    what: str
+    hint: str
+    since_s: float = 0.0
+    """Unix seconds since when nothing has moved."""
+    normal: bool = False
+    """It is known to take long: a model that loads, a step."""
 
 
 class WorkerLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +39,10 @@ class WorkerLine(msgspec.Struct, frozen=True, kw_only=True):
     pid: int = 0
     restarts: int = 0
     host: str = ""
+    since_s: float = 0.0
+    """Unix seconds since when it has been in this state; 0: not known."""
+    silent_s: float = 0.0
+    """Seconds since its event loop was heard; of workers that this process has started."""
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +120,9 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     """Trained or dropped."""
     tasks_granted: int
     """That may have been issued."""
+    tasks_issued: int
+    tasks_in_flight: int
+    """Tasks that producers hold, as of their newest reports."""
     barren_tasks: int
     """Tasks ended since the newest batch; many of them mean that what arrives makes no batch."""
     dropped: int
@@ -112,6 +132,8 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     swaps: int
     stalled: tuple[str, ...]
     """Producers that wait for room on the sample stream."""
+    standing: Standing | None
+    """What the supervisor has found the run to wait for; None while it moves."""
     engines: tuple[EngineLine, ...]
     workers: tuple[WorkerLine, ...]
     elapsed_s: float

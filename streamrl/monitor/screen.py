@@ -17,11 +17,14 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.monitor.numbers import EngineLine, RunNumbers
+from streamrl.monitor.waits import standing_line
 
 _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_EVERY_S = 3.0
 _NUM_NOTES = 5
-_STATE_COLOURS = {"running": "green", "waiting": "yellow", "draining": "yellow", "failed": "red"}
+_STATE_COLOURS = {"waiting": "yellow", "draining": "yellow", "failed": "red"}
+_AT_WORK = ("waits for", "trains", "evaluates")
+"""How states begin that are no trouble by themselves; a run in which nothing moves is said as a whole."""
 
 
 class Display(Protocol):
@@ -116,6 +119,8 @@ def panel(numbers: RunNumbers) -> Panel:
     rows.add_row("dropped", drops_text(numbers))
     if numbers.stalled:
         rows.add_row("full", f"[yellow]the sample stream is full; {', '.join(numbers.stalled)} wait for the trainer to free room[/yellow]")
+    if numbers.standing:
+        rows.add_row("waits", Text(standing_line(numbers.standing), style="yellow"))
     rows.add_row("workers", workers_text(numbers))
     title = f"[bold]streamrl[/bold] {numbers.run}   {numbers.phase}   {clock(numbers.elapsed_s)}"
     return Panel(rows, title=title, title_align="left", border_style="blue", expand=False)
@@ -162,7 +167,7 @@ def workers_text(numbers: RunNumbers) -> Text:
     text = Text()
     for position, worker in enumerate(numbers.workers):
         text.append("\n" if position else "")
-        text.append("● ", style=_STATE_COLOURS.get(worker.state, "dim"))
+        text.append("● ", style="green" if is_normal(worker.state) else _STATE_COLOURS.get(worker.state, "dim"))
         text.append(f"{worker.worker:<12} {worker.state}")
         if worker.restarts:
             text.append(f", {worker.restarts} restart{'s' * (worker.restarts > 1)}", style="yellow")
@@ -172,6 +177,11 @@ def workers_text(numbers: RunNumbers) -> Text:
     for engine in unnamed:
         text.append(f"\n● {engine.engine}, {load_text(engine)}")
     return text
+
+
+def is_normal(state: str) -> bool:
+    """Whether a worker in this state is at work, or waits for what others are at."""
+    return state in ("running", "done") or state.startswith(_AT_WORK)
 
 
 def is_of(engine: EngineLine, worker: str) -> bool:
@@ -208,9 +218,11 @@ def plain_line(numbers: RunNumbers) -> str:
     ]
     if numbers.stalled:
         fields.append(f"stream-full={','.join(numbers.stalled)}")
-    troubled = [f"{worker.worker}:{worker.state}" for worker in numbers.workers if worker.state not in ("running", "done")]
+    troubled = [f"{worker.worker}:{worker.state}" for worker in numbers.workers if not is_normal(worker.state)]
     if troubled:
         fields.append(f"workers={','.join(troubled)}")
+    if numbers.standing:
+        fields.append(f"waits-for={numbers.standing.what!r}")
     return f"[{clock(numbers.elapsed_s)}] " + " ".join(fields)
 
 

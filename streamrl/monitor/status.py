@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,9 +15,10 @@ from rich.table import Table
 from streamrl.errors import BusUnavailable
 from streamrl.monitor.follow import Follower, read_totals
 from streamrl.monitor.numbers import RunNumbers
-from streamrl.monitor.screen import panel, plain_line
+from streamrl.monitor.screen import clock, panel, plain_line
 from streamrl.monitor.summary import Summary
 from streamrl.monitor.view import RunView
+from streamrl.monitor.waits import standing_line
 from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import RunDir, known_runs
 from streamrl.runtime.worker import connected
@@ -114,6 +116,15 @@ def print_status(status: RunStatus, *, as_json: bool) -> None:
         Console().print(panel(numbers))
     else:
         print(plain_line(numbers))
+        for worker in numbers.workers:
+            print(f"  {worker.worker}: {worker.state}{since(worker.since_s)}")
+        if numbers.standing:
+            print(standing_line(numbers.standing))
+
+
+def since(began_s: float) -> str:
+    """How long ago that was, in words; empty if it is not known."""
+    return f" ({clock(max(0.0, time.time() - began_s))})" if began_s else ""
 
 
 def _print_json(value: object) -> None:

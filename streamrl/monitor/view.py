@@ -5,24 +5,26 @@ from __future__ import annotations
 import bisect
 import itertools
 import statistics
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from streamrl.errors import SchemaError
-from streamrl.monitor.numbers import EngineLine, Evaluation, Point, Problem, RunNumbers, WorkerLine
+from streamrl.monitor.numbers import EngineLine, Evaluation, Point, Problem, RunNumbers, Standing, WorkerLine
+from streamrl.monitor.rates import Growing, Rate
 from streamrl.schemas.control import EVALUATION_ROLE, ROLLOUT_ROLE, EnginePresence, Grant, WorkerPresence
-from streamrl.schemas.events import Event, MetricReport
+from streamrl.schemas.events import MOVING_EVENT, STANDING_EVENT, Event, MetricReport
 from streamrl.schemas.ledger import decided_by
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.metrics import Fold
 
-RATE_WINDOW_S = 10.0
 REWARD_WINDOW = 20
 """Batches in the reward means, here and in the summary."""
 SPARK_POINTS = 40
+_IN_FLIGHT = "producer/in_flight_tasks"
 
 
 class DropLine(msgspec.Struct, frozen=True):
@@ -82,46 +84,6 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float = 0.0
 
 
-class Growing:
-    """A total reported by processes that start again from 0 when they are restarted.
-
-    Args:
-        late: what a process has counted before its first report is left out.
-    """
-
-    def __init__(self, *, late: bool) -> None:
-        self.total = 0
-        self._late = late
-        self._seen: dict[str, int] = {}
-
-    def report(self, who: str, count: int) -> None:
-        """`who` has counted to `count` since it started."""
-        before = self._seen.get(who, count if self._late else 0)
-        self.total += count - before if count >= before else count
-        self._seen[who] = count
-
-
-class Rate:
-    """Growth per second of a total over the last `RATE_WINDOW_S`."""
-
-    def __init__(self) -> None:
-        self._marks: deque[tuple[float, int]] = deque()
-
-    def mark(self, now_s: float, total: int) -> None:
-        """The total is `total` at `now_s`; times must not fall."""
-        self._marks.append((now_s, total))
-        while len(self._marks) > 2 and self._marks[1][0] <= now_s - RATE_WINDOW_S:
-            self._marks.popleft()
-
-    @property
-    def per_s(self) -> float:
-        """0.0 until there are two marks."""
-        if len(self._marks) < 2:
-            return 0.0
-        (start, low), (end, high) = self._marks[0], self._marks[-1]
-        return (high - low) / (end - start) if end > start else 0.0
-
-
 class RunView:
     """Feed it what the run says (`ledger`, `event`, `metric`, `engine`, `worker`, `stream`, `grant`); ask it for `numbers`.
 
@@ -145,6 +107,7 @@ class RunView:
         self.metrics = Fold()
         self.finished = False
         self.stalled: set[str] = set()
+        self.standing: Standing | None = None
         self.ages: Counter[int] = Counter()
         """Groups by age in versions, reinforcement learning only."""
         self.drops: Counter[str] = Counter()
@@ -156,6 +119,9 @@ class RunView:
         self._made_rate, self._trained_rate = Rate(), Rate()
         self._num_trained_tokens = 0
         self._stream_last, self._stream_bytes = 0, 0
+        self._issued = 0
+        self._in_flight: dict[str, float] = {}
+        """Tasks that each producer holds."""
         self._grant = Grant(granted=0, version=0, retired=0)
 
     def ledger(self, entry: LedgerLine) -> None:
@@ -204,6 +170,10 @@ class RunView:
                 self.stalled.add(event.worker)
             case "resumed":
                 self.stalled.discard(event.worker)
+            case kind if kind == STANDING_EVENT:
+                self.standing = standing_of(event)
+            case kind if kind == MOVING_EVENT:
+                self.standing = None
             case "evaluation":
                 self.evaluations.append(evaluation_of(event))
             case _:
@@ -212,6 +182,8 @@ class RunView:
     def metric(self, one: MetricReport) -> None:
         """One worker's report."""
         self.metrics.add(one)
+        if _IN_FLIGHT in one.mean:
+            self._in_flight[one.worker] = one.mean[_IN_FLIGHT]
 
     def engine(self, engine: str, presence: EnginePresence | None) -> None:
         """An engine announced itself, or (None) has not for too long."""
@@ -229,12 +201,19 @@ class RunView:
         """A worker announced itself, or (None) has not for too long."""
         if presence is None:
             self._workers.pop(worker, None)
+            self._in_flight.pop(worker, None)
         else:
-            self._workers[worker] = WorkerLine(worker=worker, state=presence.state, pid=presence.pid, host=presence.host)
+            self._workers[worker] = WorkerLine(
+                worker=worker, state=presence.state, pid=presence.pid, host=presence.host, since_s=presence.since_s
+            )
 
     def stream(self, *, last: int, num_bytes: int) -> None:
         """State of the sample stream."""
         self._stream_last, self._stream_bytes = last, num_bytes
+
+    def issued(self, count: int) -> None:
+        """Tasks issued so far."""
+        self._issued = count
 
     def grant(self, grant: Grant) -> None:
         """How many tasks may be issued and how many have ended."""
@@ -264,6 +243,16 @@ class RunView:
     def reward_points(self) -> list[Point]:
         """Batches of reinforcement learning."""
         return [point for point in self.points if not point.warmup]
+
+    def _told(self, supervised: Mapping[str, WorkerLine]) -> dict[str, WorkerLine]:
+        """The supervisor knows whether a process runs; what one does that runs, it says itself."""
+        told: dict[str, WorkerLine] = {}
+        for name, line in supervised.items():
+            own = self._workers.get(name)
+            if line.state == "running" and own is not None and own.pid == line.pid:
+                line = replace(line, state=own.state, since_s=own.since_s)
+            told[name] = line
+        return told
 
     def phase(self) -> str:
         """Where the run is."""
@@ -307,15 +296,26 @@ class RunView:
             stream_bytes=self._stream_bytes,
             tasks_ended=self._grant.retired,
             tasks_granted=self._grant.granted,
+            tasks_issued=self._issued,
+            tasks_in_flight=round(sum(self._in_flight.values())),
             barren_tasks=max(0, self._grant.retired - (newest.retired if newest else 0)),
             dropped=self.drops.total(),
             drops=dict(self.drops),
             swaps=self.swaps,
             stalled=tuple(sorted(self.stalled & self._workers.keys())),
+            standing=self.standing,
             engines=tuple(engine_line(name, engine) for name, engine in sorted(self._engines.items())),
-            workers=tuple(line for _, line in sorted({**self._workers, **(supervised or {})}.items())),
+            workers=tuple(line for _, line in sorted({**self._workers, **self._told(supervised or {})}.items())),
             elapsed_s=elapsed_s,
         )
+
+
+def standing_of(event: Event) -> Standing:
+    """What a `standing` event says; raises SchemaError when it is none."""
+    try:
+        return msgspec.convert(event.detail, Standing)
+    except msgspec.ValidationError as error:
+        raise SchemaError(f"an event {STANDING_EVENT} of {event.worker} cannot be read: {error}") from error
 
 
 def engine_line(name: str, engine: EnginePresence) -> EngineLine:
@@ -323,7 +323,14 @@ def engine_line(name: str, engine: EnginePresence) -> EngineLine:
     serving = str(engine.serving) if engine.serving else "-"
     if engine.role == EVALUATION_ROLE:
         serving += " (pinned)"
-    return EngineLine(engine=name, serving=serving, running=engine.running, waiting=engine.waiting, slots=engine.slots)
+    return EngineLine(
+        engine=name,
+        serving=serving,
+        running=engine.running,
+        waiting=engine.waiting,
+        slots=engine.slots,
+        pinned=engine.role == EVALUATION_ROLE,
+    )
 
 
 def stretched(values: Sequence[float], num_points: int) -> tuple[float, ...]:

@@ -28,6 +28,11 @@ MAINS: Mapping[str, str] = MappingProxyType(
 PROCESS_GROUPS = ("trainer",)
 """Kinds whose workers of one run are ranks of one thing: index is rank, and when one fails all are started again."""
 
+LOADING_S: Mapping[str, float] = MappingProxyType(
+    {"feeder": 600.0, "producer": 600.0, "evaluator": 600.0, "engine": 3600.0, "trainer": 3600.0}
+)
+"""Longest that a worker of each kind may load before it counts as hung: rows and user code, or models and their servers."""
+
 USER_CODE = ("producer", "evaluator")
 """Kinds that run the user's functions, which may need keys of services they call."""
 _SECRET_WORDS = frozenset({"TOKEN", "SECRET", "PASSWORD", "PASSWD", "KEY", "CREDENTIALS", "APIKEY"})

@@ -38,6 +38,9 @@ an engine's answer to an abort; then the evaluator, which may still ask the engi
 SUPERVISOR_VARIABLE = "STREAMRL_SUPERVISOR"
 """Process id of the supervisor, in the environment of the workers it starts."""
 
+STACKS_SIGNAL = signal.SIGUSR1
+"""Has a worker write the stacks of all its threads to its log."""
+
 _PR_SET_PDEATHSIG = 1
 
 

@@ -19,10 +19,11 @@ from streamrl.bus import BusAddress, connect
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
 from streamrl.errors import BusError, ConfigError, Fenced, StreamRLError
+from streamrl.runtime.beats import BEAT_S, Pulse
 from streamrl.runtime.collection import collect_rarely, keep_none
 from streamrl.runtime.kinds import USER_CODE, check_kind, environment, load_main, num_workers
 from streamrl.runtime.rundir import RunDir
-from streamrl.runtime.service import SUPERVISOR_VARIABLE, Exit, die_with_parent, parent_is_gone
+from streamrl.runtime.service import STACKS_SIGNAL, SUPERVISOR_VARIABLE, Exit, die_with_parent, parent_is_gone
 from streamrl.schemas.codec import encode
 from streamrl.schemas.control import WorkerPresence
 from streamrl.schemas.events import Event
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 Main = Callable[["Worker"], Awaitable[None]]
 
+LOADING = "loading"
+"""State of a worker that has not begun its work."""
 PRESENCE_TTL_S = 6.0
 _FAREWELL_S = 5.0
 _HEARTBEAT_S = 2.0
@@ -62,13 +65,29 @@ class Worker:
         self.subjects = Subjects(config.run.name)
         self.draining = asyncio.Event()
         """Set on the first SIGTERM or SIGINT: finish what must be finished, then return."""
-        self.state = "running"
-        """What `streamrl status` shows until the worker drains; a service may say more, such as `stalled: stream full`."""
+        self._state, self._since_s = LOADING, time.time()
         subject = self.subjects.metrics(self.name)
         self._sink = MetricsSink(self.name, lambda body: bus.publish(subject, body))
 
+    @property
+    def state(self) -> str:
+        """What `streamrl status` shows until the worker drains: what it does, or `waits for ...`. May be set from any thread.
+
+        It is `loading`, for which a worker may take long, until the service says otherwise or reports its first metrics. What follows a
+        colon is detail: when that alone changes, it is still the same wait.
+        """
+        return self._state
+
+    @state.setter
+    def state(self, state: str) -> None:
+        if state.partition(":")[0] != self._state.partition(":")[0]:
+            self._since_s = time.time()
+        self._state = state
+
     async def metrics(self, values: Mapping[str, float]) -> None:
         """Publish values whose names `streamrl.telemetry.names` declares (SchemaError otherwise); lost while the bus is away."""
+        if self._state == LOADING:
+            self.state = "running"
         await self._sink.put(values)
 
     async def event(self, kind: str, detail: dict[str, Any]) -> None:
@@ -82,7 +101,9 @@ class Worker:
     async def present(self) -> None:
         """Say on the bus that this worker is alive; raises BusError."""
         state = "draining" if self.draining.is_set() else self.state
-        presence = WorkerPresence(worker=self.name, kind=self.kind, state=state, pid=os.getpid(), host=socket.gethostname())
+        presence = WorkerPresence(
+            worker=self.name, kind=self.kind, state=state, pid=os.getpid(), host=socket.gethostname(), since_s=self._since_s
+        )
         await self.bus.kv.put(f"{PREFIX_PRESENCE}workers/{self.name}", encode(presence), ttl_s=PRESENCE_TTL_S)
 
 
@@ -96,10 +117,12 @@ def run_worker(kind: str, run: RunDir, index: int | None = None, *, main: Main |
         main: run this instead of the kind's own entry point (attached producers).
     """
     supervisor = int(os.environ.pop(SUPERVISOR_VARIABLE, "0"))
+    pulse = Pulse.of(os.environ)
     if supervisor:
         die_with_parent(supervisor)
     configure_logging(kind)
     faulthandler.enable()
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
     collect_rarely()
     try:
         check_kind(kind)
@@ -108,7 +131,7 @@ def run_worker(kind: str, run: RunDir, index: int | None = None, *, main: Main |
             config = run.with_secret_options(config)
         if not supervisor:
             os.environ.update({key: value for key, value in environment(config, kind).items() if key not in os.environ})
-        asyncio.run(_serve(kind, run, config, index, main or load_main(kind), supervisor))
+        asyncio.run(_serve(kind, run, config, index, main or load_main(kind), supervisor, pulse))
     except Exception as error:  # the one place of a worker process that catches everything
         return report_failure(error)
     finally:
@@ -145,7 +168,7 @@ def first_cause(error: BaseException) -> BaseException:
     return leaves[0]
 
 
-async def _serve(kind: str, run: RunDir, config: Config, index: int | None, main: Main, supervisor: int) -> None:
+async def _serve(kind: str, run: RunDir, config: Config, index: int | None, main: Main, supervisor: int, pulse: Pulse) -> None:
     async with connected(run, role=kind, name=kind) as bus:
         if index is None:
             index = await free_index(bus, kind, num_workers(config, kind))
@@ -155,13 +178,14 @@ async def _serve(kind: str, run: RunDir, config: Config, index: int | None, main
         configure_logging(worker.name, file=None if supervisor else run.log_path(worker.name))
         with signals_drain(worker.draining):
             await worker.present()
-            heart = asyncio.create_task(_heartbeat(worker, supervisor))
+            hearts = [asyncio.create_task(_heartbeat(worker, supervisor)), asyncio.create_task(_beat(worker, pulse))]
             logger.info("event=started run=%s worker=%s pid=%d", run.name, worker.name, os.getpid())
             try:
                 await main(worker)
             finally:
-                heart.cancel()
-                await asyncio.gather(heart, return_exceptions=True)
+                for heart in hearts:
+                    heart.cancel()
+                await asyncio.gather(*hearts, return_exceptions=True)
             # Where the bus is gone as well, the key lapses by itself.
             with contextlib.suppress(BusError, TimeoutError):
                 async with asyncio.timeout(_FAREWELL_S):
@@ -229,6 +253,13 @@ def signals_drain(draining: asyncio.Event) -> Generator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+async def _beat(worker: Worker, pulse: Pulse) -> None:
+    """Apart from the presence, which waits for the bus."""
+    while True:
+        pulse.beat(loading=worker.state == LOADING)
+        await asyncio.sleep(BEAT_S)
 
 
 async def _heartbeat(worker: Worker, supervisor: int) -> None:

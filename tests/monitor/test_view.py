@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from streamrl.errors import SchemaError
-from streamrl.monitor.view import RATE_WINDOW_S, RunView, Totals, counted_median
+from streamrl.monitor.rates import RATE_WINDOW_S
+from streamrl.monitor.view import RunView, Totals, counted_median
 from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
 from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import Drop

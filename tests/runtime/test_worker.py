@@ -78,7 +78,7 @@ async def test_the_first_signal_drains(behave: Start, nats_bus: Bus) -> None:
     assert entry is not None
     assert entry.value is not None
     presence = decode(entry.value, WorkerPresence)
-    assert (presence.kind, presence.state, presence.pid) == ("producer", "running", process.pid)
+    assert (presence.kind, presence.state, presence.pid) == ("producer", "loading", process.pid)
     process.send_signal(signal.SIGTERM)
     code, out, _ = await said(process)
     assert (code, out) == (0, "drained\n")

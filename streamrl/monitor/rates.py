@@ -1,0 +1,47 @@
+"""Totals that grow, and how fast. No clock of their own."""
+
+from __future__ import annotations
+
+from collections import deque
+
+RATE_WINDOW_S = 10.0
+
+
+class Growing:
+    """A total reported by processes that start again from 0 when they are restarted.
+
+    Args:
+        late: what a process has counted before its first report is left out.
+    """
+
+    def __init__(self, *, late: bool) -> None:
+        self.total = 0
+        self._late = late
+        self._seen: dict[str, int] = {}
+
+    def report(self, who: str, count: int) -> None:
+        """`who` has counted to `count` since it started."""
+        before = self._seen.get(who, count if self._late else 0)
+        self.total += count - before if count >= before else count
+        self._seen[who] = count
+
+
+class Rate:
+    """Growth per second of a total over the last `RATE_WINDOW_S`."""
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[float, int]] = deque()
+
+    def mark(self, now_s: float, total: int) -> None:
+        """The total is `total` at `now_s`; times must not fall."""
+        self._marks.append((now_s, total))
+        while len(self._marks) > 2 and self._marks[1][0] <= now_s - RATE_WINDOW_S:
+            self._marks.popleft()
+
+    @property
+    def per_s(self) -> float:
+        """0.0 until there are two marks."""
+        if len(self._marks) < 2:
+            return 0.0
+        (start, low), (end, high) = self._marks[0], self._marks[-1]
+        return (high - low) / (end - start) if end > start else 0.0

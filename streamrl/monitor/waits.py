@@ -1,0 +1,173 @@
+"""Standing runs: whether anything moves, and if nothing does, what the run waits for and what to do. Plain functions over numbers."""
+
+from __future__ import annotations
+
+import time
+
+from msgspec.structs import replace
+
+from streamrl.monitor.numbers import RunNumbers, Standing, WorkerLine
+from streamrl.runtime.worker import LOADING
+
+STILL_S = 25.0
+"""A run in which nothing has moved for this long has its wait named: with the delay of what it is seen by, within 30 s."""
+LONG_S = 600.0
+"""Where what it waits for is known to take long, a model that loads or a step, this long."""
+_AWAY_S = 10.0
+"""The bus is called away when it has not answered for so long."""
+_SILENT_S = 10.0
+_MOST_STEP_S = 1.0
+"""Of the time between two looks counts this much at most: while the looker was stopped, it saw nothing stand still."""
+
+
+class Watch:
+    """Says what a run waits for once nothing has moved for `STILL_S`; to be asked a few times a second."""
+
+    def __init__(self) -> None:
+        self._still_s = 0.0
+        self._looked_s: float | None = None
+        self._seen: tuple[object, ...] = ()
+        self._moved_s = 0.0
+
+    def look(self, numbers: RunNumbers, *, now_s: float, time_s: float, away_s: float) -> Standing | None:
+        """None while it moves.
+
+        Args:
+            numbers: of this moment.
+            now_s: on the monotonic clock.
+            time_s: Unix seconds.
+            away_s: since the bus has answered.
+        """
+        step_s = 0.0 if self._looked_s is None else min(now_s - self._looked_s, _MOST_STEP_S)
+        self._looked_s = now_s
+        seen = progress_of(numbers)
+        if seen != self._seen:
+            self._seen, self._still_s, self._moved_s = seen, 0.0, time_s
+            return None
+        self._still_s += step_s
+        if self._still_s < STILL_S or numbers.phase == "finished":
+            return None
+        found = diagnose(numbers, away_s=away_s)
+        if found.normal and self._still_s < LONG_S:
+            return None
+        return replace(found, since_s=self._moved_s)
+
+
+def progress_of(numbers: RunNumbers) -> tuple[object, ...]:
+    """What changes when a run gets on."""
+    return (
+        numbers.phase,
+        numbers.version,
+        numbers.tasks_issued,
+        numbers.tasks_ended,
+        numbers.tasks_granted,
+        numbers.tokens_made,
+        numbers.stream_lag,
+        numbers.swaps,
+        tuple(engine.engine for engine in numbers.engines),
+    )
+
+
+def diagnose(numbers: RunNumbers, *, away_s: float = 0.0) -> Standing:
+    """What a run in which nothing moves waits for: the first that holds of what keeps others waiting, from the bus upwards."""
+    if away_s > _AWAY_S:
+        return Standing(
+            what="the bus, which does not answer",
+            hint="is nats-server up, is its disk full? bus/nats-server.log; workers wait bus.patience_s and are then restarted",
+        )
+    for find in (_worker, _room, _training, _engine, _credit, _user_code):
+        if (found := find(numbers)) is not None:
+            return found
+    return Standing(what="nothing that is known", hint="`streamrl status` shows what each worker does; their logs are in logs/")
+
+
+def _worker(numbers: RunNumbers) -> Standing | None:
+    for worker in numbers.workers:
+        if worker.state in ("waiting", "ended", "fenced"):
+            return Standing(what=f"{worker.worker}, which has ended ({worker.state}: restarts are paused)", hint=_log(worker.worker))
+        if worker.silent_s > _SILENT_S and worker.state != LOADING:
+            return Standing(
+                what=f"{worker.worker}, which is silent: it has been stopped, or its event loop is blocked",
+                hint=f"after supervise.silent_s its stacks go to its log and it is restarted; {_log(worker.worker)}",
+            )
+    for worker in numbers.workers:
+        if worker.state == LOADING and not worker.worker.startswith("evaluator-"):
+            return Standing(what=f"{worker.worker}, which is loading", hint=_log(worker.worker), normal=True)
+    return None
+
+
+def _room(numbers: RunNumbers) -> Standing | None:
+    full = [worker.worker for worker in numbers.workers if worker.state.startswith("stalled")]
+    if not full and not numbers.stalled:
+        return None
+    return Standing(
+        what=f"room on a full stream, for which {', '.join(full or numbers.stalled)} wait",
+        hint="the trainer, or a tap that holds the stream, has to get on; or raise bus.samples_bytes and resume (docs/operations.md)",
+    )
+
+
+def _training(numbers: RunNumbers) -> Standing | None:
+    trainers = _of_kind(numbers, "trainer")
+    if not trainers:
+        return Standing(what="a trainer: none is there", hint=_log("trainer-0"))
+    for trainer in trainers:
+        if trainer.state.startswith("trains"):
+            return Standing(what=f"{trainer.worker}, which {trainer.state}", hint=_log(trainer.worker), normal=True)
+    return None
+
+
+def _engine(numbers: RunNumbers) -> Standing | None:
+    engines = [engine for engine in numbers.engines if not engine.pinned]
+    if not engines:
+        found = _of_kind(numbers, "engine")
+        does = "".join(f"; {worker.worker} {worker.state}" for worker in found)
+        return Standing(
+            what=f"an engine: none serves a version{does}",
+            hint=_log("engine-0") if found else "engine.workers is 0: start one with `streamrl worker engine --run RUN`",
+        )
+    waiting, running = sum(engine.waiting for engine in engines), sum(engine.running for engine in engines)
+    if waiting and not running:
+        serving = ", ".join(sorted({engine.serving for engine in engines}))
+        return Standing(
+            what=f"a version: {waiting} requests ask for a newer one than engines serve ({serving}); the newest is {numbers.version}",
+            hint=f"does the engine take weights? {_log('engine-0')} and logs/trainer-0.log",
+        )
+    return None
+
+
+def _credit(numbers: RunNumbers) -> Standing | None:
+    if not _of_kind(numbers, "producer"):
+        return Standing(what="a producer: none is there", hint="set producer.workers, or join one with `streamrl attach`")
+    if numbers.tasks_issued < numbers.tasks_granted:
+        return Standing(
+            what=f"the feeder: {numbers.tasks_issued} of {numbers.tasks_granted} granted tasks are issued", hint=_log("feeder-0")
+        )
+    if numbers.tasks_in_flight:
+        return None
+    unended = numbers.tasks_issued - numbers.tasks_ended
+    return Standing(
+        what=f"credit: all {numbers.tasks_granted} granted tasks are issued, producers hold none, and {unended} of them have no end",
+        hint="do rewards come late, or never (reward.late_versions)? Are records lost? See logs/trainer-0.log in the run directory",
+    )
+
+
+def _user_code(numbers: RunNumbers) -> Standing | None:
+    if any(engine.running for engine in numbers.engines):
+        return Standing(what="engines, which have requests and make no tokens", hint=_log("engine-0"))
+    return Standing(
+        what=f"user code: producers hold {numbers.tasks_in_flight} tasks and ask no engine",
+        hint=f"a tool or reward that hangs? {_log('producer-0')}",
+    )
+
+
+def _of_kind(numbers: RunNumbers, kind: str) -> list[WorkerLine]:
+    return [worker for worker in numbers.workers if worker.worker.startswith(f"{kind}-") and worker.state != "done"]
+
+
+def _log(worker: str) -> str:
+    return f"see logs/{worker}.log in the run directory"
+
+
+def standing_line(found: Standing) -> str:
+    """A wait in one line, with what to do."""
+    return f"nothing moves since {time.strftime('%H:%M:%S', time.localtime(found.since_s))}; waits for {found.what}. hint: {found.hint}"
