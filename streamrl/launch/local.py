@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from streamrl.config.tree import Config
 from streamrl.errors import LaunchError
@@ -19,6 +20,13 @@ from streamrl.runtime.service import STACKS_SIGNAL, SUPERVISOR_VARIABLE
 
 Command = Callable[[str, int], Sequence[str]]
 _TAIL_LINES = 15
+LOGS_EVERY_S = 5.0
+"""How often logs are looked at for their size."""
+
+
+def worker_logs(run: RunDir, worker: str = "") -> list[Path]:
+    """Logs that processes append their output to, those of servers of engines too; of one worker, or of all."""
+    return [path for path in run.logs.glob(f"{worker}*.log") if path != run.events_path]
 
 
 class LocalProcess:

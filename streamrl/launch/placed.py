@@ -11,11 +11,12 @@ from streamrl.config.load import from_json
 from streamrl.config.ray import OWN_GPUS_VARIABLE
 from streamrl.errors import ConfigError, LaunchError, StreamRLError
 from streamrl.launch.build_model import build_model
-from streamrl.launch.local import LocalLauncher, LocalProcess
+from streamrl.launch.local import LOGS_EVERY_S, LocalLauncher, LocalProcess, worker_logs
 from streamrl.runtime.beats import STACKS_S, Silence
 from streamrl.runtime.kinds import LOADING_S
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import Exit
+from streamrl.telemetry.logs import bound_logs
 from streamrl.weights.factory import free_weights
 
 _POLL_S = 0.05
@@ -63,6 +64,7 @@ class PlacedWorker:
     async def wait(self) -> int:
         """The exit code, negative for a signal, once the worker has ended."""
         silence = Silence(self._config.supervise.silent_s, LOADING_S[self._kind], time.monotonic())
+        look_s = 0.0
         while self._code is None:
             if self._process is not None:
                 self._code = self._process.poll()
@@ -70,6 +72,9 @@ class PlacedWorker:
                     self._process.dump()
                     await asyncio.sleep(STACKS_S)
                     self._process.kill()
+            if time.monotonic() >= look_s:
+                look_s = time.monotonic() + LOGS_EVERY_S
+                bound_logs(worker_logs(self._run, f"{self._kind}-{self._index}"))
             await asyncio.sleep(_POLL_S)
         return self._code
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.telemetry.logs import LineFormatter, configure_logging, mask_secrets
+from streamrl.telemetry.logs import LineFormatter, RepeatedTracebacks, bound_logs, configure_logging, mask_secrets
 
 
 @pytest.fixture
@@ -61,3 +61,57 @@ def test_a_process_logs_to_its_file_and_only_once(restored: None, tmp_path: Path
         ["feeder-0", "streamrl.test:", "event=issued", "tasks=3"]
     ]
     assert capsys.readouterr().err == ""
+
+
+def failed(created_s: float, error: type[Exception] = ValueError) -> logging.LogRecord:
+    try:
+        raise error("no")
+    except error:
+        record = logging.LogRecord("streamrl.x", logging.WARNING, __file__, 1, "event=rollout_failed task=%d", (7,), sys.exc_info())
+    record.created = created_s
+    return record
+
+
+def test_the_same_traceback_is_counted_after_a_few_and_others_are_written() -> None:
+    limit = RepeatedTracebacks(most=5)
+    passed = [bool(limit.filter(failed(100.0 + number / 100))) for number in range(1000)]
+    assert sum(passed) == 5
+    assert limit.filter(failed(110.0, KeyError))
+    plain = logging.LogRecord("streamrl.x", logging.WARNING, __file__, 1, "event=plain", (), None)
+    assert all(limit.filter(plain) is True for _ in range(100))
+    told = failed(161.0)
+    assert limit.filter(told)
+    assert "event=rollout_failed task=7 (995 more like it were not written)\n" in LineFormatter("producer-0").format(told)
+    assert limit.filter(failed(162.0)) is True
+
+
+def test_a_logger_that_fails_all_the_time_writes_little(restored: None, tmp_path: Path) -> None:
+    path = tmp_path / "producer-0.log"
+    configure_logging("producer-0", file=path, stderr=False)
+    for number in range(2000):
+        try:
+            raise ValueError(f"task {number}")
+        except ValueError as error:
+            logging.getLogger("streamrl.test").warning("event=rollout_failed task=%d", number, exc_info=error)
+    assert path.read_text().count("Traceback") == 5
+
+
+def test_a_log_that_is_too_large_goes_on_in_a_new_file_and_one_former_is_kept(tmp_path: Path) -> None:
+    path, former, other = tmp_path / "a.log", tmp_path / "a.log.1", tmp_path / "b.log"
+    other.write_text("short")
+    with path.open("ab", buffering=0) as writer:
+        for text in (b"first" * 10, b"second" * 10):
+            writer.write(text)
+            bound_logs([path, other, tmp_path / "gone.log"], most_bytes=40)
+            assert (path.read_bytes(), former.read_bytes()) == (b"", text)
+        writer.write(b"on")
+    assert path.read_bytes() == b"on"
+    assert other.read_text() == "short"
+
+
+def test_a_log_is_bounded_also_where_the_former_part_cannot_be_kept(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    path.write_bytes(b"x" * 100)
+    (tmp_path / "a.log.1").mkdir()
+    bound_logs([path], most_bytes=10)
+    assert path.stat().st_size == 0
