@@ -12,6 +12,8 @@ NUMERICS_EVENT = "numerics"
 
 STANDING_EVENT = "standing"
 """Event by which the supervisor says what a run waits for in which nothing has moved for a while: {what, hint, since_s}."""
+FAILURES_EVENT = "failures"
+"""Event by which it says what fails: {tasks, rollouts by reason, newest} since the newest batch."""
 MOVING_EVENT = "moving"
 """Event by which it says that it goes on."""
 

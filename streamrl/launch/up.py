@@ -19,13 +19,15 @@ from streamrl.bus.protocol import Bus
 from streamrl.config.secret_options import without_secrets
 from streamrl.config.tree import Config
 from streamrl.errors import BusError, LaunchError
-from streamrl.launch.local import LocalLauncher
+from streamrl.launch.local import LOGS_EVERY_S, LocalLauncher, worker_logs
 from streamrl.launch.prepare import prepare
 from streamrl.launch.protocol import Launcher
 from streamrl.launch.supervisor import Supervisor
+from streamrl.monitor.failures import Pace
 from streamrl.monitor.follow import Follower, read_totals
 from streamrl.monitor.outcome import Outcome, conclude
-from streamrl.monitor.screen import Display
+from streamrl.monitor.run_state import RUNNING, RunState, write_state
+from streamrl.monitor.screen import Display, one_line
 from streamrl.monitor.view import RunView
 from streamrl.monitor.waits import Watch, standing_line
 from streamrl.runtime.bus_server import BusServer, run_bus_server
@@ -34,9 +36,9 @@ from streamrl.runtime.lock import lock_run
 from streamrl.runtime.run_record import write_or_check
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import encode
-from streamrl.schemas.events import MOVING_EVENT, STANDING_EVENT, Event
+from streamrl.schemas.events import FAILURES_EVENT, MOVING_EVENT, STANDING_EVENT, Event
 from streamrl.schemas.subjects import Subjects
-from streamrl.telemetry.logs import configure_logging
+from streamrl.telemetry.logs import bound_logs, configure_logging
 from streamrl.weights.factory import free_weights
 
 logger = logging.getLogger(__name__)
@@ -157,6 +159,7 @@ class Session:
         self._supervisor = Supervisor(launcher, config.supervise, note=self._note)
         self._started_s = time.monotonic()
         self._unheard = False
+        self._written: RunState | None = None
         self._telling: set[asyncio.Task[None]] = set()
 
     async def run_to_end(self) -> Outcome:
@@ -181,6 +184,7 @@ class Session:
         )
         async with Follower(bus, view, started_s=self._started_s, trainer=self._config.trainer.name, carry_totals=True) as follower:
             show = asyncio.create_task(self._show(bus, view, follower))
+            bound = asyncio.create_task(self._bound_logs())
             try:
                 state, failure = await self._supervise(view, server)
                 await self._catch_up(follower)
@@ -188,9 +192,11 @@ class Session:
                 # After a drain nothing is left to kill; after a second Ctrl-C or an error, everything is.
                 await self._supervisor.kill_all()
                 free_weights(self._config.weights, self._run.name, self._run.path)
-                for task in (show, *self._telling):
+                background = (show, bound, *self._telling)
+                for task in background:
                     task.cancel()
-                await asyncio.gather(show, *self._telling, return_exceptions=True)
+                await asyncio.gather(*background, return_exceptions=True)
+            self._write_state(state, len(view.reward_points), failure.message if failure is not None else "")
             outcome = await conclude(self._run, view, state=state, wall_s=follower.elapsed_s)
         if failure is not None:
             raise failure
@@ -209,6 +215,7 @@ class Session:
                     break
                 self._supervisor.tick()
                 server.check()
+                self._check_failures(view)
                 await asyncio.sleep(_TICK_S)
         except LaunchError as error:
             state, failure = "failed", error
@@ -216,6 +223,18 @@ class Session:
         self._note({"finished": "finished", "stopped": "draining; Ctrl-C again stops at once", "failed": "giving up; draining"}[state])
         await self._supervisor.drain(finish=("trainer", "evaluator") if state == "finished" else ())
         return state, failure
+
+    def _check_failures(self, view: RunView) -> None:
+        """Raise LaunchError once too many batches' worth of tasks have failed without one trained."""
+        most = self._config.supervise.max_failed_batches * self._config.tasks.batch_tasks
+        if not most or view.failures.num_tasks < most or 2 * view.failures.num_tasks < view.num_barren_tasks:
+            return
+        reasons = ", ".join(f"{reason} {count}" for reason, count in view.failures.reasons.most_common())
+        raise LaunchError(
+            f"{view.failures.num_tasks} tasks ({self._config.supervise.max_failed_batches} batches) have failed and none was trained "
+            f"({reasons} rollouts); the newest: {view.failures.newest}",
+            hint="mend the producer or the reward and run `up` again, which resumes; supervise.max_failed_batches is the limit, 0 for none",
+        )
 
     async def _catch_up(self, follower: Follower) -> None:
         try:
@@ -227,7 +246,7 @@ class Session:
 
     async def _show(self, bus: Bus, view: RunView, follower: Follower) -> None:
         warned = False
-        watch = Watch()
+        watch, failures = Watch(), Pace()
         self._report(bus, MOVING_EVENT, {})  # what the session before may have said last
         while True:
             numbers = view.numbers(elapsed_s=follower.elapsed_s, supervised=self._supervisor.lines())
@@ -237,7 +256,12 @@ class Session:
                 view.standing = found
                 self._note(standing_line(found) if found else "the run goes on")
                 self._report(bus, STANDING_EVENT if found else MOVING_EVENT, to_builtins(found) if found else {})
+            if numbers.failed_tasks and failures.due(now_s):
+                counts = dict(view.failures.reasons)
+                self._note(f"{numbers.failed_tasks} tasks have failed since the newest batch; the newest: {one_line(numbers.newest_error)}")
+                self._report(bus, FAILURES_EVENT, {"tasks": numbers.failed_tasks, "rollouts": counts, "newest": numbers.newest_error})
             self._tell(partial(self._display.show, numbers))
+            self._write_state(RUNNING, numbers.step)
             barren = numbers.barren_tasks >= _BARREN_BATCHES * self._config.tasks.batch_tasks
             if barren and not warned:
                 self._note(
@@ -246,6 +270,23 @@ class Session:
                 )
             warned = barren
             await asyncio.sleep(_SHOW_S)
+
+    async def _bound_logs(self) -> None:
+        """Workers' output goes straight to their files, so who opened these bounds them; on other nodes the actors do."""
+        while not self._config.ray.address:
+            await asyncio.sleep(LOGS_EVERY_S)
+            await asyncio.to_thread(bound_logs, worker_logs(self._run))
+
+    def _write_state(self, state: str, step: int, error: str = "") -> None:
+        """For those who look at the run directory alone. A disk that is full must not end a run."""
+        found = RunState(state=state, step=step, steps=self._config.run.steps, error=error)
+        if found == self._written:
+            return
+        try:
+            write_state(self._run, found)
+        except OSError as failure:
+            logger.warning("event=state_not_written error=%s", failure)
+        self._written = found
 
     def _report(self, bus: Bus, kind: str, detail: dict[str, Any]) -> None:
         """Publish an event for those who look from outside; nothing waits for it, for the bus may be what is away."""

@@ -16,7 +16,20 @@ from streamrl.monitor.view import LedgerLine, RunView, Totals
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
 from streamrl.schemas.events import MOVING_EVENT, STANDING_EVENT, Event, MetricReport
-from streamrl.schemas.subjects import EVENTS, KEY_GRANTED, LEDGER, METRICS, PREFIX_PRESENCE, SAMPLES, TASKS, source_of
+from streamrl.schemas.samples import Tombstone
+from streamrl.schemas.subjects import (
+    EVENTS,
+    KEY_GRANTED,
+    LEDGER,
+    MAIN_SOURCE,
+    METRICS,
+    PREFIX_PRESENCE,
+    SAMPLES,
+    TASKS,
+    WARMUP_SOURCE,
+    Subjects,
+    source_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +37,8 @@ KEY_TOTALS = "totals"
 _ENGINES = f"{PREFIX_PRESENCE}engines/"
 _WORKERS = f"{PREFIX_PRESENCE}workers/"
 _POLL_S = 1.0
+_LOOK_BACK = 5000
+"""Messages of the sample stream in which a look from outside finds what has failed lately."""
 _RETRY_S = 1.0
 
 
@@ -48,6 +63,7 @@ class Follower:
         self._trainer = trainer
         self._carry_totals = carry_totals
         self._after = {LEDGER: 0, EVENTS: 0, METRICS: 0}
+        self._subjects = Subjects(view.run)
         self._tasks: list[asyncio.Task[None]] = []
         self._started_s = time.monotonic() if started_s is None else started_s
         self._history_ends = dict.fromkeys(self._after, 0)
@@ -61,6 +77,13 @@ class Follower:
         self._after[METRICS] = self._history_ends[METRICS]
         folds: dict[str, Callable[[Message], None]] = {LEDGER: self._ledger, EVENTS: self._event, METRICS: self._metric}
         self._tasks = [asyncio.create_task(self._read(stream, fold)) for stream, fold in folds.items()]
+        # A supervisor judges its own session; who looks from outside wants to know of the time before.
+        samples = await self._bus.state(SAMPLES)
+        first = samples.last if self._carry_totals else max(samples.first - 1, samples.last - _LOOK_BACK, 0)
+        for source in (MAIN_SOURCE, WARMUP_SOURCE):
+            subject = self._subjects.tombstones(source)
+            self._after[subject] = first
+            self._tasks.append(asyncio.create_task(self._read(SAMPLES, self._tombstone, subject=subject)))
         self._tasks.append(asyncio.create_task(self._watch()))
         self._tasks.append(asyncio.create_task(self._poll()))
         return self
@@ -89,20 +112,21 @@ class Follower:
         totals = Totals(tokens_made=self.view.tokens_made, swaps=self.view.swaps, wall_s=self.elapsed_s)
         await self._bus.kv.put(KEY_TOTALS, encode(totals))
 
-    async def _read(self, stream: str, fold: Callable[[Message], None]) -> None:
+    async def _read(self, stream: str, fold: Callable[[Message], None], *, subject: str | None = None) -> None:
+        key = subject or stream
         while True:
             try:
-                async for message in self._bus.read(stream, after=self._after[stream]):
+                async for message in self._bus.read(stream, after=self._after[key], subject=subject):
                     try:
                         fold(message)
                     except SchemaError as error:
                         logger.warning("event=unreadable stream=%s seq=%d error=%s", stream, message.sequence, error.message)
-                    self._after[stream] = message.sequence
+                    self._after[key] = message.sequence
                     self._folded.set()
             except LogTruncated as gap:
                 first = (await self._bus.state(stream)).first
                 logger.info("event=history_trimmed stream=%s first=%d after=%s", stream, first, gap.needed)
-                self._after[stream] = first - 1
+                self._after[key] = first - 1
             except BusError as error:
                 logger.warning("event=follow_retry stream=%s error=%s", stream, error.message)
                 await asyncio.sleep(_RETRY_S)
@@ -118,6 +142,9 @@ class Follower:
             return  # the supervisor's own words, which its view has at once
         if event.kind != "finished" or message.sequence > self._history_ends[EVENTS]:  # an earlier session's end is not this one's
             self.view.event(event)
+
+    def _tombstone(self, message: Message) -> None:
+        self.view.tombstone(message.sequence, decode(message.body, Tombstone, where=f"{message.subject} {message.sequence}"))
 
     def _metric(self, message: Message) -> None:
         self.view.metric(decode(message.body, MetricReport, where=f"{message.subject} {message.sequence}"))

@@ -129,6 +129,10 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     """Rollouts decided against."""
     drops: dict[str, int]
     """The same by reason."""
+    failed_tasks: int
+    """Tasks of which every rollout has failed since the newest batch."""
+    newest_error: str
+    """Why a rollout failed last; empty: none was seen to."""
     swaps: int
     stalled: tuple[str, ...]
     """Producers that wait for room on the sample stream."""

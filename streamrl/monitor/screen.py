@@ -117,6 +117,8 @@ def panel(numbers: RunNumbers) -> Panel:
         f"tasks {numbers.tasks_ended} ended of {numbers.tasks_granted}",
     )
     rows.add_row("dropped", drops_text(numbers))
+    if numbers.newest_error:
+        rows.add_row("failure", Text(one_line(numbers.newest_error), style="red" if numbers.failed_tasks else "default"))
     if numbers.stalled:
         rows.add_row("full", f"[yellow]the sample stream is full; {', '.join(numbers.stalled)} wait for the trainer to free room[/yellow]")
     if numbers.standing:
@@ -216,6 +218,8 @@ def plain_line(numbers: RunNumbers) -> str:
         f"dropped={numbers.dropped}",
         f"swaps={numbers.swaps}",
     ]
+    if numbers.failed_tasks:
+        fields.append(f"failed-tasks={numbers.failed_tasks}")
     if numbers.stalled:
         fields.append(f"stream-full={','.join(numbers.stalled)}")
     troubled = [f"{worker.worker}:{worker.state}" for worker in numbers.workers if not is_normal(worker.state)]
@@ -231,6 +235,12 @@ def sparkline(values: Sequence[float]) -> str:
     low, high = min((0.0, *values)), max((1.0, *values))
     highest = len(_BARS) - 1
     return "".join(_BARS[round((value - low) / (high - low) * highest)] for value in values)
+
+
+def one_line(text: str, *, most: int = 200) -> str:
+    """`text` without line breaks, cut to `most` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
 def short(count: float) -> str:

@@ -15,6 +15,7 @@ from rich.table import Table
 from streamrl.errors import BusUnavailable
 from streamrl.monitor.follow import Follower, read_totals
 from streamrl.monitor.numbers import RunNumbers
+from streamrl.monitor.run_state import INTERRUPTED, RUNNING, read_state
 from streamrl.monitor.screen import clock, panel, plain_line
 from streamrl.monitor.summary import Summary
 from streamrl.monitor.view import RunView
@@ -33,8 +34,14 @@ class RunLine(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     path: str
     state: str
-    """`running` or `stopped`."""
+    """`running`, `finished`, `stopped` (drained), `failed`, or `interrupted`: killed, with its machine or alone."""
     supervisor: int | None
+    step: int | None = None
+    """Batches of reinforcement learning so far; None: not known."""
+    steps: int = 0
+    """Where it ends; 0: not known."""
+    error: str = ""
+    """Why it failed."""
     summary: Summary | None
     """Of the last time it stopped."""
 
@@ -54,8 +61,24 @@ def list_runs(base: str | Path) -> list[RunLine]:
 def describe(run: RunDir) -> RunLine:
     """What the run directory alone says."""
     found = holder(run)
-    state, pid = ("stopped", None) if found is None else ("running", found.pid)
-    return RunLine(run=run.name, path=str(run.path), state=state, supervisor=pid, summary=read_summary(run))
+    last, summary = read_state(run), read_summary(run)
+    if found is not None:
+        state = RUNNING
+    elif last is None:
+        state = "stopped"
+    else:
+        state = INTERRUPTED if last.state == RUNNING else last.state
+    step = last.step if last is not None else summary.steps if summary is not None else None
+    return RunLine(
+        run=run.name,
+        path=str(run.path),
+        state=state,
+        supervisor=None if found is None else found.pid,
+        step=step,
+        steps=last.steps if last is not None else 0,
+        error=last.error if last is not None and state == "failed" else "",
+        summary=summary,
+    )
 
 
 def read_summary(run: RunDir) -> Summary | None:
@@ -99,7 +122,7 @@ def print_runs(lines: Sequence[RunLine], *, as_json: bool) -> None:
     for line in lines:
         last = line.summary
         reward = f"{last.reward_last:.3f}" if last and last.reward_last is not None else "-"
-        table.add_row(line.run, line.state, str(last.steps) if last else "-", reward, line.path)
+        table.add_row(line.run, line.state, steps_text(line), reward, line.path)
     Console().print(table)
 
 
@@ -109,7 +132,10 @@ def print_status(status: RunStatus, *, as_json: bool) -> None:
     if as_json:
         _print_json(status)
     elif numbers is None:
-        print(f"run {line.run} is {line.state}" + (f" (supervisor {line.supervisor}); its bus does not answer" if line.supervisor else ""))
+        away = f" (supervisor {line.supervisor}); its bus does not answer" if line.supervisor else f", {steps_text(line)} steps"
+        print(f"run {line.run} is {line.state}{away}")
+        if line.error:
+            print(line.error)
         if line.summary:
             print(msgspec.json.format(msgspec.json.encode(line.summary), indent=2).decode())
     elif sys.stdout.isatty():
@@ -118,8 +144,17 @@ def print_status(status: RunStatus, *, as_json: bool) -> None:
         print(plain_line(numbers))
         for worker in numbers.workers:
             print(f"  {worker.worker}: {worker.state}{since(worker.since_s)}")
+        if numbers.newest_error:
+            print(f"newest failure: {numbers.newest_error}")
         if numbers.standing:
             print(standing_line(numbers.standing))
+
+
+def steps_text(line: RunLine) -> str:
+    """Batches done, and of how many where that is known."""
+    if line.step is None:
+        return "-"
+    return f"{line.step}/{line.steps}" if line.steps else str(line.step)
 
 
 def since(began_s: float) -> str:

@@ -38,6 +38,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     staleness_max: int
     dropped: int
     """Rollouts that were decided against, for any reason."""
+    drops: dict[str, int] = {}
+    """The same by reason."""
+    newest_error: str = ""
+    """Why a rollout failed last, as far as the last session has seen it."""
     swaps: int
     """Weight versions that engines took while they ran."""
     wall_s: float
@@ -58,7 +62,9 @@ def summarize(view: RunView, *, wall_s: float) -> Summary:
         tokens_trained=view.tokens_trained,
         staleness_p50=counted_median(view.ages),
         staleness_max=max(view.ages, default=0),
-        dropped=view.drops.total(),
+        dropped=view.all_drops.total(),
+        drops=dict(view.all_drops),
+        newest_error=view.failures.newest,
         swaps=view.swaps,
         wall_s=round(wall_s, 2),
     )

@@ -13,11 +13,13 @@ import msgspec
 from msgspec.structs import replace
 
 from streamrl.errors import SchemaError
+from streamrl.monitor.failures import Failures
 from streamrl.monitor.numbers import EngineLine, Evaluation, Point, Problem, RunNumbers, Standing, WorkerLine
 from streamrl.monitor.rates import Growing, Rate
 from streamrl.schemas.control import EVALUATION_ROLE, ROLLOUT_ROLE, EnginePresence, Grant, WorkerPresence
 from streamrl.schemas.events import MOVING_EVENT, STANDING_EVENT, Event, MetricReport
 from streamrl.schemas.ledger import decided_by
+from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.metrics import Fold
 
@@ -105,6 +107,7 @@ class RunView:
         self.swap_numbers: set[int] = set()
         """Version numbers that an engine was seen to serve after its first."""
         self.metrics = Fold()
+        self.failures = Failures()
         self.finished = False
         self.stalled: set[str] = set()
         self.standing: Standing | None = None
@@ -130,6 +133,7 @@ class RunView:
         forked = number in self._entries
         self._entries[number] = entry
         self._newest = entry
+        self.failures.trained(entry.cursor)
         if forked:
             self._entries = {known: one for known, one in self._entries.items() if known <= number}
             self.points, self.ages, self.drops, self._num_trained_tokens = [], Counter(), Counter(), 0
@@ -197,6 +201,10 @@ class RunView:
         self._made.report(engine, presence.tokens_total)
         self._swapped.report(engine, presence.swaps_total)
 
+    def tombstone(self, sequence: int, stone: Tombstone) -> None:
+        """The end of a task or rollout that gave no sample."""
+        self.failures.add(sequence, stone, after=self._newest.cursor if self._newest else 0)
+
     def worker(self, worker: str, presence: WorkerPresence | None) -> None:
         """A worker announced itself, or (None) has not for too long."""
         if presence is None:
@@ -240,6 +248,16 @@ class RunView:
         return self.before.swaps + self._swapped.total
 
     @property
+    def all_drops(self) -> Counter[str]:
+        """Rollouts decided against by reason, and those that have failed since the newest batch, which no entry has yet."""
+        return self.drops + self.failures.reasons
+
+    @property
+    def num_barren_tasks(self) -> int:
+        """Tasks ended since the newest batch, however they did."""
+        return max(0, self._grant.retired - (self._newest.retired if self._newest else 0))
+
+    @property
     def reward_points(self) -> list[Point]:
         """Batches of reinforcement learning."""
         return [point for point in self.points if not point.warmup]
@@ -264,7 +282,7 @@ class RunView:
 
     def numbers(self, *, elapsed_s: float, supervised: Mapping[str, WorkerLine] | None = None) -> RunNumbers:
         """Everything at this moment; `supervised` are workers whose state the caller knows better than their presence."""
-        newest = self._newest
+        newest, drops = self._newest, self.all_drops
         measured = newest.metrics if newest else {}
         reinforced = self.reward_points
         rewards = [point.reward for point in reinforced if point.reward is not None]
@@ -298,9 +316,11 @@ class RunView:
             tasks_granted=self._grant.granted,
             tasks_issued=self._issued,
             tasks_in_flight=round(sum(self._in_flight.values())),
-            barren_tasks=max(0, self._grant.retired - (newest.retired if newest else 0)),
-            dropped=self.drops.total(),
-            drops=dict(self.drops),
+            barren_tasks=self.num_barren_tasks,
+            dropped=drops.total(),
+            drops=dict(drops),
+            failed_tasks=self.failures.num_tasks,
+            newest_error=self.failures.newest,
             swaps=self.swaps,
             stalled=tuple(sorted(self.stalled & self._workers.keys())),
             standing=self.standing,

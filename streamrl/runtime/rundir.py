@@ -49,6 +49,8 @@ class RunDir:
         """The supervisor's own log."""
         self.summary_path = self.path / "summary.json"
         """Written when the run stops."""
+        self.state_path = self.path / "state.json"
+        """How far the run is, and how it ended."""
         self.plot_path = self.path / "plot.png"
         """Reward and lag over the run."""
 

@@ -50,7 +50,7 @@ async def test_a_run_learns_and_its_log_gives_its_ledger_again(streamrl: Start, 
     assert report["ok"] is True
     assert report["equal"] == report["versions"] >= 15
     (listed,) = await answer(await streamrl("status", "--json"))
-    assert (listed["state"], listed["summary"]) == ("stopped", summary)
+    assert (listed["state"], listed["summary"]) == ("finished", summary)
 
 
 async def test_a_run_is_joined_looked_at_stopped_and_resumed(streamrl: Start, place: Path) -> None:

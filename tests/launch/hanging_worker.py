@@ -21,20 +21,20 @@ def compute() -> None:
 
 async def main(worker: Worker, how: str) -> None:
     if how == "loads":
-        time.sleep(HANGS_S)
+        hold_the_loop(HANGS_S)
     worker.state = "running"
     if how == "steps":
         await asyncio.to_thread(compute)
     if how == "blocks":
         await asyncio.sleep(0.1)
-        hold_the_loop()
+        hold_the_loop(600)
     if how != "waits":
         (worker.run_dir.path / "over").write_text(how)
     await worker.draining.wait()
 
 
-def hold_the_loop() -> None:
-    time.sleep(600)
+def hold_the_loop(seconds: float) -> None:
+    time.sleep(seconds)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ KEYS = [
     "staleness_p50",
     "staleness_max",
     "dropped",
+    "drops",
+    "newest_error",
     "swaps",
     "wall_s",
 ]

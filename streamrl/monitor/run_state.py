@@ -1,0 +1,37 @@
+"""What a run directory says of the last session without a bus: a small file that the supervisor writes."""
+
+from __future__ import annotations
+
+import msgspec
+
+from streamrl.config.files import write_private
+from streamrl.runtime.rundir import RunDir
+
+RUNNING = "running"
+INTERRUPTED = "interrupted"
+
+
+class RunState(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of `state.json`."""
+
+    state: str
+    """`running` while it is up, and for ever when it was killed; then `finished`, `stopped` (drained) or `failed`."""
+    step: int = 0
+    """Batches of reinforcement learning so far."""
+    steps: int = 0
+    """Where the run ends."""
+    error: str = ""
+    """Why it failed."""
+
+
+def write_state(run: RunDir, state: RunState) -> None:
+    """Replace the file; raises OSError."""
+    write_private(run.state_path, msgspec.json.encode(state))
+
+
+def read_state(run: RunDir) -> RunState | None:
+    """None where there is none, or none that can be read: runs of earlier versions."""
+    try:
+        return msgspec.json.decode(run.state_path.read_bytes(), type=RunState)
+    except (OSError, msgspec.MsgspecError):
+        return None

@@ -1,0 +1,118 @@
+"""Real runs that cannot get on, at the defaults of the configuration: each says what it waits for, or why it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from streamrl.runtime.rundir import RunDir
+from tests.support.digits import TABLE, write_digits
+from tests.support.programs import STREAMRL, Start, answer, said
+
+pytestmark = pytest.mark.nats
+
+CODE = """
+import asyncio
+
+
+async def fails(task, engine):
+    raise ValueError(f"no tool for {task.prompt}")
+
+
+async def hangs(task, engine):
+    await asyncio.sleep(20)
+    chat = engine.chat(task)
+    await chat.generate()
+    await asyncio.sleep(600)
+"""
+COLD = ("--set", "warmup.max_steps=0", "--set", "data.heldout=")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    write_digits(tmp_path, TABLE)
+    (tmp_path / "mine.py").write_text(CODE)
+    return tmp_path
+
+
+@pytest.fixture
+def run(place: Path) -> RunDir:
+    return RunDir(place / "runs" / "digits")
+
+
+@pytest.fixture
+def streamrl(start: Start) -> Start:
+    return partial(start, *STREAMRL)
+
+
+def sets(*keys: str) -> list[str]:
+    return [word for key in keys for word in ("--set", key)]
+
+
+async def line_with(process: asyncio.subprocess.Process, text: str, within_s: float = 120.0) -> str:
+    """The first line of its output with this text; fails when it ends without one."""
+    assert process.stdout is not None
+    async with asyncio.timeout(within_s):
+        async for line in process.stdout:
+            if text in line.decode():
+                return line.decode()
+    raise AssertionError(f"it never said {text!r}")
+
+
+async def test_a_run_of_which_every_task_fails_ends_with_1_and_the_error(streamrl: Start, place: Path, run: RunDir) -> None:
+    code, out, err = await said(await streamrl("up", "run.toml", "--plain", *COLD, *sets("producer.function=mine.py:fails")))
+    assert code == 1
+    assert "tasks (3 batches) have failed and none was trained" in err
+    assert "ValueError: no tool for" in err
+    assert "hint: mend the producer or the reward" in err
+    assert "tasks have failed since the newest batch; the newest: failed: " in out
+    (listed,) = await answer(await streamrl("status", "--json"))
+    assert (listed["state"], listed["step"], listed["steps"]) == ("failed", 0, 15)
+    assert "ValueError: no tool for" in listed["error"]
+    assert "run digits is failed, 0/15 steps" in (await said(await streamrl("status", "digits")))[1]
+
+
+@pytest.mark.parametrize(
+    ("keys", "waits", "hint"),
+    [
+        (("engine.workers=0",), "waits for an engine: none serves a version", "streamrl worker engine"),
+        (("producer.workers=0",), "waits for a producer: none is there", "streamrl attach"),
+        (("reward.kind=late",), "waits for credit: all", "late"),
+        (("producer.function=mine.py:hangs",), "waits for user code: producers hold", "hangs"),
+    ],
+)
+async def test_a_run_that_stands_says_what_it_waits_for(
+    streamrl: Start, run: RunDir, place: Path, keys: tuple[str, ...], waits: str, hint: str
+) -> None:
+    process = await streamrl("up", "run.toml", "--plain", *COLD, *sets(*keys))
+    line = await line_with(process, "nothing moves since")
+    assert waits in line
+    assert hint in line
+    status = await answer(await streamrl("status", "digits", "--json"))
+    assert f"waits for {status['numbers']['standing']['what']}".startswith(waits)
+    assert status["numbers"]["standing"]["hint"] in line
+    assert waits in (await said(await streamrl("status", "digits")))[1]
+    assert waits in run.events_path.read_text()
+    process.send_signal(signal.SIGINT)
+    assert (await said(process))[0] == 0
+
+
+async def test_a_run_that_goes_on_says_so_and_one_that_was_killed_is_interrupted(streamrl: Start, run: RunDir, place: Path) -> None:
+    process = await streamrl(
+        "up", "run.toml", "--plain", *COLD, *sets("engine.workers=0", "run.steps=100000", "tasks.drop_zero_variance=false")
+    )
+    await line_with(process, "waits for an engine")
+    engine = await streamrl("worker", "engine", "--run", "digits")
+    await line_with(process, "the run goes on")
+    process.kill()
+    await process.wait()
+    engine.kill()
+    (listed,) = await answer(await streamrl("status", "--json"))
+    assert (listed["state"], listed["steps"]) == ("interrupted", 100000)
+    assert json.loads(run.state_path.read_text())["state"] == "running"
+    assert (await said(await streamrl("down", "digits")))[0] == 0  # frees what the killed run left in shared memory
