@@ -67,6 +67,12 @@ class EnginePool:
         self._members: dict[str, _Member] = {}
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._found = asyncio.Event()
+        self._num_waiting = 0
+
+    @property
+    def wait(self) -> str:
+        """What requests wait for before any engine has them; empty: nothing."""
+        return f"waits for an engine: {self._num_waiting} requests" if self._num_waiting else ""
 
     @property
     def engines(self) -> dict[str, EnginePresence]:
@@ -129,13 +135,19 @@ class EnginePool:
         finally:
             member.own -= count
 
+    async def _wait_for_engine(self) -> None:
+        self._found.clear()
+        self._num_waiting += 1
+        try:
+            await asyncio.wait_for(self._found.wait(), _WARN_EVERY_S)
+        except TimeoutError:
+            logger.warning("event=waiting_for_engine policy=%s known=%d", self._policy, len(self._members))
+        finally:
+            self._num_waiting -= 1
+
     async def _choose(self, request: GenerateRequest) -> _Member:
         while not (usable := [name for name, member in self._members.items() if not member.suspect]):
-            self._found.clear()
-            try:
-                await asyncio.wait_for(self._found.wait(), _WARN_EVERY_S)
-            except TimeoutError:
-                logger.warning("event=waiting_for_engine policy=%s known=%d", self._policy, len(self._members))
+            await self._wait_for_engine()
         name = self._sessions.get(request.session, "") if request.session else ""
         if name not in usable:
             name = min(usable, key=lambda other: self._rank(other, request.min_version))

@@ -32,7 +32,9 @@ def policy_tokenizer(worker: Worker) -> tuple[Tokenizer, int]:
 def make_pool(worker: Worker, *, role: str = ROLLOUT_ROLE) -> EnginePool:
     """The engines of the run's policy that have this role, asked over a channel each."""
     token = worker.run_dir.engine_token()
-    return EnginePool(worker.bus.kv, lambda presence: ChannelEngine(presence.address, token=token), policy="policy", role=role)
+    pool = EnginePool(worker.bus.kv, lambda presence: ChannelEngine(presence.address, token=token), policy="policy", role=role)
+    worker.wait = lambda: pool.wait
+    return pool
 
 
 def make_runner(worker: Worker, pool: EnginePool, function: str, *, key: str) -> GroupRunner:

@@ -272,6 +272,11 @@ class RunView:
             told[name] = line
         return told
 
+    def _doing(self, line: WorkerLine) -> WorkerLine:
+        """A producer that holds no task waits for one, which its reports say."""
+        idle = line.state == "running" and self._in_flight.get(line.worker) == 0
+        return replace(line, state="waits for tasks", since_s=0.0) if idle else line
+
     def phase(self) -> str:
         """Where the run is."""
         if self.finished:
@@ -325,7 +330,7 @@ class RunView:
             stalled=tuple(sorted(self.stalled & self._workers.keys())),
             standing=self.standing,
             engines=tuple(engine_line(name, engine) for name, engine in sorted(self._engines.items())),
-            workers=tuple(line for _, line in sorted({**self._workers, **self._told(supervised or {})}.items())),
+            workers=tuple(self._doing(line) for _, line in sorted({**self._workers, **self._told(supervised or {})}.items())),
             elapsed_s=elapsed_s,
         )
 

@@ -66,6 +66,9 @@ class Worker:
         self.draining = asyncio.Event()
         """Set on the first SIGTERM or SIGINT: finish what must be finished, then return."""
         self._state, self._since_s = LOADING, time.time()
+        self.wait: Callable[[], str] = str
+        """Asked with each heartbeat of a worker that is `running`: what it waits for; empty: nothing."""
+        self._waiting_since_s: float | None = None
         subject = self.subjects.metrics(self.name)
         self._sink = MetricsSink(self.name, lambda body: bus.publish(subject, body))
 
@@ -84,6 +87,16 @@ class Worker:
             self._since_s = time.time()
         self._state = state
 
+    def _doing(self) -> tuple[str, float]:
+        """What it does or waits for, and the Unix seconds since when."""
+        wait = self.wait() if self._state == "running" else ""
+        if not wait:
+            self._waiting_since_s = None
+            return self._state, self._since_s
+        if self._waiting_since_s is None:
+            self._waiting_since_s = time.time()
+        return wait, self._waiting_since_s
+
     async def metrics(self, values: Mapping[str, float]) -> None:
         """Publish values whose names `streamrl.telemetry.names` declares (SchemaError otherwise); lost while the bus is away."""
         if self._state == LOADING:
@@ -100,9 +113,11 @@ class Worker:
 
     async def present(self) -> None:
         """Say on the bus that this worker is alive; raises BusError."""
-        state = "draining" if self.draining.is_set() else self.state
+        state, since_s = self._doing()
+        if self.draining.is_set():
+            state = "draining"
         presence = WorkerPresence(
-            worker=self.name, kind=self.kind, state=state, pid=os.getpid(), host=socket.gethostname(), since_s=self._since_s
+            worker=self.name, kind=self.kind, state=state, pid=os.getpid(), host=socket.gethostname(), since_s=since_s
         )
         await self.bus.kv.put(f"{PREFIX_PRESENCE}workers/{self.name}", encode(presence), ttl_s=PRESENCE_TTL_S)
 

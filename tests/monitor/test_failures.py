@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from streamrl.monitor.failures import FIRST_PAUSE_S, Pace
+from streamrl.monitor.screen import plain_line
+from streamrl.monitor.view import RunView
+from streamrl.schemas.ledger import Drop
+from streamrl.schemas.samples import Tombstone
+from tests.monitor.conftest import MakeEntry, as_line
+
+
+def stone(task: int, reason: str = "failed", *, rollout: int | None = None, detail: str = "producer: ValueError: no") -> Tombstone:
+    return Tombstone(task=task, reason=reason, rollout=rollout, group_size=2, detail=detail, source="main")
+
+
+def test_what_fails_is_counted_before_any_batch_is_trained() -> None:
+    view = RunView("demo")
+    for sequence in range(1, 4):
+        view.tombstone(sequence, stone(sequence))
+    view.tombstone(4, stone(9, "timeout", rollout=0, detail="user code made no progress for 30 s"))
+    numbers = view.numbers(elapsed_s=1.0)
+    assert numbers.drops == {"failed": 6, "timeout": 1}
+    assert (numbers.dropped, numbers.failed_tasks) == (7, 3)
+    assert numbers.newest_error == "timeout: user code made no progress for 30 s"
+    assert "dropped=7" in plain_line(numbers)
+    assert "failed-tasks=3" in plain_line(numbers)
+
+
+def test_a_task_has_failed_when_each_of_its_rollouts_has() -> None:
+    view = RunView("demo")
+    view.tombstone(1, stone(5, rollout=0))
+    assert view.failures.num_tasks == 0
+    view.tombstone(2, stone(5, rollout=1, detail="another"))
+    assert view.failures.num_tasks == 1
+    view.tombstone(3, stone(5))  # a second delivery
+    assert view.failures.num_tasks == 1
+
+
+def test_a_batch_takes_over_what_its_entry_has_and_leaves_the_newest_error(entry: MakeEntry) -> None:
+    view = RunView("demo")
+    view.tombstone(3, stone(1))
+    view.tombstone(7, stone(2))
+    view.ledger(as_line(entry(1, cursor=5, drops=[Drop(3, 1, (0, 1), "failed")])))
+    assert view.numbers(elapsed_s=1.0).drops == {"failed": 4}
+    assert view.failures.num_tasks == 1
+    view.tombstone(4, stone(1, detail="seen late"))
+    assert view.numbers(elapsed_s=1.0).drops == {"failed": 4}
+    view.ledger(as_line(entry(2, cursor=9, drops=[Drop(7, 2, (0, 1), "failed")])))
+    numbers = view.numbers(elapsed_s=1.0)
+    assert (numbers.drops, numbers.failed_tasks, numbers.newest_error) == ({"failed": 4}, 0, "failed: seen late")
+
+
+def test_what_a_producer_leaves_out_on_purpose_is_no_failure() -> None:
+    view = RunView("demo")
+    for reason in ("filtered", "lost", "too-easy"):
+        view.tombstone(1, stone(1, reason))
+    assert (view.failures.num_tasks, view.failures.newest) == (0, "")
+
+
+def test_what_goes_on_is_said_at_once_and_then_ever_more_rarely() -> None:
+    pace = Pace()
+    said = [second for second in range(200) if pace.due(float(second))]
+    assert said == [0, FIRST_PAUSE_S, 3 * FIRST_PAUSE_S, 7 * FIRST_PAUSE_S, 15 * FIRST_PAUSE_S]

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from msgspec.structs import replace
+
+from streamrl.monitor.numbers import EngineLine, RunNumbers, Standing, WorkerLine
+from streamrl.monitor.screen import panel, plain_line
+from streamrl.monitor.view import RunView
+from streamrl.monitor.waits import LONG_S, Watch, diagnose, standing_line
+from streamrl.schemas.codec import decode, encode
+from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
+from streamrl.schemas.events import MOVING_EVENT, STANDING_EVENT, Event, MetricReport
+from streamrl.schemas.versions import Version
+from tests.monitor.conftest import MakeEntry, as_line
+
+ENGINE = EngineLine(engine="engine-0-abc", serving="0.3", running=0, waiting=0, slots=8)
+STATES = {"trainer-0": "waits for samples: 0 groups", "engine-0": "running", "feeder-0": "waits for credit", "producer-0": "running"}
+
+
+def standing_run(
+    workers: dict[str, str] | None = None, engines: Sequence[EngineLine] = (ENGINE,), *, in_flight: int = 4, issued: int = 24
+) -> RunNumbers:
+    """A run in which everybody waits: all 24 granted tasks are issued, 8 have ended, producers hold 4."""
+    view = RunView("demo", steps=100)
+    view.issued(issued)
+    view.grant(Grant(granted=24, version=3, retired=8))
+    view.metric(MetricReport(worker="producer-0", mean={"producer/in_flight_tasks": float(in_flight)}))
+    lines = {name: WorkerLine(worker=name, state=state) for name, state in (STATES | (workers or {})).items() if state}
+    return replace(view.numbers(elapsed_s=60.0, supervised=lines), engines=tuple(engines))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "what"),
+    [
+        (standing_run({"producer-0": "waiting"}), "producer-0, which has ended"),
+        (standing_run({"engine-0": "loading"}, ()), "engine-0, which is loading"),
+        (standing_run({"producer-0": "stalled: stream full"}), "room on a full stream, for which producer-0 wait"),
+        (standing_run({"trainer-0": "trains version 4"}), "trainer-0, which trains version 4"),
+        (standing_run({"trainer-0": ""}), "a trainer: none is there"),
+        (standing_run({"engine-0": ""}, ()), "an engine: none serves"),
+        (standing_run({"engine-0": "waits for its first weights"}, ()), "an engine: none serves a version; engine-0 waits for its first"),
+        (standing_run(engines=[replace(ENGINE, pinned=True)]), "an engine: none serves"),
+        (standing_run(engines=[replace(ENGINE, waiting=3)]), "a version: 3 requests ask for a newer one than engines serve (0.3)"),
+        (standing_run({"producer-0": ""}), "a producer: none is there"),
+        (standing_run(issued=16), "the feeder: 16 of 24 granted tasks"),
+        (standing_run(in_flight=0), "credit: all 24 granted tasks are issued, producers hold none, and 16 of them"),
+        (standing_run(engines=[replace(ENGINE, running=2)]), "engines, which have requests and make no tokens"),
+        (standing_run(), "user code: producers hold 4 tasks and ask no engine"),
+    ],
+)
+def test_what_a_standing_run_waits_for_has_a_name_and_a_hint(numbers: RunNumbers, what: str) -> None:
+    found = diagnose(numbers)
+    assert found.what.startswith(what)
+    assert found.hint
+
+
+def test_the_bus_comes_before_all_that_waits_for_it_and_a_silent_worker_before_what_waits_for_that() -> None:
+    assert diagnose(standing_run({"engine-0": "loading"}), away_s=11.0).what == "the bus, which does not answer"
+    numbers = standing_run()
+    silent = [replace(worker, silent_s=20.0) if worker.worker == "trainer-0" else worker for worker in numbers.workers]
+    assert diagnose(replace(numbers, workers=tuple(silent))).what.startswith("trainer-0, which is silent")
+    short = [replace(worker, silent_s=5.0) for worker in numbers.workers]
+    assert diagnose(replace(numbers, workers=tuple(short))).what.startswith("user code")
+
+
+def looks(watch: Watch, numbers: RunNumbers, seconds: float, start_s: float) -> Standing | None:
+    found = None
+    for tick in range(round(seconds / 0.5)):
+        now_s = start_s + tick / 2
+        found = watch.look(numbers, now_s=now_s, time_s=1000.0 + now_s, away_s=0.0)
+    return found
+
+
+def test_a_wait_is_said_within_30_s_and_over_once_something_moves() -> None:
+    watch = Watch()
+    assert looks(watch, standing_run(), 24.0, 0.0) is None
+    found = looks(watch, standing_run(), 6.0, 24.0)
+    assert found is not None
+    assert found.since_s == 1000.0
+    assert watch.look(standing_run(), now_s=40.0, time_s=1040.0, away_s=0.0) == found
+    assert watch.look(standing_run(issued=25), now_s=41.0, time_s=1041.0, away_s=0.0) is None
+
+
+def test_what_the_looker_missed_itself_is_no_standing() -> None:
+    watch = Watch()
+    looks(watch, standing_run(), 10.0, 0.0)
+    assert watch.look(standing_run(), now_s=500.0, time_s=1500.0, away_s=0.0) is None
+
+
+def test_a_load_and_a_step_are_said_late_and_a_finished_run_waits_for_nothing() -> None:
+    training, loading = standing_run({"trainer-0": "trains version 4"}), standing_run({"engine-0": "loading"})
+    for numbers in (training, loading):
+        watch = Watch()
+        assert looks(watch, numbers, LONG_S - 10, 0.0) is None
+        assert looks(watch, numbers, 20.0, LONG_S - 10) is not None
+    assert looks(Watch(), replace(standing_run(), phase="finished"), 100.0, 0.0) is None
+
+
+def test_a_view_knows_the_wait_from_the_supervisors_events_and_shows_it(learned_run: RunView) -> None:
+    detail = {"what": "an engine: none serves a version", "hint": "see logs/engine-0.log", "since_s": 1000.0, "normal": False}
+    event = decode(encode(Event(kind=STANDING_EVENT, worker="supervisor", detail=detail)), Event)
+    learned_run.event(event)
+    numbers = learned_run.numbers(elapsed_s=1.0)
+    assert numbers.standing == Standing(what="an engine: none serves a version", hint="see logs/engine-0.log", since_s=1000.0)
+    assert numbers.standing is not None
+    assert "waits for an engine: none serves a version. hint: see logs/engine-0.log" in standing_line(numbers.standing)
+    assert "waits-for='an engine" in plain_line(numbers)
+    assert panel(numbers)
+    learned_run.event(Event(kind=MOVING_EVENT, worker="supervisor"))
+    assert learned_run.numbers(elapsed_s=1.0).standing is None
+
+
+def test_what_a_worker_says_of_itself_is_shown_beside_what_the_supervisor_knows(entry: MakeEntry) -> None:
+    view = RunView("demo")
+    view.ledger(as_line(entry(1)))
+    view.engine("engine-0-abc", EnginePresence(engine="engine-0-abc", address="http://h:1", serving=Version(0, 1)))
+    for pid in (7, 8):
+        view.worker("trainer-0", WorkerPresence(worker="trainer-0", kind="trainer", state="trains version 2", pid=pid, since_s=900.0))
+        supervised = {"trainer-0": WorkerLine(worker="trainer-0", state="running", pid=7, restarts=1)}
+        (line,) = view.numbers(elapsed_s=1.0, supervised=supervised).workers
+        assert line.restarts == 1
+        # The presence of a process before the restart says nothing of the one that is there now.
+        assert (line.state, line.since_s) == (("trains version 2", 900.0) if pid == 7 else ("running", 0.0))
+    (line,) = view.numbers(elapsed_s=1.0, supervised={"trainer-0": WorkerLine(worker="trainer-0", state="waiting", pid=8)}).workers
+    assert line.state == "waiting"
