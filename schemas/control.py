@@ -96,8 +96,8 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     pid: int = 0
     host: str = ""
     detail: dict[str, Any] = {}
-    since_s: float = 0.0
-    """Unix seconds since when it has been in this state; 0: not said."""
+    since_s: float | msgspec.UnsetType = msgspec.UNSET
+    """Unix seconds since when it has been in this state; not on the wire when unset."""
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):

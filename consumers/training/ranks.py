@@ -101,6 +101,7 @@ def _follow(worker: Worker, call: Caller) -> None:
     # Made in the thread that steps it, like rank 0's.
     trainer = make_trainer(worker.config, model_dir)
     logger.info("event=following rank=%d", group.rank)
+    worker.state = "follows rank 0"
     follow(trainer, group)
     group.close()
 

@@ -159,6 +159,7 @@ class Session:
         self._supervisor = Supervisor(launcher, config.supervise, note=self._note)
         self._started_s = time.monotonic()
         self._unheard = False
+        self._draining = False
         self._written: RunState | None = None
         self._telling: set[asyncio.Task[None]] = set()
 
@@ -221,6 +222,7 @@ class Session:
             state, failure = "failed", error
             logger.error("event=gave_up error=%s", error.message)
         self._note({"finished": "finished", "stopped": "draining; Ctrl-C again stops at once", "failed": "giving up; draining"}[state])
+        self._draining = True
         await self._supervisor.drain(finish=("trainer", "evaluator") if state == "finished" else ())
         return state, failure
 
@@ -252,6 +254,7 @@ class Session:
             numbers = view.numbers(elapsed_s=follower.elapsed_s, supervised=self._supervisor.lines())
             now_s = time.monotonic()
             found = watch.look(numbers, now_s=now_s, time_s=time.time(), away_s=now_s - follower.answered_s)
+            found = None if self._draining else found
             if found != numbers.standing:
                 view.standing = found
                 self._note(standing_line(found) if found else "the run goes on")

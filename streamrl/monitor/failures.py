@@ -10,6 +10,8 @@ from streamrl.schemas.samples import Tombstone
 REASONS = ("failed", "timeout", "deliveries", "poison")
 """Reasons of tombstones that mean that something went wrong; a producer's own words, `filtered` and `lost` do not."""
 
+MOST_CHARS = 2000
+"""Of an error's text, which may be whatever user code said."""
 FIRST_PAUSE_S = 10.0
 MOST_PAUSE_S = 600.0
 
@@ -40,7 +42,7 @@ class Failures:
         """A tombstone; one at or before the cursor `after` counts no more, but its text does."""
         if stone.reason not in REASONS:
             return
-        self.newest = f"{stone.reason}: {stone.detail}" if stone.detail else stone.reason
+        self.newest = f"{stone.reason}: {stone.detail}"[:MOST_CHARS] if stone.detail else stone.reason
         if sequence > after:
             self._stones.append((sequence, stone))
             self._count(stone)

@@ -23,7 +23,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_EVERY_S = 3.0
 _NUM_NOTES = 5
 _STATE_COLOURS = {"waiting": "yellow", "draining": "yellow", "failed": "red"}
-_AT_WORK = ("waits for", "trains", "evaluates")
+_AT_WORK = ("waits for", "trains", "follows", "evaluates")
 """How states begin that are no trouble by themselves; a run in which nothing moves is said as a whole."""
 
 

@@ -211,9 +211,8 @@ class RunView:
             self._workers.pop(worker, None)
             self._in_flight.pop(worker, None)
         else:
-            self._workers[worker] = WorkerLine(
-                worker=worker, state=presence.state, pid=presence.pid, host=presence.host, since_s=presence.since_s
-            )
+            since_s = 0.0 if isinstance(presence.since_s, msgspec.UnsetType) else presence.since_s
+            self._workers[worker] = WorkerLine(worker=worker, state=presence.state, pid=presence.pid, host=presence.host, since_s=since_s)
 
     def stream(self, *, last: int, num_bytes: int) -> None:
         """State of the sample stream."""

@@ -67,7 +67,7 @@ class Worker:
         """Set on the first SIGTERM or SIGINT: finish what must be finished, then return."""
         self._state, self._since_s = LOADING, time.time()
         self.wait: Callable[[], str] = str
-        """Asked with each heartbeat of a worker that is `running`: what it waits for; empty: nothing."""
+        """Asked with each heartbeat while `state` names no wait itself: what it waits for; empty: nothing."""
         self._waiting_since_s: float | None = None
         subject = self.subjects.metrics(self.name)
         self._sink = MetricsSink(self.name, lambda body: bus.publish(subject, body))
@@ -89,7 +89,7 @@ class Worker:
 
     def _doing(self) -> tuple[str, float]:
         """What it does or waits for, and the Unix seconds since when."""
-        wait = self.wait() if self._state == "running" else ""
+        wait = "" if self._state.startswith((LOADING, "stalled", "waits")) else self.wait()
         if not wait:
             self._waiting_since_s = None
             return self._state, self._since_s

@@ -197,6 +197,9 @@ def records() -> dict[str, Any]:
             fingerprint={"torch": "2.11"},
             created_s=3.5,
         ),
+        "worker-since": WorkerPresence(
+            worker="trainer-0", kind="trainer", state="waits for samples: 3 groups", pid=12, host="host-1", since_s=1234.5
+        ),
         "event": Event(kind="swap", worker="engine-0", detail={"ms": 0.5}, time_s=4.5),
         "metrics": MetricReport(worker="engine-0", mean={"a": 1.0}, sum={"b": 2.0}, max={"c": 3.0}, last={"d": 4.0}, time_s=5.5),
         "dead": DeadRecord(stream="samples", sequence=102, subject="golden.samples.main", reason="no Arrow data", body=b"\x00\xff"),

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import signal
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from streamrl.errors import StreamFull
 from streamrl.runtime.rundir import RunDir
+from streamrl.runtime.worker import connected
+from streamrl.schemas.codec import encode
+from streamrl.schemas.control import Position
+from streamrl.schemas.subjects import PREFIX_POSITIONS, SAMPLES, Subjects
+from streamrl.schemas.versions import Version
 from tests.support.digits import TABLE, write_digits
+from tests.support.processes import until, worker_pid
 from tests.support.programs import STREAMRL, Start, answer, said
 
 pytestmark = pytest.mark.nats
@@ -98,6 +107,42 @@ async def test_a_run_that_stands_says_what_it_waits_for(
     assert status["numbers"]["standing"]["hint"] in line
     assert waits in (await said(await streamrl("status", "digits")))[1]
     assert waits in run.events_path.read_text()
+    process.send_signal(signal.SIGINT)
+    assert (await said(process))[0] == 0
+
+
+async def test_a_run_whose_stream_is_full_says_so(streamrl: Start, run: RunDir) -> None:
+    """A tap that holds the stream from its first message on, and 33 MB that fill it: nobody can free any room."""
+    process = await streamrl("up", "run.toml", "--plain", *COLD, *sets("bus.samples_bytes=33554432", "run.steps=100000"))
+    await line_with(process, "training")
+    subjects = Subjects("digits")
+    async with connected(run) as bus:
+        position = Position(reader="tap", stream=SAMPLES, oldest_needed=1, version=Version(0, 0))
+        await bus.kv.put(f"{PREFIX_POSITIONS}tap", encode(position))
+        with contextlib.suppress(StreamFull):
+            for size in (7 << 20, 1 << 20, 1 << 16, 1 << 12, 1 << 8):
+                with contextlib.suppress(StreamFull):
+                    while True:
+                        await bus.publish(subjects.samples("main"), bytes(size))
+    line = await line_with(process, "nothing moves since")
+    assert "waits for room on a full stream, for which producer-0" in line
+    assert "docs/operations.md" in line
+    process.send_signal(signal.SIGINT)
+    await said(process)
+
+
+async def test_a_stopped_worker_of_a_run_is_restarted_and_the_run_goes_on(streamrl: Start, run: RunDir) -> None:
+    keys = sets("supervise.silent_s=6", "run.steps=100000", "tasks.drop_zero_variance=false")
+    process = await streamrl("up", "run.toml", "--plain", *COLD, *keys)
+    await line_with(process, "training")
+    pid = worker_pid(run, "engine")
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    assert "engine-0 has been silent for 6 s" in await line_with(process, "silent for 6 s")
+    assert "ended with signal SIGKILL (silent for 6 s); restart 1" in await line_with(process, "restart 1")
+    assert "most recent call first" in run.log_path("engine-0").read_text()
+    before = json.loads(run.state_path.read_text())["step"]
+    await until(lambda: json.loads(run.state_path.read_text())["step"] > before + 5, within_s=90)
     process.send_signal(signal.SIGINT)
     assert (await said(process))[0] == 0
 

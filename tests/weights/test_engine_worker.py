@@ -161,7 +161,7 @@ async def test_nobody_hears_of_an_engine_before_it_serves_anything(memory_bus, r
     worker = worker_of(memory_bus, run_dir)
     async with running(worker):
         async with asyncio.timeout(30):
-            while worker.state != "waiting for weights":
+            while worker.state != "waits for its first weights":
                 await asyncio.sleep(0.01)
         assert await memory_bus.kv.keys(PREFIX) == []
         await publish(memory_bus, run_dir, worker, 3)
