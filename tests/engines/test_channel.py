@@ -8,11 +8,26 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
 from aiohttp import WSMsgType, web
 
-from streamrl.engines.channel import FRAME_BYTES, PATH, Answer, ChannelEngine, Outgoing, decode_answers, decode_calls, encode
+from streamrl.engines import channel
+from streamrl.engines.channel import (
+    FRAME_BYTES,
+    PATH,
+    PROTOCOL,
+    Abort,
+    Answer,
+    Ask,
+    ChannelEngine,
+    Leave,
+    Outgoing,
+    decode_answers,
+    decode_calls,
+    encode,
+)
 from streamrl.engines.experts import RoutedExperts
 from streamrl.engines.extras import EXPERTS, INEXACT
 from streamrl.engines.protocol import Chunk, EngineInfo, GenerateRequest
@@ -42,7 +57,7 @@ async def answering(handler: Callable[[web.Request], Awaitable[web.StreamRespons
 
 
 async def opened(request: web.Request, **options: Any) -> web.WebSocketResponse:
-    socket = web.WebSocketResponse(**options)
+    socket = web.WebSocketResponse(protocols=(PROTOCOL,), **options)
     await socket.prepare(request)
     return socket
 
@@ -153,6 +168,38 @@ async def test_a_server_without_channels_is_said_so():
     async with answering(no) as client:
         with pytest.raises(EngineError, match="404"):
             await ask(client, REQUEST)
+
+
+@pytest.mark.parametrize("other", ["streamrl.channel.99", None])
+async def test_a_server_of_another_protocol_is_said_so(other: str | None):
+    async def older(request: web.Request) -> web.StreamResponse:
+        socket = web.WebSocketResponse(protocols=() if other is None else (other,))
+        await socket.prepare(request)
+        await socket.receive()
+        return socket
+
+    async with answering(older) as client:
+        with pytest.raises(EngineError, match="the same version of streamrl") as caught:
+            await ask(client, REQUEST)
+    assert caught.value.values["protocol"] == "", "a server that knows none of ours takes none"
+
+
+async def test_a_client_of_another_protocol_is_turned_away_and_told_which_one(monkeypatch: pytest.MonkeyPatch):
+    async with scripted() as (engine, client):
+        async with aiohttp.ClientSession() as session, session.get(client.address + PATH) as answer:
+            assert answer.status == channel.UPGRADE_REQUIRED and PROTOCOL in await answer.text(), "a client from before says no protocol"
+        monkeypatch.setattr(channel, "PROTOCOL", "streamrl.channel.99")
+        with pytest.raises(EngineError, match="the same version of streamrl") as caught:
+            await ask(client, REQUEST)
+        assert caught.value.values["protocol"] == PROTOCOL and not isinstance(caught.value, EngineUnavailable)
+        assert not engine.left, "it was asked for nothing"
+
+
+async def test_frames_name_their_fields():
+    (call,) = msgspec.msgpack.decode(encode([Ask(7, msgspec.Raw(encode(REQUEST)))]))
+    assert call == {"type": "ask", "number": 7, "request": msgspec.msgpack.decode(encode(REQUEST))} and call["request"]["request_id"] == "r"
+    assert msgspec.msgpack.decode(encode([Leave(7), Abort("r")])) == [{"type": "leave", "number": 7}, {"type": "abort", "request_id": "r"}]
+    assert msgspec.msgpack.decode(encode([Answer(7, last=True)])) == [{"number": 7, "last": True}]
 
 
 async def test_a_server_that_falls_silent_fails_its_open_requests():
