@@ -118,9 +118,7 @@ def fitted(config: Config, hosts: Mapping[str, str], *, home: str, others: Seque
 
 
 def _trainer_gpus(config: Config, there: float) -> float:
-    trains_on_gpu = config.trainer.backend != "table" and (
-        config.trainer.device == "cuda" or (config.trainer.device == "auto" and there > 0)
-    )
+    trains_on_gpu = not config.trainer.tabular and (config.trainer.device == "cuda" or (config.trainer.device == "auto" and there > 0))
     return 1.0 if trains_on_gpu else 0.0
 
 
