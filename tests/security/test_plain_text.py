@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,10 @@ def test_credentials_stay_the_same_over_a_resume_and_go_with_the_embedded_server
     run.role_path("reader").unlink()
     with pytest.raises(ConfigError, match=r"credentials/reader\.json"):
         BusAddress.load(run.bus_path_of("reader"))
+    shutil.rmtree(run.credentials)
+    write_credentials(run, server, second := users_of(run))
+    assert users_of(run) == second and {user.password for user in second} & {user.password for user in first} == {first[0].password}
+    run.create()
     token = run.engine_token()
     write_cluster(run, BusAddress(url="tls://cluster:4222", token="theirs"))
     assert BusAddress.load(run.bus_path_of("producer")).token == "theirs"
