@@ -138,7 +138,7 @@ def check_key(key: str) -> str:
 def check_headers(headers: Mapping[str, str] | None) -> None:
     """Raise SchemaError for headers that the wire cannot carry or that belong to the server."""
     for name, value in (headers or {}).items():
-        if not HEADER_NAME.match(name) or name.startswith("Nats-") or CONTROL.search(value):
+        if not HEADER_NAME.fullmatch(name) or name.startswith("Nats-") or CONTROL.search(value):
             raise SchemaError(
                 f"expected a header name of letters, digits and '-' that does not begin with 'Nats-' and a value of one line, "
                 f"got {name!r}: {value!r}"

@@ -146,7 +146,7 @@ class RunDir:
     @classmethod
     def find(cls, text: str, *, base: Path | str = "runs") -> RunDir:
         """The run called `text` under `base`, or the run directory at the path `text`; raises ConfigError that lists the known runs."""
-        candidates = [cls(Path(base) / text)] if RUN_ID.match(text) else []
+        candidates = [cls(Path(base) / text)] if RUN_ID.fullmatch(text) else []
         candidates.append(cls(Path(text)))
         for run in candidates:
             if run.exists:

@@ -78,7 +78,7 @@ def test_versions_are_ordered_by_epoch_then_number() -> None:
     assert Version(0, 9) < Version(0, 10) < Version(1, 0)
     assert Version(2, 7).next() == Version(2, 8) == Version.parse("2.8")
     assert str(Version(2, 8)) == "2.8"
-    for text in ("", "8", "2.8.1", "-1.0", "a.b"):
+    for text in ("", "8", "2.8.1", "-1.0", "a.b", "2.8\n"):
         with pytest.raises(SchemaError, match=r"epoch\.number"):
             Version.parse(text)
     with pytest.raises(SchemaError):
@@ -99,7 +99,7 @@ def test_subjects_are_told_apart_by_their_second_token() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["", "a.b", "a b", "a>", "*", "ü", "a/b"])
+@pytest.mark.parametrize("name", ["", "a.b", "a b", "a>", "*", "ü", "a/b", "a\n"])
 def test_names_that_cannot_be_subject_tokens_are_refused(name: str) -> None:
     with pytest.raises(SchemaError, match="letters, digits"):
         Subjects(name)
