@@ -9,7 +9,7 @@ import pytest
 from streamrl.bus.protocol import Bus
 from streamrl.config.load import dump
 from streamrl.config.loss import CorrectionConfig, LossConfig, RejectionConfig
-from streamrl.config.tree import Config, EngineConfig, RunConfig, TasksConfig, TrainerConfig
+from streamrl.config.tree import Config, EngineConfig, RewardConfig, RunConfig, TasksConfig, TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.runtime.run_record import FREE_KEYS, check_resume, write_or_check
 from streamrl.schemas.control import RunRecord
@@ -56,6 +56,17 @@ def test_how_fast_and_where_may_change() -> None:
         run=RunConfig(dir="elsewhere", max_seconds=9.0), engine=EngineConfig(workers=3, threads=2), trainer=TrainerConfig(threads=2)
     )
     check_resume(record(Config()), record(other))
+
+
+@pytest.mark.parametrize("name", ["mine.py:other", "theirs.py:score", "mine:score", "exact_match"])
+def test_a_reward_that_was_moved_with_its_run_is_the_same_and_another_is_not(name: str) -> None:
+    there = record(Config(reward=RewardConfig(kind="/there/mine.py:score"), loss=LossConfig(policy="/there/mine.py:loss")))
+    check_resume(
+        there, record(Config(reward=RewardConfig(kind="/here/too/mine.py:score"), loss=LossConfig(policy="/here/too/mine.py:loss")))
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_resume(there, record(Config(reward=RewardConfig(kind=name), loss=LossConfig(policy="/there/mine.py:loss"))))
+    assert caught.value.values["key"] == "reward.kind"
 
 
 def test_a_key_that_came_later_is_off() -> None:
