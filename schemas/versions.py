@@ -51,5 +51,5 @@ def _parsed(text: str) -> Version:
     """Every completion of every answer names its versions, which are few."""
     match = _TEXT.fullmatch(text)
     if match is None:
-        raise SchemaError(f"expected a version such as 0.17 (epoch.number), got {text!r}")
+        raise SchemaError(f"expected a version such as 0.17 (epoch.number), got {text!r}", version=text)
     return Version(int(match[1]), int(match[2]))

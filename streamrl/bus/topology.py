@@ -91,7 +91,12 @@ class Topology(msgspec.Struct, frozen=True):
         """Like `spec`, but refuses the work queue, whose messages are claimed and not read."""
         spec = self.spec(stream)
         if spec.queue:
-            raise BusError(f"stream {stream!r} is a queue and cannot be read", hint="claim its messages, or fetch one by its sequence")
+            raise BusError(
+                f"stream {stream!r} is a queue and cannot be read",
+                hint="claim its messages, or fetch one by its sequence",
+                stream=stream,
+                queue=True,
+            )
         return spec
 
     def stream_of(self, subject: str) -> StreamSpec:

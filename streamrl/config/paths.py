@@ -46,6 +46,7 @@ def parse_dataset(text: str) -> DatasetPath:
         raise ConfigError(
             f"expected a slice such as rows.jsonl@[0:100] or rows.jsonl@[-72:], got {text!r}",
             hint="write whole row numbers, from the start (0, 1, ...) or from the end (-1, -2, ...)",
+            got=text,
         )
     return DatasetPath(text)
 

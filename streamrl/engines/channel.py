@@ -247,7 +247,9 @@ class ChannelEngine(HttpEngine):
             if error.status == UPGRADE_REQUIRED and error.headers is not None:
                 raise self._differs(error.headers.get("Sec-WebSocket-Protocol")) from error
             raise EngineError(
-                f"expected {self.address} to open a channel, got status {error.status}", hint="is it an engine of ours?"
+                f"expected {self.address} to open a channel, got status {error.status}",
+                hint="is it an engine of ours?",
+                status=error.status,
             ) from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise self._gone(repr(error)) from error

