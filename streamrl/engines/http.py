@@ -297,7 +297,9 @@ class HttpEngine:
         try:
             detail = msgspec.json.decode(data, type=ErrorBody).error
         except msgspec.DecodeError:
-            raise EngineError(f"expected status 200 from {self.address}, got {status}: {data[:200]!r}", hint="see its log") from None
+            raise EngineError(
+                f"expected status 200 from {self.address}, got {status}: {data[:200]!r}", hint="see its log", status=status
+            ) from None
         raise (EngineUnavailable if status == 503 else EngineError)(detail.message, hint=detail.hint)
 
     def _gone(self, reason: str) -> EngineUnavailable:
