@@ -126,8 +126,9 @@ async def test_an_answer_of_another_form_is_an_engine_error(body: bytes):
 
     async with answering(odd) as address:
         engine = HttpEngine(address)
-        with raises(EngineError, address=engine.address):
+        with raises(EngineError, address=engine.address) as caught:
             await ask(engine, REQUEST)
+        assert not isinstance(caught.value, EngineUnavailable)
         await engine.close()
 
 

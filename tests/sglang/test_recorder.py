@@ -179,7 +179,7 @@ def test_words_say_as_much_as_elements(device, tmp_path):
     assert books.check(manifest, sums[True], words=True) == books.check(manifest, sums[False]) == manifest.digest
     wrong = [list(one) for one in sums[True]]
     wrong[1][0] ^= 1
-    with raises(WeightSyncError, tensor="down"):
+    with raises(WeightSyncError, tensor="down", version="0.1"):
         books.check(manifest, wrong, words=True)
 
 

@@ -56,7 +56,7 @@ async def test_wrong_digest_is_refused_by_name(updates, served):
     good = updates.next(served)
     spec = good.manifest.tensors[3]
     flip_bit(Path(good.source.path), spec.offset + 5)
-    with raises(WeightSyncError, tensor=spec.name):
+    with raises(WeightSyncError, tensor=spec.name, version=str(good.manifest.version)):
         await updates.host.stage_from(good.manifest, good.source)
     with raises(WeightSyncError, version=str(good.manifest.version)):
         await updates.host.commit(good.manifest.version)
