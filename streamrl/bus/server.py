@@ -141,6 +141,7 @@ class NatsServer:
                 raise LaunchError(
                     f"nats-server on port {self._port} did not become ready; its last words: {_tail(log)}",
                     hint=f"see {self.log_path}; is the disk full, or the directory not writable?",
+                    port=self._port,
                 )
             if not self._any_port or attempt == PORT_TRIES - 1:
                 raise LaunchError(
@@ -274,6 +275,8 @@ def _free_port(host: str) -> int:
         raise LaunchError(
             f"expected bus.host to be an address of this machine, got {host!r}: {error.strerror}",
             hint="set it to one that `ip address` shows, or to 0.0.0.0",
+            key="bus.host",
+            got=host,
         ) from error
 
 

@@ -107,10 +107,18 @@ def from_json(text: str, *, where: str = "config.json") -> Config:
         tree = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(
-            f"expected JSON in {where}, got {error.msg} at line {error.lineno}", hint="it is written by streamrl up; start the run again"
+            f"expected JSON in {where}, got {error.msg} at line {error.lineno}",
+            hint="it is written by streamrl up; start the run again",
+            where=where,
+            line=error.lineno,
         ) from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"expected a JSON object in {where}, got {type(tree).__name__}", hint="it is written by streamrl up")
+        raise ConfigError(
+            f"expected a JSON object in {where}, got {type(tree).__name__}",
+            hint="it is written by streamrl up",
+            where=where,
+            got=type(tree).__name__,
+        )
     return convert(tree, where=where)
 
 
@@ -122,16 +130,20 @@ def _read(path: Path) -> dict[str, Any]:
     except (IsADirectoryError, PermissionError) as error:
         raise ConfigError(f"expected a readable TOML file, got {error.strerror}: {path}", hint="check the path", path=str(path)) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"expected UTF-8 text in {path}, got byte {error.object[error.start]:#x} at {error.start}") from error
+        raise ConfigError(
+            f"expected UTF-8 text in {path}, got byte {error.object[error.start]:#x} at {error.start}", path=str(path), byte=error.start
+        ) from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"expected TOML in {path}, got: {error}", hint="strings need quotes, tables are [name]") from error
+        raise ConfigError(
+            f"expected TOML in {path}, got: {error}", hint="strings need quotes, tables are [name]", path=str(path)
+        ) from error
 
 
 def _parse_override(text: str) -> tuple[list[str], Any]:
     key, equals, value = text.partition("=")
     parts = RENAMED_KEYS.get(key.strip(), key.strip()).split(".")
     if not equals or not all(parts):
-        raise ConfigError(f"expected --set section.key=value, got {text!r}", hint="for example --set tasks.max_staleness=2")
+        raise ConfigError(f"expected --set section.key=value, got {text!r}", hint="for example --set tasks.max_staleness=2", override=text)
     return parts, _value(value.strip(), parts)
 
 
@@ -159,7 +171,12 @@ def _place(tree: dict[str, Any], parts: Sequence[str], value: Any) -> None:
     for part in parts[:-1]:
         table = tree.setdefault(part, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"expected a table at {part} for --set {'.'.join(parts)}, got {table!r}", hint="set it whole or by its keys")
+            raise ConfigError(
+                f"expected a table at {part} for --set {'.'.join(parts)}, got {table!r}",
+                hint="set it whole or by its keys",
+                override=".".join(parts),
+                got=table,
+            )
         tree = table
     tree[parts[-1]] = value
 

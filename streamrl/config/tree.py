@@ -206,6 +206,11 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     keep_checkpoints: PositiveInt = 2
     """Older ones are removed."""
 
+    @property
+    def tabular(self) -> bool:
+        """Whether it trains tabular policies, without any framework: nobody else asks for the backend by name."""
+        return self.backend == "table"
+
     def __post_init__(self) -> None:
         check_name("trainer name", self.name)
 

@@ -68,7 +68,11 @@ def assemble(batch: Batch, messages: Mapping[int, SampleBatch], state: FoldState
     if config.stale == "mask":
         loss_mask &= staleness <= config.max_staleness
     if not loss_mask.any():
-        raise TrainingError(f"expected a trainable token in the batch after version {state.version}, got none among {len(numbers)} tokens")
+        raise TrainingError(
+            f"expected a trainable token in the batch after version {state.version}, got none among {len(numbers)} tokens",
+            version=str(state.version),
+            tokens=len(numbers),
+        )
     warmup = state.in_warmup(batch.groups[0].task)
 
     def ints(column: str) -> npt.NDArray[Any]:

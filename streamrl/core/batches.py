@@ -109,7 +109,9 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
         of_task = samples(range(len(answers)) if tasks is None else tasks, "tasks", np.int64)
         _, begins, count = np.unique(of_task, return_index=True, return_counts=True)
         if (np.diff(of_task) != 0).sum() >= max(1, len(begins)):
-            raise TrainingError(f"expected samples of one task side by side, got tasks {of_task.tolist()[:16]}", hint="sort the samples")
+            raise TrainingError(
+                f"expected samples of one task side by side, got tasks {of_task.tolist()[:16]}", hint="sort the samples", field="tasks"
+            )
         if rollouts is None:
             rollouts = (np.arange(len(of_task)) - np.repeat(np.sort(begins), count[np.argsort(begins)])).tolist()
         return cls(
@@ -147,7 +149,9 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 def _same(name: str, got: list[int], expected: list[int]) -> None:
     if got != expected:
-        raise TrainingError(f"expected {name} of the answers' lengths {expected[:16]}, got {got[:16]}", hint="one entry for each")
+        raise TrainingError(
+            f"expected {name} of the answers' lengths {expected[:16]}, got {got[:16]}", hint="one entry for each", field=name
+        )
 
 
 def sample_of_token(batch: TrainBatch) -> npt.NDArray[np.int64]:

@@ -208,7 +208,9 @@ class FoldState(msgspec.Struct, frozen=True, kw_only=True, rename={"newest_drops
         try:
             return msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError as error:
-            raise SchemaError(f"expected a fold state in the checkpoint, got {len(data)} bytes that are none: {error}") from error
+            raise SchemaError(
+                f"expected a fold state in the checkpoint, got {len(data)} bytes that are none: {error}", size_bytes=len(data)
+            ) from error
 
 
 def window(config: FoldConfig) -> int:

@@ -35,7 +35,8 @@ def certificate_of(run: RunDir, config: BusConfig) -> Certificate | None:
 
 
 def write_credentials(run: RunDir, server: NatsServer, users: list[User]) -> None:
-    """Write `bus.json` and a file for each role, all with mode 0600."""
+    """Write `bus.json` and a file for each role, all with mode 0600. The folder may have been deleted to have new ones."""
+    run.credentials.mkdir(mode=0o700, exist_ok=True)
     for user in users:
         server.address_of(user).save(run.bus_path if user.name == OPERATOR else run.role_path(user.name))
 

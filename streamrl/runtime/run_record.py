@@ -8,6 +8,7 @@ from typing import Any
 
 from streamrl.bus.protocol import Bus
 from streamrl.config.load import dump, from_json
+from streamrl.config.paths import FUNCTIONS, without_folder
 from streamrl.errors import ConfigError, Conflict
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import RunRecord
@@ -51,7 +52,8 @@ FREE_KEYS = (
 )
 """Keys and sections that may differ when a run is resumed: how fast and where, not what is learned.
 
-The paths are free because their content is what counts: rows are compared by digest, and a checkpoint replaces the initial weights.
+The paths are free because their content is what counts: rows are compared by digest, and a checkpoint replaces the initial weights. Of
+functions in a file, the folder is free: a run that was moved with its files goes on.
 """
 
 
@@ -87,12 +89,17 @@ def check_resume(old: RunRecord, new: RunRecord) -> None:
     before = _flat(json.loads(dump(from_json(old.config, where=f"the record of run {old.run!r}"))))
     after = _flat(json.loads(new.config))
     for key in sorted(before.keys() | after.keys()):
-        if before.get(key) != after.get(key) and not _is_free(key):
+        if not _is_free(key) and _what(key, before.get(key)) != _what(key, after.get(key)):
             raise ConfigError(
                 f"{key} changed on resume: run {old.run!r} was started with {before.get(key)!r}, got {after.get(key)!r}",
                 hint=f"set {key} back, or start a new run with --name NAME",
                 key=key,
             )
+
+
+def _what(key: str, value: Any) -> Any:
+    """The value without where it is found."""
+    return without_folder(value) if key in FUNCTIONS and isinstance(value, str) else value
 
 
 def _is_free(key: str) -> bool:

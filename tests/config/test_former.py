@@ -13,6 +13,7 @@ from streamrl.config.load import convert, dump, from_json, override, override_ke
 from streamrl.config.loss import CorrectionConfig, LossConfig, RejectionConfig
 from streamrl.config.tree import Config, DataConfig
 from streamrl.errors import ConfigError
+from tests.support.errors import raises
 
 OLD_REJECT = {"reject": "k3", "reject_level": "sequence_mean", "reject_low": 0.0, "reject_high": 0.1}
 
@@ -34,7 +35,7 @@ def test_a_former_advantage_is_grpo_with_that_policy_loss(name: str) -> None:
 
 
 def test_a_former_advantage_beside_another_policy_loss_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"is grpo with the policy loss gspo, but loss.policy is sapo, in old\.json") as caught:
+    with raises(ConfigError, key="loss.policy") as caught:
         loss_of(advantage="gspo", policy="sapo")
     assert caught.value.values["key"] == "loss.policy"
     assert caught.value.hint == "set loss.advantage = 'grpo' for sapo on the same advantages"
@@ -96,7 +97,7 @@ def test_what_means_nothing_is_refused(correction: dict[str, Any], message: str)
 
 @pytest.mark.parametrize("loss", [{"advantage": ["gspo"]}, {"advantage": 3}, {"correction": 3}, {"correction": None}, 3, "grpo"])
 def test_a_section_of_another_type_is_an_error_of_the_configuration(loss: Any) -> None:
-    with pytest.raises(ConfigError, match="expected"):
+    with raises(ConfigError, path="x"):
         convert({"loss": loss}, where="x")
 
 

@@ -12,6 +12,7 @@ from streamrl.data.model import ensure_model
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.errors import ConfigError
 from streamrl.schemas.tasks import Sampling
+from tests.support.errors import raises
 
 TINY = Config(model=ModelConfig(hidden=32, layers=1, heads=2, kv_heads=1, intermediate=48, max_len=64))
 TABLE = Config(engine=EngineConfig(kind="table"), trainer=TrainerConfig(backend="table"), sampling=Sampling(max_new_tokens=5))
@@ -88,5 +89,5 @@ def test_a_given_model_is_used_where_it_is(tmp_path):
 
 
 def test_a_given_directory_without_a_model(tmp_path):
-    with pytest.raises(ConfigError, match=r"expected a model directory with a config\.json"):
+    with raises(ConfigError, key="model.path", path=str(tmp_path)):
         ensure_model(Config(model=ModelConfig(path=str(tmp_path))), tmp_path / "unused")

@@ -18,6 +18,7 @@ from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
 from streamrl.weights.pins import Pins
 from tests.security.conftest import RUN, As
+from tests.support.errors import raises
 
 pytestmark = pytest.mark.nats
 
@@ -185,7 +186,7 @@ async def test_a_role_cannot_listen_to_others(as_role: As) -> None:
 async def test_a_producer_of_a_source_nobody_made_is_told_at_once(as_role: As) -> None:
     producer = await as_role("producer")
     async with asyncio.timeout(4):
-        with pytest.raises(Forbidden, match=r"CONSUMER\.CREATE\.run-tasks\.extra"):
+        with raises(Forbidden, subject="$JS.API.CONSUMER.CREATE.run-tasks.extra.run.tasks.extra"):
             await producer.claim("extra", max=1, wait_s=0.0)
 
 

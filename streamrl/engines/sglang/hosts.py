@@ -73,6 +73,7 @@ async def connect_host(server: SglangServer, config: EngineConfig, model_dir: Pa
         raise EngineError(
             f"expected engine.sglang.swap = {wanted} at engine {engine}: {problem}",
             hint="see the server's log for the plugin's words; with swap = auto the engine takes what works, and says so",
+            swap=wanted,
         )
     return _stock(server, model_dir, engine=engine, why=problem)
 
