@@ -17,7 +17,7 @@ from streamrl.errors import ConfigError, LogTruncated, NotFound, SchemaError
 from streamrl.history import record as record_module
 from streamrl.history.record import record
 from streamrl.history.record_log import RecordedLog
-from streamrl.schemas.columns import arrow_schema
+from streamrl.schemas.columns import OPTIONAL, arrow_schema
 from streamrl.schemas.subjects import LEDGER, SAMPLES
 from tests.history.conftest import Recorded
 
@@ -88,7 +88,7 @@ async def test_the_ledger_keeps_its_bytes(recorded: Recorded) -> None:
 
 def test_the_tables_open_elsewhere(recorded: Recorded) -> None:
     samples = ds.dataset(recorded.path / "samples.parquet").to_table()
-    assert samples.column_names == ["sequence", "subject", *arrow_schema().names]
+    assert samples.column_names == ["sequence", "subject", *arrow_schema(*OPTIONAL).names]
     assert samples.num_rows == recorded.recording.samples
     used = {s for entry in recorded.ledger for group in entry.used for s in group.sequences}
     assert used <= set(samples.column("sequence").to_pylist())
