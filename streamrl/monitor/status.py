@@ -14,7 +14,7 @@ from rich.table import Table
 from streamrl.errors import BusUnavailable
 from streamrl.monitor.follow import Follower, read_totals
 from streamrl.monitor.numbers import RunNumbers
-from streamrl.monitor.screen import panel, plain_line
+from streamrl.monitor.screen import degraded_lines, panel, plain_line
 from streamrl.monitor.summary import Summary
 from streamrl.monitor.view import RunView
 from streamrl.runtime.lock import holder
@@ -113,7 +113,7 @@ def print_status(status: RunStatus, *, as_json: bool) -> None:
     elif sys.stdout.isatty():
         Console().print(panel(numbers))
     else:
-        print(plain_line(numbers))
+        print("\n".join([plain_line(numbers), *degraded_lines(numbers)]))
 
 
 def _print_json(value: object) -> None:
