@@ -76,7 +76,7 @@ async def connect_host(server: SglangServer, config: EngineConfig, model_dir: Pa
             swap=wanted,
         )
     stock = _stock(server, model_dir, engine=engine, why=problem)
-    stock.detail["degraded"] = f"every update pauses it, and versions of what is under way then are guesses: {problem}"
+    stock.detail["degraded"] = f"every update pauses it, and versions of what is under way then are guesses (see tasks.inexact): {problem}"
     return stock
 
 
