@@ -98,9 +98,19 @@ def test_refused_rollouts_leave_their_group(key: str, doubt: str, reason: str) -
 
 def test_both_reasons_retire_their_task_once() -> None:
     s = Stream(config(1, 4, inexact="refuse", overlong="drop"))
-    s.rollouts(0, doubtful(0, inexact=True), doubtful(1, truncated=True))
-    assert s.dropped == [(1, 0, (0,), "inexact", False), (1, 0, (1,), "truncated", True)]
+    s.rollouts(0, doubtful(0, truncated=True), doubtful(1, inexact=True))
+    assert s.dropped == [(1, 0, (1,), "inexact", False), (1, 0, (0,), "truncated", True)]
     assert s.state.retired == 1
+    s.rollouts(1, doubtful(0, truncated=True), doubtful(1, inexact=True), doubtful(2, truncated=True), group=4)
+    assert s.state.pending[1].ended == (0, 1, 2)
+
+
+@pytest.mark.parametrize(("vocabulary", "dead"), [(0, False), (9, False), (8, True)])
+def test_token_ids_at_or_above_the_vocabulary_are_a_dead_letter(vocabulary: int, dead: bool) -> None:
+    record = judged(sample(0), sample(1))
+    rules = config(4, 9, vocab_size=vocabulary)
+    _, effects = fold(replace(initial_state(rules), version=Version(0, 7)), record, rules)
+    assert record.top_token == 8 and bool(effects.dead) == dead
 
 
 @pytest.mark.parametrize(("key", "doubt"), [("inexact", "inexact"), ("overlong", "truncated")])
