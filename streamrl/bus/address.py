@@ -10,6 +10,9 @@ from streamrl.config.files import write_private
 from streamrl.config.tree import BusConfig
 from streamrl.errors import ConfigError
 
+API = "$JS.API"
+"""What the subjects of JetStream's API begin with, where JetStream is the account's own."""
+
 
 class BusAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Server and credentials. Holds secrets: it is saved with mode 0600 and its `repr` shows none of them."""
@@ -27,6 +30,8 @@ class BusAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The same as PEM text, so that these credentials are one file that can be taken to another host."""
     inbox_prefix: str = "_INBOX"
     """First token of reply subjects; one prefix per user keeps users from reading each other's replies."""
+    api: str = API
+    """What the subjects of JetStream's API begin with in this login's account."""
 
     def __repr__(self) -> str:
         return f"BusAddress(url={self.url!r}, user={self.user!r})"
