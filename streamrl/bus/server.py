@@ -21,6 +21,7 @@ from streamrl.bus.accounts import accounts
 from streamrl.bus.address import BusAddress
 from streamrl.bus.certificates import Certificate
 from streamrl.bus.permissions import User
+from streamrl.bus.store import move_to_account
 from streamrl.bus.topology import MAX_PAYLOAD_BYTES
 from streamrl.config.files import write_private
 from streamrl.config.hosts import WILDCARDS, bracketed
@@ -118,8 +119,12 @@ class NatsServer:
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def _store(self) -> Path:
+        return self.directory / "store"
+
     def start(self) -> BusAddress:
-        """Start and wait until it accepts connections: some 20 ms on an empty store.
+        """Start and wait until it accepts connections: some 20 ms on an empty store. An old run's store is moved first (`bus.store`).
 
         Raises:
             LaunchError: no binary, the port is taken, the server ended at once, or it is not ready within 30 s.
@@ -128,6 +133,8 @@ class NatsServer:
             return self.address
         binary = find_binary()
         self.directory.mkdir(parents=True, exist_ok=True)
+        if not self._token:
+            move_to_account(self._store)
         for attempt in range(PORT_TRIES):
             if self._port == 0:
                 self._port = _free_port(self._host)
@@ -213,7 +220,7 @@ class NatsServer:
             "max_pending: 512MB",
             "write_deadline: '60s'",
             "jetstream {",
-            f"  store_dir: {json.dumps(str((self.directory / 'store').resolve()))}",
+            f"  store_dir: {json.dumps(str(self._store.resolve()))}",
             # Budgets are per stream; the server would otherwise refuse budgets above three quarters of the free disk.
             "  max_file_store: 64TB",
             "  max_memory_store: 1GB",

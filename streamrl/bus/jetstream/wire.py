@@ -25,6 +25,7 @@ SEQUENCE = "Nats-Sequence"
 LAST_SEQUENCE = "Nats-Last-Sequence"
 PENDING = "Nats-Num-Pending"
 
+_NANOSECOND = 1e-9
 _LAST = re.compile(r"wrong last sequence: (\d+)")
 
 
@@ -164,8 +165,9 @@ def unix_seconds(text: str) -> float:
     if not text:
         return 0.0
     whole, _, rest = text.rstrip("Z").partition(".")
-    fraction = float(f"0.{rest}") if rest.isdigit() else 0.0
-    return datetime.fromisoformat(whole + "+00:00").timestamp() + fraction
+    nanoseconds = int(rest[:9].ljust(9, "0")) if rest.isdigit() else 0
+    # One rounding, of the same number as in a delivered message's reply subject: recordings have this value.
+    return (int(datetime.fromisoformat(whole + "+00:00").timestamp()) * 10**9 + nanoseconds) * _NANOSECOND
 
 
 def own_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
