@@ -46,7 +46,7 @@ async def test_a_grant_and_a_pointer_that_are_none_are_named(memory_bus: MemoryB
             await feeder.run()
     assert [type(error) for error in group.value.exceptions] == [SchemaError] and "key granted" in str(group.value.exceptions[0])
     with pytest.raises(SchemaError, match="key granted"):
-        await raise_grant(memory_bus, Grant(3, 0))
+        await raise_grant(memory_bus, Grant(granted=3, version=0, retired=0))
     with pytest.raises(SchemaError, match="key latest/main"):
         await read_latest(memory_bus, "main")
 

@@ -143,7 +143,7 @@ class JetStreamBus:
         if sequence >= 1:
             # The message as it is, which spares the server its encoding.
             answer = await self._connection.request(f"{self._connection.api}.DIRECT.GET.{name}", {"seq": sequence})
-            if (message := stored(answer.data, answer.headers)) is not None:
+            if (message := stored(name, answer.data, answer.headers)) is not None:
                 return _read(message)
             # Direct answers may come from a replica that lags; the stream's leader knows.
             single = await self._stored(stream, {"seq": sequence})

@@ -133,7 +133,7 @@ class Session:
         status = status_of(headers)
         if status not in ("204", "404"):
             raise BusError(f"read {self._stream}: expected messages, got {status} {headers.get(DESCRIPTION, '')}", hint=_HINT)
-        self._batch.extend(message for answer in answers[:-1] if (message := stored(answer.data, answer.headers)) is not None)
+        self._batch.extend(message for answer in answers[:-1] if (message := stored(self._stream, answer.data, answer.headers)) is not None)
         if self._batch and int(headers.get(PENDING, "0")):
             self._ahead = asyncio.ensure_future(self._ask(self._batch[-1].sequence + 1))
         else:
@@ -173,7 +173,7 @@ class Session:
         return until_s is None or loop.time() < until_s
 
     def _on_repeated(self, answer: Msg) -> None:
-        message = stored(answer.data, answer.headers)
+        message = stored(self._stream, answer.data, answer.headers)
         if message is None or self._sink is None:
             return
         self._repeated.append(message)

@@ -20,6 +20,7 @@ HEADER_EXPECT_SUBJECT_LAST = "Nats-Expected-Last-Subject-Sequence"
 HEADER_TTL = "Nats-TTL"
 STATUS = "Status"
 DESCRIPTION = "Description"
+STREAM = "Nats-Stream"
 SUBJECT = "Nats-Subject"
 SEQUENCE = "Nats-Sequence"
 LAST_SEQUENCE = "Nats-Last-Sequence"
@@ -123,9 +124,9 @@ class Stored(NamedTuple):
         return unix_seconds(self.headers.get("Nats-Time-Stamp", ""))
 
 
-def stored(data: bytes, headers: Mapping[str, str] | None) -> Stored | None:
-    """A stored message; None for anything else that may come to a reader, such as a status."""
-    if not headers or SUBJECT not in headers or not headers.get(SEQUENCE, "").isdigit():
+def stored(stream: str, data: bytes, headers: Mapping[str, str] | None) -> Stored | None:
+    """A message of `stream`; None for anything else that may come to its reader, such as a status or a message of another stream."""
+    if not headers or headers.get(STREAM) != stream or SUBJECT not in headers or not headers.get(SEQUENCE, "").isdigit():
         return None
     previous = headers.get(LAST_SEQUENCE, "")
     return Stored(headers[SUBJECT], int(headers[SEQUENCE]), data, headers, int(previous) if previous.isdigit() else 0)
