@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from streamrl.bus.address import API
-from streamrl.bus.permissions import ROLE_API, User
+from streamrl.bus.address import API, ROLE_API
+from streamrl.bus.permissions import User
 
 RUN = "RUN"
 """Account of the operator, who makes the streams; they live there."""
@@ -31,7 +31,7 @@ def accounts(users: Sequence[User], prefix: str = "") -> dict[str, Any]:
     Users without limits are in the account of the streams.
     """
     home = prefix + RUN
-    roles = [(prefix + user.name, user, user.rights) for user in users if user.rights is not None]
+    roles = [(prefix + user.role, user, user.rights) for user in users if user.rights is not None]
     exports: dict[tuple[str, str], dict[str, Any]] = {}
     for account, _, rights in roles:
         for kind, subjects, more in (

@@ -24,16 +24,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from streamrl.bus.address import API
+from streamrl.bus.address import API, OPERATOR, ROLE_API, inbox
 from streamrl.bus.topology import blobs_name, keys_name, stored_subject, stream_name
 from streamrl.schemas.subjects import DEAD, EVENTS, LEDGER, METRICS, SAMPLES, TASKS, WEIGHTS
 
-OPERATOR = "operator"
 READER = "reader"
 ROLES = ("trainer", "producer", "engine", "feeder", "evaluator", READER)
 """Roles whose rights are limited. A worker's role is its kind."""
-ROLE_API = "$STREAMRL.API"
-"""`API` in the account of a role: its own `$JS.API` is the server's, which says there that the account has no JetStream."""
 
 
 class Rights(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +49,7 @@ class User(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     password: str
+    role: str = OPERATOR
     rights: Rights | None = None
 
     def __repr__(self) -> str:
@@ -59,8 +57,8 @@ class User(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def inbox(self) -> str:
-        """First token of its reply subjects: users cannot read each other's replies."""
-        return f"_INBOX_{self.name}" if self.rights is not None else "_INBOX"
+        """First token of its reply subjects."""
+        return inbox(self.role) if self.rights is not None else "_INBOX"
 
     @property
     def api(self) -> str:
@@ -125,6 +123,9 @@ def allowed(role: str, run: str) -> Rights:
     )
 
 
-def role_users(run: str, passwords: Sequence[tuple[str, str]]) -> list[User]:
-    """Users from (role, password) pairs; the operator's has no limits."""
-    return [User(name=role, password=password, rights=None if role == OPERATOR else allowed(role, run)) for role, password in passwords]
+def role_users(run: str, passwords: Sequence[tuple[str, str]], *, name: str = "{role}") -> list[User]:
+    """Users from (role, password) pairs, called by `name`; the operator's has no limits."""
+    return [
+        User(name=name.replace("{role}", role), password=password, role=role, rights=None if role == OPERATOR else allowed(role, run))
+        for role, password in passwords
+    ]

@@ -78,7 +78,7 @@ def test_credentials_stay_the_same_over_a_resume_and_go_with_the_embedded_server
     with pytest.raises(ConfigError, match=r"credentials/reader\.json"):
         BusAddress.load(run.bus_path_of("reader"))
     token = run.engine_token()
-    write_cluster(run, BusAddress(url="tls://cluster:4222", token="theirs"))
+    write_cluster(run, {OPERATOR: BusAddress(url="tls://cluster:4222", token="theirs")})
     assert BusAddress.load(run.bus_path_of("producer")).token == "theirs"
     assert run.engine_token() == token
     fresh = {user.password for user in users_of(run)}
