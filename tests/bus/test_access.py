@@ -75,7 +75,10 @@ async def test_a_missing_right_is_named_at_once(own_server: NatsServer, tmp_path
     bus = await connect(own_server.address, "run", QUICK)
     await bus.close()
     own_server.stop()
-    rights = {"publish": {"allow": ["run.samples.>", "$JS.API.STREAM.INFO.run-samples"]}, "subscribe": {"allow": ["_INBOX_p.>"]}}
+    rights = {
+        "publish": {"allow": ["run.samples.>", "$JS.API.STREAM.INFO.run-samples", "$JS.API.DIRECT.GET.run-samples"]},
+        "subscribe": {"allow": ["_INBOX_p.>"]},
+    }
     config = own_server.directory / "rights.conf"
     lines = (own_server.directory / "nats-server.conf").read_text().splitlines()
     accounts = {RUN: {"jetstream": "enabled", "users": [{"user": "producer", "password": "secret", "permissions": rights}]}}
@@ -91,6 +94,9 @@ async def test_a_missing_right_is_named_at_once(own_server: NatsServer, tmp_path
             assert "'producer'" in caught.value.hint
             with pytest.raises(BusError, match="forbids"):
                 await bus.trim("samples", through=1)
+            with pytest.raises(BusError, match=r"forbids subscription to \$STORED\.run-samples"):
+                async for _ in bus.read("samples", after=1):
+                    pass
         await bus.close()
     finally:
         process.terminate()
