@@ -127,3 +127,18 @@ async def test_a_stream_that_repeats_nothing_is_read_too(bus: JetStreamBus) -> N
     again = await connect(bus._connection.address, "run", BusConfig())
     assert "republish" in (await admin.info(again._connection, "run-samples")).config
     await again.close()
+
+
+async def test_news_that_overtakes_a_batch_already_asked_for_is_not_read_twice(bus: JetStreamBus) -> None:
+    async with following(bus) as session:
+        async with deaf(session):
+            await store(bus, 100)
+        await store(bus, BATCH + 100)
+        last = BATCH + 201
+        assert await sequences(session, last - 1) == list(range(2, last + 1))
+        for number in range(3):
+            session._look()
+            assert await session.next(asyncio.get_running_loop().time() + 0.3) is None
+            await store(bus, 1)
+            assert await sequences(session, 1) == [last + 1 + number]
+        assert session._position == last + 3

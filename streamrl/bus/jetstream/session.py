@@ -133,9 +133,11 @@ class Session:
         status = status_of(headers)
         if status not in ("204", "404"):
             raise BusError(f"read {self._stream}: expected messages, got {status} {headers.get(DESCRIPTION, '')}", hint=_HINT)
-        self._batch.extend(message for answer in answers[:-1] if (message := stored(self._stream, answer.data, answer.headers)) is not None)
-        if self._batch and int(headers.get(PENDING, "0")):
-            self._ahead = asyncio.ensure_future(self._ask(self._batch[-1].sequence + 1))
+        found = [message for answer in answers[:-1] if (message := stored(self._stream, answer.data, answer.headers)) is not None]
+        # What was asked for ahead may have been heard, and read, in the meantime.
+        self._batch.extend(message for message in found if message.sequence > self._position)
+        if found and int(headers.get(PENDING, "0")):
+            self._ahead = asyncio.ensure_future(self._ask(max(found[-1].sequence, self._position) + 1))
         else:
             self._at_end = not self._follow or self._sink is not None
             self._overrun = False
