@@ -258,7 +258,7 @@ class BusConfig(Section, frozen=True, kw_only=True):
     url: str = ""
     """`nats://` or `tls://` URL of an existing cluster; empty: a server is started on loopback with random credentials."""
     user: str = ""
-    """User name at an existing cluster."""
+    """User name at an existing cluster. `{role}` here or in a file's name stands for each role: a login for each (docs/security.md)."""
     password_file: str = ""
     """File that holds the password."""
     token_file: str = ""
@@ -285,6 +285,11 @@ class BusConfig(Section, frozen=True, kw_only=True):
     """A claimed task that is not kept alive for this long is delivered again; at least 1."""
     sync_always: bool = False
     """Sync every message to disk (survives power loss; slower)."""
+
+    @property
+    def by_role(self) -> bool:
+        """Whether the cluster at `url` has a login for each role."""
+        return any("{role}" in text for text in (self.user, self.password_file, self.token_file, self.credentials_file))
 
 
 class SuperviseConfig(Section, frozen=True, kw_only=True):
