@@ -17,7 +17,7 @@ def numbers(option: str, text: str) -> tuple[int, ...]:
     for part in filter(None, map(str.strip, text.split(","))):
         match = re.fullmatch(r"([0-9]{1,9})(k?)", part)
         if match is None:
-            raise ConfigError(f"{option}: expected numbers like 256,2k, got {text!r}")
+            raise ConfigError(f"{option}: expected numbers like 256,2k, got {text!r}", option=option, got=text)
         found.append(int(match[1]) * (1024 if match[2] else 1))
     return tuple(dict.fromkeys(found))
 
@@ -26,5 +26,5 @@ def names(option: str, text: str, kind: type[K]) -> tuple[K, ...]:
     """Members of an enumeration by their values, each once; all of them for an empty text. Raises ConfigError for a name that is none."""
     found = list(filter(None, map(str.strip, text.split(","))))
     if wrong := [name for name in found if name not in set(kind)]:
-        raise ConfigError(f"{option}: expected some of {', '.join(kind)}, got {wrong[0]!r}")
+        raise ConfigError(f"{option}: expected some of {', '.join(kind)}, got {wrong[0]!r}", option=option, got=wrong[0])
     return tuple(kind(name) for name in dict.fromkeys(found)) or tuple(kind)

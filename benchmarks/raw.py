@@ -138,5 +138,8 @@ def _array(kind: Any, values: Any) -> Any:
 
 def _no_file(out: Path, benchmark: str, got: str) -> DataError:
     return DataError(
-        f"expected the {FILE} of bench {benchmark} in {out}, got {got}", hint=f"name a directory that bench {benchmark} --out wrote"
+        f"expected the {FILE} of bench {benchmark} in {out}, got {got}",
+        hint=f"name a directory that bench {benchmark} --out wrote",
+        directory=str(out),
+        benchmark=benchmark,
     )

@@ -170,7 +170,11 @@ def write_between(document: Path, benchmark: str, text: str) -> None:
     before, found_begin, rest = document.read_text(encoding="utf-8").partition(begin)
     _, found_end, after = rest.partition(end)
     if not found_begin or not found_end:
-        raise DataError(f"expected the marks {begin!r} and {end!r} in {document}, got none", hint="add both lines where the table belongs")
+        raise DataError(
+            f"expected the marks {begin!r} and {end!r} in {document}, got none",
+            hint="add both lines where the table belongs",
+            path=str(document),
+        )
     document.write_text(f"{before}{begin}\n\n{text.strip()}\n\n{end}{after}", encoding="utf-8")
 
 

@@ -56,7 +56,7 @@ SHAPES = {shape.name: shape for shape in _SHAPES}
 def shape_of(name: str) -> Shape:
     """The shape of that name. Raises ConfigError when there is none."""
     if name not in SHAPES:
-        raise ConfigError(f"expected a shape out of {', '.join(SHAPES)}, got {name!r}")
+        raise ConfigError(f"expected a shape out of {', '.join(SHAPES)}, got {name!r}", shape=name)
     return SHAPES[name]
 
 

@@ -31,4 +31,6 @@ def decode(data: bytes | memoryview, kind: type[T], *, where: str = "") -> T:
         raise SchemaError(
             f"expected a {name} in MessagePack{place}, got {len(data)} bytes that are none: {error}",
             hint="was it written by another version of streamrl, or by something else?",
+            expected=name,
+            where=where,
         ) from error

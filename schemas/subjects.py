@@ -43,9 +43,12 @@ HEADER_DIGEST = "Streamrl-Digest"
 
 def check_name(kind: str, name: str) -> str:
     """Return `name` if it can be a token of a subject; raises SchemaError otherwise."""
-    if not RUN_ID.match(name):
+    if not RUN_ID.fullmatch(name):
         raise SchemaError(
-            f"a {kind} may hold letters, digits, '_' and '-', got {name!r}", hint=f"rename the {kind}, for example to 'my-run'"
+            f"a {kind} may hold letters, digits, '_' and '-', got {name!r}",
+            hint=f"rename the {kind}, for example to 'my-run'",
+            kind=kind,
+            name=name,
         )
     return name
 

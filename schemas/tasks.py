@@ -27,13 +27,13 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise SchemaError(f"sampling.max_new_tokens must be >= 1, got {self.max_new_tokens}")
+            raise SchemaError(f"sampling.max_new_tokens must be >= 1, got {self.max_new_tokens}", key="sampling.max_new_tokens")
         if not self.temperature >= 0:
-            raise SchemaError(f"sampling.temperature must be >= 0, got {self.temperature}")
+            raise SchemaError(f"sampling.temperature must be >= 0, got {self.temperature}", key="sampling.temperature")
         if not 0 < self.top_p <= 1:
-            raise SchemaError(f"sampling.top_p must be in (0, 1], got {self.top_p}")
+            raise SchemaError(f"sampling.top_p must be in (0, 1], got {self.top_p}", key="sampling.top_p")
         if self.top_k == 0 or self.top_k < -1:
-            raise SchemaError(f"sampling.top_k must be -1 or >= 1, got {self.top_k}")
+            raise SchemaError(f"sampling.top_k must be -1 or >= 1, got {self.top_k}", key="sampling.top_k")
 
 
 class RolloutTask(msgspec.Struct, frozen=True, kw_only=True):

@@ -49,7 +49,7 @@ class Version(msgspec.Struct, frozen=True, order=True):
 @lru_cache(maxsize=1024)
 def _parsed(text: str) -> Version:
     """Every completion of every answer names its versions, which are few."""
-    match = _TEXT.match(text)
+    match = _TEXT.fullmatch(text)
     if match is None:
-        raise SchemaError(f"expected a version such as 0.17 (epoch.number), got {text!r}")
+        raise SchemaError(f"expected a version such as 0.17 (epoch.number), got {text!r}", version=text)
     return Version(int(match[1]), int(match[2]))

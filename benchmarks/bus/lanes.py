@@ -99,6 +99,8 @@ class Counts:
             raise BusError(
                 f"bench bus, {cell.name}: expected {wanted[0]} samples of {wanted[1]} tokens in all, got {self.samples} of {self.tokens}",
                 hint="does something else use the same server?",
+                samples=self.samples,
+                tokens=self.tokens,
             )
 
 

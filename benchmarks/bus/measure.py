@@ -44,7 +44,7 @@ def rounds(options: BusOptions) -> Iterator[Record]:
     left_out = {str(transport): reason for transport in options.transports if (reason := missing(transport))}
     there = [transport for transport in options.transports if str(transport) not in left_out]
     if not there:
-        raise ConfigError(f"bench bus: expected one of the transports to be there, got none: {left_out}")
+        raise ConfigError(f"bench bus: expected one of the transports to be there, got none: {left_out}", left_out=left_out)
     yield from (Fact("left out", name, reason) for name, reason in left_out.items())
     for number in range(options.rounds):
         yield from _round(options, there, number)

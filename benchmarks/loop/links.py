@@ -106,7 +106,11 @@ class TrainerEnd:
 def given(group: Rollouts | None) -> Rollouts:
     """The group; raises LaunchError when there is none because the sampling half has ended."""
     if group is None:
-        raise LaunchError("expected more rollouts, got the end of the half that samples them", hint="its error stands above or below")
+        raise LaunchError(
+            "expected more rollouts, got the end of the half that samples them",
+            hint="its error stands above or below",
+            ended="sampling half",
+        )
     return group
 
 

@@ -77,6 +77,7 @@ def parse_plan(text: str) -> tuple[Window, ...]:
             raise ConfigError(
                 f"window {window.title!r}: expected a steady window before and after it",
                 hint="update windows are compared with the steady windows beside them, for example steady:5,flip:10/1,steady:5",
+                alone=window.title,
             )
     return windows
 
@@ -85,10 +86,10 @@ def _window(text: str) -> Window:
     match = _WINDOW.match(text)
     modes = ", ".join(Mode)
     if match is None or match["mode"] not in set(Mode):
-        raise ConfigError(f"expected a window like flip:10/1 with a mode out of {modes}, got {text!r}")
+        raise ConfigError(f"expected a window like flip:10/1 with a mode out of {modes}, got {text!r}", window=text)
     window = Window(Mode(match["mode"]), float(match["seconds"]), float(match["every"] or 0.0))
     if window.seconds <= 0 or (window.mode is not Mode.STEADY) != (window.every_s > 0):
-        raise ConfigError(f"window {text!r}: expected seconds above 0, and /SECONDS between updates where there are updates")
+        raise ConfigError(f"window {text!r}: expected seconds above 0, and /SECONDS between updates where there are updates", seconds=text)
     return window
 
 
@@ -129,13 +130,21 @@ def resolve(options: Options, *, num_gpus: int) -> Options:
     cpu = num_gpus == 0
     tensor_parallel = options.tensor_parallel or (1 if cpu else options.model.tensor_parallel)
     if not cpu and tensor_parallel > num_gpus:
-        raise ConfigError(f"shape {options.shape}: expected {tensor_parallel} GPUs for the engine, got {num_gpus}")
+        raise ConfigError(
+            f"shape {options.shape}: expected {tensor_parallel} GPUs for the engine, got {num_gpus}",
+            expected_gpus=tensor_parallel,
+            gpus=num_gpus,
+        )
     if cpu and options.model.dtype != "float32":
-        raise ConfigError(f"shape {options.shape}: expected a GPU, got none", hint="without a GPU use --shape tiny")
+        raise ConfigError(
+            f"shape {options.shape}: expected a GPU, got none", hint="without a GPU use --shape tiny", expected_gpus=1, gpus=num_gpus
+        )
     if not cpu and num_gpus <= tensor_parallel and num_elements(options.model) > LARGE:
         raise ConfigError(
             f"shape {options.shape}: expected a GPU for the trainer's weights beside the engine's {tensor_parallel}, got {num_gpus} in all",
             hint="weights and a snapshot of them do not fit beside the engine's two sets",
+            expected_gpus=tensor_parallel + 1,
+            gpus=num_gpus,
         )
     last = "cpu" if cpu else f"cuda:{min(tensor_parallel, num_gpus - 1)}"
     filled = msgspec.structs.replace(
@@ -149,7 +158,11 @@ def resolve(options: Options, *, num_gpus: int) -> Options:
         warm_s=options.warm_s or (1.0 if cpu else 15.0),
     )
     if not 0 <= filled.probes <= filled.streams:
-        raise ConfigError(f"expected at most as many probes as streams, got {filled.probes} of {filled.streams}")
+        raise ConfigError(
+            f"expected at most as many probes as streams, got {filled.probes} of {filled.streams}",
+            probes=filled.probes,
+            streams=filled.streams,
+        )
     if not filled.windows:
         raise ConfigError("expected at least one window, got an empty plan")
     if not cpu and any(window.mode is Mode.DISTRIBUTED for window in filled.windows):
@@ -165,4 +178,5 @@ def _check_apart(options: Options) -> None:
         raise ConfigError(
             f"a distributed window: expected the trainer's weights on another GPU than the engine ({engine}), got {options.trainer_device}",
             hint="leave the window out, or give the bench one more GPU",
+            trainer_device=options.trainer_device,
         )

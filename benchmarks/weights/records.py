@@ -152,5 +152,6 @@ def read_raw(out: Path) -> Raw:
         raise DataError(
             f"expected one run, its tokens and its forward passes in {out}, got {len(runs)}, {len(tokens)} and {len(forwards)}",
             hint="the benchmark was ended before it had written them",
+            counts=(len(runs), len(tokens), len(forwards)),
         )
     return Raw(header=header, run=runs[0], updates=of(UpdateRecord), requests=of(RequestRecord), forwards=forwards, tokens=tokens[0])

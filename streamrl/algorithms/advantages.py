@@ -74,6 +74,9 @@ def maxrl(rewards: Floats, tasks: Ids, rollouts: Ids) -> tuple[Floats, dict[str,
         raise TrainingError(
             f"maxrl expects rewards of at least 0, got {rewards[bad]} for task {tasks[bad]}, rollout {rollouts[bad]}",
             hint='shift the reward so that failure is 0, or take loss.advantage = "grpo"',
+            estimator="maxrl",
+            task=int(tasks[bad]),
+            rollout=int(rollouts[bad]),
         )
     # A group that is not flat has a positive reward, hence a positive mean.
     mean_G = np.where(per_rollout.flat, 1.0, per_rollout.mean)
@@ -163,7 +166,7 @@ def whiten(values: Floats, mask: Mask, *, reduce: Reduce | None = None) -> Float
     sums = np.array([values[mask].sum(), mask.sum()], np.float64)
     total, count = sums if reduce is None else reduce(sums)
     if count == 0:
-        raise TrainingError("whitening expects trained tokens, this batch has none", hint="was everything masked out of it?")
+        raise TrainingError("whitening expects trained tokens, this batch has none", hint="was everything masked out of it?", trained=0)
     centred = np.zeros(len(values))
     centred[mask] = values[mask] - total / count
     squares = np.array([np.square(centred).sum()])

@@ -168,10 +168,15 @@ def _arrays(
     ):
         if array is None and role in needed:
             raise TrainingError(
-                f'loss.advantage = "{loss.advantage}" expects {name} of every token, got none', hint=f"score the role {role}"
+                f'loss.advantage = "{loss.advantage}" expects {name} of every token, got none', hint=f"score the role {role}", scores=name
             )
         if array is not None and array.shape != (batch.num_tokens,):
-            raise TrainingError(f"expected {name} of {batch.num_tokens} tokens, got an array of shape {array.shape}")
+            raise TrainingError(
+                f"expected {name} of {batch.num_tokens} tokens, got an array of shape {array.shape}",
+                scores=name,
+                expected=(batch.num_tokens,),
+                got=array.shape,
+            )
         given[name] = None if array is None else array.astype(np.float64)
     mask = batch.loss_mask & np.isfinite(batch.sampler_logprobs)
     for name in ("logprobs", "reference", "teacher"):
@@ -182,7 +187,10 @@ def _arrays(
     if found is not None and not np.isfinite(found[mask]).all():
         bad = int(np.flatnonzero(mask & ~np.isfinite(found))[0])
         raise TrainingError(
-            f"expected finite values of the critic, got {found[bad]} at token {bad}", hint="lower loss.critic.learning_rate"
+            f"expected finite values of the critic, got {found[bad]} at token {bad}",
+            hint="lower loss.critic.learning_rate",
+            scores="values",
+            token=bad,
         )
     policy, other = given["logprobs"], given["reference"]
     kl = None
@@ -264,12 +272,18 @@ def _custom(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays, base: Path
     function: Custom = resolve(loss.advantage, what="advantage function", key="loss.advantage", base=base)
     if not callable(function):
         raise ConfigError(
-            f"loss.advantage = {loss.advantage!r} must name a function, got a {type(function).__name__}", key="loss.advantage"
+            f"loss.advantage = {loss.advantage!r} must name a function, got a {type(function).__name__}",
+            key="loss.advantage",
+            got=type(function).__name__,
         )
     found = np.asarray(function(batch, arrays), np.float64)
     if found.shape != (batch.num_tokens,):
-        raise TrainingError(f"expected {loss.advantage} to return {batch.num_tokens} advantages, one a token, got shape {found.shape}")
+        raise TrainingError(
+            f"expected {loss.advantage} to return {batch.num_tokens} advantages, one a token, got shape {found.shape}",
+            expected=(batch.num_tokens,),
+            got=found.shape,
+        )
     if not np.isfinite(found[arrays.mask]).all():
         bad = int(np.flatnonzero(arrays.mask & ~np.isfinite(found))[0])
-        raise TrainingError(f"expected finite advantages of {loss.advantage}, got {found[bad]} at token {bad}")
+        raise TrainingError(f"expected finite advantages of {loss.advantage}, got {found[bad]} at token {bad}", token=bad)
     return np.where(arrays.mask, found, 0.0)

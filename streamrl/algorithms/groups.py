@@ -68,13 +68,20 @@ def rollout_rewards(rewards: npt.NDArray[np.float64], tasks: npt.NDArray[np.int6
         raise TrainingError(
             f"expected a finite reward for every sample, got {rewards[bad]} for task {tasks[bad]}, rollout {rollouts[bad]}",
             hint="a sample without a reward belongs in the drops, not in a batch",
+            reward=float(rewards[bad]),
+            task=int(tasks[bad]),
+            rollout=int(rollouts[bad]),
         )
     owner_N = rollout_of_sample(tasks, rollouts)
     _, first_R = np.unique(owner_N, return_index=True)
     rewards_R = rewards[first_R].astype(np.float64)
     if not np.array_equal(rewards_R[owner_N], rewards):
         bad = int(np.flatnonzero(rewards_R[owner_N] != rewards)[0])
-        raise TrainingError(f"expected one reward for all samples of task {tasks[bad]}, rollout {rollouts[bad]}, got several")
+        raise TrainingError(
+            f"expected one reward for all samples of task {tasks[bad]}, rollout {rollouts[bad]}, got several",
+            task=int(tasks[bad]),
+            rollout=int(rollouts[bad]),
+        )
     _, group_R = np.unique(tasks[first_R], return_inverse=True)
     group_R = group_R.reshape(-1).astype(np.int64)
     size = np.bincount(group_R).astype(np.float64)

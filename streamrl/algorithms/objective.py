@@ -57,11 +57,14 @@ def check_batch(batch: TrainBatch) -> None:
     """Raise TrainingError when the batch is empty, or trains a sequence's first token."""
     if batch.num_samples == 0 or not (batch.lengths > 0).all():
         raise TrainingError(
-            f"expected a batch of samples with tokens, got {batch.num_samples} samples of lengths {batch.lengths.tolist()[:8]}"
+            f"expected a batch of samples with tokens, got {batch.num_samples} samples of lengths {batch.lengths.tolist()[:8]}",
+            num_samples=batch.num_samples,
         )
     if batch.loss_mask[batch.offsets[:-1]].any():
         raise TrainingError(
-            "expected no trained token at the beginning of a sequence: nothing predicts it", hint="keep the prompt's tokens masked"
+            "expected no trained token at the beginning of a sequence: nothing predicts it",
+            hint="keep the prompt's tokens masked",
+            field="loss_mask",
         )
 
 

@@ -52,7 +52,11 @@ def token_weights(
     num_rollouts = max(len(np.unique(rollout_N[samples])), 1)
     if reduction == "constant_length":
         if constant_length < 1:
-            raise TrainingError(f"expected loss.constant_length of at least 1 token with this reduction, got {constant_length}")
+            raise TrainingError(
+                f"expected loss.constant_length of at least 1 token with this reduction, got {constant_length}",
+                key="loss.constant_length",
+                got=constant_length,
+            )
         return mask_T / (np.float64(constant_length) * num_rollouts)
     trained_R = np.bincount(rollout_N[owner_T], mask_T)
     return mask_T / (np.maximum(trained_R, 1.0)[rollout_N[owner_T]] * num_rollouts)

@@ -58,7 +58,9 @@ def certificate_for(directory: Path, hosts: Sequence[str]) -> Certificate:
         ) from error
     except OSError as error:
         raise LaunchError(
-            f"the certificate in {directory} cannot be written: {error.strerror}", hint="is the run directory yours, and the disk not full?"
+            f"the certificate in {directory} cannot be written: {error.strerror}",
+            hint="is the run directory yours, and the disk not full?",
+            path=str(directory),
         ) from error
 
 

@@ -91,7 +91,12 @@ class Topology(msgspec.Struct, frozen=True):
         """Like `spec`, but refuses the work queue, whose messages are claimed and not read."""
         spec = self.spec(stream)
         if spec.queue:
-            raise BusError(f"stream {stream!r} is a queue and cannot be read", hint="claim its messages, or fetch one by its sequence")
+            raise BusError(
+                f"stream {stream!r} is a queue and cannot be read",
+                hint="claim its messages, or fetch one by its sequence",
+                stream=stream,
+                queue=True,
+            )
         return spec
 
     def stream_of(self, subject: str) -> StreamSpec:
@@ -128,6 +133,11 @@ def blobs_name(run: str) -> str:
     return f"OBJ_{run}"
 
 
+def stored_subject(stream: str, subject: str = ">") -> str:
+    """Where the server repeats a message once it is stored, with its sequence; `stream` is its name on the server, `>` all subjects."""
+    return f"$STORED.{stream}.{subject}"
+
+
 def check_key(key: str) -> str:
     """Return a key of the key-value store; raises SchemaError unless its parts between slashes are plain names."""
     for part in key.split("/"):
@@ -138,7 +148,7 @@ def check_key(key: str) -> str:
 def check_headers(headers: Mapping[str, str] | None) -> None:
     """Raise SchemaError for headers that the wire cannot carry or that belong to the server."""
     for name, value in (headers or {}).items():
-        if not HEADER_NAME.match(name) or name.startswith("Nats-") or CONTROL.search(value):
+        if not HEADER_NAME.fullmatch(name) or name.startswith("Nats-") or CONTROL.search(value):
             raise SchemaError(
                 f"expected a header name of letters, digits and '-' that does not begin with 'Nats-' and a value of one line, "
                 f"got {name!r}: {value!r}"

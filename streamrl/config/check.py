@@ -40,7 +40,8 @@ def check_files(config: Config) -> None:
             text = text if text.endswith(".py") else ""
         if not text:
             continue
-        path, kind = Path(text), "a directory" if key in DIRECTORIES else "a file"
+        # Of files for each role the operator's is looked for here, the others when the run starts.
+        path, kind = Path(text.replace("{role}", "operator") if key in FILES else text), "a directory" if key in DIRECTORIES else "a file"
         found = path.is_dir() if key in DIRECTORIES else path.is_file()
         if not found:
             raise ConfigError(
@@ -80,7 +81,7 @@ def _check_work(config: Config) -> None:
         key="tasks.hold_ahead",
     )
     refuse(
-        config.trainer.ranks > 1 and config.trainer.backend == "table",
+        config.trainer.ranks > 1 and config.trainer.tabular,
         f"trainer.ranks must be 1 with trainer.backend = table, got {config.trainer.ranks}: a tabular policy is trained by one process",
         hint="set trainer.ranks = 1, or train with the torch backend",
         key="trainer.ranks",
@@ -166,7 +167,7 @@ def _check_debug(config: Config) -> None:
 def _check_model(config: Config) -> None:
     model, longest = config.model, config.data.max_prompt_tokens + config.sampling.max_new_tokens
     refuse(
-        config.engine.traits.tabular != (config.trainer.backend == "table"),
+        config.engine.traits.tabular != config.trainer.tabular,
         f"engine.kind and trainer.backend must both be table or neither, got {config.engine.kind} and {config.trainer.backend}",
         hint="a tabular policy is trained and served by the table backends only",
         key="engine.kind",

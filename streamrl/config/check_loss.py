@@ -30,7 +30,7 @@ def check_loss(config: Config) -> None:
     _check_kl(config)
     _check_critic(config)
     _check_models(config)
-    if config.trainer.backend == "table":
+    if config.trainer.tabular:
         _check_table(config)
 
 

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit, urlunsplit
 import msgspec
 
 from streamrl.config.check import check, check_files
-from streamrl.config.former import FORMER_KEYS, RENAMED_KEYS, in_present_words
+from streamrl.config.former import FORMER_KEYS, RENAMED_KEYS, as_recorded, for_the_record, in_present_words
 from streamrl.config.paths import resolve
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError, SchemaError
@@ -96,22 +96,30 @@ def convert(tree: Mapping[str, Any], *, where: str) -> Config:
 
 def dump(config: Config) -> str:
     """The tree as JSON text, for the run directory and the run record. Credentials inside `bus.url` are left out."""
-    tree: dict[str, Any] = msgspec.to_builtins(config)
+    tree: dict[str, Any] = for_the_record(msgspec.to_builtins(config))
     tree["bus"]["url"] = _without_credentials(config.bus.url)
     return json.dumps(tree, indent=2) + "\n"
 
 
 def from_json(text: str, *, where: str = "config.json") -> Config:
-    """What `dump` wrote; it was checked when it was loaded, and is not again."""
+    """What `dump` wrote, also by an earlier version; it was checked when it was loaded, and is not again."""
     try:
         tree = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(
-            f"expected JSON in {where}, got {error.msg} at line {error.lineno}", hint="it is written by streamrl up; start the run again"
+            f"expected JSON in {where}, got {error.msg} at line {error.lineno}",
+            hint="it is written by streamrl up; start the run again",
+            where=where,
+            line=error.lineno,
         ) from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"expected a JSON object in {where}, got {type(tree).__name__}", hint="it is written by streamrl up")
-    return convert(tree, where=where)
+        raise ConfigError(
+            f"expected a JSON object in {where}, got {type(tree).__name__}",
+            hint="it is written by streamrl up",
+            where=where,
+            got=type(tree).__name__,
+        )
+    return convert(as_recorded(tree), where=where)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -122,16 +130,20 @@ def _read(path: Path) -> dict[str, Any]:
     except (IsADirectoryError, PermissionError) as error:
         raise ConfigError(f"expected a readable TOML file, got {error.strerror}: {path}", hint="check the path", path=str(path)) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"expected UTF-8 text in {path}, got byte {error.object[error.start]:#x} at {error.start}") from error
+        raise ConfigError(
+            f"expected UTF-8 text in {path}, got byte {error.object[error.start]:#x} at {error.start}", path=str(path), byte=error.start
+        ) from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"expected TOML in {path}, got: {error}", hint="strings need quotes, tables are [name]") from error
+        raise ConfigError(
+            f"expected TOML in {path}, got: {error}", hint="strings need quotes, tables are [name]", path=str(path)
+        ) from error
 
 
 def _parse_override(text: str) -> tuple[list[str], Any]:
     key, equals, value = text.partition("=")
     parts = RENAMED_KEYS.get(key.strip(), key.strip()).split(".")
     if not equals or not all(parts):
-        raise ConfigError(f"expected --set section.key=value, got {text!r}", hint="for example --set tasks.max_staleness=2")
+        raise ConfigError(f"expected --set section.key=value, got {text!r}", hint="for example --set tasks.max_staleness=2", override=text)
     return parts, _value(value.strip(), parts)
 
 
@@ -159,7 +171,12 @@ def _place(tree: dict[str, Any], parts: Sequence[str], value: Any) -> None:
     for part in parts[:-1]:
         table = tree.setdefault(part, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"expected a table at {part} for --set {'.'.join(parts)}, got {table!r}", hint="set it whole or by its keys")
+            raise ConfigError(
+                f"expected a table at {part} for --set {'.'.join(parts)}, got {table!r}",
+                hint="set it whole or by its keys",
+                override=".".join(parts),
+                got=table,
+            )
         tree = table
     tree[parts[-1]] = value
 

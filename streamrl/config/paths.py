@@ -38,7 +38,7 @@ class DatasetPath(NamedTuple):
 
 def parse_dataset(text: str) -> DatasetPath:
     """Read `path` or `path@[a:b]`, where a and b are row numbers as in a Python slice; raises ConfigError on another suffix."""
-    match = _SLICE.match(text)
+    match = _SLICE.fullmatch(text)
     if match is not None:
         start, stop = (int(edge) if edge not in ("", "-") else None for edge in (match["start"], match["stop"]))
         return DatasetPath(match["path"], start, stop)
@@ -46,6 +46,7 @@ def parse_dataset(text: str) -> DatasetPath:
         raise ConfigError(
             f"expected a slice such as rows.jsonl@[0:100] or rows.jsonl@[-72:], got {text!r}",
             hint="write whole row numbers, from the start (0, 1, ...) or from the end (-1, -2, ...)",
+            got=text,
         )
     return DatasetPath(text)
 
@@ -68,12 +69,24 @@ def resolve(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
             if "/" in text:
                 table[field] = os.path.abspath(base / Path(text).expanduser())
         elif key in FUNCTIONS:
-            file, colon, name = text.rpartition(":")
-            if colon and file.endswith(".py"):
+            file, name = _file_and_name(text)
+            if file:
                 table[field] = f"{_absolute(file, base)}:{name}"
         else:
             table[field] = _absolute(text, base)
     return resolved
+
+
+def without_folder(function: str) -> str:
+    """`file.py:name` of `folder/file.py:name`; other names of functions as they are."""
+    file, name = _file_and_name(function)
+    return f"{Path(file).name}:{name}" if file else function
+
+
+def _file_and_name(function: str) -> tuple[str, str]:
+    """The file is empty where the function is not in a file that is named."""
+    file, colon, name = function.rpartition(":")
+    return (file, name) if colon and file.endswith(".py") else ("", function)
 
 
 def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -111,4 +111,5 @@ def _no_name(found: Any, part: str, reference: str, what: str, key: str) -> Conf
         f"{key} = {reference!r}: expected a {what} called {part!r} in {owner}, there is none",
         hint=f"did you mean {near[0]!r}?" if near else f"correct {key}",
         key=key,
+        name=part,
     )

@@ -42,7 +42,7 @@ def _encode(value: Any) -> Any:
         raise NotImplementedError(f"cannot pack {type(value).__name__}")
     array = cast("npt.NDArray[Any]", value)
     if array.dtype.kind not in _KINDS:
-        raise SchemaError(f"expected an array of numbers or booleans, got one of {array.dtype}")
+        raise SchemaError(f"expected an array of numbers or booleans, got one of {array.dtype}", dtype=str(array.dtype))
     return _Array(array.dtype.str, array.shape, array.tobytes())
 
 

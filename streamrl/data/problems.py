@@ -70,6 +70,7 @@ def load_problems(path: str, config: DataConfig, tokenizer: Tokenizer) -> Proble
             f"expected a prompt of at most {config.max_prompt_tokens} tokens in {path}, got {num_too_long} that are all longer",
             hint="raise data.max_prompt_tokens",
             path=rows.path,
+            max_prompt_tokens=config.max_prompt_tokens,
         )
     if num_too_long:
         logger.warning(
@@ -86,7 +87,7 @@ def prompt_text(prompt: Any, config: DataConfig, tokenizer: Tokenizer, *, tools:
     """The text a prompt is encoded from: through the chat template (a string is one user message), or the string as it is."""
     if not config.chat_template:
         if not isinstance(prompt, str):
-            raise ConfigError("expected a string prompt, got chat messages", hint="set data.chat_template = true")
+            raise ConfigError("expected a string prompt, got chat messages", hint="set data.chat_template = true", key="data.chat_template")
         return prompt
     messages: Sequence[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True)
@@ -96,7 +97,8 @@ def _text(problem: Problem, config: DataConfig, tokenizer: Tokenizer, path: str)
     try:
         return prompt_text(problem.prompt, config, tokenizer, tools=problem.tools)
     except ConfigError as error:
-        raise DataError(f"{error.message}, at {path} line {problem.line}", hint=error.hint, path=path, line=problem.line) from error
+        values = error.values | {"path": path, "line": problem.line}
+        raise DataError(f"{error.message}, at {path} line {problem.line}", hint=error.hint, **values) from error
 
 
 def _read(rows: Rows, index: int, config: DataConfig) -> Problem:
@@ -122,6 +124,8 @@ def _wrong(rows: Rows, index: int, expected: str, config: DataConfig, option: st
         hint=f"fix the row, or name the right field in data.{option}",
         path=rows.path,
         line=line,
+        key=f"data.{option}",
+        got=type(row.get(key)).__name__,
     )
 
 

@@ -46,7 +46,7 @@ def open_rows(text: str) -> Rows:
     window = slice(dataset.start, dataset.stop)
     rows = _parquet(path, window) if path.suffix == ".parquet" else _jsonl(path, window)
     if len(rows) == 0:
-        raise DataError(f"expected at least one row in {dataset}, got none", hint="check the file and its slice", path=str(path))
+        raise DataError(f"expected at least one row in {dataset}, got none", hint="check the file and its slice", path=str(path), rows=0)
     return rows
 
 

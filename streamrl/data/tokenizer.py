@@ -68,12 +68,17 @@ class Tokenizer:
             raise ConfigError(
                 f"expected a chat template in {self._where}, got none",
                 hint="set data.chat_template = false, or put a chat_template.jinja beside the tokenizer",
+                path=self._where,
+                missing="chat_template",
             )
         try:
             return self._template.render(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **self.special)
         except (jinja2.TemplateError, TypeError) as error:  # TypeError: a template that adds to a missing content
             raise ConfigError(
-                f"the chat template in {self._where} refuses these messages: {error}", hint="check their roles and contents"
+                f"the chat template in {self._where} refuses these messages: {error}",
+                hint="check their roles and contents",
+                path=self._where,
+                refused=str(error),
             ) from error
 
     def _id_of(self, name: str) -> int | None:
@@ -92,6 +97,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
             f"expected a fast tokenizer, got no tokenizer.json in {path}",
             hint="load it once with transformers.AutoTokenizer and save_pretrained() it into the model directory",
             path=str(path),
+            missing="tokenizer.json",
         )
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
@@ -157,5 +163,8 @@ def _compile(template: str, where: str) -> jinja2.Template:
         return environment.from_string(template)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
-            f"expected a Jinja chat template in {where}, got at its line {error.lineno}: {error.message}", hint="fix chat_template.jinja"
+            f"expected a Jinja chat template in {where}, got at its line {error.lineno}: {error.message}",
+            hint="fix chat_template.jinja",
+            path=where,
+            line=error.lineno,
         ) from error

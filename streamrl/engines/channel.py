@@ -7,6 +7,8 @@ server -> client   [Answer(number, chunks, last | error), ...]
 
 A frame is a MessagePack list of whatever has come up since the last one was written, so that many small requests share one write, one
 read and one wake-up. A group is one `Ask`: its prompt goes over once, with a seed for each completion.
+
+Both ends name the protocol they speak when the WebSocket is opened (`Sec-WebSocket-Protocol`); ends of two protocols refuse each other.
 """
 
 from __future__ import annotations
@@ -27,6 +29,10 @@ from streamrl.engines.wire import ErrorDetail
 from streamrl.errors import EngineError, EngineUnavailable
 
 PATH = "/channel"
+PROTOCOL = "streamrl.channel.2"
+"""Another number whenever a frame is read another way than before; 1 had no field names and was never said."""
+UPGRADE_REQUIRED = 426
+"""Status for a client that does not offer the protocol; the answer's `Sec-WebSocket-Protocol` says which one it is."""
 FRAME_BYTES = 4 << 20
 """A frame that has so much takes no more items."""
 MAX_FRAME_BYTES = 256 << 20
@@ -34,7 +40,7 @@ CLOSE_S = 1.0
 """How long a client that leaves waits for the server's goodbye."""
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True, tag=0):
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
     """Run a request; its answers carry the number."""
 
     number: int
@@ -42,19 +48,19 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """A `GenerateRequest`: read by itself, so that one that cannot be read fails alone."""
 
 
-class Leave(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
     """Nobody waits for these answers any more: abort what is unfinished."""
 
     number: int
 
 
-class Abort(msgspec.Struct, frozen=True, array_like=True, tag=2):
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
     """See `Engine.abort`."""
 
     request_id: str
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
+class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     """Chunks of one request, or why it failed."""
 
     number: int
@@ -229,16 +235,32 @@ class ChannelEngine(HttpEngine):
         heartbeat_s = self._silence_s * 2 / 3
         try:
             async with asyncio.timeout(self._silence_s):
-                return await self._connected().ws_connect(
+                socket = await self._connected().ws_connect(
                     self.address + PATH,
+                    protocols=(PROTOCOL,),
                     heartbeat=heartbeat_s,
                     max_msg_size=MAX_FRAME_BYTES,
                     timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_S),  # pyright: ignore[reportCallIssue]  # attrs makes it
                 )
         except aiohttp.WSServerHandshakeError as error:
             await self._call("GET", "/server_info")  # says why, where the server turns all requests away
+            if error.status == UPGRADE_REQUIRED and error.headers is not None:
+                raise self._differs(error.headers.get("Sec-WebSocket-Protocol")) from error
             raise EngineError(
-                f"expected {self.address} to open a channel, got status {error.status}", hint="is it an engine of ours?"
+                f"expected {self.address} to open a channel, got status {error.status}",
+                hint="is it an engine of ours?",
+                status=error.status,
             ) from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise self._gone(repr(error)) from error
+        if socket.protocol != PROTOCOL:
+            await socket.close()
+            raise self._differs(socket.protocol)
+        return socket
+
+    def _differs(self, protocol: str | None) -> EngineError:
+        return EngineError(
+            f"expected the engine at {self.address} to speak {PROTOCOL}, got {protocol or 'one from before protocols had names'}",
+            hint="run producers and engines with the same version of streamrl",
+            protocol=protocol or "",
+        )

@@ -27,7 +27,11 @@ class RoutedExperts(msgspec.Struct, frozen=True):
     def array(self) -> npt.NDArray[np.unsignedinteger]:
         """The ids as an array of `dtype`; raises SchemaError when the bytes do not fit dtype and shape."""
         if self.dtype not in DTYPES or len(self.data) != np.dtype(self.dtype).itemsize * np.prod(self.shape):
-            raise SchemaError(f"expected routed experts of {DTYPES} and shape {self.shape}, got {len(self.data)} bytes of {self.dtype!r}")
+            raise SchemaError(
+                f"expected routed experts of {DTYPES} and shape {self.shape}, got {len(self.data)} bytes of {self.dtype!r}",
+                shape=self.shape,
+                size_bytes=len(self.data),
+            )
         return np.frombuffer(self.data, self.dtype).reshape(self.shape)
 
     def text(self) -> str:
@@ -67,9 +71,11 @@ def from_sglang(text: str, routing: Routing, *, tokens: int) -> RoutedExperts:
         raise SchemaError(f"expected routed experts as base64 of int32, got: {error}") from error
     shape = (tokens, routing.layers, routing.per_token)
     if ids.size != tokens * routing.layers * routing.per_token:
-        raise SchemaError(f"expected routed experts of shape {shape}, got {ids.size} numbers")
+        raise SchemaError(f"expected routed experts of shape {shape}, got {ids.size} numbers", shape=shape, numbers=ids.size)
     if ids.size and (ids.min() < 0 or ids.max() >= routing.experts):
-        raise SchemaError(f"expected experts 0 .. {routing.experts - 1}, got {ids.min()} .. {ids.max()}")
+        raise SchemaError(
+            f"expected experts 0 .. {routing.experts - 1}, got {ids.min()} .. {ids.max()}", experts=routing.experts, highest=int(ids.max())
+        )
     dtype = "uint8" if routing.experts <= 256 else "uint16"
     return RoutedExperts(dtype, shape, ids.astype(dtype).tobytes())
 

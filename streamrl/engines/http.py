@@ -35,19 +35,14 @@ class HttpEngine:
         address: `http://host:port`.
         silence_s: how long the server may leave health requests unanswered.
         check_every_s: time between two health requests.
-        extensions: send our own fields (policy, min_version, session). Off for servers that are not ours: they
-            cannot hold a request back, so one with `min_version` > 0 is refused.
         token: sent with every request, as `Authorization: Bearer`; empty: none.
     """
 
-    def __init__(
-        self, address: str, *, silence_s: float = 20.0, check_every_s: float = 2.0, extensions: bool = True, token: str = ""
-    ) -> None:
+    def __init__(self, address: str, *, silence_s: float = 20.0, check_every_s: float = 2.0, token: str = "") -> None:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self.address = address.rstrip("/")
         self._silence_s = silence_s
         self._check_every_s = check_every_s
-        self._extensions = extensions
         self._session: aiohttp.ClientSession | None = None
         self._open: set[asyncio.Task[Any]] = set()
         self._watch: asyncio.Task[None] | None = None
@@ -75,10 +70,6 @@ class HttpEngine:
         """See `Engine.generate`. Closing the iterator closes the connection, which makes the server abort."""
         if not request.seeds:
             raise EngineError(f"expected one seed per completion, got none in {request.request_id!r}", hint="give at least one seed")
-        if request.min_version and not self._extensions:
-            raise EngineError(
-                f"expected min_version 0 for a server without extensions, got {request.min_version}", hint="wait for the version first"
-            )
         body = self._body(request)
         if request.stream:
             async for chunk in self._stream(body, len(request.seeds)):
@@ -134,10 +125,11 @@ class HttpEngine:
             rid=[f"{request.request_id}.{index}" for index in range(len(request.seeds))],
             stream=request.stream,
             return_logprob=True,
+            policy=request.policy,
+            min_version=request.min_version,
+            session=request.session,
+            incremental=request.stream,
         )
-        if self._extensions:
-            body.policy, body.min_version, body.session = request.policy, request.min_version, request.session
-            body.incremental = request.stream
         return self._encoder.encode(body)
 
     async def _post(self, body: bytes) -> list[Result]:
@@ -155,7 +147,12 @@ class HttpEngine:
     async def _stream(self, body: bytes, count: int) -> AsyncIterator[Chunk]:
         seen = [0] * count
         events: asyncio.Queue[Result | EngineError] = asyncio.Queue(maxsize=1024)
-        end = EngineError(f"expected {count} whole completions from {self.address}, got the end of the stream", hint="see its log")
+        end = EngineError(
+            f"expected {count} whole completions from {self.address}, got the end of the stream",
+            hint="see its log",
+            address=self.address,
+            completions=count,
+        )
 
         async def read() -> None:
             try:
@@ -205,6 +202,7 @@ class HttpEngine:
             raise EngineError(
                 f"expected {total - seen} tokens with log-probs from {self.address}, got {len(ids)} with {len(fresh)}",
                 hint="does the server support return_logprob?",
+                address=self.address,
             )
         try:
             spans = spans_in(meta, seen, total)
@@ -299,11 +297,17 @@ class HttpEngine:
         try:
             detail = msgspec.json.decode(data, type=ErrorBody).error
         except msgspec.DecodeError:
-            raise EngineError(f"expected status 200 from {self.address}, got {status}: {data[:200]!r}", hint="see its log") from None
+            raise EngineError(
+                f"expected status 200 from {self.address}, got {status}: {data[:200]!r}", hint="see its log", status=status
+            ) from None
         raise (EngineUnavailable if status == 503 else EngineError)(detail.message, hint=detail.hint)
 
     def _gone(self, reason: str) -> EngineUnavailable:
-        return EngineUnavailable(f"engine at {self.address} has gone: {reason}", hint="is its process running?")
+        return EngineUnavailable(
+            f"engine at {self.address} has gone: {reason}", hint="is its process running?", address=self.address, reason=reason
+        )
 
     def _unexpected(self, path: str, error: Exception) -> EngineError:
-        return EngineError(f"expected an answer of SGLang's form from {self.address}{path}, got: {error}", hint="is it an engine?")
+        return EngineError(
+            f"expected an answer of SGLang's form from {self.address}{path}, got: {error}", hint="is it an engine?", address=self.address
+        )

@@ -59,7 +59,9 @@ class EngineServer:
     async def start(self, host: str, port: int) -> None:
         """Listen; raises EngineError when the engine is not running, the address cannot be had, or it is open to others without a token."""
         if not self._credentials and not is_loopback(host):
-            raise EngineError(f"expected a token to listen on {host}, where others can ask too, got none", hint="listen on 127.0.0.1")
+            raise EngineError(
+                f"expected a token to listen on {host}, where others can ask too, got none", hint="listen on 127.0.0.1", host=host
+            )
         self._policy = (await self._engine.info()).policy
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._admit])
         app.router.add_post("/generate", _answering(self._generate))
@@ -82,7 +84,10 @@ class EngineServer:
         except OSError as error:
             await self._runner.cleanup()
             raise EngineError(
-                f"expected to listen on {host}:{port}, got: {error}", hint="set engine.port to 0 for any free port, or to another one"
+                f"expected to listen on {host}:{port}, got: {error}",
+                hint="set engine.port to 0 for any free port, or to another one",
+                host=host,
+                port=port,
             ) from error
         bound = self._runner.addresses[0][1]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{bound}"

@@ -10,7 +10,19 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from streamrl.engines.channel import MAX_FRAME_BYTES, Abort, Answer, Ask, Call, Leave, Outgoing, decode_calls, decode_request
+from streamrl.engines.channel import (
+    MAX_FRAME_BYTES,
+    PROTOCOL,
+    UPGRADE_REQUIRED,
+    Abort,
+    Answer,
+    Ask,
+    Call,
+    Leave,
+    Outgoing,
+    decode_calls,
+    decode_request,
+)
 from streamrl.engines.protocol import Chunk, Engine
 from streamrl.engines.wire import ErrorDetail
 from streamrl.errors import EngineUnavailable, StreamRLError
@@ -28,9 +40,16 @@ class Channels:
         self._open: set[Channel] = set()
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
-        """One channel, from its opening to its end."""
+        """One channel, from its opening to its end; a client that does not offer our protocol is turned away."""
+        offered = request.headers.get("Sec-WebSocket-Protocol", "")
+        if PROTOCOL not in (name.strip() for name in offered.split(",")):
+            said = f"expected a client that speaks {PROTOCOL}, got {offered[:80] or 'none'}: run producers and engines of one version"
+            logger.warning("event=channel_refused peer=%s error=%s", request.remote, said)
+            return web.Response(status=UPGRADE_REQUIRED, text=said, headers={"Sec-WebSocket-Protocol": PROTOCOL})
         heartbeat_s = self._silence_s * 2 / 3  # a ping, and half of that for its pong: a client that is gone without a word is let go
-        socket = web.WebSocketResponse(timeout=self._shutdown_s, heartbeat=heartbeat_s, max_msg_size=MAX_FRAME_BYTES, compress=False)
+        socket = web.WebSocketResponse(
+            protocols=(PROTOCOL,), timeout=self._shutdown_s, heartbeat=heartbeat_s, max_msg_size=MAX_FRAME_BYTES, compress=False
+        )
         await socket.prepare(request)
         channel = Channel(self._engine, socket)
         self._open.add(channel)

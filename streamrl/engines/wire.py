@@ -176,6 +176,8 @@ def spans_in(meta: MetaInfo, start: int, end: int) -> tuple[VersionSpan, ...]:
         result.append(VersionSpan(length, version))
     if sum(span.length for span in result) != end - start:
         raise SchemaError(
-            f"expected version spans over output tokens {start} .. {end - 1}, got {meta.streamrl_versions or meta.weight_versions}"
+            f"expected version spans over output tokens {start} .. {end - 1}, got {meta.streamrl_versions or meta.weight_versions}",
+            start=start,
+            end=end,
         )
     return tuple(result)

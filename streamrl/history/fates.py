@@ -48,10 +48,6 @@ class Fates:
         self._whole: dict[str, LedgerEntry] = {}
         """Entries whose drops were in a blob, by its name."""
 
-    async def of_task(self, task: int) -> str:
-        """How a task has ended, or an empty string if it has not by the ledger."""
-        return _end_of(await self._ledger(), task)
-
     async def of_message(self, sequence: int, *, task: int | None = None, wait_s: float = 0.0) -> Fate:
         """The fate of a message, waiting at most `wait_s` for the trainer to decide on it.
 

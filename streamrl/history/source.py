@@ -109,4 +109,4 @@ async def read_entries(text: str, *, base: Path | str = "runs") -> tuple[str, li
 def _split(text: str) -> tuple[str, str]:
     """(run, tap) of `RUN:TAP`; the tap is empty where none is named."""
     name, colon, trainer = text.rpartition(":")
-    return (name, trainer) if colon and RUN_ID.match(trainer) and not Path(text).exists() else (text, "")
+    return (name, trainer) if colon and RUN_ID.fullmatch(trainer) and not Path(text).exists() else (text, "")

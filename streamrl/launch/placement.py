@@ -103,6 +103,8 @@ def fitted(config: Config, hosts: Mapping[str, str], *, home: str, others: Seque
         raise LaunchError(
             f"workers on {', '.join(away)} cannot reach the bus on {home}: {where}, which never leaves that machine",
             hint="set bus.host = '0.0.0.0' (it speaks TLS then), or name a cluster that all reach in bus.url",
+            home=home,
+            away=away,
         )
     engines = {host for name, host in hosts.items() if name.startswith("engine-")}
     apart = sorted({host for host in engines for other in others if host != other})
@@ -110,6 +112,8 @@ def fitted(config: Config, hosts: Mapping[str, str], *, home: str, others: Seque
         raise LaunchError(
             f"producers on {', '.join(others)} cannot reach engines on {', '.join(apart)}: engine.host is {config.engine.host}",
             hint="set engine.host = '0.0.0.0'; requests carry the run's token, in plain text",
+            producers=others,
+            engines=apart,
         )
     far = sorted(engines - {hosts.get("trainer-0", home)})
     if not far or config.weights.transport == "bus" or config.weights.also_on_bus:
@@ -118,9 +122,7 @@ def fitted(config: Config, hosts: Mapping[str, str], *, home: str, others: Seque
 
 
 def _trainer_gpus(config: Config, there: float) -> float:
-    trains_on_gpu = config.trainer.backend != "table" and (
-        config.trainer.device == "cuda" or (config.trainer.device == "auto" and there > 0)
-    )
+    trains_on_gpu = not config.trainer.tabular and (config.trainer.device == "cuda" or (config.trainer.device == "auto" and there > 0))
     return 1.0 if trains_on_gpu else 0.0
 
 

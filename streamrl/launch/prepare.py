@@ -10,6 +10,7 @@ from importlib import metadata
 from streamrl import __version__
 from streamrl.config.load import dump
 from streamrl.config.tree import Config
+from streamrl.data.model import check_positions
 from streamrl.data.problems import load_problems
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.launch.build_model import build_model
@@ -24,10 +25,11 @@ async def prepare(config: Config, run: RunDir) -> RunRecord:
 
     Raises:
         DataError: a row cannot be used; names the file and the line.
-        ConfigError: `model.path` names no model.
+        ConfigError: `model.path` names no model, or one with fewer positions than `model.max_len`.
         LaunchError: the model cannot be built.
     """
     model = await build_model(config, run)
+    check_positions(config, model)
     tokenizer = load_tokenizer(model)
     train = await asyncio.to_thread(load_problems, config.data.train, config.data, tokenizer)
     if config.data.heldout:

@@ -18,6 +18,8 @@ class EngineLine(msgspec.Struct, frozen=True, kw_only=True):
     slots: int
     pinned: bool = False
     """It serves evaluations, at versions of theirs."""
+    degraded: str = ""
+    """What it does otherwise than it was asked to, and why."""
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):

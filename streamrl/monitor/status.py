@@ -16,7 +16,7 @@ from streamrl.errors import BusUnavailable
 from streamrl.monitor.follow import Follower, read_totals
 from streamrl.monitor.numbers import RunNumbers
 from streamrl.monitor.run_state import INTERRUPTED, RUNNING, read_state
-from streamrl.monitor.screen import clock, panel, plain_line
+from streamrl.monitor.screen import clock, degraded_lines, panel, plain_line
 from streamrl.monitor.summary import Summary
 from streamrl.monitor.view import RunView
 from streamrl.monitor.waits import standing_line
@@ -24,6 +24,9 @@ from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import RunDir, known_runs
 from streamrl.runtime.worker import connected
 
+ONE_LOGIN = (
+    "roles are not separated: all workers share one login of the cluster; bus.user with {role} gives each its own (docs/security.md)"
+)
 _RATE_LOOK_S = 1.2
 """Long enough for two samples of the totals, which a rate needs."""
 
@@ -51,6 +54,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     line: RunLine
     numbers: RunNumbers | None
+    one_login: bool = False
+    """Whether all roles share one login of an existing cluster: nothing keeps them apart."""
 
 
 def list_runs(base: str | Path) -> list[RunLine]:
@@ -93,6 +98,7 @@ async def read_status(run: RunDir) -> RunStatus:
     """A run in detail; takes a little over a second when it is running."""
     line = describe(run)
     config = run.load_config()
+    one_login = bool(config.bus.url) and not config.bus.by_role
     if line.supervisor is None and not config.bus.url:
         return RunStatus(line=line, numbers=None)
     try:
@@ -103,9 +109,9 @@ async def read_status(run: RunDir) -> RunStatus:
             async with Follower(bus, view, trainer=config.trainer.name) as follower:
                 await follower.catch_up()
                 await asyncio.sleep(_RATE_LOOK_S)
-                return RunStatus(line=line, numbers=view.numbers(elapsed_s=view.before.wall_s))
+                return RunStatus(line=line, numbers=view.numbers(elapsed_s=view.before.wall_s), one_login=one_login)
     except BusUnavailable:
-        return RunStatus(line=line, numbers=None)
+        return RunStatus(line=line, numbers=None, one_login=one_login)
 
 
 def print_runs(lines: Sequence[RunLine], *, as_json: bool) -> None:
@@ -141,13 +147,15 @@ def print_status(status: RunStatus, *, as_json: bool) -> None:
     elif sys.stdout.isatty():
         Console().print(panel(numbers))
     else:
-        print(plain_line(numbers))
+        print("\n".join([plain_line(numbers), *degraded_lines(numbers)]))
         for worker in numbers.workers:
             print(f"  {worker.worker}: {worker.state}{since(worker.since_s)}")
         if numbers.newest_error:
             print(f"newest failure: {numbers.newest_error}")
         if numbers.standing:
             print(standing_line(numbers.standing))
+    if status.one_login and not as_json:
+        print(ONE_LOGIN)
 
 
 def steps_text(line: RunLine) -> str:

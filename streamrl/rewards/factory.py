@@ -29,7 +29,12 @@ def make_reward(config: RewardConfig, *, base: Path | None = None) -> Reward | N
     """
     if config.kind in ("exact_match", LATE):
         if config.options:
-            raise ConfigError(f"reward.options must be empty for {config.kind}, got {sorted(config.options)}", hint="remove reward.options")
+            raise ConfigError(
+                f"reward.options must be empty for {config.kind}, got {sorted(config.options)}",
+                hint="remove reward.options",
+                key="reward.options",
+                got=sorted(config.options),
+            )
         return None if config.kind == LATE else ExactMatch()
     if config.kind == "gsm8k":
         return _built(FinalNumber, config)
@@ -57,7 +62,10 @@ def _built(found: type[Any], config: RewardConfig) -> Any:
         return found(**config.options)
     except TypeError as error:
         raise ConfigError(
-            f"reward.kind = {config.kind!r} cannot be built with reward.options: {error}", hint="correct reward.options"
+            f"reward.kind = {config.kind!r} cannot be built with reward.options: {error}",
+            hint="correct reward.options",
+            key="reward.options",
+            kind=config.kind,
         ) from error
 
 

@@ -49,7 +49,7 @@ def as_value(given: Any) -> RewardValue:
     if isinstance(given, Mapping):
         parts = {str(name): _number(number, f"part {name!r}") for name, number in given.items()}
         if not parts:
-            raise SchemaError("a reward must be a number or named parts, got no parts")
+            raise SchemaError("a reward must be a number or named parts, got no parts", got="no parts")
         return RewardValue(parts.pop(TOTAL) if TOTAL in parts else sum(parts.values()), parts)
     return RewardValue(_number(given, "reward"))
 
@@ -57,8 +57,10 @@ def as_value(given: Any) -> RewardValue:
 def _number(given: Any, name: str) -> float:
     # float("1.5") works, but a reward that comes as text is a mistake.
     if isinstance(given, str | bytes):
-        raise SchemaError(f"a reward must be a number or named parts, got {given!r} for {name}")
+        raise SchemaError(f"a reward must be a number or named parts, got {given!r} for {name}", part=name, got=repr(given))
     try:
         return float(given)
     except (TypeError, ValueError) as error:
-        raise SchemaError(f"a reward must be a number or named parts, got {type(given).__name__} for {name}") from error
+        raise SchemaError(
+            f"a reward must be a number or named parts, got {type(given).__name__} for {name}", part=name, got=type(given).__name__
+        ) from error

@@ -22,7 +22,12 @@ class RewardValue(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         for name, number in (("value", self.value), *self.parts.items()):
             if not math.isfinite(number):
-                raise SchemaError(f"a reward must be finite, got {name} = {number}", hint="a rollout without a reward is ended by raising")
+                raise SchemaError(
+                    f"a reward must be finite, got {name} = {number}",
+                    hint="a rollout without a reward is ended by raising",
+                    part=name,
+                    got=repr(number),
+                )
 
 
 class ScoredEpisode(Protocol):

@@ -7,8 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from streamrl.bus.protocol import Bus
-from streamrl.config.load import dump, from_json
+from streamrl.config.former import LATER_DECISIONS
+from streamrl.config.load import dump, from_json, override
+from streamrl.config.paths import FUNCTIONS, without_folder
+from streamrl.config.tree import Config
 from streamrl.errors import ConfigError, Conflict
+from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import RunRecord
 from streamrl.schemas.subjects import KEY_RUN
@@ -51,8 +55,24 @@ FREE_KEYS = (
 )
 """Keys and sections that may differ when a run is resumed: how fast and where, not what is learned.
 
-The paths are free because their content is what counts: rows are compared by digest, and a checkpoint replaces the initial weights.
+The paths are free because their content is what counts: rows are compared by digest, and a checkpoint replaces the initial weights. Of
+functions in a file, the folder is free: a run that was moved with its files goes on.
 """
+
+
+def continued(config: Config, run: RunDir) -> tuple[Config, list[str]]:
+    """The configuration with which `run` goes on, and what was set in it: a decision that the run was begun without stays off."""
+    try:
+        known = run.load_config() if run.exists else config
+    except ConfigError:  # `check_resume` judges by the record, which is on the bus
+        return config, []
+    before, now = (json.loads(dump(one)) for one in (known, config))
+    settings: list[str] = []
+    for key, off in LATER_DECISIONS.items():
+        section, name = key.split(".")
+        if name in now[section] and name not in before[section]:
+            settings.append(f"{key}={json.dumps(off)}")
+    return override(config, settings), settings
 
 
 async def write_or_check(bus: Bus, record: RunRecord) -> bool:
@@ -87,12 +107,17 @@ def check_resume(old: RunRecord, new: RunRecord) -> None:
     before = _flat(json.loads(dump(from_json(old.config, where=f"the record of run {old.run!r}"))))
     after = _flat(json.loads(new.config))
     for key in sorted(before.keys() | after.keys()):
-        if before.get(key) != after.get(key) and not _is_free(key):
+        if not _is_free(key) and _what(key, before.get(key)) != _what(key, after.get(key)):
             raise ConfigError(
                 f"{key} changed on resume: run {old.run!r} was started with {before.get(key)!r}, got {after.get(key)!r}",
                 hint=f"set {key} back, or start a new run with --name NAME",
                 key=key,
             )
+
+
+def _what(key: str, value: Any) -> Any:
+    """The value without where it is found."""
+    return without_folder(value) if key in FUNCTIONS and isinstance(value, str) else value
 
 
 def _is_free(key: str) -> bool:

@@ -75,6 +75,7 @@ class RunDir:
             raise ConfigError(
                 f"expected the engines' token in {self.engine_token_path}: {error.strerror}",
                 hint="`streamrl up` makes it; copy it to hosts that run engines or producers",
+                path=str(self.engine_token_path),
             ) from error
         if not token:
             raise ConfigError(
@@ -112,7 +113,9 @@ class RunDir:
                 write_private(self.engine_token_path, secrets.token_urlsafe(32).encode() + b"\n")
         except OSError as error:
             raise LaunchError(
-                f"the run directory {self.path} cannot be made: {error.strerror}", hint="choose another place with --set run.dir=DIR"
+                f"the run directory {self.path} cannot be made: {error.strerror}",
+                hint="choose another place with --set run.dir=DIR",
+                path=str(self.path),
             ) from error
 
     def write_config(self, config: Config) -> None:
@@ -132,7 +135,9 @@ class RunDir:
             text = self.config_path.read_text(encoding="utf-8")
         except OSError as error:
             raise ConfigError(
-                f"no configuration at {self.config_path}: {error.strerror}", hint="is this a run directory? `streamrl up` makes one"
+                f"no configuration at {self.config_path}: {error.strerror}",
+                hint="is this a run directory? `streamrl up` makes one",
+                path=str(self.config_path),
             ) from error
         return from_json(text, where=str(self.config_path))
 
@@ -148,7 +153,7 @@ class RunDir:
     @classmethod
     def find(cls, text: str, *, base: Path | str = "runs") -> RunDir:
         """The run called `text` under `base`, or the run directory at the path `text`; raises ConfigError that lists the known runs."""
-        candidates = [cls(Path(base) / text)] if RUN_ID.match(text) else []
+        candidates = [cls(Path(base) / text)] if RUN_ID.fullmatch(text) else []
         candidates.append(cls(Path(text)))
         for run in candidates:
             if run.exists:

@@ -164,7 +164,11 @@ def slice_indices(global_shape: Sequence[int], offset: Sequence[int], shape: Seq
     begin = tuple(offset) or (0,) * len(global_shape)
     fits = len(begin) == len(shape) == len(global_shape)
     if not fits or any(b < 0 or b + n > g for b, n, g in zip(begin, shape, global_shape, strict=True)):
-        raise SchemaError(f"expected a slice within shape {tuple(global_shape)}, got offset {begin} and shape {tuple(shape)}")
+        raise SchemaError(
+            f"expected a slice within shape {tuple(global_shape)}, got offset {begin} and shape {tuple(shape)}",
+            shape=tuple(global_shape),
+            offset=tuple(begin),
+        )
     indices = np.zeros(1, np.uint64)
     for size, first, count in zip(global_shape, begin, shape, strict=True):
         axis = np.arange(first, first + count, dtype=np.uint64)
@@ -185,9 +189,13 @@ def combine(digests: Mapping[str, int]) -> str:
 
 def _elements(data: npt.NDArray[np.uint8], itemsize: int) -> npt.NDArray[np.unsignedinteger]:
     if itemsize not in (1, 2, 4, 8):
-        raise SchemaError(f"expected elements of 1, 2, 4 or 8 bytes, got {itemsize}")
+        raise SchemaError(f"expected elements of 1, 2, 4 or 8 bytes, got {itemsize}", itemsize=itemsize)
     if data.dtype != np.uint8 or data.ndim != 1 or data.nbytes % itemsize:
-        raise SchemaError(f"expected a flat uint8 array of {itemsize}-byte elements, got {data.dtype} of shape {data.shape}")
+        raise SchemaError(
+            f"expected a flat uint8 array of {itemsize}-byte elements, got {data.dtype} of shape {data.shape}",
+            dtype=str(data.dtype),
+            shape=data.shape,
+        )
     return data.view(f"<u{itemsize}")
 
 

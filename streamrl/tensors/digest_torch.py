@@ -152,10 +152,14 @@ def walk(region: Region) -> Walk:
     offset = tuple(region.offset) or (0,) * len(shape)
     item = tensor.element_size()
     if item not in _BITS:
-        raise SchemaError(f"expected elements of 1, 2, 4 or 8 bytes, got {item}")
+        raise SchemaError(f"expected elements of 1, 2, 4 or 8 bytes, got {item}", itemsize=item)
     fits = len(shape) == tensor.ndim == len(offset)
     if not fits or any(o < 0 or o + n > g for o, n, g in zip(offset, tensor.shape, shape, strict=True)):
-        raise SchemaError(f"expected a slice within shape {shape}, got offset {offset} and shape {tuple(tensor.shape)}")
+        raise SchemaError(
+            f"expected a slice within shape {shape}, got offset {offset} and shape {tuple(tensor.shape)}",
+            shape=tuple(shape),
+            offset=tuple(offset),
+        )
     axes: list[Axis] = []
     first = 0
     for dim, size in enumerate(tensor.shape):

@@ -83,7 +83,9 @@ def write_directory(path: Path, write: Callable[[Path], None]) -> None:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
     except OSError as error:
-        raise TrainingError(f"cannot write {path}: {error}", hint="is the disk full, or the directory not writable?") from error
+        raise TrainingError(
+            f"cannot write {path}: {error}", hint="is the disk full, or the directory not writable?", path=str(path)
+        ) from error
 
 
 class BackgroundWriter:

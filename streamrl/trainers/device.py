@@ -26,6 +26,8 @@ def training_device(trainer: TrainerConfig, rank: int = 0) -> torch.device:
             f"expected GPU {index} for rank {rank} of the trainer, this process sees {count}",
             hint="set trainer.gpu, CUDA_VISIBLE_DEVICES, or trainer.device = 'cpu'",
             key="trainer.gpu",
+            gpu=index,
+            gpus=count,
         )
     return torch.device("cuda", index)
 

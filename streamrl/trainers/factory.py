@@ -26,7 +26,7 @@ def make_trainer(config: Config, model_dir: Path) -> Trainer:
         TrainingError: no process group of the size of `trainer.ranks`.
     """
     rate = learning_rates(config)
-    if config.trainer.backend == "table":
+    if config.trainer.tabular:
         from streamrl.trainers.table.trainer import TableTrainer
 
         return TableTrainer(model_dir, trainer=config.trainer, loss=config.loss, learning_rate=rate)

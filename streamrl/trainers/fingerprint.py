@@ -32,7 +32,7 @@ def numerics_fingerprint(config: Config) -> dict[str, str]:
         "python": ".".join(platform.python_version_tuple()[:2]),
         "numpy": np.__version__,
     }
-    return {**found, **(_numpy_numerics() if trainer.backend == "table" else _torch_numerics(trainer))}
+    return {**found, **(_numpy_numerics() if trainer.tabular else _torch_numerics(trainer))}
 
 
 def fingerprint_digest(values: Mapping[str, str]) -> str:

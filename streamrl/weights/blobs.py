@@ -100,7 +100,9 @@ class PartStore:
             for part in stored:
                 await self._blobs.delete(part.location)
             raise WeightSyncError(
-                f"cannot store {nbytes} bytes of {what} on the bus: {failure.message}", hint="raise bus.blobs_bytes or lower weights.keep"
+                f"cannot store {nbytes} bytes of {what} on the bus: {failure.message}",
+                hint="raise bus.blobs_bytes or lower weights.keep",
+                size_bytes=nbytes,
             ) from failure
         return tuple(task.result() for task in tasks)
 
@@ -111,6 +113,7 @@ class PartStore:
             raise Gone(
                 f"{what}: expected blob {part.location}, got none of that name",
                 hint="a version is removed when newer ones are out: take a newer one",
+                blob=part.location,
             ) from error
         except BusError as error:
             raise WeightSyncError(f"{what}: blob {part.location} cannot be read: {error.message}", hint=error.hint) from error
@@ -120,6 +123,7 @@ class PartStore:
                 f"{what}: expected {part.nbytes} bytes with sha256 {part.sha256[:12]}... in blob {part.location}, "
                 f"got {len(data)} with {digest[:12]}...",
                 hint="a newer version or a restart of the trainer brings good bytes",
+                sha256=part.sha256,
             )
         return data
 

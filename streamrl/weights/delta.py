@@ -117,7 +117,9 @@ def apply_block(block: Block, tensor: npt.NDArray[np.uint8]) -> int:
     if (header.first + header.count) * header.item > len(tensor) or len(tensor) % header.item:
         raise WeightSyncError(
             f"tensor {header.name!r}: expected changes within its {len(tensor)} bytes, got elements {header.first} to "
-            f"{header.first + header.count} of {header.item} bytes"
+            f"{header.first + header.count} of {header.item} bytes",
+            tensor=header.name,
+            held=len(tensor),
         )
     flat = tensor[header.first * header.item : (header.first + header.count) * header.item]
     bits = flat.view(f"<u{header.item}")
@@ -125,7 +127,11 @@ def apply_block(block: Block, tensor: npt.NDArray[np.uint8]) -> int:
         positions = np.cumsum(_joined(block, 0, GAP_BYTES), dtype=np.int64)
         positions += np.arange(header.changed)
         if header.changed and positions[-1] >= header.count:
-            raise WeightSyncError(f"tensor {header.name!r}: expected changes within {header.count} elements, got one at {positions[-1]}")
+            raise WeightSyncError(
+                f"tensor {header.name!r}: expected changes within {header.count} elements, got one at {positions[-1]}",
+                tensor=header.name,
+                position=int(positions[-1]),
+            )
         old = bits[positions]
         new = old + _unzigzag(_joined(block, GAP_BYTES, header.item))
         bits[positions] = new
@@ -144,7 +150,7 @@ def _check(header: Header) -> None:
     planes = {"sparse": GAP_BYTES + header.item, "dense": header.item, "raw": 0}[header.how]
     fits = header.item in (1, 2, 4, 8) and header.first >= 0 and 0 < header.count <= BLOCK_ELEMENTS
     if not fits or not 0 < header.changed <= header.count or len(header.planes) != planes or min(header.planes, default=0) < 0:
-        raise WeightSyncError(f"expected a block of changes of {header.name!r} that adds up, got {header}")
+        raise WeightSyncError(f"expected a block of changes of {header.name!r} that adds up, got {header}", header=str(header))
 
 
 def _zigzag(steps: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.unsignedinteger]:
@@ -178,6 +184,10 @@ def _joined(block: Block, index: int, width: int) -> npt.NDArray[np.unsignedinte
                     codec.decompress(block.payload[start : start + nbytes], decompressed_size=count), np.uint8
                 )
             except (pa.ArrowException, OSError, ValueError) as error:
-                raise WeightSyncError(f"tensor {header.name!r}: a plane of {nbytes} bytes does not unpack to {count}: {error}") from error
+                raise WeightSyncError(
+                    f"tensor {header.name!r}: a plane of {nbytes} bytes does not unpack to {count}: {error}",
+                    tensor=header.name,
+                    plane=nbytes,
+                ) from error
         start += nbytes
     return columns.reshape(-1).view(f"<u{width}")

@@ -193,6 +193,8 @@ class IpcTransport:
             raise WeightSyncError(
                 f"{manifest.policy} {manifest.version}: expected a CUDA device to read its memory with, got none in this process",
                 hint="set weights.also_on_bus = true for engines without a GPU",
+                version=str(manifest.version),
+                device="cuda",
             )
         return self._opener.open(manifest.parts[0].handle, owner_of(manifest.parts[0].location))
 

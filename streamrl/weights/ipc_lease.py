@@ -137,6 +137,7 @@ class ReadLease:
             raise WeightSyncError(
                 f"{self._where}: expected to read it to the end, its memory was taken back",
                 hint="this engine reads more slowly than the trainer waits; raise weights.ring, or set weights.transport = 'shm'",
+                taken_back=self._where,
             )
 
     def release(self) -> None:
@@ -163,7 +164,7 @@ def _checked(directory: Path, name: str, where: str) -> Path:
     """The lease's path; refuses anything that is not a plain name of ours, and memory whose publisher is dead."""
     match = NAME.match(name)
     if match is None:
-        raise WeightSyncError(f"{where}: expected the name of a lease, got {name!r}")
+        raise WeightSyncError(f"{where}: expected the name of a lease, got {name!r}", lease=name)
     if not _alive(directory / f"{match['policy']}.{match['owner']}.owner"):
         raise _gone(where)
     return directory / name
@@ -173,6 +174,7 @@ def _gone(where: str) -> WeightSyncError:
     return WeightSyncError(
         f"{where}: its device memory holds a newer version, or its trainer has ended",
         hint="take a newer version; the trainer keeps the newest weights.ring of them",
+        gone=where,
     )
 
 

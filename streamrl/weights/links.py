@@ -42,7 +42,11 @@ def routes(links: Sequence[Link], version: Version, held: Version | None = None)
         if link is None or link.parent is None:
             break
         if link.parent >= link.version:
-            raise WeightSyncError(f"expected the changes of {link.version} to be those since an older version, got {link.parent}")
+            raise WeightSyncError(
+                f"expected the changes of {link.version} to be those since an older version, got {link.parent}",
+                version=str(link.version),
+                parent=str(link.parent),
+            )
         steps.append(link)
         reached = link.parent
     if not found:

@@ -47,7 +47,7 @@ class Content:
         for shard in shards:
             by_name.setdefault(shard.name, []).append(shard)
         if not by_name:
-            raise WeightSyncError("expected at least one tensor to publish, got none")
+            raise WeightSyncError("expected at least one tensor to publish, got none", tensors=0)
         self._shards = by_name
         specs: list[TensorSpec] = []
         end = 0
@@ -57,7 +57,7 @@ class Content:
             end = spec.offset + spec.nbytes
         self.tensors = tuple(specs)
         if end == 0:
-            raise WeightSyncError(f"expected at least one element to publish, got {len(specs)} empty tensors")
+            raise WeightSyncError(f"expected at least one element to publish, got {len(specs)} empty tensors", tensors=len(specs))
         self.nbytes = end
         self.digest = combine({spec.name: int(spec.digest, 16) for spec in specs})
         """Over all tensors, 16 hex digits."""
@@ -126,7 +126,7 @@ def build(
 def cut(nbytes: int, limit: int) -> tuple[Slice, ...]:
     """Consecutive slices of at most `limit` bytes that cover `nbytes` bytes."""
     if limit < 1:
-        raise WeightSyncError(f"a part needs a limit of at least 1 byte, got {limit}")
+        raise WeightSyncError(f"a part needs a limit of at least 1 byte, got {limit}", limit_bytes=limit)
     return tuple(Slice(start, min(limit, nbytes - start)) for start in range(0, nbytes, limit))
 
 
@@ -140,10 +140,16 @@ def cover(manifest: Manifest, wants: Sequence[Slice]) -> Iterator[tuple[PartRef,
     end = 0
     for part in manifest.parts:
         if part.offset != end or part.nbytes < 1:
-            raise WeightSyncError(f"manifest of {where}: expected a part at byte {end}, got one of {part.nbytes} bytes at {part.offset}")
+            raise WeightSyncError(
+                f"manifest of {where}: expected a part at byte {end}, got one of {part.nbytes} bytes at {part.offset}",
+                expected=end,
+                got=part.offset,
+            )
         end += part.nbytes
     if end != manifest.nbytes:
-        raise WeightSyncError(f"manifest of {where}: expected parts of {manifest.nbytes} bytes in all, got {end}")
+        raise WeightSyncError(
+            f"manifest of {where}: expected parts of {manifest.nbytes} bytes in all, got {end}", expected=manifest.nbytes, got=end
+        )
     check_wants(manifest, wants)
     for part in manifest.parts:
         inside = tuple(piece for want in wants if (piece := _overlap(want, part)) is not None)
@@ -157,7 +163,9 @@ def check_wants(manifest: Manifest, wants: Sequence[Slice]) -> None:
         if want.start < 0 or want.nbytes < 0 or want.start + want.nbytes > manifest.nbytes:
             raise WeightSyncError(
                 f"expected a range within the {manifest.nbytes} bytes of {manifest.policy} {manifest.version}, got {want.nbytes} bytes "
-                f"at {want.start}"
+                f"at {want.start}",
+                start=want.start,
+                nbytes=want.nbytes,
             )
 
 
@@ -218,6 +226,7 @@ def check_same(known: Manifest, digest: str) -> None:
             f"{known.policy} {known.version}: expected the published digest {known.digest}, got {digest}",
             hint="a trainer that cannot re-derive a published version must begin a new epoch",
             version=str(known.version),
+            published=known.digest,
         )
 
 
@@ -230,16 +239,24 @@ def _spec(shards: Sequence[Shard], offset: int) -> TensorSpec:
     first = shards[0]
     item = ITEM_BYTES.get(first.dtype)
     if item is None:
-        raise WeightSyncError(f"tensor {first.name!r}: expected a dtype out of {', '.join(ITEM_BYTES)}, got {first.dtype!r}")
+        raise WeightSyncError(
+            f"tensor {first.name!r}: expected a dtype out of {', '.join(ITEM_BYTES)}, got {first.dtype!r}",
+            tensor=first.name,
+            dtype=first.dtype,
+        )
     total, words = 0, list[int | None]()
     for shard in shards:
         if (shard.dtype, shard.global_shape) != (first.dtype, first.global_shape):
             raise WeightSyncError(
-                f"tensor {first.name!r}: expected slices of {first.dtype} {first.global_shape}, got {shard.dtype} {shard.global_shape}"
+                f"tensor {first.name!r}: expected slices of {first.dtype} {first.global_shape}, got {shard.dtype} {shard.global_shape}",
+                tensor=first.name,
+                dtype=shard.dtype,
             )
         if shard.data.nbytes != math.prod(shard.shape) * item:
             raise WeightSyncError(
-                f"tensor {first.name!r}: expected {math.prod(shard.shape) * item} bytes for {shard.shape}, got {shard.data.nbytes}"
+                f"tensor {first.name!r}: expected {math.prod(shard.shape) * item} bytes for {shard.shape}, got {shard.data.nbytes}",
+                tensor=first.name,
+                nbytes=shard.data.nbytes,
             )
         digest, of_words = shard_digests(shard, item)
         total += digest
@@ -267,7 +284,7 @@ def shard_digests(shard: Shard, item: int) -> tuple[int, int | None]:
     try:
         elements = digest(item, shard.global_shape, shard.offset, shard.shape)
     except SchemaError as error:
-        raise WeightSyncError(f"tensor {shard.name!r}: {error.message}", tensor=shard.name) from error
+        raise WeightSyncError(f"tensor {shard.name!r}: {error.message}", **error.values, tensor=shard.name) from error
     if item == WORD_BYTES or not shard.data.nbytes:
         return elements, elements
     words = as_words(item, shard.global_shape, shard.offset, shard.shape)
@@ -287,11 +304,15 @@ def _check_tiling(shards: Sequence[Shard]) -> None:
         for other in boxes[:i]:
             if all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True)):
                 raise WeightSyncError(
-                    f"tensor {first.name!r}: expected disjoint slices, got {one} and {other} (begin, end in each dimension)"
+                    f"tensor {first.name!r}: expected disjoint slices, got {one} and {other} (begin, end in each dimension)",
+                    tensor=first.name,
+                    overlapping=(one, other),
                 )
     elements, whole = sum(math.prod(shard.shape) for shard in shards), math.prod(first.global_shape)
     if elements != whole:
         raise WeightSyncError(
             f"tensor {first.name!r}: expected slices that cover {first.global_shape}, got {elements} of {whole} elements",
             hint="gather the slices of all ranks before publishing",
+            tensor=first.name,
+            elements=elements,
         )

@@ -101,7 +101,9 @@ class Publisher:
             if self._done.done():
                 self._done.result()
             if self._closing:
-                raise WeightSyncError(f"{self._policy} {version}: expected an open publisher, got a closed one")
+                raise WeightSyncError(
+                    f"{self._policy} {version}: expected an open publisher, got a closed one", version=str(version), closed=True
+                )
         offer = _Offer(version, digest, tuple(shards))
         with self._changed:
             self._waiting.append(offer)
@@ -180,6 +182,8 @@ class Publisher:
                 f"{self._policy} {offer.version}: expected the ledger's digest {offer.digest}, got {manifest.digest} from the shards",
                 hint="the parameters changed between the step's digest and the snapshot, or a rank's slices are missing",
                 version=str(offer.version),
+                expected=offer.digest,
+                got=manifest.digest,
             )
         mirrors = {name: await mirror.publish(offer.version, iter(offer.shards)) for name, mirror in self._mirrors.items()}
         manifest = manifests.with_mirrors(manifest, mirrors)

@@ -132,6 +132,7 @@ class ShmTransport:
                     f"{manifest.policy} {manifest.version}: expected sha256 {part.sha256[:12]}... for {part.nbytes} bytes at {part.offset} "
                     f"of {self._directory / part.location}, got other bytes",
                     hint="something else has written to the file; a newer version or a restart of the trainer brings good bytes",
+                    sha256=part.sha256,
                 )
             for piece in pieces:
                 first = piece.stored - part.offset
@@ -142,7 +143,9 @@ class ShmTransport:
         """The version's own file; one made of several ranks' files is copied together first."""
         if not manifest.pieces:
             if not await self.holds(manifest):
-                raise WeightSyncError(f"{manifest.policy} {manifest.version}: its file is not there", hint=_GONE_HINT)
+                raise WeightSyncError(
+                    f"{manifest.policy} {manifest.version}: its file is not there", hint=_GONE_HINT, version=str(manifest.version)
+                )
             yield FileSource(str(self._directory / next(iter(_files(manifest)))))
             return
         with ThreadPoolExecutor(1) as pool, contextlib.closing(HostImage(self._policy, pool)) as image:
@@ -190,6 +193,8 @@ class ShmTransport:
             raise WeightSyncError(
                 f"cannot write {content.nbytes} bytes of {self._policy} {version} to {self._directory}: {error.strerror or error}",
                 hint="free memory there or mount a larger /dev/shm, lower weights.keep, or set weights.transport = 'bus'",
+                path=str(self._directory),
+                size_bytes=content.nbytes,
             ) from error
         finally:
             partial.unlink(missing_ok=True)
@@ -253,7 +258,7 @@ class ShmTransport:
         try:
             size = os.fstat(descriptor).st_size
             if size < nbytes:
-                raise WeightSyncError(f"{where}: expected {nbytes} bytes in {path}, got {size}", hint=_GONE_HINT)
+                raise WeightSyncError(f"{where}: expected {nbytes} bytes in {path}, got {size}", hint=_GONE_HINT, expected=nbytes, got=size)
             return mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_READ)
         finally:
             os.close(descriptor)
@@ -308,6 +313,8 @@ def check_host(manifest: Manifest, directory: Path, *, what: str) -> None:
         raise WeightSyncError(
             f"{manifest.policy} {manifest.version}: expected a manifest of this host ({here}), got one of {manifest.host or 'no host'}",
             hint=f"{what} reaches one host only: set weights.transport = 'bus', or weights.also_on_bus = true",
+            host=manifest.host,
+            expected=here,
         )
 
 
@@ -324,7 +331,10 @@ def _files(manifest: Manifest) -> dict[str, int]:
     for part in manifest.parts:
         match = _NAME.match(part.location)
         if match is None or match["state"] != "weights":
-            raise WeightSyncError(f"{manifest.policy} {manifest.version}: expected the name of one weights file, got {part.location!r}")
+            raise WeightSyncError(
+                f"{manifest.policy} {manifest.version}: expected the name of one weights file, got {part.location!r}",
+                location=part.location,
+            )
         nbytes[part.location] = nbytes.get(part.location, 0) + part.nbytes
     if not manifest.pieces:
         list(manifests.cover(manifest, ()))

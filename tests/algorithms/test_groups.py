@@ -7,6 +7,7 @@ import pytest
 
 from streamrl.algorithms.groups import rollout_mean, rollout_of_sample, rollout_rewards
 from streamrl.errors import TrainingError
+from tests.support.errors import raises
 
 
 def test_votes_are_one_found_in_order_of_task_and_rollout() -> None:
@@ -32,7 +33,7 @@ def test_the_same_rollout_number_in_two_tasks_is_two_rollouts() -> None:
 
 
 def test_names_the_rollout_whose_samples_differ() -> None:
-    with pytest.raises(TrainingError, match="task 4, rollout 1, got several"):
+    with raises(TrainingError, task=4, rollout=1):
         rollout_rewards(np.array([0.0, 1, 2]), np.array([3, 4, 4]), np.array([0, 1, 1]))
 
 

@@ -16,6 +16,7 @@ from streamrl.config.loss import LossConfig, policy_name
 from streamrl.errors import ConfigError
 from tests.algorithms import reference_policy_losses as reference
 from tests.algorithms.policy_cases import Layout, packed, padded, random_sequences, reference_result, weights_for
+from tests.support.errors import raises
 
 BASE = LossConfig(
     clip_low=0.15, clip_high=0.35, dual_clip=1.4, sapo_tau_positive=0.8, sapo_tau_negative=2.0, aipo_cap=1.3, dppo_bound=0.07, dppo_kl=0.02
@@ -133,7 +134,7 @@ def test_an_empty_policy_is_ppo(advantage: str, policy: str, name: str) -> None:
 
 
 def test_a_users_function_is_not_for_the_dispatch() -> None:
-    with pytest.raises(ConfigError, match=r"got 'my\.py:loss'") as caught:
+    with raises(ConfigError, key="loss.policy") as caught:
         policy_loss(tokens_of(packed(random_sequences(0))), LossConfig(policy="my.py:loss"))
     assert caught.value.values["key"] == "loss.policy"
 

@@ -13,6 +13,7 @@ from benchmarks.weights.report import build_report, render_several
 from benchmarks.weights.stats import blocks_of, clock_offset_s, gaps_of, p50, p99, ratio, spread, token_gaps_ms, within
 from streamrl.errors import DataError
 from tests.bench import events
+from tests.support.errors import raises
 
 CUT = "requests aborted, retracted, prefilled again or failed"
 
@@ -125,18 +126,18 @@ def test_half_a_file_is_an_error(raw, tmp_path, kept):
     write_raw(tmp_path, raw)
     file = tmp_path / "raw.jsonl"
     file.write_bytes(file.read_bytes()[: int(file.stat().st_size * kept)])
-    with pytest.raises(DataError, match=r"expected the raw\.jsonl of bench weights"):
+    with raises(DataError, directory=str(tmp_path), benchmark="weights"):
         read_raw(tmp_path)
 
 
 def test_a_run_without_its_load_is_an_error(raw, tmp_path):
     append(tmp_path, [raw.header, raw.run, *raw.updates, *raw.forwards])
-    with pytest.raises(DataError, match="got 1, 0 and 2"):
+    with raises(DataError, counts=(1, 0, 2)):
         read_raw(tmp_path)
 
 
 def test_a_missing_file_is_an_error_with_a_hint(tmp_path):
-    with pytest.raises(DataError, match=r"expected the raw\.jsonl of bench weights") as raised:
+    with raises(DataError, directory=str(tmp_path), benchmark="weights") as raised:
         read_raw(tmp_path)
     assert "--out" in raised.value.hint
 
@@ -199,7 +200,7 @@ def test_several_runs_share_one_table_in_a_document(report, tmp_path):
     assert len(lines) == 2 * len(report.rows)
     assert [line.split("|")[2].strip() for line in lines[:2]] == ["no update", "ours: flip, unpaced, 1 s"]
     document.write_text("# No marks\n")
-    with pytest.raises(DataError, match="expected the marks"):
+    with raises(DataError, path=str(document)):
         write_between(document, "weights", "text")
 
 

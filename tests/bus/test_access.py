@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from streamrl.bus import BusAddress, connect
+from streamrl.bus.accounts import RUN
 from streamrl.bus.certificates import Certificate
 from streamrl.bus.jetstream.connection import Connection
 from streamrl.bus.server import NatsServer, find_binary
 from streamrl.config.tree import BusConfig
-from streamrl.errors import BusError, BusUnavailable, ConfigError
+from streamrl.errors import BusError, BusUnavailable, ConfigError, Forbidden
 from streamrl.schemas.subjects import Subjects
+from tests.support.errors import raises
 
 pytestmark = pytest.mark.nats
 
@@ -57,16 +59,16 @@ async def test_tls_with_a_token(tmp_path: Path, certificate: tuple[Path, Path]) 
 
 
 def test_files_named_in_the_configuration_must_be_readable(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"bus\.url"):
+    with raises(ConfigError, key="bus.url"):
         BusAddress.from_config(BusConfig())
-    with pytest.raises(ConfigError, match=r"bus\.password_file"):
+    with raises(ConfigError, key="bus.password_file"):
         BusAddress.from_config(BusConfig(url="nats://x:1", user="u", password_file=str(tmp_path / "missing")))
 
 
 @pytest.mark.parametrize("key", ["ca_file", "credentials_file"])
 async def test_a_missing_certificate_or_credentials_file_is_named(tmp_path: Path, key: str) -> None:
     address = BusAddress.from_config(BusConfig(url="nats://127.0.0.1:1", **{key: str(tmp_path / "missing")}))
-    with pytest.raises(ConfigError, match=rf"bus\.{key}"):
+    with raises(ConfigError, key=f"bus.{key}"):
         await connect(address, "run", QUICK)
 
 
@@ -74,22 +76,28 @@ async def test_a_missing_right_is_named_at_once(own_server: NatsServer, tmp_path
     bus = await connect(own_server.address, "run", QUICK)
     await bus.close()
     own_server.stop()
-    rights = {"publish": {"allow": ["run.samples.>", "$JS.API.STREAM.INFO.run-samples"]}, "subscribe": {"allow": ["_INBOX_p.>"]}}
+    rights = {
+        "publish": {"allow": ["run.samples.>", "$JS.API.STREAM.INFO.run-samples", "$JS.API.DIRECT.GET.run-samples"]},
+        "subscribe": {"allow": ["_INBOX_p.>"]},
+    }
     config = own_server.directory / "rights.conf"
     lines = (own_server.directory / "nats-server.conf").read_text().splitlines()
-    users = {"users": [{"user": "producer", "password": "secret", "permissions": rights}]}
-    config.write_text("\n".join(line for line in lines if not line.startswith("authorization")) + f"\nauthorization {json.dumps(users)}\n")
+    accounts = {RUN: {"jetstream": "enabled", "users": [{"user": "producer", "password": "secret", "permissions": rights}]}}
+    config.write_text("\n".join(line for line in lines if not line.startswith("accounts")) + f"\naccounts {json.dumps(accounts)}\n")
     process = await asyncio.create_subprocess_exec(find_binary(), "-c", config, stderr=subprocess.DEVNULL)
     try:
         address = BusAddress(url=own_server.address.url, user="producer", password="secret", inbox_prefix="_INBOX_p")
         bus = await connect(address, "run", QUICK, create=False)
         assert (await bus.publish("run.samples.main", b"x")).sequence == 1
         async with asyncio.timeout(5):
-            with pytest.raises(BusError, match=r"forbids publish to run\.ledger\.trainer") as caught:
+            with raises(Forbidden, subject="run.ledger.trainer") as caught:
                 await bus.publish("run.ledger.trainer", b"x")
             assert "'producer'" in caught.value.hint
-            with pytest.raises(BusError, match="forbids"):
+            with raises(Forbidden, subject="$JS.API.STREAM.PURGE.run-samples"):
                 await bus.trim("samples", through=1)
+            with pytest.raises(BusError, match=r"forbids subscription to \$STORED\.run-samples"):
+                async for _ in bus.read("samples", after=1):
+                    pass
         await bus.close()
     finally:
         process.terminate()
@@ -115,7 +123,7 @@ async def test_a_connection_that_the_server_ends_comes_back(own_server: NatsServ
 
 async def test_a_server_without_the_runs_streams_says_so(own_server: NatsServer) -> None:
     bus = await connect(own_server.address, "run", QUICK, create=False)
-    with pytest.raises(BusError, match=r"no stream stores run\.marks"):
+    with raises(BusError, subject="run.marks"):
         await bus.publish("run.marks", b"x")
     with pytest.raises(BusError, match="run-samples"):
         await bus.state("samples")

@@ -188,7 +188,7 @@ async def test_blobs_are_written_and_read_over_a_kill(own_server: NatsServer, bu
     assert await get == data
 
 
-async def test_what_a_dead_writer_left_behind_is_removed(own_server: NatsServer, bus: JetStreamBus) -> None:
+async def test_what_a_dead_writer_left_behind_is_no_blob(own_server: NatsServer, bus: JetStreamBus) -> None:
     whole = os.urandom(2_000_000)
     await bus.blobs.put("whole", whole)
     connection = Connection(own_server.address, name="test", patience_s=5.0)
@@ -205,10 +205,7 @@ async def test_what_a_dead_writer_left_behind_is_removed(own_server: NatsServer,
     put.cancel()
     await asyncio.gather(put, return_exceptions=True)
     assert await bus.blobs.names() == ["whole"]
-    assert await bus.blobs.remove_orphans() == 0, "an upload that has just begun may still be at work"
     assert await messages() > before
-    assert await bus.blobs.remove_orphans(older_s=0.0) == 1
-    assert await messages() == before
     assert await bus.blobs.get("whole") == whole
     await connection.close()
 

@@ -18,6 +18,7 @@ from streamrl.bus.server import NatsServer
 from streamrl.config.tree import BusConfig
 from streamrl.errors import BusUnavailable, ConfigError, LaunchError
 from streamrl.schemas.subjects import Subjects
+from tests.support.errors import raises
 
 pytestmark = pytest.mark.nats
 
@@ -72,7 +73,7 @@ def test_a_taken_port_is_a_named_error(tmp_path: Path) -> None:
         holder.listen()
         port = holder.getsockname()[1]
         server = NatsServer(tmp_path, port=port)
-        with pytest.raises(LaunchError, match=f"port {port}") as caught:
+        with raises(LaunchError, port=port) as caught:
             server.start()
     assert "bus.port = 0" in caught.value.hint
     assert not server.running

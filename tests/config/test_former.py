@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from streamrl.config.check import check
-from streamrl.config.former import in_present_words
+from streamrl.config.former import LATER_DECISIONS, in_present_words
 from streamrl.config.load import convert, dump, from_json, override, override_keys
 from streamrl.config.loss import CorrectionConfig, LossConfig, RejectionConfig
 from streamrl.config.tree import Config, DataConfig
 from streamrl.errors import ConfigError
+from tests.support.errors import raises
 
 OLD_REJECT = {"reject": "k3", "reject_level": "sequence_mean", "reject_low": 0.0, "reject_high": 0.1}
 
@@ -34,7 +35,7 @@ def test_a_former_advantage_is_grpo_with_that_policy_loss(name: str) -> None:
 
 
 def test_a_former_advantage_beside_another_policy_loss_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"is grpo with the policy loss gspo, but loss.policy is sapo, in old\.json") as caught:
+    with raises(ConfigError, key="loss.policy") as caught:
         loss_of(advantage="gspo", policy="sapo")
     assert caught.value.values["key"] == "loss.policy"
     assert caught.value.hint == "set loss.advantage = 'grpo' for sapo on the same advantages"
@@ -96,7 +97,7 @@ def test_what_means_nothing_is_refused(correction: dict[str, Any], message: str)
 
 @pytest.mark.parametrize("loss", [{"advantage": ["gspo"]}, {"advantage": 3}, {"correction": 3}, {"correction": None}, 3, "grpo"])
 def test_a_section_of_another_type_is_an_error_of_the_configuration(loss: Any) -> None:
-    with pytest.raises(ConfigError, match="expected"):
+    with raises(ConfigError, path="x"):
         convert({"loss": loss}, where="x")
 
 
@@ -137,3 +138,17 @@ def test_a_renamed_key_is_read_from_files_overrides_and_records() -> None:
     with pytest.raises(ConfigError) as caught:
         in_present_words({"tasks": {"drop_zero_spread": False, "drop_zero_variance": True}})
     assert caught.value.values["key"] == "tasks.drop_zero_spread"
+
+
+def test_a_recorded_configuration_without_a_decision_is_one_without_it() -> None:
+    tree = json.loads(dump(Config()))
+    assert (tree["tasks"]["inexact"], tree["tasks"]["check_max_len"]) == ("mask", True)
+    assert from_json(dump(Config())) == Config()
+    for key in LATER_DECISIONS:
+        section, name = key.split(".")
+        del tree[section][name]
+    old = from_json(json.dumps(tree))
+    assert (old.tasks.inexact, old.tasks.check_max_len) == ("allow", False)
+    assert json.loads(dump(old)) == tree, "it stays one without it, however often it is written"
+    assert convert(tree, where="a file").tasks.inexact == "mask"
+    assert from_json(json.dumps({"tasks": 3} | {"run": {}}).replace("3", "{}")).tasks.inexact == "allow"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
@@ -10,6 +11,7 @@ from streamrl.config.check_loss import check_loss
 from streamrl.config.load import convert, load
 from streamrl.config.loss import CorrectionConfig, LossConfig
 from streamrl.errors import ConfigError
+from tests.support.errors import raises
 
 
 def config_of(*settings: str):
@@ -197,7 +199,7 @@ def test_near_names_get_a_hint(setting: str, hint: str) -> None:
 )
 def test_the_table_backend_says_what_it_cannot_do(setting: str) -> None:
     key = setting.partition("=")[0]
-    with pytest.raises(ConfigError, match=f"cannot do what {key} asks for"):
+    with raises(ConfigError, key=key):
         check_loss(config_of("trainer.backend=table", "engine.kind=table", *setting.split()))
     check_loss(config_of(*setting.split()))
 
@@ -221,11 +223,11 @@ distillation = {coef = 0.1, teacher = "teacher"}
     assert (loss.advantage, loss.policy) == (f"{tmp_path}/mine.py:advantages", f"{tmp_path}/mine.py:policy")
     assert (loss.kl.reference, loss.distillation.teacher) == (f"{tmp_path}/reference", f"{tmp_path}/teacher")
     (tmp_path / "teacher").rmdir()
-    with pytest.raises(ConfigError, match=r"expected loss\.distillation\.teacher to name a directory, got no such directory"):
+    with raises(ConfigError, key="loss.distillation.teacher", path=ANY):
         load(tmp_path / "my.toml")
     (tmp_path / "teacher").mkdir()
     (tmp_path / "my.toml").write_text(text.replace("mine.py:policy", "yours.py:policy"))
-    with pytest.raises(ConfigError, match=r"expected loss\.policy to name a file, got no such file"):
+    with raises(ConfigError, key="loss.policy", path=ANY):
         load(tmp_path / "my.toml")
 
 

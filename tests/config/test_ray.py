@@ -6,6 +6,7 @@ import pytest
 
 from streamrl.config.load import load
 from streamrl.errors import ConfigError
+from tests.support.errors import raises
 
 
 @pytest.fixture
@@ -33,38 +34,38 @@ def test_a_whole_section(place: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "key"),
     [
-        ("[ray.trainer]\ngpus = 1.5\n", r"ray\.trainer\.gpus must be -1, a fraction below 1, or a whole number, got 1\.5"),
-        ("[ray.engine]\ngpus = -0.5\n", r"ray\.engine\.gpus must be -1, a fraction"),
-        ("[ray.engine]\ncpus = -1.0\n", r"ray\.engine\.cpus must be at least 0"),
-        ("[ray.engine]\nresources = {GPU = 1}\n", r"ray\.engine\.resources may not name GPU"),
-        ("[ray.engine]\nresources = {fast = 0}\n", r"ray\.engine\.resources\.fast must be above 0"),
-        ("[ray]\nstart_timeout_s = 0\n", r"ray\.start_timeout_s must be above 0"),
-        ("[ray.others]\nstrategy = 'STRICT_SPREAD'\n", r"ray\.others\.strategy must be PACK or SPREAD"),
-        ("[ray]\naddress = 'ray://head:10001'\n", r"ray\.address must be local, auto or host:port"),
-        ("[ray]\naddress = 'auto'\n[trainer]\ngpu = 1\n", r"trainer\.gpu must be 0 with ray\.address"),
+        ("[ray.trainer]\ngpus = 1.5\n", "ray.trainer.gpus"),
+        ("[ray.engine]\ngpus = -0.5\n", "ray.engine.gpus"),
+        ("[ray.engine]\ncpus = -1.0\n", "ray.engine.cpus"),
+        ("[ray.engine]\nresources = {GPU = 1}\n", "ray.engine.resources"),
+        ("[ray.engine]\nresources = {fast = 0}\n", "ray.engine.resources.fast"),
+        ("[ray]\nstart_timeout_s = 0\n", "ray.start_timeout_s"),
+        ("[ray.others]\nstrategy = 'STRICT_SPREAD'\n", "ray.others.strategy"),
+        ("[ray]\naddress = 'ray://head:10001'\n", "ray.address"),
+        ("[ray]\naddress = 'auto'\n[trainer]\ngpu = 1\n", "trainer.gpu"),
         (
             "[ray]\naddress = 'auto'\ntrainer.gpus = 0.5\n[trainer]\nranks = 2\n",
-            r"ray\.trainer\.gpus must be above 0\.5 with trainer\.ranks = 2",
+            "ray.trainer.gpus",
         ),
         (
             "[ray]\naddress = 'auto'\n[model]\npath = '.'\n[engine]\nkind = 'sglang'\nsglang.gpus = [0]\n",
-            r"engine\.sglang\.gpus must be empty with ray\.address",
+            "engine.sglang.gpus",
         ),
         (
             "[ray]\naddress = 'auto'\nengine.gpus = 0.5\n[model]\npath = '.'\n[engine]\nkind = 'sglang'\nsglang.tensor_parallel = 2\n",
-            r"ray\.engine\.gpus must be engine\.sglang\.tensor_parallel = 2",
+            "ray.engine.gpus",
         ),
     ],
 )
-def test_what_it_may_not_say(place: Path, text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_what_it_may_not_say(place: Path, text: str, key: str) -> None:
+    with raises(ConfigError, key=key):
         load(written(place, text))
 
 
 def test_several_engines_on_sglang_need_no_list_of_gpus_with_ray(place: Path) -> None:
     text = "[model]\npath = '.'\n[engine]\nkind = 'sglang'\nworkers = 2\n"
-    with pytest.raises(ConfigError, match=r"2 engines need engine\.sglang\.gpus"):
+    with raises(ConfigError, key="engine.sglang.gpus"):
         load(written(place, text))
     assert load(written(place, text + "[ray]\naddress = 'auto'\n")).engine.workers == 2

@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
+from unittest.mock import ANY
 
 import msgspec
 import numpy as np
@@ -23,6 +24,7 @@ from streamrl.weights.bus import BusTransport
 from streamrl.weights.pins import Pins
 from streamrl.weights.protocol import Shard, Slice, WeightTransport
 from streamrl.weights.shm import ShmTransport
+from tests.support.errors import raises
 from tests.weights.wanted import slices
 
 PART_BYTES = 1000
@@ -182,14 +184,14 @@ async def test_publishing_again_changes_nothing(site):
 async def test_one_version_cannot_have_two_contents(site):
     publisher = site.transport()
     await publish(publisher, 1)
-    with pytest.raises(WeightSyncError, match="expected the published digest"):
+    with raises(WeightSyncError, version="0.1", published=ANY):
         await publisher.publish(Version(0, 1), iter(model(2)))
 
 
 async def test_not_even_when_its_bytes_are_lost(site):
     publisher = site.transport()
     await site.lose(await publish(publisher, 1))
-    with pytest.raises(WeightSyncError, match="expected the published digest"):
+    with raises(WeightSyncError, version="0.1", published=ANY):
         await publisher.publish(Version(0, 1), iter(model(2)))
 
 
@@ -297,5 +299,5 @@ async def test_lost_bytes_are_an_error_and_publishing_again_heals(site):
 async def test_changed_bytes_are_an_error(site):
     manifest = await publish(site.transport(), 1)
     await site.corrupt(manifest)
-    with pytest.raises(WeightSyncError, match="sha256"):
+    with raises(WeightSyncError, sha256=ANY):
         await read(site.transport(), manifest, slices(manifest))

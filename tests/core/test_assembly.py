@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 from msgspec.structs import replace
 
 from streamrl.core.assembly import ages, assemble, used
@@ -23,6 +22,7 @@ from streamrl.schemas.samples import LogprobMode, Sample, VersionSpan
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 from tests.schemas.rows import sample
+from tests.support.errors import raises
 
 CONFIG = FoldConfig(batch_tasks=2, max_staleness=4)
 Closed = tuple[Batch, dict[int, SampleBatch], FoldState]
@@ -83,6 +83,7 @@ def test_dtypes_and_columns() -> None:
         "rewards": "float64",
         "tasks": "int64",
         "rollouts": "int64",
+        "status": "int8",
     }
     assert (batch.kind, batch.version, batch.stage_step) == ("rl", Version(0, 7), 7)
     assert (batch.num_samples, batch.num_tokens, batch.lengths.tolist()) == (4, 16, [4, 4, 4, 4])
@@ -148,7 +149,7 @@ def test_demonstrations() -> None:
 def test_a_batch_without_a_trainable_token_is_refused() -> None:
     config = FoldConfig(batch_tasks=1, max_staleness=4, stale="mask")
     batch, messages, state = closed([[row(0, 0), row(0, 1)]], config)
-    with pytest.raises(TrainingError, match=r"batch after version 0\.9, got none among 8 tokens"):
+    with raises(TrainingError, version="0.9", tokens=8):
         assemble(batch, messages, replace(state, version=Version(0, 9)), config)
 
 

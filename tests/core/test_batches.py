@@ -10,6 +10,7 @@ import pytest
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
+from tests.support.errors import raises
 
 
 def test_everything_is_laid_out_sample_by_sample() -> None:
@@ -75,10 +76,10 @@ def test_nothing_is_an_empty_batch() -> None:
 )
 def test_lists_of_other_lengths_are_refused(changes: dict[str, Any], name: str) -> None:
     given: dict[str, Any] = {"prompts": [[5]] * 2, "answers": [[7, 8], [9]], **changes}
-    with pytest.raises(TrainingError, match=f"expected {name} of"):
+    with raises(TrainingError, field=name):
         TrainBatch.from_lists(**given)
 
 
 def test_a_group_stands_in_one_piece() -> None:
-    with pytest.raises(TrainingError, match="side by side"):
+    with raises(TrainingError, field="tasks"):
         TrainBatch.from_lists([[5]] * 3, [[7]] * 3, tasks=[0, 1, 0])

@@ -15,6 +15,7 @@ from streamrl.data.characters import SPECIALS
 from streamrl.data.model import ensure_model, vocab_size
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer
 from streamrl.errors import ConfigError
+from tests.support.errors import raises
 
 TEXTS = [f"Natalia sold {n} clips in April and {2 * n} clips in May. How many clips did she sell?" for n in range(40)]
 TRAIN = """
@@ -93,5 +94,5 @@ def test_the_built_model_has_the_rows_that_were_asked_for(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("size", [100, -1])
 def test_too_few_tokens_are_refused(size: int) -> None:
-    with pytest.raises(ConfigError, match=r"model\.vocab_size must be 0 or at least 264"):
+    with raises(ConfigError, key="model.vocab_size"):
         check(Config(data=DataConfig(train="x.jsonl"), model=ModelConfig(vocab_size=size)))

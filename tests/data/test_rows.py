@@ -8,6 +8,7 @@ import pytest
 
 from streamrl.data.rows import digest, open_rows
 from streamrl.errors import DataError
+from tests.support.errors import raises
 
 ROWS = [{"prompt": f"{i}+1=", "label": str(i + 1), "metadata": {"n": i}} for i in range(10)]
 
@@ -79,26 +80,25 @@ def test_a_last_line_without_a_newline_counts(tmp_path):
 def test_a_broken_line_is_named(tmp_path, broken):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(f'{{"prompt": "1"}}\n\n{broken}\n{{"prompt": "2"}}\n'.encode(errors="surrogateescape"))
-    with pytest.raises(DataError, match=r"rows\.jsonl line 3, got: ") as caught:
+    with raises(DataError, path=str(path), line=3):
         open_rows(str(path))
-    assert caught.value.values["line"] == 3
     assert list(open_rows(f"{path}@[0:1]")) == [{"prompt": "1"}]
 
 
 def test_missing_file(tmp_path):
-    with pytest.raises(DataError, match="no such file"):
+    with raises(DataError, path=str(tmp_path / "none.jsonl")):
         open_rows(str(tmp_path / "none.jsonl"))
 
 
 def test_no_rows(jsonl, tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n\n")
     for text in (f"{jsonl}@[10:]", f"{jsonl}@[5:5]", str(tmp_path / "empty.jsonl")):
-        with pytest.raises(DataError, match="expected at least one row"):
+        with raises(DataError, path=text.partition("@")[0], rows=0):
             open_rows(text)
 
 
 def test_a_broken_parquet_file(tmp_path):
     path = tmp_path / "rows.parquet"
     path.write_bytes(b"PAR1 not really")
-    with pytest.raises(DataError, match="expected a Parquet file"):
+    with raises(DataError, path=str(path)):
         open_rows(str(path))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import filecmp
 import json
+from unittest.mock import ANY
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from streamrl.data.characters import CHARACTERS, SPECIALS, VOCAB_SIZE, write_tokenizer
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.errors import ConfigError
+from tests.support.errors import raises
 
 CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
 
@@ -71,7 +73,7 @@ def test_equal_to_transformers(characters, tokenizer, tools, prompt):
 
 @pytest.mark.parametrize("messages", [[{"role": "robot", "content": "x"}], [{"role": "user"}], [{"role": "user", "content": None}]])
 def test_the_template_refuses(tokenizer, messages):
-    with pytest.raises(ConfigError, match="refuses these messages"):
+    with raises(ConfigError, refused=ANY):
         tokenizer.apply_chat_template(messages)
 
 
@@ -94,20 +96,20 @@ def test_other_layouts_of_a_directory(characters, tmp_path):
 def test_no_template(characters, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((characters / "tokenizer.json").read_bytes())
     tokenizer = load_tokenizer(tmp_path)
-    with pytest.raises(ConfigError, match="expected a chat template"):
+    with raises(ConfigError, path=str(tmp_path), missing="chat_template"):
         tokenizer.apply_chat_template(CHAT)
 
 
 def test_missing_or_broken_files(tmp_path):
-    with pytest.raises(ConfigError, match=r"got no tokenizer\.json"):
+    with raises(ConfigError, path=str(tmp_path), missing="tokenizer.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match="expected a tokenizer in"):
+    with raises(ConfigError, path=str(tmp_path / "tokenizer.json")):
         load_tokenizer(tmp_path)
     write_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("a\n{% if %}")
-    with pytest.raises(ConfigError, match="at its line 2"):
+    with raises(ConfigError, path=str(tmp_path), line=2):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ConfigError, match="expected JSON in"):
+    with raises(ConfigError, path=str(tmp_path / "tokenizer_config.json")):
         load_tokenizer(tmp_path)

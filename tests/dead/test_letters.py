@@ -23,6 +23,7 @@ from streamrl.schemas.subjects import DEAD, HEADER_DIGEST, HEADER_TASK, SAMPLES,
 from streamrl.schemas.versions import Version
 from tests.conftest import MakeBus
 from tests.dead.messages import patched, template
+from tests.support.errors import raises
 
 GOOD = patched(template((0, 1)), 3, 0)
 BAD = GOOD.replace(
@@ -93,9 +94,9 @@ async def test_a_repaired_letter_is_published_with_headers_of_its_own(bus: Bus, 
     message = await send(bus, run_id, BAD, **{HEADER_TASK: "8", HEADER_DIGEST: body_digest(BAD), "X-Own": "mine"})
     await bury_it(bus, run_id, message)
     letters = DeadLetters(bus, Subjects(run_id))
-    with pytest.raises(SchemaError, match="letter 1 would be quarantined again"):
+    with raises(SchemaError, sequence=1):
         await letters.replay(1)
-    with pytest.raises(SchemaError, match="letter 1 would be quarantined again"):
+    with raises(SchemaError, sequence=1):
         await letters.replay(1, body=BAD)
     assert (await bus.state(SAMPLES)).last == 1, "nothing was published"
     replayed = await letters.replay(1, body=GOOD)
@@ -150,4 +151,3 @@ async def test_fates_are_read_off_the_ledger(bus: Bus, run_id: str) -> None:
     late = await fates.of_message(8, task=0)
     assert late.state == "dropped" and "task 0, which was trained into version 0.1" in late.detail
     assert (await fates.of_message(8, task=5)).detail.endswith("dropped as poison before version 0.1")
-    assert await fates.of_task(1) == "trained into version 0.2" and await fates.of_task(7) == ""

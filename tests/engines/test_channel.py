@@ -7,12 +7,28 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import ANY
 
+import aiohttp
 import msgspec
 import pytest
 from aiohttp import WSMsgType, web
 
-from streamrl.engines.channel import FRAME_BYTES, PATH, Answer, ChannelEngine, Outgoing, decode_answers, decode_calls, encode
+from streamrl.engines import channel
+from streamrl.engines.channel import (
+    FRAME_BYTES,
+    PATH,
+    PROTOCOL,
+    Abort,
+    Answer,
+    Ask,
+    ChannelEngine,
+    Leave,
+    Outgoing,
+    decode_answers,
+    decode_calls,
+    encode,
+)
 from streamrl.engines.experts import RoutedExperts
 from streamrl.engines.extras import EXPERTS, INEXACT
 from streamrl.engines.protocol import Chunk, EngineInfo, GenerateRequest
@@ -21,6 +37,7 @@ from streamrl.errors import EngineError, EngineUnavailable
 from streamrl.schemas.samples import VersionSpan
 from streamrl.schemas.versions import Version
 from tests.engines.models import ask
+from tests.support.errors import raises
 
 REQUEST = GenerateRequest(request_id="r", prompt_ids=(1, 2), seeds=(5, 6))
 
@@ -42,7 +59,7 @@ async def answering(handler: Callable[[web.Request], Awaitable[web.StreamRespons
 
 
 async def opened(request: web.Request, **options: Any) -> web.WebSocketResponse:
-    socket = web.WebSocketResponse(**options)
+    socket = web.WebSocketResponse(protocols=(PROTOCOL,), **options)
     await socket.prepare(request)
     return socket
 
@@ -112,9 +129,9 @@ async def test_a_request_that_fails_leaves_the_others_alone():
         assert [answer.ids for answer in await ask(client, msgspec.structs.replace(REQUEST, prompt_ids=(9,)))] == [[4, 5]] * 2
         assert not waiting.done()
         await client.close()
-        with pytest.raises(EngineError, match="the client was closed"):
+        with raises(EngineError, address=client.address, reason="the client was closed"):
             await waiting
-        with pytest.raises(EngineError, match="the client was closed"):
+        with raises(EngineError, address=client.address, reason="the client was closed"):
             await ask(client, REQUEST)
 
 
@@ -141,7 +158,7 @@ async def _cancel(task: asyncio.Task[Any]) -> None:
 async def test_nobody_listening_is_an_engine_error():
     engine = ChannelEngine("http://127.0.0.1:9")
     for call in (ask(engine, REQUEST), engine.info(), engine.abort("r")):
-        with pytest.raises(EngineUnavailable, match="has gone"):
+        with raises(EngineUnavailable, address=engine.address, reason=ANY):
             await call
     await engine.close()
 
@@ -151,8 +168,40 @@ async def test_a_server_without_channels_is_said_so():
         return web.Response(status=404)
 
     async with answering(no) as client:
-        with pytest.raises(EngineError, match="404"):
+        with raises(EngineError, status=404):
             await ask(client, REQUEST)
+
+
+@pytest.mark.parametrize("other", ["streamrl.channel.99", None])
+async def test_a_server_of_another_protocol_is_said_so(other: str | None):
+    async def older(request: web.Request) -> web.StreamResponse:
+        socket = web.WebSocketResponse(protocols=() if other is None else (other,))
+        await socket.prepare(request)
+        await socket.receive()
+        return socket
+
+    async with answering(older) as client:
+        with raises(EngineError, protocol="") as caught:
+            await ask(client, REQUEST)
+    assert caught.value.values["protocol"] == "", "a server that knows none of ours takes none"
+
+
+async def test_a_client_of_another_protocol_is_turned_away_and_told_which_one(monkeypatch: pytest.MonkeyPatch):
+    async with scripted() as (engine, client):
+        async with aiohttp.ClientSession() as session, session.get(client.address + PATH) as answer:
+            assert answer.status == channel.UPGRADE_REQUIRED and PROTOCOL in await answer.text(), "a client from before says no protocol"
+        monkeypatch.setattr(channel, "PROTOCOL", "streamrl.channel.99")
+        with raises(EngineError, protocol=PROTOCOL) as caught:
+            await ask(client, REQUEST)
+        assert caught.value.values["protocol"] == PROTOCOL and not isinstance(caught.value, EngineUnavailable)
+        assert not engine.left, "it was asked for nothing"
+
+
+async def test_frames_name_their_fields():
+    (call,) = msgspec.msgpack.decode(encode([Ask(7, msgspec.Raw(encode(REQUEST)))]))
+    assert call == {"type": "ask", "number": 7, "request": msgspec.msgpack.decode(encode(REQUEST))} and call["request"]["request_id"] == "r"
+    assert msgspec.msgpack.decode(encode([Leave(7), Abort("r")])) == [{"type": "leave", "number": 7}, {"type": "abort", "request_id": "r"}]
+    assert msgspec.msgpack.decode(encode([Answer(7, last=True)])) == [{"number": 7, "last": True}]
 
 
 async def test_a_server_that_falls_silent_fails_its_open_requests():
@@ -163,7 +212,7 @@ async def test_a_server_that_falls_silent_fails_its_open_requests():
         return socket
 
     async with answering(mute, silence_s=0.3) as client:
-        with pytest.raises(EngineUnavailable, match="has gone"):
+        with raises(EngineUnavailable, address=client.address, reason=ANY):
             await ask(client, REQUEST)
 
 
@@ -185,7 +234,7 @@ async def test_all_who_wait_for_a_connection_fail_with_its_one_attempt(closed: b
     if closed:
         await client.close()
     for task in tasks:
-        with pytest.raises(EngineError, match="has gone"):
+        with raises(EngineError, address=client.address, reason=ANY):
             await task
     assert closed or opens == 1, "aiohttp asks once more where the connection is broken"
     await client.close()
@@ -198,7 +247,7 @@ async def test_a_client_that_is_closed_with_its_first_request_ends_it():
         while client._line is None:
             await asyncio.sleep(0)
         await client.close()
-        with pytest.raises(EngineError, match="has gone"):
+        with raises(EngineError, address=client.address, reason="the client was closed"):
             await task
 
 
@@ -240,7 +289,7 @@ async def test_a_connection_that_breaks_fails_its_requests_and_the_next_one_open
 
     async with answering(broken) as client:
         for number in (1, 2):
-            with pytest.raises(EngineUnavailable, match="has gone"):
+            with raises(EngineUnavailable, address=client.address, reason=ANY):
                 await ask(client, REQUEST)
             assert opens == number
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from streamrl.trainers.torch.causal_lm import CausalLM
 from tests.engines import models
 from tests.engines.models import Answer, ask
 from tests.engines.publishing import load, publish
+from tests.support.errors import raises
 
 Made = Callable[..., Any]
 
@@ -187,7 +189,7 @@ async def test_weights_that_are_not_finite_fail_their_requests_and_not_the_engin
         bad = {name: np.full_like(tensor, np.nan) for name, tensor in good.items()}
         await load(engine, publish(bad, Version(0, 1)))
         request = GenerateRequest(request_id="r", prompt_ids=(5, 6), seeds=(1, 2))
-        with pytest.raises(EngineError, match="finite"):
+        with raises(EngineError, version=ANY, request=ANY):
             await ask(engine, request)
         await load(engine, publish(good, Version(0, 2)))
         assert (await ask(engine, request))[0].ids
@@ -196,12 +198,12 @@ async def test_weights_that_are_not_finite_fail_their_requests_and_not_the_engin
 
 def test_models_with_other_state_than_keys_and_values_are_refused(tmp_path: Path):
     path = models.save_config("mamba", tmp_path)
-    with pytest.raises(EngineError, match="attention"):
+    with raises(EngineError, layers=["linear_attention"]):
         LocalEngine(path, EngineConfig(slots=1), engine_id="e", policy="policy", max_len=32)
 
 
 def test_a_missing_configuration_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"config\.json"):
+    with raises(ConfigError, path=str(tmp_path)):
         LocalEngine(tmp_path, EngineConfig(slots=1), engine_id="e", policy="policy", max_len=32)
 
 

@@ -6,6 +6,7 @@ import base64
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import msgspec
 import numpy as np
@@ -21,6 +22,7 @@ from streamrl.errors import EngineError, SchemaError
 from streamrl.schemas.samples import LogprobMode, VersionSpan
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
+from tests.support.errors import raises
 
 OLD, NEW = Version(0, 3), Version(1, 3)
 STYLE = Style(engine="e", seeded=False, isolate=True)
@@ -89,7 +91,7 @@ def test_what_truncated_sampling_drew_from_has_its_own_log_probs():
     row = Row(request_of(top_k=2), 0, STYLE, OLD)
     chunk = row.take(result([4, 5], 2, "length", output_token_sampling_logprobs=[-0.1, -0.2]))
     assert chunk is not None and chunk.logprobs == (-0.1, -0.2)
-    with pytest.raises(EngineError, match="0 log-probs"):
+    with raises(EngineError, expected=ANY, got="2 tokens and 0 log-probs"):
         Row(request_of(top_k=2), 0, STYLE, OLD).take(result([4, 5], 2, "length"))
 
 
@@ -122,18 +124,18 @@ def test_a_stop_token_ends_a_completion_that_ignores_the_end_token():
 
 
 @pytest.mark.parametrize(
-    ("broken", "says"),
+    ("broken", "values"),
     [
-        ({"streamrl_versions": [3]}, "version that sampled each token"),
-        ({"streamrl_versions": None}, "version that sampled each token"),
-        ({"streamrl_versions": [-1, -1]}, "version that sampled each token"),
-        ({"output_token_logprobs": [[None, 4, None], [-0.5, 5, None]]}, "1 log-probs"),
-        ({"finish_reason": {"type": "magic"}}, "finish reason"),
-        ({"finish_reason": {"type": "abort", "status_code": 503, "message": "queue is full"}}, "queue is full"),
+        ({"streamrl_versions": [3]}, {"expected": "the version that sampled each token"}),
+        ({"streamrl_versions": None}, {"expected": "the version that sampled each token"}),
+        ({"streamrl_versions": [-1, -1]}, {"expected": "the version that sampled each token"}),
+        ({"output_token_logprobs": [[None, 4, None], [-0.5, 5, None]]}, {"got": "2 tokens and 1 log-probs"}),
+        ({"finish_reason": {"type": "magic"}}, {"got": "{'type': 'magic'}"}),
+        ({"finish_reason": {"type": "abort", "status_code": 503, "message": "queue is full"}}, {"gave_up": "queue is full"}),
     ],
 )
-def test_a_token_without_provenance_is_an_error(broken: dict[str, Any], says: str):
-    with pytest.raises(EngineError, match=says) as caught:
+def test_a_token_without_provenance_is_an_error(broken: dict[str, Any], values: dict[str, Any]):
+    with raises(EngineError, **values) as caught:
         Row(request_of(), 0, STYLE, OLD).take(result([4, 5], 2, "length", **broken))
     assert caught.value.hint
 
@@ -169,11 +171,11 @@ def test_routed_experts_become_compact(experts: int, dtype: str):
     write_extras({"routed_experts": found, "cached_tokens": 7}, meta)
     again = read_extras(msgspec.json.decode(msgspec.json.encode(meta), type=MetaInfo))
     assert again == {"routed_experts": found, "cached_tokens": 7}
-    with pytest.raises(SchemaError, match="12 numbers"):
+    with raises(SchemaError, shape=(4, 2, 2), numbers=12):
         from_sglang(text, Routing(2, 2, experts), tokens=4)
-    with pytest.raises(SchemaError, match="expected experts 0"):
+    with raises(SchemaError, experts=experts - 1, highest=experts - 1):
         from_sglang(text, Routing(2, 2, experts - 1), tokens=3)
-    with pytest.raises(SchemaError, match="bytes of"):
+    with raises(SchemaError, shape=(4, 2, 2), size_bytes=ANY):
         from_text(dtype, (4, 2, 2), found.text())
 
 

@@ -21,6 +21,7 @@ from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.tasks import Sampling
 from tests.history.conftest import Recorded, make_recorded
 from tests.history.test_verify import edited_entries, replayed
+from tests.support.errors import raises
 
 REWARD = "def share_of_letters(task, episode):\n    return sum(c.isalpha() for c in episode.completion) / 8\n"
 
@@ -97,6 +98,6 @@ async def test_branches_change_the_loss_on_the_same_batches(learned: Recorded, t
 
 
 def test_models_that_are_gone_are_named(learned: Recorded, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"expected loss\.kl\.reference to name a model directory, got no such directory: .*gone"):
+    with raises(ConfigError, key="loss.kl.reference", path=f"{tmp_path}/gone"):
         asyncio.run(branched(learned, tmp_path, f"loss.kl.reference={tmp_path}/gone"))
     assert list(tmp_path.iterdir()) == []

@@ -32,6 +32,7 @@ from streamrl.schemas.subjects import KEY_LATEST
 from tests.history.conftest import FIXED
 from tests.kill.world import World, table_config, world
 from tests.loop.harness import make_run, read_ledger, run_to_end
+from tests.support.errors import raises
 
 ROOT = Path(__file__).parents[2]
 
@@ -108,7 +109,7 @@ async def test_a_tap_that_begins_again_with_other_values_finds_its_ledger(tmp_pa
         await again("tasks.batch_tasks=1", "tasks.max_staleness=2")
     assert differs.value.version == "0.1" and "another --name" in differs.value.hint
     faster = "trainer.optimizer.learning_rate=0.02"
-    with pytest.raises(Diverged, match=r"version 0\.1 has digest"):
+    with raises(Diverged, version="0.1"):
         await again(faster)
     forked = await again(faster, numerics="fast")
     assert forked[:4] == first and [str(entry.version) for entry in forked[4:]] == ["1.1", "1.2", "1.3", "1.4"]
@@ -120,7 +121,7 @@ def test_names_and_values_that_a_tap_cannot_have() -> None:
     for name in ("main", "main-2"):
         with pytest.raises(ConfigError, match="begin with 'main-'"):
             tap_config(config, TapSettings(name=name))
-    with pytest.raises(ConfigError, match="no part in training recorded samples"):
+    with raises(ConfigError, key="engine.slots"):
         tap_config(config, TapSettings(name="shadow", overrides=("engine.slots=2",)))
     with pytest.raises(ConfigError, match="at least 3 seconds"):
         tap_config(config, TapSettings(name="shadow", lease_s=1))

@@ -20,6 +20,9 @@ from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import LEDGER, Subjects
 from tests.support.memory import freed_after_test
 
+DRAIN_S = 60.0
+"""After that a service is cancelled, so that a test whose trainer fails says so and does not hang."""
+
 
 def make_run(tmp_path: Path, config: Config) -> tuple[RunDir, Config]:
     """A prepared run directory for `config` (renamed to be unique per directory)."""
@@ -42,7 +45,11 @@ async def services(config: Config, run: RunDir, bus: Bus, kinds: Sequence[str]) 
     finally:
         for worker in workers.values():
             worker.draining.set()
+        _, stuck = await asyncio.wait(tasks.values(), timeout=DRAIN_S)
+        for task in stuck:
+            task.cancel()
         done = await asyncio.gather(*tasks.values(), return_exceptions=True)
+    assert not stuck, f"did not drain within {DRAIN_S:g} s: {sorted(task.get_name() for task in stuck)}"
     for result in done:
         if isinstance(result, BaseException):
             raise result

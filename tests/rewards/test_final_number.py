@@ -14,6 +14,7 @@ from streamrl.rewards.factory import is_user_code, make_reward
 from streamrl.rewards.numbers import Answer, final_answer, numbers
 from streamrl.schemas.samples import Status
 from streamrl.schemas.tasks import RolloutTask
+from tests.support.errors import raises
 
 SOLUTION = "Natalia sold 48/2 = 24 clips in May.\nShe sold 48+24 = 72 clips altogether.\n#### 72"
 
@@ -133,5 +134,5 @@ async def test_it_is_built_in() -> None:
     assert not is_user_code(config)
     [value] = await make_reward(config).score(RolloutTask(run="run", index=0, source="main", label="1"), [Episode("#### 2")])
     assert value.value == 0.5
-    with pytest.raises(ConfigError, match=r"cannot be built with reward\.options.*form"):
+    with raises(ConfigError, key="reward.options", kind="gsm8k"):
         make_reward(RewardConfig(kind="gsm8k", options={"form": 1}))

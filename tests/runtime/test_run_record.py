@@ -1,18 +1,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from streamrl.bus.protocol import Bus
-from streamrl.config.load import dump
+from streamrl.config.load import dump, override
 from streamrl.config.loss import CorrectionConfig, LossConfig, RejectionConfig
-from streamrl.config.tree import Config, EngineConfig, RunConfig, TasksConfig, TrainerConfig
+from streamrl.config.tree import Config, DataConfig, EngineConfig, ProducerConfig, RewardConfig, RunConfig, TasksConfig, TrainerConfig
 from streamrl.errors import ConfigError
-from streamrl.runtime.run_record import FREE_KEYS, check_resume, write_or_check
+from streamrl.runtime.run_record import FREE_KEYS, check_resume, continued, write_or_check
+from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.control import RunRecord
+from tests.support.errors import raises
 
 
 def record(config: Config, *, digest: str = "a" * 64) -> RunRecord:
@@ -31,7 +34,7 @@ async def test_the_record_is_written_once_and_checked_afterwards(bus: Bus) -> No
     first = record(Config())
     assert not await write_or_check(bus, first)
     assert await write_or_check(bus, msgspec.structs.replace(first, created_s=99.0))
-    with pytest.raises(ConfigError, match="dataset changed on resume"):
+    with raises(ConfigError, key="data.train"):
         await write_or_check(bus, record(Config(), digest="b" * 64))
 
 
@@ -45,7 +48,7 @@ async def test_the_record_is_written_once_and_checked_afterwards(bus: Bus) -> No
     ],
 )
 def test_what_decides_the_result_may_not_change(config: Config, key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key} changed on resume") as caught:
+    with raises(ConfigError, key=key) as caught:
         check_resume(record(Config()), record(config))
     assert caught.value.values["key"] == key
     assert "--name" in caught.value.hint
@@ -56,6 +59,17 @@ def test_how_fast_and_where_may_change() -> None:
         run=RunConfig(dir="elsewhere", max_seconds=9.0), engine=EngineConfig(workers=3, threads=2), trainer=TrainerConfig(threads=2)
     )
     check_resume(record(Config()), record(other))
+
+
+@pytest.mark.parametrize("name", ["mine.py:other", "theirs.py:score", "mine:score", "exact_match"])
+def test_a_reward_that_was_moved_with_its_run_is_the_same_and_another_is_not(name: str) -> None:
+    there = record(Config(reward=RewardConfig(kind="/there/mine.py:score"), loss=LossConfig(policy="/there/mine.py:loss")))
+    check_resume(
+        there, record(Config(reward=RewardConfig(kind="/here/too/mine.py:score"), loss=LossConfig(policy="/here/too/mine.py:loss")))
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_resume(there, record(Config(reward=RewardConfig(kind=name), loss=LossConfig(policy="/there/mine.py:loss"))))
+    assert caught.value.values["key"] == "reward.kind"
 
 
 def test_a_key_that_came_later_is_off() -> None:
@@ -88,10 +102,31 @@ def test_a_run_in_former_words_goes_on_in_present_ones() -> None:
     gspo = record(Config(loss=LossConfig(policy="gspo")))
     check_resume(recorded({"advantage": "gspo", "policy": ""}, none), gspo)
     check_resume(recorded({"advantage": "gspo", "policy": "gspo"}, none), gspo)
-    with pytest.raises(ConfigError, match=r"loss\.policy changed on resume"):
+    with raises(ConfigError, key="loss.policy"):
         check_resume(recorded({"advantage": "cispo", "policy": ""}, none), gspo)
     by_k3 = none | {"reject": "k3", "reject_high": 0.1}
     correction = CorrectionConfig(reject=(RejectionConfig(measure="k3", high=0.1),))
     check_resume(recorded({}, by_k3), record(Config(loss=LossConfig(correction=correction))))
-    with pytest.raises(ConfigError, match=r"loss\.correction\.reject changed on resume"):
+    with raises(ConfigError, key="loss.correction.reject"):
         check_resume(recorded({}, by_k3), record(Config()))
+
+
+def test_a_run_that_was_begun_without_a_decision_goes_on_without_it(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "demo")
+    assert continued(Config(), run) == (Config(), [])
+    run.create()
+    old = override(Config(data=DataConfig(train="x")), ["tasks.inexact=allow", "tasks.check_max_len=false"])
+    run.write_config(old)
+    now, settings = continued(Config(data=DataConfig(train="x"), producer=ProducerConfig(workers=3)), run)
+    assert (now.tasks, now.producer.workers) == (old.tasks, 3)
+    assert settings == ['tasks.inexact="allow"', "tasks.check_max_len=false"]
+    check_resume(record(old), record(now))
+    with pytest.raises(ConfigError) as caught:
+        check_resume(record(old), record(Config(data=DataConfig(train="x"))))
+    assert caught.value.values["key"] == "tasks.check_max_len"
+    run.write_config(now)
+    assert continued(now, run) == (now, [])
+    run.write_config(Config(data=DataConfig(train="x")))
+    assert continued(Config(data=DataConfig(train="x")), run)[1] == []
+    run.config_path.write_text("{")
+    assert continued(Config(), run) == (Config(), [])

@@ -9,6 +9,7 @@ from streamrl.config.files import write_private
 from streamrl.config.tree import Config, ModelConfig, RunConfig
 from streamrl.errors import ConfigError, LaunchError, SchemaError
 from streamrl.runtime.rundir import RunDir, known_runs
+from tests.support.errors import raises
 
 
 def made(base: Path, name: str) -> RunDir:
@@ -39,7 +40,7 @@ def test_a_run_is_found_by_name_and_by_path(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_an_unknown_run_names_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="got 'frist'") as caught:
+    with raises(ConfigError, run="frist") as caught:
         RunDir.find("frist", base=tmp_path)
     assert "there are no runs" in caught.value.hint
     made(tmp_path, "first")
@@ -64,7 +65,7 @@ def test_the_policy_is_the_users_model_or_the_one_built(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_used_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(LaunchError, match="cannot be made") as caught:
+    with raises(LaunchError, path=str(tmp_path / "file" / "first")) as caught:
         RunDir(tmp_path / "file" / "first").create()
     assert "run.dir" in caught.value.hint
     with pytest.raises(SchemaError):
@@ -72,7 +73,7 @@ def test_a_place_that_cannot_be_used_is_said(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_a_configuration_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no configuration at .*config\.json"):
+    with raises(ConfigError, path=str(tmp_path / "config.json")):
         RunDir(tmp_path).load_config()
 
 

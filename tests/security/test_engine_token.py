@@ -19,6 +19,7 @@ from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import EngineError
 from streamrl.schemas.tasks import Sampling
 from tests.producers.policies import make_model, script, start_engine
+from tests.support.errors import raises
 
 TOKEN = "t0ken-of-the-run"
 ROUTES = [
@@ -91,7 +92,7 @@ async def test_a_client_with_the_token_is_served_and_one_without_is_told_why(tmp
 
 async def test_an_engine_without_a_token_listens_on_loopback_only(tmp_path: Path) -> None:
     async with engine(tmp_path) as running:
-        with pytest.raises(EngineError, match=r"expected a token to listen on 0\.0\.0\.0"):
+        with raises(EngineError, host="0.0.0.0"):
             await serve(running, "0.0.0.0")
         server = await serve(running, "0.0.0.0", token=TOKEN)
         await server.stop()

@@ -19,6 +19,7 @@ from streamrl.schemas.versions import Version
 from streamrl.weights.protocol import FileSource
 from tests.engines import models
 from tests.sglang.updates import Image, Updates, ask
+from tests.support.errors import raises
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +56,9 @@ async def test_wrong_digest_is_refused_by_name(updates, served):
     good = updates.next(served)
     spec = good.manifest.tensors[3]
     flip_bit(Path(good.source.path), spec.offset + 5)
-    with pytest.raises(WeightSyncError, match=spec.name):
+    with raises(WeightSyncError, tensor=spec.name, version=str(good.manifest.version)):
         await updates.host.stage_from(good.manifest, good.source)
-    with pytest.raises(WeightSyncError, match="expected it to be staged with its digest"):
+    with raises(WeightSyncError, version=str(good.manifest.version)):
         await updates.host.commit(good.manifest.version)
 
 
@@ -68,7 +69,7 @@ async def test_commit_compares_before_it_sets(updates, served):
     older = await updates.host.commit(Version(serving.epoch, 0))
     assert not again.committed
     assert not older.committed
-    with pytest.raises(WeightSyncError, match="staged"):
+    with raises(WeightSyncError, version=f"{serving.epoch}.99"):
         await updates.host.commit(Version(serving.epoch, 99))
     # The plugin itself refuses what was not staged, whoever asks.
     await updates._commit(Version(serving.epoch, 98))
@@ -118,7 +119,7 @@ async def test_tied_head_may_be_published_if_it_is_the_embeddings(updates, serve
     twice = updates.next(served, also={"lm_head.weight": embeddings})
     assert await updates.host.stage_from(twice.manifest, twice.source) == twice.manifest.digest
     untied = updates.next(served, also={"lm_head.weight": embeddings + 1})
-    with pytest.raises(WeightSyncError, match=r"lm_head\.weight"):
+    with raises(WeightSyncError, tensor="lm_head.weight", known=False):
         await updates.host.stage_from(untied.manifest, untied.source)
 
 

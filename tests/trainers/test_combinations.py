@@ -21,6 +21,7 @@ from streamrl.schemas.versions import Version
 from streamrl.telemetry.names import METRICS
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
+from tests.support.errors import raises
 from tests.support.scoring import score
 
 VOCAB, EOS, GROUP = 16, 1, 4
@@ -74,6 +75,7 @@ def make_batch(stage_step: int = 0, groups: int = 4, **changes: Any) -> TrainBat
         "rewards": np.array([float(k == 0) for _ in range(groups) for k in range(GROUP)]),
         "tasks": np.arange(n) // GROUP,
         "rollouts": np.arange(n) % GROUP,
+        "status": np.zeros(n, np.int8),
     }
     return TrainBatch(kind="rl", version=Version(0, stage_step), stage_step=stage_step, **(fields | changes))
 
@@ -226,17 +228,17 @@ def test_functions_of_the_user(tiny: Path, tmp_path: Path) -> None:
     before = lead(trainer, make_batch())
     assert trainer.step(make_batch()).metrics["train/mine"] == pytest.approx(1.0, abs=0.1)
     assert lead(trainer, make_batch()) > before
-    with pytest.raises(TrainingError, match="short to return a loss and metrics of shape"):
+    with raises(TrainingError, function=named["short"]):
         make(tiny, LossConfig(policy=named["short"])).step(make_batch())
-    with pytest.raises(ConfigError, match="must name a function, got a int"):
+    with raises(ConfigError, key="loss.policy", got="int"):
         make(tiny, LossConfig(policy=named["number"]))
-    with pytest.raises(ConfigError, match="there is none"):
+    with raises(ConfigError, key="loss.policy", name="advantage"):
         make(tiny, LossConfig(policy=named["advantage"]))
 
 
 def test_maxrl_has_no_meaning_for_negative_rewards(tiny: Path) -> None:
     batch = make_batch()
-    with pytest.raises(TrainingError, match="maxrl"):
+    with raises(TrainingError, estimator="maxrl"):
         make(tiny, LossConfig(advantage="maxrl")).step(msgspec.structs.replace(batch, rewards=batch.rewards - 1))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from streamrl.errors import ConfigError, TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
+from tests.support.errors import raises
 from tests.support.scoring import score
 
 Rollouts = Callable[..., TrainBatch]
@@ -98,17 +100,17 @@ def test_spoiled_and_missing_critics_are_refused(model_dir: Path, make_model: Ca
     critic = tmp_path / "at" / "critic.safetensors"
     tensors = load_file(critic)
     save_file({name: value + (name == "value_head.bias") for name, value in tensors.items()}, critic)
-    with pytest.raises(TrainingError, match="expected a critic with digest"):
+    with raises(TrainingError, what="a critic", path=str(tmp_path / "at"), got=ANY):
         trainer.load(tmp_path / "at")
     critic.unlink()
-    with pytest.raises(TrainingError, match="no complete checkpoint"):
+    with raises(TrainingError, path=str(tmp_path / "at"), complete=False):
         trainer.load(tmp_path / "at")
     make_trainer(Config(), model_dir).save(tmp_path / "without", b"", version=Version()).result()
-    with pytest.raises(TrainingError, match="expected a critic in the checkpoint"):
+    with raises(TrainingError, what="a critic", path=str(tmp_path / "without")):
         trainer.load(tmp_path / "without")
     wider = CriticConfig(path=str(make_model(intermediate_size=48)))
     make(model_dir, critic=wider).save(tmp_path / "wider", b"", version=Version()).result()
-    with pytest.raises(TrainingError, match="a critic of another model"):
+    with raises(TrainingError, what="a critic", path=str(tmp_path / "wider"), parameter=ANY):
         trainer.load(tmp_path / "wider")
     assert make_trainer(Config(), model_dir).load(tmp_path / "wider") == b""
 
@@ -118,9 +120,9 @@ def test_its_body_may_be_another_models(model_dir: Path, make_model: Callable[..
     trainer = make(model_dir, critic=CriticConfig(path=str(wide), learning_rate=1e-3))
     assert trainer.step(rollouts()).finite
     assert score(trainer, rollouts(), Role.VALUE).any()
-    with pytest.raises(ConfigError, match=r"expected loss\.critic\.path to name a model directory, got no such directory"):
+    with raises(ConfigError, key="loss.critic.path", path=str(tmp_path / "gone")):
         make(model_dir, critic=CriticConfig(path=str(tmp_path / "gone")))
-    with pytest.raises(ConfigError, match=r"loss\.critic\.path = .*no causal language model"):
+    with raises(ConfigError, key="loss.critic.path", path=str(tmp_path)):
         make(model_dir, critic=CriticConfig(path=str(tmp_path)))
 
 

@@ -17,6 +17,7 @@ from streamrl.config.loss import CorrectionConfig, KLConfig, LossConfig, Rejecti
 from streamrl.config.tree import TrainerConfig
 from streamrl.errors import TrainingError
 from streamrl.trainers.torch.parallel import DataParallel
+from tests.support.errors import raises
 
 ROOT = Path(__file__).parents[2]
 RANK = """
@@ -48,7 +49,7 @@ def batch(kind, step, groups):
         kind=kind, version=Version(), stage_step=step, tokens=rng.integers(0, 16, offsets[-1]).astype(np.int32), offsets=offsets,
         loss_mask=mask, sampler_logprobs=np.where(mask, -2.5, 0).astype(np.float32), staleness=np.zeros(offsets[-1], np.int32),
         temperature=np.ones(n, np.float32), top_p=np.ones(n, np.float32), top_k=np.full(n, -1, np.int32),
-        rewards=np.tile([1.0, 0.0, 0.0], groups), tasks=np.arange(n) // 3, rollouts=np.arange(n) % 3,
+        rewards=np.tile([1.0, 0.0, 0.0], groups), tasks=np.arange(n) // 3, rollouts=np.arange(n) % 3, status=np.zeros(n, np.int8),
     )
 
 def train(loss, out):
@@ -124,5 +125,5 @@ def test_two_ranks_train_as_one(model_dir: Path, tmp_path: Path) -> None:
 
 
 def test_more_ranks_without_a_process_group_are_refused() -> None:
-    with pytest.raises(TrainingError, match=r"trainer\.ranks is 2, this process belongs to a group of 1"):
+    with raises(TrainingError, expected=2, got=1):
         DataParallel(TrainerConfig(ranks=2).ranks)

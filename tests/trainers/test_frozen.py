@@ -16,6 +16,7 @@ from streamrl.core.batches import TrainBatch
 from streamrl.errors import ConfigError, TrainingError
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
+from tests.support.errors import raises
 from tests.support.scoring import score
 
 Rollouts = Callable[..., TrainBatch]
@@ -110,15 +111,13 @@ def test_one_directory_is_loaded_once(model_dir: Path, monkeypatch: pytest.Monke
 def test_directories_that_hold_no_such_model_are_refused(
     model_dir: Path, make_model: MakeModel, tmp_path: Path, rollouts: Rollouts
 ) -> None:
-    with pytest.raises(
-        ConfigError, match=r"expected loss\.kl\.reference to name a model directory, got no such directory: .*gone"
-    ) as caught:
+    with raises(ConfigError, key="loss.kl.reference", path=str(tmp_path / "gone")) as caught:
         make(model_dir, LossConfig(kl=KLConfig(loss_coef=0.1, reference=str(tmp_path / "gone"))))
     assert "name its new place: loss.kl.reference" in caught.value.hint
-    with pytest.raises(ConfigError, match=r"loss\.distillation\.teacher = .*no causal language model"):
+    with raises(ConfigError, key="loss.distillation.teacher", path=str(tmp_path)):
         make(model_dir, LossConfig(distillation=DistillationConfig(coef=0.1, teacher=str(tmp_path))))
     larger = str(make_model(vocab_size=24))
-    with pytest.raises(ConfigError, match=r"loss\.distillation\.teacher = .* has 24 tokens, the policy 16"):
+    with raises(ConfigError, key="loss.distillation.teacher", expected=16, got=24):
         make(model_dir, LossConfig(distillation=DistillationConfig(coef=0.1, teacher=larger)))
-    with pytest.raises(TrainingError, match="expected role policy, proximal, reference, got value"):
+    with raises(TrainingError, role="value"):
         score(make(model_dir, LossConfig(kl=KLConfig(loss_coef=0.1))), rollouts(), Role.VALUE)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -18,6 +17,7 @@ from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.fingerprint import numerics_fingerprint
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.torch.causal_lm import CausalLM
+from tests.support.errors import raises
 
 
 def make(directory: Path, **trainer: Any) -> Trainer:
@@ -65,9 +65,9 @@ def test_checkpointed_layers_are_run_again_for_the_gradient(model_dir: Path, rol
 
 
 def test_what_is_not_there_is_refused(model_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="attention = flash cannot be used here") as caught:
+    with raises(ConfigError, key="trainer.attention", got="flash") as caught:
         CausalLM(model_dir, torch.float32, torch.device("cpu"), attention="flash")
     assert "sdpa" in caught.value.hint
     missing = torch.cuda.device_count() + 3
-    with pytest.raises(ConfigError, match=rf"expected GPU {missing} for rank 0 of the trainer, this process sees {missing - 3}"):
+    with raises(ConfigError, key="trainer.gpu", gpu=missing, gpus=missing - 3):
         make(model_dir, device="cuda", gpu=missing)

@@ -18,6 +18,7 @@ from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.ranks.process_group import Rendezvous, RendezvousAddress, join
+from tests.support.errors import raises
 from tests.support.needs import need
 from tests.support.processes import children
 
@@ -87,7 +88,7 @@ def test_ranks_that_begin_with_other_weights_are_refused(
         return trainer
 
     monkeypatch.setattr(local_ranks, "make_trainer", changed)
-    with pytest.raises(TrainingError, match="same parameters on all ranks at the start, got digests"), open_trainer(CONFIG, model_dir):
+    with raises(TrainingError, when="at the start"), open_trainer(CONFIG, model_dir):
         pass
 
 
@@ -113,7 +114,7 @@ def test_a_rank_that_cannot_start_is_named(tmp_path: Path, capfd: pytest.Capture
 
     if torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU")
-    with pytest.raises(TrainingError, match="rank 1 of the trainer ended at once"), open_trainer(config, tmp_path):
+    with raises(TrainingError, rank=1, ended=True), open_trainer(config, tmp_path):
         pass
     assert "rank 1: error: expected GPU 1 for rank 1" in capfd.readouterr().err
 
@@ -135,5 +136,5 @@ def test_nobody_joins_a_meeting_that_is_not_his() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         assert come(RendezvousAddress("127.0.0.1", free.getsockname()[1], place.generation), 2) is None
-    with pytest.raises(TrainingError, match=r"rank 0 of the trainer cannot listen on '192\.0\.2\.1'"):
+    with raises(TrainingError, host="192.0.2.1"):
         Rendezvous("192.0.2.1", ranks=2, timeout_s=5.0)

@@ -16,6 +16,7 @@ from streamrl.core.batches import TrainBatch
 from streamrl.errors import ConfigError, TrainingError
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
+from tests.support.errors import raises
 
 Rollouts = Callable[..., TrainBatch]
 
@@ -127,9 +128,9 @@ def test_warm_ups_do_without_it(model_dir: Path, demonstrations: Rollouts, their
 
 
 def test_functions_that_are_none_are_refused(model_dir: Path, rollouts: Rollouts, theirs: str) -> None:
-    with pytest.raises(ConfigError, match="there is none"):
+    with raises(ConfigError, key="loss.slime_loss", name="cliped"):
         make(model_dir, LossConfig(slime_loss=f"{theirs}:cliped"))
-    with pytest.raises(TrainingError, match="vector to return a scalar loss"):
+    with raises(TrainingError, function=f"{theirs}:vector", got="Tensor"):
         make(model_dir, LossConfig(slime_loss=f"{theirs}:vector")).step(rollouts())
-    with pytest.raises(TrainingError, match="words to return numbers as metrics, got 'words' for what"):
+    with raises(TrainingError, function=f"{theirs}:words", metric="what"):
         make(model_dir, LossConfig(slime_loss=f"{theirs}:words")).step(rollouts())

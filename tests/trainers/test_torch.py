@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.torch.causal_lm import CausalLM
+from tests.support.errors import raises
 from tests.support.scoring import score
 
 MakeBatch = Callable[..., TrainBatch]
@@ -127,9 +129,9 @@ def test_a_head_that_does_more_than_project_is_refused(tmp_path: Path, monkeypat
         return output
 
     monkeypatch.setattr(Qwen3ForCausalLM, "forward", shifted)
-    with pytest.raises(ConfigError, match="does something to its logits"):
+    with raises(ConfigError, model="Qwen3ForCausalLM"):
         CausalLM(model_dir, torch.float32, CPU)
-    with pytest.raises(ConfigError, match="no causal language model"):
+    with raises(ConfigError, path=str(tmp_path)):
         CausalLM(tmp_path, torch.float32, CPU)
 
 
@@ -169,7 +171,7 @@ def test_the_export_holds_what_transformers_needs(model_dir: Path, rollouts: Cal
 def test_a_checkpoint_of_another_model_is_refused(make_model: MakeModel, model_dir: Path, tmp_path: Path) -> None:
     trainer = make(model_dir)
     trainer.save(tmp_path / "at", b"", version=Version()).result()
-    with pytest.raises(TrainingError, match="of another model"):
+    with raises(TrainingError, path=str(tmp_path / "at"), what="parameters", parameter=ANY):
         make(make_model(intermediate_size=48)).load(tmp_path / "at")
 
 
@@ -180,7 +182,7 @@ def test_changed_bits_in_a_checkpoint_are_noticed(model_dir: Path, tmp_path: Pat
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(TrainingError, match="files were changed"):
+    with raises(TrainingError, path=str(tmp_path / "at"), what="parameters", got=ANY):
         trainer.load(tmp_path / "at")
 
 

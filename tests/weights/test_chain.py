@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import ANY
 
 import msgspec
 import numpy as np
@@ -29,6 +30,7 @@ from streamrl.weights.pins import Pins
 from streamrl.weights.protocol import Shard
 from streamrl.weights.publisher import Publisher
 from streamrl.weights.shm import ShmTransport
+from tests.support.errors import raises
 from tests.weights.wanted import slices
 
 ROWS = 4096
@@ -262,7 +264,7 @@ async def test_any_damaged_part_is_refused_and_a_good_version_is_taken_after_it(
             await blobs.delete(part.location)
             await blobs.put(part.location, bytes(damaged))
             joiner = Reader(memory_bus)
-            with pytest.raises(WeightSyncError, match="sha256"):
+            with raises(WeightSyncError, sha256=ANY):
                 await joiner.take(published[2])
             await blobs.delete(part.location)
             await blobs.put(part.location, good)
@@ -278,7 +280,7 @@ async def test_changes_of_another_version_are_refused_by_the_tensors_digest(make
     wrong = msgspec.structs.replace(published[2], parts=swapped.parts, links={"bus": (*rest, swapped)})
     reader = Reader(memory_bus)
     await reader.take(published[1])
-    with pytest.raises(WeightSyncError, match=r"tensor '\w+' of policy 0.2: expected digest"):
+    with raises(WeightSyncError, tensor=ANY):
         await reader.take(wrong)
     assert await reader.take(published[2]) == bytes_of(2)
     reader.transport.close()
@@ -290,7 +292,7 @@ async def test_a_part_that_is_missing_leaves_the_image_where_it_is(make, memory_
     [part] = published[2].parts
     good = await memory_bus.blobs.get(part.location)
     await memory_bus.blobs.delete(part.location)
-    with pytest.raises(WeightSyncError, match="got none of that name"):
+    with raises(WeightSyncError, blob=ANY):
         await reader.take(published[2])
     await memory_bus.blobs.put(part.location, good)
     reader.fetched()

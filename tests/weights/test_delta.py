@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import ANY
+
 import msgspec
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from streamrl.errors import WeightSyncError
 from streamrl.tensors.digest import MASK, tensor_digest
 from streamrl.weights import delta
 from streamrl.weights.delta import Block, apply_block, encode_block, read_blocks
+from tests.support.errors import raises
 
 ITEMS = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int8": 1, "uint8": 1, "int64": 8}
 NAN_BITS = {2: (0x7FC0, 0x7FC1, 0xFFC0, 0x7F81, 0x8000), 4: (0x7FC00000, 0x7F800001, 0xFFFFFFFF, 0x80000000)}
@@ -161,25 +164,25 @@ def test_damaged_blocks_raise_and_nothing_else(made, where, flip, keep):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "values"),
     [
-        ({"first": 1}, "within its 128 bytes"),
-        ({"count": 63}, r"one at 63|within its"),
-        ({"item": 3}, "adds up"),
-        ({"count": 0}, "adds up"),
-        ({"changed": 65}, "adds up"),
-        ({"changed": 1}, "does not unpack"),
-        ({"planes": (1, 2)}, "adds up"),
-        ({"how": "dense"}, "adds up"),
+        ({"first": 1}, {"tensor": "w", "held": 128}),
+        ({"count": 63}, {"tensor": "w", "position": 63}),
+        ({"item": 3}, {"header": ANY}),
+        ({"count": 0}, {"header": ANY}),
+        ({"changed": 65}, {"header": ANY}),
+        ({"changed": 1}, {"tensor": "w", "plane": ANY}),
+        ({"planes": (1, 2)}, {"header": ANY}),
+        ({"how": "dense"}, {"header": ANY}),
     ],
 )
-def test_headers_that_do_not_fit_are_refused(change, said):
+def test_headers_that_do_not_fit_are_refused(change, values):
     old = np.zeros(128, np.uint8)
     new = old.copy()
     new.view("<u2")[[3, 63]] = 7
     [block] = read_blocks(memoryview(encode_block("w", 2, 0, old, new)))
     header = msgspec.structs.replace(block.header, **change)
     text = msgspec.msgpack.encode(header)
-    with pytest.raises(WeightSyncError, match=said):
+    with raises(WeightSyncError, **values):
         for one in read_blocks(memoryview(len(text).to_bytes(4, "little") + text + bytes(block.payload))):
             apply_block(Block(one.header, one.payload), old.copy())

@@ -26,6 +26,7 @@ from streamrl.schemas.versions import Version
 from streamrl.weights.factory import free_weights, make_publisher
 from streamrl.weights.manifest import Content
 from streamrl.weights.protocol import Shard
+from tests.support.errors import raises
 
 VOCAB, POSITIONS, EOS = 5, 3, 4
 PREFIX = "presence/engines/"
@@ -174,7 +175,7 @@ async def test_a_taken_port_ends_the_worker_with_a_hint(memory_bus, run_dir):
     await publish(memory_bus, run_dir, worker, 1)
     async with running(worker):
         port = int((await presence(memory_bus, serving=Version(0, 1))).address.rpartition(":")[2])
-        with pytest.raises(EngineError, match=f"listen on 127.0.0.1:{port}") as caught:
+        with raises(EngineError, host="127.0.0.1", port=port) as caught:
             await engine_worker.main(worker_of(memory_bus, run_dir, config(port=port)))
     assert "engine.port" in caught.value.hint
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from streamrl.weights.pins import Pins
 from streamrl.weights.protocol import Part, Shard, Slice, WeightTransport
 from streamrl.weights.publisher import MAX_WAITING, Publisher
 from streamrl.weights.shm import ShmTransport
+from tests.support.errors import raises
 from tests.weights.wanted import slices
 
 SUBJECTS = Subjects("r")
@@ -181,9 +183,9 @@ async def test_the_newest_versions_and_pinned_ones_keep_their_bytes(memory_bus, 
 async def test_wrong_bytes_are_not_announced_and_surface_at_the_next_call(memory_bus, shm):
     one = publisher(memory_bus, shm())
     await asyncio.to_thread(one.offer, Version(0, 1), "0123456789abcdef", shards(1))
-    with pytest.raises(WeightSyncError, match="expected the ledger's digest 0123456789abcdef, got " + digest(1)):
+    with raises(WeightSyncError, version="0.1", expected="0123456789abcdef", got=digest(1)):
         await close(one)
-    with pytest.raises(WeightSyncError, match="ledger's digest"):
+    with raises(WeightSyncError, version="0.1", expected="0123456789abcdef", got=digest(1)):
         await offer(one, 2)
     assert await announced(memory_bus) == []
 
@@ -199,7 +201,7 @@ async def test_an_error_wakes_a_trainer_that_waits_for_room(memory_bus, shm):
     training = asyncio.create_task(asyncio.to_thread(train))
     await gate.entered.wait()
     gate.open.set()
-    with pytest.raises(WeightSyncError, match="digest bad"):
+    with raises(WeightSyncError, version="0.0", expected="bad"):
         await training
 
 
@@ -209,7 +211,7 @@ async def test_a_closed_publisher_takes_nothing(memory_bus, shm):
     await close(one)
     await close(one)
     assert await numbers(memory_bus) == [1]
-    with pytest.raises(WeightSyncError, match="closed"):
+    with raises(WeightSyncError, version="0.2", closed=True):
         await offer(one, 2)
 
 
@@ -254,7 +256,7 @@ async def test_a_restart_that_derives_other_weights_must_fork_the_epoch(memory_b
     await close(one)
     two = publisher(memory_bus, shm())
     await asyncio.to_thread(two.offer, Version(0, 1), digest(7), shards(7))
-    with pytest.raises(WeightSyncError, match="expected the published digest") as caught:
+    with raises(WeightSyncError, version="0.1", published=ANY) as caught:
         await close(two)
     assert "epoch" in caught.value.hint
     three = publisher(memory_bus, shm())
@@ -329,7 +331,7 @@ async def test_a_full_bus_is_said_and_leaves_no_blobs(memory_bus):
 
     one = publisher(memory_bus, BusTransport(Full(), run="r", policy="policy", part_bytes=50))
     await offer(one, 1)
-    with pytest.raises(WeightSyncError, match="blobs: 0 bytes left") as caught:
+    with raises(WeightSyncError, size_bytes=128) as caught:
         await close(one)
     assert "bus.blobs_bytes" in caught.value.hint
     assert await memory_bus.blobs.names() == [] and await announced(memory_bus) == []

@@ -20,6 +20,7 @@ from streamrl.schemas.versions import Version
 from streamrl.weights.factory import free_weights, weights_directory
 from streamrl.weights.protocol import Shard
 from streamrl.weights.shm import ShmTransport, host_id
+from tests.support.errors import raises
 from tests.weights.wanted import slices
 
 V1, V2 = Version(0, 1), Version(0, 2)
@@ -130,7 +131,7 @@ async def test_another_hosts_manifest_is_refused_with_a_hint(tmp_path):
     writer = transport(tmp_path)
     manifest = msgspec.structs.replace(await writer.publish(V1, iter(shards(1))), host="elsewhere")
     assert not await writer.holds(manifest)
-    with pytest.raises(WeightSyncError, match=rf"expected a manifest of this host \({host_id(tmp_path)}\), got one of elsewhere") as caught:
+    with raises(WeightSyncError, host="elsewhere", expected=host_id(tmp_path)) as caught:
         await read(writer, manifest)
     assert "weights.transport = 'bus'" in caught.value.hint
     writer.close()
@@ -141,7 +142,7 @@ async def test_a_manifest_cannot_point_at_other_files(tmp_path, location):
     writer = transport(tmp_path)
     good = await writer.publish(V1, iter(shards(1)))
     parts = tuple(msgspec.structs.replace(part, location=location) for part in good.parts)
-    with pytest.raises(WeightSyncError, match="expected the name of one weights file"):
+    with raises(WeightSyncError, location=location):
         await read(writer, msgspec.structs.replace(good, parts=parts))
     writer.close()
 
@@ -151,7 +152,7 @@ async def test_a_shorter_file_is_refused_before_it_is_mapped(tmp_path):
     manifest = await writer.publish(V1, iter(shards(1)))
     os.truncate(tmp_path / manifest.parts[0].location, 255)
     assert not await writer.holds(manifest)
-    with pytest.raises(WeightSyncError, match=r"expected 256 bytes in .*, got 255"):
+    with raises(WeightSyncError, expected=256, got=255):
         await read(writer, manifest)
     writer.close()
 
@@ -161,7 +162,7 @@ async def test_a_file_that_finds_no_room_is_said_and_leaves_nothing(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (255, hard))
     try:
-        with pytest.raises(WeightSyncError, match=f"cannot write 256 bytes of policy 0.1 to {tmp_path}: ") as caught:
+        with raises(WeightSyncError, path=str(tmp_path), size_bytes=256) as caught:
             await writer.publish(V1, iter(shards(1)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -1,7 +1,7 @@
 """Blobs in chunks, in NATS's object-store layout, written and read many chunks at a time.
 
 Chunks lie under `$O.<run>.C.<upload>`, the description under `$O.<run>.M.<name>`; it is written last, so that a blob is there
-whole or not at all. An upload's id begins with its time, so that what a dead writer left behind can be told from one at work.
+whole or not at all. An upload's id begins with its time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 from streamrl.bus.jetstream import admin
 from streamrl.bus.jetstream.connection import Connection, Interrupted
 from streamrl.bus.jetstream.outbox import Outbox
-from streamrl.bus.jetstream.pull import opened
+from streamrl.bus.jetstream.session import opened
 from streamrl.bus.jetstream.wire import (
     HEADER_EXPECT_SUBJECT_LAST,
     HEADER_ID,
@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20
 CHUNKS_UNDER_WAY = 24
-ORPHAN_S = 3600.0
-"""Age from which an upload without a description counts as abandoned."""
 
 
 class Description(msgspec.Struct, frozen=True):
@@ -142,12 +140,11 @@ class JetStreamBlobs:
 
     async def _collect(self, description: Description, chunks: dict[int, bytes]) -> bool:
         """Read chunks in whatever order they lie; returns whether the reading was interrupted."""
-        config = {"deliver_policy": "all", "filter_subject": self._chunks(description.nuid)}
-        session, _ = await opened(self._connection, self._stream, config, follow=False)
+        subject = self._chunks(description.nuid)
+        session = await opened(self._connection, self._stream, after=0, subject=subject, follow=False)
         try:
-            while len(chunks) < description.chunks and (item := await session.next()) is not None:
-                message, _ = item
-                index = (message.headers or {}).get(HEADER_ID, "").rpartition(".")[2]
+            while len(chunks) < description.chunks and (message := await session.next()) is not None:
+                index = message.headers.get(HEADER_ID, "").rpartition(".")[2]
                 chunks[int(index) if index.isdigit() else len(chunks)] = message.data
         except Interrupted as error:
             logger.debug("event=bus_blob_read_interrupted name=%s error=%s", description.name, error)
@@ -163,35 +160,16 @@ class JetStreamBlobs:
             await admin.purge(self._connection, self._stream, {"filter": self._chunks(description.nuid)})
 
     async def names(self) -> Sequence[str]:
-        return sorted(blob_name(token) for token in await self._tokens("M"))
-
-    async def remove_orphans(self, *, older_s: float = ORPHAN_S) -> int:
-        """Remove uploads that were begun more than `older_s` ago and never finished; returns how many."""
-        uploads = await self._tokens("C")
-        if not uploads:
-            return 0
-        described = [await self._describe(name) for name in await self.names()]
-        live = {description.nuid for description in described if description is not None}
-        limit_ms = (time.time() - older_s) * 1000
-        dead = [upload for upload in uploads if upload not in live and int(upload[:13], 16) <= limit_ms]
-        for upload in dead:
-            await admin.purge(self._connection, self._stream, {"filter": self._chunks(upload)})
-        if dead:
-            logger.info("event=bus_blob_orphans_removed run=%s uploads=%d", self._run, len(dead))
-        return len(dead)
-
-    async def _tokens(self, kind: str) -> list[str]:
-        """Last tokens of all subjects of a kind; the server lists them in pages."""
-        root = f"$O.{self._run}.{kind}."
+        root = f"$O.{self._run}.M."
         found: list[str] = []
-        while True:
+        while True:  # the server lists subjects in pages
             reply = await admin.info(self._connection, self._stream, {"subjects_filter": root + ">", "offset": len(found)})
             found.extend(subject[len(root) :] for subject in reply.state.subjects)
             if not reply.state.subjects or len(found) >= reply.total:
-                return found
+                return sorted(map(blob_name, found))
 
     async def _describe(self, name: str) -> Description | None:
-        answer = await self._connection.request(f"$JS.API.STREAM.MSG.GET.{self._stream}", {"last_by_subj": self._meta(name)})
+        answer = await self._connection.request(f"{self._connection.api}.STREAM.MSG.GET.{self._stream}", {"last_by_subj": self._meta(name)})
         reply = decode(answer.data, StoredMessageReply)
         if reply.error is not None and reply.error.err_code != 10037:
             raise error_of(reply.error, doing=f"look up blob {name!r}")

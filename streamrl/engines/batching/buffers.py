@@ -58,13 +58,17 @@ class WeightBuffers:
         """
         where = f"version {manifest.version} of policy {manifest.policy!r}"
         if manifest.kind == "adapter":
-            raise WeightSyncError(f"expected a whole version, got kind {manifest.kind!r} for {where}", hint="publish full versions")
+            raise WeightSyncError(
+                f"expected a whole version, got kind {manifest.kind!r} for {where}", hint="publish full versions", kind=manifest.kind
+            )
         names = {spec.name for spec in manifest.tensors}
         if names != self._layout.keys():
             missing, unexpected = sorted(self._layout.keys() - names)[:3], sorted(names - self._layout.keys())[:3]
             raise WeightSyncError(
                 f"expected this engine's {len(self._layout)} parameters in {where}, missing {missing}, unexpected {unexpected}",
                 hint="trainer and engine must use the same model directory",
+                missing=missing,
+                unexpected=unexpected,
             )
         for spec in manifest.tensors:
             own = self._layout[spec.name]
@@ -72,6 +76,8 @@ class WeightBuffers:
                 raise WeightSyncError(
                     f"expected {own.dtype} {own.shape} for {spec.name}, got {spec.dtype} {tuple(spec.shape)} in {where}",
                     hint="trainer and engine must use the same model directory and dtype",
+                    tensor=spec.name,
+                    got=(spec.dtype, tuple(spec.shape)),
                 )
 
     def wants(self, manifest: Manifest) -> Sequence[Slice]:

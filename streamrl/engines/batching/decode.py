@@ -241,6 +241,8 @@ class DecodeLoop:
             error = EngineError(
                 f"expected finite logits, got NaN or infinity for request {job.request.request_id!r} under version {self.serving}",
                 hint="the weights have diverged: lower trainer.optimizer.learning_rate",
+                request=job.request.request_id,
+                version=str(self.serving),
             )
             logger.error("event=non_finite_logits engine=%s version=%s request=%s", self._engine, self.serving, job.request.request_id)
             self._out.append((job.queue.put_nowait, error))

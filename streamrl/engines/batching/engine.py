@@ -142,12 +142,16 @@ class BatchingEngine:
                 raise WeightSyncError(
                     f"expected {expected} bytes of version {manifest.version}, got {written} at engine {self.engine_id}",
                     hint="the transport lost or repeated a part; the next version is taken afresh",
+                    expected=expected,
+                    got=written,
                 )
             digest = await _in_background(lambda: self._buffers.digest(idle))
             if digest != manifest.digest:
                 raise WeightSyncError(
                     f"expected digest {manifest.digest} for version {manifest.version}, got {digest} at engine {self.engine_id}",
                     hint="bytes changed on the way; the next version is taken afresh",
+                    expected=manifest.digest,
+                    got=digest,
                 )
             await _in_background(lambda: self._model.prepare(idle))
             self._staged = manifest.version
@@ -160,7 +164,10 @@ class BatchingEngine:
                 if self._decode.serving is not None and version <= self._decode.serving:
                     return Commit(version, False, 0.0)
                 raise WeightSyncError(
-                    f"expected version {version} to be staged, got {self._staged} at engine {self.engine_id}", hint="stage it first"
+                    f"expected version {version} to be staged, got {self._staged} at engine {self.engine_id}",
+                    hint="stage it first",
+                    version=str(version),
+                    staged=self._staged,
                 )
             if self._ended is not None or self._loop is None:
                 raise WeightSyncError(f"engine {self.engine_id} is not running, so version {version} cannot be committed", hint="start it")

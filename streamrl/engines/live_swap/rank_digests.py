@@ -42,7 +42,11 @@ class DigestBooks:
         self._words = all(one.words for one in prepared)
         for spec, count in zip(tensors, covered.tolist(), strict=True):
             if count not in (0, math.prod(spec.shape)):
-                raise WeightSyncError(f"tensor {spec.name!r}: expected {math.prod(spec.shape)} elements on all ranks together, got {count}")
+                raise WeightSyncError(
+                    f"tensor {spec.name!r}: expected {math.prod(spec.shape)} elements on all ranks together, got {count}",
+                    tensor=spec.name,
+                    elements=count,
+                )
 
     def by_words(self, manifest: Manifest) -> bool:
         """Whether the ranks can be asked for digests of words: a quarter of the work for bfloat16."""
@@ -68,7 +72,11 @@ class DigestBooks:
             wrong = index[seen[index] & (values[index] != got)]
             if len(wrong):
                 name = manifest.tensors[int(self._owner[wrong[0]])].name
-                raise WeightSyncError(f"{manifest.version}: tensor {name!r} differs between rank {rank} and another rank that shares it")
+                raise WeightSyncError(
+                    f"{manifest.version}: tensor {name!r} differs between rank {rank} and another rank that shares it",
+                    tensor=name,
+                    rank=rank,
+                )
             values[index], seen[index] = got, True
         totals = np.zeros(len(manifest.tensors), np.uint64)
         np.add.at(totals, self._owner[self._counts], values[self._counts])
@@ -91,6 +99,8 @@ class DigestBooks:
                     raise WeightSyncError(
                         f"{manifest.version}: tensor {spec.name!r} is none that the model takes, nor a copy of one",
                         hint="trainer and engine must use the same model directory",
+                        tensor=spec.name,
+                        known=False,
                     )
                 total = twin or 0
             if digest_text(total) != digest:

@@ -72,6 +72,7 @@ def record(model: nn.Module, entries: Sequence[TensorEntry]) -> Recording:
         raise WeightSyncError(
             f"expected tensors that fit {type(model).__name__}, its load_weights says: {error or type(error).__name__}",
             hint="trainer and engine must use the same model directory and dtype",
+            model=type(model).__name__,
         ) from error
     return recorder.result(names)
 
@@ -119,6 +120,8 @@ class _Recorder(TorchDispatchMode):
             raise WeightSyncError(
                 f"expected {str(target.dtype).removeprefix('torch.')} for {name}, got {str(source.dtype).removeprefix('torch.')}",
                 hint="set trainer.dtype to the dtype that the engine serves",
+                tensor=name,
+                got=str(source.dtype),
             )
         else:
             shape = target.shape
@@ -156,6 +159,8 @@ class _Recorder(TorchDispatchMode):
                 raise WeightSyncError(
                     f"expected tensors for all of parameter {name} {tuple(parameter.shape)}, got {written} of {parameter.numel()} elements",
                     hint="trainer and engine must use the same model directory",
+                    tensor=name,
+                    elements=written,
                 )
         taken = {copy.tensor for copy in self._copies}
         ignored = tuple(entry.name for index, entry in enumerate(self._entries) if index not in taken and math.prod(entry.shape))

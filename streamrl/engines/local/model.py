@@ -195,7 +195,9 @@ class LocalModel:
 
 def _read_config(model_dir: Path) -> PretrainedConfig:
     if not (model_dir / "config.json").is_file():
-        raise ConfigError(f"expected config.json in {model_dir}, got none", hint="set model.path to a Hugging Face model directory")
+        raise ConfigError(
+            f"expected config.json in {model_dir}, got none", hint="set model.path to a Hugging Face model directory", path=str(model_dir)
+        )
     try:
         return AutoConfig.from_pretrained(model_dir)
     except (ValueError, OSError) as error:

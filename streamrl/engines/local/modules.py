@@ -90,6 +90,7 @@ def check_config(config: PretrainedConfig) -> None:
         raise EngineError(
             f"expected layers of full or sliding attention in a {config.model_type} model, got {sorted(strange)}",
             hint="the local engine keeps keys and values only",
+            layers=sorted(strange),
         )
 
 

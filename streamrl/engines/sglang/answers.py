@@ -174,6 +174,7 @@ class Row:
             raise EngineError(
                 f"SGLang at engine {self._style.engine} gave request {self._request.request_id!r} up: {meta.finish_reason.get('message')}",
                 hint="see the server's log",
+                gave_up=meta.finish_reason.get("message"),
             )
         return kind
 
@@ -227,6 +228,8 @@ class Row:
         return EngineError(
             f"expected {expected} from SGLang at engine {self._style.engine} for {self._request.request_id!r}, got {got}",
             hint="is this version of SGLang one that streamrl was tried with (0.5.17 to 0.5.23)?",
+            expected=expected,
+            got=got,
         )
 
 

@@ -82,6 +82,8 @@ class StockHost:
                 raise WeightSyncError(
                     f"expected digest {manifest.digest} for version {manifest.version}, got {digest} at engine {self._engine}",
                     hint="bytes changed on the way; the next version is taken afresh",
+                    expected=manifest.digest,
+                    got=digest,
                 )
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -95,7 +97,12 @@ class StockHost:
             return Commit(version, False, 0.0)
         if self._staged is None or self._staged[0] != version:
             got = None if self._staged is None else self._staged[0]
-            raise WeightSyncError(f"expected version {version} to be staged, got {got} at engine {self._engine}", hint="stage it first")
+            raise WeightSyncError(
+                f"expected version {version} to be staged, got {got} at engine {self._engine}",
+                hint="stage it first",
+                version=str(version),
+                staged=got,
+            )
         body = {
             "model_path": str(self._staged[1]),
             "load_format": "safetensors",

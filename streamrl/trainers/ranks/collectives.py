@@ -17,4 +17,4 @@ def among_ranks(what: str) -> Generator[None]:
         yield
     except RuntimeError as error:
         first = (str(error).strip().splitlines() or [repr(error)])[0]
-        raise TrainingError(f"{what} needs all ranks of the trainer: {first}", hint=HINT) from error
+        raise TrainingError(f"{what} needs all ranks of the trainer: {first}", hint=HINT, what=what) from error

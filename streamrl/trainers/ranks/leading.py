@@ -143,6 +143,8 @@ class LeadingTrainer:
             raise TrainingError(
                 f"expected the same parameters on all ranks {when}, got digests {said}",
                 hint="do all ranks have the same model directory, checkpoints, torch and kind of device?",
+                when=when,
+                digests=digests,
             )
 
 

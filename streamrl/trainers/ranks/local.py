@@ -64,7 +64,12 @@ def open_trainer(config: Config, model_dir: Path) -> Generator[Trainer]:
             ended = [rank for rank in missing if children[rank - 1].poll() is not None]
             if ended or time.monotonic() > deadline:
                 why = "ended at once" if ended else f"did not come within {timeout_s:g} s"
-                raise TrainingError(f"rank {(ended or missing)[0]} of the trainer {why}", hint="what it said is above")
+                raise TrainingError(
+                    f"rank {(ended or missing)[0]} of the trainer {why}",
+                    hint="what it said is above",
+                    rank=(ended or missing)[0],
+                    ended=bool(ended),
+                )
             time.sleep(_POLL_S)
         group = meeting.begin(cuda=uses_cuda(config, 0))
         try:

@@ -198,7 +198,9 @@ def _listener(host: str) -> socket.socket:
     except OSError as error:
         listener.close()
         raise TrainingError(
-            f"rank 0 of the trainer cannot listen on {host!r}: {error.strerror}", hint="is it an address of this machine? see `ip address`"
+            f"rank 0 of the trainer cannot listen on {host!r}: {error.strerror}",
+            hint="is it an address of this machine? see `ip address`",
+            host=host,
         ) from error
     return listener
 

@@ -62,7 +62,12 @@ class TableTrainer:
 
     def __init__(self, model_dir: Path, *, trainer: TrainerConfig, loss: LossConfig, learning_rate: Callable[[TrainBatch], float]) -> None:
         if trainer.ranks != 1:
-            raise TrainingError(f"the table backend has one rank, trainer.ranks is {trainer.ranks}", hint="set trainer.ranks = 1")
+            raise TrainingError(
+                f"the table backend has one rank, trainer.ranks is {trainer.ranks}",
+                hint="set trainer.ranks = 1",
+                key="trainer.ranks",
+                got=trainer.ranks,
+            )
         self._model_dir = model_dir
         self._minibatches = trainer.minibatches
         self._loss = loss
@@ -138,7 +143,10 @@ class TableTrainer:
                 state = {name: arrays[name] for name in ("logits", "mean", "square", "updates", "stage", "digest", "extra")}
         except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
             raise TrainingError(
-                f"no complete checkpoint in {path}: {error}", hint="list the run's checkpoints directory for others"
+                f"no complete checkpoint in {path}: {error}",
+                hint="list the run's checkpoints directory for others",
+                path=str(path),
+                complete=False,
             ) from error
         logits, digest = state["logits"], str(state["digest"])
         if logits.shape != self._logits.shape:
@@ -286,13 +294,17 @@ def _initial_logits(model_dir: Path) -> Table:
         shape = msgspec.json.decode(path.read_bytes(), type=TableFile)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(
-            f"expected vocab, max_position and eos in {path}: {error}", hint="is this the model directory of a table run?"
+            f"expected vocab, max_position and eos in {path}: {error}", hint="is this the model directory of a table run?", path=str(path)
         ) from error
     logits = np.zeros((shape.max_position, shape.vocab, shape.vocab), np.float32)
     if (model_dir / LOGITS_FILE).is_file():
         stored = np.load(model_dir / LOGITS_FILE, allow_pickle=False)
         if stored.shape != logits.shape:
-            raise ConfigError(f"expected logits of shape {logits.shape} in {model_dir / LOGITS_FILE}, got {stored.shape}")
+            raise ConfigError(
+                f"expected logits of shape {logits.shape} in {model_dir / LOGITS_FILE}, got {stored.shape}",
+                expected=logits.shape,
+                got=stored.shape,
+            )
         logits[...] = stored
     return logits
 

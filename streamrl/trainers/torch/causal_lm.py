@@ -146,6 +146,7 @@ class CausalLM:
             raise ConfigError(
                 f"{type(self.module).__name__} does something to its logits that this trainer does not know of",
                 hint="use a model whose logits are the output embedding of the last hidden state",
+                model=type(self.module).__name__,
             )
 
     @torch.no_grad()
@@ -182,10 +183,15 @@ def _load(model_dir: Path, dtype: torch.dtype, attention: str) -> Any:
             return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation=kernels)
     except ImportError as error:
         raise ConfigError(
-            f"trainer.attention = {attention} cannot be used here: {error}", hint="install flash-attn, or set trainer.attention = 'sdpa'"
+            f"trainer.attention = {attention} cannot be used here: {error}",
+            hint="install flash-attn, or set trainer.attention = 'sdpa'",
+            key="trainer.attention",
+            got=attention,
         ) from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"no causal language model in {model_dir}: {error}", hint="is model.path a Hugging Face directory?") from error
+        raise ConfigError(
+            f"no causal language model in {model_dir}: {error}", hint="is model.path a Hugging Face directory?", path=str(model_dir)
+        ) from error
 
 
 def _checkpoint_layers(body: Any, count: int) -> None:

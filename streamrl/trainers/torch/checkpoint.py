@@ -87,7 +87,12 @@ def read_checkpoint(path: Path) -> tuple[TorchState, bytes]:
         )
         return state, (path / "extra.bin").read_bytes()
     except (OSError, SafetensorError, msgspec.DecodeError) as error:
-        raise TrainingError(f"no complete checkpoint in {path}: {error}", hint="list the run's checkpoints directory for others") from error
+        raise TrainingError(
+            f"no complete checkpoint in {path}: {error}",
+            hint="list the run's checkpoints directory for others",
+            path=str(path),
+            complete=False,
+        ) from error
 
 
 def _read(parameters: Path, optimizer: Path, digest: str) -> ModelState:
@@ -103,11 +108,18 @@ def check_state(state: ModelState, parameters: Mapping[str, Tensor], where: Path
         raise TrainingError(
             f"the checkpoint {where} has {what} of another model: {odd[0]} {odd[1]} is only in one of them",
             hint="was the path of its model changed?",
+            path=str(where),
+            what=what,
+            parameter=odd[0],
         )
     if (digest := digest_of(state.parameters.items())) != state.digest:
         raise TrainingError(
             f"expected {what} with digest {state.digest} in {where}, got {digest}",
             hint="its files were changed; take an older checkpoint",
+            path=str(where),
+            what=what,
+            expected=state.digest,
+            got=digest,
         )
 
 

@@ -44,6 +44,8 @@ def load_frozen(
                 f"{key} = {path} has {model.vocab_size} tokens, the policy {vocab_size}",
                 hint="it must have the policy's tokenizer",
                 key=key,
+                expected=vocab_size,
+                got=model.vocab_size,
             )
         model.module.requires_grad_(False)
         loaded[path.resolve()] = model
@@ -65,8 +67,9 @@ def load_named(
             f"expected {key} to name a model directory, got no such directory: {path}",
             hint=f"put it back, or name its new place: {key} in the TOML file, with --set, or in a recording's config.json",
             key=key,
+            path=str(path),
         )
     try:
         return CausalLM(path, dtype, device, attention=attention, checkpoint_layers=checkpoint_layers)
     except ConfigError as error:
-        raise ConfigError(f"{key} = {path}: {error.message}", hint=error.hint, key=key) from error
+        raise ConfigError(f"{key} = {path}: {error.message}", hint=error.hint, key=key, path=str(path)) from error

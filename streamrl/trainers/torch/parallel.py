@@ -32,7 +32,10 @@ class DataParallel:
             size = dist.get_world_size() if dist.is_initialized() else 1
             if size != ranks:
                 raise TrainingError(
-                    f"trainer.ranks is {ranks}, this process belongs to a group of {size}", hint="was it started by the launcher?"
+                    f"trainer.ranks is {ranks}, this process belongs to a group of {size}",
+                    hint="was it started by the launcher?",
+                    expected=ranks,
+                    got=size,
                 )
             self.rank = dist.get_rank()
 

@@ -87,7 +87,11 @@ class SlimeLoss:
         packed = packed.index_copy(0, torch.from_numpy(layout.positions - 1).to(logits.device), logits)[None]
         loss, metrics = self._function(self._args, data, packed, sum_of_sample_mean)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise TrainingError(f"expected {self._name} to return a scalar loss and metrics, got {loss!r} for the loss")
+            raise TrainingError(
+                f"expected {self._name} to return a scalar loss and metrics, got {loss!r} for the loss",
+                function=self._name,
+                got=type(loss).__name__,
+            )
         if torch.is_grad_enabled():
             (loss.sum() / rollouts).backward()
         sums = {self._metric(name): self._number(name, value) / rollouts for name, value in metrics.items()}
@@ -105,7 +109,9 @@ class SlimeLoss:
         try:
             return float(value)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise TrainingError(f"expected {self._name} to return numbers as metrics, got {value!r} for {name}") from error
+            raise TrainingError(
+                f"expected {self._name} to return numbers as metrics, got {value!r} for {name}", function=self._name, metric=name
+            ) from error
 
 
 class _Layout:

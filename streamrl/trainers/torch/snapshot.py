@@ -118,7 +118,11 @@ class SnapshotBytes:
 
     def digest(self, itemsize: int, global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> int:
         if tuple(global_shape) != tuple(shape):
-            raise TrainingError(f"expected to digest a whole tensor of shape {tuple(global_shape)}, got a slice of shape {tuple(shape)}")
+            raise TrainingError(
+                f"expected to digest a whole tensor of shape {tuple(global_shape)}, got a slice of shape {tuple(shape)}",
+                shape=tuple(global_shape),
+                got=tuple(shape),
+            )
         digests = self.snapshot.digests()
         return digests.elements[self._name] if itemsize == self._item else digests.words[self._name]
 
@@ -276,6 +280,7 @@ class SnapshotRing:
                     raise TrainingError(
                         f"expected one of {self._slots} snapshot buffers to become free within {self._holder_patience_s:g} s, none did",
                         hint="the transport is slower than the trainer: raise weights.ring, or publish less often",
+                        slots=self._slots,
                     )
             buffer.held = True
         if buffer.guard is not None:

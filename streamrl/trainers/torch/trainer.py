@@ -193,6 +193,8 @@ class TorchTrainer:
                 raise TrainingError(
                     f"expected a critic in the checkpoint {path}, got none: it is of a run without loss.advantage = ppo",
                     hint="begin from the initial weights",
+                    path=str(path),
+                    what="a critic",
                 )
             self._critic.restore(state.critic, path)
         self._settle()

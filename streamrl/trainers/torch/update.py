@@ -171,7 +171,9 @@ class Update:
         model = critic or (self._policy if role in (Role.POLICY, Role.PROXIMAL) else self._frozen.get(role))
         if model is None:
             held = ", ".join(["policy", "proximal", *self._frozen, *(["value"] if self._critic is not None else [])])
-            raise TrainingError(f"expected role {held}, got {role}", hint="the section loss says which models a trainer holds")
+            raise TrainingError(
+                f"expected role {held}, got {role}", hint="the section loss says which models a trainer holds", role=str(role)
+            )
         found = torch.zeros(batch.num_tokens)
         with torch.no_grad(), reproducible(self._deterministic):
             for micro in self._micro_batches(batch, wanted, samples, free_masks=model.free_masks, width=model.width):
@@ -360,13 +362,19 @@ def _user_loss(reference: str) -> PolicyLoss:
     found: Any = resolve(reference, what="policy loss", key="loss.policy")
     function: PolicyLoss = found
     if not callable(found):
-        raise ConfigError(f"loss.policy = {reference!r} must name a function, got a {type(found).__name__}", key="loss.policy")
+        raise ConfigError(
+            f"loss.policy = {reference!r} must name a function, got a {type(found).__name__}", key="loss.policy", got=type(found).__name__
+        )
 
     def checked(tokens: PolicyTokens, config: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
         loss, metrics = function(tokens, config)
         if loss.shape != tokens.logprobs.shape or any(value.shape != loss.shape for value in metrics.values()):
             shapes = [tuple(value.shape) for value in (loss, *metrics.values())]
-            raise TrainingError(f"expected {reference} to return a loss and metrics of shape {tuple(tokens.logprobs.shape)}, got {shapes}")
+            raise TrainingError(
+                f"expected {reference} to return a loss and metrics of shape {tuple(tokens.logprobs.shape)}, got {shapes}",
+                function=reference,
+                got=shapes,
+            )
         return loss, metrics
 
     return checked
