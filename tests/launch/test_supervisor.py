@@ -133,6 +133,13 @@ async def test_a_signal_is_named(team: Team) -> None:
 
 
 @pytest.mark.process
+async def test_a_restart_says_what_the_worker_said_last(team: Team) -> None:
+    team.start("engine", "echo 'no room on the GPU' >&2; echo >&2; exit 1")
+    await team.tick_until("engine", "waiting")
+    assert team.notes == ["engine-0 ended with exit code 1; restart 1 in 0.5 s; its log ends: no room on the GPU"]
+
+
+@pytest.mark.process
 async def test_work_that_is_over_is_not_started_again_but_endless_work_is(team: Team) -> None:
     team.start("trainer", "exit 0")
     team.start("producer", "exit 0")

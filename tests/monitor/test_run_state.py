@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from streamrl.config.tree import Config, RunConfig
+from streamrl.monitor.run_state import RunState, read_state, write_state
+from streamrl.monitor.status import describe, steps_text
+from streamrl.runtime.lock import lock_run
+from streamrl.runtime.rundir import RunDir
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    directory = RunDir(tmp_path / "demo")
+    directory.create()
+    directory.write_config(Config(run=RunConfig(name="demo")))
+    return directory
+
+
+@pytest.mark.parametrize("state", ["finished", "stopped", "failed"])
+def test_how_a_session_ended_is_told_with_its_steps(run: RunDir, state: str) -> None:
+    write_state(run, RunState(state=state, step=3, steps=9, error="producer: ValueError: no" if state == "failed" else ""))
+    line = describe(run)
+    assert (line.state, line.step, line.steps, steps_text(line)) == (state, 3, 9, "3/9")
+    assert line.error == ("producer: ValueError: no" if state == "failed" else "")
+
+
+def test_a_run_that_says_running_and_has_no_supervisor_was_interrupted(run: RunDir) -> None:
+    write_state(run, RunState(state="running", step=3, steps=9))
+    with lock_run(run):
+        assert describe(run).state == "running"
+    assert describe(run).state == "interrupted"
+
+
+@pytest.mark.parametrize("content", [None, b"", b'{"state": "fini', b"[]", b"\xff"])
+def test_a_run_of_an_earlier_version_or_with_a_broken_file_is_stopped(run: RunDir, content: bytes | None) -> None:
+    if content is not None:
+        run.state_path.write_bytes(content)
+    assert read_state(run) is None
+    line = describe(run)
+    assert (line.state, steps_text(line)) == ("stopped", "-")
+
+
+def test_no_other_reader_sees_the_error_of_a_run_that_is_up_again(run: RunDir) -> None:
+    write_state(run, RunState(state="failed", error="former"))
+    with lock_run(run):
+        assert describe(run).error == ""
