@@ -1,7 +1,7 @@
 """The live trainer: train, write it down, publish it, checkpoint it, in an order that survives a crash between any two lines.
 
 ```text
-fence = take_fence(); state = decode(trainer.load(latest)) or initial
+fence = take_fence(); state = decode(trainer.load(latest)) or initial   (streamrl.consumers.training.resuming: or an older one)
 for each record in stream order:    fold                        (streamrl.consumers.training.stream_fold)
     dead letters, grant                                         idempotent
     for each batch that closes:     step                        (streamrl.consumers.training.steps)
@@ -25,11 +25,12 @@ from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
 from streamrl.consumers.training.books import ledger_books
 from streamrl.consumers.training.calls import Caller
-from streamrl.consumers.training.carried import fetch_messages, held, oldest_read_again, read_carried
-from streamrl.consumers.training.checkpoints import Checkpointer, check_stream, ensure_position, read_latest
+from streamrl.consumers.training.carried import fetch_messages, held
+from streamrl.consumers.training.checkpoints import Checkpointer, ensure_position
 from streamrl.consumers.training.dead_letters import publish_dead_letter
 from streamrl.consumers.training.ledger import Ledger, mark_epoch, open_ledger, take_fence
 from streamrl.consumers.training.reader import Incoming, RecordReader, open_samples
+from streamrl.consumers.training.resuming import Resuming
 from streamrl.consumers.training.steps import Stepped, train_version
 from streamrl.consumers.training.stream_fold import StreamFold
 from streamrl.core.fold import Effects
@@ -85,6 +86,7 @@ class LiveTrainer:
         run_dir: RunDir,
         fingerprint: str,
         export: Callable[[Version], None],
+        say: Callable[[str], None],
         vocab_size: int = 0,
     ) -> None:
         self.config = config
@@ -96,6 +98,7 @@ class LiveTrainer:
         self.run_dir = run_dir
         self.fingerprint = fingerprint
         self.export = export
+        self.say = say
         self.fold_config = fold_config(config, vocab_size)
         self.rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
         self._deadline = float("inf")
@@ -108,18 +111,24 @@ class LiveTrainer:
 
         Raises:
             Fenced: another trainer has taken over.
+            CannotResume: there is no checkpoint to go on from, see `streamrl.consumers.training.resuming`.
             Diverged: with run.numerics = "bitwise", a step gave other digits than the ledger.
             LogTruncated: the stream no longer holds what is needed.
         """
         call, name = self.call, self.config.trainer.name
         fence = call(take_fence(self.bus, name))
         ledger = call(open_ledger(self.bus, self.subjects, name, fence=fence))
-        latest = call(read_latest(self.bus, name))
-        state = FoldState.decode(self.trainer.load(self.run_dir.path / latest.path)) if latest else initial_state(self.fold_config)
-        known = latest.stream_identity if latest else ""
-        carried = read_carried(self.run_dir.path / latest.path) if latest else {}
-        oldest = oldest_read_again(state, carried)
-        identity = call(check_stream(self.bus, cursor=state.cursor, oldest_needed=oldest, identity=known))
+        resumed = Resuming(
+            bus=self.bus,
+            call=call,
+            trainer=self.trainer,
+            name=name,
+            run_path=self.run_dir.path,
+            initial=initial_state(self.fold_config),
+            past=ledger.at,
+            say=self.say,
+        ).resume()
+        state, carried = resumed.state, resumed.carried
         call(ensure_position(self.bus, name, state))
         saver = Checkpointer(
             bus=self.bus,
@@ -127,10 +136,10 @@ class LiveTrainer:
             trainer=self.trainer,
             settings=self.config.trainer,
             run_path=self.run_dir.path,
-            identity=identity,
+            identity=resumed.identity,
         )
-        if latest:
-            saver.resumed(latest, carried)
+        if resumed.latest:
+            saver.resumed(resumed.latest, carried)
         self._mark_epochs(ledger, state)
         self._remember_rewards(ledger)
         ledger.forget(state.version.number)

@@ -80,6 +80,7 @@ def train(worker: Worker, loop: asyncio.AbstractEventLoop) -> tuple[FoldState, b
         run_dir=run_dir,
         fingerprint=fingerprint,
         export=export,
+        say=lambda text: call(worker.notice(text)),
         vocab_size=vocab_size(model_dir),
     )
     keep_all()

@@ -204,7 +204,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     checkpoint_every: PositiveInt = 50
     """Batches between checkpoints."""
     keep_checkpoints: PositiveInt = 2
-    """Older ones are removed."""
+    """Older ones are removed; the sample stream is held for those that are kept, and where it is full fewer are."""
 
     @property
     def tabular(self) -> bool:

@@ -217,8 +217,11 @@ class Session:
             self._note(f"the last numbers may be missing: {error.message}")
 
     async def _show(self, view: RunView, follower: Follower) -> None:
-        warned = False
+        warned, told = False, 0
         while True:
+            for text in view.notices[told:]:
+                self._note(text)
+            told = len(view.notices)
             numbers = view.numbers(elapsed_s=follower.elapsed_s, supervised=self._supervisor.lines())
             self._tell(partial(self._display.show, numbers))
             barren = numbers.barren_tasks >= _BARREN_BATCHES * self._config.tasks.batch_tasks

@@ -15,7 +15,7 @@ from streamrl.errors import BusError, LogTruncated, SchemaError
 from streamrl.monitor.view import LedgerLine, RunView, Totals
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
-from streamrl.schemas.events import Event, MetricReport
+from streamrl.schemas.events import NOTICE_EVENT, Event, MetricReport
 from streamrl.schemas.subjects import EVENTS, KEY_GRANTED, LEDGER, METRICS, PREFIX_PRESENCE, SAMPLES, source_of
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,8 @@ class Follower:
 
     def _event(self, message: Message) -> None:
         event = decode(message.body, Event, where=f"{message.subject} {message.sequence}")
-        if event.kind != "finished" or message.sequence > self._history_ends[EVENTS]:  # an earlier session's end is not this one's
+        of_this_session = event.kind in ("finished", NOTICE_EVENT)
+        if not of_this_session or message.sequence > self._history_ends[EVENTS]:
             self.view.event(event)
 
     def _metric(self, message: Message) -> None:

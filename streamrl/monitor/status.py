@@ -11,6 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from streamrl.bus.reading import read_key
 from streamrl.errors import BusUnavailable
 from streamrl.monitor.follow import Follower, read_totals
 from streamrl.monitor.numbers import RunNumbers
@@ -20,6 +21,9 @@ from streamrl.monitor.view import RunView
 from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import RunDir, known_runs
 from streamrl.runtime.worker import connected
+from streamrl.schemas.control import Latest
+from streamrl.schemas.subjects import KEY_LATEST
+from streamrl.trainers.checkpoints import list_checkpoints
 
 _RATE_LOOK_S = 1.2
 """Long enough for two samples of the totals, which a rate needs."""
@@ -42,6 +46,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     line: RunLine
     numbers: RunNumbers | None
+    checkpoints: tuple[str, ...] = ()
+    """Versions that a restart can go back to, the newest first; while its bus does not answer, those whose files are there."""
 
 
 def list_runs(base: str | Path) -> list[RunLine]:
@@ -68,19 +74,23 @@ async def read_status(run: RunDir) -> RunStatus:
     """A run in detail; takes a little over a second when it is running."""
     line = describe(run)
     config = run.load_config()
+    trainer = config.trainer.name
+    on_disk = tuple(str(version) for version, _ in reversed(list_checkpoints(run.checkpoints, f"{trainer}-")))
     if line.supervisor is None and not config.bus.url:
-        return RunStatus(line=line, numbers=None)
+        return RunStatus(line=line, numbers=None, checkpoints=on_disk)
     try:
         async with connected(run, role="reader", patience_s=5.0) as bus:
             view = RunView(
                 run.name, steps=config.run.steps, warmup_steps=config.warmup.max_steps, before=await read_totals(bus), joined=True
             )
-            async with Follower(bus, view, trainer=config.trainer.name) as follower:
+            async with Follower(bus, view, trainer=trainer) as follower:
                 await follower.catch_up()
                 await asyncio.sleep(_RATE_LOOK_S)
-                return RunStatus(line=line, numbers=view.numbers(elapsed_s=view.before.wall_s))
+                latest = await read_key(bus.kv, f"{KEY_LATEST}/{trainer}", Latest)
+                kept = tuple(str(one.version) for one in latest.kept) if latest is not None else ()
+                return RunStatus(line=line, numbers=view.numbers(elapsed_s=view.before.wall_s), checkpoints=kept)
     except BusUnavailable:
-        return RunStatus(line=line, numbers=None)
+        return RunStatus(line=line, numbers=None, checkpoints=on_disk)
 
 
 def print_runs(lines: Sequence[RunLine], *, as_json: bool) -> None:
@@ -114,6 +124,8 @@ def print_status(status: RunStatus, *, as_json: bool) -> None:
         Console().print(panel(numbers))
     else:
         print(plain_line(numbers))
+    if status.checkpoints and not as_json:
+        print(f"checkpoints: {', '.join(status.checkpoints)}; a restart can go back to {status.checkpoints[-1]}")
 
 
 def _print_json(value: object) -> None:

@@ -145,6 +145,8 @@ class RunView:
         self.metrics = Fold()
         self.finished = False
         self.stalled: set[str] = set()
+        self.notices: list[str] = []
+        """What workers want people to know, oldest first."""
         self.ages: Counter[int] = Counter()
         """Groups by age in versions, reinforcement learning only."""
         self.drops: Counter[str] = Counter()
@@ -204,6 +206,8 @@ class RunView:
                 self.stalled.add(event.worker)
             case "resumed":
                 self.stalled.discard(event.worker)
+            case "notice":
+                self.notices.append(f"{event.worker}: {event.detail.get('text', '')}")
             case "evaluation":
                 self.evaluations.append(evaluation_of(event))
             case _:

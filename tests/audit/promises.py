@@ -110,6 +110,10 @@ class Promises:
             same = version_of(position[0]) == version_of(latest[0]) and position[0]["oldest_needed"] == latest[0]["oldest_needed"]
             if ahead or (same and position[1] < latest[1]):
                 self._say(f"the position {_place(position)} moved before the checkpoint {_place(latest)}")
+            kept = [latest[0], *(latest[0].get("older") or ())]
+            named = version_of(position[0]) in {version_of(one) for one in kept}  # else it is that of a newer checkpoint
+            if named and position[1] > latest[1] and position[0]["oldest_needed"] > min(one["oldest_needed"] for one in kept):
+                self._say(f"the position {_place(position)} is above what the oldest of {len(kept)} kept checkpoints needs")
         number = latest[0]["version"]["number"] if latest else 0
         carried = set(latest[0]["carried"]) if latest else set()
         for entry in books.chain[number:]:

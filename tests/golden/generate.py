@@ -186,6 +186,16 @@ def records() -> dict[str, Any]:
         "grant": Grant(68, 17, 36, None),
         "position": Position("main", "samples", 99, version),
         "latest": Latest("main", version, "checkpoints/main-v00000017-e1", 104, 99, "identity"),
+        "latest_kept": Latest(
+            "main",
+            version,
+            "checkpoints/main-v00000017-e1",
+            104,
+            99,
+            "identity",
+            (42,),
+            (Latest("main", Version(1, 12), "checkpoints/main-v00000012-e1", 80, 71, "identity"),),
+        ),
         "engine": EnginePresence(engine="engine-0", address="http://127.0.0.1:1", serving=version, running=3, waiting=4, slots=8),
         "worker": WorkerPresence(worker="feeder-0", kind="feeder", pid=12, host="host-1", detail={"issued": 41}),
         "run": RunRecord(
