@@ -131,9 +131,11 @@ async def _follow(
         caught_up.set()
 
     async def entries() -> None:
-        async for message in bus.read(LEDGER, after=0, subject=ledger):
+        first = (await bus.state(LEDGER)).first
+        async for message in bus.read(LEDGER, after=first - 1, subject=ledger):
             entry = decode(message.body, LedgerEntry, where=f"ledger sequence {message.sequence}")
-            schedule.trained(entry.version.number, warm=entry.warm, epoch=entry.version.epoch)
+            if entry.gap is msgspec.UNSET:
+                schedule.trained(entry.version.number, warm=entry.warm, epoch=entry.version.epoch)
             if message.sequence >= upto:
                 caught_up.set()
                 changed.set()

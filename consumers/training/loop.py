@@ -28,6 +28,7 @@ from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.carried import fetch_messages, held
 from streamrl.consumers.training.checkpoints import Checkpointer, ensure_position
 from streamrl.consumers.training.dead_letters import publish_dead_letter
+from streamrl.consumers.training.gaps import enter_gap
 from streamrl.consumers.training.ledger import Ledger, mark_epoch, open_ledger, take_fence
 from streamrl.consumers.training.reader import Incoming, RecordReader, open_samples
 from streamrl.consumers.training.resuming import Resuming
@@ -111,7 +112,8 @@ class LiveTrainer:
 
         Raises:
             Fenced: another trainer has taken over.
-            CannotResume: there is no checkpoint to go on from, see `streamrl.consumers.training.resuming`.
+            CannotResume: there is no checkpoint to go on from (`streamrl.consumers.training.resuming`), or more of the ledger is lost than
+                its end (`streamrl.consumers.training.gaps`).
             Diverged: with run.numerics = "bitwise", a step gave other digits than the ledger.
             LogTruncated: the stream no longer holds what is needed.
         """
@@ -125,7 +127,7 @@ class LiveTrainer:
             name=name,
             run_path=self.run_dir.path,
             initial=initial_state(self.fold_config),
-            past=ledger.at,
+            ledger=ledger,
             say=self.say,
         ).resume()
         state, carried = resumed.state, resumed.carried
@@ -140,6 +142,9 @@ class LiveTrainer:
         )
         if resumed.latest:
             saver.resumed(resumed.latest, carried)
+        lost = call(enter_gap(self.bus, self.subjects, ledger, state, run=self.config.run.name, run_path=self.run_dir.path))
+        if lost:
+            self.say(lost)
         self._mark_epochs(ledger, state)
         self._remember_rewards(ledger)
         ledger.forget(state.version.number)
@@ -153,6 +158,7 @@ class LiveTrainer:
             config=self.fold_config,
             state=state,
             messages=open_samples(pending[sequence] for sequence in held(state)),
+            gaps=[gap for _, gap in sorted(ledger.gaps.items())],
             effects=self._take_effects,
             waiting=saver.while_waiting,
         )
@@ -222,8 +228,8 @@ class LiveTrainer:
 
     def _mark_epochs(self, ledger: Ledger, state: FoldState) -> None:
         """Put onto the stream every epoch of the ledger that is not known from there, before weights of it can be published."""
-        for fork in ledger.forks[len(state.epochs) - 1 :]:
-            if fork.epoch not in self._marked:
+        for fork in ledger.forks:
+            if fork.epoch > state.epochs[-1].epoch and fork.epoch not in self._marked:
                 self.call(mark_epoch(self.bus, self.subjects, self.config.trainer.name, fork))
                 self._marked.add(fork.epoch)
 

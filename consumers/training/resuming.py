@@ -13,10 +13,10 @@ from streamrl.bus.protocol import Bus, Message
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.carried import oldest_read_again, read_carried
 from streamrl.consumers.training.checkpoints import CHECKPOINTS, check_stream, hold, latest_key, point_to, read_latest
+from streamrl.consumers.training.ledger import Ledger
 from streamrl.core.state import FoldState
 from streamrl.errors import CannotResume, CheckpointDamaged, LogTruncated, SchemaError, StreamRLError
 from streamrl.schemas.control import Latest
-from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import SAMPLES
 from streamrl.schemas.versions import Version
 from streamrl.trainers.checkpoints import list_checkpoints, set_aside
@@ -45,7 +45,7 @@ class Resuming:
         name: of the trainer.
         run_path: directory of the run.
         initial: the state before the first record.
-        past: the entry of a version number, where the ledger has one.
+        ledger: loaded.
         say: tells people.
     """
 
@@ -58,7 +58,7 @@ class Resuming:
         name: str,
         run_path: Path,
         initial: FoldState,
-        past: Callable[[int], LedgerEntry | None],
+        ledger: Ledger,
         say: Callable[[str], None],
     ) -> None:
         self._bus = bus
@@ -67,7 +67,7 @@ class Resuming:
         self._name = name
         self._run_path = run_path
         self._initial = initial
-        self._past = past
+        self._ledger = ledger
         self._say = say
         self._restored = False
         """Whether the backend's weights may be other than the initial ones."""
@@ -106,7 +106,8 @@ class Resuming:
         return self._begin_again(latest, passed[0])
 
     def _load(self, one: Latest, identity: str) -> tuple[Latest, Resumed]:
-        """Load a checkpoint; nothing is restored unless the stream has what the key says that it needs."""
+        """Load a checkpoint; nothing is restored unless ledger and stream have what the key says that it needs."""
+        self._check_ledger(one.version)
         self._call(check_stream(self._bus, cursor=one.cursor, oldest_needed=one.oldest_needed, identity=identity))
         path = self._run_path / one.path
         extra = self._trainer.load(path)
@@ -117,13 +118,20 @@ class Resuming:
         found = self._call(check_stream(self._bus, cursor=state.cursor, oldest_needed=oldest, identity=identity))
         return replace(one, cursor=state.cursor, oldest_needed=oldest, older=()), Resumed(state, None, carried, found)
 
+    def _check_ledger(self, version: Version) -> None:
+        if version.number < self._ledger.last_number and not self._ledger.leads_on(version.number):
+            raise LogTruncated(
+                f"the ledger does not lead from version {version} to {self._ledger.last_number}: entries between them were lost",
+                hint="a checkpoint after the gap is needed",
+            )
+
     def _unnamed(self, latest: Latest) -> list[Latest]:
         """Other checkpoints below the newest on the ledger's line; what they need is found out when they are loaded."""
         first = self._call(self._bus.state(SAMPLES)).first
         known = {one.path for one in latest.kept}
         found: list[Latest] = []
         for version, path in reversed(list_checkpoints(self._run_path / CHECKPOINTS, f"{self._name}-")):
-            entry, relative = self._past(version.number), f"{CHECKPOINTS}/{path.name}"
+            entry, relative = self._ledger.at(version.number), f"{CHECKPOINTS}/{path.name}"
             if version.number < latest.version.number and entry is not None and entry.version == version and relative not in known:
                 found.append(Latest(self._name, version, relative, 0, first, latest.stream_identity))
         return found
@@ -131,6 +139,7 @@ class Resuming:
     def _begin_again(self, latest: Latest, error: StreamRLError) -> Resumed:
         identity = ""
         with contextlib.suppress(LogTruncated):
+            self._check_ledger(Version())
             identity = self._call(check_stream(self._bus, cursor=0, oldest_needed=1, identity=latest.stream_identity))
         if not identity or self._restored:
             raise CannotResume(

@@ -11,13 +11,15 @@ from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from streamrl.bus import connect
 from streamrl.bus.protocol import Bus
 from streamrl.config.secret_options import without_secrets
 from streamrl.config.tree import Config
 from streamrl.errors import BusError, LaunchError
 from streamrl.launch.local import LocalLauncher
-from streamrl.launch.prepare import prepare
+from streamrl.launch.prepare import check_log, prepare
 from streamrl.launch.protocol import Launcher
 from streamrl.launch.supervisor import Supervisor
 from streamrl.monitor.follow import Follower, read_totals
@@ -68,15 +70,24 @@ class Stops:
                 loop.remove_signal_handler(number)
 
 
-async def up(config: Config, display: Display, *, launcher: Launcher | None = None) -> Outcome:
+class Consent(msgspec.Struct, frozen=True, kw_only=True):
+    """What the user accepts."""
+
+    gap: bool = False
+    """A ledger that has lost more than its end."""
+
+
+async def up(config: Config, display: Display, *, launcher: Launcher | None = None, consent: Consent | None = None) -> Outcome:
     """Run `config` until it has finished, was stopped, or cannot go on. No process that it started outlives it.
 
     Args:
         config: checked.
         display: shows the run.
         launcher: starts the workers; None: the one that the configuration asks for.
+        consent: None: nothing is accepted.
 
     Raises:
+        CannotResume: something is lost that has to be accepted.
         LaunchError: the run is up already, or a worker cannot be kept running.
         ConfigError: dataset or configuration do not fit each other or the run that is resumed.
         BusError: the bus cannot be started or reached.
@@ -101,7 +112,7 @@ async def up(config: Config, display: Display, *, launcher: Launcher | None = No
         if launcher is None:
             launcher, config = opened.enter_context(_launcher(config, run, note))
         opened.enter_context(stops.listening())
-        session = Session(config, run, display, stops, launcher)
+        session = Session(config, run, display, stops, launcher, consent or Consent())
         body = asyncio.create_task(session.run_to_end())
         at_once = asyncio.create_task(stops.now.wait())
         await asyncio.wait((body, at_once), return_when=asyncio.FIRST_COMPLETED)
@@ -142,11 +153,12 @@ def _launcher(config: Config, run: RunDir, note: Callable[[str], None]) -> Gener
 class Session:
     """One `up` of a run, from its preparation to its summary."""
 
-    def __init__(self, config: Config, run: RunDir, display: Display, stops: Stops, launcher: Launcher) -> None:
+    def __init__(self, config: Config, run: RunDir, display: Display, stops: Stops, launcher: Launcher, consent: Consent) -> None:
         self._config = config
         self._run = run
         self._display = display
         self._stops = stops
+        self._consent = consent
         self._supervisor = Supervisor(launcher, config.supervise, note=self._note)
         self._started_s = time.monotonic()
         self._unheard = False
@@ -163,6 +175,8 @@ class Session:
                 resumed = await write_or_check(bus, record)
                 self._run.write_config(self._config)
                 self._note("resuming" if resumed else "starting")
+                for text in await check_log(bus, self._config, self._run, accept_gap=self._consent.gap):
+                    self._note(text)
                 return await self._follow(bus, server)
             finally:
                 await bus.close()

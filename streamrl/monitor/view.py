@@ -38,6 +38,12 @@ class SpilledLine(msgspec.Struct, frozen=True):
     reasons: dict[str, int]
 
 
+class GapLine(msgspec.Struct, frozen=True):
+    """What a view needs of a `Gap`: that it is one."""
+
+    lost: str
+
+
 class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
     """What a view needs of a `LedgerEntry`: decoding skips the sequences of every rollout, which are most of its bytes."""
 
@@ -54,6 +60,7 @@ class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
     spilled: SpilledLine | None = None
     score: float | msgspec.UnsetType = msgspec.UNSET
     reward: float | msgspec.UnsetType = msgspec.UNSET
+    gap: GapLine | None = None
 
 
 class ProblemDetail(msgspec.Struct, frozen=True):
@@ -161,11 +168,11 @@ class RunView:
         self._grant = Grant(granted=0, version=0, retired=0)
 
     def ledger(self, entry: LedgerLine) -> None:
-        """One trained batch. An entry for a version number that is known replaces it: the epoch was forked."""
+        """One trained batch. One of a version number that is known replaces it: the epoch was forked. A gap makes later ones void."""
         number = entry.version.number
-        forked = number in self._entries
-        self._entries[number] = entry
-        self._newest = entry
+        forked = number in self._entries or entry.gap is not None
+        if entry.gap is None:
+            self._entries[number] = self._newest = entry
         if forked:
             self._entries = {known: one for known, one in self._entries.items() if known <= number}
             self.points, self.ages, self.drops, self._num_trained_tokens = [], Counter(), Counter(), 0

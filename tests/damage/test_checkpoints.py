@@ -2,90 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import shutil
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from streamrl.bus.memory import MemoryBus
-from streamrl.bus.protocol import Bus
-from streamrl.config.tree import Config
-from streamrl.consumers.training import worker as trainer_service
-from streamrl.consumers.training.checkpoints import read_latest
-from streamrl.data.model import ensure_model
 from streamrl.errors import CannotResume, TrainingError
 from streamrl.history.replay import verify
-from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import Exit
-from streamrl.runtime.worker import Worker, report_failure
-from streamrl.schemas.codec import decode, encode
-from streamrl.schemas.control import Latest
-from streamrl.schemas.events import Event
+from streamrl.runtime.worker import report_failure
+from streamrl.schemas.codec import encode
 from streamrl.trainers import checkpoints
-from streamrl.trainers.checkpoints import SEAL_FILE, list_checkpoints
-from tests.kill.world import table_config
-from tests.loop.harness import make_run, read_ledger, services
-
-
-@dataclass
-class Place:
-    """A run whose bus is in this process, so that its files may be damaged while it is down."""
-
-    config: Config
-    run: RunDir
-    bus: Bus
-
-    async def train(self, until: int | None = None) -> None:
-        """A trainer to the run's end, or until the ledger has so many entries; it is drained then."""
-        worker = Worker(config=self.config, run_dir=self.run, bus=self.bus, kind="trainer", index=0)
-        trainer = asyncio.create_task(trainer_service.main(worker))
-        async with asyncio.timeout(60):
-            while until is not None and not trainer.done() and len(await read_ledger(self.bus, self.config.run.name)) < until:
-                await asyncio.sleep(0.01)
-            if until is not None:
-                worker.draining.set()
-            await trainer
-
-    @property
-    def kept(self) -> list[Path]:
-        """Complete checkpoints, the newest first."""
-        return [path for _, path in reversed(list_checkpoints(self.run.checkpoints, "main-"))]
-
-    async def said(self) -> list[str]:
-        """What the trainer wants people to know."""
-        found, last = [], await self.bus.last(f"{self.config.run.name}.events.notice")
-        if last is not None:
-            async for message in self.bus.read("events", after=0, subject=last.subject):
-                found.append(decode(message.body, Event).detail["text"])
-                if message.sequence == last.sequence:
-                    break
-        return found
-
-    async def latest(self) -> Latest:
-        found = await read_latest(self.bus, "main")
-        assert found is not None
-        return found
-
-
-@asynccontextmanager
-async def place(tmp_path: Path, **sections: dict[str, object]) -> AsyncGenerator[Place]:
-    """Everything of a run but its trainer is up."""
-    given: dict[str, dict[str, object]] = {"run": {"steps": 24}, "trainer": {"checkpoint_every": 4, "keep_checkpoints": 3}}
-    run, config = make_run(tmp_path, table_config(tmp_path, **{**given, **sections}))
-    ensure_model(config, run.model_dir)
-    bus = MemoryBus(config.run.name, config.bus)
-    try:
-        async with services(config, run, bus, ["engine", "producer", "feeder"]):
-            yield Place(config, run, bus)
-    finally:
-        await bus.close()
+from streamrl.trainers.checkpoints import SEAL_FILE
+from tests.damage.place import place
+from tests.loop.harness import read_ledger
 
 
 def half(path: Path) -> None:

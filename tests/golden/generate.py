@@ -17,7 +17,7 @@ from streamrl.schemas.control import EnginePresence, Grant, Latest, Position, Ru
 from streamrl.schemas.dead import DeadRecord
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.events import Event, MetricReport
-from streamrl.schemas.ledger import Drop, LedgerEntry, SpilledDrops, Used
+from streamrl.schemas.ledger import Drop, Gap, LedgerEntry, SpilledDrops, Used
 from streamrl.schemas.samples import BlobRef, EpochMark, LogprobMode, Mark, RewardUpdate, Sample, Status, Tombstone, VersionSpan
 from streamrl.schemas.tasks import RolloutTask, Sampling
 from streamrl.schemas.versions import Version
@@ -141,6 +141,18 @@ def records() -> dict[str, Any]:
             metrics={"train/answer_probability": 0.75},
             score=0.75,
             reward=0.25,
+        ),
+        "ledger_gap": LedgerEntry(
+            run="golden",
+            trainer="main",
+            version=Version(2, 17),
+            source="",
+            used=(),
+            cursor=104,
+            granted=68,
+            retired=36,
+            fence=4,
+            gap=Gap(lost="end", missing=((18, 20),), highest=Version(1, 20), known_by="manifest"),
         ),
         "manifest": Manifest(
             run="golden",
