@@ -116,3 +116,5 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: dict[str, str]
     created_s: float
     parent: str = ""
+    code: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+    """By configuration key, the digest of the source of user code at the last start. Not on the wire when unset."""

@@ -152,11 +152,14 @@ async def mark_epoch(bus: Bus, subjects: Subjects, trainer: str, fork: EpochMark
     Raises:
         StreamFull: there is no room, also after a trim.
     """
-    mark = encode(Mark(name=MARK_EPOCH, detail=msgspec.to_builtins(fork)))
-    id = f"m{trainer}.{fork.epoch}"
+    await publish_mark(bus, subjects, Mark(name=MARK_EPOCH, detail=msgspec.to_builtins(fork)), id=f"m{trainer}.{fork.epoch}")
+    logger.info("event=epoch_marked epoch=%d first=%d last_before=%d", fork.epoch, fork.first, fork.last_before)
+
+
+async def publish_mark(bus: Bus, subjects: Subjects, mark: Mark, *, id: str | None = None) -> None:
+    """Put a mark onto the sample stream; raises StreamFull when there is no room, also after a trim."""
     try:
-        await bus.publish(subjects.marks, mark, id=id)
+        await bus.publish(subjects.marks, encode(mark), id=id)
     except StreamFull:
         await trim_if_full(bus)
-        await bus.publish(subjects.marks, mark, id=id)
-    logger.info("event=epoch_marked epoch=%d first=%d last_before=%d", fork.epoch, fork.first, fork.last_before)
+        await bus.publish(subjects.marks, encode(mark), id=id)

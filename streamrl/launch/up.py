@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shutil
 import signal
 import time
 from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,7 +21,7 @@ from streamrl.config.secret_options import without_secrets
 from streamrl.config.tree import Config
 from streamrl.errors import BusError, LaunchError
 from streamrl.launch.local import LocalLauncher
-from streamrl.launch.prepare import check_log, prepare
+from streamrl.launch.prepare import NothingBinds, check_log, open_record, prepare
 from streamrl.launch.protocol import Launcher
 from streamrl.launch.supervisor import Supervisor
 from streamrl.monitor.follow import Follower, read_totals
@@ -29,10 +31,13 @@ from streamrl.monitor.view import RunView
 from streamrl.runtime.bus_server import BusServer, run_bus_server
 from streamrl.runtime.kinds import num_workers
 from streamrl.runtime.lock import lock_run
-from streamrl.runtime.run_record import write_or_check
 from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.control import RunRecord
 from streamrl.telemetry.logs import configure_logging
 from streamrl.weights.factory import free_weights
+
+if TYPE_CHECKING:
+    from streamrl.bus.jetstream.bus import JetStreamBus
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +80,8 @@ class Consent(msgspec.Struct, frozen=True, kw_only=True):
 
     gap: bool = False
     """A ledger that has lost more than its end."""
+    code: bool = False
+    """Code of the loss that has changed since the last start."""
 
 
 async def up(config: Config, display: Display, *, launcher: Launcher | None = None, consent: Consent | None = None) -> Outcome:
@@ -170,16 +177,31 @@ class Session:
         if self._stops.drain.is_set():
             return Outcome(run=self._run, state="stopped")
         async with run_bus_server(self._config, self._run, self._note) as server:
-            bus = await connect(server.address, self._run.name, self._config.bus, name="supervisor")
+            bus = await self._connect(server)
             try:
-                resumed = await write_or_check(bus, record)
+                try:
+                    resumed, notes = await open_record(bus, self._config, self._run, record, accept_code=self._consent.code)
+                except NothingBinds as first:
+                    self._note(f"nothing was trained yet, so the run begins anew: {first}")
+                    bus, record = await self._begin_anew(bus, server)
+                    resumed, notes = await open_record(bus, self._config, self._run, record, accept_code=True)
                 self._run.write_config(self._config)
                 self._note("resuming" if resumed else "starting")
-                for text in await check_log(bus, self._config, self._run, accept_gap=self._consent.gap):
+                for text in [*notes, *await check_log(bus, self._config, self._run, accept_gap=self._consent.gap)]:
                     self._note(text)
                 return await self._follow(bus, server)
             finally:
                 await bus.close()
+
+    async def _connect(self, server: BusServer) -> JetStreamBus:
+        return await connect(server.address, self._run.name, self._config.bus, name="supervisor")
+
+    async def _begin_anew(self, bus: JetStreamBus, server: BusServer) -> tuple[JetStreamBus, RunRecord]:
+        """Streams, keys and the built model of a run that has no version yet are made again."""
+        await bus.remove()
+        await bus.close()
+        shutil.rmtree(self._run.model_dir, ignore_errors=True)
+        return await self._connect(server), await prepare(self._config, self._run)
 
     async def _follow(self, bus: Bus, server: BusServer) -> Outcome:
         view = RunView(
