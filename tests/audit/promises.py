@@ -60,6 +60,9 @@ class Promises:
         for entry in self.entries:
             epoch, number = entry.version
             sequence = entry.stored.sequence
+            if "gap" in entry.body:
+                newest = {other: body for other, body in newest.items() if other <= number}
+                continue
             if entry.body["fence"] < fence:
                 self._say(f"ledger sequence {sequence}: fence {entry.body['fence']} after fence {fence}")
             fence = max(fence, entry.body["fence"])
@@ -149,12 +152,15 @@ class Promises:
 
     def weights(self) -> None:
         """Every version on offer has its entry, was written down first, and has the entry's digest."""
-        known = {entry.version: entry for entry in self.entries}
+        known = {entry.version: entry for entry in self.entries if "gap" not in entry.body}
+        gaps = [(entry.version[0], version_of({"version": entry.body["gap"]["highest"]})) for entry in self.entries if "gap" in entry.body]
         for stored in self.raw.weights.messages:
             manifest = unpack(stored.body)
             version = version_of(manifest)
             if version == (0, 0):
                 continue
+            if version not in known and any(version[0] < epoch and version[1] <= highest[1] for epoch, highest in gaps):
+                continue  # said with the gap
             entry = known.get(version)
             name = f"{version[0]}.{version[1]}"
             if entry is None:
