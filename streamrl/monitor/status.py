@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrl.bus.reading import read_key
-from streamrl.errors import BusUnavailable
+from streamrl.errors import BusUnavailable, ConfigError
 from streamrl.monitor.follow import Follower, read_totals
 from streamrl.monitor.numbers import RunNumbers
 from streamrl.monitor.screen import panel, plain_line
@@ -35,7 +36,7 @@ class RunLine(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     path: str
     state: str
-    """`running` or `stopped`."""
+    """`running`, `stopped`, or that it cannot be read."""
     supervisor: int | None
     summary: Summary | None
     """Of the last time it stopped."""
@@ -52,21 +53,35 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 def list_runs(base: str | Path) -> list[RunLine]:
     """All runs under `base`, the most recently started first."""
-    return [describe(run) for run in known_runs(base)]
+    return [_described(run) for run in known_runs(base)]
+
+
+def _described(run: RunDir) -> RunLine:
+    try:
+        return describe(run)
+    except ConfigError as error:
+        cause = error.__cause__
+        why = cause.strerror if isinstance(cause, OSError) else error.message
+        return RunLine(run=_shown(run.name), path=_shown(str(run.path)), state=f"cannot be read: {why}", supervisor=None, summary=None)
+
+
+def _shown(name: str) -> str:
+    """A name as it can be printed; a file system's may hold bytes that are no text."""
+    return os.fsencode(name).decode(errors="replace")
 
 
 def describe(run: RunDir) -> RunLine:
     """What the run directory alone says."""
-    found = holder(run)
+    found = holder(run) if run.exists else None
     state, pid = ("stopped", None) if found is None else ("running", found.pid)
-    return RunLine(run=run.name, path=str(run.path), state=state, supervisor=pid, summary=read_summary(run))
+    return RunLine(run=_shown(run.name), path=_shown(str(run.path)), state=state, supervisor=pid, summary=read_summary(run))
 
 
 def read_summary(run: RunDir) -> Summary | None:
-    """The summary of the last time the run stopped; None if it never has, or if another version wrote it."""
+    """The summary of the last time the run stopped; None if it never has, if another version wrote it or if it cannot be read."""
     try:
         return msgspec.json.decode(run.summary_path.read_bytes(), type=Summary)
-    except (FileNotFoundError, msgspec.MsgspecError):
+    except (OSError, msgspec.MsgspecError):
         return None
 
 
