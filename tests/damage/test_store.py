@@ -10,10 +10,14 @@ from msgspec import UNSET
 
 from streamrl.bus.server import NatsServer
 from streamrl.schemas.versions import Version
+from tests.kill.fuse import Spot
 from tests.kill.nursery import Nursery
 from tests.kill.world import table_config, world
 
 pytestmark = pytest.mark.nats
+
+GAP = [Spot(name, when) for name in ("publish ledger", "publish marks") for when in ("before", "after")]
+"""Where a trainer dies while it writes the gap and its epoch's mark."""
 
 
 async def test_a_store_from_an_older_copy_goes_on_in_a_new_epoch(tmp_path: Path, own_server: NatsServer, children: Nursery) -> None:
@@ -34,6 +38,7 @@ async def test_a_store_from_an_older_copy_goes_on_in_a_new_epoch(tmp_path: Path,
         own_server.start()
         assert len(await w.ledger()) == before
         async with w.around("engine", "producer", "feeder"):
+            await w.kill("trainer", GAP)
             assert await w.child("trainer") == 0
         entries = await w.ledger()
         [gap] = [entry for entry in entries if entry.gap is not UNSET]
