@@ -108,6 +108,8 @@ class Chat:
         self._finish_reason = ""
         self._mode = LogprobMode.SAMPLED
         self._engine = ""
+        self._full = False
+        """The longest sequence has been reached: whatever would come now is left out."""
         self._started_s = time.time()
         self.state: Any = None
         """What the last `save` was given; also in the process that goes on from it."""
@@ -129,15 +131,14 @@ class Chat:
         """Let the model write its next turn and append its tokens.
 
         A turn is cut at `max_new_tokens` or where the model's longest sequence ends; where no room is left at all it is empty, with
-        finish_reason `length`, and nothing is asked.
+        finish_reason `length`, the chat is truncated, and nothing is asked.
 
         Raises:
             EngineError: the engine refused or went away. Let it pass: the task is then given back and rolled out again.
         """
         sampling = self._room(max_new_tokens)
         if sampling is None:
-            self._finish_reason = "length"
-            return Turn("", (), "length")
+            return self._end_full()
         context = self._context
         request = GenerateRequest(
             request_id=f"{context.task.index}.{context.rollout_index}-{uuid4().hex}",
@@ -149,6 +150,8 @@ class Chat:
             session=f"{context.task.index}.{context.rollout_index}.{self._number}",
         )
         [completion] = await complete(context.engine, request)
+        if not completion.token_ids:  # the engine's longest sequence is shorter
+            return self._end_full()
         if self._turns and completion.logprob_mode != self._mode:
             raise EngineError(
                 f"expected log-probs of mode {self._mode} in every turn, got {completion.logprob_mode} from {completion.engine}"
@@ -158,6 +161,15 @@ class Chat:
         self._turns.append(turn)
         self._finish_reason, self._mode, self._engine = completion.finish_reason, completion.logprob_mode, completion.engine
         return turn
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the longest sequence has been reached: further turns are empty, and further messages are left out."""
+        return self._full
+
+    def _end_full(self) -> Turn:
+        self._full, self._finish_reason = True, "length"
+        return Turn("", (), "length")
 
     async def save(self, state: Any = None) -> None:
         """Store the chat as it is, so that another process goes on from here if this one dies; the newest save counts.
@@ -192,10 +204,14 @@ class Chat:
     def _room(self, max_new_tokens: int | None) -> Sampling | None:
         wanted = self._sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
         if self._context.max_len:
-            wanted = min(wanted, self._context.max_len - sum(len(segment.token_ids) for segment in self._segments))
-        if wanted < 1:
+            wanted = min(wanted, self._context.max_len - self._num_tokens)
+        if wanted < 1 or self._full:
             return None
         return msgspec.structs.replace(self._sampling, max_new_tokens=wanted)
+
+    @property
+    def _num_tokens(self) -> int:
+        return sum(len(segment.token_ids) for segment in self._segments)
 
     def _seed(self) -> int:
         # The first turn of the first chat has the rollout's own seed, so one turn here equals the built-in producer.
@@ -203,21 +219,28 @@ class Chat:
         return rollout_seed(self._context.seed, request) if request else self._context.seed
 
     def tool(self, text: str) -> None:
-        """Append a tool's result and open the model's next turn; masked in training."""
+        """Append a tool's result and open the model's next turn; masked in training.
+
+        One that does not fit the longest sequence is left out and truncates the chat: see `is_full`.
+        """
         self._reply("tool", text)
 
     def user(self, text: str) -> None:
-        """Append a user message and open the model's next turn; masked in training."""
+        """Append a user message and open the model's next turn; otherwise as `tool`."""
         self._reply("user", text)
 
     def _reply(self, role: str, text: str) -> None:
+        if self._full:
+            return
         if not self._segments[-1].is_model:
             raise SchemaError(f"a {role} message follows a turn of the model, but none was generated since the last message")
         self.append(self._format.reply(role, text, last_token=self._segments[-1].token_ids[-1]))
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Append tokens of the environment as they are; masked in training."""
-        if token_ids:
+        """Append tokens of the environment as they are; otherwise as `tool`."""
+        if self._context.max_len and self._num_tokens + len(token_ids) > self._context.max_len:
+            self._end_full()
+        if token_ids and not self._full:
             self._segments.append(Segment(tuple(token_ids)))
 
     def episode(

@@ -40,9 +40,13 @@ class RolloutCheckpoints:
         try:
             found: dict[int, bytes] = {}
             for key in await self._bus.kv.keys(f"{PREFIX_CHECKPOINTS}{task}/"):
+                rollout = key.rpartition("/")[2]
+                if not rollout.isdigit():
+                    logger.warning("event=key_ignored key=%s reason=expected_the_number_of_a_rollout", key)
+                    continue
                 entry = await self._bus.kv.get(key)
                 if entry is not None and entry.value:
-                    found[int(key.rpartition("/")[2])] = entry.value
+                    found[int(rollout)] = entry.value
         except BusError as error:
             logger.warning("event=checkpoints_unread task=%d error=%s", task, error.message)
             return {}

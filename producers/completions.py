@@ -7,6 +7,7 @@ from contextlib import aclosing
 
 import msgspec
 
+from streamrl.engines.extras import INEXACT
 from streamrl.engines.protocol import Chunk, Engine, GenerateRequest
 from streamrl.errors import EngineError
 from streamrl.producers.episode import Segment
@@ -55,12 +56,14 @@ def _join(parts: Sequence[Chunk], request: GenerateRequest, index: int) -> Compl
             request=request.request_id,
         )
     last = parts[-1]
+    inexact = bool(last.extras.get(INEXACT))
     if len(parts) == 1:
-        segment = Segment(last.token_ids, last.logprobs, last.spans)
+        segment = Segment(last.token_ids, last.logprobs, last.spans, inexact)
     else:
         segment = Segment(
             tuple(token for part in parts for token in part.token_ids),
             tuple(logprob for part in parts for logprob in part.logprobs),
             tuple(span for part in parts for span in part.spans),
+            inexact,
         )
     return Completion(segment, last.finish_reason or "", last.logprob_mode, last.engine)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+
+import msgspec
 
 from streamrl.bus.protocol import KeyEntry, KeyValue
 from streamrl.engines.protocol import Chunk, Engine, EngineInfo, GenerateRequest
@@ -40,6 +43,11 @@ class _Member:
         self.suspect = False
         # Presence is up to a second old and counts this producer's requests too; its own it knows exactly.
         self.others = max(0, presence.running + presence.waiting - self.own)
+
+    def room(self, request: GenerateRequest) -> float:
+        """Tokens that the engine can add to the prompt, as far as it has said."""
+        longest = self.presence.max_len
+        return math.inf if isinstance(longest, msgspec.UnsetType) else longest - len(request.prompt_ids)
 
     def load(self) -> float:
         return (self.own + self.others) / max(1, self.presence.slots)
@@ -116,6 +124,11 @@ class EnginePool:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """As `Engine.generate`; raises EngineError when the chosen engine fails or goes away."""
         member = await self._choose(request)
+        if member.room(request) < 1:  # nor has any other: each completion is as long as it can be
+            for index in range(len(request.seeds)):
+                name = member.presence.engine
+                yield Chunk(completion=index, token_ids=(), logprobs=(), spans=(), finish_reason="length", engine=name)
+            return
         count = len(request.seeds)
         member.own += count
         try:
@@ -136,6 +149,7 @@ class EnginePool:
                 await asyncio.wait_for(self._found.wait(), _WARN_EVERY_S)
             except TimeoutError:
                 logger.warning("event=waiting_for_engine policy=%s known=%d", self._policy, len(self._members))
+        usable = [name for name in usable if self._members[name].room(request) >= 1] or usable
         name = self._sessions.get(request.session, "") if request.session else ""
         if name not in usable:
             name = min(usable, key=lambda other: self._rank(other, request.min_version))

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from streamrl.errors import SchemaError
-from streamrl.schemas.samples import LogprobMode, Sample, Status, VersionSpan
+from streamrl.schemas.samples import LogprobMode, Sample, Status, TurnSpan, VersionSpan
 from streamrl.schemas.tasks import RolloutTask, Sampling
 
 STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
@@ -33,6 +33,8 @@ class Segment(msgspec.Struct, frozen=True):
     """Natural log of the probability each token was drawn with; empty for the environment."""
     spans: tuple[VersionSpan, ...] = ()
     """Versions that sampled the tokens, covering them in order."""
+    inexact: bool = False
+    """Whether these versions are guesses."""
 
     @property
     def is_model(self) -> bool:
@@ -154,10 +156,13 @@ def _sample(task: RolloutTask, episode: Episode, index: int, of_rollout: Sequenc
     logprobs: list[float] = []
     mask: list[int] = []
     spans: list[VersionSpan] = []
+    turns: list[TurnSpan] = []
     for segment in episode.segments:
         length = len(segment.token_ids)
         if not length:
             continue
+        if segment.is_model:
+            turns.append(TurnSpan(start=len(tokens), length=length, inexact=segment.inexact))
         tokens += segment.token_ids
         if segment.is_model:
             logprobs += segment.logprobs
@@ -194,4 +199,5 @@ def _sample(task: RolloutTask, episode: Episode, index: int, of_rollout: Sequenc
         producer=producer,
         started_s=episode.started_s,
         finished_s=episode.finished_s,
+        turns=tuple(turns) if any(turn.inexact for turn in turns) else (),
     )

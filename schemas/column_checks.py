@@ -6,12 +6,18 @@ They run for each message of a stream, most of which are small: what can be told
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.schemas.columns import SampleBatch
+from streamrl.schemas.columns import TURNS, SampleBatch, arrow_schema
 from streamrl.schemas.samples import LogprobMode, Status
+
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def all_well(b: SampleBatch, starts: npt.NDArray[np.int64]) -> bool:
@@ -27,7 +33,7 @@ def all_well(b: SampleBatch, starts: npt.NDArray[np.int64]) -> bool:
         and bool(tasks.min() >= 0 and sizes.min() >= 1 and b.rollouts.min() >= 0 and (b.rollouts < sizes).all())
         # One sample a rollout, in order: what nearly every message holds.
         and bool(samples.min() == 1 == samples.max() and not b.ints("sample").any() and rising.all())
-        and not value_problem(b)
+        and not (value_problem(b) or optional_problem(b))
     )
 
 
@@ -112,4 +118,93 @@ def _trained_problem(b: SampleBatch, *, greedy: bool, modes: set[str]) -> str:
         return "expected a temperature above 0 where sampled tokens are trained on"
     if modes != {LogprobMode.NONE} and (np.array(b.texts("logprob_mode")) != LogprobMode.NONE)[rows[unseen]].any():
         return "expected every trained token to carry the version that sampled it"
+    return ""
+
+
+def optional_problem(b: SampleBatch) -> str:
+    """What is wrong with the optional columns, if anything; all others have been checked."""
+    if b.batch.num_columns == len(arrow_schema()):
+        return ""
+    names = set(b.batch.schema.names)
+    if any(name.startswith("turn_") for name in names) and (problem := _turns_problem(b)):
+        return problem
+    if names & {"branch_parent", "branch_shared"} and (problem := _branches_problem(b)):
+        return problem
+    for name in ("routed_experts", "images"):
+        for ref in b.optional(name) or ():
+            if ref is not None and not (
+                ref["name"] and _SHA256.fullmatch(ref["sha256"] or "") and _least(0, ref["start_row"]) and _least(0, ref["num_rows"])
+            ):
+                return f"expected a name, a SHA-256 in hex, and rows of at least 0 in {name}, got {ref}"
+    times = [value for name in ("claimed_s", "scored_s") for value in b.optional(name) or () if value is not None]
+    if not all(map(math.isfinite, times)):
+        return "expected finite times"
+    if not all(value is not None and math.isfinite(value) for row in b.optional("counters") or () for _, value in row or ()):
+        return "expected finite counters"
+    return ""
+
+
+def _least(bound: int, value: int | None) -> bool:
+    return value is not None and value >= bound
+
+
+def _turns_problem(b: SampleBatch) -> str:
+    columns = {name: values for name in TURNS if (values := b.optional(f"turn_{name}")) is not None}
+    if not {"start", "length"} <= columns.keys():
+        return "expected turns with start and length"
+    for row in range(b.num_rows):
+        turns = {name: values[row] for name, values in columns.items() if values[row] is not None}
+        if not turns:
+            continue
+        if not {"start", "length"} <= turns.keys() or len({len(values) for values in turns.values()}) > 1:
+            return "expected columns of turns that are equally long in every row"
+        first = int(b.offsets[row])
+        mask = b.loss_mask[first : int(b.offsets[row + 1])]
+        if problem := _spans_problem(turns["start"], turns["length"], mask) or _values_problem(turns):
+            return problem
+    return ""
+
+
+def _spans_problem(starts: Sequence[int | None], lengths: Sequence[int | None], mask: npt.NDArray[np.uint8]) -> str:
+    """Of one row's turns and its loss mask."""
+    end, trained = 1, 0
+    for start, length in zip(starts, lengths, strict=True):
+        if start is None or length is None or start < end or length < 1 or start + length > len(mask):
+            return "expected turns in order, of at least one token each, after the first token and within their sample"
+        end = start + length
+        trained += int(mask[start:end].sum())
+    return "" if trained == int(mask.sum()) else "expected every trained token in a turn, where turns are given"
+
+
+def _values_problem(turns: dict[str, list[Any]]) -> str:
+    times = [time for name in ("asked_s", "began_s", "finished_s") for time in turns.get(name, ()) if time is not None]
+    if not all(map(math.isfinite, times)):
+        return "expected finite times"
+    texts: list[str] = [text for text in turns.get("sampling", ()) if text is not None]
+    for text in texts:
+        try:
+            msgspec.json.decode(text, type=dict[str, Any])
+        except msgspec.MsgspecError:
+            return f"expected a JSON object as a turn's sampling, got {text[:80]!r}"
+    return ""
+
+
+def _branches_problem(b: SampleBatch) -> str:
+    parents: list[int | None] = b.optional("branch_parent") or []
+    shared: list[int | None] = b.optional("branch_shared") or []
+    if len(parents) != len(shared) or any((parent is None) != (count is None) for parent, count in zip(parents, shared, strict=True)):
+        return "expected branch_parent and branch_shared together"
+    samples = b.ints("sample").tolist()
+    rows = {place: row for row, place in enumerate(zip(b.rollouts.tolist(), samples, strict=True))}
+    for row, (parent, count) in enumerate(zip(parents, shared, strict=True)):
+        if parent is None or count is None:
+            continue
+        of = rows.get((int(b.rollouts[row]), parent), row)
+        if not 0 <= parent < samples[row] or of == row:
+            return "expected a branch's parent among the earlier samples of its rollout"
+        mine, theirs = slice(*b.offsets[row : row + 2].tolist()), slice(*b.offsets[of : of + 2].tolist())
+        if not 1 <= count <= min(b.lengths[row], b.lengths[of]) or (b.tokens[mine][:count] != b.tokens[theirs][:count]).any():
+            return "expected a branch to begin with the tokens that it shares with its parent"
+        if b.loss_mask[mine][:count].any():
+            return "expected the tokens that a branch shares to be trained in its parent only"
     return ""

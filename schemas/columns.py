@@ -4,11 +4,14 @@
 bytes, no token is copied.
 Letters: `N` rows, `T` tokens of the whole message. Schema name and major version are in the schema's metadata; within a major
 version columns may only be added, and must be nullable.
+
+`samples/2` has columns that every message has, and `OPTIONAL` ones that are there only when a row has something in them: what is not
+said costs nothing. `samples/1`, which is read for ever, has two of those in each message and none of the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, cached_property
 from typing import Any
 
@@ -18,20 +21,44 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from streamrl.errors import SchemaError
-from streamrl.schemas.samples import BlobRef, LogprobMode, Sample, Status, VersionSpan
+from streamrl.schemas.samples import BlobRef, Branch, LogprobMode, Sample, Status, TurnSpan, VersionSpan
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 
-SCHEMA_NAME = "samples/1"
+SCHEMA_NAME = "samples/2"
+FORMER_NAME = "samples/1"
 TOKEN_BYTES = 9
 """What a token takes at least: its id, its log-prob and its place in the loss mask."""
 SCHEMA_KEY = b"streamrl.schema"
 _BLOB = pa.struct([("name", pa.utf8()), ("sha256", pa.utf8()), ("start_row", pa.int64()), ("num_rows", pa.int64())])
+TURNS = {
+    "start": pa.int32(),
+    "length": pa.int32(),
+    "inexact": pa.bool_(),
+    "finish_reason": pa.utf8(),
+    "engine": pa.utf8(),
+    "asked_s": pa.float64(),
+    "began_s": pa.float64(),
+    "finished_s": pa.float64(),
+    "sampling": pa.utf8(),
+}
+"""Fields of a `TurnSpan`; each is a column `turn_<field>` of lists, which are equally long in a row."""
+OPTIONAL = {
+    **{f"turn_{name}": pa.list_(kind) for name, kind in TURNS.items()},
+    "branch_parent": pa.int32(),
+    "branch_shared": pa.int32(),
+    "routed_experts": _BLOB,
+    "images": _BLOB,
+    "claimed_s": pa.float64(),
+    "scored_s": pa.float64(),
+    "counters": pa.map_(pa.utf8(), pa.float64()),
+}
+"""Columns of `samples/2` that a message has only when a row has something in them; null elsewhere."""
 
 
 @cache
-def arrow_schema() -> pa.Schema:
-    """The Arrow schema of `samples/1`."""
+def arrow_schema(*optional: str) -> pa.Schema:
+    """The Arrow schema of a `samples/2` message with these of the `OPTIONAL` columns, in their order."""
     fields = [
         pa.field("run", pa.utf8(), nullable=False),
         pa.field("policy", pa.utf8(), nullable=False),
@@ -66,16 +93,21 @@ def arrow_schema() -> pa.Schema:
         pa.field("producer", pa.utf8()),
         pa.field("started_s", pa.float64()),
         pa.field("finished_s", pa.float64()),
-        pa.field("routed_experts", _BLOB),
-        pa.field("images", _BLOB),
+        *(pa.field(name, OPTIONAL[name]) for name in optional),
     ]
     return pa.schema(fields, metadata={SCHEMA_KEY: SCHEMA_NAME.encode()})
 
 
 @cache
-def schema_bytes() -> bytes:
-    """How every message of this version begins: the schema, as an Arrow IPC stream has it."""
-    return arrow_schema().serialize().to_pybytes()
+def former_schema() -> pa.Schema:
+    """The Arrow schema of `samples/1`: its columns are among those of `samples/2`, whether a row has something in them or not."""
+    return arrow_schema("routed_experts", "images").with_metadata({SCHEMA_KEY: FORMER_NAME.encode()})
+
+
+@cache
+def schema_bytes(*optional: str) -> bytes:
+    """How a message with these `OPTIONAL` columns begins: the schema, as an Arrow IPC stream has it."""
+    return arrow_schema(*optional).serialize().to_pybytes()
 
 
 @cache
@@ -92,7 +124,13 @@ def _numpy_types() -> dict[str, np.dtype[Any]]:
 
 
 class SampleBatch:
-    """A decoded message: the record batch and numpy views of its columns. Keeps the message's bytes alive."""
+    """A decoded message: the record batch and numpy views of its columns. Keeps the message's bytes alive.
+
+    Args:
+        batch: of `arrow_schema` with those `OPTIONAL` columns that hold something.
+        columns: its columns.
+        nbytes: what the message takes.
+    """
 
     def __init__(self, batch: pa.RecordBatch, columns: list[pa.Array], nbytes: int) -> None:
         self.batch = batch
@@ -121,6 +159,25 @@ class SampleBatch:
 
     def _column(self, name: str) -> pa.Array:
         return self._columns[_places()[name]]
+
+    def optional(self, name: str) -> list[Any] | None:
+        """[N] values of one of the `OPTIONAL` columns, None where there are none; None when the message has no such column."""
+        place = self.batch.schema.get_field_index(name)
+        return None if place < 0 else self.batch.column(place).to_pylist()
+
+    @cached_property
+    def inexact(self) -> npt.NDArray[np.bool_] | None:
+        """[T] whether the version of the token is a guess; None when none is."""
+        flags = self.optional("turn_inexact")
+        if flags is None:
+            return None
+        found = np.zeros(len(self.tokens), np.bool_)
+        starts, lengths = self.optional("turn_start") or [], self.optional("turn_length") or []
+        for first, *turns in zip(self.offsets.tolist(), starts, lengths, flags, strict=False):
+            for start, length, flag in zip(*(values or () for values in turns), strict=True):
+                if flag:
+                    found[first + start : first + start + length] = True
+        return found if found.any() else None
 
     def ints(self, name: str) -> npt.NDArray[Any]:
         """[N] values of a flat numeric column that has no nulls."""
@@ -177,8 +234,12 @@ class SampleBatch:
     @cached_property
     def trained_in_spans(self) -> npt.NDArray[np.int64]:
         """[number of spans] tokens that are trained on in each version span, of all rows."""
+        return self.in_spans(self.loss_mask)
+
+    def in_spans(self, mask: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """[number of spans] tokens of `mask` ([T] of 0 and 1) in each version span, of all rows."""
         starts = np.cumsum(self.span_length, dtype=np.int64) - self.span_length
-        return np.add.reduceat(self.loss_mask, starts, dtype=np.int64)
+        return np.add.reduceat(mask, starts, dtype=np.int64)
 
     def rows(self) -> list[Sample]:
         """Every row as a Sample (views of the same bytes); raises SchemaError when a label or metadata is no JSON."""
@@ -221,8 +282,7 @@ class SampleBatch:
             sampling=sampling,
             label=_from_json(values["label"]),
             metadata=_from_json(values["metadata"]) or {},  # type: ignore[arg-type]
-            routed_experts=None if values["routed_experts"] is None else BlobRef(**values["routed_experts"]),
-            images=None if values["images"] is None else BlobRef(**values["images"]),
+            **_more(values),
         )
 
 
@@ -250,16 +310,60 @@ class _Part(SampleBatch):
         self.span_offsets = spans - spans[0]
         self.rewards = whole.rewards[self._rows]
         self.trained_in_spans = whole.trained_in_spans[of_spans]
+        inexact = None if whole.inexact is None else whole.inexact[of_tokens]
+        self.inexact = inexact if inexact is not None and inexact.any() else None
 
     @cached_property
     def batch(self) -> pa.RecordBatch:
-        return self._whole.batch.slice(self._rows.start, self.num_rows)
+        return canonical(self._whole.batch.slice(self._rows.start, self.num_rows))
 
     def _column(self, name: str) -> pa.Array:
         return self._whole._column(name).slice(self._rows.start, self.num_rows)
 
     def ints(self, name: str) -> npt.NDArray[Any]:
         return self._whole.ints(name)[self._rows]
+
+
+def canonical(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """A batch of our columns as our own encoder would have laid it out: without the `OPTIONAL` columns that hold nothing."""
+    base, names = len(arrow_schema()), batch.schema.names
+    kept = [name for place, name in enumerate(names[base:], base) if batch.column(place).null_count < batch.num_rows]
+    columns = [*batch.columns[:base], *(batch.column(name) for name in kept)]
+    return pa.RecordBatch.from_arrays(columns, schema=arrow_schema(*kept))
+
+
+def with_columns(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """The columns of `schema`, null where the batch has none of that name."""
+    names = set(batch.schema.names)
+    columns = [batch.column(field.name) if field.name in names else pa.nulls(batch.num_rows, field.type) for field in schema]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _more(values: dict[str, Any]) -> dict[str, Any]:
+    """What a row has in the `OPTIONAL` columns, as fields of a Sample."""
+    found: dict[str, Any] = {}
+    if values.get("turn_start") is not None:
+        found["turns"] = tuple(_turns(values))
+    if values.get("branch_parent") is not None:
+        found["branch"] = Branch(values["branch_parent"], values["branch_shared"])
+    for name in ("routed_experts", "images"):
+        if values.get(name) is not None:
+            found[name] = BlobRef(**values[name])
+    for name in ("claimed_s", "scored_s"):
+        if values.get(name) is not None:
+            found[name] = values[name]
+    if values.get("counters") is not None:
+        found["counters"] = dict(values["counters"])
+    return found
+
+
+def _turns(values: dict[str, Any]) -> Iterator[TurnSpan]:
+    given = {name: values[f"turn_{name}"] for name in TURNS if values.get(f"turn_{name}") is not None}
+    for row in zip(*given.values(), strict=True):
+        turn = {name: value for name, value in zip(given, row, strict=True) if value is not None}
+        if "sampling" in turn:
+            turn["sampling"] = _from_json(turn["sampling"])
+        yield TurnSpan(**turn)
 
 
 def _from_json(text: str | None) -> object:

@@ -91,6 +91,10 @@ class EnginePresence(msgspec.Struct, frozen=True, kw_only=True):
     role: str = ROLLOUT_ROLE
     tokens_total: int = 0
     swaps_total: int = 0
+    max_len: int | msgspec.UnsetType = msgspec.UNSET
+    """Longest sequence in tokens, prompt included; unset: not known."""
+    degraded: str | msgspec.UnsetType = msgspec.UNSET
+    """What it does otherwise than it was asked to, and why; unset: nothing."""
 
 
 class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):

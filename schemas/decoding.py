@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import pyarrow as pa
 
 from streamrl.errors import SchemaError
 from streamrl.schemas.arrow_messages import read_plain_batch
-from streamrl.schemas.column_checks import all_well, shape_problem, value_problem
-from streamrl.schemas.columns import SCHEMA_KEY, SCHEMA_NAME, SampleBatch, arrow_schema, schema_bytes
+from streamrl.schemas.column_checks import all_well, optional_problem, shape_problem, value_problem
+from streamrl.schemas.columns import (
+    FORMER_NAME,
+    OPTIONAL,
+    SCHEMA_KEY,
+    SCHEMA_NAME,
+    SampleBatch,
+    arrow_schema,
+    canonical,
+    former_schema,
+    schema_bytes,
+    with_columns,
+)
 
+_LONGEST_SCHEMA = 1 << 16
 _UNREADABLE = (pa.ArrowException, StopIteration, EOFError, OSError, ValueError, OverflowError, MemoryError)
 
 
@@ -23,7 +35,7 @@ def decode_together(bodies: Sequence[bytes | memoryview]) -> Sequence[SampleBatc
     """
     try:
         batches = [_open(body, "") for body in bodies]
-        joined = pa.concat_batches(batches)
+        joined = pa.concat_batches(_alike(batches))
         starts = np.cumsum([0] + [batch.num_rows for batch in batches[:-1]])
         columns = joined.columns
         if not all(batch.num_rows for batch in batches) or any(_has_nulls(columns[index], is_list) for index, _, is_list in _never_null()):
@@ -53,33 +65,62 @@ def decode_samples(body: bytes | memoryview, *, where: str = "") -> SampleBatch:
     if nulls:
         raise SchemaError(f"expected no nulls in {nulls}{place}")
     decoded = SampleBatch(batch, columns, len(body))
-    problem = shape_problem(decoded) or value_problem(decoded)
+    problem = shape_problem(decoded) or value_problem(decoded) or optional_problem(decoded)
     if problem:
         raise SchemaError(f"{problem}{place}", hint="the producer built this sample wrongly; see streamrl.producers.episode")
     return decoded
 
 
 def _open(body: bytes | memoryview, place: str) -> pa.RecordBatch:
-    """The valid record batch of a message, with exactly our columns."""
-    ours, beginning = arrow_schema(), schema_bytes()
+    """The valid record batch of a message, with our columns: those that every message has, and the optional ones that hold something."""
     data = pa.py_buffer(body)
-    if bytes(body[: len(beginning)]) == beginning:  # a message of this version: its schema need not be read
-        batch = read_plain_batch(pa.ipc.read_message(data.slice(len(beginning))), ours, place=place)
+    head = _head(body)
+    known = _known_schema(head)
+    if known is not None:  # as our own encoder writes it: the schema need not be read
+        batch = read_plain_batch(pa.ipc.read_message(data.slice(len(head))), known, place=place)
         batch.validate(full=True)
-        return batch
+        return batch if len(known) == len(arrow_schema()) else canonical(batch)
     source = pa.BufferReader(data)
     schema = pa.ipc.read_schema(source)
     name = (schema.metadata or {}).get(SCHEMA_KEY, b"").decode(errors="replace")
-    if name != SCHEMA_NAME:
+    if name not in (SCHEMA_NAME, FORMER_NAME):
         raise SchemaError(
             f"expected sample schema {SCHEMA_NAME}{place}, got {name or 'Arrow data without a schema name'}",
             hint="producer and trainer must run the same major version of streamrl",
         )
-    batch = read_plain_batch(pa.ipc.read_message(source), schema, place=place)
-    if not schema.equals(ours):
-        return _with_our_columns(batch, place)
-    batch.validate(full=True)
-    return batch
+    return _with_our_columns(read_plain_batch(pa.ipc.read_message(source), schema, place=place), place)
+
+
+def _head(body: bytes | memoryview) -> bytes:
+    """A message's beginning up to the end of its schema, if that is no longer than ours may be.
+
+    An Arrow IPC stream begins with ff ff ff ff, the length of the schema in four bytes, and the schema.
+    """
+    length = 8 + int.from_bytes(body[4:8], "little")
+    return bytes(body[:length]) if length <= _LONGEST_SCHEMA else b""
+
+
+@lru_cache(maxsize=64)
+def _known_schema(head: bytes) -> pa.Schema | None:
+    """The schema that our own encoder, of this version or an earlier one, writes as these bytes."""
+    if head == former_schema().serialize().to_pybytes():
+        return former_schema()
+    try:
+        names = pa.ipc.read_schema(pa.py_buffer(head)).names if head else []
+    except _UNREADABLE:
+        return None
+    optional = [name for name in OPTIONAL if name in names]
+    return arrow_schema(*optional) if head == schema_bytes(*optional) else None
+
+
+def _alike(batches: Sequence[pa.RecordBatch]) -> Sequence[pa.RecordBatch]:
+    """The batches with the same optional columns: what one lacks is null."""
+    sets = {tuple(batch.schema.names) for batch in batches}
+    if len(sets) == 1:
+        return batches
+    there = set().union(*sets)
+    schema = arrow_schema(*(name for name in OPTIONAL if name in there))
+    return [with_columns(batch, schema) for batch in batches]
 
 
 @cache
@@ -95,7 +136,7 @@ def _has_nulls(column: pa.Array, is_list: bool) -> bool:
 
 def _with_our_columns(batch: pa.RecordBatch, place: str) -> pa.RecordBatch:
     """A batch of the same major version may have more nullable columns than ours, or lack nullable ones; nothing else."""
-    ours, theirs = arrow_schema(), batch.schema
+    ours, theirs = arrow_schema(*OPTIONAL), batch.schema
     if len(set(theirs.names)) != len(theirs.names):
         raise SchemaError(f"expected columns of different names{place}, got {theirs.names}")
     wrong = [
@@ -112,5 +153,4 @@ def _with_our_columns(batch: pa.RecordBatch, place: str) -> pa.RecordBatch:
     # Only what is kept is looked through, and only a number of rows that it really has is made room for.
     known = batch.select([field.name for field in ours if field.name in theirs.names])
     known.validate(full=True)
-    columns = [known.column(field.name) if field.name in theirs.names else pa.nulls(batch.num_rows, field.type) for field in ours]
-    return pa.RecordBatch.from_arrays(columns, schema=ours)
+    return canonical(with_columns(known, ours))

@@ -1,7 +1,8 @@
 """Samples to a message body: the writing half of `streamrl.schemas.columns`.
 
-A message of a few short samples costs what its 35 columns cost, not what its tokens do. So the columns that mostly have one value in
+A message of a few short samples costs what its 33 columns cost, not what its tokens do. So the columns that mostly have one value in
 all rows are made once for many messages, numbers go in as the bytes of arrays, and the schema's bytes are written in front, not made again.
+The optional columns are made only where a row has something in them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from streamrl.errors import SchemaError
-from streamrl.schemas.columns import arrow_schema, schema_bytes
-from streamrl.schemas.samples import BlobRef, Sample
+from streamrl.schemas.columns import OPTIONAL, TURNS, arrow_schema, schema_bytes
+from streamrl.schemas.samples import Sample, TurnSpan
 
 _END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 """Ends an Arrow IPC stream."""
@@ -35,8 +36,6 @@ _SHARED = (
     "logprob_mode",
     "engine",
     "producer",
-    "routed_experts",
-    "images",
 )
 """Columns that mostly have one value in all rows of a message, and in the next messages too; those of `_SAMPLING` are such as well."""
 _SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "ignore_eos", "stop_token_ids")
@@ -52,6 +51,9 @@ _NUMBERS = {
 }
 _WORDS = ("status", "finish_reason")
 """Columns of few different texts."""
+_MORE = ("turns", "branch", "routed_experts", "images", "claimed_s", "scored_s", "counters")
+"""What goes into the optional columns."""
+_more = attrgetter(*_MORE)
 _shared = attrgetter(*_SHARED, "sampling")
 _sampling = attrgetter(*_SAMPLING)
 
@@ -75,8 +77,10 @@ def encode_samples(samples: Sequence[Sample]) -> bytes:
         columns[name] = _words(name, tuple([getattr(sample, name) for sample in samples]))
     parts = [sample.reward_parts for sample in samples]
     columns["reward_parts"] = _array("reward_parts", [list(part.items()) for part in parts]) if any(parts) else _no_parts(len(samples))
-    message = pa.RecordBatch.from_arrays([columns[name] for name in _types()], schema=arrow_schema()).serialize()
-    return b"".join((schema_bytes(), memoryview(message), _END))
+    optional = _optional_columns(samples) if any(map(any, map(_more, samples))) else {}
+    arrays = [*(columns[name] for name in _names()), *optional.values()]
+    message = pa.RecordBatch.from_arrays(arrays, schema=arrow_schema(*optional)).serialize()
+    return b"".join((schema_bytes(*optional), memoryview(message), _END))
 
 
 def _complain(sample: Sample, task: int) -> None:
@@ -91,8 +95,14 @@ def _place(sample: Sample) -> str:
 
 
 @cache
+def _names() -> tuple[str, ...]:
+    """Columns that every message has."""
+    return tuple(arrow_schema().names)
+
+
+@cache
 def _types() -> dict[str, pa.DataType]:
-    return {field.name: field.type for field in arrow_schema()}
+    return {field.name: field.type for field in arrow_schema()} | OPTIONAL
 
 
 def _array(name: str, values: Sequence[Any]) -> pa.Array:
@@ -166,14 +176,38 @@ def _repeated(row: tuple[Any, ...], num_rows: int) -> dict[str, pa.Array]:
 
 def _settings(rows: list[tuple[Any, ...]]) -> dict[str, pa.Array]:
     columns = dict(zip((*_SHARED, *_SAMPLING), map(list, zip(*rows, strict=True)), strict=True))
-    for name in ("routed_experts", "images"):
-        columns[name] = [_blob(ref) for ref in columns[name]]
     columns["stop_token_ids"] = [tuple(ids) for ids in columns["stop_token_ids"]]
     return {name: _array(name, values) for name, values in columns.items()}
 
 
-def _blob(ref: BlobRef | None) -> dict[str, object] | None:
-    return None if ref is None else msgspec.structs.asdict(ref)
+def _optional_columns(samples: Sequence[Sample]) -> dict[str, pa.Array]:
+    """Those of the optional columns that some row has something in, in their order."""
+    turns = [sample.turns or None for sample in samples]
+    rows: dict[str, list[Any]] = {
+        **{f"turn_{name}": [None if of is None else [_turn_value(turn, name) for turn in of] for of in turns] for name in TURNS},
+        "branch_parent": [sample.branch and sample.branch.parent for sample in samples],
+        "branch_shared": [sample.branch and sample.branch.num_shared for sample in samples],
+        "routed_experts": [sample.routed_experts and msgspec.structs.asdict(sample.routed_experts) for sample in samples],
+        "images": [sample.images and msgspec.structs.asdict(sample.images) for sample in samples],
+        "claimed_s": [sample.claimed_s or None for sample in samples],
+        "scored_s": [sample.scored_s or None for sample in samples],
+        "counters": [list(sample.counters.items()) or None for sample in samples],
+    }
+    said = {
+        name: any(value is not None for of in values for value in (of or ()))
+        if name.startswith("turn_")
+        else any(v is not None for v in values)
+        for name, values in rows.items()
+    }
+    return {name: _array(name, values) for name, values in rows.items() if said[name]}
+
+
+def _turn_value(turn: TurnSpan, name: str) -> Any:
+    """A turn's value as its column has it; None where it says nothing."""
+    value = getattr(turn, name)
+    if name in ("start", "length"):
+        return value
+    return _to_json(value or None) if name == "sampling" else value or None
 
 
 def _json_columns(samples: Sequence[Sample]) -> dict[str, pa.Array]:

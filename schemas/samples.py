@@ -52,8 +52,36 @@ class BlobRef(msgspec.Struct, frozen=True):
 
     name: str
     sha256: str
+    """Of the whole blob, hex."""
     start_row: int = 0
     num_rows: int = 0
+
+
+class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of the model within a sample: what is known of its `length` tokens from token `start` on, beside their versions."""
+
+    start: int
+    """Index of its first token in the sample."""
+    length: int
+    inexact: bool = False
+    """Whether the versions of its tokens are guesses: none counts as younger than it is."""
+    finish_reason: str = ""
+    engine: str = ""
+    asked_s: float = 0.0
+    """Unix seconds at which the engine was asked; this and the next two are for people and metrics only, 0.0 where not known."""
+    began_s: float = 0.0
+    """At which the engine began to compute it."""
+    finished_s: float = 0.0
+    sampling: dict[str, Any] = {}
+    """What is drawn otherwise than the sample's `sampling` says, by the names of its fields and of others."""
+
+
+class Branch(msgspec.Struct, frozen=True):
+    """Where a sample of a rollout has left another one. The first `num_shared` tokens of both are the same, trained in the parent only."""
+
+    parent: int
+    """Index of that sample within the rollout, below the branch's own."""
+    num_shared: int
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,8 +138,20 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     started_s: float = 0.0
     """Unix seconds; for people and metrics only."""
     finished_s: float = 0.0
+    claimed_s: float = 0.0
+    """Unix seconds at which its task was claimed, 0.0 where not known."""
+    scored_s: float = 0.0
+    """At which its reward was known."""
+    turns: tuple[TurnSpan, ...] = ()
+    """In order; they hold every trained token. None where nothing is to be said of them."""
+    branch: Branch | None = None
+    """None: it stands by itself, or others have left it."""
     routed_experts: BlobRef | None = None
+    """A row for each token."""
     images: BlobRef | None = None
+    """A row for each image, in order."""
+    counters: dict[str, float] = {}
+    """Counts of the engine, such as cached or drafted tokens, by their names in `streamrl.engines.extras`."""
 
 
 class Tombstone(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="tombstone"):

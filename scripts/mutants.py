@@ -45,8 +45,9 @@ DECISIONS = """
 streamrl/core/fold.py      test_fold test_fold_batches test_fold_quarantine test_fold_staleness test_fold_rewards dead/test_impossible
 streamrl/core/state.py     test_state test_fold
 streamrl/core/pacing.py
-streamrl/core/assembly.py
-streamrl/core/records.py   test_records dead/test_judged
+streamrl/core/admission.py
+streamrl/core/assembly.py  test_assembly test_admission
+streamrl/core/records.py   test_records test_admission dead/test_judged
 """
 MATHEMATICS = """
 streamrl/algorithms/policy_losses.py   test_policy_losses test_opsm test_value_loss

@@ -197,6 +197,7 @@ def pack(groups: Sequence[Rollouts], config: Config, number: int) -> TrainBatch:
         rewards=np.array([group.rewards[rollout] for group, rollout in rows]),
         tasks=np.array([group.task for group, _ in rows]),
         rollouts=np.array([rollout for _, rollout in rows]),
+        status=np.zeros(len(rows), np.int8),
     )
 
 

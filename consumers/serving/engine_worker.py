@@ -9,6 +9,8 @@ import secrets
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 
+import msgspec
+
 from streamrl.config.hosts import WILDCARDS, address_towards, bracketed
 from streamrl.config.tree import Config
 from streamrl.consumers.serving.weight_watcher import WeightWatcher
@@ -199,6 +201,8 @@ class Presence:
             role=self.role,
             tokens_total=info.tokens_total,
             swaps_total=info.swaps_total,
+            max_len=info.max_len,
+            degraded=self._engine.detail.get("degraded", msgspec.UNSET),
         )
         try:
             await self._worker.bus.kv.put(self._key, encode(presence), ttl_s=PRESENCE_TTL_S)

@@ -10,7 +10,7 @@ from streamrl.bus.protocol import Bus
 from streamrl.bus.reading import stretch
 from streamrl.consumers.training.checkpoints import trim_if_full
 from streamrl.consumers.training.spilled_drops import spill
-from streamrl.errors import Conflict, Fenced, StreamFull, TrainingError
+from streamrl.errors import Conflict, Fenced, SchemaError, StreamFull, TrainingError
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.ledger import LedgerEntry, take_entry
 from streamrl.schemas.samples import MARK_EPOCH, EpochMark, Mark
@@ -133,11 +133,22 @@ async def open_ledger(bus: Bus, subjects: Subjects, trainer: str, *, fence: int 
 
 
 async def take_fence(bus: Bus, trainer: str) -> int:
-    """A fencing token higher than any before it; whoever held a lower one is refused at the ledger from its successor's entry on."""
+    """A fencing token higher than any before it; whoever held a lower one is refused at the ledger from its successor's entry on.
+
+    Raises:
+        SchemaError: the key has something else than a token.
+    """
     key = PREFIX_FENCES + trainer
     while True:
         entry = await bus.kv.get(key)
-        token = int(entry.value or b"0") + 1 if entry else 1
+        text = (entry.value or b"0") if entry else b"0"
+        if not text.isdigit():
+            raise SchemaError(
+                f"expected a fencing token, a whole number, in key {key}, got {text[:80]!r}",
+                hint="something else than a trainer wrote it: with `nats kv put` put the highest `fence` of the ledger's entries there",
+                key=key,
+            )
+        token = int(text) + 1
         try:
             await bus.kv.put(key, str(token).encode(), expect=entry.revision if entry else 0)
         except Conflict:

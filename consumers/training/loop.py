@@ -256,7 +256,8 @@ async def raise_grant(bus: Bus, grant: Grant, *, revision: int | None = None) ->
     while True:
         if revision is None:
             entry = await bus.kv.get(KEY_GRANTED)
-            if entry is not None and entry.value is not None and decode(entry.value, Grant, where=KEY_GRANTED).granted >= grant.granted:
+            known = decode(entry.value, Grant, where=f"key {KEY_GRANTED}") if entry is not None and entry.value is not None else None
+            if known is not None and known.granted >= grant.granted:
                 return None
             revision = entry.revision if entry else 0
         try:

@@ -22,11 +22,12 @@ from msgspec.structs import replace
 
 from streamrl.algorithms.batch_metrics import staleness_metrics
 from streamrl.core.assembly import ages, used
-from streamrl.core.batches import TrainBatch
+from streamrl.core.batches import STATUS_CODES, TrainBatch
 from streamrl.core.fold import Batch
 from streamrl.core.state import FoldState
 from streamrl.errors import BatchDiffers
 from streamrl.schemas.ledger import LedgerEntry, Used
+from streamrl.schemas.samples import Status
 from streamrl.schemas.versions import Version
 from streamrl.trainers.protocol import StepResult, Trainer
 
@@ -159,6 +160,7 @@ def measure(batch: Batch, arrays: TrainBatch, state: FoldState) -> dict[str, flo
         "staleness/publish_lag": float(np.mean(parts["publish_lag"])),
         "rollout/dropped": float(state.num_drops),
         "rollout/tokens_trained": float(arrays.loss_mask.sum()),
+        "rollout/truncated_ratio": float((arrays.status == STATUS_CODES[Status.TRUNCATED]).mean()),
     }
     if state.reward_count:
         metrics["rollout/raw_reward"] = state.reward_sum / state.reward_count

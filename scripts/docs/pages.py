@@ -11,6 +11,7 @@ from scripts.docs.error_page import errors_page
 from scripts.docs.loop_picture import loop_picture
 from scripts.docs.metrics import metrics_table
 from scripts.docs.registry import registry_tables
+from scripts.docs.rights import rights_table
 
 WHOLE: Mapping[str, Callable[[], str]] = MappingProxyType(
     {
@@ -20,7 +21,11 @@ WHOLE: Mapping[str, Callable[[], str]] = MappingProxyType(
     }
 )
 PARTS: Mapping[tuple[str, str], Callable[[], str]] = MappingProxyType(
-    {("docs/operations.md", "metrics"): metrics_table, ("docs/algorithms.md", "registry"): registry_tables}
+    {
+        ("docs/operations.md", "metrics"): metrics_table,
+        ("docs/algorithms.md", "registry"): registry_tables,
+        ("docs/security.md", "rights"): rights_table,
+    }
 )
 """By page and name of the marks."""
 

@@ -10,6 +10,17 @@ from streamrl.config.files import write_private
 from streamrl.config.tree import BusConfig
 from streamrl.errors import ConfigError
 
+OPERATOR = "operator"
+API = "$JS.API"
+"""What the subjects of JetStream's API begin with, where JetStream is the account's own."""
+ROLE_API = "$STREAMRL.API"
+"""`API` in the account of a role: its own `$JS.API` is the server's, which says there that the account has no JetStream."""
+
+
+def inbox(role: str) -> str:
+    """First token of a role's reply subjects: users cannot read each other's replies."""
+    return f"_INBOX_{role}"
+
 
 class BusAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Server and credentials. Holds secrets: it is saved with mode 0600 and its `repr` shows none of them."""
@@ -27,26 +38,33 @@ class BusAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The same as PEM text, so that these credentials are one file that can be taken to another host."""
     inbox_prefix: str = "_INBOX"
     """First token of reply subjects; one prefix per user keeps users from reading each other's replies."""
+    api: str = API
+    """What the subjects of JetStream's API begin with in this login's account."""
 
     def __repr__(self) -> str:
         return f"BusAddress(url={self.url!r}, user={self.user!r})"
 
     @classmethod
-    def from_config(cls, config: BusConfig) -> BusAddress:
+    def from_config(cls, config: BusConfig, role: str = OPERATOR) -> BusAddress:
         """Address of an existing cluster (`bus.url`), with the secrets read from the files that the configuration names.
+
+        Where it names a login for each role, the one of `role`, in whose account the API has the name that `bus.accounts` gives it.
 
         Raises:
             ConfigError: `bus.url` is empty, or a file cannot be read.
         """
         if not config.url:
             raise ConfigError("bus.url must be set to connect to an existing cluster, got an empty string", key="bus.url")
+        limited = config.by_role and role != OPERATOR
         return cls(
             url=config.url,
-            user=config.user,
-            password=_secret(config.password_file, "bus.password_file"),
-            token=_secret(config.token_file, "bus.token_file"),
-            credentials_file=config.credentials_file,
+            user=_of(role, config.user),
+            password=_secret(_of(role, config.password_file), "bus.password_file"),
+            token=_secret(_of(role, config.token_file), "bus.token_file"),
+            credentials_file=_of(role, config.credentials_file),
             ca_file=config.ca_file,
+            inbox_prefix=inbox(role) if limited else "_INBOX",
+            api=ROLE_API if limited else API,
         )
 
     def save(self, path: Path) -> None:
@@ -81,3 +99,7 @@ def _secret(path: str, key: str) -> str:
     if not found:
         raise ConfigError(f"{key} must name a file with a secret in it, got the empty file {path!r}", hint=f"check {key}", key=key)
     return found
+
+
+def _of(role: str, text: str) -> str:
+    return text.replace("{role}", role)

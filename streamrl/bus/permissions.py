@@ -10,13 +10,12 @@
 | evaluator | event `evaluation`, pins                                   | ledger, events           |                              |
 | reader    | nothing                                                    | everything but tasks     |                              |
 
-Every worker also reads the keys and stores its own metrics, events and presence. Reading is asking JetStream's API, which is a
-publication too; a role has the API of the streams that it reads and of no other. Streams and the consumers of tasks are made by
-the operator beforehand.
+Every worker also reads the keys and stores its own metrics, events and presence. Reading is asking JetStream's API for single messages
+or batches of them, and hearing what is stored from then on; a role has that of the streams that it reads and of no other. Nobody but the
+operator makes streams or consumers.
 
-NATS does not check the subject that an answer is to be sent to, so a role can have an answer stored where it may not publish. Most
-answers are JSON, which no reader of a stream takes for a record, and delivered messages keep their own subject. The one request that
-answers with stored bytes under a subject of the asker's choice, DIRECT.GET, is the trainer's alone: nobody else can forge its records.
+NATS does not check the subject that an answer is to be sent to. So each role has an account of its own (`streamrl.bus.accounts`), in
+which nothing is there but these subjects: an answer comes back within that account, and reaches by it no more than its asker may do.
 """
 
 from __future__ import annotations
@@ -25,47 +24,59 @@ from collections.abc import Sequence
 
 import msgspec
 
-from streamrl.bus.topology import blobs_name, keys_name, stream_name
+from streamrl.bus.address import API, OPERATOR, ROLE_API, inbox
+from streamrl.bus.topology import blobs_name, keys_name, stored_subject, stream_name
 from streamrl.schemas.subjects import DEAD, EVENTS, LEDGER, METRICS, SAMPLES, TASKS, WEIGHTS
 
-OPERATOR = "operator"
 READER = "reader"
 ROLES = ("trainer", "producer", "engine", "feeder", "evaluator", READER)
 """Roles whose rights are limited. A worker's role is its kind."""
-API = "$JS.API"
+
+
+class Rights(msgspec.Struct, frozen=True, kw_only=True):
+    """What a role may do in a run: subjects in NATS's notation, as they are called where the run's streams are."""
+
+    asks: tuple[str, ...]
+    """It may publish there; an answer is one message."""
+    batches: tuple[str, ...]
+    """It may publish there; an answer is several messages."""
+    hears: tuple[str, ...]
+    """It may subscribe there."""
 
 
 class User(msgspec.Struct, frozen=True, kw_only=True):
-    """One user of the embedded server. Its replies come under `inbox`; with `publish` None it may do everything."""
+    """One user of a run's server. Its replies come under `inbox`; with `rights` None it may do everything."""
 
     name: str
     password: str
-    publish: tuple[str, ...] | None = None
+    role: str = OPERATOR
+    rights: Rights | None = None
 
     def __repr__(self) -> str:
         return f"User(name={self.name!r})"
 
     @property
     def inbox(self) -> str:
-        """First token of its reply subjects: users cannot read each other's replies."""
-        return f"_INBOX_{self.name}"
+        """First token of its reply subjects."""
+        return inbox(self.role) if self.rights is not None else "_INBOX"
+
+    @property
+    def api(self) -> str:
+        """What the subjects of JetStream's API begin with for it."""
+        return ROLE_API if self.rights is not None else API
 
 
-def allowed(role: str, run: str) -> tuple[str, ...]:
-    """Subjects that `role` may publish to in `run`, in NATS's notation; KeyError for a role that is not in ROLES."""
+def allowed(role: str, run: str) -> Rights:
+    """What `role` may do in `run`; KeyError for a role that is not in ROLES."""
     tasks, samples = stream_name(run, TASKS), stream_name(run, SAMPLES)
-    keys, blobs = keys_name(run), blobs_name(run)
-    worker = [f"{run}.metrics.*", f"$KV.{run}.presence.workers.*", *_reads(keys)]
+    blobs = blobs_name(run)
+    worker = [f"{run}.metrics.*", f"$KV.{run}.presence.workers.*"]
     stalls = [f"{run}.events.stalled", f"{run}.events.resumed"]
-    rights: dict[str, list[str]] = {
+    stores: dict[str, list[str]] = {
         "trainer": [
             *worker,
             *(f"{run}.{subject}" for subject in ("ledger.*", "weights.*", "marks", "dead", "events.*")),
             *(f"$KV.{run}.{key}" for key in ("granted", "latest.*", "positions.*", "fences.*", "ranks.*")),
-            *(subject for stream in (SAMPLES, LEDGER, WEIGHTS) for subject in _reads(stream_name(run, stream))),
-            *_reads(blobs),
-            f"{API}.DIRECT.GET.{samples}",
-            f"{API}.DIRECT.GET.{stream_name(run, WEIGHTS)}",
             f"$O.{run}.C.*",
             f"$O.{run}.M.*",
             f"{API}.STREAM.PURGE.{samples}",
@@ -76,9 +87,7 @@ def allowed(role: str, run: str) -> tuple[str, ...]:
             *stalls,
             *(f"{run}.{subject}" for subject in ("samples.*", "tombstones.*", "rewards")),
             f"$KV.{run}.checkpoints.*.*",
-            *_reads(stream_name(run, EVENTS)),
             f"{API}.CONSUMER.INFO.{tasks}.*",
-            f"{API}.CONSUMER.MSG.NEXT.{tasks}.*",
             f"$JS.ACK.{tasks}.>",
         ],
         "engine": [
@@ -87,38 +96,36 @@ def allowed(role: str, run: str) -> tuple[str, ...]:
             f"{run}.events.engine",
             f"$KV.{run}.presence.engines.*",
             f"$KV.{run}.pins.*.*.*",
-            *_reads(stream_name(run, WEIGHTS)),
-            *_reads(blobs),
         ],
         "feeder": [*worker, *stalls, f"{run}.tasks.*", f"{API}.STREAM.INFO.{tasks}", f"{API}.STREAM.MSG.GET.{tasks}"],
-        "evaluator": [
-            *worker,
-            f"{run}.events.evaluation",
-            f"$KV.{run}.pins.*.*.*",
-            *_reads(stream_name(run, LEDGER)),
-            *_reads(stream_name(run, EVENTS)),
-        ],
-        READER: [
-            *_reads(keys),
-            *_reads(blobs),
-            *(subject for stream in (SAMPLES, LEDGER, WEIGHTS, EVENTS, METRICS, DEAD) for subject in _reads(stream_name(run, stream))),
-            f"{API}.STREAM.INFO.{tasks}",
-        ],
+        "evaluator": [*worker, f"{run}.events.evaluation", f"$KV.{run}.pins.*.*.*"],
+        READER: [f"{API}.STREAM.INFO.{tasks}"],
     }
-    return tuple(rights[role])
+    reads = {
+        "trainer": (SAMPLES, LEDGER, WEIGHTS),
+        "producer": (EVENTS,),
+        "engine": (WEIGHTS,),
+        "feeder": (),
+        "evaluator": (LEDGER, EVENTS),
+        READER: (SAMPLES, LEDGER, WEIGHTS, EVENTS, METRICS, DEAD),
+    }[role]
+    followed = [keys_name(run), *(stream_name(run, stream) for stream in reads)]
+    read = followed + ([blobs] if role in ("trainer", "engine", READER) else [])
+    batches = [f"{API}.DIRECT.GET.{stream}" for stream in read]
+    if role == "producer":
+        batches.append(f"{API}.CONSUMER.MSG.NEXT.{tasks}.*")
+    if role == "feeder":
+        batches.append(f"{API}.DIRECT.GET.{tasks}")
+    return Rights(
+        asks=(*stores[role], *(f"{API}.{verb}.{stream}" for stream in read for verb in ("STREAM.INFO", "STREAM.MSG.GET"))),
+        batches=tuple(batches),
+        hears=tuple(stored_subject(stream) for stream in followed),
+    )
 
 
-def role_users(run: str, passwords: Sequence[tuple[str, str]]) -> list[User]:
-    """Users from (role, password) pairs; the operator's has no limits."""
-    return [User(name=role, password=password, publish=None if role == OPERATOR else allowed(role, run)) for role, password in passwords]
-
-
-def _reads(stream: str) -> list[str]:
-    """The API for reading one stream: its state, single messages, and throw-away consumers."""
+def role_users(run: str, passwords: Sequence[tuple[str, str]], *, name: str = "{role}") -> list[User]:
+    """Users from (role, password) pairs, called by `name`; the operator's has no limits."""
     return [
-        f"{API}.STREAM.INFO.{stream}",
-        f"{API}.STREAM.MSG.GET.{stream}",
-        f"{API}.CONSUMER.CREATE.{stream}.>",
-        f"{API}.CONSUMER.MSG.NEXT.{stream}.*",
-        f"{API}.CONSUMER.DELETE.{stream}.*",
+        User(name=name.replace("{role}", role), password=password, role=role, rights=None if role == OPERATOR else allowed(role, run))
+        for role, password in passwords
     ]

@@ -16,11 +16,12 @@ import sysconfig
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from streamrl.bus.accounts import accounts
 from streamrl.bus.address import BusAddress
 from streamrl.bus.certificates import Certificate
 from streamrl.bus.permissions import User
+from streamrl.bus.store import move_to_account
 from streamrl.bus.topology import MAX_PAYLOAD_BYTES
 from streamrl.config.files import write_private
 from streamrl.config.hosts import WILDCARDS, bracketed
@@ -64,7 +65,8 @@ class NatsServer:
         token: log in with this token instead of user and password.
         host: address to listen on.
         advertise: name or address that clients are told; empty: `host`, or this machine's name if that means every address.
-        users: who may log in, the first of them with `address`; none: one user with all rights and a random password.
+        users: who may log in, the first of them with `address`; none: one user with all rights and a random password. Each user with
+            limited rights has an account of its own.
     """
 
     def __init__(
@@ -106,8 +108,7 @@ class NatsServer:
         authority = self._tls.authority if self._tls else ""
         if self._token:
             return BusAddress(url=url, token=self._token, ca_pem=authority)
-        inbox = user.inbox if user.publish is not None else "_INBOX"
-        return BusAddress(url=url, user=user.name, password=user.password, ca_pem=authority, inbox_prefix=inbox)
+        return BusAddress(url=url, user=user.name, password=user.password, ca_pem=authority, inbox_prefix=user.inbox, api=user.api)
 
     @property
     def pid(self) -> int | None:
@@ -118,8 +119,12 @@ class NatsServer:
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def _store(self) -> Path:
+        return self.directory / "store"
+
     def start(self) -> BusAddress:
-        """Start and wait until it accepts connections: some 20 ms on an empty store.
+        """Start and wait until it accepts connections: some 20 ms on an empty store. An old run's store is moved first (`bus.store`).
 
         Raises:
             LaunchError: no binary, the port is taken, the server ended at once, or it is not ready within 30 s.
@@ -128,6 +133,8 @@ class NatsServer:
             return self.address
         binary = find_binary()
         self.directory.mkdir(parents=True, exist_ok=True)
+        if not self._token:
+            move_to_account(self._store)
         for attempt in range(PORT_TRIES):
             if self._port == 0:
                 self._port = _free_port(self._host)
@@ -205,7 +212,6 @@ class NatsServer:
 
     def _config(self) -> str:
         """Configuration text; every value is quoted as JSON, which the server reads but for the escapes of letters."""
-        auth: dict[str, Any] = {"token": self._token} if self._token else {"users": [_login(user) for user in self._users]}
         lines = [
             f"host: {_quoted(self._host)}",
             f"port: {self._port}",
@@ -215,13 +221,13 @@ class NatsServer:
             "max_pending: 512MB",
             "write_deadline: '60s'",
             "jetstream {",
-            f"  store_dir: {_quoted(str((self.directory / 'store').resolve()))}",
+            f"  store_dir: {_quoted(str(self._store.resolve()))}",
             # Budgets are per stream; the server would otherwise refuse budgets above three quarters of the free disk.
             "  max_file_store: 64TB",
             "  max_memory_store: 1GB",
             *(["  sync_interval: always"] if self._sync_always else []),
             "}",
-            f"authorization {_quoted(auth)}",
+            f"authorization {_quoted({'token': self._token})}" if self._token else f"accounts {_quoted(accounts(self._users))}",
         ]
         if self._tls:
             files = {"cert_file": str(self._tls.path.resolve()), "key_file": str(self._tls.key_path.resolve())}
@@ -260,14 +266,6 @@ class NatsServer:
 
 def _quoted(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _login(user: User) -> dict[str, Any]:
-    """A user as the server's configuration wants it."""
-    login: dict[str, Any] = {"user": user.name, "password": user.password}
-    if user.publish is not None:
-        login["permissions"] = {"publish": {"allow": list(user.publish)}, "subscribe": {"allow": [f"{user.inbox}.>"]}}
-    return login
 
 
 def _free_port(host: str) -> int:

@@ -133,6 +133,11 @@ def blobs_name(run: str) -> str:
     return f"OBJ_{run}"
 
 
+def stored_subject(stream: str, subject: str = ">") -> str:
+    """Where the server repeats a message once it is stored, with its sequence; `stream` is its name on the server, `>` all subjects."""
+    return f"$STORED.{stream}.{subject}"
+
+
 def check_key(key: str) -> str:
     """Return a key of the key-value store; raises SchemaError unless its parts between slashes are plain names."""
     for part in key.split("/"):

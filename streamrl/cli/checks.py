@@ -20,6 +20,11 @@ def add_verbs(verbs: Any) -> None:
         "--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one key; may be repeated"
     )
     doctor.add_argument("--run", help="also check what this run asks for, whether its bus answers, and its clock")
+    doctor.add_argument(
+        "--nats-accounts",
+        action="store_true",
+        help="print the accounts of the TOML file's run for the configuration of a nats-server of your own, and check nothing",
+    )
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.add_argument("--dir", default="runs", help="directory that will hold the runs")
     doctor.set_defaults(run_verb=run_doctor)
@@ -37,6 +42,8 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "--set needs a TOML file to be put over, got none", hint="for example `streamrl doctor my.toml --set bus.port=4222`"
         )
+    if arguments.nats_accounts:
+        return _print_accounts(arguments)
     run = RunDir.find(arguments.run, base=arguments.dir) if arguments.run else None
     checks = examine(arguments.dir)
     if arguments.config:
@@ -45,3 +52,13 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         checks += examine_run(run)
     print_checks(checks, as_json=arguments.json)
     return 1 if any(check.state == "fail" for check in checks) else 0
+
+
+def _print_accounts(arguments: argparse.Namespace) -> int:
+    from streamrl.config.load import load
+    from streamrl.doctor.accounts import accounts_text
+
+    if not arguments.config:
+        raise ConfigError("--nats-accounts needs a TOML file, got none", hint="for example `streamrl doctor my.toml --nats-accounts`")
+    print(accounts_text(load(arguments.config, arguments.overrides), as_json=arguments.json))
+    return 0

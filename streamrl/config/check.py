@@ -40,7 +40,8 @@ def check_files(config: Config) -> None:
             text = text if text.endswith(".py") else ""
         if not text:
             continue
-        path, kind = Path(text), "a directory" if key in DIRECTORIES else "a file"
+        # Of files for each role the operator's is looked for here, the others when the run starts.
+        path, kind = Path(text.replace("{role}", "operator") if key in FILES else text), "a directory" if key in DIRECTORIES else "a file"
         found = path.is_dir() if key in DIRECTORIES else path.is_file()
         if not found:
             raise ConfigError(

@@ -15,6 +15,9 @@ RENAMED_KEYS = {"tasks.drop_zero_spread": "tasks.drop_zero_variance"}
 """Keys that have another name now."""
 FORMER_KEYS = RENAMED_KEYS | {f"loss.correction.reject_{name}": "loss.correction.reject" for name in ("level", "low", "high")}
 """Those, and keys that are parts of another key now."""
+LATER_DECISIONS = {"tasks.inexact": "allow", "tasks.check_max_len": False}
+"""What a recorded configuration means by lacking a key that has another default: a decision that there was not yet is off. `dump` leaves
+it out too, so that a run that was begun without it stays so."""
 _REJECT = "loss.correction.reject"
 
 
@@ -36,6 +39,26 @@ def in_present_words(tree: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(correction := loss.get("correction"), Mapping):
         loss["correction"] = _rejection(correction)
     return {**tree, "loss": loss}
+
+
+def as_recorded(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A whole recorded configuration, every key of its time among it, with `LATER_DECISIONS` where it lacks them."""
+    whole = dict(tree)
+    for key, value in LATER_DECISIONS.items():
+        section, name = key.split(".")
+        values = whole.get(section, {})
+        if isinstance(values, Mapping):
+            whole[section] = {name: value, **values}
+    return whole
+
+
+def for_the_record(tree: dict[str, Any]) -> dict[str, Any]:
+    """The other way round: a whole configuration without the `LATER_DECISIONS` that are off."""
+    for key, value in LATER_DECISIONS.items():
+        section, name = key.split(".")
+        if tree[section][name] == value:
+            del tree[section][name]
+    return tree
 
 
 def _renamed(tree: Mapping[str, Any]) -> dict[str, Any]:

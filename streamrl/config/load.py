@@ -16,7 +16,7 @@ from urllib.parse import urlsplit, urlunsplit
 import msgspec
 
 from streamrl.config.check import check, check_files
-from streamrl.config.former import FORMER_KEYS, RENAMED_KEYS, in_present_words
+from streamrl.config.former import FORMER_KEYS, RENAMED_KEYS, as_recorded, for_the_record, in_present_words
 from streamrl.config.paths import resolve
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError, SchemaError
@@ -96,13 +96,13 @@ def convert(tree: Mapping[str, Any], *, where: str) -> Config:
 
 def dump(config: Config) -> str:
     """The tree as JSON text, for the run directory and the run record. Credentials inside `bus.url` are left out."""
-    tree: dict[str, Any] = msgspec.to_builtins(config)
+    tree: dict[str, Any] = for_the_record(msgspec.to_builtins(config))
     tree["bus"]["url"] = _without_credentials(config.bus.url)
     return json.dumps(tree, indent=2) + "\n"
 
 
 def from_json(text: str, *, where: str = "config.json") -> Config:
-    """What `dump` wrote; it was checked when it was loaded, and is not again."""
+    """What `dump` wrote, also by an earlier version; it was checked when it was loaded, and is not again."""
     try:
         tree = json.loads(text)
     except json.JSONDecodeError as error:
@@ -119,7 +119,7 @@ def from_json(text: str, *, where: str = "config.json") -> Config:
             where=where,
             got=type(tree).__name__,
         )
-    return convert(tree, where=where)
+    return convert(as_recorded(tree), where=where)
 
 
 def _read(path: Path) -> dict[str, Any]:

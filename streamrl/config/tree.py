@@ -105,6 +105,14 @@ class TasksConfig(Section, frozen=True, kw_only=True):
     """What happens beyond max_staleness: drop the group, mask the old tokens, or wait for old tasks before closing a batch."""
     drop_zero_variance: bool = True
     """Drop groups whose rewards are all equal (their advantages are 0)."""
+    overlong: Literal["train", "mask", "drop"] = "train"
+    """Samples that a length limit cut (status `truncated`): trained; masked, while their rewards still count in their groups (overlong
+    filtering, arXiv 2503.14476); or their rollouts left out of their groups."""
+    inexact: Literal["refuse", "mask", "allow"] = "mask"
+    """Tokens whose versions are guesses, as SGLang without the plugin gives them: their rollouts are left out, they are masked, or they are
+    trained as if their versions were known."""
+    check_max_len: bool = True
+    """A message with a sample of more than model.max_len tokens is a dead letter."""
     max_deliveries: PositiveInt = 4
     """A task delivered more often ends as a tombstone."""
     hold_ahead: bool = False
@@ -250,7 +258,7 @@ class BusConfig(Section, frozen=True, kw_only=True):
     url: str = ""
     """`nats://` or `tls://` URL of an existing cluster; empty: a server is started on loopback with random credentials."""
     user: str = ""
-    """User name at an existing cluster."""
+    """User name at an existing cluster. `{role}` here or in a file's name stands for each role: a login for each (docs/security.md)."""
     password_file: str = ""
     """File that holds the password."""
     token_file: str = ""
@@ -277,6 +285,11 @@ class BusConfig(Section, frozen=True, kw_only=True):
     """A claimed task that is not kept alive for this long is delivered again; at least 1."""
     sync_always: bool = False
     """Sync every message to disk (survives power loss; slower)."""
+
+    @property
+    def by_role(self) -> bool:
+        """Whether the cluster at `url` has a login for each role."""
+        return any("{role}" in text for text in (self.user, self.password_file, self.token_file, self.credentials_file))
 
 
 class SuperviseConfig(Section, frozen=True, kw_only=True):

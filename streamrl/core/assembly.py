@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.core.batches import TrainBatch
+from streamrl.core.batches import STATUS_CODES, TrainBatch
 from streamrl.core.fold import Batch
 from streamrl.core.state import FoldConfig, FoldState
 from streamrl.errors import TrainingError
 from streamrl.schemas.columns import SampleBatch
 from streamrl.schemas.ledger import Used
-from streamrl.schemas.samples import LogprobMode
+from streamrl.schemas.samples import LogprobMode, Status
 
 
 def used(batch: Batch) -> tuple[Used, ...]:
@@ -55,7 +55,8 @@ def assemble(batch: Batch, messages: Mapping[int, SampleBatch], state: FoldState
         batch: what `close` gave on `state`.
         messages: decoded messages by sequence; must hold all of `batch.sequences`.
         state: the state the batch was closed on (gives the version trained from).
-        config: with `stale="mask"`, tokens older than max_staleness are masked here.
+        config: tokens are masked here that are older than max_staleness, of truncated samples, or of guessed versions, where
+            `stale`, `overlong` or `inexact` is "mask".
 
     Raises:
         TrainingError: not one trainable token is left.
@@ -67,6 +68,11 @@ def assemble(batch: Batch, messages: Mapping[int, SampleBatch], state: FoldState
     loss_mask = tokenwise(lambda message: message.loss_mask).astype(bool)
     if config.stale == "mask":
         loss_mask &= staleness <= config.max_staleness
+    status = samplewise(lambda message: np.array([STATUS_CODES[text] for text in message.texts("status")], np.int8))
+    if config.overlong == "mask":
+        loss_mask &= np.repeat(status != STATUS_CODES[Status.TRUNCATED], np.diff(offsets))
+    if config.inexact == "mask":
+        loss_mask &= ~tokenwise(_inexact)
     if not loss_mask.any():
         raise TrainingError(
             f"expected a trainable token in the batch after version {state.version}, got none among {len(numbers)} tokens",
@@ -95,7 +101,12 @@ def assemble(batch: Batch, messages: Mapping[int, SampleBatch], state: FoldState
         rewards=packed.rewards,
         tasks=ints("task").astype(np.int64),
         rollouts=ints("rollout").astype(np.int64),
+        status=status,
     )
+
+
+def _inexact(message: SampleBatch) -> npt.NDArray[np.bool_]:
+    return np.zeros(len(message.tokens), np.bool_) if message.inexact is None else message.inexact
 
 
 class _Packed:

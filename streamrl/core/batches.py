@@ -10,7 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.errors import TrainingError
+from streamrl.schemas.samples import Status
 from streamrl.schemas.versions import Version
+
+STATUS_CODES = {status.value: code for code, status in enumerate(Status)}
+"""What stands for a status in `TrainBatch.status`: 0 completed, 1 truncated, 2 aborted, 3 failed."""
 
 
 class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +48,8 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     """[N]; the group's id. Samples of one group are neighbours."""
     rollouts: npt.NDArray[np.int64]
     """[N]; index of the rollout within its group. Samples of one rollout share its reward, which counts once."""
+    status: npt.NDArray[np.int8]
+    """[N]; how the sample ended, as `STATUS_CODES` has it."""
 
     @classmethod
     def from_lists(
@@ -57,6 +63,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
         staleness: Sequence[Sequence[int]] | None = None,
         tasks: Sequence[int] | None = None,
         rollouts: Sequence[int] | None = None,
+        status: Status | Sequence[Status] = Status.COMPLETED,
         temperature: float | Sequence[float] = 1.0,
         top_p: float | Sequence[float] = 1.0,
         top_k: int | Sequence[int] = -1,
@@ -75,6 +82,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
             staleness: of each answer's tokens; None: 0.
             tasks: [N] the group's id, samples of one group side by side; None: each sample is its own group.
             rollouts: [N] index within the group; None: samples of a group are numbered from 0, each a rollout of its own.
+            status: of all samples, or [N].
             temperature: of all samples, or [N].
             top_p: of all samples, or [N].
             top_k: of all samples, or [N].
@@ -129,6 +137,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
             rewards=samples(np.nan if rewards is None else rewards, "rewards", np.float64),
             tasks=of_task,
             rollouts=samples(rollouts, "rollouts", np.int64),
+            status=samples(STATUS_CODES[status] if isinstance(status, str) else [STATUS_CODES[s] for s in status], "status", np.int8),
         )
 
     @property

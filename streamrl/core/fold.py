@@ -16,6 +16,7 @@ from __future__ import annotations
 import msgspec
 from msgspec.structs import replace
 
+from streamrl.core.admission import admit, beyond_limits
 from streamrl.core.pacing import refilled, released
 from streamrl.core.records import Ended, Forked, Marked, Poison, Record, Rewarded, Rollouts
 from streamrl.core.state import FoldConfig, FoldState, PendingRollout, PendingTask
@@ -188,8 +189,8 @@ def _impossible(state: FoldState, record: Rollouts, config: FoldConfig) -> str:
         if not state.exists(epoch, low, high):
             known = ", ".join(f"{e.epoch}.{e.first} to {e.epoch}.{'...' if e.last is None else e.last}" for e in state.epochs)
             return f"expected tokens of versions that there have been ({known}), got {epoch}.{low} to {epoch}.{high}"
-    if config.vocab_size and record.top_token >= config.vocab_size:
-        return f"expected token ids below the model's {config.vocab_size}, got {record.top_token}"
+    if problem := beyond_limits(record, config):
+        return problem
     if not state.in_warmup(record.task) and any(r.demonstration for r in record.rollouts):
         return f"expected trained tokens that a model sampled, got a demonstration for task {record.task}, which is not of the warm-up"
     return _impossible_task(state, record.task, record.group_size, config)
@@ -237,11 +238,14 @@ def _take_rollouts(state: FoldState, record: Rollouts, config: FoldConfig) -> Fo
     repeats = tuple(k for k in names if k in task.rollouts or k in task.ended)
     if repeats:
         state = _drop(state, Drop(record.sequence, record.task, repeats, "duplicate"))
+    task, drops, views = admit(task, record.sequence, [view for view in record.rollouts if view.rollout not in repeats], config)
+    for drop in drops:
+        state = _drop(state, drop)
+    if len(task.ended) == task.group_size:
+        return _retire(state, record.task)
     fresh = {}
     early = dict(state.early_rewards)
-    for view in record.rollouts:
-        if view.rollout in repeats:
-            continue
+    for view in views:
         revision, reward = early.pop(f"{record.task}/{view.rollout}", (0, view.reward))
         fresh[view.rollout] = PendingRollout(
             sequence=record.sequence,
@@ -253,7 +257,7 @@ def _take_rollouts(state: FoldState, record: Rollouts, config: FoldConfig) -> Fo
             revision=revision,
             arrived=state.version.number,
         )
-    if not fresh:
+    if not fresh and not drops:
         return state
     task = replace(task, rollouts={**task.rollouts, **fresh})
     return _settle(replace(state, early_rewards=early), task, config)

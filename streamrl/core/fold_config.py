@@ -20,4 +20,7 @@ def fold_config(config: Config, vocab_size: int = 0) -> FoldConfig:
         hold_ahead=config.tasks.hold_ahead,
         delay_versions=config.debug.delay_versions,
         vocab_size=vocab_size,
+        max_len=config.model.max_len if config.tasks.check_max_len else 0,
+        inexact=config.tasks.inexact,
+        overlong=config.tasks.overlong,
     )

@@ -14,11 +14,23 @@ import numpy as np
 
 from streamrl.errors import SchemaError
 from streamrl.schemas.codec import decode
-from streamrl.schemas.columns import SCHEMA_NAME, SampleBatch
+from streamrl.schemas.columns import FORMER_NAME, SCHEMA_NAME, SampleBatch
 from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.digests import body_digest
-from streamrl.schemas.samples import MARK_EPOCH, EpochMark, Mark, RewardUpdate, Tombstone
+from streamrl.schemas.samples import MARK_EPOCH, EpochMark, Mark, RewardUpdate, Status, Tombstone
 from streamrl.schemas.subjects import kind_of
+
+
+class Share(msgspec.Struct, frozen=True):
+    """Some of a rollout's trained tokens: those of which the same may be doubted."""
+
+    inexact: bool
+    """Their versions are guesses."""
+    truncated: bool
+    """They are of a sample that a length limit cut."""
+    num_tokens: int
+    oldest: int
+    newest: int
 
 
 class RolloutView(msgspec.Struct, frozen=True):
@@ -36,11 +48,35 @@ class RolloutView(msgspec.Struct, frozen=True):
     """Highest version number among all its tokens, trained or not; -1 when there is none."""
     epochs: tuple[tuple[int, int, int], ...] = ()
     """(epoch, lowest number, highest number) of all its tokens, by epoch."""
+    shares: tuple[Share, ...] = ()
+    """All its trained tokens by what may be doubted of them; none where there is nothing."""
 
     @property
     def demonstration(self) -> bool:
         """Whether it is trained on and no model sampled what is trained."""
         return self.num_tokens > 0 and self.oldest < 0
+
+    @property
+    def inexact(self) -> bool:
+        """Whether the versions of some trained tokens are guesses."""
+        return any(share.inexact for share in self.shares)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a length limit cut a sample that is trained on."""
+        return any(share.truncated for share in self.shares)
+
+    def without(self, *, inexact: bool, truncated: bool) -> RolloutView:
+        """The same with those of its tokens not trained that are asked for."""
+        if not self.shares:
+            return self
+        kept = [share for share in self.shares if not ((inexact and share.inexact) or (truncated and share.truncated))]
+        return msgspec.structs.replace(
+            self,
+            num_tokens=sum(share.num_tokens for share in kept),
+            oldest=min((share.oldest for share in kept if share.oldest >= 0), default=-1),
+            newest=max((share.newest for share in kept), default=-1),
+        )
 
 
 class Rollouts(msgspec.Struct, frozen=True):
@@ -53,6 +89,8 @@ class Rollouts(msgspec.Struct, frozen=True):
     rollouts: tuple[RolloutView, ...]
     top_token: int = 0
     """Highest token id of the message."""
+    longest: int = 0
+    """Tokens of its longest sample."""
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -139,13 +177,15 @@ def judge(
         if digest is not None and digest != body_digest(body):
             raise SchemaError(f"expected a body with digest {digest[:16]!r} (header) at {where}, got one with {body_digest(body)[:16]!r}")
         if kind == "samples":
-            if schema is not None and schema != SCHEMA_NAME:
+            if schema is not None and schema not in (SCHEMA_NAME, FORMER_NAME):
                 raise SchemaError(f"expected sample schema {SCHEMA_NAME} at {where}, got {schema[:40]!r} (header)")
             batch = decoded or decode_samples(body, where=where)
             if task_header is not None and task_header != str(batch.task):
                 # With a digest that fits, the body is what was published, and it is the header that was written wrongly.
                 named = named if digest is None else batch.task
                 raise SchemaError(f"expected samples of task {task_header[:20]} (header) at {where}, got task {batch.task}")
+            if batch.optional("turn_sampling") is not None:
+                raise SchemaError(f"expected all turns of a sample to be drawn alike at {where}: no trainer takes sampling by turn yet")
             return _rollouts(sequence, batch), batch
         return _others(kind, sequence, body, where), None
     except SchemaError as error:
@@ -212,8 +252,40 @@ def _rollouts(sequence: int, batch: SampleBatch) -> Rollouts:
             highest=highest,
             epochs=_merged(ranges),
         )
+    for rollout, shares in _shares(batch).items():
+        views[rollout] = msgspec.structs.replace(views[rollout], shares=shares)
     in_order = tuple(views[k] for k in sorted(views))
-    return Rollouts(sequence, batch.source, batch.task, batch.group_size, in_order, int(batch.tokens.max()))
+    return Rollouts(sequence, batch.source, batch.task, batch.group_size, in_order, int(batch.tokens.max()), int(batch.lengths.max()))
+
+
+def _shares(batch: SampleBatch) -> dict[int, tuple[Share, ...]]:
+    """The shares of each rollout of which something may be doubted."""
+    truncated = [status == Status.TRUNCATED for status in batch.texts("status")]
+    inexact = batch.inexact
+    if inexact is None and not any(truncated):
+        return {}
+    guessed = None if inexact is None else batch.in_spans(batch.loss_mask & inexact).tolist()
+    bounds, trained, numbers = batch.span_offsets.tolist(), batch.trained_in_spans.tolist(), batch.span_number.tolist()
+    found: dict[int, dict[tuple[bool, bool], list[tuple[int, int]]]] = {}
+    for row, rollout in enumerate(batch.rollouts.tolist()):
+        of = found.setdefault(rollout, {})
+        for span in range(bounds[row], bounds[row + 1]):
+            doubted = 0 if guessed is None else guessed[span]
+            for flag, count in ((True, doubted), (False, trained[span] - doubted)):
+                if count:
+                    of.setdefault((flag, truncated[row]), []).append((count, numbers[span]))
+    return {
+        rollout: tuple(_share(*flags, tokens) for flags, tokens in sorted(of.items()))
+        for rollout, of in found.items()
+        if any(flags != (False, False) for flags in of)
+    }
+
+
+def _share(inexact: bool, truncated: bool, tokens: list[tuple[int, int]]) -> Share:
+    """Of (count, version number) for each span."""
+    sampled = [number for _, number in tokens if number >= 0]
+    count = sum(count for count, _ in tokens)
+    return Share(inexact, truncated, count, min(sampled, default=-1), max(sampled, default=-1))
 
 
 def _merged(ranges: list[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:

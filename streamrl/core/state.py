@@ -39,6 +39,12 @@ class FoldConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Versions that engines lag on purpose."""
     vocab_size: int = 0
     """Token ids at or above it are impossible; 0: not checked."""
+    max_len: int = 0
+    """Samples of more tokens are impossible; 0: not checked."""
+    inexact: str = "allow"
+    """Tokens whose versions are guesses are trained (`allow`) or masked (`mask`), or their rollouts are dropped (`refuse`)."""
+    overlong: str = "train"
+    """Samples that a length limit cut are trained (`train`) or masked (`mask`), or their rollouts are dropped (`drop`)."""
 
 
 class PendingRollout(msgspec.Struct, frozen=True):

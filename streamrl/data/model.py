@@ -6,6 +6,7 @@ import errno
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from streamrl.config.files import new_directory
 from streamrl.config.tree import Config, ModelConfig
@@ -54,6 +55,27 @@ def vocab_size(directory: Path) -> int:
     raise ConfigError(
         f"expected a config.json with a vocab_size in {directory}, got none", hint="is it a model directory?", path=str(directory)
     )
+
+
+def check_positions(config: Config, directory: Path) -> None:
+    """Raise ConfigError when `model.max_len` is beyond the positions of the model in `directory`; one that does not say passes."""
+    path = directory / "config.json"
+    described: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    described = described.get("text_config", described)
+    positions = described.get("max_position_embeddings")
+    scaling = described.get("rope_parameters") or described.get("rope_scaling") or {}
+    if not isinstance(positions, int):
+        return
+    # Some descriptions give the positions before they are scaled; those that name the original ones give them after.
+    scaled = "original_max_position_embeddings" in scaling or scaling.get("rope_type", scaling.get("type")) == "llama3"
+    positions = positions if scaled else int(positions * scaling.get("factor", 1))
+    if config.model.max_len > positions:
+        raise ConfigError(
+            f"expected model.max_len of at most {positions}, the positions of the model in {directory}, got {config.model.max_len}",
+            hint="lower model.max_len, or take a model with more positions",
+            key="model.max_len",
+            positions=positions,
+        )
 
 
 def write_table(directory: Path, *, max_position: int) -> None:

@@ -31,6 +31,8 @@ def check_config(config: Config, *, num_gpus: int, up: bool = False) -> list[Che
     checks = [check_budgets(config), check_gpus_wanted(config, num_gpus)]
     if not up:
         checks.append(check_ports_wanted(config))
+    if config.bus.url:
+        checks.append(check_logins(config))
     if config.engine.traits.server:
         checks.append(check_sglang(config.engine.sglang.python))
     if config.ray.address:
@@ -52,6 +54,14 @@ def check_budgets(config: Config) -> Check:
         hint = "lower bus.samples_bytes and bus.blobs_bytes, or choose another place with run.dir; a full disk stops the bus"
         return Check("budgets", "warn", found, hint)
     return Check("budgets", "ok", found)
+
+
+def check_logins(config: Config) -> Check:
+    """Whether the roles are kept apart on an existing cluster."""
+    if config.bus.by_role:
+        return Check("roles", "ok", "one login of the cluster each")
+    hint = "put {role} into bus.user and bus.password_file; `streamrl doctor TOML --nats-accounts` prints what the cluster needs for it"
+    return Check("roles", "warn", "not separated: all workers share one login of the cluster", hint)
 
 
 def check_gpus_wanted(config: Config, num_gpus: int) -> Check:

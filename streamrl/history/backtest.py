@@ -173,7 +173,9 @@ class Simulation:
             oldest, newest = -1, -1
         elif view.oldest == view.newest:
             newest = oldest
-        return replace(view, oldest=oldest, newest=max(oldest, newest), highest=max(oldest, newest), epochs=())
+        newest = max(oldest, newest)
+        shares = tuple(replace(share, oldest=oldest, newest=newest) for share in view.shares)
+        return replace(view, oldest=oldest, newest=newest, highest=newest, epochs=(), shares=shares)
 
     def _serving(self, time_s: float) -> int:
         return max(0, bisect_right(self._served, time_s) - 1)

@@ -130,4 +130,5 @@ def _translated(view: RolloutView, numbers: tuple[int, ...]) -> RolloutView:
         return numbers[number] if number >= 0 else number
 
     # The parent has judged its epochs; the branch has only its own.
-    return replace(view, oldest=own(view.oldest), newest=own(view.newest), highest=own(view.highest), epochs=())
+    shares = tuple(replace(share, oldest=own(share.oldest), newest=own(share.newest)) for share in view.shares)
+    return replace(view, oldest=own(view.oldest), newest=own(view.newest), highest=own(view.highest), epochs=(), shares=shares)

@@ -2,7 +2,7 @@
 
 | file             | a row is                      | exact bytes                                                                     |
 |------------------|-------------------------------|---------------------------------------------------------------------------------|
-| samples.parquet  | a sample of `samples/1`       | its columns, with the message's sequence and subject in front                   |
+| samples.parquet  | a sample of `samples/2`       | its columns, with the message's sequence and subject in front                   |
 | messages.parquet | a message of the stream       | `body`, unless it is samples: then `num_samples` rows of samples.parquet are it |
 | ledger.parquet   | a ledger entry                | `body`                                                                          |
 | events.parquet   | a lifecycle event             | `body`                                                                          |
@@ -20,7 +20,7 @@ from streamrl.bus.protocol import Message
 from streamrl.core.records import Record, Rollouts
 from streamrl.errors import SchemaError
 from streamrl.schemas.codec import decode
-from streamrl.schemas.columns import SampleBatch, arrow_schema
+from streamrl.schemas.columns import OPTIONAL, SampleBatch, arrow_schema, with_columns
 from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import kind_of
@@ -30,8 +30,8 @@ _IDENTITY = [("sequence", pa.int64()), ("subject", pa.utf8()), ("time_s", pa.flo
 
 @cache
 def samples_schema() -> pa.Schema:
-    """Sequence, subject, then all columns of `samples/1`; the wire schema's metadata are kept."""
-    wire = arrow_schema()
+    """Sequence, subject, then all columns of `samples/2`, the optional ones too; the wire schema's metadata are kept."""
+    wire = arrow_schema(*OPTIONAL)
     return pa.schema([pa.field("sequence", pa.int64()), pa.field("subject", pa.utf8()), *wire], metadata=wire.metadata)
 
 
@@ -92,7 +92,8 @@ def sample_rows(message: Message, samples: SampleBatch) -> pa.RecordBatch:
     """The rows of samples.parquet that one message gives."""
     count = samples.num_rows
     front = [pa.array([message.sequence] * count, pa.int64()), pa.array([message.subject] * count, pa.utf8())]
-    return pa.RecordBatch.from_arrays([*front, *samples.batch.columns], schema=samples_schema())
+    columns = with_columns(samples.batch, arrow_schema(*OPTIONAL)).columns
+    return pa.RecordBatch.from_arrays([*front, *columns], schema=samples_schema())
 
 
 def message_row(message: Message, record: Record, samples: SampleBatch | None) -> dict[str, Any]:

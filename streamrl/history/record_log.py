@@ -16,7 +16,7 @@ from streamrl.config.load import from_json
 from streamrl.config.tree import Config
 from streamrl.errors import LogTruncated, NotFound, SchemaError
 from streamrl.history.record import FORMAT, RECORDING_FILE, Recording, StreamFacts, blob_path
-from streamrl.schemas.columns import arrow_schema
+from streamrl.schemas.columns import OPTIONAL, arrow_schema, canonical
 from streamrl.schemas.subjects import EVENTS, HEADER_DIGEST, LEDGER, SAMPLES, kind_of
 from streamrl.schemas.versions import Version
 
@@ -154,10 +154,11 @@ class RecordedLog:
 
     def _bodies(self, after: int) -> Iterator[tuple[int, bytes]]:
         """(sequence, Arrow IPC stream) of every message that is samples: the columns of its rows, as they came over the wire."""
-        schema = arrow_schema()
         for group in self._groups("samples.parquet", after):
             table = self._group("samples.parquet", group)
             sequences = table.column("sequence").to_pylist()
+            # One that an earlier version made has not all of the optional columns.
+            schema = arrow_schema(*(name for name in OPTIONAL if name in table.column_names))
             wire = table.select(schema.names).cast(schema).combine_chunks()
             begin = 0
             for end in range(1, len(sequences) + 1):
@@ -192,8 +193,9 @@ def _ipc(rows: pa.Table, schema: pa.Schema) -> bytes:
     # Concatenated anew, so that the message holds its own rows and not the whole row group.
     arrays = [pa.concat_arrays(column.chunks) if column.num_chunks != 1 else column.chunk(0) for column in rows.columns]
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, schema) as writer:
-        writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
+    batch = canonical(pa.RecordBatch.from_arrays(arrays, schema=schema))
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
     return sink.getvalue().to_pybytes()
 
 

@@ -18,6 +18,7 @@ from streamrl.config.tree import Config
 from streamrl.consumers.training.checkpoints import read_latest
 from streamrl.consumers.training.gaps import NEED_CONSENT, find_gap, refusal, versions_made
 from streamrl.consumers.training.ledger import publish_mark
+from streamrl.data.model import check_positions
 from streamrl.data.problems import load_problems
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.errors import ConfigError, StreamFull
@@ -37,10 +38,11 @@ async def prepare(config: Config, run: RunDir) -> RunRecord:
 
     Raises:
         DataError: a row cannot be used; names the file and the line.
-        ConfigError: `model.path` names no model.
+        ConfigError: `model.path` names no model, or one with fewer positions than `model.max_len`.
         LaunchError: the model cannot be built.
     """
     model = await build_model(config, run)
+    check_positions(config, model)
     tokenizer = load_tokenizer(model)
     train = await asyncio.to_thread(load_problems, config.data.train, config.data, tokenizer)
     if config.data.heldout:

@@ -31,6 +31,7 @@ from streamrl.monitor.view import RunView
 from streamrl.runtime.bus_server import BusServer, run_bus_server
 from streamrl.runtime.kinds import num_workers
 from streamrl.runtime.lock import lock_run
+from streamrl.runtime.run_record import continued
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.control import RunRecord
 from streamrl.telemetry.logs import configure_logging
@@ -111,6 +112,9 @@ async def up(config: Config, display: Display, *, launcher: Launcher | None = No
         opened.enter_context(lock_run(run))
         opened.enter_context(display)
         configure_logging(f"supervisor-{config.run.name}", file=run.events_path, stderr=False)
+        config, settings = continued(config, run)
+        for setting in settings:
+            note(f"this run was begun before there was {setting.partition('=')[0]}: it goes on without, as with --set {setting}")
         config, secret_options = without_secrets(config)
         run.write_secret_options(secret_options)
         for section, options in secret_options.items():

@@ -16,6 +16,8 @@ class EngineLine(msgspec.Struct, frozen=True, kw_only=True):
     running: int
     waiting: int
     slots: int
+    degraded: str = ""
+    """What it does otherwise than it was asked to, and why."""
 
 
 class WorkerLine(msgspec.Struct, frozen=True, kw_only=True):

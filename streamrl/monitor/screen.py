@@ -171,7 +171,14 @@ def workers_text(numbers: RunNumbers) -> Text:
             text.append(f", {load_text(engine)}")
     for engine in unnamed:
         text.append(f"\n● {engine.engine}, {load_text(engine)}")
+    for words in degraded_lines(numbers):
+        text.append(f"\n{words}", style="yellow")
     return text
+
+
+def degraded_lines(numbers: RunNumbers) -> list[str]:
+    """A line for each engine that does something otherwise than it was asked to."""
+    return [f"{engine.engine}: {engine.degraded}" for engine in numbers.engines if engine.degraded]
 
 
 def is_of(engine: EngineLine, worker: str) -> bool:
@@ -211,6 +218,8 @@ def plain_line(numbers: RunNumbers) -> str:
     troubled = [f"{worker.worker}:{worker.state}" for worker in numbers.workers if worker.state not in ("running", "done")]
     if troubled:
         fields.append(f"workers={','.join(troubled)}")
+    if degraded := [engine.engine for engine in numbers.engines if engine.degraded]:
+        fields.append(f"degraded={','.join(degraded)}")
     return f"[{clock(numbers.elapsed_s)}] " + " ".join(fields)
 
 

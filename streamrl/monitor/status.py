@@ -16,7 +16,7 @@ from streamrl.bus.reading import read_key
 from streamrl.errors import BusUnavailable, ConfigError
 from streamrl.monitor.follow import Follower, read_totals
 from streamrl.monitor.numbers import RunNumbers
-from streamrl.monitor.screen import panel, plain_line
+from streamrl.monitor.screen import degraded_lines, panel, plain_line
 from streamrl.monitor.summary import Summary
 from streamrl.monitor.view import RunView
 from streamrl.runtime.lock import holder
@@ -26,6 +26,9 @@ from streamrl.schemas.control import Latest
 from streamrl.schemas.subjects import KEY_LATEST
 from streamrl.trainers.checkpoints import list_checkpoints
 
+ONE_LOGIN = (
+    "roles are not separated: all workers share one login of the cluster; bus.user with {role} gives each its own (docs/security.md)"
+)
 _RATE_LOOK_S = 1.2
 """Long enough for two samples of the totals, which a rate needs."""
 
@@ -49,6 +52,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     numbers: RunNumbers | None
     checkpoints: tuple[str, ...] = ()
     """Versions that a restart can go back to, the newest first; while its bus does not answer, those whose files are there."""
+    one_login: bool = False
+    """Whether all roles share one login of an existing cluster: nothing keeps them apart."""
 
 
 def list_runs(base: str | Path) -> list[RunLine]:
@@ -91,6 +96,7 @@ async def read_status(run: RunDir) -> RunStatus:
     config = run.load_config()
     trainer = config.trainer.name
     on_disk = tuple(str(version) for version, _ in reversed(list_checkpoints(run.checkpoints, f"{trainer}-")))
+    one_login = bool(config.bus.url) and not config.bus.by_role
     if line.supervisor is None and not config.bus.url:
         return RunStatus(line=line, numbers=None, checkpoints=on_disk)
     try:
@@ -103,9 +109,10 @@ async def read_status(run: RunDir) -> RunStatus:
                 await asyncio.sleep(_RATE_LOOK_S)
                 latest = await read_key(bus.kv, f"{KEY_LATEST}/{trainer}", Latest)
                 kept = tuple(str(one.version) for one in latest.kept) if latest is not None else ()
-                return RunStatus(line=line, numbers=view.numbers(elapsed_s=view.before.wall_s), checkpoints=kept)
+                numbers = view.numbers(elapsed_s=view.before.wall_s)
+                return RunStatus(line=line, numbers=numbers, checkpoints=kept, one_login=one_login)
     except BusUnavailable:
-        return RunStatus(line=line, numbers=None, checkpoints=on_disk)
+        return RunStatus(line=line, numbers=None, checkpoints=on_disk, one_login=one_login)
 
 
 def print_runs(lines: Sequence[RunLine], *, as_json: bool) -> None:
@@ -138,9 +145,11 @@ def print_status(status: RunStatus, *, as_json: bool) -> None:
     elif sys.stdout.isatty():
         Console().print(panel(numbers))
     else:
-        print(plain_line(numbers))
+        print("\n".join([plain_line(numbers), *degraded_lines(numbers)]))
     if status.checkpoints and not as_json:
         print(f"checkpoints: {', '.join(status.checkpoints)}; a restart can go back to {status.checkpoints[-1]}")
+    if status.one_login and not as_json:
+        print(ONE_LOGIN)
 
 
 def _print_json(value: object) -> None:

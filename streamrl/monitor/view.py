@@ -334,7 +334,8 @@ def engine_line(name: str, engine: EnginePresence) -> EngineLine:
     serving = str(engine.serving) if engine.serving else "-"
     if engine.role == EVALUATION_ROLE:
         serving += " (pinned)"
-    return EngineLine(engine=name, serving=serving, running=engine.running, waiting=engine.waiting, slots=engine.slots)
+    degraded = "" if isinstance(engine.degraded, msgspec.UnsetType) else engine.degraded
+    return EngineLine(engine=name, serving=serving, running=engine.running, waiting=engine.waiting, slots=engine.slots, degraded=degraded)
 
 
 def stretched(values: Sequence[float], num_points: int) -> tuple[float, ...]:

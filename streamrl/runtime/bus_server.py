@@ -9,11 +9,11 @@ import resource
 import time
 from collections.abc import AsyncGenerator, Callable
 
-from streamrl.bus.address import BusAddress
+from streamrl.bus.address import OPERATOR, BusAddress
 from streamrl.bus.server import NatsServer
 from streamrl.config.tree import Config, SuperviseConfig
 from streamrl.errors import LaunchError
-from streamrl.runtime.credentials import certificate_of, users_of, write_cluster, write_credentials
+from streamrl.runtime.credentials import certificate_of, logins, users_of, write_cluster, write_credentials
 from streamrl.runtime.retries import FailureWindow
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import describe_exit
@@ -49,9 +49,9 @@ async def run_bus_server(config: Config, run: RunDir, note: Callable[[str], None
         ConfigError: a secrets file cannot be read.
     """
     if config.bus.url:
-        address = BusAddress.from_config(config.bus)
-        write_cluster(run, address)
-        yield BusServer(address)
+        known = logins(config.bus)
+        write_cluster(run, known)
+        yield BusServer(known[OPERATOR])
         return
     ensure_open_files()
     bus, users = config.bus, users_of(run)

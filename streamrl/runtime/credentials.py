@@ -1,12 +1,14 @@
-"""Credentials of a run's bus: one user a role on the embedded server, each with a file of its own in the run directory.
+"""Credentials of a run's bus: one user a role, each with a file of its own in the run directory.
 
-They stay the same when a run is resumed, so that workers on other hosts find their way back; delete `credentials/` to have new ones.
+Those of the embedded server stay the same when a run is resumed, so that workers on other hosts find their way back; delete `credentials/`
+to have new ones.
 """
 
 from __future__ import annotations
 
 import secrets
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 from streamrl.bus.address import BusAddress
@@ -38,14 +40,20 @@ def write_credentials(run: RunDir, server: NatsServer, users: list[User]) -> Non
     """Write `bus.json` and a file for each role, all with mode 0600. The folder may have been deleted to have new ones."""
     run.credentials.mkdir(mode=0o700, exist_ok=True)
     for user in users:
-        server.address_of(user).save(run.bus_path if user.name == OPERATOR else run.role_path(user.name))
+        server.address_of(user).save(run.bus_path if user.role == OPERATOR else run.role_path(user.role))
 
 
-def write_cluster(run: RunDir, address: BusAddress) -> None:
-    """Write the one login of an existing cluster, which all workers share; its operator decides what that login may do."""
+def logins(config: BusConfig) -> dict[str, BusAddress]:
+    """The logins of an existing cluster by role; only the operator's where all workers share one. Raises ConfigError."""
+    return {role: BusAddress.from_config(config, role) for role in ((OPERATOR, *ROLES) if config.by_role else (OPERATOR,))}
+
+
+def write_cluster(run: RunDir, logins: Mapping[str, BusAddress]) -> None:
+    """Write the logins of an existing cluster. One that all workers share is the operator's; its cluster decides what it may do."""
     for path in run.credentials.glob("*.json"):
         path.unlink()
-    address.save(run.bus_path)
+    for role, address in logins.items():
+        address.save(run.bus_path if role == OPERATOR else run.role_path(role))
 
 
 def _password(path: Path, role: str) -> str:

@@ -10,9 +10,12 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from streamrl.bus.protocol import Bus
-from streamrl.config.load import dump, from_json
+from streamrl.config.former import LATER_DECISIONS
+from streamrl.config.load import dump, from_json, override
 from streamrl.config.paths import FUNCTIONS, without_folder
+from streamrl.config.tree import Config
 from streamrl.errors import ConfigError, Conflict
+from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import RunRecord
 from streamrl.schemas.subjects import KEY_RUN
@@ -58,6 +61,21 @@ FREE_KEYS = (
 The paths are free because their content is what counts: rows are compared by digest, and a checkpoint replaces the initial weights. Of
 functions in a file, the folder is free: a run that was moved with its files goes on.
 """
+
+
+def continued(config: Config, run: RunDir) -> tuple[Config, list[str]]:
+    """The configuration with which `run` goes on, and what was set in it: a decision that the run was begun without stays off."""
+    try:
+        known = run.load_config() if run.exists else config
+    except ConfigError:  # `check_resume` judges by the record, which is on the bus
+        return config, []
+    before, now = (json.loads(dump(one)) for one in (known, config))
+    settings: list[str] = []
+    for key, off in LATER_DECISIONS.items():
+        section, name = key.split(".")
+        if name in now[section] and name not in before[section]:
+            settings.append(f"{key}={json.dumps(off)}")
+    return override(config, settings), settings
 
 
 async def write_or_check(bus: Bus, record: RunRecord) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.bus import BusAddress, connect
+from streamrl.bus.accounts import RUN
 from streamrl.bus.certificates import Certificate
 from streamrl.bus.jetstream.connection import Connection
 from streamrl.bus.server import NatsServer, find_binary
@@ -75,11 +76,14 @@ async def test_a_missing_right_is_named_at_once(own_server: NatsServer, tmp_path
     bus = await connect(own_server.address, "run", QUICK)
     await bus.close()
     own_server.stop()
-    rights = {"publish": {"allow": ["run.samples.>", "$JS.API.STREAM.INFO.run-samples"]}, "subscribe": {"allow": ["_INBOX_p.>"]}}
+    rights = {
+        "publish": {"allow": ["run.samples.>", "$JS.API.STREAM.INFO.run-samples", "$JS.API.DIRECT.GET.run-samples"]},
+        "subscribe": {"allow": ["_INBOX_p.>"]},
+    }
     config = own_server.directory / "rights.conf"
     lines = (own_server.directory / "nats-server.conf").read_text().splitlines()
-    users = {"users": [{"user": "producer", "password": "secret", "permissions": rights}]}
-    config.write_text("\n".join(line for line in lines if not line.startswith("authorization")) + f"\nauthorization {json.dumps(users)}\n")
+    accounts = {RUN: {"jetstream": "enabled", "users": [{"user": "producer", "password": "secret", "permissions": rights}]}}
+    config.write_text("\n".join(line for line in lines if not line.startswith("accounts")) + f"\naccounts {json.dumps(accounts)}\n")
     process = await asyncio.create_subprocess_exec(find_binary(), "-c", config, stderr=subprocess.DEVNULL)
     try:
         address = BusAddress(url=own_server.address.url, user="producer", password="secret", inbox_prefix="_INBOX_p")
@@ -91,6 +95,9 @@ async def test_a_missing_right_is_named_at_once(own_server: NatsServer, tmp_path
             assert "'producer'" in caught.value.hint
             with raises(Forbidden, subject="$JS.API.STREAM.PURGE.run-samples"):
                 await bus.trim("samples", through=1)
+            with pytest.raises(BusError, match=r"forbids subscription to \$STORED\.run-samples"):
+                async for _ in bus.read("samples", after=1):
+                    pass
         await bus.close()
     finally:
         process.terminate()

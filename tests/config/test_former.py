@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from streamrl.config.check import check
-from streamrl.config.former import in_present_words
+from streamrl.config.former import LATER_DECISIONS, in_present_words
 from streamrl.config.load import convert, dump, from_json, override, override_keys
 from streamrl.config.loss import CorrectionConfig, LossConfig, RejectionConfig
 from streamrl.config.tree import Config, DataConfig
@@ -138,3 +138,17 @@ def test_a_renamed_key_is_read_from_files_overrides_and_records() -> None:
     with pytest.raises(ConfigError) as caught:
         in_present_words({"tasks": {"drop_zero_spread": False, "drop_zero_variance": True}})
     assert caught.value.values["key"] == "tasks.drop_zero_spread"
+
+
+def test_a_recorded_configuration_without_a_decision_is_one_without_it() -> None:
+    tree = json.loads(dump(Config()))
+    assert (tree["tasks"]["inexact"], tree["tasks"]["check_max_len"]) == ("mask", True)
+    assert from_json(dump(Config())) == Config()
+    for key in LATER_DECISIONS:
+        section, name = key.split(".")
+        del tree[section][name]
+    old = from_json(json.dumps(tree))
+    assert (old.tasks.inexact, old.tasks.check_max_len) == ("allow", False)
+    assert json.loads(dump(old)) == tree, "it stays one without it, however often it is written"
+    assert convert(tree, where="a file").tasks.inexact == "mask"
+    assert from_json(json.dumps({"tasks": 3} | {"run": {}}).replace("3", "{}")).tasks.inexact == "allow"

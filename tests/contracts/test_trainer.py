@@ -47,6 +47,7 @@ def make_batch(kind: Literal["sft", "rl"], rows: list[tuple[int, int]], stage_st
         "rewards": np.array([float(answer == prompt + 1) for prompt, answer in rows]),
         "tasks": np.arange(n) // GROUP,
         "rollouts": np.arange(n) % GROUP,
+        "status": np.zeros(n, np.int8),
     }
     return TrainBatch(kind=kind, version=Version(0, stage_step), stage_step=stage_step, **(fields | changes))
 

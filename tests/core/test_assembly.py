@@ -83,6 +83,7 @@ def test_dtypes_and_columns() -> None:
         "rewards": "float64",
         "tasks": "int64",
         "rollouts": "int64",
+        "status": "int8",
     }
     assert (batch.kind, batch.version, batch.stage_step) == ("rl", Version(0, 7), 7)
     assert (batch.num_samples, batch.num_tokens, batch.lengths.tolist()) == (4, 16, [4, 4, 4, 4])

@@ -26,7 +26,7 @@ def test_samples_become_one_view_a_rollout() -> None:
     two = [sample(1, sample=k, num_samples=2) for k in range(2)]
     record, batch = judge(SAMPLES, 9, encode_samples([*two, sample(0, reward=None)]), "3")
     at = ((0, 4, 4),)
-    assert record == Rollouts(9, "main", 3, 2, (RolloutView(0, 1, 2, 4, 4, None, 4, at), RolloutView(1, 2, 4, 4, 4, 1.0, 4, at)), 8)
+    assert record == Rollouts(9, "main", 3, 2, (RolloutView(0, 1, 2, 4, 4, None, 4, at), RolloutView(1, 2, 4, 4, 4, 1.0, 4, at)), 8, 4)
     assert batch is not None and batch.num_rows == 3
 
 
@@ -107,7 +107,7 @@ def test_the_other_kinds() -> None:
 @pytest.mark.parametrize(
     ("subject", "body", "header", "task", "says"),
     [
-        (SAMPLES, b"junk", "12", 12, "Arrow stream of samples/1 at run.samples.main sequence 5"),
+        (SAMPLES, b"junk", "12", 12, "Arrow stream of samples/2 at run.samples.main sequence 5"),
         (SAMPLES, b"junk", None, None, "Arrow"),
         (SAMPLES, encode_samples([sample(0)]), "4", 4, "task 4 .header.* got task 3"),
         (TOMBSTONES, b"junk", "12", 12, "Tombstone"),

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from streamrl.config.tree import Config, EngineConfig, ModelConfig, RunConfig, TrainerConfig
-from streamrl.data.model import ensure_model
+from streamrl.data.model import check_positions, ensure_model
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.errors import ConfigError
 from streamrl.schemas.tasks import Sampling
@@ -91,3 +91,29 @@ def test_a_given_model_is_used_where_it_is(tmp_path):
 def test_a_given_directory_without_a_model(tmp_path):
     with raises(ConfigError, key="model.path", path=str(tmp_path)):
         ensure_model(Config(model=ModelConfig(path=str(tmp_path))), tmp_path / "unused")
+
+
+@pytest.mark.parametrize(
+    ("described", "positions"),
+    [
+        ({"max_position_embeddings": 64}, 64),
+        ({"text_config": {"max_position_embeddings": 64}, "max_position_embeddings": 9}, 64),
+        ({"max_position_embeddings": 32, "rope_scaling": {"type": "linear", "factor": 2.0}}, 64),
+        ({"max_position_embeddings": 32, "rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, 64),
+        ({"max_position_embeddings": 64, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}}, 64),
+        ({"max_position_embeddings": 64, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 64),
+        ({"max_position_embeddings": 64, "rope_scaling": None}, 64),
+    ],
+)
+def test_a_length_beyond_the_models_positions_is_refused(tmp_path: Path, described: dict[str, object], positions: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    check_positions(Config(model=ModelConfig(max_len=positions)), tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        check_positions(Config(model=ModelConfig(max_len=positions + 1)), tmp_path)
+    assert (caught.value.values["key"], caught.value.values["positions"]) == ("model.max_len", positions)
+
+
+def test_a_model_that_does_not_say_its_positions_passes(tmp_path: Path) -> None:
+    check_positions(Config(), tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    check_positions(Config(), tmp_path)

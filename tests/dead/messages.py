@@ -161,7 +161,7 @@ class Author:
         """One header missing, wrong, or not what it should be."""
         headers = dict(sent.headers)
         name = self.random.choice([HEADER_TASK, HEADER_DIGEST, HEADER_SCHEMA])
-        value = self.random.choice([None, "", "-1", "abc", "9" * 30, "samples/2", "0" * 64, str(self.random.randrange(10**6)), "é\u2028"])
+        value = self.random.choice([None, "", "-1", "abc", "9" * 30, "samples/3", "0" * 64, str(self.random.randrange(10**6)), "é\u2028"])
         if value is None:
             headers.pop(name, None)
         else:

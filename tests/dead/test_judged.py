@@ -39,8 +39,8 @@ def test_the_body_is_believed_before_the_header_when_its_digest_fits() -> None:
 
 
 def test_a_foreign_schema_is_named_by_header_or_body() -> None:
-    record, _ = judge(SAMPLES, 1, BODY, "4", schema="samples/2")
-    assert isinstance(record, Poison) and "got 'samples/2' (header)" in record.reason
+    record, _ = judge(SAMPLES, 1, BODY, "4", schema="samples/3")
+    assert isinstance(record, Poison) and "got 'samples/3' (header)" in record.reason
     record, _ = judge(SAMPLES, 1, broken_tables()["foreign schema"], None)
     assert isinstance(record, Poison) and "got samples/9" in record.reason
 

@@ -76,6 +76,8 @@ def test_toml_is_taken(block: Block, tmp_path: Path) -> None:
     (tmp_path / "python").touch(mode=0o755)
     (tmp_path / "agent.py").touch()
     (tmp_path / "teacher").mkdir()
+    (tmp_path / "secrets").mkdir()
+    (tmp_path / "secrets" / "operator").write_text("secret\n")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
     data = "" if "[data]" in text else '[data]\ntrain = "rows.jsonl"\nheldout = "rows.jsonl"\n'

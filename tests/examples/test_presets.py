@@ -41,6 +41,7 @@ def batch(step: int) -> TrainBatch:
         rewards=np.arange(samples, dtype=np.float64) % 2,
         tasks=np.arange(samples) // 2,
         rollouts=np.arange(samples) % 2,
+        status=np.zeros(samples, np.int8),
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from streamrl.schemas.codec import encode
 from streamrl.schemas.control import EnginePresence, Grant, Latest, Position, RunRecord, WorkerPresence
@@ -18,7 +19,19 @@ from streamrl.schemas.dead import DeadRecord
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.events import Event, MetricReport
 from streamrl.schemas.ledger import Drop, Gap, LedgerEntry, SpilledDrops, Used
-from streamrl.schemas.samples import BlobRef, EpochMark, LogprobMode, Mark, RewardUpdate, Sample, Status, Tombstone, VersionSpan
+from streamrl.schemas.samples import (
+    BlobRef,
+    Branch,
+    EpochMark,
+    LogprobMode,
+    Mark,
+    RewardUpdate,
+    Sample,
+    Status,
+    Tombstone,
+    TurnSpan,
+    VersionSpan,
+)
 from streamrl.schemas.tasks import RolloutTask, Sampling
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Link, Manifest, PartRef, Piece, TensorSpec
@@ -27,6 +40,35 @@ FOLDER = Path(__file__).parent
 
 
 def samples() -> list[Sample]:
+    """What `samples/2` adds, every column filled."""
+    full, least = former_samples()
+    full = replace(
+        full,
+        num_samples=1,
+        claimed_s=11.5,
+        scored_s=13.5,
+        turns=(
+            TurnSpan(
+                start=2,
+                length=2,
+                inexact=True,
+                finish_reason="stop",
+                engine="engine-1",
+                asked_s=12.5,
+                began_s=12.625,
+                finished_s=12.75,
+                sampling={"temperature": 1.0, "min_p": 0.05, "stop": ["\n"]},
+            ),
+            TurnSpan(start=5, length=2),
+        ),
+        counters={"cached_tokens": 64.0, "spec_verify_ct": 3.0},
+    )
+    root = replace(least, num_samples=2, tokens=np.array([4, 9], np.int32), loss_mask=np.array([0, 0], np.uint8))
+    root = replace(root, logprobs=np.array([0, 0], np.float32), spans=(VersionSpan(2, None),))
+    return [full, root, replace(root, sample=1, branch=Branch(0, 1))]
+
+
+def former_samples() -> list[Sample]:
     """A rollout with every column filled, sampled by two versions around a tool's answer, and one with as little as there can be."""
     full = Sample(
         run="golden",
@@ -209,6 +251,9 @@ def records() -> dict[str, Any]:
             (Latest("main", Version(1, 12), "checkpoints/main-v00000012-e1", 80, 71, "identity"),),
         ),
         "engine": EnginePresence(engine="engine-0", address="http://127.0.0.1:1", serving=version, running=3, waiting=4, slots=8),
+        "engine-degraded": EnginePresence(
+            engine="engine-0", address="http://127.0.0.1:1", serving=version, slots=8, max_len=4096, degraded="every update pauses it"
+        ),
         "worker": WorkerPresence(worker="feeder-0", kind="feeder", pid=12, host="host-1", detail={"issued": 41}),
         "run": RunRecord(
             run="golden",
@@ -226,7 +271,7 @@ def records() -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> None:
-    files = {name: encode(record) for name, record in records().items()} | {"samples-1": encode_samples(samples())}
+    files = {name: encode(record) for name, record in records().items()} | {"samples-2": encode_samples(samples())}
     for name, data in files.items():
         path = FOLDER / f"{name}.bin"
         if not path.exists() or arguments == ["--force", name]:

@@ -11,15 +11,21 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
+from streamrl.bus.memory import MemoryBus
 from streamrl.bus.protocol import Message
+from streamrl.config.tree import BusConfig
 from streamrl.consumers.training.reader import open_message
 from streamrl.errors import ConfigError, LogTruncated, NotFound, SchemaError
 from streamrl.history import record as record_module
 from streamrl.history.record import record
 from streamrl.history.record_log import RecordedLog
-from streamrl.schemas.columns import arrow_schema
-from streamrl.schemas.subjects import LEDGER, SAMPLES
+from streamrl.schemas.columns import OPTIONAL, arrow_schema
+from streamrl.schemas.encoding import encode_samples
+from streamrl.schemas.samples import BlobRef, Branch, TurnSpan
+from streamrl.schemas.subjects import LEDGER, SAMPLES, Subjects
+from tests.golden.generate import FOLDER as GOLDEN
 from tests.history.conftest import Recorded
+from tests.schemas.rows import sample
 
 
 async def read_all(log: RecordedLog, after: int = 0) -> list[Message]:
@@ -61,6 +67,32 @@ async def test_reading_goes_on_from_anywhere(recorded: Recorded) -> None:
         await log.fetch(SAMPLES, len(whole) + 1)
 
 
+async def test_what_some_messages_say_and_others_do_not_is_kept(recorded: Recorded, tmp_path: Path) -> None:
+    """Messages of both versions of the schema side by side in the same row groups."""
+    bus = MemoryBus(recorded.config.run.name, BusConfig())
+    subject = Subjects(recorded.config.run.name).samples("main")
+    turns = (TurnSpan(start=2, length=1, inexact=True, engine="e", asked_s=1.5), TurnSpan(start=3, length=1))
+    root, branch = sample(0, num_samples=2), sample(0, sample=1, num_samples=2, branch=Branch(0, 4), loss_mask=np.zeros(4, np.uint8))
+    bodies = [
+        (GOLDEN / "samples-1.bin").read_bytes(),
+        encode_samples([sample(0), sample(1)]),
+        encode_samples([sample(0, turns=turns, counters={"cached_tokens": 3.0}), sample(1)]),
+        encode_samples([root, branch, sample(1, images=BlobRef("images/3", "ab" * 32, 1, 2))]),
+        encode_samples([sample(0, claimed_s=1.0, scored_s=2.0)]),
+        b"no samples",
+    ]
+    sent = [await bus.fetch(SAMPLES, (await bus.publish(subject, body, headers={})).sequence) for body in bodies]
+    await record(bus, recorded.config, recorded.run, tmp_path / "out", run_record=None)
+    read = await read_all(RecordedLog(tmp_path / "out"))
+    for mine, theirs in zip(read, sent, strict=True):
+        same_samples(mine, theirs)
+    assert [type(open_message(m).record).__name__ for m in read] == ["Rollouts"] * 5 + ["Poison"]
+    await record(RecordedLog(tmp_path / "out"), recorded.config, recorded.run, tmp_path / "again", run_record=None)
+    for mine, theirs in zip(await read_all(RecordedLog(tmp_path / "again")), sent, strict=True):
+        same_samples(mine, theirs)
+    await bus.close()
+
+
 async def test_several_row_groups_read_like_one(recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record_module, "ROWS_BYTES", 10000)
     log = RecordedLog(recorded.path)
@@ -88,7 +120,7 @@ async def test_the_ledger_keeps_its_bytes(recorded: Recorded) -> None:
 
 def test_the_tables_open_elsewhere(recorded: Recorded) -> None:
     samples = ds.dataset(recorded.path / "samples.parquet").to_table()
-    assert samples.column_names == ["sequence", "subject", *arrow_schema().names]
+    assert samples.column_names == ["sequence", "subject", *arrow_schema(*OPTIONAL).names]
     assert samples.num_rows == recorded.recording.samples
     used = {s for entry in recorded.ledger for group in entry.used for s in group.sequences}
     assert used <= set(samples.column("sequence").to_pylist())

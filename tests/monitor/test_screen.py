@@ -6,10 +6,11 @@ import pytest
 from rich.console import Console
 
 from streamrl.monitor.numbers import WorkerLine
-from streamrl.monitor.screen import PlainLines, Screen, clock, panel, plain_line, short, sparkline
+from streamrl.monitor.screen import PlainLines, Screen, clock, degraded_lines, panel, plain_line, short, sparkline
 from streamrl.monitor.view import RunView
-from streamrl.schemas.control import WorkerPresence
+from streamrl.schemas.control import EnginePresence, WorkerPresence
 from streamrl.schemas.events import Event
+from streamrl.schemas.versions import Version
 
 STATES = {
     "engine-0": WorkerLine(worker="engine-0", state="running", restarts=1),
@@ -51,6 +52,17 @@ def test_a_plain_line_holds_the_numbers_and_who_is_in_trouble(learned_run: RunVi
     assert "staleness=1/2" in line
     assert "stream-full=producer-0" in line
     assert line.endswith("workers=producer-0:waiting")
+
+
+def test_an_engine_that_does_otherwise_than_asked_says_so(learned_run: RunView) -> None:
+    serving = EnginePresence(engine="engine-0-cd", address="http://127.0.0.1:2", serving=Version(0, 99), degraded="every update pauses it")
+    learned_run.engine("engine-0-cd", serving)
+    numbers = learned_run.numbers(elapsed_s=65.0, supervised=STATES)
+    assert degraded_lines(numbers) == ["engine-0-cd: every update pauses it"]
+    assert plain_line(numbers).endswith("degraded=engine-0-cd")
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(panel(numbers))
+    assert "engine-0-cd: every update pauses it" in console.export_text()
 
 
 def test_plain_lines_are_sparse_but_notes_are_not_held_back(learned_run: RunView) -> None:

@@ -4,18 +4,23 @@ import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from streamrl.core.seeds import rollout_seed
 from streamrl.data.tokenizer import Tokenizer
+from streamrl.engines.extras import INEXACT
+from streamrl.engines.protocol import Chunk, GenerateRequest
 from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import EngineError, SchemaError
 from streamrl.producers.chat import RolloutEngine
 from streamrl.producers.chat_format import ChatFormat
-from streamrl.producers.episode import Episode
+from streamrl.producers.episode import Episode, samples_of
 from streamrl.producers.functions import FunctionProducer
 from streamrl.producers.protocol import Context, Failure
 from streamrl.producers.single_turn import SingleTurn
+from streamrl.schemas.decoding import decode_samples
+from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import Status
 from streamrl.schemas.tasks import RolloutTask, Sampling
 from tests.producers.policies import make_model, script, start_engine
@@ -152,6 +157,94 @@ async def test_a_chat_without_room_ends_with_length_and_asks_nothing(engine: Tab
     empty = await chat.generate()
     assert (empty.text, empty.token_ids, empty.finish_reason) == ("", (), "length")
     assert chat.episode().status is Status.TRUNCATED
+
+
+@pytest.mark.parametrize("how", ["tool", "user", "append"])
+async def test_a_message_that_does_not_fit_ends_the_chat_as_truncated(engine: TableEngine, tokenizer: Tokenizer, how: str) -> None:
+    task = make_task(tokenizer)
+    longest = len(task.prompt_ids) + 12
+    chat = rollout_engine(make_context(engine, tokenizer, task, max_len=longest)).chat(task)
+    for _ in range(5):  # a loop that knows nothing of lengths
+        turn = await chat.generate()
+        chat.append([7] * 30) if how == "append" else getattr(chat, how)("3+4" * 9)
+    assert (turn.token_ids, turn.finish_reason, chat.is_full, len(chat.turns)) == ((), "length", True, 1)
+    before = chat.token_ids
+    chat.append([7])
+    episode = chat.episode()
+    assert (episode.status, episode.finish_reason, chat.token_ids) == (Status.TRUNCATED, "length", before)
+    assert episode.num_tokens <= longest and [segment.is_model for segment in episode.segments] == [False, True]
+
+
+async def test_a_loop_of_turns_never_grows_beyond_the_longest_sequence(engine: TableEngine, tokenizer: Tokenizer) -> None:
+    task = make_task(tokenizer)
+    for longest in range(len(task.prompt_ids) + 1, len(task.prompt_ids) + 30):
+        chat = rollout_engine(make_context(engine, tokenizer, task, max_len=longest)).chat(task)
+        for _ in range(9):
+            await chat.generate()
+            chat.tool("7")
+        episode = chat.episode()
+        assert episode.num_tokens <= longest and chat.is_full and episode.status is Status.TRUNCATED
+
+
+async def test_a_turn_that_the_engine_has_no_room_for_ends_the_chat_as_truncated(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """As a pool answers when all its engines have shorter sequences than the run."""
+    task = make_task(tokenizer)
+
+    class Short:
+        def __init__(self, engine: TableEngine) -> None:
+            self.engine, self.asked = engine, 0
+
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+            self.asked += 1
+            if self.asked > 1:
+                yield Chunk(completion=0, token_ids=(), logprobs=(), spans=(), finish_reason="length")
+                return
+            async for chunk in self.engine.generate(request):
+                yield chunk
+
+    engine = await start_engine(tmp_path / "model", script(tokenizer, {(0, "<|assistant|>"): "?", (1, "?"): "!"}))
+    try:
+        short = Short(engine)
+        chat = rollout_engine(make_context(short, tokenizer, task)).chat(task)
+        for _ in range(4):
+            await chat.generate()
+            chat.tool("7")
+        assert short.asked == 2 and chat.is_full
+        assert (chat.episode().status, len(chat.turns)) == (Status.TRUNCATED, 1)
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.parametrize("producer", ["chat", "single_turn"])
+async def test_guessed_versions_reach_the_sample(engine: TableEngine, tokenizer: Tokenizer, producer: str) -> None:
+    """An engine that guesses says so with each completion; here the second one of all."""
+    task = make_task(tokenizer, num_rollouts=3)
+
+    class Guessing:
+        asked = 0
+
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+            async for chunk in engine.generate(request):
+                self.asked += len(request.seeds) == 1
+                guessed = chunk.finish_reason is not None and (chunk.completion == 1 or self.asked == 2)
+                yield msgspec.structs.replace(chunk, extras={INEXACT: True} if guessed else {})
+
+    async def two_turns(task: RolloutTask, engine: RolloutEngine) -> Episode:
+        chat = engine.chat(task)
+        await chat.generate()
+        chat.tool("7")
+        await chat.generate()
+        return chat.episode()
+
+    context = make_context(Guessing(), tokenizer, task)
+    made = await (SingleTurn() if producer == "single_turn" else FunctionProducer(two_turns)).rollout(task, context)
+    rows = decode_samples(encode_samples(samples_of(task, [e for e in made if isinstance(e, Episode)], producer="p"))).rows()
+    flags = [[turn.inexact for turn in row.turns] for row in rows]
+    assert sorted(map(len, flags)) == ([0, 0, 1] if producer == "single_turn" else [0, 0, 2])
+    assert sum(map(sum, flags)) == 1
+    for row in rows:
+        for turn in row.turns:
+            assert row.loss_mask[turn.start : turn.start + turn.length].all() and not row.loss_mask[turn.start - 1]
 
 
 async def test_misuse_is_refused(engine: TableEngine, tokenizer: Tokenizer) -> None:

@@ -143,6 +143,15 @@ async def test_other_policies_and_what_cannot_be_read_are_ignored(tmp_path: Path
         assert list(fleet.pool.engines) == ["a"]
 
 
+async def test_an_engine_with_room_is_preferred_and_without_one_the_completion_ends_at_its_length(tmp_path: Path) -> None:
+    async with running(tmp_path / "model") as fleet:
+        await fleet.add("short", max_len=4)
+        empty = await complete(fleet.pool, fleet.request(count=2, session="x"))  # a prompt of four tokens
+        assert [(c.engine, c.token_ids, c.finish_reason) for c in empty] == [("short", (), "length")] * 2
+        await fleet.add("long", running=8, max_len=5)
+        assert [await fleet.ask(), await fleet.ask(session="x")] == ["long", "long"]
+
+
 async def test_a_refused_request_says_nothing_against_the_engine(tmp_path: Path) -> None:
     async with running(tmp_path / "model") as fleet:
         await fleet.add("a")

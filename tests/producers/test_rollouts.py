@@ -74,7 +74,7 @@ async def test_a_task_becomes_one_message_of_scored_samples(loop: Loop) -> None:
         await loop.queue_is_empty()
     by_task = {record.headers[HEADER_TASK]: record for record in records}
     assert sorted(by_task) == ["0", "1", "2"]
-    assert {record.headers[HEADER_SCHEMA] for record in records} == {"samples/1"}
+    assert {record.headers[HEADER_SCHEMA] for record in records} == {"samples/2"}
     samples = samples_in([by_task["1"]])
     assert [(s.rollout, s.group_size, s.reward, s.seed) for s in samples] == [(k, 4, 1.0, rollout_seed(1, k)) for k in range(4)]
     assert {(s.engine, s.producer, s.source) for s in samples} == {("table-0", "producer-0", "main")}

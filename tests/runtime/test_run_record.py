@@ -1,17 +1,19 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from streamrl.bus.protocol import Bus
-from streamrl.config.load import dump
+from streamrl.config.load import dump, override
 from streamrl.config.loss import CorrectionConfig, LossConfig, RejectionConfig
-from streamrl.config.tree import Config, EngineConfig, RewardConfig, RunConfig, TasksConfig, TrainerConfig
+from streamrl.config.tree import Config, DataConfig, EngineConfig, ProducerConfig, RewardConfig, RunConfig, TasksConfig, TrainerConfig
 from streamrl.errors import ConfigError
-from streamrl.runtime.run_record import FREE_KEYS, check_resume, write_or_check
+from streamrl.runtime.run_record import FREE_KEYS, check_resume, continued, write_or_check
+from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.control import RunRecord
 from tests.support.errors import raises
 
@@ -107,3 +109,24 @@ def test_a_run_in_former_words_goes_on_in_present_ones() -> None:
     check_resume(recorded({}, by_k3), record(Config(loss=LossConfig(correction=correction))))
     with raises(ConfigError, key="loss.correction.reject"):
         check_resume(recorded({}, by_k3), record(Config()))
+
+
+def test_a_run_that_was_begun_without_a_decision_goes_on_without_it(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "demo")
+    assert continued(Config(), run) == (Config(), [])
+    run.create()
+    old = override(Config(data=DataConfig(train="x")), ["tasks.inexact=allow", "tasks.check_max_len=false"])
+    run.write_config(old)
+    now, settings = continued(Config(data=DataConfig(train="x"), producer=ProducerConfig(workers=3)), run)
+    assert (now.tasks, now.producer.workers) == (old.tasks, 3)
+    assert settings == ['tasks.inexact="allow"', "tasks.check_max_len=false"]
+    check_resume(record(old), record(now))
+    with pytest.raises(ConfigError) as caught:
+        check_resume(record(old), record(Config(data=DataConfig(train="x"))))
+    assert caught.value.values["key"] == "tasks.check_max_len"
+    run.write_config(now)
+    assert continued(now, run) == (now, [])
+    run.write_config(Config(data=DataConfig(train="x")))
+    assert continued(Config(data=DataConfig(train="x")), run)[1] == []
+    run.config_path.write_text("{")
+    assert continued(Config(), run) == (Config(), [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from streamrl.errors import SchemaError
 from streamrl.schemas.columns import SampleBatch, arrow_schema
 from streamrl.schemas.decoding import decode_samples, decode_together
 from streamrl.schemas.encoding import encode_samples
-from streamrl.schemas.samples import BlobRef, LogprobMode, Sample, Status, VersionSpan
+from streamrl.schemas.samples import BlobRef, LogprobMode, Sample, Status, TurnSpan, VersionSpan
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 from tests.schemas.rows import message, plain, sample, table
@@ -78,8 +79,41 @@ def a_sample(draw: st.DrawFn, group_size: int, rollout: int, index: int, num_sam
         producer=draw(TEXT),
         started_s=draw(st.floats(0, 1e10)),
         finished_s=draw(st.floats(0, 1e10)),
-        routed_experts=draw(st.none() | st.builds(BlobRef, TEXT, TEXT, st.integers(0, 99), st.integers(0, 99))),
+        **draw(more(length, trained)),
     )
+
+
+SECONDS = st.just(0.0) | st.floats(1, 1e10)
+
+
+@st.composite
+def more(draw: st.DrawFn, length: int, trained: np.ndarray) -> dict[str, Any]:
+    """What may be said of a sample of `length` tokens, and mostly is not."""
+    turns = []
+    cuts = sorted(draw(st.sets(st.integers(1, length), max_size=4))) if draw(st.booleans()) and not trained[:1].any() else []
+    for start, end in itertools.pairwise(cuts):
+        turn = TurnSpan(
+            start=start,
+            length=end - start,
+            inexact=draw(st.booleans()),
+            finish_reason=draw(st.sampled_from(["", "stop"])),
+            engine=draw(TEXT),
+            asked_s=draw(SECONDS),
+            began_s=draw(SECONDS),
+            finished_s=draw(SECONDS),
+            sampling=draw(st.just({}) | st.just({"temperature": 0.5, "stop": ["a"]})),
+        )
+        turns += [turn] * draw(st.integers(0, 1))
+    inside = sum(int(trained[turn.start : turn.start + turn.length].sum()) for turn in turns)
+    blobs = st.none() | st.builds(BlobRef, st.text(min_size=1, max_size=8), st.just("ab" * 32), st.integers(0, 99), st.integers(0, 99))
+    return {
+        "turns": tuple(turns) if inside == trained.sum() else (),
+        "routed_experts": draw(blobs),
+        "images": draw(blobs),
+        "claimed_s": draw(SECONDS),
+        "scored_s": draw(SECONDS),
+        "counters": draw(st.dictionaries(TEXT, st.floats(0, 1e9), max_size=2)),
+    }
 
 
 @given(rows=groups())
@@ -271,7 +305,7 @@ def test_messages_decoded_together_are_what_each_is_by_itself(messages: list[lis
         same_samples(found, decode_samples(body))
 
 
-def schema_with(*fields: pa.Field, without: str = "", name: str = "samples/1") -> pa.Schema:
+def schema_with(*fields: pa.Field, without: str = "", name: str = "samples/2") -> pa.Schema:
     kept = [field for field in arrow_schema() if field.name != without and field.name not in {f.name for f in fields}]
     return pa.schema([*kept, *fields], metadata={b"streamrl.schema": name.encode()} if name else None)
 
@@ -279,8 +313,8 @@ def schema_with(*fields: pa.Field, without: str = "", name: str = "samples/1") -
 @pytest.mark.parametrize(
     ("schema", "says"),
     [
-        (schema_with(name="samples/0"), "expected sample schema samples/1 at here, got samples/0"),
-        (schema_with(name="samples/2"), "got samples/2"),
+        (schema_with(name="samples/0"), "expected sample schema samples/2 at here, got samples/0"),
+        (schema_with(name="samples/3"), "got samples/3"),
         (schema_with(name="tasks/1"), "got tasks/1"),
         (schema_with(name=""), "without a schema name"),
         (schema_with(without="logprobs"), r"\['logprobs'\]"),
@@ -295,7 +329,7 @@ def test_foreign_schemas_are_refused(schema: pa.Schema, says: str) -> None:
 
 
 def test_added_nullable_columns_and_another_order_are_read() -> None:
-    schema = schema_with(pa.field("added", pa.utf8()), pa.field("task", pa.int64(), nullable=False), without="images")
+    schema = schema_with(pa.field("added", pa.utf8()), pa.field("task", pa.int64(), nullable=False), without="label")
     batch = decode_samples(message(table() | {"added": [None, "x"]}, schema))
     assert [plain(row) for row in batch.rows()] == [plain(sample(0)), plain(sample(1))]
 
@@ -354,7 +388,8 @@ def test_random_bytes(data: bytes) -> None:
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 6))
 @settings(max_examples=1500, deadline=None)
 def test_mutated_bytes_are_refused_or_valid(seed: int, count: int) -> None:
-    body = bytearray(encode_samples([sample(0), sample(1, label={"a": 1})]))
+    said = {"turns": (TurnSpan(start=2, length=2, inexact=True, asked_s=1.0),), "counters": {"a": 1.0}} if seed % 2 else {}
+    body = bytearray(encode_samples([sample(0), sample(1, label={"a": 1}, **said)]))
     random = np.random.default_rng(seed)
     for place in random.integers(0, len(body), count):
         body[place] = random.choice([0, 1, 127, 128, 255, body[place] ^ (1 << int(random.integers(8)))])

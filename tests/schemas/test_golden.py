@@ -9,10 +9,11 @@ import pyarrow as pa
 import pytest
 
 from streamrl.schemas.codec import decode, encode
-from streamrl.schemas.columns import arrow_schema
+from streamrl.schemas.columns import OPTIONAL, arrow_schema, former_schema
 from streamrl.schemas.control import Grant
-from streamrl.schemas.decoding import decode_samples
-from tests.golden.generate import records, samples
+from streamrl.schemas.decoding import decode_samples, decode_together
+from streamrl.schemas.encoding import encode_samples
+from tests.golden.generate import former_samples, records, samples
 from tests.schemas.rows import plain
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -40,10 +41,24 @@ def test_fields_that_are_missing_take_their_defaults() -> None:
 
 def test_arrow_reads_the_golden_bytes() -> None:
     data = (GOLDEN / "samples-1.bin").read_bytes()
+    assert [plain(row) for row in decode_samples(data).rows()] == [plain(row) for row in former_samples()]
+    with pa.ipc.open_stream(data) as reader:
+        assert reader.schema.equals(former_schema(), check_metadata=True)
+    data = (GOLDEN / "samples-2.bin").read_bytes()
     assert [plain(row) for row in decode_samples(data).rows()] == [plain(row) for row in samples()]
     with pa.ipc.open_stream(data) as reader:
-        assert reader.schema.equals(arrow_schema(), check_metadata=True)
+        assert reader.schema.equals(arrow_schema(*OPTIONAL), check_metadata=True)
+
+
+def test_old_and_new_golden_bytes_are_decoded_together() -> None:
+    old = (GOLDEN / "samples-1.bin").read_bytes()
+    bodies = [old, encode_samples(former_samples()[1:]), encode_samples(samples()[:1])]
+    found = decode_together(bodies)
+    assert found is not None
+    for body, together in zip(bodies, found, strict=True):
+        assert [plain(row) for row in together.rows()] == [plain(row) for row in decode_samples(body).rows()]
+        assert together.batch.equals(decode_samples(body).batch, check_metadata=True)
 
 
 def test_every_golden_file_has_its_record() -> None:
-    assert {path.stem for path in GOLDEN.glob("*.bin")} == {*records(), "samples-1"}
+    assert {path.stem for path in GOLDEN.glob("*.bin")} == {*records(), "samples-1", "samples-2"}

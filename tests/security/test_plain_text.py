@@ -84,7 +84,7 @@ def test_credentials_stay_the_same_over_a_resume_and_go_with_the_embedded_server
     assert users_of(run) == second and {user.password for user in second} & {user.password for user in first} == {first[0].password}
     run.create()
     token = run.engine_token()
-    write_cluster(run, BusAddress(url="tls://cluster:4222", token="theirs"))
+    write_cluster(run, {OPERATOR: BusAddress(url="tls://cluster:4222", token="theirs")})
     assert BusAddress.load(run.bus_path_of("producer")).token == "theirs"
     assert run.engine_token() == token
     fresh = {user.password for user in users_of(run)}

@@ -44,7 +44,7 @@ async def test_updates_in_a_pause_are_exact_or_marked(paused: SglangEngine, epoc
     epoch = next(epochs)
     policies = {Version(epoch, number): build("qwen3", seed=number) for number in (1, 2)}
     old, new = policies
-    assert paused.detail["swap"] == "pause"
+    assert paused.detail["swap"] == "pause" and "degraded" not in paused.detail
     assert (await load(paused, publish(models.tensors(policies[old]), old))).committed
     (whole,) = await ask(paused, msgspec.structs.replace(LONG, request_id="whole", sampling=Sampling(max_new_tokens=20, ignore_eos=True)))
     expected = teacher_forced(policies[old], PROMPT, whole.ids)
@@ -86,6 +86,7 @@ async def test_a_missing_plugin_is_a_loud_pause_or_an_error(
     with caplog.at_level(logging.WARNING):
         await engine.start()
     assert engine.detail["swap"] == "pause" and "rank" in engine.detail["why"]
+    assert engine.detail["why"] in engine.detail["degraded"]
     assert any("event=sglang_pauses" in record.getMessage() for record in caplog.records)
     await engine.stop()
     refusing = engine_of(sglang_server, cpu_config(sglang_python, swap="flip", **two))

@@ -75,6 +75,7 @@ def make_batch(stage_step: int = 0, groups: int = 4, **changes: Any) -> TrainBat
         "rewards": np.array([float(k == 0) for _ in range(groups) for k in range(GROUP)]),
         "tasks": np.arange(n) // GROUP,
         "rollouts": np.arange(n) % GROUP,
+        "status": np.zeros(n, np.int8),
     }
     return TrainBatch(kind="rl", version=Version(0, stage_step), stage_step=stage_step, **(fields | changes))
 

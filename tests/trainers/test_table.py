@@ -67,7 +67,8 @@ def test_losses_and_derivatives_equal_torchs(advantage: float, policy: str, corr
     assert slope == pytest.approx(leaf.grad.numpy())
     assert weights == pytest.approx(found.weights.numpy())
     assert 0 < metrics["train/pg_clipfrac"].mean() < 1
-    named = {"train/pg_loss": expected.detach(), **named, **found.metrics}
+    distance = (proximal - sampler).abs()
+    named = {"train/pg_loss": expected.detach(), "train/train_rollout_logprob_abs_diff": distance, **named, **found.metrics}
     assert set(metrics) == set(named)
     for name, of_token in metrics.items():
         assert of_token == pytest.approx(named[name].numpy()), name

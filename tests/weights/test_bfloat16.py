@@ -51,6 +51,7 @@ def batch(prompt: list[int], answer: list[int], logprobs: list[float]) -> TrainB
         rewards=np.ones(1),
         tasks=np.zeros(1, np.int64),
         rollouts=np.zeros(1, np.int64),
+        status=np.zeros(1, np.int8),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from streamrl.bus.jetstream.connection import Connection
 from streamrl.bus.jetstream.wire import ConsumerReply, Simple, StreamInfoReply, decode, error_of
-from streamrl.bus.topology import MEBIBYTE, StreamSpec, Topology, blobs_name, keys_name, stream_name
+from streamrl.bus.topology import MEBIBYTE, StreamSpec, Topology, blobs_name, keys_name, stored_subject, stream_name
 from streamrl.config.tree import BusConfig
 from streamrl.errors import NotFound
 from streamrl.schemas.subjects import MAIN_SOURCE, TASKS, WARMUP_SOURCE
@@ -19,8 +19,8 @@ _NANOSECONDS = 1_000_000_000
 KEYS_BYTES = 64 * MEBIBYTE
 MAX_WAITING = 4096
 """Claims that may wait at the server at the same time, for one source."""
-KEY_MARKER_S = 120
-"""How long the server remembers that a key has expired; a watcher that was away for longer compares all keys anyway."""
+_MENDED = ("max_bytes", "republish", "allow_rollup_hdrs", "subject_delete_marker_ttl")
+"""What is brought up to date in a stream that is there already; all else stays as it was made."""
 
 
 def stream_config(topology: Topology, spec: StreamSpec) -> dict[str, Any]:
@@ -35,7 +35,13 @@ def stream_config(topology: Topology, spec: StreamSpec) -> dict[str, Any]:
         "max_bytes": spec.max_bytes,
         "duplicate_window": int(spec.dedupe_s * _NANOSECONDS),
         "allow_direct": True,
+        **({} if spec.queue else _repeated(stream_name(topology.run, spec.name))),
     }
+
+
+def _repeated(stream: str) -> dict[str, Any]:
+    """Repeat each message once it is stored, with its sequence: readers follow a stream without a consumer on it."""
+    return {"republish": {"src": ">", "dest": stored_subject(stream)}}
 
 
 def all_configs(topology: Topology, config: BusConfig) -> list[dict[str, Any]]:
@@ -47,7 +53,8 @@ def all_configs(topology: Topology, config: BusConfig) -> list[dict[str, Any]]:
         "storage": "file",
         "num_replicas": 1,
         "allow_direct": True,
-        "allow_rollup_hdrs": True,
+        # A message with the header of a rollup removes others; the markers of expired keys would need it allowed.
+        "allow_rollup_hdrs": False,
         "duplicate_window": 120 * _NANOSECONDS,
     }
     keys = plain | {
@@ -56,7 +63,7 @@ def all_configs(topology: Topology, config: BusConfig) -> list[dict[str, Any]]:
         "max_bytes": KEYS_BYTES,
         "max_msgs_per_subject": 1,
         "allow_msg_ttl": True,
-        "subject_delete_marker_ttl": KEY_MARKER_S * _NANOSECONDS,
+        **_repeated(keys_name(run)),
     }
     blobs = plain | {"name": blobs_name(run), "subjects": [f"$O.{run}.C.>", f"$O.{run}.M.>"], "max_bytes": config.blobs_bytes}
     return [*(stream_config(topology, spec) for spec in topology.streams.values()), keys, blobs]
@@ -64,7 +71,7 @@ def all_configs(topology: Topology, config: BusConfig) -> list[dict[str, Any]]:
 
 async def info(connection: Connection, name: str, request: dict[str, Any] | None = None) -> StreamInfoReply:
     """Describe a stream; raises NotFound when there is none of that name."""
-    reply = decode((await connection.request(f"$JS.API.STREAM.INFO.{name}", request or b"")).data, StreamInfoReply)
+    reply = decode((await connection.request(f"{connection.api}.STREAM.INFO.{name}", request or b"")).data, StreamInfoReply)
     if reply.error is not None:
         raise error_of(reply.error, doing=f"look up stream {name}")
     return reply
@@ -91,7 +98,7 @@ async def ensure_task_consumer(connection: Connection, stream: str, source: str,
         Forbidden: it is missing or has another ack wait, and the credentials do not allow to make it.
     """
     ack_wait = int(ack_wait_s * _NANOSECONDS)
-    known = decode((await connection.request(f"$JS.API.CONSUMER.INFO.{stream}.{source}")).data, ConsumerReply)
+    known = decode((await connection.request(f"{connection.api}.CONSUMER.INFO.{stream}.{source}")).data, ConsumerReply)
     if known.error is None and known.config.get("ack_wait") == ack_wait:
         return
     config = {
@@ -103,7 +110,9 @@ async def ensure_task_consumer(connection: Connection, stream: str, source: str,
         "max_ack_pending": -1,
         "max_waiting": MAX_WAITING,
     }
-    answer = await connection.request(f"$JS.API.CONSUMER.CREATE.{stream}.{source}.{subject}", {"stream_name": stream, "config": config})
+    answer = await connection.request(
+        f"{connection.api}.CONSUMER.CREATE.{stream}.{source}.{subject}", {"stream_name": stream, "config": config}
+    )
     reply = decode(answer.data, ConsumerReply)
     if reply.error is not None:
         raise error_of(reply.error, doing=f"make the consumer {source} of {stream}")
@@ -117,21 +126,23 @@ async def _ensure(connection: Connection, wanted: dict[str, Any]) -> None:
         await _change(connection, "CREATE", wanted)
         logger.info("event=bus_stream_created stream=%s max_bytes=%d", name, wanted["max_bytes"])
         return
-    if found.get("max_bytes") != wanted["max_bytes"]:
-        await _change(connection, "UPDATE", found | {"max_bytes": wanted["max_bytes"]})
+    current = {key: wanted.get(key) for key in _MENDED}
+    if any((found.get(key) or None) != (value or None) for key, value in current.items()):
+        kept = {key: value for key, value in found.items() if key not in _MENDED}
+        await _change(connection, "UPDATE", kept | {key: value for key, value in current.items() if value is not None})
         logger.info("event=bus_stream_updated stream=%s max_bytes=%d was=%s", name, wanted["max_bytes"], found.get("max_bytes"))
 
 
 async def _change(connection: Connection, verb: str, config: dict[str, Any]) -> None:
     name = config["name"]
-    reply = decode((await connection.request(f"$JS.API.STREAM.{verb}.{name}", config, timeout_s=30.0)).data, StreamInfoReply)
+    reply = decode((await connection.request(f"{connection.api}.STREAM.{verb}.{name}", config, timeout_s=30.0)).data, StreamInfoReply)
     if reply.error is not None:
         raise error_of(reply.error, doing=f"{verb.lower()} stream {name}")
 
 
 async def purge(connection: Connection, name: str, request: dict[str, Any]) -> None:
     """Remove messages: `seq` keeps those from that sequence on, `filter` names a subject."""
-    reply = decode((await connection.request(f"$JS.API.STREAM.PURGE.{name}", request, timeout_s=30.0)).data, Simple)
+    reply = decode((await connection.request(f"{connection.api}.STREAM.PURGE.{name}", request, timeout_s=30.0)).data, Simple)
     if reply.error is not None:
         raise error_of(reply.error, doing=f"purge stream {name}")
 
@@ -139,6 +150,6 @@ async def purge(connection: Connection, name: str, request: dict[str, Any]) -> N
 async def delete(connection: Connection, topology: Topology, config: BusConfig) -> None:
     """Delete all streams of a run with everything in them."""
     for stream in all_configs(topology, config):
-        reply = decode((await connection.request(f"$JS.API.STREAM.DELETE.{stream['name']}", timeout_s=30.0)).data, Simple)
+        reply = decode((await connection.request(f"{connection.api}.STREAM.DELETE.{stream['name']}", timeout_s=30.0)).data, Simple)
         if reply.error is not None and reply.error.code != 404:
             raise error_of(reply.error, doing=f"delete stream {stream['name']}")

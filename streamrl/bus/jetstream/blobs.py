@@ -19,7 +19,7 @@ import msgspec
 from streamrl.bus.jetstream import admin
 from streamrl.bus.jetstream.connection import Connection, Interrupted
 from streamrl.bus.jetstream.outbox import Outbox
-from streamrl.bus.jetstream.pull import opened
+from streamrl.bus.jetstream.session import opened
 from streamrl.bus.jetstream.wire import (
     HEADER_EXPECT_SUBJECT_LAST,
     HEADER_ID,
@@ -140,12 +140,11 @@ class JetStreamBlobs:
 
     async def _collect(self, description: Description, chunks: dict[int, bytes]) -> bool:
         """Read chunks in whatever order they lie; returns whether the reading was interrupted."""
-        config = {"deliver_policy": "all", "filter_subject": self._chunks(description.nuid)}
-        session, _ = await opened(self._connection, self._stream, config, follow=False)
+        subject = self._chunks(description.nuid)
+        session = await opened(self._connection, self._stream, after=0, subject=subject, follow=False)
         try:
-            while len(chunks) < description.chunks and (item := await session.next()) is not None:
-                message, _ = item
-                index = (message.headers or {}).get(HEADER_ID, "").rpartition(".")[2]
+            while len(chunks) < description.chunks and (message := await session.next()) is not None:
+                index = message.headers.get(HEADER_ID, "").rpartition(".")[2]
                 chunks[int(index) if index.isdigit() else len(chunks)] = message.data
         except Interrupted as error:
             logger.debug("event=bus_blob_read_interrupted name=%s error=%s", description.name, error)
@@ -170,7 +169,7 @@ class JetStreamBlobs:
                 return sorted(map(blob_name, found))
 
     async def _describe(self, name: str) -> Description | None:
-        answer = await self._connection.request(f"$JS.API.STREAM.MSG.GET.{self._stream}", {"last_by_subj": self._meta(name)})
+        answer = await self._connection.request(f"{self._connection.api}.STREAM.MSG.GET.{self._stream}", {"last_by_subj": self._meta(name)})
         reply = decode(answer.data, StoredMessageReply)
         if reply.error is not None and reply.error.err_code != 10037:
             raise error_of(reply.error, doing=f"look up blob {name!r}")

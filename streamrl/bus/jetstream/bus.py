@@ -5,32 +5,31 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 
-from nats.aio.msg import Msg
-
 from streamrl.bus.address import BusAddress
 from streamrl.bus.jetstream import admin
 from streamrl.bus.jetstream.blobs import JetStreamBlobs
 from streamrl.bus.jetstream.connection import Connection, Interrupted
 from streamrl.bus.jetstream.keys import JetStreamKeys
 from streamrl.bus.jetstream.outbox import Outbox
-from streamrl.bus.jetstream.pull import opened
 from streamrl.bus.jetstream.queue import JetStreamLease, TaskQueue
+from streamrl.bus.jetstream.session import opened
 from streamrl.bus.jetstream.wire import (
     HEADER_EXPECT_LAST,
     HEADER_EXPECT_SUBJECT_LAST,
     HEADER_ID,
-    STATUS,
+    Stored,
     StoredMessage,
     StoredMessageReply,
     decode,
     error_of,
     own_headers,
+    stored,
     unix_seconds,
 )
 from streamrl.bus.protocol import Message, Receipt, StreamState
 from streamrl.bus.topology import Topology, check_headers, stream_name
 from streamrl.config.tree import BusConfig
-from streamrl.errors import Conflict, Forbidden, LogTruncated, NotFound
+from streamrl.errors import Conflict, LogTruncated, NotFound
 from streamrl.schemas import subjects
 
 logger = logging.getLogger(__name__)
@@ -43,8 +42,6 @@ class JetStreamBus:
         self._connection = connection
         self._topology = topology
         self._config = config
-        self._indirect: set[str] = set()
-        """Streams whose single messages these credentials get by way of the stream's leader only."""
         self._outbox = Outbox(connection, config.patience_s)
         self._queue = TaskQueue(connection, self._name(subjects.TASKS), config.ack_wait_s)
         self._keys = JetStreamKeys(connection, self._outbox, topology.run)
@@ -112,8 +109,8 @@ class JetStreamBus:
     async def _stored_as(self, subject: str, message_id: str, expect_last: int | None) -> int | None:
         """Sequence of the message with this id if it is the one right behind `expect_last`, or the newest of its subject."""
         selector = {"last_by_subj": subject} if expect_last is None else {"seq": expect_last + 1}
-        stored = await self._stored(self._topology.stream_of(subject).name, selector)
-        return stored.seq if stored is not None and stored.headers().get(HEADER_ID) == message_id else None
+        found = await self._stored(self._topology.stream_of(subject).name, selector)
+        return found.seq if found is not None and found.headers().get(HEADER_ID) == message_id else None
 
     async def read(self, stream: str, *, after: int, subject: str | None = None) -> AsyncIterator[Message]:
         name = self._name(self._topology.readable(stream).name)
@@ -123,18 +120,13 @@ class JetStreamBus:
             if subject is None or not checked:
                 await self._require(stream, position + 1)
                 checked = True
-            config: dict[str, object] = {"deliver_policy": "by_start_sequence", "opt_start_seq": position + 1}
-            if subject is not None:
-                config["filter_subject"] = subject
-            session, _ = await opened(self._connection, name, config)
+            session = await opened(self._connection, name, after=position, subject=subject)
             try:
-                while (item := await session.next()) is not None:
-                    message, facts = item
-                    sequence = facts.stream_sequence
-                    if subject is None and sequence != position + 1:
-                        raise _truncated(stream, position + 1, sequence)
-                    position = sequence
-                    yield Message(message.subject, sequence, message.data, own_headers(message.headers), facts.time_s)
+                while (message := await session.next()) is not None:
+                    if subject is None and message.sequence != position + 1:
+                        raise _truncated(stream, position + 1, message.sequence)
+                    position = message.sequence
+                    yield _read(message)
             except Interrupted as error:
                 logger.debug("event=bus_read_interrupted stream=%s position=%d error=%s", name, position, error)
             finally:
@@ -149,31 +141,22 @@ class JetStreamBus:
     async def fetch(self, stream: str, sequence: int) -> Message:
         name = self._name(self._topology.spec(stream).name)
         if sequence >= 1:
-            answer = await self._direct_get(name, sequence)
-            if answer is not None and not (answer.headers or {}).get(STATUS):
-                return _direct(answer)
+            # The message as it is, which spares the server its encoding.
+            answer = await self._connection.request(f"{self._connection.api}.DIRECT.GET.{name}", {"seq": sequence})
+            if (message := stored(name, answer.data, answer.headers)) is not None:
+                return _read(message)
             # Direct answers may come from a replica that lags; the stream's leader knows.
-            stored = await self._stored(stream, {"seq": sequence})
-            if stored is not None:
-                return _message(stored)
+            single = await self._stored(stream, {"seq": sequence})
+            if single is not None:
+                return _message(single)
         raise NotFound(f"expected message {sequence} of stream {stream}, got none", stream=stream, sequence=sequence)
 
-    async def _direct_get(self, name: str, sequence: int) -> Msg | None:
-        """The message as it is, which spares the server its encoding; None where the credentials do not allow that way."""
-        if name in self._indirect:
-            return None
-        try:
-            return await self._connection.request(f"$JS.API.DIRECT.GET.{name}", {"seq": sequence})
-        except Forbidden:
-            self._indirect.add(name)
-            return None
-
     async def last(self, subject: str) -> Message | None:
-        stored = await self._stored(self._topology.stream_of(subject).name, {"last_by_subj": subject})
-        return None if stored is None else _message(stored)
+        found = await self._stored(self._topology.stream_of(subject).name, {"last_by_subj": subject})
+        return None if found is None else _message(found)
 
     async def _stored(self, stream: str, selector: Mapping[str, object]) -> StoredMessage | None:
-        answer = await self._connection.request(f"$JS.API.STREAM.MSG.GET.{self._name(stream)}", selector)
+        answer = await self._connection.request(f"{self._connection.api}.STREAM.MSG.GET.{self._name(stream)}", selector)
         reply = decode(answer.data, StoredMessageReply)
         if reply.error is not None and reply.error.err_code not in (10037, 10043):
             raise error_of(reply.error, doing=f"fetch from {stream}")
@@ -221,16 +204,9 @@ def _truncated(stream: str, needed: int, first: int) -> LogTruncated:
     )
 
 
-def _message(stored: StoredMessage) -> Message:
-    return Message(stored.subject, stored.seq, stored.data, own_headers(stored.headers()), unix_seconds(stored.time))
+def _message(found: StoredMessage) -> Message:
+    return Message(found.subject, found.seq, found.data, own_headers(found.headers()), unix_seconds(found.time))
 
 
-def _direct(answer: Msg) -> Message:
-    facts = answer.headers or {}
-    return Message(
-        facts["Nats-Subject"],
-        int(facts["Nats-Sequence"]),
-        answer.data,
-        own_headers(facts),
-        unix_seconds(facts.get("Nats-Time-Stamp", "")),
-    )
+def _read(message: Stored) -> Message:
+    return Message(message.subject, message.sequence, message.data, own_headers(message.headers), message.time_s)

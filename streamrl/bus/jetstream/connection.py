@@ -1,7 +1,7 @@
-"""One NATS connection: requests, whose answers share one subscription, and sinks for what JetStream delivers.
+"""One NATS connection: requests, whose answers share one subscription, and sinks for what comes without being an answer.
 
-A stored message is delivered under its own subject, not under the subject that it was asked for with, so that deliveries can only
-be told apart by subscription: each reader has a sink of its own.
+A claimed task is delivered under its own subject, not under the subject that it was asked for with, so that deliveries can only
+be told apart by subscription: each claim has a sink of its own, and so has each reader for what is stored from now on.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import msgspec
 import nats.errors
@@ -25,7 +26,7 @@ from nats.aio.subscription import Subscription
 from streamrl.bus.address import BusAddress
 from streamrl.bus.jetstream import options
 from streamrl.bus.jetstream.transport import WideTransport
-from streamrl.bus.jetstream.wire import STATUS
+from streamrl.bus.jetstream.wire import status_of
 from streamrl.errors import BusError, BusUnavailable, Forbidden
 
 logger = logging.getLogger(__name__)
@@ -49,20 +50,17 @@ class NoResponder(BusError):
 
 
 class Sink:
-    """A subscription for deliveries: `handler` gets every stored message and every status that is sent to `reply(...)`."""
+    """A subscription: `handler` gets every message that comes to `subject`, `failed` the error if the credentials do not allow it."""
 
-    def __init__(self, prefix: str, handler: Handler) -> None:
-        self._prefix = prefix
+    def __init__(self, subject: str, handler: Handler, failed: Callable[[Forbidden], None] | None) -> None:
+        self.subject = subject
         self.handler = handler
+        self.failed = failed
         self.subscription: Subscription | None = None
 
-    @property
-    def subject(self) -> str:
-        return self._prefix + "*"
-
     def reply(self, request: int) -> str:
-        """Reply subject of one request; a status comes back under it."""
-        return f"{self._prefix}{request}"
+        """Reply subject of one request, where the sink has one of its own; a status comes back under it."""
+        return f"{self.subject.removesuffix('*')}{request}"
 
     async def on_message(self, message: Msg) -> None:
         self.handler(message)
@@ -79,6 +77,8 @@ class Connection:
 
     def __init__(self, address: BusAddress, *, name: str, patience_s: float) -> None:
         self.address = address
+        self.api = address.api
+        """Subjects of JetStream's API begin with it."""
         self.patience_s = patience_s
         self.generation = 0
         """Grows with every connect and reconnect; state held by the server for the old connection may be gone."""
@@ -91,7 +91,7 @@ class Connection:
         self._sinks: set[Sink] = set()
         self._tokens = itertools.count()
         self._handlers: dict[str, Handler] = {}
-        self._waiting: dict[str, tuple[str, asyncio.Future[Msg]]] = {}
+        self._waiting: dict[str, tuple[str, asyncio.Future[Any]]] = {}
         self._listeners: list[Callable[[bool], None]] = []
         self._up = asyncio.Event()
         self._away_since = time.monotonic()
@@ -167,8 +167,9 @@ class Connection:
         if self._client.is_connected:
             with contextlib.suppress(nats.errors.Error, OSError):
                 await self._client.flush(timeout=1)
-        # While the server is away the client trips over its own lost transport.
-        with contextlib.suppress(nats.errors.Error, OSError):
+        # While the server is away the client trips over its own lost transport: it writes what is pending to it, which asyncio of
+        # Python 3.12 answers with a TypeError.
+        with contextlib.suppress(nats.errors.Error, OSError, TypeError):
             await self._client.close()
 
     def listen(self, listener: Callable[[bool], None]) -> Callable[[], None]:
@@ -186,9 +187,9 @@ class Connection:
         """Forget a reply subject."""
         self._handlers.pop(reply[len(self._prefix) :], None)
 
-    async def open_sink(self, handler: Handler) -> Sink:
-        """Subscribe to a new subject for deliveries; it survives reconnects."""
-        sink = Sink(f"{self._root}.{next(self._tokens)}.", handler)
+    async def open_sink(self, handler: Handler, subject: str = "", failed: Callable[[Forbidden], None] | None = None) -> Sink:
+        """Subscribe, to a new subject for deliveries unless one is given; it survives reconnects."""
+        sink = Sink(subject or f"{self._root}.{next(self._tokens)}.*", handler, failed)
         self._sinks.add(sink)
         await self._subscribe(sink)
         return sink
@@ -233,20 +234,48 @@ class Connection:
 
     async def ask(self, subject: str, payload: bytes, *, timeout_s: float = ATTEMPT_S) -> Msg:
         """One request, one answer; raises Interrupted when the connection breaks or the answer is late, and NoResponder."""
-        future: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
-        reply = self.inbox(partial(_resolve, future))
+        [message] = await self._answers(subject, payload, timeout_s, lambda message: True)
+        return message
+
+    async def collect(self, subject: str, payload: bytes, *, timeout_s: float = ATTEMPT_S) -> list[Msg]:
+        """One request, the stored messages that answer it and the status that ends them; raises as `ask` does, after silence."""
+        return await self._answers(subject, payload, timeout_s, lambda message: bool(status_of(message.headers)))
+
+    async def _answers(self, subject: str, payload: bytes, timeout_s: float, ends: Callable[[Msg], bool]) -> list[Msg]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        answers: list[Msg] = []
+        heard_s = loop.time()
+
+        def on_message(message: Msg) -> None:
+            nonlocal heard_s
+            heard_s = loop.time()
+            answers.append(message)
+            if ends(message) and not future.done():
+                future.set_result(None)
+
+        def look() -> None:
+            nonlocal timer
+            if future.done():
+                return
+            if loop.time() < heard_s + timeout_s:
+                timer = loop.call_at(heard_s + timeout_s, look)
+            else:
+                future.set_exception(Interrupted(f"no answer from {subject} within {timeout_s} s"))
+
+        reply = self.inbox(on_message)
         self._waiting[reply] = (subject, future)
-        timer = asyncio.get_running_loop().call_later(timeout_s, _fail, future, f"no answer from {subject} within {timeout_s} s")
+        timer = loop.call_at(heard_s + timeout_s, look)
         try:
             await self.send(subject, payload, reply)
-            message = await future
+            await future
         finally:
             timer.cancel()
             self._waiting.pop(reply, None)
             self.drop(reply)
-        if message.headers and message.headers.get(STATUS) == "503":
+        if status_of(answers[-1].headers) == "503":
             raise NoResponder(f"nobody answers to {subject}", hint="is JetStream enabled, and is the stream there?")
-        return message
+        return answers
 
     async def request(self, subject: str, payload: object | bytes = b"", *, timeout_s: float = ATTEMPT_S) -> Msg:
         """A request that may be repeated without harm, retried over reconnects; structs and mappings are sent as JSON.
@@ -303,6 +332,9 @@ class Connection:
             # The client hands on what the server says in lower case.
             if asked.lower() == subject and not future.done():
                 future.set_exception(Forbidden(f"the server forbids {what} to {asked}", hint=hint, subject=asked))
+        for sink in list(self._sinks):
+            if sink.subject.lower() == subject and sink.failed is not None:
+                sink.failed(Forbidden(f"the server forbids {what} to {sink.subject}", hint=hint, subject=sink.subject))
         for listener in self.denial_listeners:
             listener(subject, hint)
 
@@ -349,13 +381,3 @@ class Connection:
                 self._last_error = error
                 logger.error("event=bus_connection_refused url=%s error=%s", self.address.url, error.message)
                 await asyncio.sleep(1.0)
-
-
-def _resolve(future: asyncio.Future[Msg], message: Msg) -> None:
-    if not future.done():
-        future.set_result(message)
-
-
-def _fail(future: asyncio.Future[Msg], reason: str) -> None:
-    if not future.done():
-        future.set_exception(Interrupted(reason))

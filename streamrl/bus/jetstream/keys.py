@@ -5,16 +5,19 @@ A slash of a key is a dot of its subject, so that the server can select by prefi
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 from streamrl.bus.jetstream.connection import Connection, Interrupted
 from streamrl.bus.jetstream.outbox import Outbox
-from streamrl.bus.jetstream.pull import opened
+from streamrl.bus.jetstream.session import opened
 from streamrl.bus.jetstream.wire import (
     HEADER_EXPECT_SUBJECT_LAST,
     HEADER_ID,
     HEADER_TTL,
+    Stored,
     StoredMessage,
     StoredMessageReply,
     decode,
@@ -28,6 +31,10 @@ logger = logging.getLogger(__name__)
 
 OPERATION = "KV-Operation"
 MARKER = "Nats-Marker-Reason"
+LATE_S = 0.05
+"""How much later than promised a server may remove a key that has expired."""
+AGAIN_S = 0.5
+"""After which a key that should be gone and is not is looked at again."""
 
 
 class JetStreamKeys:
@@ -52,12 +59,11 @@ class JetStreamKeys:
             await self._store(key, b"", {OPERATION: "DEL"}, None)
 
     async def keys(self, prefix: str = "") -> Sequence[str]:
-        session, pending = await opened(self._connection, self._stream, self._selection(prefix) | {"headers_only": True}, follow=False)
+        session = await opened(self._connection, self._stream, after=0, subject=self._selection(prefix), follow=False)
         found: dict[str, bool] = {}
         try:
-            while pending > 0 and (item := await session.next()) is not None:
-                message, _ = item
-                found[self._key(message.subject)] = not _gone(message.headers or {})
+            while (message := await session.next()) is not None:
+                found[self._key(message.subject)] = not _gone(message.headers)
         except Interrupted:
             return await self.keys(prefix)
         finally:
@@ -65,31 +71,33 @@ class JetStreamKeys:
         return sorted(key for key, live in found.items() if live and key.startswith(prefix))
 
     async def watch(self, prefix: str) -> AsyncIterator[KeyEntry]:
-        known: dict[str, int] = {}
+        live = _LiveKeys()
         while True:
-            session, pending = await opened(self._connection, self._stream, self._selection(prefix))
-            unseen = set(known)
+            session = await opened(self._connection, self._stream, after=0, subject=self._selection(prefix))
+            unseen = set(live.revisions)
             try:
                 while True:
-                    if pending <= 0 and unseen:
-                        # They went while the connection was down, and their markers with them.
-                        for key in sorted(unseen):
-                            yield KeyEntry(key, None, known.pop(key))
+                    if session.at_end and unseen:
+                        # They went while the connection was down.
+                        for key in sorted(unseen & set(live.revisions)):
+                            yield KeyEntry(key, None, live.forget(key))
                         unseen = set()
-                    item = await session.next()
-                    if item is None:
-                        break
-                    message, facts = item
-                    pending = min(pending - 1, facts.pending)
+                    message = await session.next(live.next_end_s)
+                    if message is None:
+                        for key in live.ended():
+                            if await self.get(key) is None:
+                                yield KeyEntry(key, None, live.forget(key))
+                        continue
                     key = self._key(message.subject)
                     unseen.discard(key)
-                    if not key.startswith(prefix) or known.get(key, 0) >= facts.stream_sequence:
+                    if not key.startswith(prefix) or live.revisions.get(key, 0) >= message.sequence:
                         continue
-                    if not _gone(message.headers or {}):
-                        known[key] = facts.stream_sequence
-                        yield KeyEntry(key, message.data, facts.stream_sequence)
-                    elif known.pop(key, None) is not None:
-                        yield KeyEntry(key, None, facts.stream_sequence)
+                    if not _gone(message.headers):
+                        live.note(key, message)
+                        yield KeyEntry(key, message.data, message.sequence)
+                    elif key in live.revisions:
+                        live.forget(key)
+                        yield KeyEntry(key, None, message.sequence)
             except Interrupted as error:
                 logger.debug("event=bus_watch_interrupted prefix=%s error=%s", prefix, error)
             finally:
@@ -114,22 +122,59 @@ class JetStreamKeys:
         raise error
 
     async def _stored(self, key: str) -> StoredMessage | None:
-        answer = await self._connection.request(f"$JS.API.STREAM.MSG.GET.{self._stream}", {"last_by_subj": self._subject(key)})
+        answer = await self._connection.request(
+            f"{self._connection.api}.STREAM.MSG.GET.{self._stream}", {"last_by_subj": self._subject(key)}
+        )
         reply = decode(answer.data, StoredMessageReply)
         if reply.error is not None and reply.error.err_code != 10037:
             raise error_of(reply.error, doing=f"get key {key}")
         return reply.message
 
-    def _selection(self, prefix: str) -> dict[str, str]:
+    def _selection(self, prefix: str) -> str:
         whole, _, _ = prefix.rpartition("/")
-        subject = self._root + (check_key(whole).replace("/", ".") + ".>" if whole else ">")
-        return {"deliver_policy": "last_per_subject", "filter_subject": subject}
+        return self._root + (check_key(whole).replace("/", ".") + ".>" if whole else ">")
 
     def _subject(self, key: str) -> str:
         return self._root + check_key(key).replace("/", ".")
 
     def _key(self, subject: str) -> str:
         return subject[len(self._root) :].replace(".", "/")
+
+
+class _LiveKeys:
+    """The keys that a watcher has told of, and when they end unless they are put again: the server says nothing then."""
+
+    def __init__(self) -> None:
+        self.revisions: dict[str, int] = {}
+        self._ends: dict[str, float] = {}
+
+    @property
+    def next_end_s(self) -> float | None:
+        """When the next key may be gone, by the loop's clock."""
+        return min(self._ends.values(), default=None)
+
+    def note(self, key: str, message: Stored) -> None:
+        """The key has this value now."""
+        self.revisions[key] = message.sequence
+        lasts = message.headers.get(HEADER_TTL, "").removesuffix("s")
+        if lasts.isdigit():
+            # What was stored before it was first read ends earlier; another host's clock may be wrong, ours here is not.
+            age_s = min(max(0.0, time.time() - message.time_s), float(lasts))
+            self._ends[key] = asyncio.get_running_loop().time() + float(lasts) - age_s + LATE_S
+        else:
+            self._ends.pop(key, None)
+
+    def ended(self) -> list[str]:
+        """Keys whose time is over, to be looked at; they are named again a little later, unless they are forgotten or put anew."""
+        now = asyncio.get_running_loop().time()
+        over = [key for key, end in self._ends.items() if end <= now]
+        self._ends.update(dict.fromkeys(over, now + AGAIN_S))
+        return over
+
+    def forget(self, key: str) -> int:
+        """The key is gone; returns its last revision."""
+        self._ends.pop(key, None)
+        return self.revisions.pop(key)
 
 
 def _gone(headers: Mapping[str, str]) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from nats.aio.msg import Msg
 
+from streamrl.bus.accounts import PULL_S
 from streamrl.bus.jetstream import admin
 from streamrl.bus.jetstream.connection import Connection, Interrupted, NoResponder, Sink
 from streamrl.bus.jetstream.options import unreachable
@@ -68,7 +69,7 @@ class JetStreamLease:
         if await self._confirmed(b"+ACK"):
             return
         try:
-            answer = await self._connection.request(f"$JS.API.STREAM.MSG.DELETE.{self._stream}", {"seq": self._sequence})
+            answer = await self._connection.request(f"{self._connection.api}.STREAM.MSG.DELETE.{self._stream}", {"seq": self._sequence})
         except Forbidden:
             logger.warning("event=bus_task_left stream=%s seq=%d reason=the_server_forgot_its_delivery", self._stream, self._sequence)
             return
@@ -125,9 +126,10 @@ class TaskQueue:
         try:
             if max > 1 or wait_s <= 0:
                 await self._pull(source, {"batch": max, "no_wait": True}, LATE_S, leases)
-            left = deadline - time.monotonic()
-            if not leases and left > 0.001:
-                await self._pull(source, {"batch": 1, "expires": int(left * _NANOSECONDS)}, left + LATE_S, leases)
+            while not leases and (left := deadline - time.monotonic()) > 0.001 and self._connection.connected:
+                await self._ensure(subject, source)
+                waits = min(left, PULL_S)
+                await self._pull(source, {"batch": 1, "expires": int(waits * _NANOSECONDS)}, waits + LATE_S, leases)
                 if leases and max > 1:
                     await self._pull(source, {"batch": max - 1, "no_wait": True}, LATE_S, leases)
         except asyncio.CancelledError:
@@ -177,7 +179,9 @@ class TaskQueue:
         stop_listening = self._connection.listen(lambda up: _finish(finished, 0))
         timer = asyncio.get_running_loop().call_later(limit_s, _finish, finished, 0)
         try:
-            await self._connection.send(f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{source}", msgspec.json.encode(request), reply)
+            await self._connection.send(
+                f"{self._connection.api}.CONSUMER.MSG.NEXT.{self._stream}.{source}", msgspec.json.encode(request), reply
+            )
             status = await finished
         except Interrupted:
             return

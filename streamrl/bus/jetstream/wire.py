@@ -20,6 +20,11 @@ HEADER_EXPECT_SUBJECT_LAST = "Nats-Expected-Last-Subject-Sequence"
 HEADER_TTL = "Nats-TTL"
 STATUS = "Status"
 DESCRIPTION = "Description"
+STREAM = "Nats-Stream"
+SUBJECT = "Nats-Subject"
+SEQUENCE = "Nats-Sequence"
+LAST_SEQUENCE = "Nats-Last-Sequence"
+PENDING = "Nats-Num-Pending"
 
 _NANOSECOND = 1e-9
 _LAST = re.compile(r"wrong last sequence: (\d+)")
@@ -67,9 +72,7 @@ class StreamInfoReply(msgspec.Struct, frozen=True):
 class ConsumerReply(msgspec.Struct, frozen=True):
     """Answer to CONSUMER.CREATE and INFO."""
 
-    name: str = ""
     config: dict[str, Any] = {}
-    num_pending: int = 0
     error: Refusal | None = None
 
 
@@ -102,14 +105,43 @@ class StoredMessageReply(msgspec.Struct, frozen=True):
     error: Refusal | None = None
 
 
+class Stored(NamedTuple):
+    """A message of a stream as DIRECT.GET answers with it and as the server repeats it once it is stored.
+
+    Its writer's headers stand in front of the server's, of which the last of a name counts: a writer cannot forge them.
+    """
+
+    subject: str
+    sequence: int
+    data: bytes
+    headers: Mapping[str, str]
+    previous: int
+    """Of a repeated message: the sequence of the one before it on the same subject."""
+
+    @property
+    def time_s(self) -> float:
+        """Unix seconds at which it was stored."""
+        return unix_seconds(self.headers.get("Nats-Time-Stamp", ""))
+
+
+def stored(stream: str, data: bytes, headers: Mapping[str, str] | None) -> Stored | None:
+    """A message of `stream`; None for anything else that may come to its reader, such as a status or a message of another stream."""
+    if not headers or headers.get(STREAM) != stream or SUBJECT not in headers or not headers.get(SEQUENCE, "").isdigit():
+        return None
+    previous = headers.get(LAST_SEQUENCE, "")
+    return Stored(headers[SUBJECT], int(headers[SEQUENCE]), data, headers, int(previous) if previous.isdigit() else 0)
+
+
+def status_of(headers: Mapping[str, str] | None) -> str:
+    """Code of a status; empty for a stored message, whose writer may have called a header that."""
+    return headers.get(STATUS, "") if headers and SEQUENCE not in headers else ""
+
+
 class Delivery(NamedTuple):
     """What the reply subject of a delivered message says."""
 
     deliveries: int
     stream_sequence: int
-    consumer_sequence: int
-    time_s: float
-    pending: int
 
 
 def decode(data: bytes, kind: type[T]) -> T:
@@ -126,8 +158,7 @@ def delivery(reply: str) -> Delivery:
     """Read `$JS.ACK.[<domain>.<account>.]<stream>.<consumer>.<delivered>.<sseq>.<cseq>.<ns>.<pending>[.<random>]`."""
     tokens = reply.split(".")
     start = 4 if len(tokens) == 9 else 6
-    delivered, sseq, cseq, time_ns, pending = tokens[start : start + 5]
-    return Delivery(int(delivered), int(sseq), int(cseq), int(time_ns) * _NANOSECOND, int(pending))
+    return Delivery(int(tokens[start]), int(tokens[start + 1]))
 
 
 def unix_seconds(text: str) -> float:
@@ -135,8 +166,9 @@ def unix_seconds(text: str) -> float:
     if not text:
         return 0.0
     whole, _, rest = text.rstrip("Z").partition(".")
-    fraction = float(f"0.{rest}") if rest.isdigit() else 0.0
-    return datetime.fromisoformat(whole + "+00:00").timestamp() + fraction
+    nanoseconds = int(rest[:9].ljust(9, "0")) if rest.isdigit() else 0
+    # One rounding, of the same number as in a delivered message's reply subject: recordings have this value.
+    return (int(datetime.fromisoformat(whole + "+00:00").timestamp()) * 10**9 + nanoseconds) * _NANOSECOND
 
 
 def own_headers(headers: Mapping[str, str] | None) -> dict[str, str]:

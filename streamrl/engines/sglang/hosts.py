@@ -75,7 +75,9 @@ async def connect_host(server: SglangServer, config: EngineConfig, model_dir: Pa
             hint="see the server's log for the plugin's words; with swap = auto the engine takes what works, and says so",
             swap=wanted,
         )
-    return _stock(server, model_dir, engine=engine, why=problem)
+    stock = _stock(server, model_dir, engine=engine, why=problem)
+    stock.detail["degraded"] = f"every update pauses it, and versions of what is under way then are guesses (see tasks.inexact): {problem}"
+    return stock
 
 
 def _problem(ranks: tuple[Rank, ...], wanted: str) -> str:

@@ -1,0 +1,144 @@
+"""Readers without consumers: what they do when they are slower than the writers, and when news of a message does not reach them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+import pytest_asyncio
+
+from streamrl.bus import connect
+from streamrl.bus.jetstream import admin
+from streamrl.bus.jetstream.bus import JetStreamBus
+from streamrl.bus.jetstream.session import BATCH, WAITING, Session, opened
+from streamrl.bus.server import NatsServer
+from streamrl.config.tree import BusConfig
+from streamrl.errors import LogTruncated
+from streamrl.schemas.subjects import Subjects
+
+pytestmark = pytest.mark.nats
+
+TO = Subjects("run")
+
+
+@pytest_asyncio.fixture
+async def bus(own_server: NatsServer) -> AsyncIterator[JetStreamBus]:
+    bus = await connect(own_server.address, "run", BusConfig(patience_s=10.0))
+    yield bus
+    await bus.close()
+
+
+@asynccontextmanager
+async def following(bus: JetStreamBus, subject: str | None = None) -> AsyncIterator[Session]:
+    """A session that has read the one message there is."""
+    await bus.publish(subject or TO.marks, b"first")
+    session = await opened(bus._connection, "run-samples", after=0, subject=subject)
+    try:
+        assert await sequences(session, 1) == [1]
+        while not session.at_end:
+            assert await session.next(asyncio.get_running_loop().time() + 0.05) is None
+        yield session
+    finally:
+        await session.close()
+
+
+async def sequences(session: Session, count: int) -> list[int]:
+    found: list[int] = []
+    async with asyncio.timeout(30):
+        while len(found) < count:
+            message = await session.next()
+            assert message is not None
+            found.append(message.sequence)
+    return found
+
+
+async def store(bus: JetStreamBus, count: int, subject: str = TO.marks) -> None:
+    await asyncio.gather(*(bus.publish(subject, b"x") for _ in range(count)))
+
+
+@asynccontextmanager
+async def deaf(session: Session) -> AsyncIterator[None]:
+    """What is repeated meanwhile does not reach the session."""
+    sink = session._sink
+    assert sink is not None
+    handler, sink.handler = sink.handler, lambda message: None
+    yield
+    await asyncio.sleep(0.2)
+    sink.handler = handler
+
+
+async def test_a_reader_that_is_slower_than_the_writers_holds_a_bounded_number_and_misses_none(bus: JetStreamBus) -> None:
+    async with following(bus) as session:
+        await store(bus, WAITING + 3 * BATCH)
+        assert len(session._repeated) <= WAITING + 1 and session._sink is None
+        assert await sequences(session, WAITING + 3 * BATCH) == list(range(2, WAITING + 3 * BATCH + 2))
+        late = asyncio.create_task(sequences(session, 2))
+        await asyncio.sleep(0.3)
+        assert session._sink is not None, "it listens again"
+        await store(bus, 2)
+        assert await late == [WAITING + 3 * BATCH + 2, WAITING + 3 * BATCH + 3]
+
+
+@pytest.mark.parametrize("subject", [None, TO.marks])
+async def test_missed_news_is_seen_by_the_next(bus: JetStreamBus, subject: str | None) -> None:
+    async with following(bus, subject) as session:
+        async with deaf(session):
+            await store(bus, 5)
+            await store(bus, 1, TO.rewards)
+        await store(bus, 1)
+        assert await sequences(session, 6 if subject else 7) == ([2, 3, 4, 5, 6, 8] if subject else [2, 3, 4, 5, 6, 7, 8])
+
+
+async def test_missed_news_with_nothing_behind_it_is_found_in_the_stream(bus: JetStreamBus) -> None:
+    async with following(bus) as session:
+        async with deaf(session):
+            await store(bus, 3)
+        assert await sequences(session, 3) == [2, 3, 4]
+
+
+async def test_what_was_removed_before_it_was_read_is_an_error_or_left_out_by_subject(bus: JetStreamBus) -> None:
+    async with following(bus, TO.marks) as session:
+        async with deaf(session):
+            await store(bus, 3)
+            await bus.trim("samples", through=4)
+        await store(bus, 1)
+        assert await sequences(session, 1) == [5]
+    async with aclosing(bus.read("samples", after=4)) as reader:
+        assert (await anext(reader)).sequence == 5
+        await store(bus, 2)
+        await bus.trim("samples", through=6)
+        await store(bus, 1)
+        # What had reached the reader before it was removed may still come.
+        with pytest.raises(LogTruncated):
+            async with asyncio.timeout(30), aclosing(bus.read("samples", after=5)) as late:
+                await anext(late)
+
+
+async def test_a_stream_that_repeats_nothing_is_read_too(bus: JetStreamBus) -> None:
+    """One that an earlier version made, and nobody who may has brought up to date."""
+    config = (await admin.info(bus._connection, "run-samples")).config
+    del config["republish"]
+    await admin._change(bus._connection, "UPDATE", config)
+    async with following(bus) as session:
+        await store(bus, 3)
+        assert await sequences(session, 3) == [2, 3, 4]
+    again = await connect(bus._connection.address, "run", BusConfig())
+    assert "republish" in (await admin.info(again._connection, "run-samples")).config
+    await again.close()
+
+
+async def test_news_that_overtakes_a_batch_already_asked_for_is_not_read_twice(bus: JetStreamBus) -> None:
+    async with following(bus) as session:
+        async with deaf(session):
+            await store(bus, 100)
+        await store(bus, BATCH + 100)
+        last = BATCH + 201
+        assert await sequences(session, last - 1) == list(range(2, last + 1))
+        for number in range(3):
+            session._look()
+            assert await session.next(asyncio.get_running_loop().time() + 0.3) is None
+            await store(bus, 1)
+            assert await sequences(session, 1) == [last + 1 + number]
+        assert session._position == last + 3

@@ -1,0 +1,112 @@
+"""Columns that a message has only when there is something in them: nothing broken gets through, and what is not said costs nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from streamrl.errors import SchemaError
+from streamrl.schemas.columns import OPTIONAL, arrow_schema, schema_bytes
+from streamrl.schemas.decoding import decode_samples, decode_together
+from streamrl.schemas.encoding import encode_samples
+from streamrl.schemas.samples import BlobRef, Branch, TurnSpan
+from tests.schemas.rows import message, plain, sample, table
+
+BLOB = {"name": "a", "sha256": "ab" * 32, "start_row": 0, "num_rows": 4}
+
+
+def columns(**changes: Any) -> dict[str, list[Any]]:
+    """Two samples, of which one has everything that may be said, with some of it changed."""
+    turns = (TurnSpan(start=2, length=1, inexact=True, asked_s=1.0, sampling={"min_p": 0.5}), TurnSpan(start=3, length=1))
+    said = sample(0, turns=turns, routed_experts=BlobRef(**BLOB), claimed_s=1.0, scored_s=2.0, counters={"cached_tokens": 3.0})
+    return table(encode_samples([said, sample(1)])) | changes
+
+
+def body(values: dict[str, list[Any]]) -> bytes:
+    return message(values, arrow_schema(*(name for name in OPTIONAL if name in values)))
+
+
+def test_what_is_not_said_is_not_on_the_wire() -> None:
+    silent, said = encode_samples([sample(0)]), encode_samples([sample(0, claimed_s=1.0)])
+    assert silent.startswith(schema_bytes()) and said.startswith(schema_bytes("claimed_s"))
+    assert len(silent) < len(said) and decode_samples(silent).batch.num_columns == len(arrow_schema())
+
+
+def test_a_foreign_column_that_holds_nothing_is_not_kept() -> None:
+    values = table() | {"images": [None, None], "added": ["x", None]}
+    schema = pa.schema([*arrow_schema("images"), pa.field("added", pa.utf8())], metadata=arrow_schema().metadata)
+    assert decode_samples(message(values, schema)).batch.equals(decode_samples(message(table())).batch, check_metadata=True)
+
+
+def test_messages_that_say_different_things_are_decoded_together() -> None:
+    rows = [sample(0, claimed_s=1.0), sample(0, turns=(TurnSpan(start=2, length=2, inexact=True),)), sample(0)]
+    found = decode_together([encode_samples([row]) for row in rows])
+    assert found is not None and [plain(part.rows()[0]) for part in found] == [plain(row) for row in rows]
+    assert [None if part.inexact is None else part.inexact.tolist() for part in found] == [None, [False, False, True, True], None]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"turn_start": [[0, 3], None]},
+        {"turn_start": [[3, 3], None]},
+        {"turn_start": [[2, 1], None]},
+        {"turn_start": [[2, None], None]},
+        {"turn_start": [[2, 2**31 - 1], None]},
+        {"turn_start": [None, None]},
+        {"turn_length": [[1, 0], None]},
+        {"turn_length": [[1, 2], None]},
+        {"turn_length": [[1], None]},
+        {"turn_length": [[2**31 - 1, 1], None]},
+        {"turn_length": [[1, -1], None]},
+        {"turn_start": [[2], None], "turn_length": [[1], None]},
+        {"turn_inexact": [[True], None]},
+        {"turn_inexact": [[True, True], [True]]},
+        {"turn_asked_s": [[float("nan"), 1.0], None]},
+        {"turn_sampling": [["{", None], None]},
+        {"turn_sampling": [["[1]", None], None]},
+        {"routed_experts": [BLOB | {"sha256": "ab"}, None]},
+        {"routed_experts": [BLOB | {"sha256": None}, None]},
+        {"routed_experts": [BLOB | {"name": ""}, None]},
+        {"routed_experts": [BLOB | {"start_row": -1}, None]},
+        {"routed_experts": [BLOB | {"num_rows": None}, None]},
+        {"images": [BLOB | {"name": None}, None]},
+        {"claimed_s": [float("inf"), None]},
+        {"counters": [[("cached_tokens", float("nan"))], None]},
+        {"counters": [[("cached_tokens", None)], None]},
+        {"branch_parent": [0, None]},
+        {"branch_shared": [1, None]},
+    ],
+)
+def test_wrong_values_are_refused_alone_and_among_others(changes: dict[str, Any]) -> None:
+    assert decode_samples(body(columns())).num_rows == 2
+    wrong = body(columns(**changes))
+    with pytest.raises(SchemaError) as caught:
+        decode_samples(wrong, where="run.samples.main sequence 7")
+    assert caught.value.message.endswith("at run.samples.main sequence 7")
+    assert decode_together([encode_samples([sample(0)]), wrong]) is None
+
+
+def test_a_branch_begins_with_what_it_shares_which_its_parent_trains() -> None:
+    root = sample(0, num_samples=3)
+    branch = {"num_samples": 3, "loss_mask": np.array([0, 0, 0, 1], np.uint8)}
+    twig = sample(0, sample=2, branch=Branch(1, 3), **branch)
+    rows = [root, sample(0, sample=1, branch=Branch(0, 3), **branch), twig]
+    assert [row.branch for row in decode_samples(encode_samples(rows)).rows()] == [None, Branch(0, 3), Branch(1, 3)]
+    other = np.array([5, 9, 7, 8], np.int32)
+    for wrong in (
+        [root, sample(0, sample=1, branch=Branch(0, 4), **branch), twig],
+        [root, sample(0, sample=1, branch=Branch(0, 0), **branch), twig],
+        [root, sample(0, sample=1, branch=Branch(0, 9), **branch), twig],
+        [root, sample(0, sample=1, branch=Branch(1, 3), **branch), twig],
+        [root, sample(0, sample=1, branch=Branch(2, 3), **branch), twig],
+        [root, sample(0, sample=1, branch=Branch(-1, 3), **branch), twig],
+        [root, sample(0, sample=1, branch=Branch(0, 3), tokens=other, **branch), sample(0, sample=2, num_samples=3)],
+        [sample(1), sample(0, branch=Branch(0, 3))],
+    ):
+        with pytest.raises(SchemaError) as caught:
+            decode_samples(encode_samples(wrong))
+        assert "branch" in caught.value.message
