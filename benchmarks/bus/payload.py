@@ -59,8 +59,8 @@ def with_task(samples: list[Sample], task: int) -> list[Sample]:
 
 
 def mapping(sample: Sample, *, arrays: bool = False) -> dict[str, Any]:
-    """The same facts as names and values; numbers of tokens as lists, or as the arrays they are."""
-    named = msgspec.structs.asdict(sample)
+    """The same facts as names and values, without what is not said; numbers of tokens as lists, or as the arrays they are."""
+    named = {name: value for name, value in msgspec.structs.asdict(sample).items() if name in Plain.__struct_fields__}
     for name in ("tokens", "loss_mask", "logprobs"):
         named[name] = named[name] if arrays else named[name].tolist()
     for name in ("logprob_mode", "status"):

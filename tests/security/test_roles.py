@@ -193,7 +193,7 @@ async def test_a_role_cannot_listen_to_others(as_role: As) -> None:
 async def test_a_producer_of_a_source_nobody_made_is_told_at_once(as_role: As) -> None:
     producer = await as_role("producer")
     async with asyncio.timeout(4):
-        with raises(Forbidden, subject="$JS.API.CONSUMER.CREATE.run-tasks.extra.run.tasks.extra"):
+        with raises(Forbidden, subject="$STREAMRL.API.CONSUMER.CREATE.run-tasks.extra.run.tasks.extra"):
             await producer.claim("extra", max=1, wait_s=0.0)
 
 
