@@ -69,7 +69,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
         Kept until the task ends. Best effort: while the bus is away, or too much is stored already, it is left out and logged.
 
         Raises:
-            SchemaError: more than 1 MiB (`streamrl.producers.checkpoints.MAX_BYTES`).
+            SchemaError: more than 1 MiB with the turns so far (`streamrl.producers.checkpoints.MAX_BYTES`).
         """
         if self.store is not None:
             await self.store(self.rollout_index, data)
