@@ -218,10 +218,10 @@ class Child:
                 self.kill(f"it did not load the user's code within {self._limits.start_s:g} s")
             return
         self._listen(seconds)
-        held = self._held if self._silent_s >= _UNANSWERED_S else None
+        silent, holder = self._silent_s >= _UNANSWERED_S, self._held.call if self._held is not None else None
         for call in list(self._calls.values()):
-            # While somebody is known to hold the loop, nobody else can do anything.
-            runs = held is None or held.call is None or held.call == call.number
+            # While somebody holds the loop, nobody else can do anything; who it is may not be known.
+            runs = not silent or holder == call.number or (self.alone and holder is None)
             if runs and call.tick(seconds):
                 logger.warning("event=user_code_timeout child=%d call=%d limit=%r", self.number, call.number, call.expired)
                 self.send(frames.Cancel(call.number))

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
 from streamrl.bus.protocol import Lease
 from streamrl.core.seeds import rollout_seed

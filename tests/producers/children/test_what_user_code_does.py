@@ -141,17 +141,18 @@ async def noisy(task, engine):
     print("hello from", me(task, engine))
     for _ in range(50_000):
         print("x" * 1000)
-    os.write(1, b"y" * 1_000_000 + b"\\n")
-    sys.stdout.close()
-    os.close(1)
-    os.close(2)
+    if task.index == 0:
+        os.write(1, b"y" * 1_000_000 + b"\\n")
+        sys.stdout.close()
+        os.close(1)
+        os.close(2)
     threading.Thread(target=time.sleep, args=(3600,)).start()
     return chat.episode()
 """
     caplog.set_level("INFO")
     async with workshop.runner(code, producer="noisy", limits=Limits(idle_s=60.0, total_s=60.0)) as runner:
         [group] = await workshop.run(runner, workshop.task(num_rollouts=1))
-        [again] = await workshop.run(runner, workshop.task(num_rollouts=1))
+        [again] = await workshop.run(runner, workshop.task(1, num_rollouts=1))
     assert len(group.episodes) == len(again.episodes) == 1
     assert "task=0 rollout=0 event=printed hello from (0, 0)" in caplog.text
     assert "lines_left_out" in caplog.text
