@@ -235,11 +235,11 @@ class Pong(Said, frozen=True):
 
 
 class Held(Said, frozen=True):
-    """Something has held the event loop for a second or more."""
+    """The event loop has not turned for a second: this is who holds it now."""
 
     call: int | None
     step: int
-    """Another number: somebody else, or the same again after the loop had turned."""
+    """Another number: somebody else does, so that it moves on, if slowly."""
     place: str
     """File, line and function."""
 

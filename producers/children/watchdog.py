@@ -32,7 +32,7 @@ _PACKAGES = "/site-packages/"
 
 
 class Watchdog:
-    """Says `Held` when a step of a task takes a second, and `Slow` when blocking calls add up.
+    """Says `Held` while the loop has not turned for a second, and `Slow` when blocking calls add up.
 
     Args:
         loop: to be watched; its tasks are made so that it is known to which call they belong.
@@ -47,7 +47,6 @@ class Watchdog:
         self._beat_s = time.monotonic()
         self._step = 0
         self._seen: tuple[int, int] = (0, 0)
-        self._seen_s = 0.0
         self._blocked: deque[tuple[float, str]] = deque()
         self._held_s = 0.0
         self._said_s = -_SAID_EVERY_S
@@ -87,11 +86,11 @@ class Watchdog:
         if not place:
             return
         if (seen := (self._beat, id(task))) != self._seen:
-            self._seen, self._seen_s, self._step = seen, now_s, self._step + 1
+            self._seen, self._step = seen, self._step + 1
         self._blocked.append((now_s, place))
         while self._blocked[0][0] < now_s - WINDOW_S:
             self._blocked.popleft()
-        if now_s - self._seen_s > _HELD_S and now_s - self._held_s > _HELD_EVERY_S:
+        if now_s - self._beat_s > _HELD_S and now_s - self._held_s > _HELD_EVERY_S:
             self._held_s = now_s
             self._send(frames.Held(self._calls.get(task) if task is not None else None, self._step, place))
         here = sum(BEAT_S for _, other in self._blocked if other == place)

@@ -224,3 +224,19 @@ async def test_what_engines_refuse_again_and_again_has_failed(workshop: Workshop
         [group] = await workshop.run(runner, workshop.task(num_rollouts=1))
     assert ends(group) == {0: "failed: engine: the prompt is too long"}
     assert engine._left == -REFUSALS
+
+
+async def test_many_short_blocks_are_slow_and_kill_nothing(workshop: Workshop) -> None:
+    """The loop does not turn for longer than it may be held, but nobody holds it for long."""
+    code = """
+async def blocks(task, engine):
+    chat = engine.chat(task)
+    await chat.generate()
+    tell("ran")
+    time.sleep(0.1)
+    return chat.episode()
+"""
+    async with workshop.runner(code, producer="blocks", limits=Limits(idle_s=1.5, total_s=60.0, answer_s=1.5)) as runner:
+        groups = await workshop.run(runner, *(workshop.task(index, num_rollouts=10) for index in range(6)))
+    assert [len(group.episodes) for group in groups] == [10] * 6
+    assert len({pid for pid, *_ in workshop.told("ran")}) == 1
