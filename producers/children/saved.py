@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from streamrl.errors import SchemaError
-from streamrl.producers.chat_saves import chats_in
+from streamrl.producers.chat_saves import MAX_BYTES, chats_in
 from streamrl.producers.children.calls import Recorded
 from streamrl.producers.episode import Segment
 from streamrl.schemas.samples import LogprobMode
@@ -28,9 +28,12 @@ class _Saved(msgspec.Struct, frozen=True):
 
 
 def pack(data: bytes, turns: Sequence[Recorded]) -> bytes:
-    """The user's `data` and the turns, as one checkpoint."""
+    """The user's `data` and the turns, as one checkpoint; raises SchemaError when they are more than `unpack` takes."""
     kept = tuple(_Turn(turn.part(0, len(turn.token_ids)), turn.mode, turn.engine) for turn in turns)
-    return _MARK + zlib.compress(msgspec.msgpack.encode(_Saved(data, kept)), 1)
+    body = msgspec.msgpack.encode(_Saved(data, kept))
+    if len(body) > MAX_BYTES:
+        raise SchemaError(f"a checkpoint may have {MAX_BYTES} bytes with its turns, got {len(body)}", hint="store less of the rollout")
+    return _MARK + zlib.compress(body, 1)
 
 
 def unpack(stored: bytes) -> tuple[bytes, list[Recorded]]:
@@ -43,8 +46,12 @@ def unpack(stored: bytes) -> tuple[bytes, list[Recorded]]:
         chats = chats_in(stored).values()
         return stored, [_recorded(segment, chat.mode, chat.engine) for chat in chats for segment in chat.segments if segment.is_model]
     try:
-        saved = msgspec.msgpack.decode(zlib.decompress(stored[len(_MARK) :]), type=_Saved)
-    except (zlib.error, msgspec.MsgspecError) as error:
+        unpacking = zlib.decompressobj()
+        body = unpacking.decompress(stored[len(_MARK) :], MAX_BYTES)
+        if not unpacking.eof:
+            raise SchemaError(f"expected a checkpoint of at most {MAX_BYTES} bytes, got more, or only its beginning")
+        saved = msgspec.msgpack.decode(body, type=_Saved)
+    except (zlib.error, msgspec.MsgspecError, RecursionError) as error:
         raise SchemaError(f"expected a checkpoint of a rollout, got {len(stored)} bytes that are none: {error}") from error
     return saved.data, [_recorded(turn.segment, turn.mode, turn.engine) for turn in saved.turns]
 

@@ -22,8 +22,11 @@ from tests.producers.policies import SURE, script
 
 PRODUCERS = '''
 import asyncio
+import os
 import time
 from pathlib import Path
+
+import numpy as np
 
 
 async def calculator(task, engine):
@@ -58,6 +61,28 @@ async def fails_on_odd_rollouts(task, engine):
 
 async def always_fails(task, engine):
     raise ValueError("nothing works")
+
+
+async def exits_at_row_4(task, engine):
+    chat = engine.chat(task)
+    await chat.generate()
+    if task.index == 4:
+        os._exit(3)
+    return chat.episode()
+
+
+async def bad_metadata(task, engine):
+    chat = engine.chat(task)
+    await chat.generate()
+    return chat.episode(metadata={"score": np.float32(0.5)} if engine.context.rollout_index else {"score": 0.5})
+
+
+def plain(task, engine):
+    chat = engine.chat(task)
+    while "?" in chat.generate().text:
+        chat.tool("7")
+    time.sleep(0.01)
+    return chat.episode()
 '''
 
 
@@ -159,6 +184,44 @@ async def test_a_task_without_any_sample_ends_whole(loop: Loop, functions: Path)
         [stone] = tombstones_in(await loop.records(1))
         await loop.queue_is_empty()
     assert (stone.task, stone.rollout, stone.reason, stone.group_size) == (0, None, "failed", 3)
+
+
+@pytest.mark.process
+async def test_a_row_that_kills_its_process_ends_alone(loop: Loop, functions: Path) -> None:
+    """With `tasks.max_deliveries` and `producer.children` as they are by default."""
+    worker = loop.worker(config=with_producer(loop.config, f"{functions}:exits_at_row_4"))
+    async with loop.engine(), loop.serving(main, worker) as service:
+        await loop.issue(9)
+        records = await loop.records(9, timeout_s=90)
+        await loop.queue_is_empty()
+        assert not service.done()
+        assert not [key for key in await loop.bus.kv.keys("attempts/") if (entry := await loop.bus.kv.get(key)) and entry.value]
+    [stone] = tombstones_in(records)
+    assert (stone.task, stone.rollout, stone.reason) == (4, None, "deliveries")
+    assert "died 4 times" in stone.detail and "exit code 3" in stone.detail
+    assert sorted({sample.task for sample in samples_in(records)}) == [0, 1, 2, 3, 5, 6, 7, 8]
+
+
+@pytest.mark.process
+async def test_metadata_that_cannot_be_stored_ends_its_rollout(loop: Loop, functions: Path) -> None:
+    worker = loop.worker(config=with_producer(loop.config, f"{functions}:bad_metadata"))
+    async with loop.engine(), loop.serving(main, worker):
+        await loop.issue(1)
+        records = await loop.records(2)
+        await loop.queue_is_empty()
+    [stone] = tombstones_in(records)
+    assert (stone.rollout, stone.reason) == (1, "failed") and "numpy.float32" in stone.detail
+    assert [(sample.rollout, sample.metadata) for sample in samples_in(records)] == [(0, {"score": 0.5})]
+
+
+@pytest.mark.process
+async def test_a_plain_function_may_block(loop: Loop, functions: Path) -> None:
+    worker = loop.worker(config=with_producer(loop.config, f"{functions}:plain"))
+    async with loop.engine(), loop.serving(main, worker):
+        await loop.issue(4, num_rollouts=4)
+        samples = samples_in(await loop.records(4))
+        await loop.queue_is_empty()
+    assert {(sample.task, sample.rollout, sample.reward) for sample in samples} == {(t, k, 1.0) for t in range(4) for k in range(4)}
 
 
 async def test_deliveries_alone_end_no_task(loop: Loop) -> None:

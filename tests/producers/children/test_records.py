@@ -45,8 +45,8 @@ async def forges(task, engine):
         case 4:
             await chat.generate()
             both = chat.episode().segments
-            joined = Segment((*both[1].token_ids, *both[2].token_ids), (*both[1].logprobs, *both[2].logprobs), (VersionSpan(4, Version(0, 0)),))
-            answer = joined
+            tokens, logprobs = (*both[1].token_ids, *both[2].token_ids), (*both[1].logprobs, *both[2].logprobs)
+            answer = Segment(tokens, logprobs, (VersionSpan(4, Version(0, 0)),))
     episode.segments = (prompt, answer)
     episode.engine = "another"
     return episode

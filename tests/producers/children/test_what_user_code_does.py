@@ -7,6 +7,8 @@ import pytest
 from streamrl.errors import ConfigError
 from streamrl.producers.children.calls import Limits
 from tests.producers.user_code import Workshop, ends
+from tests.support.processes import alive, read_pids, until
+from tests.support.programs import Start
 
 pytestmark = pytest.mark.process
 
@@ -209,3 +211,46 @@ def score(task, episode):
         assert [(failure.rollout, failure.reason) for failure in group.failures] == [(0, "filtered"), (1, "failed")]
     assert len(workshop.told("made")) == 1
     assert {pid for pid, *_ in workshop.told("rolled")} == {pid for pid, *_ in workshop.told("scored")}
+
+
+WORKER = """
+import asyncio
+import sys
+from pathlib import Path
+
+from streamrl.producers.children.calls import Limits
+from streamrl.producers.children.frames import Hello
+from streamrl.producers.children.pool import Children
+
+
+async def main(code, model):
+    hello = Hello(function=f"{code}:Starts", model_dir=model, max_len=64, chat_template=True, memory_bytes=0)
+    await Children(hello, Limits(idle_s=30, total_s=60), score_s=10, count=1).start()
+    await asyncio.sleep(3600)
+
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+STARTS = """
+import os
+import subprocess
+from pathlib import Path
+
+
+class Starts:
+    def __init__(self):
+        child = subprocess.Popen(["sleep", "3600"])
+        Path(__file__).with_name("pids").write_text(f"{os.getpid()} {child.pid} ")
+
+    async def rollout(self, task, context): ...
+"""
+
+
+async def test_a_worker_that_is_killed_takes_along_what_user_code_has_started(workshop: Workshop, start: Start) -> None:
+    (workshop.folder / "code.py").write_text(STARTS)
+    worker = await start("-c", WORKER, str(workshop.folder / "code.py"), str(workshop.folder / "model"))
+    pids = workshop.folder / "pids"
+    await until(lambda: len(read_pids(pids)) == 2, within_s=60)
+    assert all(alive(pid) for pid in read_pids(pids))
+    worker.kill()
+    await until(lambda: not any(alive(pid) for pid in read_pids(pids)))
