@@ -160,10 +160,10 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     published without one."""
     options: dict[str, Any] = {}
     """Handed to a custom reward as keyword arguments."""
-    timeout_s: PositiveFloat = 10.0
-    """A custom reward that takes longer for a group is cut off; the group's rollouts end as `timeout`."""
     late_versions: NonNegativeInt = 8
     """Versions that a complete group waits for rewards that come late; then it is dropped as `unrewarded`. 0: for ever."""
+    timeout_s: PositiveFloat = 10.0
+    """A custom reward that takes longer for a group is cut off; the group's rollouts end as `timeout`."""
 
 
 class OptimizerConfig(Section, frozen=True, kw_only=True):
