@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.config.plugins import resolve
-from streamrl.errors import ConfigError, EngineError
+from streamrl.errors import ConfigError, EngineError, StreamRLError
 from streamrl.producers.blocking import BlockingEngine
 from streamrl.producers.chat import RolloutEngine
 from streamrl.producers.chat_format import ChatFormat
@@ -20,6 +20,8 @@ from streamrl.schemas.tasks import RolloutTask
 
 SINGLE_TURN = "single_turn"
 """`producer.function` of the built-in producer."""
+DETAIL_LENGTH = 1000
+"""What a failure says is cut here."""
 Given = Episode | Sequence[Episode] | None
 """What a custom producer may return: one episode, several that share the rollout's reward, or None to give the rollout up."""
 
@@ -66,10 +68,19 @@ class FunctionProducer:
             raise
         except Exception as error:  # written policy: an error in user code ends its rollout as a tombstone, never the worker
             context.log.warning("event=rollout_failed error=%s", type(error).__name__, exc_info=error)
-            return [Failure(rollout, "failed", f"{type(error).__name__}: {error}")]
+            return [Failure(rollout, "failed", describe(error))]
         for episode in episodes:
             episode.rollout = rollout
         return episodes or [Failure(rollout, "filtered", "the producer returned no episode")]
+
+
+def describe(error: BaseException) -> str:
+    """An error in a line: its class and text. `sys.exit(3)` is `SystemExit: 3`."""
+    try:
+        text = error.message if isinstance(error, StreamRLError) else str(error)
+    except Exception as worse:  # the user's own class of errors
+        text = f"its text cannot be had: {type(worse).__name__}"
+    return f"{type(error).__name__}: {text}"[:DETAIL_LENGTH] if text else type(error).__name__
 
 
 def _episodes(given: Any) -> Sequence[Episode]:

@@ -33,7 +33,7 @@ class Failure(msgspec.Struct, frozen=True):
 
     rollout: int
     reason: str = "failed"
-    """`failed`, `filtered`, or a producer's own word."""
+    """`failed`, `filtered`, `timeout`, or a producer's own word."""
     detail: str = ""
 
 

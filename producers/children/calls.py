@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 
@@ -13,6 +14,8 @@ from streamrl.errors import EngineError, SchemaError, StreamRLError
 from streamrl.producers.children.frames import Abort, Answer, Ask, Given, Info, Problem, Returned, Save, Told
 from streamrl.producers.episode import Episode, Segment
 from streamrl.schemas.samples import LogprobMode, VersionSpan
+
+logger = logging.getLogger(__name__)
 
 NO_TOKENS = Segment(())
 _MAX_TOKEN = 2**31
@@ -165,6 +168,9 @@ class Call:
                     self._send(Given(self.number, frame.turn, chunk=chunk))
         except EngineError as error:
             self._send(Given(self.number, frame.turn, problem=problem(error)))
+        except Exception as error:  # the request is the user's: whatever it breaks here ends it, never the worker
+            logger.warning("event=request_failed request=%s error=%r", frame.request.request_id, error, exc_info=error)
+            self._send(Given(self.number, frame.turn, problem=Problem("EngineError", f"{type(error).__name__}: {error}")))
         else:
             self._send(Given(self.number, frame.turn))
 

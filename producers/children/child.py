@@ -60,8 +60,8 @@ class Child:
         """What holds its loop, for `status`."""
         self._limits = limits
         self._calls: dict[int, Call] = {}
-        self._leaving: set[int] = set()
-        """Calls that were cancelled and have not ended yet."""
+        self._leaving: dict[int, float] = {}
+        """Calls of tasks that were given back and have not ended yet, and the seconds since."""
         self._num_calls = 0
         self._pinged = self._ponged = 0
         self._silent_s = 0.0
@@ -136,7 +136,7 @@ class Child:
         finally:
             if self._calls.pop(call.number, None) is not None:
                 call.end(None)
-                self._leaving.add(call.number)
+                self._leaving[call.number] = 0.0
                 self.send(frames.Cancel(call.number))
 
     def _end(self, call: Call, result: object) -> None:
@@ -165,11 +165,13 @@ class Child:
                 self._note(f"user code blocks its event loop: {frame.place}, {frame.seconds:.1f} s of the last 10")
             case frames.Line():
                 pass_on(frame)
-            case frames.Ready():
+            case frames.Ready() if not self.ready.done():
                 self.ready.set_result(frame)
-            case frames.Broken():
+            case frames.Broken() if not self.ready.done():
                 self.ready.set_exception(ConfigError(frame.problem.message, hint=frame.problem.hint, key=frame.key))
                 self.ready.exception()  # seen by `started` if anybody waits
+            case frames.Ready() | frames.Broken():
+                self.kill("it said twice that it is ready")
             case _:
                 self._of_call(frame)
 
@@ -179,7 +181,7 @@ class Child:
         call = self._calls.get(frame.call)
         if call is None:  # an abort came first: what it asks or gives now is nobody's
             if isinstance(frame, frames.Ended | frames.Scored):
-                self._leaving.discard(frame.call)
+                self._leaving.pop(frame.call, None)
             return
         match frame:
             case frames.Began():
@@ -227,6 +229,7 @@ class Child:
                 self.send(frames.Cancel(call.number))
             elif call.expired:
                 call.grace_s += seconds
+        self._leaving = {number: since_s + seconds for number, since_s in self._leaving.items()}
         self._judge()
 
     def _listen(self, seconds: float) -> None:
@@ -242,17 +245,17 @@ class Child:
             self.notice = ""
 
     def _judge(self) -> None:
-        answer_s = self._limits.answer_s
+        answer_s, held = self._limits.answer_s, self._held
+        place = f": {held.place}" if held is not None else ""
         hung = [call for call in self._calls.values() if call.expired and call.grace_s > answer_s]
-        held = self._held
-        if hung:
-            where = f" ({held.place})" if held is not None else ""
+        if hung or any(since_s > answer_s for since_s in self._leaving.values()):
             self.killed = True
-            self._kill(f"a call did not end within {answer_s:g} s of being cancelled{where}", hung)
+            self._kill(f"a call did not end within {answer_s:g} s of being cancelled{place}", hung)
         elif not self.alone and (self._held_s if held is not None else self._silent_s) > answer_s:
-            known = [self._calls[held.call]] if held is not None and held.call in self._calls else None
             self.killed = True
-            self._kill(f"its event loop did not answer for {answer_s:g} s" + (f": {held.place}" if held is not None else ""), known)
+            known = held is not None and (held.call in self._calls or held.call in self._leaving)
+            blamed = [call for call in self._calls.values() if held is not None and call.number == held.call]
+            self._kill(f"its event loop did not answer for {answer_s:g} s{place}", blamed if known else None)
 
     def kill(self, why: str) -> None:
         """End it for something that one of its calls must have done."""

@@ -275,6 +275,18 @@ def packed(frame: Told | Said) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
+def checked(frame: Said) -> bytes:
+    """A child's frame as it goes over the socket; raises SchemaError when the parent could not read it, or would not take it."""
+    try:
+        data = packed(frame)
+        up_decoder.decode(memoryview(data)[_LENGTH.size :])
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:  # UnicodeEncodeError is a ValueError
+        raise SchemaError(f"it cannot be handed over: {error}") from error
+    if len(data) - _LENGTH.size > MAX_BYTES:
+        raise SchemaError(f"it has {len(data)} bytes, at most {MAX_BYTES} can be handed over")
+    return data
+
+
 class Frames:
     """Bytes as they come to the bodies of frames.
 

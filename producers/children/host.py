@@ -23,9 +23,9 @@ from streamrl.producers.children import frames
 from streamrl.producers.children.calls import problem
 from streamrl.producers.children.output import LineBudget, Lines, LogLines
 from streamrl.producers.children.remote import Asking, current, in_thread
-from streamrl.producers.children.returned import checked, describe, settled, valued
+from streamrl.producers.children.returned import settled, valued
 from streamrl.producers.children.watchdog import Watchdog
-from streamrl.producers.functions import FunctionProducer, make_producer
+from streamrl.producers.functions import FunctionProducer, describe, make_producer
 from streamrl.producers.protocol import Context, Failure
 from streamrl.rewards.factory import make_reward
 from streamrl.rewards.functions import FunctionReward
@@ -46,12 +46,7 @@ class Link:
 
     def send(self, frame: frames.Said) -> None:
         """Raises SchemaError for what is too large or cannot be written; ends the process when the parent is gone."""
-        try:
-            data = frames.packed(frame)
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:  # UnicodeEncodeError is a ValueError
-            raise SchemaError(f"it cannot be handed over: {error}") from error
-        if len(data) - 4 > frames.MAX_BYTES:
-            raise SchemaError(f"it has {len(data)} bytes, at most {frames.MAX_BYTES} can be handed over")
+        data = frames.checked(frame)
         try:
             with self._lock:
                 self._socket.sendall(data)
@@ -169,7 +164,7 @@ class Host:
         self._asking.pop(frame.call, None)
         self._tasks.pop(frame.call, None)
         try:
-            self._send(checked(frame))
+            self._send(frame)
         except SchemaError as error:
             self._send(failed(error.message))
 
@@ -240,10 +235,14 @@ def capture(link: Link) -> None:
         asking = current.get()
         place = "" if asking is None else f"task={asking.task} " + ("" if asking.rollout is None else f"rollout={asking.rollout} ")
         for text in budget.take(line.text):
-            link.send(frames.Line(line.logger, line.level, place + text, line.traceback))
+            # What cannot be written as UTF-8 is no reason to fail a print.
+            link.send(frames.Line(line.logger, line.level, plain(place + text), plain(line.traceback)))
 
     def printed(text: str) -> None:
         put(frames.Line("streamrl.producers.user", logging.INFO, f"event=printed {text}"))
+
+    def plain(text: str) -> str:
+        return text.encode(errors="replace").decode()
 
     raw = os.fdopen(1, "wb", buffering=0, closefd=False)
     sys.stdout = sys.stderr = Lines(printed, raw)  # type: ignore[assignment]

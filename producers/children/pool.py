@@ -47,7 +47,7 @@ class Children:
         self._rooms = asyncio.Semaphore(count)
         self._numbers = itertools.count()
         self._growing: asyncio.Future[None] | None = None
-        self._failure: StreamRLError | None = None
+        self._failure: BaseException | None = None
         self._clock: asyncio.Task[None] | None = None
         self._burials: set[asyncio.Task[None]] = set()
 
@@ -120,6 +120,7 @@ class Children:
     async def _add(self, *, alone: bool) -> Child:
         if self._clock is None or self._clock.done():
             self._clock = asyncio.create_task(self._tick())
+            self._clock.add_done_callback(self._stopped)
         child = Child(next(self._numbers), self.hello, self.limits, alone=alone)
         self._all.append(child)
         try:
@@ -141,6 +142,13 @@ class Children:
             burial = asyncio.ensure_future(child.close())
             self._burials.add(burial)
             burial.add_done_callback(self._burials.discard)
+
+    def _stopped(self, clock: asyncio.Task[None]) -> None:
+        """Without a clock nothing is limited, so an error in it ends everything."""
+        if not clock.cancelled() and (error := clock.exception()) is not None:
+            self._failure = error
+            for child in list(self._all):
+                child.kill(f"the watch ended: {error!r}")
 
     async def _tick(self) -> None:
         before = time.monotonic()

@@ -7,22 +7,15 @@ from typing import Any
 
 import msgspec
 
-from streamrl.errors import SchemaError, StreamRLError
-from streamrl.producers.children.frames import Ended, Piece, Returned, Scored, Value, packed, up_decoder
+from streamrl.errors import SchemaError
+from streamrl.producers.children.frames import Ended, Piece, Returned, Scored, Value
 from streamrl.producers.children.remote import Asking
 from streamrl.producers.episode import Episode
+from streamrl.producers.functions import DETAIL_LENGTH, describe
 from streamrl.producers.protocol import Failure
 from streamrl.rewards.functions import as_value, number
 from streamrl.rewards.protocol import RewardValue
 from streamrl.schemas.samples import Status
-
-_DETAIL_LENGTH = 1000
-
-
-def describe(error: BaseException) -> str:
-    """An error in a line: its class and text. `sys.exit(3)` is `SystemExit: 3`."""
-    text = error.message if isinstance(error, StreamRLError) else str(error)
-    return f"{type(error).__name__}: {text}"[:_DETAIL_LENGTH] if text else type(error).__name__
 
 
 def settled(asking: Asking, given: Any, rollouts: Sequence[int]) -> Ended:
@@ -32,7 +25,7 @@ def settled(asking: Asking, given: Any, rollouts: Sequence[int]) -> Ended:
     try:
         for item in given:
             if isinstance(item, Failure):
-                failures.append(Failure(int(item.rollout), str(item.reason), str(item.detail)[:_DETAIL_LENGTH]))
+                failures.append(Failure(int(item.rollout), str(item.reason), str(item.detail)[:DETAIL_LENGTH]))
             elif isinstance(item, Episode):
                 try:
                     kept.append(returned(item, asking))
@@ -43,15 +36,6 @@ def settled(asking: Asking, given: Any, rollouts: Sequence[int]) -> Ended:
     except (TypeError, ValueError) as error:
         return Ended(call=asking.call, failures=tuple(Failure(rollout, "failed", describe(error)) for rollout in rollouts))
     return Ended(call=asking.call, given=tuple(kept), failures=tuple(failures))
-
-
-def checked(frame: Ended | Scored) -> Ended | Scored:
-    """The frame, if the parent will be able to read it; else SchemaError that says what is wrong with it."""
-    try:
-        up_decoder.decode(packed(frame)[4:])
-    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
-        raise SchemaError(f"what was returned cannot be handed over: {error}") from error
-    return frame
 
 
 def returned(episode: Episode, asking: Asking) -> Returned:

@@ -19,6 +19,7 @@ from streamrl.schemas.subjects import HEADER_SCHEMA, HEADER_TASK, SAMPLES, TASKS
 from streamrl.schemas.tasks import RolloutTask
 from tests.producers.conftest import ACK_WAIT_S, Loop, samples_in, tombstones_in, with_producer
 from tests.producers.policies import SURE, script
+from tests.support.processes import until
 
 PRODUCERS = '''
 import asyncio
@@ -155,6 +156,7 @@ async def test_user_code_that_blocks_keeps_its_lease(loop: Loop, functions: Path
     monkeypatch.setattr(worker.bus, "claim", seen)
     async with loop.engine(), loop.serving(main, worker):
         await loop.issue(1, num_rollouts=1)
+        await until(lambda: "functions.py:" in worker.state and "in blocks" in worker.state)
         records = await loop.records(1)
         await loop.queue_is_empty()
         assert (await loop.bus.state(SAMPLES)).last == 1

@@ -18,6 +18,7 @@ from streamrl.producers.children.jobs import REFUSALS
 from streamrl.schemas.versions import Version
 from tests.producers.policies import script, serve_logits
 from tests.producers.user_code import Workshop, ends
+from tests.support.processes import alive, until
 
 pytestmark = pytest.mark.process
 
@@ -240,3 +241,26 @@ async def blocks(task, engine):
         groups = await workshop.run(runner, *(workshop.task(index, num_rollouts=10) for index in range(6)))
     assert [len(group.episodes) for group in groups] == [10] * 6
     assert len({pid for pid, *_ in workshop.told("ran")}) == 1
+
+
+async def test_a_call_that_outlives_its_task_is_ended(workshop: Workshop) -> None:
+    code = """
+def outlives(task, engine):
+    chat = engine.chat(task)
+    chat.generate()
+    if task.index == 1:
+        tell("hung")
+        time.sleep(3600)
+    while not (FOLDER / "go-on").exists():
+        time.sleep(0.02)
+    return chat.episode()
+"""
+    async with workshop.runner(code, producer="outlives", limits=Limits(idle_s=60.0, total_s=60.0, answer_s=1.0)) as runner:
+        neighbour = asyncio.create_task(runner.run(workshop.task(0)))
+        given_back = asyncio.create_task(runner.run(workshop.task(1, num_rollouts=1)))
+        while not workshop.told("hung"):
+            await asyncio.sleep(0.02)
+        given_back.cancel()
+        await until(lambda: not alive(int(workshop.told("hung")[0][0])))
+        (workshop.folder / "go-on").touch()
+        assert ends(await neighbour) == {0: "episode", 1: "episode", 2: "episode"}

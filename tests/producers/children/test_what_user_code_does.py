@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from streamrl.errors import ConfigError
@@ -12,79 +14,105 @@ from tests.support.programs import Start
 
 pytestmark = pytest.mark.process
 
-RAISES = """
-async def strange(task, engine):
+STRANGE = [
+    ("sys.exit(3)", "SystemExit: 3"),
+    ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+    ("raise BaseException('neither')", "BaseException: neither"),
+    ("raise asyncio.CancelledError", "CancelledError"),
+    ("def deep(): return deep() + 1\n    deep()", "RecursionError: maximum recursion depth"),
+    ("return {'reward': 1.0}", "expected an Episode, a list of them or None, got dict"),
+    ("return chat.episode(reward='1.0')", "its reward must be a number, got the text '1.0'"),
+    ("return chat.episode(reward=float('nan'))", "its reward must be finite, got nan"),
+    ("return engine.chat(task).episode()", "no turn was generated"),
+    ("return chat.episode('right')", "takes 1 positional argument but 2 were given"),
+    ("return chat.episode(metadata={'score': np.float32(1)})", "metadata cannot be stored: Encoding objects of type numpy.float32"),
+    ("return chat.episode(metadata={'text': '\\ud800'})", "metadata cannot be stored"),
+    ("return chat.episode(metadata={'text': 'x' * 40_000_000})", "at most 33554432 can be handed over"),
+    ("return chat.episode(reward_parts={'answer': 'yes'})", "got 'yes' for part 'answer'"),
+    ("return chat.episode(status='odd')", "'odd' is not a valid Status"),
+    ("chat.append([-1]); return chat.episode()", "token ids must be 0 or more"),
+    ("chat.append(['a']); return chat.episode()", "invalid literal for int()"),
+    ("return bytearray(20 << 30)", "MemoryError"),
+    ("class Odd(Exception): __str__ = None\n    raise Odd", "Odd"),
+    ("print('\\ud800'); raise ValueError('\\ud800')", "can't encode character"),
+]
+"""What rollout 1 of a task does after a turn, and what is said of it."""
+REWARDS = [
+    ("sys.exit(3)", "SystemExit: 3"),
+    ("raise ValueError('no verdict')", "no verdict"),
+    ("return 'good'", "got 'good' for reward"),
+    ("return float('nan')", "must be finite"),
+    ("return None", "got NoneType for reward"),
+]
+
+
+def cases(kind: str, take: str, lines: Sequence[str]) -> str:
+    """One function that does line i in rollout 1 of task i, as a table of functions."""
+    functions = "\n\n\n".join(f"{kind} case_{i}{take}:\n    {line}" for i, line in enumerate(lines))
+    return f"{functions}\n\n\nCASES = [{', '.join(f'case_{i}' for i in range(len(lines)))}]\n"
+
+
+@pytest.mark.parametrize("kind", ["async def", "def"])
+async def test_a_rollout_ends_alone_and_says_why(workshop: Workshop, kind: str) -> None:
+    wait = "await " if kind == "async def" else ""
+    code = (
+        cases(kind, "(task, engine, chat)", [line for line, _ in STRANGE])
+        + f"""
+{kind} strange(task, engine):
     chat = engine.chat(task)
-    await chat.generate()
+    {wait}chat.generate()
     if engine.context.rollout_index != 1:
         return chat.episode()
-    {line}
+    return {wait}CASES[task.index](task, engine, chat)
 """
-PLAIN = RAISES.replace("async def", "def").replace("await chat", "chat")
-REWARDS = """
-def score(task, episode):
-    if episode.rollout != 1:
-        return 0.5
-    {line}
+    )
+    async with workshop.runner(code, producer="strange", memory_bytes=4 << 30, limits=Limits(idle_s=60.0, total_s=60.0)) as runner:
+        for index, (line, said) in enumerate(STRANGE):
+            [group] = await workshop.run(runner, workshop.task(index))
+            found = ends(group)
+            assert (found[0], found[2]) == ("episode", "episode"), line
+            assert found[1].startswith("failed: ") and said in found[1], line
 
 
-async def waits(task, episode):
-    await asyncio.sleep(0)
-    return score(task, episode)
+@pytest.mark.parametrize("kind", ["async def", "def"])
+async def test_a_reward_fails_its_rollout_alone(workshop: Workshop, kind: str) -> None:
+    wait = "await " if kind == "async def" else ""
+    code = (
+        cases(kind, "(task, episode)", [line for line, _ in REWARDS])
+        + f"""
+{kind} score(task, episode):
+    return 0.5 if episode.rollout != 1 else {wait}CASES[task.index](task, episode)
 """
+    )
+    async with workshop.runner(code, reward="score") as runner:
+        for index, (line, said) in enumerate(REWARDS):
+            [group] = await workshop.run(runner, workshop.task(index))
+            assert {episode.rollout: episode.reward for episode in group.episodes} == {0: 0.5, 2: 0.5}, line
+            assert [failure.rollout for failure in group.failures] == [1]
+            assert group.failures[0].detail.startswith("reward: ") and said in group.failures[0].detail, line
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("sys.exit(3)", "SystemExit: 3"),
-        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
-        ("raise BaseException('neither')", "BaseException: neither"),
-        ("raise asyncio.CancelledError", "CancelledError"),
-        ("def deep(): return deep() + 1\n    deep()", "RecursionError: maximum recursion depth"),
-        ("return {'reward': 1.0}", "expected an Episode, a list of them or None, got dict"),
-        ("return chat.episode(reward='1.0')", "its reward must be a number, got the text '1.0'"),
-        ("return chat.episode(reward=float('nan'))", "its reward must be finite, got nan"),
-        ("return engine.chat(task).episode()", "no turn was generated"),
-        ("return chat.episode('right')", "takes 1 positional argument but 2 were given"),
-        ("return chat.episode(metadata={'score': np.float32(1)})", "metadata cannot be stored: Encoding objects of type numpy.float32"),
-        ("return chat.episode(metadata={'text': '\\ud800'})", "metadata cannot be stored"),
-        ("return chat.episode(metadata={'text': 'x' * 40_000_000})", "at most 33554432 can be handed over"),
-        ("return chat.episode(reward_parts={'answer': 'yes'})", "got 'yes' for part 'answer'"),
-        ("return chat.episode(status='odd')", "'odd' is not a valid Status"),
-        ("chat.append([-1]); return chat.episode()", "token ids must be 0 or more"),
-        ("chat.append(['a']); return chat.episode()", "invalid literal for int()"),
-        ("return bytearray(20 << 30)", "MemoryError"),
-    ],
-)
-@pytest.mark.parametrize("kind", ["async", "plain"])
-async def test_a_rollout_ends_alone_and_says_why(workshop: Workshop, line: str, said: str, kind: str) -> None:
-    code = (RAISES if kind == "async" else PLAIN).format(line=line)
-    async with workshop.runner(code, producer="strange", memory_bytes=4 << 30) as runner:
-        [group] = await workshop.run(runner, workshop.task())
-        [again] = await workshop.run(runner, workshop.task())
-    for found in (ends(group), ends(again)):
-        assert (found[0], found[2]) == ("episode", "episode")
-        assert found[1].startswith("failed: ") and said in found[1]
+async def test_requests_that_are_none_end_their_rollout(workshop: Workshop) -> None:
+    code = """
+from streamrl.engines.protocol import GenerateRequest
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("sys.exit(3)", "SystemExit: 3"),
-        ("raise ValueError('no verdict')", "no verdict"),
-        ("return 'good'", "got 'good' for reward"),
-        ("return float('nan')", "must be finite"),
-        ("return None", "got NoneType for reward"),
-    ],
-)
-@pytest.mark.parametrize("name", ["score", "waits"])
-async def test_a_reward_fails_its_rollout_alone(workshop: Workshop, line: str, said: str, name: str) -> None:
-    async with workshop.runner(REWARDS.format(line=line), reward=name) as runner:
-        [group] = await workshop.run(runner, workshop.task())
-    assert {episode.rollout: episode.reward for episode in group.episodes} == {0: 0.5, 2: 0.5}
-    assert [failure.rollout for failure in group.failures] == [1]
-    assert group.failures[0].detail.startswith("reward: ") and said in group.failures[0].detail
+async def asks(task, engine):
+    match engine.context.rollout_index:
+        case 0:
+            await engine.chat(["a", "b"]).generate()
+        case 1:
+            await engine.context.checkpoint("no bytes")
+        case 2:
+            async for chunk in engine.context.engine.generate(GenerateRequest(request_id="r", prompt_ids=[1], seeds=[2**70])):
+                pass
+    return await good(task, engine)
+"""
+    async with workshop.runner(code, producer="asks") as runner:
+        [group] = await workshop.run(runner, workshop.task(num_rollouts=4))
+    found = ends(group)
+    assert found[3] == "episode"
+    assert all(found[rollout].startswith("failed: ") and "cannot be handed over" in found[rollout] for rollout in (0, 1, 2))
 
 
 DEATHS = """
