@@ -9,6 +9,7 @@ from contextlib import aclosing
 
 import msgspec
 
+from streamrl.engines.extras import INEXACT
 from streamrl.engines.protocol import Chunk, Engine
 from streamrl.errors import EngineError, SchemaError, StreamRLError
 from streamrl.producers.children.frames import Abort, Answer, Ask, Given, Info, Problem, Returned, Save, Told
@@ -28,6 +29,7 @@ class Recorded:
         self.token_ids = list(segment.token_ids)
         self.logprobs = list(segment.logprobs)
         self.spans = list(segment.spans)
+        self.inexact = segment.inexact
         self.mode = LogprobMode.SAMPLED
         self.engine = ""
 
@@ -36,6 +38,7 @@ class Recorded:
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs
         self.spans += chunk.spans
+        self.inexact |= bool(chunk.extras.get(INEXACT))
         self.mode, self.engine = chunk.logprob_mode, chunk.engine
 
     def part(self, start: int, stop: int) -> Segment:
@@ -47,7 +50,7 @@ class Recorded:
             length = min(end, stop) - max(begin, start)
             if length > 0:
                 spans.append(VersionSpan(length, span.version))
-        return Segment(tuple(self.token_ids[start:stop]), tuple(self.logprobs[start:stop]), tuple(spans))
+        return Segment(tuple(self.token_ids[start:stop]), tuple(self.logprobs[start:stop]), tuple(spans), self.inexact)
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -238,6 +241,7 @@ def _joined(parts: Sequence[Segment]) -> Segment:
         tuple(token for part in parts for token in part.token_ids),
         tuple(logprob for part in parts for logprob in part.logprobs),
         tuple(span for part in parts for span in part.spans),
+        any(part.inexact for part in parts),
     )
 
 
