@@ -135,7 +135,7 @@ class Chat:
         finish_reason `length`, the chat is truncated, and nothing is asked.
 
         Raises:
-            EngineError: the engine refused or went away. Let it pass: the task is then given back and rolled out again.
+            EngineError: the engine refused or went away. Let it pass: the rollout is then repeated.
         """
         sampling = self._room(max_new_tokens)
         if sampling is None:

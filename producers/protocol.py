@@ -85,7 +85,7 @@ class Producer(Protocol):
     async def rollout(self, task: RolloutTask, context: Context) -> Sequence[Episode | Failure]:
         """All episodes of all `task.num_rollouts` rollouts; each rollout has at least one episode or one Failure.
 
-        Raises EngineError when an engine went away (the task is given back and rolled out again); anything else that is raised ends the
+        Raises EngineError when an engine went away (the call is repeated); anything else that is raised ends the
         whole task as failed. May be cancelled at any await.
         """
         ...

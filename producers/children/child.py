@@ -53,6 +53,8 @@ class Child:
         """Why it ended."""
         self.killed = False
         """Whether it was ended for a limit, not by itself."""
+        self.unclear = False
+        """Whether it was killed for several calls of which one is to blame."""
         self.ready: asyncio.Future[frames.Ready] = asyncio.get_running_loop().create_future()
         self.num_jobs = 0
         """Tasks that have a seat in it."""
@@ -248,6 +250,12 @@ class Child:
         answer_s, held = self._limits.answer_s, self._held
         place = f": {held.place}" if held is not None else ""
         hung = [call for call in self._calls.values() if call.expired and call.grace_s > answer_s]
+        expired = [call for call in self._calls.values() if call.expired]
+        if hung and held is None and self._silent_s >= _UNANSWERED_S and len(expired) > 1:
+            # Something holds the interpreter itself, so the child cannot say who; they run one after the other in the next one.
+            self.unclear = True
+            for call in expired:
+                call.expired = ""
         if hung or any(since_s > answer_s for since_s in self._leaving.values()):
             self.killed = True
             self._kill(f"a call did not end within {answer_s:g} s of being cancelled{place}", hung)

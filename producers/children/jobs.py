@@ -81,6 +81,7 @@ class Job:
         self._max_deaths = max_deaths
         self._attempts = keeping.attempts
         self._suspect = keeping.attempts > 0
+        self._one_by_one = False
         self._losses = 0
         self._saved = dict(keeping.resumes)
         self._seats = AsyncExitStack()
@@ -113,13 +114,14 @@ class Job:
                 results.update((key, self._failed(key, self._verdict)) for key in left)
                 break
             child = await self._seat()
+            begun = left[:1] if self._one_by_one else left
             try:
                 async with asyncio.TaskGroup() as group:
-                    for key in left:
+                    for key in begun:
                         group.create_task(self._one(child, key, results))
             except* EngineError as error:
                 raise error.exceptions[0] from None
-            if any(key not in results for key in left):
+            if any(key not in results for key in begun):
                 await self._lost(child)
         return [item for key in keys for item in results[key]]
 
@@ -189,6 +191,7 @@ class Job:
 
     async def _lost(self, child: Child) -> None:
         """Decide how what is left goes on."""
+        self._one_by_one |= child.unclear
         if not child.alone:
             self._losses += 1
             self._suspect |= self._losses >= _LOSSES
