@@ -22,6 +22,7 @@ from streamrl.producers.factory import make_pool, make_runner, policy_tokenizer
 from streamrl.producers.protocol import Failure
 from streamrl.producers.publishing import Publisher
 from streamrl.runtime.collection import keep_all
+from streamrl.schemas import encoding
 from streamrl.schemas.subjects import EVENTS, MAIN_SOURCE, WARMUP_SOURCE
 from streamrl.schemas.tasks import RolloutTask
 
@@ -85,6 +86,8 @@ async def serve(worker: Worker, function: str, *, sources: Sequence[str]) -> int
     keep_all()
     try:
         await runner.start()
+        # A worker that stands still with claims in its hands may lose them.
+        await asyncio.to_thread(encoding.load)
         async with asyncio.TaskGroup() as group:
             background = [group.create_task(pool.run()), group.create_task(_report(worker, runner, claims, publisher))]
             await asyncio.wait([group.create_task(claim.run(worker.draining)) for claim in claims])

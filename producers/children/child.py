@@ -66,7 +66,7 @@ class Child:
         """Calls of tasks that were given back and have not ended yet, and the seconds since."""
         self._num_calls = 0
         self._pinged = self._ponged = 0
-        self._silent_s = 0.0
+        self._silent_s = self._pending_s = 0.0
         self._held: frames.Held | None = None
         self._held_s = 0.0
         self._notice_s = 0.0
@@ -222,11 +222,12 @@ class Child:
                 self.kill(f"it did not load the user's code within {self._limits.start_s:g} s")
             return
         self._listen(seconds)
-        silent, holder = self._silent_s >= _UNANSWERED_S, self._held.call if self._held is not None else None
+        holder = self._held.call if self._held is not None else None
+        granted_s = self._granted(seconds)
         for call in list(self._calls.values()):
             # While somebody holds the loop, nobody else can do anything; who it is may not be known.
-            runs = not silent or holder == call.number or (self.alone and holder is None)
-            if runs and call.tick(seconds):
+            runs = not self._is_silent or holder == call.number or (self.alone and holder is None)
+            if runs and call.tick(granted_s):
                 logger.warning("event=user_code_timeout child=%d call=%d limit=%r", self.number, call.number, call.expired)
                 self.send(frames.Cancel(call.number))
             elif call.expired:
@@ -246,12 +247,24 @@ class Child:
         if self._notice_s > _NOTICE_S:
             self.notice = ""
 
+    @property
+    def _is_silent(self) -> bool:
+        return self._silent_s >= _UNANSWERED_S
+
+    def _granted(self, seconds: float) -> float:
+        """The time that calls have had: known once the loop has answered, or something is known to hold it."""
+        self._pending_s += seconds
+        if 0 < self._silent_s < _UNANSWERED_S:
+            return 0.0
+        granted_s, self._pending_s = self._pending_s, 0.0
+        return granted_s
+
     def _judge(self) -> None:
         answer_s, held = self._limits.answer_s, self._held
         place = f": {held.place}" if held is not None else ""
         hung = [call for call in self._calls.values() if call.expired and call.grace_s > answer_s]
         expired = [call for call in self._calls.values() if call.expired]
-        if hung and held is None and self._silent_s >= _UNANSWERED_S and len(expired) > 1:
+        if hung and held is None and self._is_silent and len(expired) > 1:
             # Something holds the interpreter itself, so the child cannot say who; they run one after the other in the next one.
             self.unclear = True
             for call in expired:

@@ -239,7 +239,7 @@ async def blocks(task, engine):
     time.sleep(0.1)
     return chat.episode()
 """
-    async with workshop.runner(code, producer="blocks", limits=Limits(idle_s=1.5, total_s=60.0, answer_s=1.5)) as runner:
+    async with workshop.runner(code, producer="blocks", limits=Limits(idle_s=5.0, total_s=60.0, answer_s=3.0)) as runner:
         groups = await workshop.run(runner, *(workshop.task(index, num_rollouts=10) for index in range(6)))
     assert [len(group.episodes) for group in groups] == [10] * 6
     assert len({pid for pid, *_ in workshop.told("ran")}) == 1
