@@ -106,6 +106,7 @@ async def main(worker: Worker) -> None:
     pool = make_pool(worker, role=EVALUATION_ROLE if config.evaluation.engines else ROLLOUT_ROLE)
     runner = make_runner(worker, pool, config.producer.function, key="producer.function")
     try:
+        await runner.start()
         async with asyncio.TaskGroup() as group:
             following = await _follow(worker, schedule, changed, before, group)
             background = [group.create_task(pool.run()), *following]

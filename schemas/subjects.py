@@ -27,6 +27,7 @@ PREFIX_POSITIONS = "positions/"
 PREFIX_FENCES = "fences/"
 PREFIX_PRESENCE = "presence/"
 PREFIX_CHECKPOINTS = "checkpoints/"
+PREFIX_ATTEMPTS = "attempts/"
 PREFIX_PINS = "pins/"
 PREFIX_RANKS = "ranks/"
 

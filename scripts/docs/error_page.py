@@ -108,8 +108,8 @@ ENTRIES: dict[type[StreamRLError], Entry] = {
         (provoked.retired_blob,),
     ),
     errors.EngineError: Entry(
-        "An engine refused or failed a request, or its server did not start. A producer gives the task back, and it is tried again, at "
-        "most `tasks.max_deliveries` times; then it ends as a tombstone.",
+        "An engine refused or failed a request, or its server did not start. A producer repeats the rollout, six times within 15 s; then "
+        "the rollout ends as a tombstone.",
         "Read the engine's log. A refusal of the request names the limit.",
         (provoked.long_prompt,),
     ),

@@ -30,6 +30,7 @@ FREE_KEYS = (
     "data.heldout",
     "tasks.max_deliveries",
     "producer",
+    "reward.timeout_s",
     "engine.workers",
     "engine.slots",
     "engine.threads",
