@@ -31,6 +31,8 @@ kind = "table"
 [trainer]
 backend = "table"
 checkpoint_every = 4
+[weights]
+transport = "bus"
 [debug]
 token_delay_s = 0.02
 """
