@@ -21,6 +21,7 @@ A long episode outlives its producer with `await chat.save()` right after a turn
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -134,10 +135,12 @@ class Chat:
         finish_reason `length`, the chat is truncated, and nothing is asked.
 
         Raises:
-            EngineError: the engine refused or went away. Let it pass: the task is then given back and rolled out again.
+            EngineError: the engine refused or went away. Let it pass: the rollout is then repeated.
         """
         sampling = self._room(max_new_tokens)
         if sampling is None:
+            # A loop that asks again and again must leave room for its own end.
+            await asyncio.sleep(0)
             return self._end_full()
         context = self._context
         request = GenerateRequest(

@@ -47,7 +47,7 @@ class ChatSaves:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._chats = _decode(context.resume)
+        self._chats = {} if context.resume is None else chats_in(context.resume)
 
     def get(self, number: int, prompt_ids: tuple[int, ...]) -> SavedChat | None:
         """What was stored of chat `number`, if it began with this prompt."""
@@ -73,8 +73,9 @@ class ChatSaves:
         await self._context.checkpoint(_MARK + zlib.compress(body, 1))
 
 
-def _decode(data: bytes | None) -> dict[int, SavedChat]:
-    if data is None or not data.startswith(_MARK):
+def chats_in(data: bytes) -> dict[int, SavedChat]:
+    """The chats of a checkpoint by number, none where it holds something else; raises SchemaError when it is damaged."""
+    if not data.startswith(_MARK):
         return {}
     try:
         unpacking = zlib.decompressobj()

@@ -20,7 +20,7 @@ from streamrl.schemas.subjects import PREFIX_CHECKPOINTS
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 1 << 20
-"""Largest checkpoint of one rollout."""
+"""Largest checkpoint of one rollout, the turns that are stored with it included."""
 BUDGET_BYTES = 16 << 20
 """Most that the open tasks of one process keep stored."""
 KEPT_S = 7 * 86400.0

@@ -3,7 +3,7 @@
 ```text
 claimed -> worked on (kept alive) -> done        its records are stored
                                   -> retry       an engine went away; or the worker drains
-                                  -> tombstone   unreadable, or delivered too often; then done
+                                  -> tombstone   unreadable; then done
 ```
 """
 
@@ -57,7 +57,6 @@ class Claims:
         work: Callable[[RolloutTask, int], Awaitable[None]],
         *,
         concurrency: int,
-        max_deliveries: int,
         ack_wait_s: float,
         grace_s: float = GRACE_S,
     ) -> None:
@@ -69,7 +68,6 @@ class Claims:
         self._publisher = publisher
         self._work = work
         self._concurrency = concurrency
-        self._max_deliveries = max_deliveries
         self._keep_every_s = ack_wait_s / 3
         self._grace_s = grace_s
         self._open: dict[asyncio.Task[None], Lease] = {}
@@ -169,11 +167,5 @@ class Claims:
             logger.error("event=task_unreadable source=%s task=%d error=%s", self.source, index, error.message)
             self._counts.num_failures += 1
             await self._publisher.end_task(index, self.source, "poison", error.message)
-            return None
-        if lease.deliveries > self._max_deliveries:
-            logger.error("event=task_ended source=%s task=%d reason=deliveries deliveries=%d", self.source, index, lease.deliveries)
-            self._counts.num_failures += 1
-            detail = f"delivered {lease.deliveries} times, at most {self._max_deliveries} are tried"
-            await self._publisher.end_task(index, self.source, "deliveries", detail, group_size=task.num_rollouts)
             return None
         return task

@@ -99,9 +99,11 @@ def _problem(episode: Episode) -> str:
     if not episode.segments or episode.segments[0].is_model or not episode.segments[0].token_ids:
         return "it must begin with at least one prompt token (nothing predicts the first token)"
     if not any(segment.is_model for segment in episode.segments):
-        return "it has no model tokens, so there is nothing to train on"
+        return "no turn was generated (`await chat.generate()`): it has no model tokens, so there is nothing to train on"
     if episode.finish_reason not in STATUS:
         return f"finish_reason must be one of {', '.join(STATUS)}, got {episode.finish_reason!r}"
+    if isinstance(episode.reward, str | bytes):
+        return f"its reward must be a number, got the text {episode.reward!r}"
     if episode.reward is not None and not math.isfinite(episode.reward):
         return f"its reward must be finite, got {episode.reward}"
     for position, segment in enumerate(episode.segments):

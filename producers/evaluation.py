@@ -106,6 +106,7 @@ async def main(worker: Worker) -> None:
     pool = make_pool(worker, role=EVALUATION_ROLE if config.evaluation.engines else ROLLOUT_ROLE)
     runner = make_runner(worker, pool, config.producer.function, key="producer.function")
     try:
+        await runner.start()
         async with asyncio.TaskGroup() as group:
             following = await _follow(worker, schedule, changed, before, group)
             background = [group.create_task(pool.run()), *following]
@@ -131,9 +132,11 @@ async def _follow(
         caught_up.set()
 
     async def entries() -> None:
-        async for message in bus.read(LEDGER, after=0, subject=ledger):
+        first = (await bus.state(LEDGER)).first
+        async for message in bus.read(LEDGER, after=first - 1, subject=ledger):
             entry = decode(message.body, LedgerEntry, where=f"ledger sequence {message.sequence}")
-            schedule.trained(entry.version.number, warm=entry.warm, epoch=entry.version.epoch)
+            if entry.gap is msgspec.UNSET:
+                schedule.trained(entry.version.number, warm=entry.warm, epoch=entry.version.epoch)
             if message.sequence >= upto:
                 caught_up.set()
                 changed.set()

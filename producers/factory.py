@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer
 from streamrl.engines.channel import ChannelEngine
 from streamrl.errors import ConfigError
+from streamrl.producers.children.calls import Limits
+from streamrl.producers.children.frames import Hello
+from streamrl.producers.children.pool import Children, default_count
 from streamrl.producers.engine_pool import EnginePool
 from streamrl.producers.functions import is_user_code, make_producer
 from streamrl.producers.groups import GroupRunner
@@ -38,18 +41,35 @@ def make_pool(worker: Worker, *, role: str = ROLLOUT_ROLE) -> EnginePool:
 
 
 def make_runner(worker: Worker, pool: EnginePool, function: str, *, key: str) -> GroupRunner:
-    """A runner for the producer that `function` names and the run's reward; raises ConfigError. To be closed by the caller."""
+    """A runner for the producer that `function` names and the run's reward; raises ConfigError. The caller starts and closes it."""
     config = worker.config
-    producer, reward = make_producer(function, key=key), make_reward(config.reward)
     tokenizer, _ = policy_tokenizer(worker)
+    user_producer, user_reward = is_user_code(function), is_user_reward(config.reward)
     return GroupRunner(
-        producer=producer,
-        reward=reward,
+        producer=None if user_producer else make_producer(function, key=key),
+        reward=None if user_reward else make_reward(config.reward),
         engine=pool,
         tokenizer=tokenizer,
-        user_producer=is_user_code(producer),
-        user_reward=is_user_reward(config.reward),
         options=config.producer.options,
         max_len=config.model.max_len,
         chat_template=config.data.chat_template,
+        children=_children(worker, function if user_producer else "", key) if user_producer or user_reward else None,
+        max_deaths=config.tasks.max_deliveries,
     )
+
+
+def _children(worker: Worker, function: str, key: str) -> Children:
+    config = worker.config
+    hello = Hello(
+        function=function,
+        function_key=key,
+        reward=config.reward.kind if is_user_reward(config.reward) else "",
+        reward_options=config.reward.options,
+        options=config.producer.options,
+        model_dir=str(worker.run_dir.policy_dir(config)),
+        max_len=config.model.max_len,
+        chat_template=config.data.chat_template,
+        memory_bytes=config.producer.child_memory_bytes,
+    )
+    limits = Limits(idle_s=config.producer.idle_timeout_s, total_s=config.producer.rollout_timeout_s)
+    return Children(hello, limits, score_s=config.reward.timeout_s, count=config.producer.children or default_count())

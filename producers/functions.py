@@ -1,4 +1,4 @@
-"""Custom producers: an async function of a task and an engine, lifted to a `Producer`."""
+"""Custom producers: a function of a task and an engine, async or plain, lifted to a `Producer`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.config.plugins import resolve
-from streamrl.errors import ConfigError, EngineError
+from streamrl.errors import ConfigError, EngineError, StreamRLError
+from streamrl.producers.blocking import BlockingEngine
 from streamrl.producers.chat import RolloutEngine
 from streamrl.producers.chat_format import ChatFormat
 from streamrl.producers.episode import Episode
@@ -17,44 +18,69 @@ from streamrl.producers.protocol import Context, Failure, Producer
 from streamrl.producers.single_turn import SingleTurn
 from streamrl.schemas.tasks import RolloutTask
 
+SINGLE_TURN = "single_turn"
+"""`producer.function` of the built-in producer."""
+DETAIL_LENGTH = 1000
+"""What a failure says is cut here."""
 Given = Episode | Sequence[Episode] | None
 """What a custom producer may return: one episode, several that share the rollout's reward, or None to give the rollout up."""
 
 
-class FunctionProducer:
-    """Calls the function once per rollout, all rollouts of a task at the same time.
+InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""Runs a plain function somewhere else than in the event loop."""
 
-    What the function raises fails its rollout alone; EngineError gives the whole task back.
+
+class FunctionProducer:
+    """Calls the function once per rollout. What it raises fails its rollout alone; EngineError passes.
+
+    Args:
+        function: async, or plain.
+        in_thread: runs a plain one.
     """
 
-    def __init__(self, function: Callable[[RolloutTask, RolloutEngine], Awaitable[Given]]) -> None:
+    def __init__(self, function: Callable[..., Any], *, in_thread: InThread = asyncio.to_thread) -> None:
         self._function = function
+        self._in_thread = in_thread
+        self.plain = not is_async(function)
+        """Whether it runs in a thread, with an engine that blocks."""
 
     async def rollout(self, task: RolloutTask, context: Context) -> Sequence[Episode | Failure]:
-        """The episodes and failures of all rollouts, in their order."""
-        format = ChatFormat(context.tokenizer, chat_template=context.chat_template)
+        """The episodes and failures of all rollouts, in their order; all rollouts at the same time."""
         try:
             async with asyncio.TaskGroup() as group:
-                calls = [group.create_task(self._one(task, context.for_rollout(k), format)) for k in range(task.num_rollouts)]
+                calls = [group.create_task(self.one(task, context.for_rollout(k))) for k in range(task.num_rollouts)]
         except* EngineError as errors:
             raise errors.exceptions[0] from None
         return [item for call in calls for item in call.result()]
 
-    async def _one(self, task: RolloutTask, context: Context, format: ChatFormat) -> Sequence[Episode | Failure]:
+    async def one(self, task: RolloutTask, context: Context) -> Sequence[Episode | Failure]:
+        """The episodes of one rollout, or its failure; raises EngineError."""
         rollout = context.rollout_index
+        engine = RolloutEngine(context, ChatFormat(context.tokenizer, chat_template=context.chat_template))
         try:
-            given = await self._function(task, RolloutEngine(context, format))
+            if self.plain:
+                blocking = BlockingEngine(engine, asyncio.get_running_loop())
+                given = await self._in_thread(lambda: self._function(task, blocking))
+            else:
+                given = await self._function(task, engine)
             episodes = _episodes(given)
         except EngineError:
             raise
         except Exception as error:  # written policy: an error in user code ends its rollout as a tombstone, never the worker
-            context.log.warning(
-                "event=rollout_failed task=%d rollout=%d error=%s", task.index, rollout, type(error).__name__, exc_info=error
-            )
-            return [Failure(rollout, "failed", f"{type(error).__name__}: {error}")]
+            context.log.warning("event=rollout_failed error=%s", type(error).__name__, exc_info=error)
+            return [Failure(rollout, "failed", describe(error))]
         for episode in episodes:
             episode.rollout = rollout
         return episodes or [Failure(rollout, "filtered", "the producer returned no episode")]
+
+
+def describe(error: BaseException) -> str:
+    """An error in a line: its class and text. `sys.exit(3)` is `SystemExit: 3`."""
+    try:
+        text = error.message if isinstance(error, StreamRLError) else str(error)
+    except Exception as worse:  # the user's own class of errors
+        text = f"its text cannot be had: {type(worse).__name__}"
+    return f"{type(error).__name__}: {text}"[:DETAIL_LENGTH] if text else type(error).__name__
 
 
 def _episodes(given: Any) -> Sequence[Episode]:
@@ -67,15 +93,23 @@ def _episodes(given: Any) -> Sequence[Episode]:
     raise TypeError(f"expected an Episode, a list of them or None, got {type(given).__name__}; end it with `return chat.episode()`")
 
 
-def make_producer(reference: str, *, key: str = "producer.function", base: Path | None = None) -> Producer:
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives a coroutine: an `async def`, or an object whose `__call__` is one."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def make_producer(
+    reference: str, *, key: str = "producer.function", base: Path | None = None, in_thread: InThread = asyncio.to_thread
+) -> Producer:
     """Build the producer that `reference` names.
 
-    `single_turn`, or user code: an async function of (task, engine); a class or an object with `async rollout(task, context)`.
+    `single_turn`, or user code: a function of (task, engine), async or plain; a class or an object with `async rollout(task, context)`.
+    `in_thread` runs plain functions.
 
     Raises:
         ConfigError: it cannot be found or is none of these.
     """
-    if reference == "single_turn":
+    if reference == SINGLE_TURN:
         return SingleTurn()
     if not any(mark in reference for mark in ".:"):
         raise ConfigError(f"{key} must be single_turn or name user code, got {reference!r}", hint="write it as file.py:name", key=key)
@@ -83,9 +117,15 @@ def make_producer(reference: str, *, key: str = "producer.function", base: Path 
     made: Any = found() if inspect.isclass(found) else found
     if inspect.iscoroutinefunction(getattr(made, "rollout", None)):
         return made
-    if not inspect.iscoroutinefunction(found):
+    if hasattr(made, "rollout"):
         raise ConfigError(
-            f"{key} = {reference!r} must be an async function of (task, engine), got {_describe(found)}",
+            f"{key} = {reference!r} must have `async rollout(task, context)`, its rollout is a plain method",
+            hint="write `async def rollout`; a plain function of (task, engine) may block",
+            key=key,
+        )
+    if inspect.isclass(found) or not callable(found):
+        raise ConfigError(
+            f"{key} = {reference!r} must be a function of (task, engine), got a {type(made).__name__}",
             hint="write `async def name(task, engine): ... return chat.episode()`",
             key=key,
         )
@@ -96,13 +136,9 @@ def make_producer(reference: str, *, key: str = "producer.function", base: Path 
         raise ConfigError(
             f"{key} = {reference!r} must take (task, engine), it takes {signature}", hint="options come as engine.options", key=key
         ) from error
-    return FunctionProducer(found)
+    return FunctionProducer(found, in_thread=in_thread)
 
 
-def is_user_code(producer: Producer) -> bool:
-    """Whether it may block, and so runs in the thread for user code."""
-    return not isinstance(producer, SingleTurn)
-
-
-def _describe(found: Any) -> str:
-    return f"the plain function {found.__name__}" if inspect.isfunction(found) else f"a {type(found).__name__}"
+def is_user_code(reference: str) -> bool:
+    """Whether `make_producer` would load the user's code for it."""
+    return reference != SINGLE_TURN

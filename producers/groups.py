@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from streamrl.engines.protocol import Engine
-from streamrl.errors import EngineError, SchemaError
+from streamrl.errors import EngineError, EngineUnavailable, SchemaError, StreamRLError
+from streamrl.producers.children.jobs import LONGEST_PAUSE_S, NOTHING, PAUSE_S, REFUSALS, Job, Keeping, job
+from streamrl.producers.children.pool import Children
 from streamrl.producers.episode import Episode
 from streamrl.producers.protocol import Context, Failure, Producer, Tokenizer
-from streamrl.producers.threads import HomeCall, ThreadEngine, UserThread
-from streamrl.rewards.functions import as_value
 from streamrl.rewards.protocol import Reward, RewardValue
+from streamrl.runtime.retries import pause_s
 from streamrl.schemas.tasks import RolloutTask
 
 logger = logging.getLogger(__name__)
@@ -31,64 +33,82 @@ class Group(msgspec.Struct, frozen=True):
 
 
 class GroupRunner:
-    """Rolls tasks out and scores them; user code runs in a thread of its own, so it may block.
+    """Rolls tasks out and scores them; user code runs in children.
 
     Args:
-        producer: makes the episodes.
-        reward: scores those whose producer gave none; None: their rewards come later (`streamrl.producers.late`).
-        engine: what is asked, in the caller's loop.
+        producer: makes the episodes in this process; None: the children have it.
+        reward: scores those whose producer gave none, in this process; None: the children have it, or it comes later
+            (`streamrl.producers.late`).
+        engine: what is asked.
         tokenizer: of the policy.
-        user_producer: whether `producer` is user code.
-        user_reward: whether `reward` is user code.
         options: `producer.options`.
         max_len: longest sequence in tokens.
         chat_template: whether prompts are chat messages.
+        children: run user code; None: there is none. Closed with the runner.
+        max_deaths: children that one task may kill, alone in them (`tasks.max_deliveries`).
     """
 
     def __init__(
         self,
         *,
-        producer: Producer,
+        producer: Producer | None,
         reward: Reward | None,
         engine: Engine,
         tokenizer: Tokenizer,
-        user_producer: bool,
-        user_reward: bool,
         options: Mapping[str, Any],
         max_len: int,
         chat_template: bool,
+        children: Children | None = None,
+        max_deaths: int = 1,
     ) -> None:
         self._producer = producer
         self._reward = reward
+        self._engine = engine
         self._tokenizer = tokenizer
-        self._user_producer = user_producer
-        self._user_reward = user_reward
         self._options = options
         self._max_len = max_len
         self._chat_template = chat_template
-        self._thread = UserThread() if user_producer or user_reward else None
-        self._engine: Engine = ThreadEngine(engine, asyncio.get_running_loop()) if user_producer else engine
+        self._children = children
+        self._max_deaths = max_deaths
+
+    @property
+    def notice(self) -> str:
+        """What people should know of user code now; empty: nothing."""
+        return "" if self._children is None else self._children.notice
+
+    async def start(self) -> None:
+        """Load the user's code, if there is any; raises ConfigError when that fails."""
+        if self._children is not None:
+            await self._children.start()
 
     async def close(self) -> None:
-        """End the thread for user code."""
-        if self._thread is not None:
-            await self._thread.close()
+        """End the children."""
+        if self._children is not None:
+            await self._children.close()
 
-    async def run(
-        self,
-        task: RolloutTask,
-        *,
-        resumes: Mapping[int, bytes] | None = None,
-        store: Callable[..., Coroutine[Any, Any, None]] | None = None,
-    ) -> Group:
-        """Roll out and score one task; raises EngineError when an engine went away, nothing else.
+    async def run(self, task: RolloutTask, *, keeping: Keeping = NOTHING) -> Group:
+        """Roll out and score one task; raises EngineError when engines stay away.
 
         Args:
             task: the task.
-            resumes: checkpoints of an earlier delivery by rollout.
-            store: gets (rollout, data) of new ones, in the caller's loop; None: they are not stored.
+            keeping: what the bus keeps of it while it is worked on.
         """
-        home = asyncio.get_running_loop()
+        if self._children is None:
+            return await self._run(task, None, keeping)
+        async with job(self._children, task, engine=self._engine, keeping=keeping, max_deaths=self._max_deaths) as found:
+            return await self._run(task, found, keeping)
+
+    async def _run(self, task: RolloutTask, job: Job | None, keeping: Keeping) -> Group:
+        if self._producer is not None:
+            given = await self._in_process(self._producer, task, keeping)
+        elif job is not None:
+            given = await job.roll_out()
+        else:
+            raise ValueError("a producer is needed, here or in the children")
+        episodes, failures = _settle(task, given)
+        return await self._score(task, job, episodes, failures)
+
+    async def _in_process(self, producer: Producer, task: RolloutTask, keeping: Keeping) -> Sequence[Episode | Failure]:
         context = Context(
             engine=self._engine,
             tokenizer=self._tokenizer,
@@ -98,54 +118,76 @@ class GroupRunner:
             log=logger,
             max_len=self._max_len,
             chat_template=self._chat_template,
-            resumes=resumes or {},
-            store=HomeCall(store, home) if store is not None and self._user_producer else store,
+            resumes=keeping.resumes,
+            store=keeping.store,
         )
-        given = await self._guard(task, "producer", lambda: self._call(self._user_producer, self._producer.rollout, task, context))
-        episodes, failures = _settle(task, given)
-        return await self._score(task, episodes, failures)
+        given = await _guarded(task, "producer", lambda: repeated(lambda: producer.rollout(task, context), task))
+        return _all_failed(task, given) if isinstance(given, Failure) else given
 
-    async def _score(self, task: RolloutTask, episodes: Sequence[Episode], failures: dict[int, Failure]) -> Group:
+    async def _score(self, task: RolloutTask, job: Job | None, episodes: Sequence[Episode], failures: dict[int, Failure]) -> Group:
         rewarded = {episode.rollout for episode in episodes if episode.reward is not None}
-        reward = self._reward
-        if reward is not None and any(episode.rollout not in rewarded for episode in episodes):
-            values = await self._guard(task, "reward", lambda: self._values(reward, task, episodes))
+        if any(episode.rollout not in rewarded for episode in episodes):
+            values = await self._values(task, job, episodes)
             if isinstance(values, Failure):
-                return Group((), _all_failed(task, values))
+                return Group((), tuple({**{failure.rollout: failure for failure in _all_failed(task, values)}, **failures}.values()))
             for episode, value in zip(episodes, values, strict=True):
                 if isinstance(value, Exception):
-                    failures[episode.rollout] = Failure(episode.rollout, "failed", f"reward: {type(value).__name__}: {value}")
-                elif episode.rollout not in rewarded:
+                    text = value.message if isinstance(value, StreamRLError) else f"{type(value).__name__}: {value}"
+                    failures[episode.rollout] = Failure(episode.rollout, "failed", f"reward: {text}")
+                elif value is not None and episode.rollout not in rewarded:
                     episode.reward, episode.reward_parts = value.value, value.parts
         kept = tuple(episode for episode in episodes if episode.rollout not in failures)
         return Group(kept, tuple(failures[rollout] for rollout in sorted(failures)))
 
-    async def _values(self, reward: Reward, task: RolloutTask, episodes: Sequence[Episode]) -> Sequence[RewardValue | Exception]:
-        # User code may give plain numbers or parts, whatever its annotations say.
-        values: Sequence[Any] = await self._call(self._user_reward, reward.score, task, episodes)
-        if len(values) != len(episodes):
-            raise SchemaError(f"expected one reward for each of {len(episodes)} episodes, got {len(values)}")
-        return [value if isinstance(value, RewardValue | Exception) else as_value(value) for value in values]
+    async def _values(
+        self, task: RolloutTask, job: Job | None, episodes: Sequence[Episode]
+    ) -> Sequence[RewardValue | Exception | None] | Failure:
+        reward = self._reward
+        if reward is not None:
+            return await _guarded(task, "reward", lambda: _counted(reward.score(task, episodes), len(episodes)))
+        if job is not None and job.scores:
+            return await job.score(episodes)
+        return [None] * len(episodes)
 
-    def _call(self, user_code: bool, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> Awaitable[T]:
-        if user_code and self._thread is not None:
-            return self._thread.run(function, *args)
-        return function(*args)
 
-    async def _guard(self, task: RolloutTask, what: str, call: Callable[[], Awaitable[Sequence[T]]]) -> Sequence[T] | Failure:
+async def _counted(values: Awaitable[Sequence[T]], count: int) -> Sequence[T]:
+    given = await values
+    if len(given) != count:
+        raise SchemaError(f"expected one reward for each of {count} episodes, got {len(given)}")
+    return given
+
+
+async def _guarded(task: RolloutTask, what: str, call: Callable[[], Awaitable[Sequence[T]]]) -> Sequence[T] | Failure:
+    try:
+        return await call()
+    except EngineError:
+        raise
+    except Exception as error:  # written policy: what cannot be rolled out or scored ends as a tombstone, never the worker
+        logger.warning("event=%s_failed task=%d error=%s", what, task.index, type(error).__name__, exc_info=error)
+        return Failure(0, "failed", f"{what}: {type(error).__name__}: {error}")
+
+
+async def repeated(call: Callable[[], Awaitable[Sequence[T]]], task: RolloutTask) -> Sequence[T | Failure]:
+    """What a call of the built-in producer gives; one that an engine refuses again and again has failed.
+
+    Raises:
+        EngineUnavailable: another engine, or a later one, can do it.
+    """
+    for attempt in itertools.count(1):
         try:
             return await call()
-        except EngineError:
+        except EngineUnavailable:
             raise
-        except Exception as error:  # written policy: an error in user code ends its task as a tombstone, never the worker
-            logger.warning("event=%s_failed task=%d error=%s", what, task.index, type(error).__name__, exc_info=error)
-            return Failure(0, "failed", f"{what}: {type(error).__name__}: {error}")
+        except EngineError as error:
+            if attempt == REFUSALS:
+                return _all_failed(task, Failure(0, "failed", f"engine: {error.message}"))
+            logger.warning("event=rollout_repeated task=%d error=%s", task.index, error.message)
+            await asyncio.sleep(pause_s(attempt, first_s=PAUSE_S, most_s=LONGEST_PAUSE_S))
+    raise AssertionError("it counts for ever")
 
 
-def _settle(task: RolloutTask, given: Sequence[Episode | Failure] | Failure) -> tuple[list[Episode], dict[int, Failure]]:
+def _settle(task: RolloutTask, given: Sequence[Episode | Failure]) -> tuple[list[Episode], dict[int, Failure]]:
     """Sort by rollout; a rollout with neither episode nor failure has failed, and a failure outweighs episodes."""
-    if isinstance(given, Failure):
-        return [], {failure.rollout: failure for failure in _all_failed(task, given)}
     failures = {item.rollout: item for item in given if isinstance(item, Failure)}
     episodes = [item for item in given if isinstance(item, Episode) and item.rollout not in failures]
     known = set(failures) | {episode.rollout for episode in episodes}

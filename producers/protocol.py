@@ -33,7 +33,7 @@ class Failure(msgspec.Struct, frozen=True):
 
     rollout: int
     reason: str = "failed"
-    """`failed`, `filtered`, or a producer's own word."""
+    """`failed`, `filtered`, `timeout`, or a producer's own word."""
     detail: str = ""
 
 
@@ -69,7 +69,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
         Kept until the task ends. Best effort: while the bus is away, or too much is stored already, it is left out and logged.
 
         Raises:
-            SchemaError: more than 1 MiB (`streamrl.producers.checkpoints.MAX_BYTES`).
+            SchemaError: more than 1 MiB with the turns so far (`streamrl.producers.checkpoints.MAX_BYTES`).
         """
         if self.store is not None:
             await self.store(self.rollout_index, data)
@@ -85,7 +85,7 @@ class Producer(Protocol):
     async def rollout(self, task: RolloutTask, context: Context) -> Sequence[Episode | Failure]:
         """All episodes of all `task.num_rollouts` rollouts; each rollout has at least one episode or one Failure.
 
-        Raises EngineError when an engine went away (the task is given back and rolled out again); anything else that is raised ends the
+        Raises EngineError when an engine went away (the call is repeated); anything else that is raised ends the
         whole task as failed. May be cancelled at any await.
         """
         ...

@@ -12,7 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from streamrl.errors import SchemaError
+from streamrl.producers.attempts import Attempts
 from streamrl.producers.checkpoints import RolloutCheckpoints
+from streamrl.producers.children.jobs import Keeping
 from streamrl.producers.claims import Claims
 from streamrl.producers.demonstrations import demonstration
 from streamrl.producers.episode import samples_of
@@ -20,6 +22,7 @@ from streamrl.producers.factory import make_pool, make_runner, policy_tokenizer
 from streamrl.producers.protocol import Failure
 from streamrl.producers.publishing import Publisher
 from streamrl.runtime.collection import keep_all
+from streamrl.schemas import encoding
 from streamrl.schemas.subjects import EVENTS, MAIN_SOURCE, WARMUP_SOURCE
 from streamrl.schemas.tasks import RolloutTask
 
@@ -82,8 +85,11 @@ async def serve(worker: Worker, function: str, *, sources: Sequence[str]) -> int
     claims = [_claims(worker, source, runner, publisher) for source in sources]
     keep_all()
     try:
+        await runner.start()
+        # A worker that stands still with claims in its hands may lose them.
+        await asyncio.to_thread(encoding.load)
         async with asyncio.TaskGroup() as group:
-            background = [group.create_task(pool.run()), group.create_task(_report(worker, claims, publisher))]
+            background = [group.create_task(pool.run()), group.create_task(_report(worker, runner, claims, publisher))]
             await asyncio.wait([group.create_task(claim.run(worker.draining)) for claim in claims])
             for task in background:
                 task.cancel()
@@ -102,22 +108,29 @@ def _claims(worker: Worker, source: str, runner: GroupRunner, publisher: Publish
         source,
         work,
         concurrency=_WARMUP_CONCURRENCY if warmup else config.producer.concurrency,
-        max_deliveries=config.tasks.max_deliveries,
         ack_wait_s=config.bus.ack_wait_s,
     )
 
 
 def _roll_out(worker: Worker, runner: GroupRunner, publisher: Publisher) -> Callable[[RolloutTask, int], Awaitable[None]]:
-    checkpoints = RolloutCheckpoints(worker.bus)
+    checkpoints, attempts = RolloutCheckpoints(worker.bus), Attempts(worker.bus)
 
     async def work(task: RolloutTask, deliveries: int) -> None:
-        resumes = await checkpoints.load(task.index) if deliveries > 1 else {}
+        again = deliveries > 1
+        keeping = Keeping(
+            resumes=await checkpoints.load(task.index) if again else {},
+            store=partial(checkpoints.save, task.index),
+            attempts=await attempts.load(task.index) if again else 0,
+            died=partial(attempts.add, task.index),
+        )
         try:
-            group = await runner.run(task, resumes=resumes, store=partial(checkpoints.save, task.index))
+            group = await runner.run(task, keeping=keeping)
             await publisher.task(task, samples_of(task, group.episodes, producer=worker.name), group.failures)
             await checkpoints.forget(task.index)
+            await attempts.forget(task.index)
         finally:
             checkpoints.drop(task.index)
+            attempts.drop(task.index)
 
     return work
 
@@ -138,8 +151,8 @@ def _demonstrate(worker: Worker, publisher: Publisher) -> Callable[[RolloutTask,
     return work
 
 
-async def _report(worker: Worker, claims: Sequence[Claims], publisher: Publisher) -> None:
-    """Publish the worker's metrics, and say when a full stream stalls it and when it goes on."""
+async def _report(worker: Worker, runner: GroupRunner, claims: Sequence[Claims], publisher: Publisher) -> None:
+    """Publish the worker's metrics, and say when a full stream stalls it and when it goes on, and what blocks in user code."""
     stalled = False
     while True:
         await asyncio.sleep(_REPORT_EVERY_S)
@@ -155,7 +168,7 @@ async def _report(worker: Worker, claims: Sequence[Claims], publisher: Publisher
                 "bus/full_total": published.num_full,
             }
         )
+        worker.state = "stalled: stream full" if publisher.stalled else runner.notice or "running"
         if publisher.stalled != stalled:
             stalled = publisher.stalled
-            worker.state = "stalled: stream full" if stalled else "running"
             await worker.event("stalled" if stalled else "resumed", {"reason": "the sample stream is full"})

@@ -61,6 +61,13 @@ class Latest(msgspec.Struct, frozen=True):
     stream_identity: str = ""
     carried: tuple[int, ...] = ()
     """Sequences below `oldest_needed` of messages that the checkpoint holds itself."""
+    older: tuple[Latest, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Checkpoints that a restart may go back to, the newest first; none of them has any itself. Not on the wire when unset."""
+
+    @property
+    def kept(self) -> tuple[Latest, ...]:
+        """It and the older ones, the newest first."""
+        return (self, *(() if isinstance(self.older, msgspec.UnsetType) else self.older))
 
 
 ROLLOUT_ROLE = "rollout"
@@ -116,3 +123,5 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: dict[str, str]
     created_s: float
     parent: str = ""
+    code: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+    """By configuration key, the digest of the source of user code at the last start. Not on the wire when unset."""

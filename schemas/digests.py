@@ -1,8 +1,12 @@
-"""The digest of a message's body: what was published is what is read, or the message is quarantined."""
+"""Digests against damage: what was published is what is read, or the message is quarantined; and the same of files."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import xxhash
+
+_CHUNK_BYTES = 4 << 20
 
 
 def body_digest(body: bytes | memoryview) -> str:
@@ -12,3 +16,12 @@ def body_digest(body: bytes | memoryview) -> str:
     both ends thirty times as much, the tenth part of a message's way.
     """
     return xxhash.xxh3_128_hexdigest(body)
+
+
+def file_digest(path: Path) -> str:
+    """`body_digest` of a file's bytes; raises OSError."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -83,6 +83,11 @@ def encode_samples(samples: Sequence[Sample]) -> bytes:
     return b"".join((schema_bytes(*optional), memoryview(message), _END))
 
 
+def load() -> None:
+    """Have pyarrow import what it does with the first array (pandas, where that is installed): a second that holds nothing up later."""
+    _array("run", [""])
+
+
 def _complain(sample: Sample, task: int) -> None:
     if sample.task != task:
         raise SchemaError(f"a message holds samples of one task, got tasks {task} and {sample.task}")

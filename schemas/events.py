@@ -8,6 +8,8 @@ import msgspec
 
 NUMERICS_EVENT = "numerics"
 """Event by which a trainer tells the values behind the fingerprint digest of its ledger entries."""
+NOTICE_EVENT = "notice"
+"""Event by which a worker tells people something that they should know; its detail has `text`."""
 
 
 STANDING_EVENT = "standing"

@@ -20,10 +20,10 @@ class Drop(msgspec.Struct, frozen=True):
     """Something on the sample stream that is never trained, and why.
 
     One record names the rollouts of one message; no rollouts means the message as a whole. Reasons: `stale`, `duplicate`,
-    `late` (its task had ended), `failed`, `filtered`, `deliveries`, `poison`, `zero_variance`, `empty` (not one token of the
-    group is trained), `inexact` (versions of its tokens are guesses), `truncated` (a length limit cut it), `unrewarded` (its
-    rewards did not come in time), `superseded_reward` (a reward that came after its task had ended, or is no newer than the one
-    that is there).
+    `late` (its task had ended), `failed`, `filtered`, `timeout`, `deliveries`, `poison`, `zero_variance`, `empty` (not one token
+    of the group is trained), `lost_version` (a token is of a version that was made and lost, see `Gap`), `inexact` (versions of its
+    tokens are guesses), `truncated` (a length limit cut it), `unrewarded` (its rewards did not come in time), `superseded_reward` (a
+    reward that came after its task had ended, or is no newer than the one that is there).
     """
 
     sequence: int
@@ -72,6 +72,23 @@ class Used(msgspec.Struct, frozen=True):
     sequences: tuple[int, ...]
 
 
+class Gap(msgspec.Struct, frozen=True, kw_only=True):
+    """Versions that were made and cannot be made again: their entries are lost, or what they were made of.
+
+    The entry that has one trains nothing. Its version is that of the epoch that begins with it, with the number that is gone on from;
+    entries before it with higher numbers count no more.
+    """
+
+    lost: str
+    """`end`, `middle` or `all` of the ledger; `samples`: the end of the sample stream."""
+    missing: tuple[tuple[int, int], ...]
+    """First and last of the version numbers in a row that have no entry."""
+    highest: Version
+    """The highest version that is known to have been made."""
+    known_by: str
+    """Whence that is known: `ledger`, `checkpoint` or `manifest`."""
+
+
 class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
     """What made one version out of the one before. Immutable; its message id is `version.number` within its trainer."""
 
@@ -114,6 +131,8 @@ class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | msgspec.UnsetType = msgspec.UNSET
     """Mean reward of the rollouts that arrived for the batch, dropped ones too, which `run.until_reward` looks at. Read it with
     `decided_by`; not on the wire when unset."""
+    gap: Gap | msgspec.UnsetType = msgspec.UNSET
+    """Set on an entry that says what was lost, and has no batch; see `take_entry`. Not on the wire when unset."""
 
     def __post_init__(self) -> None:
         if FORMER_METRICS.keys() & self.metrics.keys():
@@ -123,6 +142,34 @@ class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
     def dropped(self) -> Counter[str]:
         """What `count_drops` gives of its drops, wherever they are."""
         return count_drops(self.drops) if isinstance(self.spilled, msgspec.UnsetType) else Counter(self.spilled.reasons)
+
+
+def take_entry(entries: dict[int, LedgerEntry], gaps: dict[int, LedgerEntry], entry: LedgerEntry) -> None:
+    """Take the next entry of a trainer's ledger into its line of versions.
+
+    Args:
+        entries: by version number, of the newest epoch; changed in place.
+        gaps: entries of gaps by the epoch that begins with them; changed in place.
+        entry: in stream order.
+    """
+    number = entry.version.number
+    if entry.gap is not msgspec.UNSET:
+        for void in [other for other in entries if other > number]:
+            del entries[void]
+        gaps[entry.version.epoch] = entry
+    elif number not in entries or entries[number].version.epoch <= entry.version.epoch:
+        entries[number] = entry
+
+
+def ranges(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """First and last of each row of numbers without a hole."""
+    found: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if found and found[-1][1] == number - 1:
+            found[-1] = (found[-1][0], number)
+        else:
+            found.append((number, number))
+    return tuple(found)
 
 
 class Decisive(msgspec.Struct, frozen=True):

@@ -159,7 +159,7 @@ class Tombstone(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
 
     task: int
     reason: str
-    """`failed`, `filtered`, `deliveries`, `poison`, or a producer's own word."""
+    """`failed`, `filtered`, `timeout`, `deliveries`, `poison`, or a producer's own word."""
     rollout: int | None = None
     group_size: int = 1
     detail: str = ""
@@ -185,6 +185,8 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="mar
     detail: dict[str, Any] = {}
 
 
+MARK_START = "start"
+"""Name of the mark that `up` puts at each start of a run with user code; its detail has the `code` of the run record."""
 MARK_EPOCH = "epoch"
 """Name of the mark whose detail is an EpochMark."""
 

@@ -18,7 +18,9 @@ StreamRLError
 ├── WeightSyncError        a manifest or its bytes cannot be taken
 ├── TrainingError          a step cannot be taken
 │   ├── BatchDiffers       the stream gave another batch than the ledger has
-│   └── Diverged           a replayed step gave other digits than the ledger
+│   ├── Diverged           a replayed step gave other digits than the ledger
+│   └── CheckpointDamaged  a checkpoint is gone, or not what was written
+├── CannotResume           checkpoints, ledger and streams do not fit together: somebody has to decide
 ├── Fenced                 another worker holds this role; this one must exit
 └── LaunchError            a worker cannot be started or kept running
 ```
@@ -152,6 +154,14 @@ class BatchDiffers(TrainingError):
 
 class Diverged(TrainingError):
     """A re-derived step gave another digest than its ledger entry; `values` has `version`."""
+
+
+class CheckpointDamaged(TrainingError):
+    """A checkpoint is gone, or its files are not what was written; an older one serves. `values` has `path` and `problem`."""
+
+
+class CannotResume(StreamRLError):
+    """Checkpoints, ledger and streams of a run do not fit together, and going on by itself would hide a loss."""
 
 
 class Fenced(StreamRLError):

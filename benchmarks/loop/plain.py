@@ -96,8 +96,6 @@ async def roll_out(config: Config, model_dir: Path, link: EngineLink) -> None:
         reward=make_reward(config.reward),
         engine=engine,
         tokenizer=tokenizer,
-        user_producer=False,
-        user_reward=False,
         options=config.producer.options,
         max_len=config.model.max_len,
         chat_template=config.data.chat_template,

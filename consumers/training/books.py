@@ -62,6 +62,8 @@ def ledger_books(
                 )
             version = Version(ledger.max_epoch + 1, version.number)
             logger.warning("event=epoch_forked version=%s ledger_version=%s ledger_digest=%s", version, past.version, past.digest)
+        elif past is None:
+            version = Version(max(version.epoch, ledger.max_epoch), version.number)  # after a gap: the epoch that it began
         call(ledger.append(entry_of(stepped, version, config, fingerprint, fence=ledger.fence)))
         if appended is not None:
             appended(stepped)

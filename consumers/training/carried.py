@@ -14,10 +14,9 @@ from pathlib import Path
 import msgspec
 
 from streamrl.bus.protocol import Log, Message
-from streamrl.config.files import write_private
 from streamrl.core.state import FoldState
-from streamrl.errors import TrainingError
 from streamrl.schemas.subjects import SAMPLES
+from streamrl.trainers.checkpoints import damaged, unreadable
 
 CARRIED_FILE = "carried.msgpack"
 _AT_ONCE = 32
@@ -46,22 +45,25 @@ async def fetch_messages(bus: Log, sequences: Iterable[int]) -> dict[int, Messag
     return {message.sequence: message for message in messages}
 
 
-def write_carried(checkpoint: Path, messages: Iterable[Message]) -> None:
-    """Put the messages into a complete checkpoint; all of them are there or none."""
-    write_private(checkpoint / CARRIED_FILE, msgspec.msgpack.encode(list(messages)))
+def carried_files(messages: Iterable[Message]) -> dict[str, bytes]:
+    """What a checkpoint that carries these messages has beside its own files; nothing when there are none."""
+    found = list(messages)
+    return {CARRIED_FILE: msgspec.msgpack.encode(found)} if found else {}
 
 
 def read_carried(checkpoint: Path) -> dict[int, Message]:
     """The messages that a checkpoint carries, by sequence; none if it was written without pressure.
 
     Raises:
-        TrainingError: the file cannot be read.
+        CheckpointDamaged: the file is not what was written.
     """
     path = checkpoint / CARRIED_FILE
     if not path.exists():
         return {}
     try:
         messages = msgspec.msgpack.decode(path.read_bytes(), type=list[Message])
+    except OSError as error:
+        raise unreadable(checkpoint, error) from error
     except msgspec.MsgspecError as error:
-        raise TrainingError(f"expected messages in {path}, got: {error}", hint="was the checkpoint changed by hand?") from error
+        raise damaged(checkpoint, f"expected messages in {CARRIED_FILE}, got: {error}") from error
     return {message.sequence: message for message in messages}

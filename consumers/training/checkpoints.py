@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+from msgspec import UNSET
+from msgspec.structs import replace
 
 from streamrl.bus.protocol import Bus, Log, Message
 from streamrl.bus.reading import read_key
 from streamrl.config.tree import TrainerConfig
 from streamrl.consumers.training.calls import Caller
-from streamrl.consumers.training.carried import fetch_messages, held, oldest_read_again, write_carried
+from streamrl.consumers.training.carried import carried_files, fetch_messages, held, oldest_read_again
 from streamrl.core.state import FoldState
 from streamrl.errors import BusError, LogTruncated
 from streamrl.schemas.codec import encode
@@ -28,6 +30,8 @@ from streamrl.trainers.protocol import Trainer
 
 logger = logging.getLogger(__name__)
 
+CHECKPOINTS = "checkpoints"
+"""Their folder in the run directory."""
 TRIM_ABOVE = 0.7
 """The sample stream is trimmed once it fills more than this share of its byte budget; the rest holds more than the largest message."""
 LOOK_EVERY_S = 0.25
@@ -41,7 +45,6 @@ class Saving(msgspec.Struct, frozen=True):
 
     future: Any  # Future[None]; msgspec has no type for it
     latest: Latest
-    carried: tuple[Message, ...] = ()
 
 
 class AroundFold(Protocol):
@@ -65,12 +68,14 @@ Resumable = FoldState | AroundFold
 class Checkpointer:
     """Writes checkpoints in the background, one at a time; `poll` moves the pointers once the files are complete.
 
-    Order: files synced and renamed -> `latest` -> position -> trim. A crash between any two leaves the older, complete state in force.
+    Order: files synced, read back and renamed -> `latest` -> position -> trim. A crash between any two leaves the older, complete state in
+    force. The position is that of the oldest checkpoint that is kept, so that a restart may go back to any of them.
     All methods are called from the training thread; `call` runs a coroutine on the bus's loop and waits for it.
     With `lease_s` (a tap) the position lapses unless it is kept, and trimming is left to the run's own trainer.
 
-    When the sample stream is nearly full a checkpoint carries the messages of its pending groups, so that everything that has been read
-    can be trimmed: whatever the groups wait for finds room, and a full stream cannot come to a standstill.
+    When the sample stream is nearly full, older checkpoints are given up; when that is not enough, a new one carries the messages of its
+    pending groups, so that everything that has been read can be trimmed: whatever the groups wait for finds room, and a full stream cannot
+    come to a standstill.
     """
 
     def __init__(
@@ -94,8 +99,8 @@ class Checkpointer:
         self._identity = identity
         self._lease_s = lease_s
         self._saving: Saving | None = None
-        self._saved: Version | None = None
-        self._saved_cursor = 0
+        self._kept: tuple[Latest, ...] = ()
+        """Complete checkpoints, the newest first."""
         self._carried: dict[int, Message] = {}
         """What is held and may be gone from the stream, by sequence."""
         self._look_at_s = 0.0
@@ -107,8 +112,7 @@ class Checkpointer:
 
         With None it is one of another trainer: this one has no checkpoint yet, but what is carried is carried on.
         """
-        if latest is not None:
-            self._saved, self._saved_cursor = latest.version, latest.cursor
+        self._kept = latest.kept if latest is not None else ()
         self._carried = dict(carried or {})
 
     def after_step(self, state: Resumable) -> None:
@@ -117,7 +121,7 @@ class Checkpointer:
         if self._saving is not None:
             return
         pressed = self._pressed()
-        saved = self._saved.number if self._saved else 0
+        saved = self._kept[0].version.number if self._kept else 0
         if pressed or state.version.number - saved >= self._every:
             self.begin(state, carry=pressed)
 
@@ -127,18 +131,19 @@ class Checkpointer:
         Called often while the training thread waits for records; looks at the stream a few times a second.
         """
         self.poll()
-        if self._saving is not None or time.monotonic() < self._look_at_s or state.cursor <= self._saved_cursor:
+        if self._saving is not None or time.monotonic() < self._look_at_s:
             return
-        if self._pressed():
+        if self._pressed() and state.cursor > (self._kept[0].cursor if self._kept else 0):
             self.begin(state, carry=True)
 
     def begin(self, state: Resumable, *, carry: bool = False) -> None:
         """Snapshot now and write in the background; with `carry`, the messages of all pending groups too."""
-        path = f"checkpoints/{self._name}-v{state.version.number:08d}-e{state.version.epoch}"
+        path = f"{CHECKPOINTS}/{self._name}-v{state.version.number:08d}-e{state.version.epoch}"
         oldest = self._carry(state if isinstance(state, FoldState) else state.own, everything=carry)
-        future: Future[None] = self._trainer.save(self._run_path / path, state.encode(), version=state.version)
+        beside = carried_files(self._carried.values())
+        future: Future[None] = self._trainer.save(self._run_path / path, state.encode(), version=state.version, beside=beside)
         latest = Latest(self._name, state.version, path, state.cursor, oldest, self._identity, tuple(sorted(self._carried)))
-        self._saving = Saving(future, latest, tuple(self._carried.values()))
+        self._saving = Saving(future, latest)
 
     def _carry(self, state: FoldState, *, everything: bool) -> int:
         """Bring `_carried` up to date; returns the lowest sequence that is still needed from the stream.
@@ -160,7 +165,7 @@ class Checkpointer:
         """Wait until the newest state is saved and pointed to."""
         if self._saving is not None:
             self._finish()
-        if self._saved != state.version:
+        if not self._kept or self._kept[0].version != state.version:
             self.begin(state)
             self._finish()
 
@@ -169,32 +174,47 @@ class Checkpointer:
         assert saving is not None
         saving.future.result()
         latest = saving.latest
-        if saving.carried:
-            write_carried(self._run_path / latest.path, saving.carried)
-        self._call(self._bus.kv.put(latest_key(self._name), encode(latest)))
-        position = Position(self._name, SAMPLES, latest.oldest_needed, latest.version)
-        self._call(self._bus.kv.put(PREFIX_POSITIONS + self._name, encode(position), ttl_s=self._lease_s))
-        self._saving, self._saved, self._saved_cursor = None, latest.version, latest.cursor
-        self._nearly_full = False  # perhaps: the position has moved, the next look tells
+        self._saving = None
+        self._keep_only((latest, *(one for one in self._kept if one.version.number < latest.version.number))[: self._keep])
         logger.info(
             "event=checkpoint_complete version=%s cursor=%d carried=%d path=%s",
             latest.version,
             latest.cursor,
-            len(saving.carried),
+            len(latest.carried),
             latest.path,
         )
-        prune(self._run_path / "checkpoints", keep=self._keep, prefix=f"{self._name}-")
+        self._nearly_full = False  # perhaps: the position has moved, the next look tells
         if self._lease_s is None:
-            self._call(trim_if_full(self._bus))
+            self._make_room(warn=True)
+
+    def _keep_only(self, kept: tuple[Latest, ...]) -> None:
+        """Point to these checkpoints, the newest first, hold the stream for the oldest of them, and remove the others."""
+        self._call(point_to(self._bus, kept, lease_s=self._lease_s))
+        self._kept = kept
+        prune(self._run_path / CHECKPOINTS, keep={self._run_path / one.path for one in kept}, prefix=f"{self._name}-")
 
     def _pressed(self) -> bool:
         """Whether the stream was so full at the last look that only a newer position could let it be trimmed."""
         now = time.monotonic()
         if now >= self._look_at_s:
             self._look_at_s = now + LOOK_EVERY_S
-            state = self._call(self._bus.state(SAMPLES))
-            self._nearly_full = state.max_bytes > 0 and state.bytes > TRIM_ABOVE * state.max_bytes
+            self._nearly_full = self._call(nearly_full(self._bus)) and self._make_room(warn=False)
         return self._nearly_full
+
+    def _make_room(self, *, warn: bool) -> bool:
+        """Trim what may be trimmed, giving up older checkpoints as far as it takes; whether the stream is nearly full all the same.
+
+        A tap does not trim; it gives up one checkpoint a look.
+        """
+        while True:
+            if self._lease_s is None and not self._call(trim_if_full(self._bus, warn=warn and len(self._kept) < 2)):
+                return False
+            if len(self._kept) < 2 or not self._call(holds_the_stream(self._bus, self._name)):
+                return True
+            logger.info("event=checkpoint_given_up version=%s reason=the_sample_stream_is_full", self._kept[-1].version)
+            self._keep_only(self._kept[:-1])
+            if self._lease_s is not None:
+                return False
 
 
 def latest_key(trainer: str) -> str:
@@ -236,11 +256,23 @@ async def check_stream(bus: Log, *, cursor: int, oldest_needed: int, identity: s
     return state.identity
 
 
+async def point_to(bus: Bus, kept: tuple[Latest, ...], *, lease_s: int | None = None) -> None:
+    """Name complete checkpoints of a trainer, the newest first, as those to go on from; then hold the stream for the oldest of them."""
+    newest = kept[0]
+    named = replace(newest, older=tuple(replace(one, older=UNSET) for one in kept[1:]))
+    await bus.kv.put(latest_key(newest.trainer), encode(named))
+    await hold(bus, newest.trainer, min(one.oldest_needed for one in kept), kept[-1].version, lease_s=lease_s)
+
+
+async def hold(bus: Bus, reader: str, oldest_needed: int, version: Version, *, lease_s: int | None = None) -> None:
+    """Put a reader's position: nothing from `oldest_needed` on may be trimmed."""
+    await bus.kv.put(PREFIX_POSITIONS + reader, encode(Position(reader, SAMPLES, oldest_needed, version)), ttl_s=lease_s)
+
+
 async def ensure_position(bus: Bus, trainer: str, state: Resumable, *, lease_s: int | None = None) -> None:
     """Claim the stream from this reader's oldest needed message on, if it has no position yet."""
-    key = PREFIX_POSITIONS + trainer
-    if await bus.kv.get(key) is None:
-        await bus.kv.put(key, encode(Position(trainer, SAMPLES, state.oldest_needed, state.version)), ttl_s=lease_s)
+    if await bus.kv.get(PREFIX_POSITIONS + trainer) is None:
+        await hold(bus, trainer, state.oldest_needed, state.version, lease_s=lease_s)
 
 
 async def keep_trimmed(bus: Bus) -> None:
@@ -257,18 +289,42 @@ async def keep_trimmed(bus: Bus) -> None:
             logger.warning("event=samples_not_trimmed error=%s", error.message)
 
 
-async def trim_if_full(bus: Bus, *, warn: bool = True) -> None:
-    """Trim the sample stream below what its readers still need, once it is nearly full; with `warn`, say when nothing can be trimmed."""
+async def nearly_full(bus: Log) -> bool:
+    """Whether the sample stream is to be trimmed."""
     state = await bus.state(SAMPLES)
-    if state.max_bytes <= 0 or state.bytes < TRIM_ABOVE * state.max_bytes:
-        return
-    needed = []
-    for key in await bus.kv.keys(PREFIX_POSITIONS):
-        if (position := await read_key(bus.kv, key, Position)) is not None:
-            needed.append(position.oldest_needed)
-    through = min(needed, default=1) - 1
+    return state.max_bytes > 0 and state.bytes > TRIM_ABOVE * state.max_bytes
+
+
+async def holds_the_stream(bus: Bus, reader: str) -> bool:
+    """Whether no other reader needs older messages than `reader` does."""
+    needed = await read_positions(bus)
+    return reader in needed and needed[reader] <= min(needed.values())
+
+
+async def read_positions(bus: Bus) -> dict[str, int]:
+    """The oldest message that each reader needs."""
+    found = [await read_key(bus.kv, key, Position) for key in await bus.kv.keys(PREFIX_POSITIONS)]
+    return {position.reader: position.oldest_needed for position in found if position is not None}
+
+
+async def trim_if_full(bus: Bus, *, warn: bool = True) -> bool:
+    """Trim the sample stream below what its readers still need, once it is nearly full.
+
+    Args:
+        bus: connected.
+        warn: say when nothing can be trimmed.
+
+    Returns:
+        Whether it is nearly full all the same.
+    """
+    state = await bus.state(SAMPLES)
+    if state.max_bytes <= 0 or state.bytes <= TRIM_ABOVE * state.max_bytes:
+        return False
+    through = min((await read_positions(bus)).values(), default=1) - 1
     if through >= state.first:
         await bus.trim(SAMPLES, through=through)
         logger.info("event=samples_trimmed through=%d bytes=%d", through, state.bytes)
-    elif warn:
+        return await nearly_full(bus)
+    if warn:
         logger.warning("event=samples_nearly_full first=%d bytes=%d max_bytes=%d", state.first, state.bytes, state.max_bytes)
+    return True

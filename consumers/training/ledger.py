@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 
 import msgspec
@@ -13,7 +12,7 @@ from streamrl.consumers.training.checkpoints import trim_if_full
 from streamrl.consumers.training.spilled_drops import spill
 from streamrl.errors import Conflict, Fenced, SchemaError, StreamFull, TrainingError
 from streamrl.schemas.codec import decode, encode
-from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.ledger import LedgerEntry, take_entry
 from streamrl.schemas.samples import MARK_EPOCH, EpochMark, Mark
 from streamrl.schemas.subjects import LEDGER, PREFIX_FENCES, Subjects
 
@@ -30,23 +29,38 @@ class Ledger:
         self.trainer = trainer
         self.fence = fence
         self.entries: dict[int, LedgerEntry] = {}
+        self.gaps: dict[int, LedgerEntry] = {}
+        """Entries of gaps, by the epoch that begins with them."""
         self.max_epoch = 0
         self.last_number = 0
-        """Highest version number that has an entry; 0 if none has."""
+        """Highest version number on the line of versions that has an entry; 0 if none has."""
         self._bus = bus
         self._subject = subjects.ledger(trainer)
-        self._tail = 0
+        self.tail = 0
+        """Sequence of the newest entry, which the next one must follow."""
         self._numbers: dict[int, tuple[int, int]] = {}
 
     @property
     def forks(self) -> tuple[EpochMark, ...]:
-        """Where each epoch after 0 began, and how far the one before it had come."""
-        epochs = sorted(self._numbers)
-        return tuple(EpochMark(new, self._numbers[new][0], self._numbers[old][1]) for old, new in itertools.pairwise(epochs))
+        """Where each epoch after 0 began, and how far the one before it had come; epochs whose entries are all lost begin with the gap."""
+        found: list[EpochMark] = []
+        before = 0
+        for epoch in sorted({*self._numbers, *self.gaps} - {0}):
+            if (gap := self.gaps.get(epoch)) is not None and gap.gap is not msgspec.UNSET:
+                first, last = gap.version.number + 1, gap.gap.highest.number
+                found += [EpochMark(each, first, last) for each in range(before + 1, epoch + 1)]
+            elif before in self._numbers:
+                found.append(EpochMark(epoch, self._numbers[epoch][0], self._numbers[before][1]))
+            before = epoch
+        return tuple(found)
 
     def at(self, number: int) -> LedgerEntry | None:
         """The entry that made version `number`, if it is there."""
         return self.entries.get(number)
+
+    def leads_on(self, number: int) -> bool:
+        """Whether every version after `number` has its entry, so that a trainer can come from there to the end; ask before `forget`."""
+        return all(later in self.entries for later in range(number + 1, self.last_number + 1))
 
     def forget(self, number: int) -> None:
         """Free the entries up to version `number`; `at` no longer finds them."""
@@ -54,9 +68,10 @@ class Ledger:
             del self.entries[old]
 
     async def load(self) -> None:
-        """Read every entry there is."""
+        """Read every entry there is; what is missing is for `streamrl.consumers.training.gaps` to find."""
         newest = await self._bus.last(self._subject)
-        async for message in stretch(self._bus, LEDGER, first=1, last=newest.sequence if newest else 0, subject=self._subject):
+        first = (await self._bus.state(LEDGER)).first
+        async for message in stretch(self._bus, LEDGER, first=first, last=newest.sequence if newest else 0, subject=self._subject):
             self._take(decode(message.body, LedgerEntry, where=f"{self._subject} sequence {message.sequence}"), message.sequence)
 
     async def append(self, entry: LedgerEntry) -> None:
@@ -74,12 +89,13 @@ class Ledger:
                 self._subject,
                 encode(entry),
                 id=f"l{self.trainer}.{version.epoch}.{version.number}.{self.fence}",
-                expect_subject_last=self._tail,
+                expect_subject_last=self.tail,
             )
         except Conflict as error:
             raise await self._refused(entry) from error
         self._take(entry, receipt.sequence)
-        self.forget(entry.version.number)
+        if entry.gap is msgspec.UNSET:
+            self.forget(entry.version.number)
 
     async def _refused(self, entry: LedgerEntry) -> Exception:
         newest = await self._bus.last(self._subject)
@@ -97,15 +113,16 @@ class Ledger:
         )
 
     def _take(self, entry: LedgerEntry, sequence: int) -> None:
-        known = self.entries.get(entry.version.number)
-        if known is None or known.version.epoch <= entry.version.epoch:
-            self.entries[entry.version.number] = entry
-        self.last_number = max(self.last_number, entry.version.number)
-        self.max_epoch = max(self.max_epoch, entry.version.epoch)
+        take_entry(self.entries, self.gaps, entry)
         number, epoch = entry.version.number, entry.version.epoch
+        self.max_epoch = max(self.max_epoch, epoch)
+        self.tail = sequence
+        if entry.gap is not msgspec.UNSET:
+            self.last_number = number
+            return
+        self.last_number = max(self.last_number, number)
         first, last = self._numbers.get(epoch, (number, number))
         self._numbers[epoch] = (min(first, number), max(last, number))
-        self._tail = sequence
 
 
 async def open_ledger(bus: Bus, subjects: Subjects, trainer: str, *, fence: int = 0) -> Ledger:
@@ -146,11 +163,14 @@ async def mark_epoch(bus: Bus, subjects: Subjects, trainer: str, fork: EpochMark
     Raises:
         StreamFull: there is no room, also after a trim.
     """
-    mark = encode(Mark(name=MARK_EPOCH, detail=msgspec.to_builtins(fork)))
-    id = f"m{trainer}.{fork.epoch}"
+    await publish_mark(bus, subjects, Mark(name=MARK_EPOCH, detail=msgspec.to_builtins(fork)), id=f"m{trainer}.{fork.epoch}")
+    logger.info("event=epoch_marked epoch=%d first=%d last_before=%d", fork.epoch, fork.first, fork.last_before)
+
+
+async def publish_mark(bus: Bus, subjects: Subjects, mark: Mark, *, id: str | None = None) -> None:
+    """Put a mark onto the sample stream; raises StreamFull when there is no room, also after a trim."""
     try:
-        await bus.publish(subjects.marks, mark, id=id)
+        await bus.publish(subjects.marks, encode(mark), id=id)
     except StreamFull:
         await trim_if_full(bus)
-        await bus.publish(subjects.marks, mark, id=id)
-    logger.info("event=epoch_marked epoch=%d first=%d last_before=%d", fork.epoch, fork.first, fork.last_before)
+        await bus.publish(subjects.marks, encode(mark), id=id)

@@ -1,7 +1,7 @@
 """The live trainer: train, write it down, publish it, checkpoint it, in an order that survives a crash between any two lines.
 
 ```text
-fence = take_fence(); state = decode(trainer.load(latest)) or initial
+fence = take_fence(); state = decode(trainer.load(latest)) or initial   (streamrl.consumers.training.resuming: or an older one)
 for each record in stream order:    fold                        (streamrl.consumers.training.stream_fold)
     dead letters, grant                                         idempotent
     for each batch that closes:     step                        (streamrl.consumers.training.steps)
@@ -26,11 +26,13 @@ from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
 from streamrl.consumers.training.books import ledger_books
 from streamrl.consumers.training.calls import Caller
-from streamrl.consumers.training.carried import fetch_messages, held, oldest_read_again, read_carried
-from streamrl.consumers.training.checkpoints import Checkpointer, check_stream, ensure_position, read_latest
+from streamrl.consumers.training.carried import fetch_messages, held
+from streamrl.consumers.training.checkpoints import Checkpointer, ensure_position
 from streamrl.consumers.training.dead_letters import publish_dead_letter
+from streamrl.consumers.training.gaps import enter_gap
 from streamrl.consumers.training.ledger import Ledger, mark_epoch, open_ledger, take_fence
 from streamrl.consumers.training.reader import Incoming, RecordReader, open_samples
+from streamrl.consumers.training.resuming import Resuming
 from streamrl.consumers.training.steps import Stepped, train_version
 from streamrl.consumers.training.stream_fold import StreamFold
 from streamrl.core.fold import Effects
@@ -72,7 +74,8 @@ class LiveTrainer:
         fingerprint: digest of the numerics fingerprint.
         vocab_size: of the model; a message with a token beyond it is quarantined. 0: not checked.
         export: called with the version once the warm-up has ended and at the run's end, to save the policy for others to use.
-        say: told what it does or waits for, in words for people.
+        say: told what people should know, one text at a time.
+        doing: told what it does or waits for, in words for people.
     """
 
     def __init__(
@@ -87,8 +90,9 @@ class LiveTrainer:
         run_dir: RunDir,
         fingerprint: str,
         export: Callable[[Version], None],
+        say: Callable[[str], None],
         vocab_size: int = 0,
-        say: Callable[[str], None] = lambda state: None,
+        doing: Callable[[str], None] = lambda state: None,
     ) -> None:
         self.config = config
         self.subjects = subjects
@@ -99,9 +103,10 @@ class LiveTrainer:
         self.run_dir = run_dir
         self.fingerprint = fingerprint
         self.export = export
+        self.say = say
         self.fold_config = fold_config(config, vocab_size)
         self.rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
-        self._say = say
+        self._doing = doing
         self._deadline = float("inf")
         self._granted = 0
         self._grant_revision: int | None = None
@@ -112,18 +117,25 @@ class LiveTrainer:
 
         Raises:
             Fenced: another trainer has taken over.
+            CannotResume: there is no checkpoint to go on from (`streamrl.consumers.training.resuming`), or more of the ledger is lost than
+                its end (`streamrl.consumers.training.gaps`).
             Diverged: with run.numerics = "bitwise", a step gave other digits than the ledger.
             LogTruncated: the stream no longer holds what is needed.
         """
         call, name = self.call, self.config.trainer.name
         fence = call(take_fence(self.bus, name))
         ledger = call(open_ledger(self.bus, self.subjects, name, fence=fence))
-        latest = call(read_latest(self.bus, name))
-        state = FoldState.decode(self.trainer.load(self.run_dir.path / latest.path)) if latest else initial_state(self.fold_config)
-        known = latest.stream_identity if latest else ""
-        carried = read_carried(self.run_dir.path / latest.path) if latest else {}
-        oldest = oldest_read_again(state, carried)
-        identity = call(check_stream(self.bus, cursor=state.cursor, oldest_needed=oldest, identity=known))
+        resumed = Resuming(
+            bus=self.bus,
+            call=call,
+            trainer=self.trainer,
+            name=name,
+            run_path=self.run_dir.path,
+            initial=initial_state(self.fold_config),
+            ledger=ledger,
+            say=self.say,
+        ).resume()
+        state, carried = resumed.state, resumed.carried
         call(ensure_position(self.bus, name, state))
         saver = Checkpointer(
             bus=self.bus,
@@ -131,10 +143,13 @@ class LiveTrainer:
             trainer=self.trainer,
             settings=self.config.trainer,
             run_path=self.run_dir.path,
-            identity=identity,
+            identity=resumed.identity,
         )
-        if latest:
-            saver.resumed(latest, carried)
+        if resumed.latest:
+            saver.resumed(resumed.latest, carried)
+        lost = call(enter_gap(self.bus, self.subjects, ledger, state, run=self.config.run.name, run_path=self.run_dir.path))
+        if lost:
+            self.say(lost)
         self._mark_epochs(ledger, state)
         self._remember_rewards(ledger)
         ledger.forget(state.version.number)
@@ -148,6 +163,7 @@ class LiveTrainer:
             config=self.fold_config,
             state=state,
             messages=open_samples(pending[sequence] for sequence in held(state)),
+            gaps=[gap for _, gap in sorted(ledger.gaps.items())],
             effects=self._take_effects,
             waiting=partial(self._wait, saver),
         )
@@ -179,7 +195,7 @@ class LiveTrainer:
                 self.trainer,
                 books,
                 lambda: stop() or self._at_end(fold.own, ledger),
-                began=lambda batch, number=number: self._say(f"trains version {number}"),
+                began=lambda batch, number=number: self._doing(f"trains version {number}"),
             )
             if stepped is None:
                 if stop():
@@ -194,7 +210,7 @@ class LiveTrainer:
             saver.after_step(state)
 
     def _wait(self, saver: Checkpointer, state: FoldState) -> None:
-        self._say(f"waits for samples: {len(state.pending)} groups have begun to come, a batch is {self.config.tasks.batch_tasks}")
+        self._doing(f"waits for samples: {len(state.pending)} groups have begun to come, a batch is {self.config.tasks.batch_tasks}")
         saver.while_waiting(state)
 
     def _appended(self, ledger: Ledger, stepped: Stepped) -> None:
@@ -228,8 +244,8 @@ class LiveTrainer:
 
     def _mark_epochs(self, ledger: Ledger, state: FoldState) -> None:
         """Put onto the stream every epoch of the ledger that is not known from there, before weights of it can be published."""
-        for fork in ledger.forks[len(state.epochs) - 1 :]:
-            if fork.epoch not in self._marked:
+        for fork in ledger.forks:
+            if fork.epoch > state.epochs[-1].epoch and fork.epoch not in self._marked:
                 self.call(mark_epoch(self.bus, self.subjects, self.config.trainer.name, fork))
                 self._marked.add(fork.epoch)
 

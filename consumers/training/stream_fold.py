@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
@@ -11,6 +11,7 @@ from streamrl.consumers.training.steps import batch_differs, describe
 from streamrl.core.assembly import assemble
 from streamrl.core.batches import TrainBatch
 from streamrl.core.fold import Batch, Effects, close, fold, is_warm, trained
+from streamrl.core.gaps import bridged
 from streamrl.core.state import FoldConfig, FoldState
 from streamrl.schemas.columns import SampleBatch
 from streamrl.schemas.ledger import LedgerEntry
@@ -62,6 +63,7 @@ class StreamFold:
         config: the decisions.
         state: where to go on from.
         messages: decoded messages by sequence that `state` holds pending.
+        gaps: entries of gaps, in the order of their epochs.
         effects: does what a record asks for.
         waiting: called with the state while no record comes.
     """
@@ -75,6 +77,7 @@ class StreamFold:
         config: FoldConfig,
         state: FoldState,
         messages: dict[int, SampleBatch],
+        gaps: Iterable[LedgerEntry] = (),
         effects: Callable[[Effects, Incoming], None] | None = None,
         waiting: Callable[[FoldState], None] | None = None,
     ) -> None:
@@ -82,6 +85,7 @@ class StreamFold:
         self._config = config
         self._state = state
         self._held = HeldMessages(messages)
+        self._gaps = tuple(gaps)
         self._effects = effects
         self._waiting = waiting
 
@@ -92,6 +96,8 @@ class StreamFold:
 
     def next(self, past: LedgerEntry | None, stop: Callable[[], bool]) -> Batch | None:
         """See `Folding.next`. `stop` is asked before each record."""
+        for gap in self._gaps:
+            self._state = bridged(self._state, gap)
         while True:
             if past is None and (self._reader.empty or len(self._held) > 8 * self._config.batch_tasks):
                 batch = close(self._state, self._config)

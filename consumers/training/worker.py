@@ -81,8 +81,9 @@ def train(worker: Worker, loop: asyncio.AbstractEventLoop) -> tuple[FoldState, b
         run_dir=run_dir,
         fingerprint=fingerprint,
         export=export,
+        say=lambda text: call(worker.notice(text)),
         vocab_size=vocab_size(model_dir),
-        say=partial(setattr, worker, "state"),
+        doing=partial(setattr, worker, "state"),
     )
     keep_all()
     result = live.run(worker.draining.is_set)

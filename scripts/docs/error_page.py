@@ -31,8 +31,8 @@ Every error that streamrl raises on purpose is one of these classes (`streamrl/e
 got and where; the hint says what to do. On the command line both are printed without a traceback, and the exit code is 1. `values` has
 the same facts for programs, and an error survives pickling.
 
-A worker that fails is started again (`supervise.max_restarts`), with two exceptions: a `ConfigError` (exit code 2), because it would
-fail in the same way, and `Fenced` (exit code 3), because it would fight its successor. What it said is in
+A worker that fails is started again (`supervise.max_restarts`), but for a `ConfigError` or `CannotResume` (exit code 2), because it
+would fail in the same way, and `Fenced` (exit code 3), because it would fight its successor. What it said is in
 `runs/<name>/logs/<worker>.log`, and the end of that on the screen once the run is given up.
 """
 
@@ -108,8 +108,8 @@ ENTRIES: dict[type[StreamRLError], Entry] = {
         (provoked.retired_blob,),
     ),
     errors.EngineError: Entry(
-        "An engine refused or failed a request, or its server did not start. A producer gives the task back, and it is tried again, at "
-        "most `tasks.max_deliveries` times; then it ends as a tombstone.",
+        "An engine refused or failed a request, or its server did not start. A producer repeats the rollout, six times within 15 s; then "
+        "the rollout ends as a tombstone.",
         "Read the engine's log. A refusal of the request names the limit.",
         (provoked.long_prompt,),
     ),
@@ -135,7 +135,18 @@ ENTRIES: dict[type[StreamRLError], Entry] = {
     errors.TrainingError: Entry(
         "A step cannot be taken, or a checkpoint cannot be loaded.",
         "Follow the hint; a restart trains by what the ledger has.",
+        (provoked.checkpoint_of_another_model,),
+    ),
+    errors.CheckpointDamaged: Entry(
+        "A checkpoint is gone, or its files are not what was written, by the digests in its `files.json`. A trainer goes back to an older "
+        "one and says so; the other verbs end.",
+        "Nothing for a run; it keeps the damaged one as `<name>.damaged` until there is a newer one. Is the disk failing?",
         (provoked.damaged_checkpoint,),
+    ),
+    errors.CannotResume: Entry(
+        "Checkpoints, ledger and streams of a run do not fit together, and going on would hide a loss. No worker is started again for it.",
+        "Follow the hint: put back what is missing, or say that the loss is accepted.",
+        (provoked_runs.no_checkpoint,),
     ),
     errors.BatchDiffers: Entry(
         "The stream gave another batch than the ledger says it gave. A stream, ledger or configuration that was changed by hand "

@@ -172,13 +172,28 @@ def other_model() -> None:
     WeightBuffers([TensorLayout("logits", "float32", (4, 6, 6))]).check(manifest)
 
 
+CHECKPOINT = Path("checkpoints") / "main-v00000012-e0"
+
+
 def damaged_checkpoint() -> None:
-    """A checkpoint that lacks its file."""
-    model = Path("model")
+    """A checkpoint whose file was cut."""
+    trainer = _table(vocab=4)
+    trainer.save(CHECKPOINT, b"", version=Version(0, 12)).result()
+    (CHECKPOINT / "state.npz").write_bytes(b"PK")
+    trainer.load(CHECKPOINT)
+
+
+def checkpoint_of_another_model() -> None:
+    """The model directory was exchanged between two starts."""
+    _table(vocab=4).save(CHECKPOINT, b"", version=Version(0, 12)).result()
+    _table(vocab=6).load(CHECKPOINT)
+
+
+def _table(vocab: int) -> TableTrainer:
+    model = Path(f"model-{vocab}")
     model.mkdir()
-    (model / TABLE_FILE).write_text('{"vocab": 4, "max_position": 8, "eos": 0}')
-    trainer = TableTrainer(model, trainer=TrainerConfig(backend="table"), loss=LossConfig(), learning_rate=lambda batch: 0.1)
-    trainer.load(Path("checkpoints") / "main-v00000012-e0")
+    (model / TABLE_FILE).write_text(f'{{"vocab": {vocab}, "max_position": 8, "eos": 0}}')
+    return TableTrainer(model, trainer=TrainerConfig(backend="table"), loss=LossConfig(), learning_rate=lambda batch: 0.1)
 
 
 async def another_trainer() -> None:

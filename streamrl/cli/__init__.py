@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 from collections.abc import Sequence
 
@@ -26,6 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader of a pipe (head, less) has left. Closing stdout here keeps the interpreter from complaining about it at exit.
         sys.stderr.close()
+        return 1
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        whose = "this process may have" if error.errno == errno.EMFILE else "this machine can have"
+        print(f"error: no more open files than {whose}: {error}\nhint: raise the limit, see `ulimit -n`", file=sys.stderr)
         return 1
     return code
 

@@ -154,6 +154,7 @@ async def _replay(arguments: argparse.Namespace) -> int:
             span=_span(arguments),
             config_difference=source.config_difference,
             initial_digest=source.initial_digest,
+            highest=source.highest,
             tolerance=TOLERANCE if arguments.tolerance is None else arguments.tolerance,
         )
     if arguments.json:

@@ -19,6 +19,8 @@ def add_verbs(verbs: Any) -> None:
     )
     up.add_argument("--name", help="name of the run (run.name)")
     up.add_argument("--plain", action="store_true", help="lines instead of the live panel")
+    up.add_argument("--accept-gap", action="store_true", help="go on although the ledger has lost more than its end")
+    up.add_argument("--accept-code", action="store_true", help="go on although the code of the loss has changed since the last start")
     up.add_argument("--json", action="store_true", help="print the summary as JSON; everything else goes to stderr")
     up.set_defaults(run_verb=run_up)
 
@@ -39,7 +41,7 @@ def add_verbs(verbs: Any) -> None:
 def run_up(arguments: argparse.Namespace) -> int:
     """Start or resume a run and stay with it."""
     from streamrl.config.load import load
-    from streamrl.launch.up import up
+    from streamrl.launch.up import Consent, up
     from streamrl.monitor.screen import PlainLines, choose_display
 
     if arguments.config is None:
@@ -49,7 +51,7 @@ def run_up(arguments: argparse.Namespace) -> int:
     overrides = [*arguments.overrides, *([f"run.name={arguments.name}"] if arguments.name else [])]
     config = load(arguments.config, overrides)
     display = PlainLines(sys.stderr) if arguments.json else choose_display(plain=arguments.plain)
-    outcome = asyncio.run(up(config, display))
+    outcome = asyncio.run(up(config, display, consent=Consent(gap=arguments.accept_gap, code=arguments.accept_code)))
     if arguments.json:
         print(outcome.summary_json)
     else:

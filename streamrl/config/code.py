@@ -1,8 +1,13 @@
-"""Code that a configuration names: what runs when it is loaded."""
+"""Code that a configuration names: what runs when it is loaded, and what it was made of."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ast
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.machinery import PathFinder
+from pathlib import Path
 
 from streamrl.config.loss import is_function
 from streamrl.config.tree import Config
@@ -20,6 +25,73 @@ def rollout_code(config: Config) -> Mapping[str, str]:
     """By key, the functions of the user's that producers and evaluators run."""
     named = {"producer.function": config.producer.function, "reward.kind": config.reward.kind}
     return {key: reference for key, reference in named.items() if is_function(reference)}
+
+
+def code_digests(named: Mapping[str, str]) -> dict[str, str]:
+    """By key, the SHA-256 (hex) of a function's source: its file, and those beside it that it imports, and so on. Nothing is run.
+
+    Args:
+        named: references by key, `file.py:name`, `pkg.mod:name` or `pkg.mod.name`.
+
+    Returns:
+        Those whose source is found; one that is not is for `streamrl.config.plugins.resolve` to say.
+    """
+    found: dict[str, str] = {}
+    for key, reference in named.items():
+        file = _source_of(reference)
+        if file is None:
+            continue
+        digest = hashlib.sha256()
+        for path in sorted(_closure(file)):
+            body = path.read_bytes()
+            digest.update(f"{path.relative_to(file.parent)} {len(body)}\n".encode())
+            digest.update(body)
+        found[key] = digest.hexdigest()
+    return found
+
+
+def _source_of(reference: str) -> Path | None:
+    place = reference.partition(":")[0] if ":" in reference else reference.rpartition(".")[0]
+    if place.endswith(".py"):
+        path = Path(place).expanduser().absolute()
+        return path if path.is_file() else None
+    folders: list[str] | None = [*sys.path, str(Path.cwd())]
+    origin: str | None = None
+    for name in place.split("."):
+        spec = PathFinder.find_spec(name, folders) if folders is not None else None
+        if spec is None:
+            break  # a class or an attribute of the module before
+        origin = spec.origin
+        folders = list(spec.submodule_search_locations) if spec.submodule_search_locations is not None else None
+    return Path(origin) if origin is not None and origin.endswith(".py") and Path(origin).is_file() else None
+
+
+def _closure(file: Path) -> set[Path]:
+    """A file, and all below its folder that it imports, directly or not."""
+    found, waiting = {file}, [file]
+    while waiting:
+        for name in _imported(waiting.pop()):
+            base = file.parent.joinpath(*name.split("."))
+            for path in (base.with_suffix(".py"), base / "__init__.py"):
+                if path.is_file() and path not in found:
+                    found.add(path)
+                    waiting.append(path)
+    return found
+
+
+def _imported(file: Path) -> Iterator[str]:
+    """Names of modules that a file imports, those of its own folder without a leading dot; none where it is no Python."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            prefix = f"{node.module}." if node.module else ""
+            yield from ([node.module] if node.module else [])
+            yield from (prefix + alias.name for alias in node.names if alias.name != "*")
 
 
 def check_trust(named: Mapping[str, str], whose: str, *, trusted: bool) -> None:

@@ -114,7 +114,7 @@ class TasksConfig(Section, frozen=True, kw_only=True):
     check_max_len: bool = True
     """A message with a sample of more than model.max_len tokens is a dead letter."""
     max_deliveries: PositiveInt = 4
-    """A task delivered more often ends as a tombstone."""
+    """A task ends as a tombstone once it has killed this many processes for user code, alone in each of them."""
     hold_ahead: bool = False
     """Just-in-time pacing: hold the issue of new tasks while one whole batch is ready (lower staleness; needs max_staleness >= 1)."""
 
@@ -139,6 +139,15 @@ class ProducerConfig(Section, frozen=True, kw_only=True):
     """Producer processes."""
     concurrency: PositiveInt = 64
     """Tasks that one worker has in flight."""
+    children: NonNegativeInt = 0
+    """Processes in which one worker runs user code (none without any); 0: one a core, at most 4."""
+    idle_timeout_s: PositiveFloat = 30.0
+    """A rollout whose code has had this long without an engine call begun, streaming or ended is over, as `timeout`. Time in which it waits
+    for engine, version, bus or room does not count."""
+    rollout_timeout_s: PositiveFloat = 3600.0
+    """Longest that the code of one rollout may take in all, the same waiting left out."""
+    child_memory_bytes: NonNegativeInt = 8 << 30
+    """Memory for data of one such process (RLIMIT_DATA): beyond it user code gets a MemoryError; 0: no limit."""
     options: dict[str, Any] = {}
     """Handed to the custom producer as `context.options`."""
 
@@ -153,6 +162,8 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     """Handed to a custom reward as keyword arguments."""
     late_versions: NonNegativeInt = 8
     """Versions that a complete group waits for rewards that come late; then it is dropped as `unrewarded`. 0: for ever."""
+    timeout_s: PositiveFloat = 10.0
+    """A custom reward that takes longer for a group is cut off; the group's rollouts end as `timeout`."""
 
 
 class OptimizerConfig(Section, frozen=True, kw_only=True):
@@ -212,7 +223,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     checkpoint_every: PositiveInt = 50
     """Batches between checkpoints."""
     keep_checkpoints: PositiveInt = 2
-    """Older ones are removed."""
+    """Older ones are removed; the sample stream is held for those that are kept, and where it is full fewer are."""
 
     @property
     def tabular(self) -> bool:

@@ -19,10 +19,12 @@ from msgspec.structs import replace
 from streamrl.core.admission import admit, beyond_limits
 from streamrl.core.pacing import refilled, released
 from streamrl.core.records import Ended, Forked, Marked, Poison, Record, Rewarded, Rollouts
-from streamrl.core.state import Epoch, FoldConfig, FoldState, PendingRollout, PendingTask
+from streamrl.core.state import FoldConfig, FoldState, PendingRollout, PendingTask
 from streamrl.schemas.control import Grant
 from streamrl.schemas.ledger import Drop
 
+LOST_VERSION = "lost_version"
+"""Reason of a drop: a token is of a version that was lost."""
 WARMUP_SMOOTHING = 0.7
 """Weight of the past in the warm-up's smoothed score."""
 
@@ -80,6 +82,8 @@ def fold(state: FoldState, record: Record, config: FoldConfig) -> tuple[FoldStat
             problem = _impossible(state, record, config)
             if problem:
                 state, dead = _poison(state, record.sequence, record.task, problem)
+            elif max(r.highest for r in record.rollouts) > state.version.number:
+                state = _take_end(state, Ended(record.sequence, record.source, record.task, None, record.group_size, LOST_VERSION), config)
             else:
                 state = _take_rollouts(state, record, config)
         case Ended():
@@ -101,11 +105,11 @@ def fold(state: FoldState, record: Record, config: FoldConfig) -> tuple[FoldStat
             if problem:
                 state, dead = _poison(state, record.sequence, None, problem)
             else:
-                state = _fork(state, record)
+                state = state.with_epoch(record.epoch, record.first, record.last_before)
         case Marked():
             pass
     ended = state.retired - retired
-    state = _granted(replace(state, cursor=record.sequence), refilled(before, state.retired, ended, config))
+    state = replace(state, cursor=record.sequence).with_grant(refilled(before, state.retired, ended, config))
     return state, Effects(dead, state.grant if state.granted != before else None)
 
 
@@ -157,7 +161,7 @@ def trained(state: FoldState, batch: Batch, config: FoldConfig, *, warm: bool, s
             state = _drop_group(state, task, "stale")
     for task in [t for t in state.pending.values() if _unrewarded(state, t, config)]:
         state = _drop_group(state, task, "unrewarded")
-    return _granted(state, released(state.granted, state.retired, state.ready, state.retired - retired, config))
+    return state.with_grant(released(state.granted, state.retired, state.ready, state.retired - retired, config))
 
 
 def smooth(state: FoldState, score: float) -> float:
@@ -176,6 +180,9 @@ def is_warm(state: FoldState, config: FoldConfig, score: float) -> bool:
 
 def _impossible(state: FoldState, record: Rollouts, config: FoldConfig) -> str:
     highest = max(r.highest for r in record.rollouts)
+    if state.lost:  # by a gap: versions of former epochs may be beyond this one
+        own = [high for r in record.rollouts for epoch, _, high in r.epochs if epoch >= state.epochs[-1].epoch]
+        highest = max(own, default=-1)
     if highest > state.version.number:
         return f"expected tokens of versions up to {state.version.number}, got version {highest}, which had not been trained"
     for epoch, low, high in {span for r in record.rollouts for span in r.epochs}:
@@ -306,14 +313,6 @@ def _poison(
     return _retire(_drop(state, Drop(sequence, task, (), "poison", reason, retires=True)), task), dead
 
 
-def _fork(state: FoldState, record: Forked) -> FoldState:
-    """Take in the next epoch; one that is known changes nothing."""
-    *former, newest = state.epochs
-    if record.epoch <= newest.epoch:
-        return state
-    return replace(state, epochs=(*former, replace(newest, last=record.last_before), Epoch(record.epoch, record.first)))
-
-
 def _settle(state: FoldState, task: PendingTask, config: FoldConfig) -> FoldState:
     """Put a task back into `pending`, or drop its group when it is complete and not admissible."""
     before = state.pending.get(task.task)
@@ -387,11 +386,3 @@ def _retire(state: FoldState, *tasks: int) -> FoldState:
         early = {key: value for key, value in early.items() if int(key.split("/")[0]) not in tasks}
     ready = state.ready - sum(task.ready for task in gone if task is not None)
     return replace(state, pending=pending, ready=ready, watermark=watermark, retired_above=frozenset(above), early_rewards=early)
-
-
-def _granted(state: FoldState, granted: int) -> FoldState:
-    """Remember a higher grant with the version at which it was given."""
-    if granted == state.granted:
-        return state
-    kept = tuple(g for g in state.grants if g[0] > state.watermark and g[1] != state.version.number)
-    return replace(state, granted=granted, grants=(*kept, (granted, state.version.number)))

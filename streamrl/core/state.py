@@ -128,6 +128,8 @@ class FoldState(msgspec.Struct, frozen=True, kw_only=True, rename={"newest_drops
     """Those before them."""
     epochs: tuple[Epoch, ...] = (Epoch(0, 0),)
     """All epochs that the stream's marks have told of, rising from 0 without a gap."""
+    lost: int = 0
+    """Highest version number that was made and then lost (`streamrl.schemas.ledger.Gap`); 0: none was."""
     early_rewards: dict[str, tuple[int, float]] = {}
     """`task/rollout` -> (revision, reward) of rewards that came before their samples."""
     reward_sum: float = 0.0
@@ -167,6 +169,20 @@ class FoldState(msgspec.Struct, frozen=True, kw_only=True, rename={"newest_drops
         if len(self.newest_drops) < DROPS_CHUNK:
             return replace(self, newest_drops=(*self.newest_drops, drop))
         return replace(self, newest_drops=(drop,), older_drops=(*self.older_drops, self.newest_drops))
+
+    def with_epoch(self, epoch: int, first: int, last_before: int) -> FoldState:
+        """The next epoch begins; one that is known changes nothing."""
+        *former, newest = self.epochs
+        if epoch <= newest.epoch:
+            return self
+        return replace(self, epochs=(*former, replace(newest, last=last_before), Epoch(epoch, first)))
+
+    def with_grant(self, granted: int) -> FoldState:
+        """Another grant, with the version at which it was given."""
+        if granted == self.granted:
+            return self
+        kept = tuple(g for g in self.grants if g[0] > self.watermark and g[1] != self.version.number)
+        return replace(self, granted=granted, grants=(*kept, (granted, self.version.number)))
 
     @property
     def retired(self) -> int:

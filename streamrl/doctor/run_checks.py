@@ -12,6 +12,7 @@ from pathlib import Path
 
 from streamrl.bus import BusAddress, connect
 from streamrl.bus.permissions import READER
+from streamrl.config.code import rollout_code
 from streamrl.config.tree import Config
 from streamrl.doctor.findings import Check
 from streamrl.doctor.limits import GIBIBYTE
@@ -21,6 +22,7 @@ from streamrl.runtime.rundir import RunDir
 
 SGLANG_TRIED = ("0.5.17", "0.5.23")
 _MAX_SKEW_S = 1.0
+_HUNG_ROLLOUTS = 0.05
 _ANSWER_S = 5.0
 _START_S = 60.0
 _SAY_VERSION = "from importlib.metadata import version; print(version('sglang'))"
@@ -33,6 +35,8 @@ def check_config(config: Config, *, num_gpus: int, up: bool = False) -> list[Che
         checks.append(check_ports_wanted(config))
     if config.bus.url:
         checks.append(check_logins(config))
+    if rollout_code(config):
+        checks.append(check_credits(config))
     if config.engine.traits.server:
         checks.append(check_sglang(config.engine.sglang.python))
     if config.ray.address:
@@ -62,6 +66,21 @@ def check_logins(config: Config) -> Check:
         return Check("roles", "ok", "one login of the cluster each")
     hint = "put {role} into bus.user and bus.password_file; `streamrl doctor TOML --nats-accounts` prints what the cluster needs for it"
     return Check("roles", "warn", "not separated: all workers share one login of the cluster", hint)
+
+
+def check_credits(config: Config) -> Check:
+    """How many tasks a second the credits allow while some of the user's rollouts hang until their limit.
+
+    Credits are enough where they are twice the rate times the mean time that a task holds one: the rest of the tasks then never waits.
+    """
+    tasks = config.tasks
+    credits, hold_s = (tasks.max_staleness + 1) * tasks.batch_tasks, config.producer.idle_timeout_s
+    hung = 1 - (1 - _HUNG_ROLLOUTS) ** tasks.num_rollouts
+    found = (
+        f"{credits} credits; where {_HUNG_ROLLOUTS:.0%} of rollouts hang, {hung:.0%} of tasks hold one for {hold_s:g} s "
+        f"(producer.idle_timeout_s): enough for {credits / (2 * hung * hold_s):.1f} tasks/s"
+    )
+    return Check("credits", "ok", found)
 
 
 def check_gpus_wanted(config: Config, num_gpus: int) -> Check:

@@ -28,6 +28,7 @@ from streamrl.bus.reading import stretch
 from streamrl.config.files import new_directory
 from streamrl.config.load import dump
 from streamrl.config.tree import Config
+from streamrl.consumers.training.gaps import versions_made
 from streamrl.consumers.training.reader import open_message
 from streamrl.consumers.training.spilled_drops import whole
 from streamrl.errors import ConfigError
@@ -37,7 +38,8 @@ from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
 from streamrl.schemas.control import RunRecord
 from streamrl.schemas.ledger import LedgerEntry
-from streamrl.schemas.subjects import EVENTS, LEDGER, SAMPLES
+from streamrl.schemas.subjects import EVENTS, LEDGER, SAMPLES, Subjects
+from streamrl.schemas.versions import Version
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +77,8 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     initial_digest: str
     """Digest of version 0; empty when it was not known any more."""
     record: RunRecord | None
+    highest: str = "0.0"
+    """Last version number under the newest epoch: a ledger.parquet without it has lost its end. 0.0: not noted."""
 
 
 async def record(bus: Log, config: Config, run: RunDir, out: Path, *, run_record: RunRecord | None, checkpoints: bool = False) -> Recording:
@@ -94,9 +98,11 @@ async def record(bus: Log, config: Config, run: RunDir, out: Path, *, run_record
     """
     try:
         with new_directory(out) as scratch:
-            # The ledger first: whatever its entries were made of is on the sample stream by then.
+            subjects, trainer = Subjects(config.run.name), config.trainer.name
+            made = await versions_made(bus, subjects, None, trainer=trainer, run_path=run.path)
+            # Then the ledger: whatever its entries were made of is on the sample stream by then.
             ledger = await _facts(bus, LEDGER)
-            entries = await _write_ledger(bus, ledger, scratch)
+            entries, newest = await _write_ledger(bus, ledger, scratch, subjects.ledger(trainer))
             samples = await _facts(bus, SAMPLES)
             rows = await _write_samples(bus, samples, scratch)
             events = await _facts(bus, EVENTS)
@@ -111,6 +117,7 @@ async def record(bus: Log, config: Config, run: RunDir, out: Path, *, run_record
                 model=await asyncio.to_thread(_copy_model, config, run, scratch),
                 initial_digest=await read_initial_digest(bus),
                 record=run_record,
+                highest=str(max([newest, *made.values()])),
             )
             if checkpoints:
                 await asyncio.to_thread(_copy_checkpoints, run.checkpoints, scratch / "checkpoints", f"{config.trainer.name}-")
@@ -139,8 +146,9 @@ async def _write(bus: Log, stream: str, facts: StreamFacts, path: Path, schema: 
         return table.num_rows
 
 
-async def _write_ledger(bus: Log, facts: StreamFacts, directory: Path) -> int:
-    """The ledger to ledger.parquet, and the blobs that its entries name; returns the entries."""
+async def _write_ledger(bus: Log, facts: StreamFacts, directory: Path, subject: str) -> tuple[int, Version]:
+    """The ledger to ledger.parquet, and the blobs that its entries name; returns the entries, and `Recording.highest` of a subject's."""
+    epoch = number = 0
     with Table(directory / "ledger.parquet", columns.ledger_schema()) as table:
         async for message in stretch(bus, LEDGER, first=facts.first, last=facts.last):
             entry = decode(message.body, LedgerEntry, where=f"{message.subject} sequence {message.sequence}")
@@ -150,7 +158,10 @@ async def _write_ledger(bus: Log, facts: StreamFacts, directory: Path) -> int:
                 path.write_bytes(await bus.blobs.get(entry.spilled.blob))
                 entry = await whole(bus.blobs, entry)
             table.add(columns.ledger_row(message, entry), len(message.body) + _DROP_BYTES * len(entry.drops))
-        return table.num_rows
+            if message.subject == subject:
+                number = entry.version.number if entry.gap is not msgspec.UNSET else max(number, entry.version.number)
+                epoch = max(epoch, entry.version.epoch)
+        return table.num_rows, Version(epoch, number)
 
 
 def blob_path(recording: Path, name: str) -> Path:

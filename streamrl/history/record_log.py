@@ -18,6 +18,7 @@ from streamrl.errors import LogTruncated, NotFound, SchemaError
 from streamrl.history.record import FORMAT, RECORDING_FILE, Recording, StreamFacts, blob_path
 from streamrl.schemas.columns import OPTIONAL, arrow_schema, canonical
 from streamrl.schemas.subjects import EVENTS, HEADER_DIGEST, LEDGER, SAMPLES, kind_of
+from streamrl.schemas.versions import Version
 
 _FILES = {SAMPLES: "messages.parquet", LEDGER: "ledger.parquet", EVENTS: "events.parquet"}
 
@@ -62,6 +63,12 @@ class RecordedLog:
         self._cached: tuple[str, int, pa.Table] | None = None
         for name in (*_FILES.values(), "samples.parquet"):
             self._file(name)
+        rows = self._file(_FILES[LEDGER]).metadata.num_rows
+        if self.highest == Version() and rows < self.recording.entries:  # made by an earlier build; others say which versions are missing
+            raise SchemaError(
+                f"expected {self.recording.entries} entries in {path / _FILES[LEDGER]}, got {rows}",
+                hint="the recording was shortened; copy or record it again",
+            )
 
     @cached_property
     def config(self) -> Config:
@@ -76,6 +83,11 @@ class RecordedLog:
     def model_dir(self) -> Path:
         """Directory of the initial weights."""
         return self.path / self.recording.model  # an absolute one stays what it is
+
+    @property
+    def highest(self) -> Version:
+        """The highest version that is known to have been made; where that was not noted, 0.0."""
+        return Version.parse(self.recording.highest)
 
     @property
     def checkpoints(self) -> Path:

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 TOLERANCE = 0.05
 """Deviation of a metric that passes on another fingerprint, as a fraction of its mean magnitude."""
+_NONE = Version()
 
 
 class Range(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +64,7 @@ def replay(
     span: Range | None = None,
     config_difference: str = "",
     initial_digest: str = "",
+    highest: Version = _NONE,
     tolerance: float = TOLERANCE,
     num_tokens: int = 0,
 ) -> ReplayReport:
@@ -78,6 +80,7 @@ def replay(
         span: which versions; all of them if None.
         config_difference: what of `config` is known not to be what the run was trained with, in words.
         initial_digest: digest of the version 0 that the run published; empty if it is not known.
+        highest: the highest version that is known to have been made; a ledger that ends before it has lost its end.
         tolerance: see `ReplayReport`.
         num_tokens: vocabulary of the model; 0: token ids are not checked.
 
@@ -96,12 +99,17 @@ def replay(
     rules = fold_config(config, num_tokens)
     state = FoldState.decode(trainer.load(start.path)) if start.path else initial_state(rules)
     entries = past.between(state.version.number, span.last)
+    lost = past.lost(state.version.number, span.last, highest)
+    end = call(log.state(SAMPLES)).last
+    if entries and entries[-1].cursor > end:
+        lost.append(f"the sample stream ends at sequence {end}, version {entries[-1].version} was closed at {entries[-1].cursor}")
+        entries = [entry for entry in entries if entry.cursor <= end]
     pending = call(read_pending(log, state, start.path))
     ours = fingerprint_digest(numerics)
     others = sorted({entry.fingerprint for entry in entries} - {ours})
     comparison = Comparison(entries, same_fingerprint=not others, known_cause=known_cause)
     reader = RecordReader(log, call.loop, after=state.cursor, capacity=4 * config.tasks.batch_tasks)
-    fold = StreamFold(reader=reader, config=rules, state=state, messages=pending.samples)
+    fold = StreamFold(reader=reader, config=rules, state=state, messages=pending.samples, gaps=past.gaps.values())
 
     def enter(stepped: Stepped) -> Version:
         assert stepped.past is not None
@@ -134,6 +142,7 @@ def replay(
         deviation_of=comparison.deviation_of,
         tolerance=tolerance,
         problem=problem,
+        lost=tuple(lost),
         digest=digest,
     )
 
@@ -153,11 +162,15 @@ def check_span(past: PastLedger, span: Range, where: str) -> None:
 
 
 def find_start(past: PastLedger, checkpoints: Path | None, trainer: str, at_most: int) -> Start:
-    """The newest checkpoint at or below a version number that lies on the ledger's line of versions, else the initial weights."""
+    """The newest checkpoint at or below a version number that lies on the ledger's line of versions, else the initial weights.
+
+    One that was gone on from after a gap lies on it too, though its own entry may be lost.
+    """
     found = list_checkpoints(checkpoints, f"{trainer}-") if checkpoints is not None and at_most > 0 else []
     for version, path in reversed(found):
         entry = past.at(version.number)
-        if version.number <= at_most and entry is not None and entry.version == version:
+        after_gap = entry is None and any(gap.version.number == version.number for gap in past.gaps.values())
+        if version.number <= at_most and (after_gap or (entry is not None and entry.version == version)):
             return Start(version, path)
     return Start(Version(), None)
 
@@ -171,6 +184,7 @@ async def verify(
     span: Range | None = None,
     config_difference: str = "",
     initial_digest: str = "",
+    highest: Version = _NONE,
     tolerance: float = TOLERANCE,
 ) -> ReplayReport:
     """Replay a run against its ledger: all of `streamrl replay --verify` but for opening the log. Arguments are those of `replay`."""
@@ -189,6 +203,7 @@ async def verify(
                 span=span,
                 config_difference=config_difference,
                 initial_digest=initial_digest,
+                highest=highest,
                 tolerance=tolerance,
                 num_tokens=vocab_size(model_dir),
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+from msgspec import UNSET
 
 from streamrl.bus.protocol import Log, Message
 from streamrl.bus.reading import stretch
@@ -15,8 +16,9 @@ from streamrl.core.state import FoldState
 from streamrl.schemas.codec import decode
 from streamrl.schemas.columns import SampleBatch
 from streamrl.schemas.events import NUMERICS_EVENT, Event
-from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.ledger import LedgerEntry, ranges, take_entry
 from streamrl.schemas.subjects import EVENTS, LEDGER, WEIGHTS, Subjects
+from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
 
 
@@ -25,10 +27,10 @@ class PastLedger:
 
     def __init__(self, entries: list[LedgerEntry]) -> None:
         self.entries: dict[int, LedgerEntry] = {}
+        self.gaps: dict[int, LedgerEntry] = {}
+        """Entries of gaps, by the epoch that begins with them."""
         for entry in entries:
-            known = self.entries.get(entry.version.number)
-            if known is None or known.version.epoch <= entry.version.epoch:
-                self.entries[entry.version.number] = entry
+            take_entry(self.entries, self.gaps, entry)
 
     def at(self, number: int) -> LedgerEntry | None:
         """The entry that made version `number`, if it is there."""
@@ -43,12 +45,32 @@ class PastLedger:
             number += 1
         return found
 
+    def lost(self, above: int, through: int | None, highest: Version) -> list[str]:
+        """What is missing of the versions `above` < number <= `through` (None: to the end), in words.
+
+        Args:
+            above: version number.
+            through: version number.
+            highest: the highest version that is known to have been made; one of an epoch before a gap counts no more.
+        """
+        others = highest.number if highest.epoch >= max(self.gaps, default=0) else 0
+        end = max(others, max(self.entries, default=0)) if through is None else through
+        found = [
+            f"version {entry.version} goes on after a gap: versions up to {entry.gap.highest} were made and are lost ({entry.gap.lost})"
+            for _, entry in sorted(self.gaps.items())
+            if entry.gap is not UNSET and (above < entry.version.number < end or above == 0)
+        ]
+        missing = ranges(number for number in range(above + 1, end + 1) if number not in self.entries)
+        rows = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in missing)
+        return [*found, f"the ledger has no entry for version {rows}"] if missing else found
+
 
 async def read_past(log: Log, subjects: Subjects, trainer: str) -> PastLedger:
     """Everything that a trainer's ledger has at this moment, spilled drops left where they are."""
     subject = subjects.ledger(trainer)
     newest = await log.last(subject)
-    messages = stretch(log, LEDGER, first=1, last=newest.sequence if newest else 0, subject=subject)
+    first = (await log.state(LEDGER)).first
+    messages = stretch(log, LEDGER, first=first, last=newest.sequence if newest else 0, subject=subject)
     return PastLedger([decode(one.body, LedgerEntry, where=f"{subject} sequence {one.sequence}") async for one in messages])
 
 

@@ -52,6 +52,8 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     """Greatest deviation that passes when the fingerprints differ."""
     problem: str = ""
     """Why it could not go on, or an empty string."""
+    lost: tuple[str, ...] = ()
+    """What of these versions the log has no more, in words."""
     digest: str = ""
     """Digest of the parameters at the end."""
 
@@ -63,8 +65,8 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ok(self) -> bool:
-        """Whether every entry was replayed with its digest or, on another fingerprint, with metrics within the tolerance."""
-        if self.problem or not self.versions:
+        """Whether nothing is lost and every entry came out with its digest, or on another fingerprint within the tolerance."""
+        if self.problem or self.lost or not self.versions:
             return False
         return self.first_difference is None or (self.by_tolerance and self.deviation <= self.tolerance)
 
@@ -85,6 +87,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
             found.append(
                 f"compared by tolerance: the greatest deviation is {self.deviation:.2g} ({self.deviation_of}), {verdict} {self.tolerance:g}"
             )
+        found += [f"lost: {text}" for text in self.lost]
         if self.problem:
             found.append(f"stopped: {self.problem}")
         return found

@@ -13,6 +13,8 @@ from streamrl.bus.protocol import Log
 from streamrl.bus.reading import read_key
 from streamrl.config.load import dump
 from streamrl.config.tree import Config
+from streamrl.consumers.training.checkpoints import read_latest
+from streamrl.consumers.training.gaps import versions_made
 from streamrl.errors import ConfigError
 from streamrl.history.branch import BRANCH_FILE, read_branch_ledger
 from streamrl.history.record import RECORDING_FILE
@@ -24,6 +26,7 @@ from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.control import RunRecord
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import KEY_RUN, RUN_ID, Subjects
+from streamrl.schemas.versions import Version
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +42,8 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     """What the run was started with, where it is known."""
     initial_digest: str
     """Digest of the version 0 that it published, where that is known."""
+    highest: Version = Version()
+    """The highest version that is known to have been made, whatever the ledger has."""
 
     @property
     def config_difference(self) -> str:
@@ -70,6 +75,7 @@ async def open_source(text: str, *, base: Path | str = "runs") -> AsyncGenerator
             foreign=f"the recording {text}",
             record=log.recording.record,
             initial_digest=log.recording.initial_digest,
+            highest=log.highest,
         )
         return
     run = RunDir.find(text, base=base)
@@ -80,6 +86,9 @@ async def open_source(text: str, *, base: Path | str = "runs") -> AsyncGenerator
         )
     config = run.load_config()
     async with open_bus(run) as bus:
+        # Before anybody reads the ledger, which has a version before others know of it.
+        latest = await read_latest(bus, config.trainer.name)
+        made = await versions_made(bus, Subjects(config.run.name), latest, trainer=config.trainer.name, run_path=run.path)
         yield Source(
             config=config,
             log=bus,
@@ -88,6 +97,7 @@ async def open_source(text: str, *, base: Path | str = "runs") -> AsyncGenerator
             foreign=run.foreign,
             record=await read_key(bus.kv, KEY_RUN, RunRecord),
             initial_digest=await read_initial_digest(bus),
+            highest=max(made.values(), default=Version()),
         )
 
 

@@ -240,10 +240,11 @@ class FollowedLedger:
 
     async def _follow(self) -> None:
         try:
-            async for message in self._log.read(LEDGER, after=0, subject=self._subject):
+            first = (await self._log.state(LEDGER)).first
+            async for message in self._log.read(LEDGER, after=first - 1, subject=self._subject):
                 entry = decode(message.body, LedgerEntry, where=f"{self._subject} sequence {message.sequence}")
                 await self._room(entry.version.number)
-                if entry.version.number > self._done:
+                if entry.version.number > self._done and entry.gap is msgspec.UNSET:
                     self._entries[entry.version.number] = entry
         except asyncio.CancelledError:
             raise

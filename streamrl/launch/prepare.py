@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import platform
+import sys
 import time
 from importlib import metadata
 
+from msgspec import UNSET, UnsetType
+
 from streamrl import __version__
+from streamrl.bus.protocol import Bus
+from streamrl.config.code import code_digests, loss_code, rollout_code
 from streamrl.config.load import dump
 from streamrl.config.tree import Config
+from streamrl.consumers.training.checkpoints import read_latest
+from streamrl.consumers.training.gaps import NEED_CONSENT, find_gap, refusal, versions_made
+from streamrl.consumers.training.ledger import publish_mark
 from streamrl.data.model import check_positions
 from streamrl.data.problems import load_problems
 from streamrl.data.tokenizer import load_tokenizer
+from streamrl.errors import ConfigError, StreamFull
+from streamrl.history.replay_log import read_past
 from streamrl.launch.build_model import build_model
+from streamrl.runtime.run_record import renew_code, write_or_check
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.control import RunRecord
+from streamrl.schemas.samples import MARK_START, Mark
+from streamrl.schemas.subjects import KEY_ACCEPTED_GAP, TASKS, Subjects
 
 
 async def prepare(config: Config, run: RunDir) -> RunRecord:
@@ -42,7 +55,54 @@ async def prepare(config: Config, run: RunDir) -> RunRecord:
         code_version=__version__,
         fingerprint=machine(),
         created_s=time.time(),
+        code=code_digests({**rollout_code(config), **loss_code(config)}) or UNSET,
     )
+
+
+async def open_record(bus: Bus, config: Config, run: RunDir, record: RunRecord, *, accept_code: bool) -> tuple[bool, list[str]]:
+    """Write the record of a new run, or hold it against the one that is there; user code's digests go onto the stream as a mark.
+
+    Args:
+        bus: the operator's.
+        config: the whole tree.
+        run: its directory.
+        record: what `prepare` gave.
+        accept_code: see `renew_code`.
+
+    Returns:
+        Whether the run is resumed, and what people should know.
+
+    Raises:
+        NothingBinds: this record does not fit the one that is there, but nothing has been trained by that.
+        ConfigError: it does not fit, and something has.
+    """
+    subjects = Subjects(config.run.name)
+    code = {} if isinstance(record.code, UnsetType) else record.code
+    try:
+        resumed = await write_or_check(bus, record)
+        changed = await renew_code(bus, code, accepted=accept_code)
+    except ConfigError as error:
+        if await _has_trained(bus, config, run):
+            raise
+        raise NothingBinds(error.message) from error
+    if code:
+        try:
+            await publish_mark(bus, subjects, Mark(name=MARK_START, detail={"code": code}))
+        except StreamFull as error:
+            changed.append(f"this start is not marked on the sample stream: {error.message}")
+    return resumed, changed
+
+
+class NothingBinds(Exception):
+    """The run has no version yet: it may begin anew with another configuration."""
+
+
+async def _has_trained(bus: Bus, config: Config, run: RunDir) -> bool:
+    """Whether there is, or has been, a version: in the ledger, as a manifest or as a checkpoint."""
+    subjects, trainer = Subjects(config.run.name), config.trainer.name
+    latest = await read_latest(bus, trainer)
+    made = await versions_made(bus, subjects, latest, trainer=trainer, run_path=run.path)
+    return await bus.last(subjects.ledger(trainer)) is not None or any(version.number for version in made.values())
 
 
 def machine() -> dict[str, str]:
@@ -50,3 +110,32 @@ def machine() -> dict[str, str]:
     packages = ("torch", "transformers", "numpy", "pyarrow", "nats-py")
     versions = {name: metadata.version(name) for name in packages}
     return {"python": platform.python_version(), "system": platform.system(), "machine": platform.machine(), **versions}
+
+
+async def check_log(bus: Bus, config: Config, run: RunDir, *, accept_gap: bool) -> list[str]:
+    """Compare ledger, checkpoints, newest manifest and task queue before anything starts; returns what people should know.
+
+    A ledger that lost its end is the trainer's to go on from, which also knows what the sample stream still has.
+
+    Raises:
+        CannotResume: the ledger has lost more than its end, and `accept_gap` is false.
+    """
+    subjects, trainer = Subjects(config.run.name), config.trainer.name
+    latest = await read_latest(bus, trainer)
+    made = await versions_made(bus, subjects, latest, trainer=trainer, run_path=run.path)
+    past = await read_past(bus, subjects, trainer)
+    newest = max(past.entries, default=0)
+    found = find_gap(past.entries, past.gaps, start=newest, made=made, readable=sys.maxsize)
+    if found is not None and found[1].lost in NEED_CONSENT:
+        if not accept_gap:
+            raise refusal(found[1], trainer)
+        end = await bus.last(subjects.ledger(trainer))
+        await bus.kv.put(KEY_ACCEPTED_GAP, str(end.sequence if end else 0).encode())
+    issued = 1 + max((group.task for entry in past.entries.values() for group in entry.used), default=-1)
+    queue = await bus.state(TASKS)
+    if queue.last < issued:
+        return [
+            f"the task queue has lost its end: at least {issued} tasks were issued, it has {queue.last}; those between are issued again, "
+            "and what they give is dropped as late"
+        ]
+    return []

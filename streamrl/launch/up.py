@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shutil
 import signal
 import time
 from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 from msgspec import to_builtins
 
 from streamrl.bus import connect
@@ -20,7 +22,7 @@ from streamrl.config.secret_options import without_secrets
 from streamrl.config.tree import Config
 from streamrl.errors import BusError, LaunchError
 from streamrl.launch.local import LOGS_EVERY_S, LocalLauncher, worker_logs
-from streamrl.launch.prepare import prepare
+from streamrl.launch.prepare import NothingBinds, check_log, open_record, prepare
 from streamrl.launch.protocol import Launcher
 from streamrl.launch.supervisor import Supervisor
 from streamrl.monitor.failures import Pace
@@ -33,13 +35,17 @@ from streamrl.monitor.waits import Watch, standing_line
 from streamrl.runtime.bus_server import BusServer, run_bus_server
 from streamrl.runtime.kinds import num_workers
 from streamrl.runtime.lock import lock_run
-from streamrl.runtime.run_record import continued, write_or_check
+from streamrl.runtime.run_record import continued
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import encode
+from streamrl.schemas.control import RunRecord
 from streamrl.schemas.events import FAILURES_EVENT, MOVING_EVENT, STANDING_EVENT, Event
 from streamrl.schemas.subjects import Subjects
 from streamrl.telemetry.logs import bound_logs, configure_logging
 from streamrl.weights.factory import free_weights
+
+if TYPE_CHECKING:
+    from streamrl.bus.jetstream.bus import JetStreamBus
 
 logger = logging.getLogger(__name__)
 
@@ -77,15 +83,26 @@ class Stops:
                 loop.remove_signal_handler(number)
 
 
-async def up(config: Config, display: Display, *, launcher: Launcher | None = None) -> Outcome:
+class Consent(msgspec.Struct, frozen=True, kw_only=True):
+    """What the user accepts."""
+
+    gap: bool = False
+    """A ledger that has lost more than its end."""
+    code: bool = False
+    """Code of the loss that has changed since the last start."""
+
+
+async def up(config: Config, display: Display, *, launcher: Launcher | None = None, consent: Consent | None = None) -> Outcome:
     """Run `config` until it has finished, was stopped, or cannot go on. No process that it started outlives it.
 
     Args:
         config: checked.
         display: shows the run.
         launcher: starts the workers; None: the one that the configuration asks for.
+        consent: None: nothing is accepted.
 
     Raises:
+        CannotResume: something is lost that has to be accepted.
         LaunchError: the run is up already, or a worker cannot be kept running.
         ConfigError: dataset or configuration do not fit each other or the run that is resumed.
         BusError: the bus cannot be started or reached.
@@ -113,7 +130,7 @@ async def up(config: Config, display: Display, *, launcher: Launcher | None = No
         if launcher is None:
             launcher, config = opened.enter_context(_launcher(config, run, note))
         opened.enter_context(stops.listening())
-        session = Session(config, run, display, stops, launcher)
+        session = Session(config, run, display, stops, launcher, consent or Consent())
         body = asyncio.create_task(session.run_to_end())
         at_once = asyncio.create_task(stops.now.wait())
         await asyncio.wait((body, at_once), return_when=asyncio.FIRST_COMPLETED)
@@ -154,11 +171,12 @@ def _launcher(config: Config, run: RunDir, note: Callable[[str], None]) -> Gener
 class Session:
     """One `up` of a run, from its preparation to its summary."""
 
-    def __init__(self, config: Config, run: RunDir, display: Display, stops: Stops, launcher: Launcher) -> None:
+    def __init__(self, config: Config, run: RunDir, display: Display, stops: Stops, launcher: Launcher, consent: Consent) -> None:
         self._config = config
         self._run = run
         self._display = display
         self._stops = stops
+        self._consent = consent
         self._supervisor = Supervisor(launcher, config.supervise, note=self._note)
         self._started_s = time.monotonic()
         self._unheard = False
@@ -173,14 +191,31 @@ class Session:
         if self._stops.drain.is_set():
             return Outcome(run=self._run, state="stopped")
         async with run_bus_server(self._config, self._run, self._note) as server:
-            bus = await connect(server.address, self._run.name, self._config.bus, name="supervisor")
+            bus = await self._connect(server)
             try:
-                resumed = await write_or_check(bus, record)
+                try:
+                    resumed, notes = await open_record(bus, self._config, self._run, record, accept_code=self._consent.code)
+                except NothingBinds as first:
+                    self._note(f"nothing was trained yet, so the run begins anew: {first}")
+                    bus, record = await self._begin_anew(bus, server)
+                    resumed, notes = await open_record(bus, self._config, self._run, record, accept_code=True)
                 self._run.write_config(self._config)
                 self._note("resuming" if resumed else "starting")
+                for text in [*notes, *await check_log(bus, self._config, self._run, accept_gap=self._consent.gap)]:
+                    self._note(text)
                 return await self._follow(bus, server)
             finally:
                 await bus.close()
+
+    async def _connect(self, server: BusServer) -> JetStreamBus:
+        return await connect(server.address, self._run.name, self._config.bus, name="supervisor")
+
+    async def _begin_anew(self, bus: JetStreamBus, server: BusServer) -> tuple[JetStreamBus, RunRecord]:
+        """Streams, keys and the built model of a run that has no version yet are made again."""
+        await bus.remove()
+        await bus.close()
+        shutil.rmtree(self._run.model_dir, ignore_errors=True)
+        return await self._connect(server), await prepare(self._config, self._run)
 
     async def _follow(self, bus: Bus, server: BusServer) -> Outcome:
         view = RunView(
@@ -250,10 +285,13 @@ class Session:
             self._note(f"the last numbers may be missing: {error.message}")
 
     async def _show(self, bus: Bus, view: RunView, follower: Follower) -> None:
-        warned = False
+        warned, told = False, 0
         watch, failures = Watch(), Pace()
         self._report(bus, MOVING_EVENT, {})  # what the session before may have said last
         while True:
+            for text in view.notices[told:]:
+                self._note(text)
+            told = len(view.notices)
             numbers = view.numbers(elapsed_s=follower.elapsed_s, supervised=self._supervisor.lines())
             now_s = time.monotonic()
             found = watch.look(numbers, now_s=now_s, time_s=time.time(), away_s=now_s - follower.answered_s)

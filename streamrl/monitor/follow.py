@@ -15,7 +15,7 @@ from streamrl.errors import BusError, LogTruncated, SchemaError
 from streamrl.monitor.view import LedgerLine, RunView, Totals
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
-from streamrl.schemas.events import MOVING_EVENT, STANDING_EVENT, Event, MetricReport
+from streamrl.schemas.events import MOVING_EVENT, NOTICE_EVENT, STANDING_EVENT, Event, MetricReport
 from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.subjects import (
     EVENTS,
@@ -140,7 +140,8 @@ class Follower:
         event = decode(message.body, Event, where=f"{message.subject} {message.sequence}")
         if self._carry_totals and event.kind in (STANDING_EVENT, MOVING_EVENT):
             return  # the supervisor's own words, which its view has at once
-        if event.kind != "finished" or message.sequence > self._history_ends[EVENTS]:  # an earlier session's end is not this one's
+        of_this_session = event.kind in ("finished", NOTICE_EVENT)
+        if not of_this_session or message.sequence > self._history_ends[EVENTS]:
             self.view.event(event)
 
     def _tombstone(self, message: Message) -> None:

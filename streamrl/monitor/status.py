@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +13,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from streamrl.errors import BusUnavailable
+from streamrl.bus.reading import read_key
+from streamrl.errors import BusUnavailable, ConfigError
 from streamrl.monitor.follow import Follower, read_totals
 from streamrl.monitor.numbers import RunNumbers
 from streamrl.monitor.run_state import INTERRUPTED, RUNNING, read_state
@@ -23,6 +25,9 @@ from streamrl.monitor.waits import standing_line
 from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import RunDir, known_runs
 from streamrl.runtime.worker import connected
+from streamrl.schemas.control import Latest
+from streamrl.schemas.subjects import KEY_LATEST
+from streamrl.trainers.checkpoints import list_checkpoints
 
 ONE_LOGIN = (
     "roles are not separated: all workers share one login of the cluster; bus.user with {role} gives each its own (docs/security.md)"
@@ -37,7 +42,7 @@ class RunLine(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     path: str
     state: str
-    """`running`, `finished`, `stopped` (drained), `failed`, or `interrupted`: killed, with its machine or alone."""
+    """`running`, `finished`, `stopped` (drained), `failed`, `interrupted` (killed), or that it cannot be read."""
     supervisor: int | None
     step: int | None = None
     """Batches of reinforcement learning so far; None: not known."""
@@ -54,18 +59,34 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     line: RunLine
     numbers: RunNumbers | None
+    checkpoints: tuple[str, ...] = ()
+    """Versions that a restart can go back to, the newest first; while its bus does not answer, those whose files are there."""
     one_login: bool = False
     """Whether all roles share one login of an existing cluster: nothing keeps them apart."""
 
 
 def list_runs(base: str | Path) -> list[RunLine]:
     """All runs under `base`, the most recently started first."""
-    return [describe(run) for run in known_runs(base)]
+    return [_described(run) for run in known_runs(base)]
+
+
+def _described(run: RunDir) -> RunLine:
+    try:
+        return describe(run)
+    except ConfigError as error:
+        cause = error.__cause__
+        why = cause.strerror if isinstance(cause, OSError) else error.message
+        return RunLine(run=_shown(run.name), path=_shown(str(run.path)), state=f"cannot be read: {why}", supervisor=None, summary=None)
+
+
+def _shown(name: str) -> str:
+    """A name as it can be printed; a file system's may hold bytes that are no text."""
+    return os.fsencode(name).decode(errors="replace")
 
 
 def describe(run: RunDir) -> RunLine:
     """What the run directory alone says."""
-    found = holder(run)
+    found = holder(run) if run.exists else None
     last, summary = read_state(run), read_summary(run)
     if found is not None:
         state = RUNNING
@@ -75,8 +96,8 @@ def describe(run: RunDir) -> RunLine:
         state = INTERRUPTED if last.state == RUNNING else last.state
     step = last.step if last is not None else summary.steps if summary is not None else None
     return RunLine(
-        run=run.name,
-        path=str(run.path),
+        run=_shown(run.name),
+        path=_shown(str(run.path)),
         state=state,
         supervisor=None if found is None else found.pid,
         step=step,
@@ -87,10 +108,10 @@ def describe(run: RunDir) -> RunLine:
 
 
 def read_summary(run: RunDir) -> Summary | None:
-    """The summary of the last time the run stopped; None if it never has, or if another version wrote it."""
+    """The summary of the last time the run stopped; None if it never has, if another version wrote it or if it cannot be read."""
     try:
         return msgspec.json.decode(run.summary_path.read_bytes(), type=Summary)
-    except (FileNotFoundError, msgspec.MsgspecError):
+    except (OSError, msgspec.MsgspecError):
         return None
 
 
@@ -98,20 +119,25 @@ async def read_status(run: RunDir) -> RunStatus:
     """A run in detail; takes a little over a second when it is running."""
     line = describe(run)
     config = run.load_config()
+    trainer = config.trainer.name
+    on_disk = tuple(str(version) for version, _ in reversed(list_checkpoints(run.checkpoints, f"{trainer}-")))
     one_login = bool(config.bus.url) and not config.bus.by_role
     if line.supervisor is None and not config.bus.url:
-        return RunStatus(line=line, numbers=None)
+        return RunStatus(line=line, numbers=None, checkpoints=on_disk)
     try:
         async with connected(run, role="reader", patience_s=5.0) as bus:
             view = RunView(
                 run.name, steps=config.run.steps, warmup_steps=config.warmup.max_steps, before=await read_totals(bus), joined=True
             )
-            async with Follower(bus, view, trainer=config.trainer.name) as follower:
+            async with Follower(bus, view, trainer=trainer) as follower:
                 await follower.catch_up()
                 await asyncio.sleep(_RATE_LOOK_S)
-                return RunStatus(line=line, numbers=view.numbers(elapsed_s=view.before.wall_s), one_login=one_login)
+                latest = await read_key(bus.kv, f"{KEY_LATEST}/{trainer}", Latest)
+                kept = tuple(str(one.version) for one in latest.kept) if latest is not None else ()
+                numbers = view.numbers(elapsed_s=view.before.wall_s)
+                return RunStatus(line=line, numbers=numbers, checkpoints=kept, one_login=one_login)
     except BusUnavailable:
-        return RunStatus(line=line, numbers=None, one_login=one_login)
+        return RunStatus(line=line, numbers=None, checkpoints=on_disk, one_login=one_login)
 
 
 def print_runs(lines: Sequence[RunLine], *, as_json: bool) -> None:
@@ -154,6 +180,8 @@ def print_status(status: RunStatus, *, as_json: bool) -> None:
             print(f"newest failure: {numbers.newest_error}")
         if numbers.standing:
             print(standing_line(numbers.standing))
+    if status.checkpoints and not as_json:
+        print(f"checkpoints: {', '.join(status.checkpoints)}; a restart can go back to {status.checkpoints[-1]}")
     if status.one_login and not as_json:
         print(ONE_LOGIN)
 

@@ -16,6 +16,7 @@ from streamrl.errors import SchemaError
 from streamrl.monitor.failures import Failures
 from streamrl.monitor.numbers import EngineLine, Evaluation, Point, Problem, RunNumbers, Standing, WorkerLine
 from streamrl.monitor.rates import Growing, Rate
+from streamrl.monitor.waits import standing_of
 from streamrl.schemas.control import EVALUATION_ROLE, ROLLOUT_ROLE, EnginePresence, Grant, WorkerPresence
 from streamrl.schemas.events import MOVING_EVENT, STANDING_EVENT, Event, MetricReport
 from streamrl.schemas.ledger import decided_by
@@ -42,6 +43,12 @@ class SpilledLine(msgspec.Struct, frozen=True):
     reasons: dict[str, int]
 
 
+class GapLine(msgspec.Struct, frozen=True):
+    """What a view needs of a `Gap`: that it is one."""
+
+    lost: str
+
+
 class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
     """What a view needs of a `LedgerEntry`: decoding skips the sequences of every rollout, which are most of its bytes."""
 
@@ -58,6 +65,7 @@ class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
     spilled: SpilledLine | None = None
     score: float | msgspec.UnsetType = msgspec.UNSET
     reward: float | msgspec.UnsetType = msgspec.UNSET
+    gap: GapLine | None = None
 
 
 class ProblemDetail(msgspec.Struct, frozen=True):
@@ -111,6 +119,8 @@ class RunView:
         self.finished = False
         self.stalled: set[str] = set()
         self.standing: Standing | None = None
+        self.notices: list[str] = []
+        """What workers want people to know, oldest first."""
         self.ages: Counter[int] = Counter()
         """Groups by age in versions, reinforcement learning only."""
         self.drops: Counter[str] = Counter()
@@ -128,11 +138,11 @@ class RunView:
         self._grant = Grant(granted=0, version=0, retired=0)
 
     def ledger(self, entry: LedgerLine) -> None:
-        """One trained batch. An entry for a version number that is known replaces it: the epoch was forked."""
+        """One trained batch. One of a version number that is known replaces it: the epoch was forked. A gap makes later ones void."""
         number = entry.version.number
-        forked = number in self._entries
-        self._entries[number] = entry
-        self._newest = entry
+        forked = number in self._entries or entry.gap is not None
+        if entry.gap is None:
+            self._entries[number] = self._newest = entry
         self.failures.trained(entry.cursor)
         if forked:
             self._entries = {known: one for known, one in self._entries.items() if known <= number}
@@ -178,6 +188,8 @@ class RunView:
                 self.standing = standing_of(event)
             case kind if kind == MOVING_EVENT:
                 self.standing = None
+            case "notice":
+                self.notices.append(f"{event.worker}: {event.detail.get('text', '')}")
             case "evaluation":
                 self.evaluations.append(evaluation_of(event))
             case _:
@@ -332,14 +344,6 @@ class RunView:
             workers=tuple(self._doing(line) for _, line in sorted({**self._workers, **self._told(supervised or {})}.items())),
             elapsed_s=elapsed_s,
         )
-
-
-def standing_of(event: Event) -> Standing:
-    """What a `standing` event says; raises SchemaError when it is none."""
-    try:
-        return msgspec.convert(event.detail, Standing)
-    except msgspec.ValidationError as error:
-        raise SchemaError(f"an event {STANDING_EVENT} of {event.worker} cannot be read: {error}") from error
 
 
 def engine_line(name: str, engine: EnginePresence) -> EngineLine:

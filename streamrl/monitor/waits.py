@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 from msgspec.structs import replace
 
+from streamrl.errors import SchemaError
 from streamrl.monitor.numbers import RunNumbers, Standing, WorkerLine
 from streamrl.runtime.worker import LOADING
+from streamrl.schemas.events import STANDING_EVENT, Event
 
 STILL_S = 25.0
 """A run in which nothing has moved for this long has its wait named: with the delay of what it is seen by, within 30 s."""
@@ -171,3 +174,11 @@ def _log(worker: str) -> str:
 def standing_line(found: Standing) -> str:
     """A wait in one line, with what to do."""
     return f"nothing moves since {time.strftime('%H:%M:%S', time.localtime(found.since_s))}; waits for {found.what}. hint: {found.hint}"
+
+
+def standing_of(event: Event) -> Standing:
+    """What a `standing` event says; raises SchemaError when it is none."""
+    try:
+        return msgspec.convert(event.detail, Standing)
+    except msgspec.ValidationError as error:
+        raise SchemaError(f"an event {STANDING_EVENT} of {event.worker} cannot be read: {error}") from error

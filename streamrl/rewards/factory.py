@@ -10,7 +10,7 @@ from streamrl.config.plugins import resolve
 from streamrl.config.tree import RewardConfig
 from streamrl.errors import ConfigError
 from streamrl.rewards.built_in import ExactMatch, FinalNumber
-from streamrl.rewards.functions import FunctionReward
+from streamrl.rewards.functions import FunctionReward, InThread
 from streamrl.rewards.protocol import Reward
 
 LATE = "late"
@@ -18,11 +18,11 @@ LATE = "late"
 BUILT_IN = ("exact_match", "gsm8k", LATE)
 
 
-def make_reward(config: RewardConfig, *, base: Path | None = None) -> Reward | None:
+def make_reward(config: RewardConfig, *, base: Path | None = None, in_thread: InThread | None = None) -> Reward | None:
     """Build the reward that `config.kind` names; None for `late`: somebody else gives the rewards (`streamrl.producers.late`).
 
     `exact_match`, `gsm8k`, or user code: a function of (task, episode) that gets `options` as keyword arguments; a class, built with
-    `options`, whose objects have `async score(task, episodes)`; or such an object.
+    `options`, whose objects have `async score(task, episodes)`; or such an object. `in_thread` runs plain functions.
 
     Raises:
         ConfigError: it cannot be found or is none of these.
@@ -54,7 +54,17 @@ def make_reward(config: RewardConfig, *, base: Path | None = None) -> Reward | N
             hint="or an object with `async score(task, episodes)`, see streamrl.rewards.protocol",
             key="reward.kind",
         )
-    return FunctionReward(made, config.options)
+    try:
+        inspect.signature(made).bind(None, None, **config.options)
+    except TypeError as error:
+        raise ConfigError(
+            f"reward.kind = {config.kind!r} must take (task, episode) and reward.options {sorted(config.options)}: {error}",
+            hint="write `def score(task, episode, **options)`",
+            key="reward.kind",
+        ) from error
+    except ValueError:  # a built-in function does not say what it takes
+        pass
+    return FunctionReward(made, config.options, in_thread=in_thread)
 
 
 def _built(found: type[Any], config: RewardConfig) -> Any:
@@ -70,5 +80,5 @@ def _built(found: type[Any], config: RewardConfig) -> Any:
 
 
 def is_user_code(config: RewardConfig) -> bool:
-    """Whether the reward may block and must run in the thread for user code."""
+    """Whether `make_reward` would load the user's code for it."""
     return config.kind not in BUILT_IN

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import time
 from collections.abc import AsyncGenerator, Callable
 
@@ -19,6 +20,8 @@ from streamrl.runtime.service import describe_exit
 
 logger = logging.getLogger(__name__)
 
+LEAST_FILES = 256
+"""Each connection to the nats-server is one, and each stream some."""
 _POLL_S = 0.2
 
 
@@ -50,6 +53,7 @@ async def run_bus_server(config: Config, run: RunDir, note: Callable[[str], None
         write_cluster(run, known)
         yield BusServer(known[OPERATOR])
         return
+    ensure_open_files()
     bus, users = config.bus, users_of(run)
     server = NatsServer(
         run.bus_store,
@@ -72,6 +76,25 @@ async def run_bus_server(config: Config, run: RunDir, note: Callable[[str], None
             await asyncio.gather(keeper, return_exceptions=True)
     finally:
         server.stop()
+
+
+def ensure_open_files(least: int = LEAST_FILES) -> None:
+    """Raise the limit of open files of this process and those that it starts to `least`, if it is lower.
+
+    Raises:
+        LaunchError: that is more than this user may have. The server would take no connections, and everybody wait for it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if soft == unlimited or soft >= least:
+        return
+    if hard != unlimited and hard < least:
+        raise LaunchError(
+            f"expected a limit of at least {least} open files for nats-server, a process and those it starts may have {hard}",
+            hint=f"raise the hard limit (ulimit -Hn, /etc/security/limits.conf, the service's or container's own) to {4 * least} or more",
+            limit=hard,
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (least, hard))
 
 
 async def _keep(server: NatsServer, up: BusServer, config: SuperviseConfig, note: Callable[[str], None]) -> None:

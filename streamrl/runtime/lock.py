@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from streamrl.errors import LaunchError
 from streamrl.runtime.processes import started
-from streamrl.runtime.rundir import RunDir
+from streamrl.runtime.rundir import RunDir, unreadable
 
 _GLANCE_S = 1.0
 """Who only looks (`holder`) has the lock for an instant; a start waits so long for those, and for a name of who else has it."""
@@ -29,8 +29,16 @@ class Holder(NamedTuple):
 
 @contextlib.contextmanager
 def lock_run(run: RunDir) -> Generator[None]:
-    """Hold the run's lock; raises LaunchError that names the holder's process id when somebody else has it."""
-    descriptor = os.open(run.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    """Hold the run's lock.
+
+    Raises:
+        LaunchError: somebody else has it; names the process id.
+        ConfigError: the lock file cannot be opened.
+    """
+    try:
+        descriptor = os.open(run.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise unreadable(run, error) from error
     try:
         _take(descriptor, run)
         os.ftruncate(descriptor, 0)
@@ -62,11 +70,13 @@ def _take(descriptor: int, run: RunDir) -> None:
 
 
 def holder(run: RunDir) -> Holder | None:
-    """The run's supervisor, or None if it is not running."""
+    """The run's supervisor, or None if it is not running; raises ConfigError where the lock file cannot be opened."""
     try:
         descriptor = os.open(run.lock_path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise unreadable(run, error) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,10 +1,13 @@
-"""The run record: written once, and compared with the configuration whenever the run is resumed."""
+"""The run record: written at the first start, and compared with the configuration whenever the run is resumed."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from typing import Any
+
+from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from streamrl.bus.protocol import Bus
 from streamrl.config.former import LATER_DECISIONS
@@ -27,6 +30,7 @@ FREE_KEYS = (
     "data.heldout",
     "tasks.max_deliveries",
     "producer",
+    "reward.timeout_s",
     "engine.workers",
     "engine.slots",
     "engine.threads",
@@ -90,6 +94,38 @@ async def write_or_check(bus: Bus, record: RunRecord) -> bool:
         return False
     check_resume(decode(entry.value, RunRecord, where=KEY_RUN), record)
     return True
+
+
+async def renew_code(bus: Bus, code: Mapping[str, str], *, accepted: bool) -> list[str]:
+    """Compare the digests of user code with those of the last start, and keep the new ones; returns what has changed, in words.
+
+    A run of an earlier build has none to compare with.
+
+    Args:
+        bus: connected; the record is there.
+        code: digests by configuration key, see `streamrl.config.code.code_digests`.
+        accepted: changed code of the loss may go on; that of producers and rewards may always.
+
+    Raises:
+        ConfigError: code of the loss has changed, and that was not accepted.
+        Conflict: somebody else has written the record meanwhile.
+    """
+    entry = await bus.kv.get(KEY_RUN)
+    assert entry is not None and entry.value is not None
+    record = decode(entry.value, RunRecord, where=KEY_RUN)
+    if record.code == code or (not code and record.code is UNSET):
+        return []
+    before = {} if isinstance(record.code, UnsetType) else record.code
+    changed = [key for key in sorted(code) if key in before and before[key] != code[key]]
+    refused = [key for key in changed if key.startswith("loss.")]
+    if refused and not accepted:
+        raise ConfigError(
+            f"the code of {' and '.join(refused)} is not what run {record.run!r} was trained with so far",
+            hint="put the old code back, or go on with the new one by `streamrl up --accept-code`; a replay of the past needs the old one",
+            key=refused[0],
+        )
+    await bus.kv.put(KEY_RUN, encode(replace(record, code=dict(code))), expect=entry.revision)
+    return [f"the code of {key} has changed since the last start" for key in changed]
 
 
 def check_resume(old: RunRecord, new: RunRecord) -> None:

@@ -100,8 +100,11 @@ class RunDir:
 
     @property
     def exists(self) -> bool:
-        """Whether a run was prepared here."""
-        return self.config_path.is_file()
+        """Whether a run was prepared here; raises ConfigError where that cannot be looked at."""
+        try:
+            return self.config_path.is_file()
+        except OSError as error:
+            raise unreadable(self, error) from error
 
     def create(self) -> None:
         """Make the directories, closed to other users, and the engines' token; raises LaunchError where that is not possible."""
@@ -163,10 +166,29 @@ class RunDir:
         raise ConfigError(f"expected the name or directory of a run, got {text!r}", hint=hint, run=text)
 
 
+def unreadable(run: RunDir, error: OSError) -> ConfigError:
+    """The error for a run directory that this user cannot look into."""
+    return ConfigError(
+        f"the run directory {run.path} cannot be read: {error.strerror}", hint="whose is it? look at it as that user", path=str(run.path)
+    )
+
+
 def known_runs(base: Path | str = "runs") -> list[RunDir]:
-    """The runs below `base`, the most recently started first."""
+    """The runs below `base`, the most recently started first; at the end those directories that cannot be looked into.
+
+    Raises:
+        ConfigError: `base` itself cannot.
+    """
     root = Path(base)
-    if not root.is_dir():
-        return []
-    runs = [run for run in (RunDir(path) for path in root.iterdir()) if run.exists]
-    return sorted(runs, key=lambda run: run.config_path.stat().st_mtime, reverse=True)
+    try:
+        paths = sorted(root.iterdir()) if root.is_dir() else []
+    except OSError as error:
+        raise unreadable(RunDir(root), error) from error
+    found: list[tuple[float, RunDir]] = []
+    for run in map(RunDir, paths):
+        try:
+            if run.exists:
+                found.append((run.config_path.stat().st_mtime, run))
+        except (ConfigError, OSError):
+            found.append((0.0, run))
+    return [run for _, run in sorted(found, key=lambda pair: pair[0], reverse=True)]

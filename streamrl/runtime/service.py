@@ -17,7 +17,7 @@ class Exit(IntEnum):
     FAILED = 1
     """An error; worth a restart."""
     CONFIG = 2
-    """The configuration is wrong; a restart would fail in the same way."""
+    """The configuration is wrong, or somebody has to decide how to go on; a restart would fail in the same way."""
     FENCED = 3
     """Another worker has this role; a restart would fight it."""
 

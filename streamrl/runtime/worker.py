@@ -18,7 +18,7 @@ from typing import Any
 from streamrl.bus import BusAddress, connect
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
-from streamrl.errors import BusError, ConfigError, Fenced, StreamRLError
+from streamrl.errors import BusError, CannotResume, ConfigError, Fenced, StreamRLError
 from streamrl.runtime.beats import BEAT_S, Pulse
 from streamrl.runtime.collection import collect_rarely, keep_none
 from streamrl.runtime.kinds import USER_CODE, check_kind, environment, load_main, num_workers
@@ -26,7 +26,7 @@ from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import STACKS_SIGNAL, SUPERVISOR_VARIABLE, Exit, die_with_parent, parent_is_gone
 from streamrl.schemas.codec import encode
 from streamrl.schemas.control import WorkerPresence
-from streamrl.schemas.events import Event
+from streamrl.schemas.events import NOTICE_EVENT, Event
 from streamrl.schemas.subjects import PREFIX_PRESENCE, Subjects
 from streamrl.telemetry.logs import configure_logging
 from streamrl.telemetry.metrics import MetricsSink
@@ -111,6 +111,11 @@ class Worker:
         except BusError as error:
             logger.warning("event=event_lost kind=%s error=%s", kind, error.message)
 
+    async def notice(self, text: str) -> None:
+        """Tell people something that they should know: on the screen of `up`, and in the log."""
+        logger.warning("event=notice text=%s", text)
+        await self.event(NOTICE_EVENT, {"text": text})
+
     async def present(self) -> None:
         """Say on the bus that this worker is alive; raises BusError."""
         state, since_s = self._doing()
@@ -165,7 +170,7 @@ def report_failure(error: Exception) -> Exit:
     match cause:
         case Fenced():
             return Exit.FENCED
-        case ConfigError():
+        case ConfigError() | CannotResume():
             return Exit.CONFIG
         case _:
             return Exit.FAILED
@@ -176,7 +181,7 @@ def first_cause(error: BaseException) -> BaseException:
     if not isinstance(error, BaseExceptionGroup):
         return error
     leaves = [first_cause(inner) for inner in error.exceptions]
-    for kind in (Fenced, ConfigError, StreamRLError):
+    for kind in (Fenced, ConfigError, CannotResume, StreamRLError):
         for leaf in leaves:
             if isinstance(leaf, kind):
                 return leaf

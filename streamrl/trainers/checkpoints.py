@@ -1,8 +1,8 @@
-"""Directories that are complete or absent: written under a hidden name, synced, then renamed.
+"""Directories that are complete or absent: written under a hidden name, synced, read back, then renamed.
 
 Beside a directory `name` there may be `.name.writing-*` (a write that never finished) and `.name.replaced` (the former
 content while it is being exchanged). `list_checkpoints` sees neither; the next write or `recover` of that name and `prune`
-tidy them up.
+tidy them up. `name.damaged` is a checkpoint that could not be read; `prune` removes it once there are newer ones.
 """
 
 from __future__ import annotations
@@ -13,39 +13,64 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
-from streamrl.errors import TrainingError
+import msgspec
+
+from streamrl.errors import CheckpointDamaged, TrainingError
+from streamrl.schemas.digests import file_digest
 from streamrl.schemas.versions import Version
 
 logger = logging.getLogger(__name__)
 
+SEAL_FILE = "files.json"
+"""In a checkpoint: size and digest of each of its files. Those of earlier builds have none."""
+DAMAGED = ".damaged"
 
-def list_checkpoints(root: Path, prefix: str = "") -> list[tuple[Version, Path]]:
-    """Complete checkpoints `<prefix>v<number>-e<epoch>` under `root`, oldest version first; none when `root` does not exist."""
-    pattern = re.compile(re.escape(prefix) + r"v(\d+)-e(\d+)")
+
+class SealedFile(msgspec.Struct, frozen=True):
+    """What a file was when it was written."""
+
+    nbytes: int
+    digest: str
+    """`streamrl.schemas.digests.file_digest`."""
+
+
+def list_checkpoints(root: Path, prefix: str = "", *, suffix: str = "") -> list[tuple[Version, Path]]:
+    """Complete checkpoints `<prefix>v<number>-e<epoch><suffix>` under `root`, oldest version first; none when `root` does not exist."""
+    pattern = re.compile(re.escape(prefix) + r"v(\d+)-e(\d+)" + re.escape(suffix))
     matches = [(pattern.fullmatch(path.name), path) for path in (root.iterdir() if root.is_dir() else ())]
     return sorted((Version(int(match[2]), int(match[1])), path) for match, path in matches if match and path.is_dir())
 
 
-def prune(root: Path, *, keep: int, prefix: str = "") -> list[Path]:
-    """Remove all but the newest `keep` checkpoints with that prefix, and what unfinished writes of them left.
+def prune(root: Path, *, keep: Collection[Path], prefix: str) -> list[Path]:
+    """Remove the checkpoints with that prefix that are older than the newest in `keep` and not in it, and what unfinished writes left.
 
-    Call it from the only writer under `prefix`, while it is not writing. `keep` <= 0 keeps all.
+    Call it from the only writer under `prefix`, while it is not writing. Nothing in `keep` keeps all.
 
     Returns:
         The checkpoints removed.
     """
-    found = list_checkpoints(root, prefix)
-    removed = [path for _, path in found[: max(len(found) - keep, 0)]] if keep > 0 else []
+    newest = max((version.number for version, path in list_checkpoints(root, prefix) if path in keep), default=0)
+    removed = [path for version, path in list_checkpoints(root, prefix) if version.number < newest and path not in keep]
+    removed += [path for version, path in list_checkpoints(root, prefix, suffix=DAMAGED) if version.number <= newest]
     for path in removed:
         # Renamed first, so that a half-removed directory is never taken for a checkpoint.
         os.rename(path, path.with_name(f".{path.name}.writing-removed"))
     for leftover in root.glob(f".{prefix}*.writing-*"):
         shutil.rmtree(leftover)
     return removed
+
+
+def set_aside(path: Path) -> None:
+    """Take a damaged checkpoint out of the way, to be looked at; one that is gone stays so."""
+    aside = path.with_name(path.name + DAMAGED)
+    if path.exists():
+        if aside.exists():
+            shutil.rmtree(aside)
+        os.rename(path, aside)
 
 
 def recover(path: Path) -> None:
@@ -61,11 +86,60 @@ def recover(path: Path) -> None:
         logger.info("event=unfinished_checkpoint_removed path=%s", leftover)
 
 
-def write_directory(path: Path, write: Callable[[Path], None]) -> None:
+def check_files(path: Path) -> None:
+    """Read every file of a checkpoint and hold it against its seal; one without a seal passes.
+
+    Raises:
+        CheckpointDamaged: a file is gone, or not what was written.
+        TrainingError: it cannot be looked at.
+    """
+    try:
+        if not path.is_dir():
+            raise damaged(path, "there is no such directory")
+        if not (path / SEAL_FILE).exists():
+            return
+        for name, sealed in msgspec.json.decode((path / SEAL_FILE).read_bytes(), type=dict[str, SealedFile]).items():
+            if not (path / name).is_file():
+                raise damaged(path, f"{name} is gone")
+            if (nbytes := (path / name).stat().st_size) != sealed.nbytes:
+                raise damaged(path, f"{name} has {nbytes} bytes, {sealed.nbytes} were written")
+            if file_digest(path / name) != sealed.digest:
+                raise damaged(path, f"the bytes of {name} are not those that were written")
+    except msgspec.MsgspecError as error:
+        raise damaged(path, f"{SEAL_FILE} cannot be read: {error}") from error
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def damaged(path: Path, problem: str, **values: str) -> CheckpointDamaged:
+    """The error for a checkpoint that is not what was written."""
+    return CheckpointDamaged(
+        f"expected a whole checkpoint in {path}: {problem}",
+        hint="`streamrl up` goes on from an older one by itself",
+        path=str(path),
+        problem=problem,
+        **values,
+    )
+
+
+def unreadable(path: Path, error: OSError) -> TrainingError:
+    """The error for a checkpoint whose files cannot be read: damaged where one is gone, else for a reason that may pass."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return damaged(path, str(error))
+    return TrainingError(f"cannot read the checkpoint {path}: {error}", hint="mend that and run `up` again; nothing is lost")
+
+
+def write_directory(path: Path, write: Callable[[Path], None], *, seal: bool = False) -> None:
     """Make the directory `path` with what `write` puts into the empty directory it is given.
 
     All files and directories are synced before the rename, so `path` has its whole content or does not exist, across a
     kill and (as far as the disk keeps its word) across a power loss. An existing `path` is replaced.
+
+    Args:
+        path: the directory.
+        write: fills it.
+        seal: note the digest of every file beside them, and read all of it back before the rename, from the disk where the system
+            forgets pages on request.
 
     Raises:
         TrainingError: it could not be written; nothing is left behind.
@@ -76,7 +150,11 @@ def write_directory(path: Path, write: Callable[[Path], None]) -> None:
         temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.writing-", dir=path.parent))
         try:
             write(temporary)
+            if seal:
+                _seal(temporary)
             _sync_tree(temporary)
+            if seal:
+                check_files(temporary)
             os.chmod(temporary, 0o755)
             _exchange(temporary, path)
         except BaseException:
@@ -97,16 +175,21 @@ class BackgroundWriter:
     def __init__(self) -> None:
         self._last: threading.Thread | None = None
 
-    def submit(self, path: Path, write: Callable[[Path], None]) -> Future[None]:
-        """Start `write_directory(path, write)`; the future holds its outcome."""
+    def submit(self, path: Path, write: Callable[[Path], None], beside: Mapping[str, bytes] | None = None) -> Future[None]:
+        """Start `write_directory` of a sealed checkpoint, with the files `beside` what `write` puts there; the future holds its outcome."""
         if self._last is not None:
             self._last.join()
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
 
+        def fill(directory: Path) -> None:
+            write(directory)
+            for name, data in (beside or {}).items():
+                (directory / name).write_bytes(data)
+
         def work() -> None:
             try:
-                write_directory(path, write)
+                write_directory(path, fill, seal=True)
             except BaseException as error:
                 logger.error("event=checkpoint_failed path=%s error=%s", path, error)
                 future.set_exception(error)
@@ -128,6 +211,12 @@ def _exchange(temporary: Path, path: Path) -> None:
         shutil.rmtree(replaced)
 
 
+def _seal(directory: Path) -> None:
+    files = sorted(file for file in directory.rglob("*") if file.is_file())
+    sealed = {str(file.relative_to(directory)): SealedFile(file.stat().st_size, file_digest(file)) for file in files}
+    (directory / SEAL_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(sealed)))
+
+
 def _sync_tree(directory: Path) -> None:
     for folder, _, files in os.walk(directory):
         for name in files:
@@ -139,5 +228,7 @@ def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+        if hasattr(os, "posix_fadvise"):  # who reads it next reads the disk
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(handle)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
@@ -41,12 +41,20 @@ class Trainer(Protocol):
         """This rank's parameters: a snapshot of them when the first is drawn at the latest, on the host or on a device."""
         ...
 
-    def save(self, path: Path, extra: bytes, *, version: Version) -> Future[None]:
-        """Snapshot now, write in the background; resolves when the directory `path` is complete, synced and renamed into place."""
+    def save(self, path: Path, extra: bytes, *, version: Version, beside: Mapping[str, bytes] | None = None) -> Future[None]:
+        """Snapshot now, write in the background; resolves when the directory `path` is complete, synced, read back and in its place.
+
+        `beside` are files of the caller's, by name, that are put there too.
+        """
         ...
 
     def load(self, path: Path) -> bytes:
-        """Restore parameters, optimizer and random state from `path`; returns what `save` got as `extra`."""
+        """Restore parameters, optimizer and random state from `path`; returns what `save` got as `extra`.
+
+        Raises:
+            CheckpointDamaged: it is gone, or not what was written; nothing was restored.
+            TrainingError: it is of another model.
+        """
         ...
 
     def export(self, path: Path) -> None:

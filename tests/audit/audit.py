@@ -64,6 +64,7 @@ def examine(raw: Raw, *, complete: bool = False) -> Report:
     subject = f"{raw.run}.ledger.{trainer}"
     problems: list[str] = []
     entries = [Entry(stored, _entry(stored, raw.blobs, problems)) for stored in raw.ledger.messages if stored.subject == subject]
+    problems += [_gap(entry) for entry in entries if "gap" in entry.body]
     promises = Promises(raw, trainer, entries)
     messages = {stored.sequence: read_message(stored) for stored in raw.samples.messages}
     books = Books(settings, messages, raw.samples.first, promises.chain())
@@ -90,6 +91,15 @@ def examine(raw: Raw, *, complete: bool = False) -> Report:
         "oldest": max((max(entry["staleness"], default=0) for entry in books.chain), default=0),
     }
     return Report(problems, counts)
+
+
+def _gap(entry: Entry) -> str:
+    """An accepted loss is a loss all the same."""
+    gap, (epoch, number) = entry.body["gap"], entry.version
+    highest = f"{gap['highest']['epoch']}.{gap['highest']['number']}"
+    return (
+        f"ledger sequence {entry.stored.sequence}: {epoch}.{number} goes on after a gap ({gap['lost']}): versions up to {highest} were lost"
+    )
 
 
 def _entry(stored: Stored, blobs: dict[str, bytes], problems: list[str]) -> dict[str, Any]:

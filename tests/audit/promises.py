@@ -60,6 +60,9 @@ class Promises:
         for entry in self.entries:
             epoch, number = entry.version
             sequence = entry.stored.sequence
+            if "gap" in entry.body:
+                newest = {other: body for other, body in newest.items() if other <= number}
+                continue
             if entry.body["fence"] < fence:
                 self._say(f"ledger sequence {sequence}: fence {entry.body['fence']} after fence {fence}")
             fence = max(fence, entry.body["fence"])
@@ -110,6 +113,10 @@ class Promises:
             same = version_of(position[0]) == version_of(latest[0]) and position[0]["oldest_needed"] == latest[0]["oldest_needed"]
             if ahead or (same and position[1] < latest[1]):
                 self._say(f"the position {_place(position)} moved before the checkpoint {_place(latest)}")
+            kept = [latest[0], *(latest[0].get("older") or ())]
+            named = version_of(position[0]) in {version_of(one) for one in kept}  # else it is that of a newer checkpoint
+            if named and position[1] > latest[1] and position[0]["oldest_needed"] > min(one["oldest_needed"] for one in kept):
+                self._say(f"the position {_place(position)} is above what the oldest of {len(kept)} kept checkpoints needs")
         number = latest[0]["version"]["number"] if latest else 0
         carried = set(latest[0]["carried"]) if latest else set()
         for entry in books.chain[number:]:
@@ -145,12 +152,15 @@ class Promises:
 
     def weights(self) -> None:
         """Every version on offer has its entry, was written down first, and has the entry's digest."""
-        known = {entry.version: entry for entry in self.entries}
+        known = {entry.version: entry for entry in self.entries if "gap" not in entry.body}
+        gaps = [(entry.version[0], version_of({"version": entry.body["gap"]["highest"]})) for entry in self.entries if "gap" in entry.body]
         for stored in self.raw.weights.messages:
             manifest = unpack(stored.body)
             version = version_of(manifest)
             if version == (0, 0):
                 continue
+            if version not in known and any(version[0] < epoch and version[1] <= highest[1] for epoch, highest in gaps):
+                continue  # said with the gap
             entry = known.get(version)
             name = f"{version[0]}.{version[1]}"
             if entry is None:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from streamrl.bus import BusAddress
 from streamrl.bus.protocol import Bus, Message
 from streamrl.config.tree import TasksConfig
-from streamrl.consumers.training.carried import write_carried
+from streamrl.consumers.training.carried import CARRIED_FILE, carried_files
 from streamrl.schemas.codec import encode
 from streamrl.schemas.control import Grant, Latest, Position
 from streamrl.schemas.ledger import Drop, LedgerEntry, Used
@@ -78,7 +78,8 @@ async def test_what_a_checkpoint_carries_is_not_lost(nats_bus: Bus, nats_address
     subject = Subjects(run_id).samples("main")
     reads = {"url": nats_address.url, "user": nats_address.user, "password": nats_address.password, "run": run_id}
     assert any("task 7 is lost" in problem for problem in (await audit(**reads, directory=tmp_path)).problems)
-    write_carried(tmp_path / "checkpoints" / "main", [Message(subject, 99, rows(7), {HEADER_TASK: "7"})])
+    carried = carried_files([Message(subject, 99, rows(7), {HEADER_TASK: "7"})])
+    (tmp_path / "checkpoints" / "main" / CARRIED_FILE).write_bytes(carried[CARRIED_FILE])
     assert (await audit(**reads, directory=tmp_path)).problems == []
 
 
@@ -211,6 +212,10 @@ BENT: dict[str, tuple[Bend, str]] = {
         "moved before the checkpoint",
     ),
     "a position of a later version": (key("positions/main", Position("main", "samples", 10, Version(0, 3))), "moved before the checkpoint"),
+    "a position above an older checkpoint": (
+        key("latest/main", Latest("main", Version(0, 2), "c", 9, 10, older=(Latest("main", Version(0, 1), "b", 6, 5),))),
+        "above what the oldest of 2 kept checkpoints needs",
+    ),
     "a checkpoint of nothing": (key("latest/main", Latest("main", Version(0, 4), "c", 13, 10)), "of version 4, the ledger ends at 3"),
     "a checkpoint that has read too little": (
         key("latest/main", Latest("main", Version(0, 2), "c", 8, 8)),

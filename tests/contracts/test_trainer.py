@@ -16,9 +16,10 @@ from streamrl.config.loss import CorrectionConfig
 from streamrl.config.registry import Role
 from streamrl.config.tree import Config, LossConfig, OptimizerConfig, RunConfig, TrainerConfig, WarmupConfig
 from streamrl.core.batches import TrainBatch
-from streamrl.errors import TrainingError
+from streamrl.errors import CheckpointDamaged, TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine, tensor_digest
+from streamrl.trainers.checkpoints import SEAL_FILE
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.table.trainer import TableTrainer
@@ -323,13 +324,34 @@ def test_a_save_that_fails_leaves_the_former_checkpoint(make: MakeTrainer, tmp_p
 
 def test_damaged_and_missing_checkpoints_are_refused(make: MakeTrainer, tmp_path: Path) -> None:
     trainer = make()
-    with raises(TrainingError, path=str(tmp_path / "nowhere"), complete=False):
+    with pytest.raises(CheckpointDamaged):
         trainer.load(tmp_path / "nowhere")
     trainer.save(tmp_path / "at", b"", version=Version()).result()
     largest = max((tmp_path / "at").iterdir(), key=lambda path: path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-200])
-    with raises(TrainingError, path=str(tmp_path / "at"), complete=False):
+    with pytest.raises(CheckpointDamaged):
         trainer.load(tmp_path / "at")
+    (tmp_path / "at" / SEAL_FILE).unlink()  # one of an earlier build has none
+    with pytest.raises(CheckpointDamaged):
+        trainer.load(tmp_path / "at")
+
+
+def test_one_bit_in_any_file_of_a_checkpoint_is_found(make: MakeTrainer, tmp_path: Path) -> None:
+    """Of optimizer and random state too, which have no digest of their own."""
+    trainer = make()
+    trainer.save(tmp_path / "at", b"extra", version=Version(), beside={"more": b"of the caller's"}).result()
+    assert (tmp_path / "at" / "more").read_bytes() == b"of the caller's"
+    files = [path for path in (tmp_path / "at").iterdir() if path.name != SEAL_FILE]
+    for path in files:
+        whole = path.read_bytes()
+        spoiled = bytearray(whole)
+        spoiled[-1] ^= 1
+        path.write_bytes(spoiled)
+        with pytest.raises(CheckpointDamaged) as caught:
+            trainer.load(tmp_path / "at")
+        assert path.name in caught.value.values["problem"]
+        path.write_bytes(whole)
+    assert trainer.load(tmp_path / "at") == b"extra"
 
 
 def test_an_exported_policy_is_a_model_directory_with_the_same_parameters(make: MakeTrainer, tmp_path: Path) -> None:

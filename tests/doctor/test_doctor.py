@@ -14,7 +14,7 @@ from streamrl.bus.server import NatsServer
 from streamrl.cli import main
 from streamrl.config.engines import EngineConfig, SglangConfig
 from streamrl.config.ray import RayConfig
-from streamrl.config.tree import BusConfig, Config, TrainerConfig
+from streamrl.config.tree import BusConfig, Config, ProducerConfig, TasksConfig, TrainerConfig
 from streamrl.doctor import machine as doctor
 from streamrl.doctor import run_checks
 from streamrl.doctor.findings import Check, print_checks, summary
@@ -24,6 +24,7 @@ from streamrl.doctor.run_checks import (
     check_budgets,
     check_bus,
     check_config,
+    check_credits,
     check_gpus_wanted,
     check_ports_wanted,
     check_ray,
@@ -43,6 +44,15 @@ def test_this_machine_can_run_streamrl(tmp_path: Path) -> None:
     assert names <= {check.name for check in checks}
     assert "nats-server: v" in next(check.found for check in checks if check.name == "nats-server")
     assert [check.name for check in checks if check.state != "ok" and not check.hint] == []
+
+
+def test_credits_are_reckoned_where_user_code_may_hang() -> None:
+    own = Config(producer=ProducerConfig(function="a.py:b"), tasks=TasksConfig(batch_tasks=100, max_staleness=3, num_rollouts=1))
+    # 400 credits = 2 x 133 tasks/s x 5 % x 30 s.
+    assert "400 credits; where 5% of rollouts hang, 5% of tasks" in check_credits(own).found
+    assert "133.3 tasks/s" in check_credits(own).found
+    assert "credits" in {check.name for check in check_config(own, num_gpus=0)}
+    assert "credits" not in {check.name for check in check_config(Config(), num_gpus=0)}
 
 
 def test_an_old_python_fails() -> None:

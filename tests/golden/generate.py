@@ -18,7 +18,7 @@ from streamrl.schemas.control import EnginePresence, Grant, Latest, Position, Ru
 from streamrl.schemas.dead import DeadRecord
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.events import Event, MetricReport
-from streamrl.schemas.ledger import Drop, LedgerEntry, SpilledDrops, Used
+from streamrl.schemas.ledger import Drop, Gap, LedgerEntry, SpilledDrops, Used
 from streamrl.schemas.samples import (
     BlobRef,
     Branch,
@@ -184,6 +184,18 @@ def records() -> dict[str, Any]:
             score=0.75,
             reward=0.25,
         ),
+        "ledger_gap": LedgerEntry(
+            run="golden",
+            trainer="main",
+            version=Version(2, 17),
+            source="",
+            used=(),
+            cursor=104,
+            granted=68,
+            retired=36,
+            fence=4,
+            gap=Gap(lost="end", missing=((18, 20),), highest=Version(1, 20), known_by="manifest"),
+        ),
         "manifest": Manifest(
             run="golden",
             policy="policy",
@@ -228,6 +240,16 @@ def records() -> dict[str, Any]:
         "grant": Grant(68, 17, 36, None),
         "position": Position("main", "samples", 99, version),
         "latest": Latest("main", version, "checkpoints/main-v00000017-e1", 104, 99, "identity"),
+        "latest_kept": Latest(
+            "main",
+            version,
+            "checkpoints/main-v00000017-e1",
+            104,
+            99,
+            "identity",
+            (42,),
+            (Latest("main", Version(1, 12), "checkpoints/main-v00000012-e1", 80, 71, "identity"),),
+        ),
         "engine": EnginePresence(engine="engine-0", address="http://127.0.0.1:1", serving=version, running=3, waiting=4, slots=8),
         "engine-degraded": EnginePresence(
             engine="engine-0", address="http://127.0.0.1:1", serving=version, slots=8, max_len=4096, degraded="every update pauses it"

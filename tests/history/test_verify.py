@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from streamrl.config.load import dump, override
 from streamrl.config.tree import Config
-from streamrl.errors import ConfigError, LogTruncated, StreamRLError
+from streamrl.errors import ConfigError, LogTruncated, SchemaError, StreamRLError
 from streamrl.history.record_log import RecordedLog
 from streamrl.history.replay import Range, verify
 from streamrl.history.replay_report import ReplayReport
@@ -40,6 +40,7 @@ async def replayed(path: Path, span: Range | None = None, **options: object) -> 
             span=span,
             config_difference=source.config_difference,
             initial_digest=source.initial_digest,
+            highest=source.highest,
             **options,  # type: ignore[arg-type]
         )
 
@@ -120,6 +121,41 @@ async def test_a_recording_that_is_not_whole_is_refused_at_once(copy: Path) -> N
                 _ = RecordedLog(copy).config
             (copy / name).write_bytes(whole)
     assert RecordedLog(copy).config.run.name == "parent"
+
+
+async def test_a_shortened_recording_is_found(recorded: Recorded, copy: Path) -> None:
+    newest = recorded.ledger[-1].version.number
+    change(copy / "ledger.parquet", lambda table: table.slice(0, table.num_rows - 3))
+    report = await replayed(copy)
+    assert not report.ok and report.equal == newest - 3
+    assert report.lost == (f"the ledger has no entry for version {newest - 2} to {newest}",)
+    within = await replayed(copy, Range(last=newest - 3))
+    assert within.ok, within.lines
+    change(copy / "ledger.parquet", lambda table: pa.concat_tables([table.slice(0, 4), table.slice(6)]))
+    report = await replayed(copy)
+    assert report.versions == 4 and f"the ledger has no entry for version 5 to 6, {newest - 2} to {newest}" in report.lost
+
+
+async def test_a_shortened_recording_of_an_earlier_build_is_refused(copy: Path) -> None:
+    """It says how many entries it has, and not which is the last."""
+    facts = msgspec.json.decode((copy / "recording.json").read_bytes())
+    del facts["highest"]
+    (copy / "recording.json").write_bytes(msgspec.json.encode(facts))
+    assert (await replayed(copy)).ok
+    change(copy / "ledger.parquet", lambda table: table.slice(0, table.num_rows - 3))
+    with pytest.raises(SchemaError):
+        await replayed(copy)
+
+
+async def test_a_shortened_sample_stream_is_said_at_once(recorded: Recorded, copy: Path) -> None:
+    log = RecordedLog(copy)
+    facts = log.recording.streams["samples"]
+    end = recorded.ledger[9].cursor
+    shorter = replace(log.recording, streams=log.recording.streams | {"samples": replace(facts, last=end)})
+    (copy / "recording.json").write_bytes(msgspec.json.encode(shorter))
+    report = await replayed(copy)
+    assert not report.ok and report.versions == report.equal == sum(entry.cursor <= end for entry in recorded.ledger)
+    assert f"the sample stream ends at sequence {end}" in report.lost[0]
 
 
 async def test_a_trimmed_recording_needs_a_checkpoint(copy: Path) -> None:

@@ -1,4 +1,4 @@
-"""`streamrl up` with workers that are `tiny_worker.py`: `tiny_up.py TOML MODE [SECTION.KEY=VALUE ...]`."""
+"""`streamrl up` with workers that are `tiny_worker.py`: `tiny_up.py TOML MODE [--accept-gap] [--accept-code] [SECTION.KEY=VALUE ...]`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from pathlib import Path
 from streamrl.config.load import load
 from streamrl.errors import StreamRLError
 from streamrl.launch.local import LocalLauncher
-from streamrl.launch.up import up
+from streamrl.launch.up import Consent, up
 from streamrl.monitor.screen import PlainLines
 from streamrl.runtime.rundir import RunDir
 
 
 def main() -> int:
-    toml, mode, *overrides = sys.argv[1:]
-    config = load(toml, overrides)
+    toml, mode, *more = sys.argv[1:]
+    config = load(toml, [text for text in more if not text.startswith("--")])
+    consent = Consent(gap="--accept-gap" in more, code="--accept-code" in more)
     run = RunDir(Path(config.run.dir) / config.run.name)
     worker = str(Path(__file__).with_name("tiny_worker.py"))
 
@@ -25,7 +26,7 @@ def main() -> int:
         return (sys.executable, worker, kind, str(run.path), mode)
 
     try:
-        outcome = asyncio.run(up(config, PlainLines(), launcher=LocalLauncher(run, config, command=command)))
+        outcome = asyncio.run(up(config, PlainLines(), launcher=LocalLauncher(run, config, command=command), consent=consent))
     except StreamRLError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

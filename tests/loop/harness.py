@@ -71,7 +71,7 @@ async def read_ledger(bus: Bus, run: str, trainer: str = "main") -> list[LedgerE
     entries: list[LedgerEntry] = []
     if newest is None:
         return entries
-    async for message in bus.read(LEDGER, after=0, subject=subject):
+    async for message in bus.read(LEDGER, after=(await bus.state(LEDGER)).first - 1, subject=subject):
         entries.append(decode(message.body, LedgerEntry))
         if message.sequence >= newest.sequence:
             break

@@ -108,6 +108,7 @@ async def plain_loop(config: Config, model_dir: Path) -> list[str]:
     return digests
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("backend", ["table", "torch"])
 async def test_lockstep_equals_a_plain_synchronous_loop(tmp_path: Path, bus: Bus, run_id: str, backend: str) -> None:
     config = lockstep_config(tmp_path, run_id, backend)

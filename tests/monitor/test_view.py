@@ -13,7 +13,7 @@ from streamrl.monitor.rates import RATE_WINDOW_S
 from streamrl.monitor.view import RunView, Totals, counted_median
 from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
 from streamrl.schemas.events import Event
-from streamrl.schemas.ledger import Drop
+from streamrl.schemas.ledger import Drop, Gap
 from streamrl.schemas.versions import Version
 from tests.monitor.conftest import MakeEntry, as_line, evaluation
 
@@ -189,3 +189,21 @@ def test_tasks_that_end_without_a_batch_are_told_apart(entry: MakeEntry) -> None
     view.ledger(as_line(entry(11)))
     view.grant(Grant(granted=30, version=1, retired=15))
     assert view.numbers(elapsed_s=1.0).barren_tasks == 4
+
+
+def test_a_gap_is_no_batch_and_makes_later_ones_void(entry: MakeEntry) -> None:
+    view = RunView("r")
+    for number in (1, 2, 3, 4):
+        view.ledger(as_line(entry(number)))
+    lost = Gap(lost="samples", missing=(), highest=Version(0, 4), known_by="ledger")
+    view.ledger(as_line(replace(entry(2, epoch=1, tokens=0), used=(), gap=lost)))
+    assert [point.number for point in view.points] == [1, 2]
+    view.ledger(as_line(entry(3, epoch=1)))
+    assert [point.number for point in view.points] == [1, 2, 3] and view.tokens_trained == 300
+    assert view.numbers(elapsed_s=0.0).version == "1.3"
+
+
+def test_notices_are_kept_for_the_screen() -> None:
+    view = RunView("r")
+    view.event(Event(kind="notice", worker="trainer-0", detail={"text": "goes on from an older checkpoint"}))
+    assert view.notices == ["trainer-0: goes on from an older checkpoint"]

@@ -17,7 +17,6 @@ from streamrl.config.tree import (
     EngineConfig,
     ModelConfig,
     RunConfig,
-    TasksConfig,
     TrainerConfig,
     WarmupConfig,
 )
@@ -132,7 +131,6 @@ async def loop(tmp_path: Path, run_id: str, make_bus: Callable[[BusConfig], Awai
         run=RunConfig(name=run_id),
         model=ModelConfig(max_len=128),
         data=DataConfig(train="unused.jsonl"),
-        tasks=TasksConfig(max_deliveries=3),
         engine=EngineConfig(kind="table"),
         trainer=TrainerConfig(backend="table"),
         warmup=WarmupConfig(max_steps=1),

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,8 +63,6 @@ def runner(engine: TableEngine, tokenizer: Tokenizer, function: Any = one_turn, 
         reward=reward or ExactMatch(),
         engine=engine,
         tokenizer=tokenizer,
-        user_producer=True,
-        user_reward=reward is not None,
         options={},
         max_len=128,
         chat_template=True,
@@ -128,31 +124,6 @@ async def test_a_producer_that_forgets_a_rollout_is_told(engine: TableEngine, to
     assert [(f.rollout, f.reason) for f in failures] == [(0, "filtered"), (1, "failed")]
 
 
-async def test_user_code_runs_in_its_own_thread_and_may_block(engine: TableEngine, tokenizer: Tokenizer) -> None:
-    threads: set[str] = set()
-    ticks = 0
-
-    async def blocking(task: RolloutTask, engine: RolloutEngine) -> Episode:
-        threads.add(threading.current_thread().name)
-        episode = await one_turn(task, engine)
-        time.sleep(0.2)  # noqa: ASYNC251  # what user code should not do, and does
-        return episode
-
-    async def tick() -> None:
-        nonlocal ticks
-        while True:
-            await asyncio.sleep(0.005)
-            ticks += 1
-
-    ticker = asyncio.create_task(tick())
-    episodes, _ = await run(runner(engine, tokenizer, blocking), make_task(tokenizer))
-    ticker.cancel()
-    assert len(episodes) == 3
-    assert threads == {"user-code"}
-    # 0.6 s are spent blocked; a loop that was blocked with them would have ticked hardly at all.
-    assert ticks > 20
-
-
 async def test_cancelling_reaches_the_engine(engine: TableEngine, tokenizer: Tokenizer) -> None:
     held = runner(engine, tokenizer)
     task = replace(make_task(tokenizer), min_version=99)
@@ -168,7 +139,7 @@ async def test_cancelling_reaches_the_engine(engine: TableEngine, tokenizer: Tok
         await rolling
 
 
-async def test_an_engine_error_passes_through_both_threads(engine: TableEngine, tokenizer: Tokenizer) -> None:
+async def test_an_engine_that_is_gone_is_said(engine: TableEngine, tokenizer: Tokenizer) -> None:
     await engine.stop()
     held = runner(engine, tokenizer)
     with pytest.raises(EngineError):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
+from streamrl.bus.protocol import Lease
 from streamrl.core.seeds import rollout_seed
 from streamrl.engines.batching.delays import TokenDelay
 from streamrl.errors import ConfigError, StreamFull
@@ -18,11 +19,15 @@ from streamrl.schemas.subjects import HEADER_SCHEMA, HEADER_TASK, SAMPLES, TASKS
 from streamrl.schemas.tasks import RolloutTask
 from tests.producers.conftest import ACK_WAIT_S, Loop, samples_in, tombstones_in, with_producer
 from tests.producers.policies import SURE, script
+from tests.support.processes import until
 
 PRODUCERS = '''
 import asyncio
+import os
 import time
 from pathlib import Path
+
+import numpy as np
 
 
 async def calculator(task, engine):
@@ -57,6 +62,28 @@ async def fails_on_odd_rollouts(task, engine):
 
 async def always_fails(task, engine):
     raise ValueError("nothing works")
+
+
+async def exits_at_row_4(task, engine):
+    chat = engine.chat(task)
+    await chat.generate()
+    if task.index == 4:
+        os._exit(3)
+    return chat.episode()
+
+
+async def bad_metadata(task, engine):
+    chat = engine.chat(task)
+    await chat.generate()
+    return chat.episode(metadata={"score": np.float32(0.5)} if engine.context.rollout_index else {"score": 0.5})
+
+
+def plain(task, engine):
+    chat = engine.chat(task)
+    while "?" in chat.generate().text:
+        chat.tool("7")
+    time.sleep(0.01)
+    return chat.episode()
 '''
 
 
@@ -95,6 +122,7 @@ async def test_warmup_tasks_need_no_engine(loop: Loop) -> None:
     assert [(span.length, span.version) for span in samples[0].spans] == [(8, None)]
 
 
+@pytest.mark.process
 async def test_a_custom_producer_runs_over_several_turns(loop: Loop, functions: Path) -> None:
     # Asked for 3+4 it calls the tool half of the time; the tool's answer comes back until it gives its own.
     logits = script(loop.tokenizer, {(0, "<|assistant|>"): "7"})
@@ -113,18 +141,31 @@ async def test_a_custom_producer_runs_over_several_turns(loop: Loop, functions: 
         assert masked == "?<|end|>" * (len(turn) - 1) + "7<|end|>"
 
 
-async def test_user_code_that_blocks_keeps_its_lease(loop: Loop, functions: Path) -> None:
+@pytest.mark.process
+async def test_user_code_that_blocks_keeps_its_lease(loop: Loop, functions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = with_producer(loop.config, f"{functions}:blocks", options={"block_s": 3 * ACK_WAIT_S})
-    # A lease that lapsed would be delivered a second time, and end in a tombstone.
-    config = replace(config, tasks=replace(config.tasks, max_deliveries=1))
-    async with loop.engine(), loop.serving(main, loop.worker(config=config)):
+    worker = loop.worker(config=config)
+    claimed: list[int] = []
+    claim = worker.bus.claim
+
+    async def seen(source: str, *, max: int, wait_s: float) -> Sequence[Lease]:
+        leases = await claim(source, max=max, wait_s=wait_s)
+        claimed.extend(lease.deliveries for lease in leases)
+        return leases
+
+    monkeypatch.setattr(worker.bus, "claim", seen)
+    async with loop.engine(), loop.serving(main, worker):
         await loop.issue(1, num_rollouts=1)
+        await until(lambda: "functions.py:" in worker.state and "in blocks" in worker.state)
         records = await loop.records(1)
         await loop.queue_is_empty()
         assert (await loop.bus.state(SAMPLES)).last == 1
+    # A lease that lapsed would have been delivered a second time.
+    assert claimed == [1]
     assert [sample.rollout for sample in samples_in(records)] == [0]
 
 
+@pytest.mark.process
 async def test_a_failing_rollout_ends_alone(loop: Loop, functions: Path) -> None:
     worker = loop.worker(config=with_producer(loop.config, f"{functions}:fails_on_odd_rollouts"))
     async with loop.engine(), loop.serving(main, worker):
@@ -137,6 +178,7 @@ async def test_a_failing_rollout_ends_alone(loop: Loop, functions: Path) -> None
     assert [sample.rollout for sample in samples_in(records[2:])] == [0, 2]
 
 
+@pytest.mark.process
 async def test_a_task_without_any_sample_ends_whole(loop: Loop, functions: Path) -> None:
     worker = loop.worker(config=with_producer(loop.config, f"{functions}:always_fails"))
     async with loop.engine(), loop.serving(main, worker):
@@ -146,15 +188,54 @@ async def test_a_task_without_any_sample_ends_whole(loop: Loop, functions: Path)
     assert (stone.task, stone.rollout, stone.reason, stone.group_size) == (0, None, "failed", 3)
 
 
-async def test_a_task_that_was_delivered_too_often_ends(loop: Loop) -> None:
+@pytest.mark.process
+async def test_a_row_that_kills_its_process_ends_alone(loop: Loop, functions: Path) -> None:
+    """With `tasks.max_deliveries` and `producer.children` as they are by default."""
+    worker = loop.worker(config=with_producer(loop.config, f"{functions}:exits_at_row_4"))
+    async with loop.engine(), loop.serving(main, worker) as service:
+        await loop.issue(9)
+        records = await loop.records(9, timeout_s=90)
+        await loop.queue_is_empty()
+        assert not service.done()
+        assert not [key for key in await loop.bus.kv.keys("attempts/") if (entry := await loop.bus.kv.get(key)) and entry.value]
+    [stone] = tombstones_in(records)
+    assert (stone.task, stone.rollout, stone.reason) == (4, None, "deliveries")
+    assert "died 4 times" in stone.detail and "exit code 3" in stone.detail
+    assert sorted({sample.task for sample in samples_in(records)}) == [0, 1, 2, 3, 5, 6, 7, 8]
+
+
+@pytest.mark.process
+async def test_metadata_that_cannot_be_stored_ends_its_rollout(loop: Loop, functions: Path) -> None:
+    worker = loop.worker(config=with_producer(loop.config, f"{functions}:bad_metadata"))
+    async with loop.engine(), loop.serving(main, worker):
+        await loop.issue(1)
+        records = await loop.records(2)
+        await loop.queue_is_empty()
+    [stone] = tombstones_in(records)
+    assert (stone.rollout, stone.reason) == (1, "failed") and "numpy.float32" in stone.detail
+    assert [(sample.rollout, sample.metadata) for sample in samples_in(records)] == [(0, {"score": 0.5})]
+
+
+@pytest.mark.process
+async def test_a_plain_function_may_block(loop: Loop, functions: Path) -> None:
+    worker = loop.worker(config=with_producer(loop.config, f"{functions}:plain"))
+    async with loop.engine(), loop.serving(main, worker):
+        await loop.issue(4, num_rollouts=4)
+        samples = samples_in(await loop.records(4))
+        await loop.queue_is_empty()
+    assert {(sample.task, sample.rollout, sample.reward) for sample in samples} == {(t, k, 1.0) for t in range(4) for k in range(4)}
+
+
+async def test_deliveries_alone_end_no_task(loop: Loop) -> None:
+    """Drains, cut connections and dead neighbours raise JetStream's count; none of that is the task's fault."""
     await loop.issue(1)
-    for _ in range(3):
+    for _ in range(3 * loop.config.tasks.max_deliveries):
         [lease] = await loop.bus.claim("main", max=1, wait_s=5.0)
         await lease.retry()
     async with loop.engine(), loop.serving(main, loop.worker()):
-        [stone] = tombstones_in(await loop.records(1))
+        samples = samples_in(await loop.records(1))
         await loop.queue_is_empty()
-    assert (stone.task, stone.rollout, stone.reason, stone.group_size) == (0, None, "deliveries", 2)
+    assert [(sample.task, sample.rollout) for sample in samples] == [(0, 0), (0, 1)]
 
 
 async def test_a_task_that_cannot_be_read_ends_as_poison(loop: Loop) -> None:
@@ -165,6 +246,7 @@ async def test_a_task_that_cannot_be_read_ends_as_poison(loop: Loop) -> None:
     assert (stone.task, stone.reason) == (0, "poison")
 
 
+@pytest.mark.process
 async def test_a_drain_gives_open_tasks_back_at_once(loop: Loop, functions: Path, tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     begun.mkdir()
@@ -247,6 +329,7 @@ async def test_a_full_stream_stalls_and_goes_on(loop: Loop) -> None:
     assert sorted({sample.task for sample in samples_in(found)}) == [0, 1]
 
 
+@pytest.mark.process
 async def test_another_producer_attaches_and_leaves(loop: Loop, functions: Path) -> None:
     guest = loop.worker(7)
     async with loop.engine():
@@ -262,6 +345,7 @@ async def test_another_producer_attaches_and_leaves(loop: Loop, functions: Path)
     assert sorted({(s.task, s.producer) for s in both}) == [(t, "producer-7" if t < 3 else "producer-0") for t in range(6)]
 
 
+@pytest.mark.process
 async def test_attach_refuses_what_is_no_producer(loop: Loop, functions: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'calculator'"):
         await attach(loop.worker(), f"{functions}:calculater")

@@ -84,6 +84,7 @@ STORES: dict[str, tuple[Operation, set[str]]] = {
     "position": (put("positions/main"), {"trainer"}),
     "fence": (put("fences/main"), {"trainer"}),
     "checkpoint of a rollout": (put("checkpoints/7/0"), {"producer"}),
+    "attempts of a task": (put("attempts/7"), {"producer"}),
     "run record": (put("run"), set()),
     "totals": (put("totals"), set()),
     "presence of an engine": (put("presence/engines/x"), {"engine"}),

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.errors import TrainingError
+from streamrl.errors import CheckpointDamaged, TrainingError
 from streamrl.schemas.versions import Version
+from streamrl.trainers import checkpoints
 from streamrl.trainers.checkpoints import BackgroundWriter, list_checkpoints, prune, recover, write_directory
 from tests.support.errors import raises
 
@@ -103,12 +104,27 @@ def test_the_writer_writes_in_order_and_reports_failures(tmp_path: Path) -> None
 
 
 def test_lists_and_prunes_by_version_and_prefix(tmp_path: Path) -> None:
-    names = ["main-v00000009-e0", "main-v00000010-e0", "main-v00000003-e1", "other-v00000001-e0", "main-notes"]
-    for name in [*names, ".main-v00000011-e0.writing-abc", ".other-v00000002-e0.writing-abc"]:
+    names = ["main-v00000009-e0", "main-v00000010-e0", "main-v00000003-e1", "main-v00000012-e0", "other-v00000001-e0", "main-notes"]
+    spoiled = ["main-v00000008-e0.damaged", "main-v00000011-e0.damaged"]
+    unfinished = [".main-v00000011-e0.writing-abc", ".other-v00000002-e0.writing-abc"]
+    for name in [*names, *spoiled, *unfinished]:
         (tmp_path / name).mkdir()
         (tmp_path / name / "f").write_text("")
-    assert [version for version, _ in list_checkpoints(tmp_path, "main-")] == [Version(0, 9), Version(0, 10), Version(1, 3)]
-    assert [path.name for path in prune(tmp_path, keep=2, prefix="main-")] == ["main-v00000009-e0"]
-    assert {p.name for p in tmp_path.iterdir()} == {*names[1:], ".other-v00000002-e0.writing-abc"}
-    assert prune(tmp_path, keep=0, prefix="main-") == []
+    listed = [version for version, _ in list_checkpoints(tmp_path, "main-")]
+    assert listed == [Version(0, 9), Version(0, 10), Version(0, 12), Version(1, 3)]
+    assert prune(tmp_path, keep=(), prefix="main-") == []
+    keep = {tmp_path / "main-v00000010-e0", tmp_path / "main-v00000003-e1"}
+    removed = {path.name for path in prune(tmp_path, keep=keep, prefix="main-")}
+    assert removed == {"main-v00000009-e0", "main-v00000008-e0.damaged"}, "what is newer than the newest that is kept stays"
+    left = {*names, *spoiled, ".other-v00000002-e0.writing-abc"} - removed
+    assert {p.name for p in tmp_path.iterdir()} == left
     assert list_checkpoints(tmp_path / "nowhere") == []
+
+
+def test_a_checkpoint_is_read_back_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that gives back other bytes than it was given."""
+    digests = iter(["what was written", "what is read"])
+    monkeypatch.setattr(checkpoints, "file_digest", lambda path: next(digests))
+    with pytest.raises(CheckpointDamaged):
+        BackgroundWriter().submit(tmp_path / "at", lambda directory: (directory / "f").write_text("1") and None).result()
+    assert list(tmp_path.iterdir()) == []

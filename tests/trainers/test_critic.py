@@ -15,8 +15,9 @@ from streamrl.config.loss import CorrectionConfig, CriticConfig, LossConfig
 from streamrl.config.registry import Role
 from streamrl.config.tree import Config, ModelConfig, OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
-from streamrl.errors import ConfigError, TrainingError
+from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError
 from streamrl.schemas.versions import Version
+from streamrl.trainers.checkpoints import SEAL_FILE
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from tests.support.errors import raises
@@ -97,13 +98,14 @@ def test_a_restored_critic_goes_on_with_the_same_bits(
 def test_spoiled_and_missing_critics_are_refused(model_dir: Path, make_model: Callable[..., Path], tmp_path: Path) -> None:
     trainer = make(model_dir)
     trainer.save(tmp_path / "at", b"", version=Version()).result()
+    (tmp_path / "at" / SEAL_FILE).unlink()
     critic = tmp_path / "at" / "critic.safetensors"
     tensors = load_file(critic)
     save_file({name: value + (name == "value_head.bias") for name, value in tensors.items()}, critic)
     with raises(TrainingError, what="a critic", path=str(tmp_path / "at"), got=ANY):
         trainer.load(tmp_path / "at")
     critic.unlink()
-    with raises(TrainingError, path=str(tmp_path / "at"), complete=False):
+    with raises(CheckpointDamaged, path=str(tmp_path / "at")):
         trainer.load(tmp_path / "at")
     make_trainer(Config(), model_dir).save(tmp_path / "without", b"", version=Version()).result()
     with raises(TrainingError, what="a critic", path=str(tmp_path / "without")):

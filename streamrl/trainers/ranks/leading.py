@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from streamrl.core.batches import TrainBatch
 from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import digest_text
-from streamrl.trainers.checkpoints import recover
+from streamrl.trainers.checkpoints import check_files, recover
 from streamrl.trainers.protocol import StepResult, Trainer
 from streamrl.trainers.ranks.process_group import ProcessGroup
 from streamrl.weights.protocol import Shard
@@ -102,16 +102,17 @@ class LeadingTrainer:
         self._finish()
         return found
 
-    def save(self, path: Path, extra: bytes, *, version: Version) -> Future[None]:
+    def save(self, path: Path, extra: bytes, *, version: Version, beside: Mapping[str, bytes] | None = None) -> Future[None]:
         self._group.order(pack(Save(str(path), extra, version)))
-        saved = self._own.save(path, extra, version=version)
+        saved = self._own.save(path, extra, version=version, beside=beside)  # rank 0 alone writes
         self._finish()
         return saved
 
     def load(self, path: Path) -> bytes:
         """See `Trainer.load`. Ranks that do not see the files, being on another host, are sent them."""
-        # Once, before all ranks look at the same files.
+        # Once, before all ranks look at the same files: an order that fails on one of them would end all.
         recover(path)
+        check_files(path)
         files = _files(path)
         self._group.order(pack(Load(str(path), files)))
         if not all(self._group.gather(1)):

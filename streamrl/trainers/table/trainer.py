@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from zipfile import BadZipFile
@@ -25,7 +25,7 @@ from streamrl.core.packing import Indices
 from streamrl.errors import ConfigError, TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine, tensor_digest
-from streamrl.trainers.checkpoints import BackgroundWriter, recover, write_directory
+from streamrl.trainers.checkpoints import BackgroundWriter, check_files, damaged, recover, unreadable, write_directory
 from streamrl.trainers.protocol import StepResult
 from streamrl.trainers.table import losses as table_losses
 from streamrl.weights.protocol import Shard
@@ -115,7 +115,7 @@ class TableTrainer:
         data = self._logits.copy().reshape(-1).view(np.uint8)
         return iter([Shard(name="logits", dtype="float32", global_shape=shape, data=data, shape=shape)])
 
-    def save(self, path: Path, extra: bytes, *, version: Version) -> Future[None]:
+    def save(self, path: Path, extra: bytes, *, version: Version, beside: Mapping[str, bytes] | None = None) -> Future[None]:
         """See `Trainer.save`: one file `state.npz`."""
         buffer = io.BytesIO()
         np.savez(
@@ -133,29 +133,24 @@ class TableTrainer:
         def write(directory: Path) -> None:
             (directory / "state.npz").write_bytes(buffer.getbuffer())
 
-        return self._writer.submit(path, write)
+        return self._writer.submit(path, write, beside)
 
     def load(self, path: Path) -> bytes:
-        """See `Trainer.load`; raises TrainingError when `path` is no checkpoint of this table, or was damaged."""
+        """See `Trainer.load`."""
         recover(path)
+        check_files(path)
         try:
             with (path / "state.npz").open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 state = {name: arrays[name] for name in ("logits", "mean", "square", "updates", "stage", "digest", "extra")}
-        except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
-            raise TrainingError(
-                f"no complete checkpoint in {path}: {error}",
-                hint="list the run's checkpoints directory for others",
-                path=str(path),
-                complete=False,
-            ) from error
+        except OSError as error:
+            raise unreadable(path, error) from error
+        except (ValueError, KeyError, EOFError, BadZipFile) as error:
+            raise damaged(path, str(error)) from error
         logits, digest = state["logits"], str(state["digest"])
         if logits.shape != self._logits.shape:
             raise TrainingError(f"expected a table of shape {self._logits.shape} in {path}, got {logits.shape}")
         if _digest(logits) != digest:
-            raise TrainingError(
-                f"expected parameters with digest {digest} in {path}, got {_digest(logits)}",
-                hint="its files were changed; take an older checkpoint",
-            )
+            raise damaged(path, f"expected parameters with digest {digest}, got {_digest(logits)}")
         self._logits[...], self._adam.mean[...], self._adam.square[...] = logits, state["mean"], state["square"]
         self._adam.updates = int(state["updates"])
         self._stage = str(state["stage"])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from streamrl.errors import TrainingError
 from streamrl.tensors.digest import combine, tensor_digest
-from streamrl.trainers.checkpoints import recover
+from streamrl.trainers.checkpoints import check_files, damaged, recover, unreadable
 
 FORMAT = 1
 
@@ -72,8 +72,9 @@ def write_checkpoint(directory: Path, state: TorchState, extra: bytes) -> None:
 
 
 def read_checkpoint(path: Path) -> tuple[TorchState, bytes]:
-    """State and the caller's bytes; raises TrainingError when `path` is no complete checkpoint of this format."""
+    """State and the caller's bytes; raises CheckpointDamaged, and TrainingError for a checkpoint of another format."""
     recover(path)
+    check_files(path)
     try:
         meta = msgspec.json.decode((path / "meta.json").read_bytes(), type=Meta)
         if (meta.format, meta.backend) != (FORMAT, "torch"):
@@ -86,13 +87,10 @@ def read_checkpoint(path: Path) -> tuple[TorchState, bytes]:
             version=meta.version,
         )
         return state, (path / "extra.bin").read_bytes()
-    except (OSError, SafetensorError, msgspec.DecodeError) as error:
-        raise TrainingError(
-            f"no complete checkpoint in {path}: {error}",
-            hint="list the run's checkpoints directory for others",
-            path=str(path),
-            complete=False,
-        ) from error
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (SafetensorError, msgspec.DecodeError) as error:
+        raise damaged(path, str(error)) from error
 
 
 def _read(parameters: Path, optimizer: Path, digest: str) -> ModelState:
@@ -100,7 +98,7 @@ def _read(parameters: Path, optimizer: Path, digest: str) -> ModelState:
 
 
 def check_state(state: ModelState, parameters: Mapping[str, Tensor], where: Path, what: str) -> None:
-    """Raise TrainingError unless the state has these parameters' names and shapes, and the digest it says."""
+    """Raise TrainingError unless the state has these parameters' names and shapes, CheckpointDamaged unless the digest that it says."""
     expected = {name: tuple(p.shape) for name, p in parameters.items()}
     got = {name: tuple(value.shape) for name, value in state.parameters.items()}
     if expected != got:
@@ -113,14 +111,8 @@ def check_state(state: ModelState, parameters: Mapping[str, Tensor], where: Path
             parameter=odd[0],
         )
     if (digest := digest_of(state.parameters.items())) != state.digest:
-        raise TrainingError(
-            f"expected {what} with digest {state.digest} in {where}, got {digest}",
-            hint="its files were changed; take an older checkpoint",
-            path=str(where),
-            what=what,
-            expected=state.digest,
-            got=digest,
-        )
+        problem = f"expected {what} with digest {state.digest}, got {digest}"
+        raise damaged(where, problem, what=what, expected=state.digest, got=digest)
 
 
 def host_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -167,7 +167,7 @@ class TorchTrainer:
             ]
         )
 
-    def save(self, path: Path, extra: bytes, *, version: Version) -> Future[None]:
+    def save(self, path: Path, extra: bytes, *, version: Version, beside: Mapping[str, bytes] | None = None) -> Future[None]:
         """See `Trainer.save`. Rank 0 writes, for all hold the same; on the others the future is done at once."""
         if self._parallel.rank != 0:
             done: Future[None] = Future()
@@ -182,10 +182,10 @@ class TorchTrainer:
             stage=self._stage,
             version=str(version),
         )
-        return self._writer.submit(path, lambda directory: write_checkpoint(directory, state, extra))
+        return self._writer.submit(path, lambda directory: write_checkpoint(directory, state, extra), beside)
 
     def load(self, path: Path) -> bytes:
-        """See `Trainer.load`; raises TrainingError when `path` is no checkpoint of this model, or was damaged."""
+        """See `Trainer.load`."""
         state, extra = read_checkpoint(path)
         check_state(state.policy, dict(self._parameters), path, "parameters")
         if self._critic is not None:

@@ -1,0 +1,73 @@
+"""How often a task has killed the process that ran it alone: the count behind `tasks.max_deliveries`.
+
+It is a key of its own (`attempts/<task>`), because JetStream's delivery count also rises for neighbours of a guilty task, for drains, cut
+connections and engines that failed. Removed when the task has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from streamrl.bus.protocol import Bus, KeyEntry
+from streamrl.errors import BusError, Conflict
+from streamrl.schemas.subjects import PREFIX_ATTEMPTS
+
+logger = logging.getLogger(__name__)
+
+KEPT_S = 7 * 86400.0
+"""A count that nobody came back for vanishes after a week."""
+
+
+class Attempts:
+    """The counts of the tasks that one process works on."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._known: dict[int, int] = {}
+
+    async def load(self, task: int) -> int:
+        """Deaths in earlier deliveries."""
+        try:
+            count = _count(await self._bus.kv.get(_key(task)))
+        except BusError as error:
+            logger.warning("event=attempts_unknown task=%d error=%s", task, error.message)
+            return 0
+        if count:
+            self._known[task] = count
+        return count
+
+    async def add(self, task: int) -> int:
+        """Count one more; returns how many there are, as far as this process can know."""
+        while True:
+            try:
+                entry = await self._bus.kv.get(_key(task))
+                count = _count(entry) + 1
+                await self._bus.kv.put(_key(task), str(count).encode(), expect=0 if entry is None else entry.revision, ttl_s=KEPT_S)
+            except Conflict:
+                continue
+            except BusError as error:
+                logger.warning("event=attempt_not_stored task=%d error=%s", task, error.message)
+                count = self._known.get(task, 0) + 1
+            self._known[task] = count
+            return count
+
+    async def forget(self, task: int) -> None:
+        """Remove a task's count; call it when its records are stored."""
+        if self._known.pop(task, None) is not None:
+            try:
+                # An empty value that expires at once leaves nothing behind; a deleted key would leave its marker for ever.
+                await self._bus.kv.put(_key(task), b"", ttl_s=1.0)
+            except BusError as error:
+                logger.warning("event=attempts_left_behind task=%d error=%s", task, error.message)
+
+    def drop(self, task: int) -> None:
+        """No longer know of a task that was given back."""
+        self._known.pop(task, None)
+
+
+def _count(entry: KeyEntry | None) -> int:
+    return int(entry.value) if entry is not None and entry.value and entry.value.isdigit() else 0
+
+
+def _key(task: int) -> str:
+    return f"{PREFIX_ATTEMPTS}{task}"

@@ -1,0 +1,74 @@
+"""The engine and its chats for plain functions (`def`), which run in a thread: what is awaited elsewhere returns here.
+
+```python
+def producer(task, engine):
+    chat = engine.chat(task)
+    turn = chat.generate()          # no await
+    time.sleep(1)                   # may block: the other rollouts go on
+    return chat.episode()
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from streamrl.producers.chat import Chat, RolloutEngine
+from streamrl.producers.chat_saves import Turn
+from streamrl.schemas.tasks import RolloutTask, Sampling
+
+T = TypeVar("T")
+
+
+class BlockingEngine:
+    """A `RolloutEngine` whose chats block; used from one thread that is not the loop's.
+
+    Args:
+        engine: of the rollout.
+        loop: where its coroutines run.
+    """
+
+    def __init__(self, engine: RolloutEngine, loop: asyncio.AbstractEventLoop) -> None:
+        self._engine = engine
+        self._loop = loop
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def chat(self, prompt: RolloutTask | str | Sequence[Any], *, sampling: Sampling | None = None) -> BlockingChat:
+        """As `RolloutEngine.chat`."""
+        return BlockingChat(self._engine.chat(prompt, sampling=sampling), self._loop)
+
+    def checkpoint(self, data: bytes) -> None:
+        """As `Context.checkpoint`."""
+        _wait(self._engine.context.checkpoint(data), self._loop)
+
+
+class BlockingChat:
+    """A `Chat` whose `generate` and `save` return when they are done; everything else is the chat's own."""
+
+    def __init__(self, chat: Chat, loop: asyncio.AbstractEventLoop) -> None:
+        self._chat = chat
+        self._loop = loop
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._chat, name)
+
+    def generate(self, *, max_new_tokens: int | None = None) -> Turn:
+        """As `Chat.generate`."""
+        return _wait(self._chat.generate(max_new_tokens=max_new_tokens), self._loop)
+
+    def save(self, state: Any = None) -> None:
+        """As `Chat.save`."""
+        _wait(self._chat.save(state), self._loop)
+
+
+def _wait(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> T:
+    try:
+        return asyncio.run_coroutine_threadsafe(work, loop).result()
+    except concurrent.futures.CancelledError:
+        # Not an Exception here, as in a coroutine: what catches every error must not go on with a rollout that has been ended.
+        raise asyncio.CancelledError from None

@@ -1,0 +1,250 @@
+"""The parent's side of one call of user code: what its engine requests gave is recorded here, and its time is counted here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+
+import msgspec
+
+from streamrl.engines.extras import INEXACT
+from streamrl.engines.protocol import Chunk, Engine
+from streamrl.errors import EngineError, SchemaError, StreamRLError
+from streamrl.producers.children.frames import Abort, Answer, Ask, Given, Info, Problem, Returned, Save, Told
+from streamrl.producers.episode import Episode, Segment
+from streamrl.schemas.samples import LogprobMode, VersionSpan
+
+logger = logging.getLogger(__name__)
+
+NO_TOKENS = Segment(())
+_MAX_TOKEN = 2**31
+
+
+class Recorded:
+    """One completion as the engine gave it."""
+
+    def __init__(self, segment: Segment = NO_TOKENS) -> None:
+        self.token_ids = list(segment.token_ids)
+        self.logprobs = list(segment.logprobs)
+        self.spans = list(segment.spans)
+        self.inexact = segment.inexact
+        self.mode = LogprobMode.SAMPLED
+        self.engine = ""
+
+    def add(self, chunk: Chunk) -> None:
+        """Its next tokens."""
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        self.spans += chunk.spans
+        self.inexact |= bool(chunk.extras.get(INEXACT))
+        self.mode, self.engine = chunk.logprob_mode, chunk.engine
+
+    def part(self, start: int, stop: int) -> Segment:
+        """Tokens `start` to `stop` with the versions that sampled them."""
+        spans: list[VersionSpan] = []
+        end = 0
+        for span in self.spans:
+            begin, end = end, end + span.length
+            length = min(end, stop) - max(begin, start)
+            if length > 0:
+                spans.append(VersionSpan(length, span.version))
+        return Segment(tuple(self.token_ids[start:stop]), tuple(self.logprobs[start:stop]), tuple(spans), self.inexact)
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Seconds of user code, and of a child that does not answer."""
+
+    idle_s: float
+    """Without an engine call begun, streaming or ended."""
+    total_s: float
+    """Of one call, waiting left out."""
+    answer_s: float = 5.0
+    """That an event loop may be held, and that a call may take to end once it is cancelled."""
+    start_s: float = 300.0
+    """To load the user's code."""
+
+
+Store = Callable[[int, bytes, Sequence[Recorded]], Awaitable[None]]
+"""Stores (rollout, data, what the call has recorded)."""
+
+
+class Call:
+    """A call that runs in a child. Its `done` becomes what the child said at the end, None when the child was lost, TIMEOUT beyond a limit.
+
+    Args:
+        number: of the call.
+        limits: of its time.
+        engine: what it may ask; None: nothing (a reward).
+        send: to its child.
+        store: for its checkpoints; None: they are not kept.
+        turns: recorded in a child before this one.
+    """
+
+    TIMEOUT = "timeout"
+
+    def __init__(
+        self,
+        number: int,
+        limits: Limits,
+        *,
+        engine: Engine | None,
+        send: Callable[[Told], None],
+        store: Store | None = None,
+        turns: Sequence[Recorded] = (),
+    ) -> None:
+        self.number = number
+        self.done: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        self.turns = dict(enumerate(turns))
+        self.began = False
+        """Whether its user code runs: plain functions may wait for a thread."""
+        self.expired = ""
+        """The limit it has exceeded, in words."""
+        self.suspect = False
+        """Whether it may be what its child was lost by."""
+        self.grace_s = 0.0
+        """Since it was cancelled."""
+        self._limits = limits
+        self._engine = engine
+        self._send = send
+        self._store = store
+        self._idle_s = 0.0
+        self._total_s = 0.0
+        self._waits: dict[tuple[str, int], asyncio.Task[None]] = {}
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for engine, version, bus or room; its clock then stands."""
+        return bool(self._waits)
+
+    def tick(self, seconds: float) -> bool:
+        """Count time that its user code has had; returns whether that takes it over a limit."""
+        if self.expired or not self.began or self.waits:
+            return False
+        self._idle_s += seconds
+        self._total_s += seconds
+        if self._idle_s > self._limits.idle_s:
+            self.expired = f"{self._limits.idle_s:g} s without an engine call"
+        elif self._total_s > self._limits.total_s:
+            self.expired = f"{self._limits.total_s:g} s of user code"
+        return bool(self.expired)
+
+    def end(self, result: object) -> None:
+        """It is over, and asks nothing any more."""
+        for wait in self._waits.values():
+            wait.cancel()
+        if not self.done.done():
+            self.done.set_result(self.TIMEOUT if self.expired else result)
+
+    def ask(self, frame: Ask | Save | Abort | Info) -> None:
+        """Do what user code asks for, and answer it."""
+        if isinstance(frame, Ask):
+            key, work = ("turn", frame.turn), self._generate(frame)
+        else:
+            key, work = ("question", frame.number), self._answer(frame)
+        task = self._waits[key] = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(lambda task: self._waited(key, task))
+
+    def hush(self, turn: int) -> None:
+        """End a request early."""
+        if wait := self._waits.get(("turn", turn)):
+            wait.cancel()
+
+    def _waited(self, key: tuple[str, int], task: asyncio.Task[None]) -> None:
+        self._waits.pop(key, None)
+        self._idle_s = 0.0
+        if not task.cancelled() and (error := task.exception()) is not None and not self.done.done():
+            self.done.set_exception(error)
+
+    async def _generate(self, frame: Ask) -> None:
+        turns = range(frame.turn, frame.turn + len(frame.request.seeds))
+        try:
+            if self._engine is None:
+                raise EngineError("a reward has no engine to ask", hint="ask engines in the producer")
+            if any(turn in self.turns for turn in turns):
+                raise EngineError(f"turns {turns} have been asked for before")
+            self.turns.update((turn, Recorded()) for turn in turns)
+            async with aclosing(self._engine.generate(frame.request)) as stream:  # type: ignore[type-var]
+                async for chunk in stream:
+                    self.turns[frame.turn + chunk.completion].add(chunk)
+                    self._send(Given(self.number, frame.turn, chunk=chunk))
+        except EngineError as error:
+            self._send(Given(self.number, frame.turn, problem=problem(error)))
+        except Exception as error:  # the request is the user's: whatever it breaks here ends it, never the worker
+            logger.warning("event=request_failed request=%s error=%r", frame.request.request_id, error, exc_info=error)
+            self._send(Given(self.number, frame.turn, problem=Problem("EngineError", f"{type(error).__name__}: {error}")))
+        else:
+            self._send(Given(self.number, frame.turn))
+
+    async def _answer(self, frame: Save | Abort | Info) -> None:
+        info = None
+        try:
+            if isinstance(frame, Save):
+                if self._store is not None:
+                    await self._store(frame.rollout, frame.data, [self.turns[turn] for turn in sorted(self.turns)])
+            elif self._engine is None:
+                raise EngineError("a reward has no engine to ask")
+            elif isinstance(frame, Abort):
+                await self._engine.abort(frame.request_id)
+            else:
+                info = await self._engine.info()
+        except (EngineError, SchemaError) as error:
+            self._send(Answer(self.number, frame.number, problem=problem(error)))
+        else:
+            self._send(Answer(self.number, frame.number, info=info))
+
+    def episode(self, returned: Returned) -> Episode:
+        """What a child returned, with tokens, log-probs and versions of the model's turns as they were recorded here.
+
+        Raises:
+            SchemaError: it is no valid episode, or names turns that this call did not have.
+        """
+        segments: list[Segment] = []
+        last = Recorded()
+        for piece in returned.pieces:
+            if not piece.turns:
+                if any(not 0 <= token < _MAX_TOKEN for token in piece.token_ids):
+                    raise SchemaError(f"token ids must be 0 or more and below 2**31, got {min(piece.token_ids)} to {max(piece.token_ids)}")
+                segments.append(Segment(piece.token_ids))
+                continue
+            parts: list[Segment] = []
+            for turn, start, stop in piece.turns:
+                found = self.turns.get(turn)
+                if found is None or not 0 <= start <= stop <= len(found.token_ids):
+                    raise SchemaError(f"the rollout had no tokens {start} to {stop} of a turn {turn}")
+                last = found
+                parts.append(found.part(start, stop))
+            segments.append(_joined(parts))
+        return Episode(
+            segments=tuple(segments),
+            finish_reason=returned.finish_reason,
+            status=returned.status,
+            turns=returned.texts,
+            sampling=returned.sampling,
+            logprob_mode=last.mode,
+            seed=returned.seed,
+            engine=last.engine,
+            rollout=returned.rollout,
+            reward=returned.reward,
+            reward_parts=returned.reward_parts,
+            metadata=msgspec.json.decode(returned.metadata, type=dict) if returned.metadata else {},
+            started_s=returned.started_s,
+            finished_s=returned.finished_s,
+        )
+
+
+def _joined(parts: Sequence[Segment]) -> Segment:
+    if len(parts) == 1:
+        return parts[0]
+    return Segment(
+        tuple(token for part in parts for token in part.token_ids),
+        tuple(logprob for part in parts for logprob in part.logprobs),
+        tuple(span for part in parts for span in part.spans),
+        any(part.inexact for part in parts),
+    )
+
+
+def problem(error: StreamRLError) -> Problem:
+    """An error, to be raised again on the other side."""
+    return Problem(type(error).__name__, error.message, error.hint)

@@ -1,0 +1,250 @@
+"""The child: loads the user's code once, runs the calls that the parent begins, and says what became of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import logging
+import os
+import resource
+import socket
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from streamrl.config.tree import RewardConfig
+from streamrl.data.tokenizer import load_tokenizer
+from streamrl.errors import ConfigError, EngineError, SchemaError, StreamRLError
+from streamrl.producers.children import frames
+from streamrl.producers.children.calls import problem
+from streamrl.producers.children.output import LineBudget, Lines, LogLines
+from streamrl.producers.children.remote import Asking, current, in_thread
+from streamrl.producers.children.returned import settled, valued
+from streamrl.producers.children.watchdog import Watchdog
+from streamrl.producers.functions import FunctionProducer, describe, make_producer
+from streamrl.producers.protocol import Context, Failure
+from streamrl.rewards.factory import make_reward
+from streamrl.rewards.functions import FunctionReward
+
+logger = logging.getLogger("streamrl.producers.user")
+
+_MAX_THREADS = 128
+"""Plain functions that run at once; more of them wait for one to end."""
+_STACK_BYTES = 2 << 20
+
+
+class Link:
+    """The way up, for any thread: a frame is written whole, or refused before a byte of it is."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._lock = threading.Lock()
+
+    def send(self, frame: frames.Said) -> None:
+        """Raises SchemaError for what is too large or cannot be written; ends the process when the parent is gone."""
+        data = frames.checked(frame)
+        try:
+            with self._lock:
+                self._socket.sendall(data)
+        except OSError:
+            os._exit(0)
+
+
+class Host:
+    """Runs calls in one event loop, and plain functions in threads beside it."""
+
+    def __init__(self, hello: frames.Hello, link: Link) -> None:
+        self._hello = hello
+        self._send = link.send
+        self._asking: dict[int, Asking] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._tokenizer = load_tokenizer(Path(hello.model_dir))
+        self._producer = make_producer(hello.function, key=hello.function_key, in_thread=in_thread) if hello.function else None
+        config = RewardConfig(kind=hello.reward, options=hello.reward_options)
+        self._reward = make_reward(config, in_thread=in_thread) if hello.reward else None
+        self.by_rollout = isinstance(self._producer, FunctionProducer)
+
+    def take(self, frame: frames.Down) -> None:
+        """Do what the parent says."""
+        match frame:
+            case frames.Ping():
+                self._send(frames.Pong(frame.number))
+            case frames.Given() | frames.Answer():
+                if asking := self._asking.get(frame.call):
+                    asking.heard(frame)
+            case frames.RollOut():
+                for begin in frame.begins:
+                    asking = self._asking[begin.call] = Asking(begin.call, self._send, begin.turns)
+                    self._begin(asking, self._roll_out(asking, frame, begin))
+            case frames.Score():
+                asking = self._asking[frame.call] = Asking(frame.call, self._send, ())
+                self._begin(asking, self._score(asking, frame))
+            case frames.Cancel():
+                if frame.call in self._tasks:
+                    self._asking[frame.call].cancel()
+                    self._tasks[frame.call].cancel()
+            case frames.Hello():
+                raise SchemaError("a child is told once who it is")
+
+    def _begin(self, asking: Asking, work: Coroutine[Any, Any, None]) -> None:
+        current.set(asking)
+        # The task copies the context, so everything that the call does knows whose it is.
+        self._tasks[asking.call] = asyncio.get_running_loop().create_task(work)
+        current.set(None)
+
+    async def _roll_out(self, asking: Asking, frame: frames.RollOut, begin: frames.Begin) -> None:
+        context = Context(
+            engine=asking,
+            tokenizer=self._tokenizer,
+            task=frame.task,
+            seed=frame.task.seed,
+            options=self._hello.options,
+            log=logger,
+            max_len=self._hello.max_len,
+            chat_template=self._hello.chat_template,
+            resumes=begin.resumes,
+            store=asking.store,
+        )
+        if begin.rollout is not None:
+            context = context.for_rollout(begin.rollout)
+        given, error = await self._guarded(asking, frame.task.index, begin.rollout, lambda: self._produce(asking, context))
+        ended = frames.Ended(call=asking.call)
+        rollouts = range(frame.task.num_rollouts) if begin.rollout is None else [begin.rollout]
+        if isinstance(error, EngineError):
+            ended = frames.Ended(call=asking.call, problem=problem(error))
+        elif error is not None:
+            ended = frames.Ended(call=asking.call, failures=tuple(Failure(k, "failed", describe(error)) for k in rollouts))
+        elif given is not None:
+            ended = settled(asking, given, rollouts)
+        self._end(ended, lambda why: frames.Ended(call=asking.call, failures=tuple(Failure(k, "failed", why) for k in rollouts)))
+
+    async def _produce(self, asking: Asking, context: Context) -> Any:
+        producer = self._producer
+        assert producer is not None
+        if isinstance(producer, FunctionProducer):
+            if not producer.plain:
+                asking.began()
+            return await producer.one(context.task, context)
+        asking.began()
+        return await producer.rollout(context.task, context)
+
+    async def _score(self, asking: Asking, frame: frames.Score) -> None:
+        reward = self._reward
+        assert reward is not None
+        if not (isinstance(reward, FunctionReward) and reward.plain):
+            asking.began()
+        given, error = await self._guarded(asking, frame.task.index, None, lambda: reward.score(frame.task, frame.episodes))
+        scored = frames.Scored(asking.call)
+        if error is not None:
+            scored = frames.Scored(asking.call, error=describe(error))
+        elif given is not None:
+            scored = valued(asking.call, given, len(frame.episodes))
+        self._end(scored, lambda why: frames.Scored(asking.call, error=why))
+
+    async def _guarded(
+        self, asking: Asking, task: int, rollout: int | None, call: Callable[[], Awaitable[Any]]
+    ) -> tuple[Any, BaseException | None]:
+        """What user code gives or raises: (None, None) when the parent has cancelled it. `sys.exit` and its kind are errors like others."""
+        asking.task, asking.rollout = task, rollout
+        try:
+            given = await call()
+        except BaseException as error:
+            if asking.cancelled:
+                return None, None
+            if not isinstance(error, EngineError):
+                logger.warning("event=user_code_failed error=%s", describe(error), exc_info=error)
+            return None, error
+        return given, None
+
+    def _end(self, frame: frames.Ended | frames.Scored, failed: Callable[[str], frames.Said]) -> None:
+        self._asking.pop(frame.call, None)
+        self._tasks.pop(frame.call, None)
+        try:
+            self._send(frame)
+        except SchemaError as error:
+            self._send(failed(error.message))
+
+
+class _Reader(asyncio.Protocol):
+    def __init__(self, take: Callable[[bytes], None]) -> None:
+        self._frames = frames.Frames()
+        self._take = take
+
+    def data_received(self, data: bytes) -> None:
+        for body in self._frames.feed(data):
+            self._take(body)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        os._exit(0)
+
+
+def run(down: int, up: int) -> None:
+    """Serve the parent until it closes its end."""
+    link = Link(up)
+    capture(link)
+    faulthandler.enable(all_threads=False)
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    threading.stack_size(_STACK_BYTES)
+    loop.set_default_executor(ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="user-code"))
+    host: list[Host] = []
+    watchdog = Watchdog(loop, link.send)
+
+    def take(body: bytes) -> None:
+        frame = frames.down_decoder.decode(body)
+        if host:
+            host[0].take(frame)
+        elif isinstance(frame, frames.Hello) and (loaded := load(frame, link)):
+            host.append(loaded)
+            watchdog.start()
+
+    reading = loop.create_task(loop.create_unix_connection(lambda: _Reader(take), sock=socket.socket(fileno=down)))
+    while True:
+        # A task of user code that raises SystemExit or KeyboardInterrupt stops the loop; the others go on.
+        try:
+            loop.run_forever()
+        except (SystemExit, KeyboardInterrupt) as error:
+            logger.warning("event=user_code_failed error=%s reading=%s", describe(error), reading.done())
+
+
+def load(hello: frames.Hello, link: Link) -> Host | None:
+    """The user's code, ready to be called; None after the parent was told why not."""
+    if hello.memory_bytes and hasattr(resource, "RLIMIT_DATA"):
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        with contextlib.suppress(ValueError):  # already limited to less
+            resource.setrlimit(resource.RLIMIT_DATA, (hello.memory_bytes, hard))
+    try:
+        host = Host(hello, link)
+    except BaseException as error:
+        told = error if isinstance(error, StreamRLError) else ConfigError(f"user code cannot be loaded: {describe(error)}")
+        link.send(frames.Broken(problem(told), str(told.values.get("key", hello.function_key))))
+        return None
+    link.send(frames.Ready(host.by_rollout))
+    return host
+
+
+def capture(link: Link) -> None:
+    """Have what is printed and logged go to the worker's log, with task and rollout where they are known."""
+    budget = LineBudget()
+
+    def put(line: frames.Line) -> None:
+        asking = current.get()
+        place = "" if asking is None else f"task={asking.task} " + ("" if asking.rollout is None else f"rollout={asking.rollout} ")
+        for text in budget.take(line.text):
+            # What cannot be written as UTF-8 is no reason to fail a print.
+            link.send(frames.Line(line.logger, line.level, plain(place + text), plain(line.traceback)))
+
+    def printed(text: str) -> None:
+        put(frames.Line("streamrl.producers.user", logging.INFO, f"event=printed {text}"))
+
+    def plain(text: str) -> str:
+        return text.encode(errors="replace").decode()
+
+    raw = os.fdopen(1, "wb", buffering=0, closefd=False)
+    sys.stdout = sys.stderr = Lines(printed, raw)  # type: ignore[assignment]
+    logging.basicConfig(level=logging.INFO, handlers=[LogLines(put)], force=True)
+    logging.captureWarnings(True)

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+
+from streamrl.core.fold import fold
+from streamrl.core.gaps import bridged
+from streamrl.core.records import Rollouts, RolloutView
+from streamrl.core.state import Epoch, FoldConfig, FoldState, initial_state
+from streamrl.schemas.ledger import Gap, LedgerEntry
+from streamrl.schemas.versions import Version
+
+CONFIG = FoldConfig(batch_tasks=1, group_size=1, max_staleness=1)
+LOST = Gap(lost="end", missing=((3, 5),), highest=Version(0, 5), known_by="manifest")
+ENTRY = LedgerEntry(run="r", trainer="main", version=Version(1, 2), source="", used=(), cursor=0, granted=9, retired=0, gap=LOST)
+
+
+def at(number: int) -> FoldState:
+    state = initial_state(CONFIG)
+    return FoldState(version=Version(0, number), granted=state.granted, grants=state.grants)
+
+
+def record(epoch: int, number: int, sequence: int = 1) -> Rollouts:
+    view = RolloutView(0, 1, 4, number, number, 1.0, number, ((epoch, number, number),))
+    return Rollouts(sequence, "main", 0, 1, (view,))
+
+
+def test_an_epoch_begins_and_what_was_granted_counts() -> None:
+    state = bridged(at(2), ENTRY)
+    assert state.epochs == (Epoch(0, 0, last=5), Epoch(1, 3))
+    assert (state.lost, state.granted) == (5, 9)
+    assert bridged(state, ENTRY) == state, "once"
+
+
+def test_epochs_whose_entries_are_lost_too_are_made_up_for() -> None:
+    later = LedgerEntry(run="r", trainer="main", version=Version(3, 2), source="", used=(), cursor=0, granted=1, retired=0, gap=LOST)
+    assert [epoch.epoch for epoch in bridged(at(2), later).epochs] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_other_states_are_left_as_they_are(number: int) -> None:
+    assert bridged(at(number), ENTRY) == at(number)
+
+
+def test_a_sample_of_a_lost_version_ends_its_task_and_is_not_taken_for_an_invented_one() -> None:
+    before, effects = fold(at(2), record(0, 4), CONFIG)
+    assert before.drops[0].reason == "poison" and effects.dead
+    state, effects = fold(bridged(at(2), ENTRY), record(0, 4), CONFIG)
+    assert state.drops[0].reason == "lost_version" and state.is_retired(0) and not effects.dead
+    for epoch, number in ((0, 6), (1, 4)):
+        state, effects = fold(bridged(at(2), ENTRY), record(epoch, number), CONFIG)
+        assert effects.dead, "that one never was"
+
+
+def test_a_sample_of_a_version_before_the_gap_is_used() -> None:
+    state, _ = fold(bridged(at(2), ENTRY), record(0, 2), CONFIG)
+    assert state.drops[0].reason == "zero_variance"

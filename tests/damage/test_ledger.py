@@ -1,0 +1,229 @@
+"""A ledger, or a sample stream, that has lost something: found out at the start, said, and no version is given twice."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from msgspec import UNSET
+
+from streamrl.consumers.training.gaps import find_gap
+from streamrl.consumers.training.ledger import open_ledger
+from streamrl.errors import CannotResume
+from streamrl.history.replay import Range, verify
+from streamrl.history.replay_report import ReplayReport
+from streamrl.schemas.codec import decode
+from streamrl.schemas.ledger import Gap, LedgerEntry, Used
+from streamrl.schemas.samples import EpochMark
+from streamrl.schemas.subjects import KEY_ACCEPTED_GAP, LEDGER, SAMPLES, WEIGHTS, Subjects
+from streamrl.schemas.versions import Version
+from streamrl.schemas.weights import Manifest
+from tests.damage.place import Place, place
+from tests.loop.harness import read_ledger
+
+END = 24
+
+
+class Known:
+    """Every version that was ever seen, with its digest: none may be given to two sets of parameters."""
+
+    def __init__(self) -> None:
+        self.digests: dict[str, set[str]] = {}
+
+    async def look(self, w: Place) -> None:
+        for entry in await read_ledger(w.bus, w.config.run.name):
+            if entry.gap is UNSET:
+                self.digests.setdefault(str(entry.version), set()).add(entry.digest)
+        state = await w.bus.state(WEIGHTS)
+        for sequence in range(state.first, state.last + 1):
+            manifest = decode((await w.bus.fetch(WEIGHTS, sequence)).body, Manifest)
+            self.digests.setdefault(str(manifest.version), set()).add(manifest.digest)
+
+    @property
+    def twice(self) -> list[str]:
+        return [version for version, digests in self.digests.items() if len(digests) > 1]
+
+
+@asynccontextmanager
+async def trained(tmp_path: Path, *, back_to: int | None = None) -> AsyncGenerator[tuple[Place, Known]]:
+    """A run of 14 versions whose trainer is down; with `back_to`, its newest checkpoint is that of an earlier version."""
+    async with place(tmp_path, trainer={"checkpoint_every": 4, "keep_checkpoints": 100}) as w:
+        await w.train(until=14)
+        while back_to is not None and int(w.kept[0].name[6:14]) > back_to:
+            w.kept[0].rename(w.run.path / w.kept[0].name)
+        known = Known()
+        await known.look(w)
+        yield w, known
+
+
+async def versions(w: Place) -> list[str]:
+    """As the ledger has them, gaps in brackets."""
+    entries = await read_ledger(w.bus, w.config.run.name)
+    return [str(entry.version) if entry.gap is UNSET else f"[{entry.version}]" for entry in entries]
+
+
+async def verified(w: Place, span: Range | None = None) -> ReplayReport:
+    return await verify(w.config, w.bus, w.run.model_dir, checkpoints=w.run.checkpoints, span=span, highest=Version(0, 14))
+
+
+async def test_a_lost_end_behind_the_checkpoint_begins_an_epoch_after_all_that_was_made(tmp_path: Path) -> None:
+    async with trained(tmp_path) as (w, known):
+        last = int((await versions(w))[-1].split(".")[1])
+        w.lose(LEDGER, *range(10, last + 1))
+        report = await verified(w)
+        assert not report.ok and report.lost == (f"the ledger has no entry for version 10 to {last}",), report.lines
+        assert report.versions == report.equal == 9, "what is there is verified all the same"
+        await w.train()
+        expected = [f"0.{n}" for n in range(1, 10)] + [f"[1.{last}]"] + [f"1.{n}" for n in range(last + 1, END + 1)]
+        assert await versions(w) == expected
+        [said] = await w.said()
+        assert f"version 10 to {last}" in said and "in epoch 1" in said
+        await known.look(w)
+        assert known.twice == []
+        ledger = await open_ledger(w.bus, Subjects(w.config.run.name), "main")
+        assert ledger.forks == (EpochMark(1, last + 1, last),)
+        assert not (await verified(w)).ok
+        after = await verified(w, Range(first=last))
+        assert after.ok and after.versions == END - last, after.lines
+        await w.train()
+        assert await versions(w) == expected and len(await w.said()) == 1, "it is said once"
+
+
+async def test_a_lost_end_after_the_checkpoint_is_trained_anew_in_an_epoch_of_its_own(tmp_path: Path) -> None:
+    async with trained(tmp_path, back_to=12) as (w, known):
+        last = int((await versions(w))[-1].split(".")[1])
+        w.lose(LEDGER, *range(14, last + 1))
+        await w.train()
+        assert await versions(w) == [f"0.{n}" for n in range(1, 14)] + ["[1.13]"] + [f"1.{n}" for n in range(14, END + 1)]
+        await known.look(w)
+        assert known.twice == []
+        gap = next(entry.gap for entry in await read_ledger(w.bus, w.config.run.name) if entry.gap is not UNSET)
+        assert (gap.lost, gap.missing, gap.highest) == ("end", ((14, last),), Version(0, last))
+        report = await verified(w)
+        assert not report.ok and report.equal == END and not report.problem, "from its beginning to its end"
+        assert "1.13" in report.lost[0]
+
+
+@pytest.mark.parametrize(("sequences", "what"), [((5, 6, 9), "middle"), (range(1, 4), "middle"), (range(1, 100), "all")])
+async def test_more_than_its_end_is_refused_until_somebody_accepts_it(tmp_path: Path, sequences: tuple[int, ...], what: str) -> None:
+    async with trained(tmp_path) as (w, known):
+        newest = await w.bus.last(f"{w.config.run.name}.ledger.main")
+        assert newest is not None
+        last = newest.sequence
+        w.lose(LEDGER, *(sequence for sequence in sequences if sequence <= last))
+        for _ in range(2):
+            with pytest.raises(CannotResume) as caught:
+                await w.train()
+            assert caught.value.values["lost"] == what
+        tail = await w.bus.last(f"{w.config.run.name}.ledger.main")
+        await w.bus.kv.put(KEY_ACCEPTED_GAP, str(tail.sequence if tail else 0).encode())
+        await w.train()
+        assert (await versions(w))[-1] == f"1.{END}"
+        await known.look(w)
+        assert known.twice == []
+        report = await verify(w.config, w.bus, w.run.model_dir, highest=Version(0, last))
+        assert not report.ok and report.lost
+
+
+async def test_a_consent_holds_for_the_loss_that_it_was_given_for(tmp_path: Path) -> None:
+    async with trained(tmp_path) as (w, _):
+        await w.bus.kv.put(KEY_ACCEPTED_GAP, b"3")
+        w.lose(LEDGER, 5)
+        with pytest.raises(CannotResume):
+            await w.train()
+
+
+async def test_a_sample_stream_that_lost_its_end_goes_on_from_what_it_still_has(tmp_path: Path) -> None:
+    """The newest checkpoint has read more than there is, and so has the ledger; that the lost tasks end is another matter."""
+    async with trained(tmp_path) as (w, known):
+        entries = await read_ledger(w.bus, w.config.run.name)
+        state = await w.bus.state(SAMPLES)
+        w.lose(SAMPLES, *range(entries[10].cursor, state.last + 1))
+        report = await verified(w)
+        assert not report.ok and any("the sample stream ends" in text for text in report.lost), report.lines
+        await w.train(until=len(entries) + 1)
+        assert (await versions(w))[len(entries)] == "[1.10]"
+        assert any("sample stream" in text for text in await w.said())
+        await known.look(w)
+        assert known.twice == []
+
+
+async def test_another_loss_after_a_gap_is_found_too(tmp_path: Path) -> None:
+    async with trained(tmp_path) as (w, known):
+        last = len(await versions(w))
+        w.lose(LEDGER, last)
+        await w.train(until=last + 4)
+        await known.look(w)
+        before = await versions(w)
+        state = await w.bus.state(LEDGER)
+        w.lose(LEDGER, state.last)
+        await w.train()
+        after = await versions(w)
+        number = before[-1].split(".")[1]
+        assert after[: len(before) - 1] == before[:-1] and after[len(before) - 1] == f"[2.{number}]" and after[-1] == f"2.{END}"
+        await known.look(w)
+        assert known.twice == [] and len(await w.said()) == 2
+
+
+def entry(number: int, epoch: int = 0, gap: Gap | None = None) -> LedgerEntry:
+    used = () if gap else (Used(number, (0,), (number,)),)
+    version = Version(epoch, number)
+    return LedgerEntry(
+        run="r", trainer="main", version=version, source="", used=used, cursor=10 * number, granted=9, retired=0, gap=gap or UNSET
+    )
+
+
+def line(*numbers: int) -> dict[int, LedgerEntry]:
+    return {number: entry(number) for number in numbers}
+
+
+NOTHING: list[tuple[dict[int, LedgerEntry], int, dict[str, Version]]] = [
+    ({}, 0, {}),
+    ({}, 0, {"manifest": Version()}),
+    (line(1, 2, 3), 0, {"checkpoint": Version(0, 2), "manifest": Version(0, 3)}),
+    (line(1, 2, 3), 3, {"checkpoint": Version(0, 3), "manifest": Version(0, 1)}),
+    (line(1, 2, 3), 2, {"manifest": Version(0, 2)}),
+]
+
+
+@pytest.mark.parametrize(("entries", "start", "made"), NOTHING)
+def test_nothing_is_missing_after_an_ordinary_crash(entries: dict[int, LedgerEntry], start: int, made: dict[str, Version]) -> None:
+    assert find_gap(entries, {}, start=start, made=made, readable=99) is None
+
+
+MISSING = [
+    (line(1, 2), 0, {"manifest": Version(0, 3)}, 99, 2, "end", ((3, 3),), "manifest"),
+    (line(1, 2), 4, {"checkpoint": Version(0, 4)}, 99, 4, "end", ((3, 4),), "checkpoint"),
+    (line(1, 2, 4), 2, {}, 99, 2, "middle", ((3, 3),), "ledger"),
+    (line(3, 4), 4, {}, 99, 4, "middle", ((1, 2),), "ledger"),
+    ({}, 2, {"checkpoint": Version(0, 2)}, 99, 2, "all", ((1, 2),), "checkpoint"),
+    ({}, 0, {"manifest": Version(2, 7)}, 99, 0, "all", ((1, 7),), "manifest"),
+    (line(1, 2, 3), 1, {"manifest": Version(0, 3)}, 25, 2, "samples", (), "ledger"),
+]
+
+
+@pytest.mark.parametrize(("entries", "start", "made", "readable", "last", "lost", "missing", "known_by"), MISSING)
+def test_what_is_missing_is_named(
+    entries: dict[int, LedgerEntry],
+    start: int,
+    made: dict[str, Version],
+    readable: int,
+    last: int,
+    lost: str,
+    missing: tuple[tuple[int, int], ...],
+    known_by: str,
+) -> None:
+    found = find_gap(entries, {}, start=start, made=made, readable=readable)
+    assert found is not None
+    assert (found[0], found[1].lost, found[1].missing, found[1].known_by) == (last, lost, missing, known_by)
+
+
+def test_what_was_accepted_is_not_missing_again() -> None:
+    gap = Gap(lost="end", missing=((3, 6),), highest=Version(0, 6), known_by="manifest")
+    gaps = {1: entry(4, 1, gap)}
+    entries = line(1, 2) | {5: entry(5, 1)}
+    assert find_gap(entries, gaps, start=5, made={"manifest": Version(0, 6)}, readable=99) is None
+    again = find_gap(entries, gaps, start=5, made={"manifest": Version(1, 6)}, readable=99)
+    assert again is not None and again[1].missing == ((6, 6),)

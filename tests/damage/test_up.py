@@ -1,0 +1,129 @@
+"""What `up` says of user code that has changed, of a ledger that has lost something, and of a run that has trained nothing yet."""
+
+from __future__ import annotations
+
+import json
+import signal
+from functools import partial
+from pathlib import Path
+
+import nats
+import pytest
+
+from streamrl.bus import BusAddress
+from streamrl.bus.reading import read_key
+from streamrl.runtime.run_bus import open_bus
+from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.codec import decode
+from streamrl.schemas.control import RunRecord
+from streamrl.schemas.samples import Mark
+from streamrl.schemas.subjects import KEY_RUN, SAMPLES
+from tests.support.processes import read_pids, until
+from tests.support.programs import Start, said
+
+pytestmark = pytest.mark.nats
+
+TOML = """
+[run]
+name = "demo"
+[data]
+train = "train.jsonl"
+[engine]
+kind = "table"
+[trainer]
+backend = "table"
+[reward]
+kind = "reward.py:score"
+[supervise]
+drain_s = 5
+"""
+REWARD = "from helper import length\n\n\ndef score(task, episode):\n    return length(episode.completion)\n"
+HELPER = "def length(text):\n    return float(len(text))\n"
+LOSS = "def advantage(batch, config):\n    return batch\n"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "demo.toml").write_text(TOML)
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "helper.py").write_text(HELPER)
+    (tmp_path / "loss.py").write_text(LOSS)
+    rows = [{"prompt": f"{a}+{a}=", "label": str(a + a)} for a in range(4)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+@pytest.fixture
+def run(place: Path) -> RunDir:
+    return RunDir(place / "runs" / "demo")
+
+
+@pytest.fixture
+def up(place: Path, start: Start) -> Start:
+    return partial(start, str(Path(__file__).parents[1] / "launch" / "tiny_up.py"), "demo.toml")
+
+
+async def started_and_stopped(up: Start, run: RunDir) -> None:
+    """A start that trains nothing."""
+    process = await up("endless")
+    await until(lambda: len(read_pids(run.path / "pids")) >= 4)
+    process.send_signal(signal.SIGTERM)
+    assert (await said(process))[0] == 0
+
+
+async def test_before_the_first_version_nothing_binds(up: Start, run: RunDir, place: Path) -> None:
+    await started_and_stopped(up, run)
+    with (place / "train.jsonl").open("a") as file:
+        file.write('{"prompt": "9+9=", "label": "18"}\n')
+    code, out, err = await said(await up("learn", "tasks.batch_tasks=7"))
+    assert (code, err) == (0, "")
+    assert "nothing was trained yet, so the run begins anew: dataset changed on resume" in out and "] starting" in out
+    async with open_bus(run) as bus:
+        record = await read_key(bus.kv, KEY_RUN, RunRecord)
+    assert record is not None and record.num_rows == 5 and json.loads(record.config)["tasks"]["batch_tasks"] == 7
+    code, _, err = await said(await up("learn"))
+    assert code == 1 and "tasks.batch_tasks changed on resume" in err, "from the first version on it binds"
+
+
+async def test_a_changed_reward_is_said_and_goes_on(up: Start, run: RunDir, place: Path) -> None:
+    assert (await said(await up("learn")))[0] == 0
+    code, out, _ = await said(await up("learn"))
+    assert code == 0 and "has changed" not in out
+    (place / "helper.py").write_text(HELPER.replace("float(len(text))", "-float(len(text))"))
+    code, out, _ = await said(await up("learn"))
+    assert code == 0 and "the code of reward.kind has changed since the last start" in out
+    code, out, _ = await said(await up("learn"))
+    assert code == 0 and "has changed" not in out
+    async with open_bus(run) as bus:
+        record, last = await read_key(bus.kv, KEY_RUN, RunRecord), (await bus.state(SAMPLES)).last
+        marks = [decode((await bus.fetch(SAMPLES, sequence)).body, Mark) for sequence in range(1, last + 1)]
+    digests = [mark.detail["code"]["reward.kind"] for mark in marks]
+    assert [mark.name for mark in marks] == ["start"] * 4
+    assert digests[0] == digests[1] != digests[2] == digests[3]
+    assert record is not None and record.code == {"reward.kind": digests[3]}
+
+
+async def test_a_changed_loss_asks_for_consent(up: Start, run: RunDir, place: Path) -> None:
+    own = f"loss.advantage={place / 'loss.py'}:advantage"
+    assert (await said(await up("learn", own)))[0] == 0
+    (place / "loss.py").write_text(LOSS + "# another\n")
+    for _ in range(2):
+        code, _, err = await said(await up("learn", own))
+        assert code == 1 and "the code of loss.advantage is not what run 'demo' was trained with" in err and "--accept-code" in err
+    code, out, _ = await said(await up("learn", "--accept-code", own))
+    assert code == 0 and "the code of loss.advantage has changed" in out
+    assert (await said(await up("learn", own)))[0] == 0, "it is what the run is trained with now"
+
+
+async def test_a_ledger_without_its_middle_is_refused_before_anything_starts(up: Start, run: RunDir) -> None:
+    assert (await said(await up("learn")))[0] == 0
+    async with open_bus(run):
+        address = BusAddress.load(run.bus_path)
+        client = await nats.connect(address.url, user=address.user, password=address.password)
+        await client.jetstream().delete_msg("demo-ledger", 7)
+        await client.close()
+    pids = read_pids(run.path / "pids")
+    code, _, err = await said(await up("learn"))
+    assert code == 1 and "there is none for version 7" in err and "--accept-gap" in err
+    assert read_pids(run.path / "pids") == pids, "no worker was started"
+    assert (await said(await up("learn", "--accept-gap")))[0] == 0

@@ -1,0 +1,268 @@
+"""Time in user code is limited: what hangs ends as `timeout`, its group and its neighbours go on. Waiting is not user code's time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from streamrl.engines.protocol import Chunk, GenerateRequest
+from streamrl.engines.table.engine import TableEngine
+from streamrl.errors import EngineError, EngineUnavailable
+from streamrl.producers.children.calls import Limits
+from streamrl.producers.children.jobs import REFUSALS
+from streamrl.schemas.versions import Version
+from tests.producers.policies import script, serve_logits
+from tests.producers.user_code import Workshop, ends
+from tests.support.processes import alive, until
+
+pytestmark = pytest.mark.process
+
+SHORT = Limits(idle_s=1.5, total_s=60.0, answer_s=1.5)
+HANGS = """
+{kind} hangs(task, engine):
+    chat = engine.chat(task)
+    {wait}chat.generate()
+    if me(task, engine) == (1, 1):
+        tell("hung")
+        {line}
+    return chat.episode()
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "num_hung"),
+    [
+        ("async def", "await asyncio.sleep(3600)", 1),
+        # Among others first, whose process is killed; then alone.
+        ("async def", "time.sleep(3600)", 2),
+        ("async def", "while True: pass", 2),
+        # It holds the interpreter itself, so that nothing in the process can say who it is: a third time by itself.
+        ("async def", "import re; re.match('(a+)+$', 'a' * 60 + 'b')", 3),
+        ("async def", "while True:\n            try: await asyncio.sleep(3600)\n            except BaseException: pass", 1),
+        ("def", "time.sleep(3600)", 1),
+        ("def", "while True: pass", 1),
+    ],
+)
+async def test_what_hangs_ends_alone(workshop: Workshop, kind: str, line: str, num_hung: int) -> None:
+    code = HANGS.format(kind=kind, wait="await " if "async" in kind else "", line=line)
+    # Among others a held loop is noticed long before the limit of what holds it.
+    limits = Limits(idle_s=4.0, total_s=60.0, answer_s=1.5) if num_hung > 1 else SHORT
+    async with workshop.runner(code, producer="hangs", limits=limits) as runner:
+        groups = await workshop.run(runner, *(workshop.task(index) for index in range(3)))
+        [after] = await workshop.run(runner, workshop.task(9))
+    assert [ends(group) for group in (groups[0], groups[2], after)] == [{0: "episode", 1: "episode", 2: "episode"}] * 3
+    found = ends(groups[1])
+    assert (found[0], found[2]) == ("episode", "episode")
+    assert found[1].startswith(f"timeout: {limits.idle_s:g} s without an engine call")
+    assert len(workshop.told("hung")) == num_hung
+
+
+async def test_long_work_ends_although_it_asks_engines(workshop: Workshop) -> None:
+    code = """
+async def endless(task, engine):
+    while True:
+        await engine.chat(task).generate()
+        await asyncio.sleep(0.05)
+"""
+    async with workshop.runner(code, producer="endless", limits=Limits(idle_s=60.0, total_s=1.0)) as runner:
+        [group] = await workshop.run(runner, workshop.task(num_rollouts=1))
+    assert ends(group) == {0: "timeout: 1 s of user code"}
+
+
+async def test_a_chat_without_room_that_asks_for_ever_ends(workshop: Workshop) -> None:
+    code = """
+async def endless(task, engine):
+    chat = engine.chat(task)
+    while True:
+        await chat.generate(max_new_tokens=0)
+"""
+    async with workshop.runner(code, producer="endless", limits=SHORT) as runner:
+        [group] = await workshop.run(runner, workshop.task(num_rollouts=1))
+    assert ends(group)[0].startswith("timeout")
+
+
+@pytest.mark.parametrize("line", ["time.sleep(3600)", "while True: pass"])
+@pytest.mark.parametrize("kind", ["def", "async def"])
+async def test_a_reward_that_hangs_ends_its_group(workshop: Workshop, kind: str, line: str) -> None:
+    code = f"""
+{kind} score(task, episode):
+    if task.index == 1 and episode.rollout == 2:
+        {line}
+    return 1.0
+"""
+    async with workshop.runner(code, producer="good", reward="score", limits=SHORT, score_s=1.5) as runner:
+        groups = await workshop.run(runner, *(workshop.task(index) for index in range(3)))
+    assert [len(group.episodes) for group in groups] == [3, 0, 3]
+    assert {(failure.reason, failure.detail.partition(" (")[0]) for failure in groups[1].failures} == {
+        ("timeout", "reward: 1.5 s without an engine call")
+    }
+
+
+async def test_the_clock_stands_while_a_rollout_waits_for_a_version(workshop: Workshop) -> None:
+    async with workshop.runner("", producer="good", limits=Limits(idle_s=0.5, total_s=1.0)) as runner:
+        rolling = asyncio.create_task(runner.run(workshop.task(min_version=1)))
+        await asyncio.sleep(3)
+        assert not rolling.done()
+        engine = workshop.engine
+        assert isinstance(engine, TableEngine)
+        await serve_logits(engine, script(workshop.tokenizer, {(0, "<|assistant|>"): "7"}), Version(0, 1))
+        group = await rolling
+    assert ends(group) == {0: "episode", 1: "episode", 2: "episode"}
+    assert {span.version for episode in group.episodes for span in episode.segments[1].spans} == {Version(0, 1)}
+
+
+async def test_time_in_which_the_watcher_stood_still_is_nobodys(workshop: Workshop) -> None:
+    code = """
+async def naps(task, engine):
+    chat = engine.chat(task)
+    await chat.generate()
+    tell("naps")
+    await asyncio.sleep(1)
+    return chat.episode()
+"""
+    async with workshop.runner(code, producer="naps", limits=Limits(idle_s=2.5, total_s=60.0)) as runner:
+        rolling = asyncio.create_task(runner.run(workshop.task(num_rollouts=1)))
+        while not workshop.told("naps"):
+            await asyncio.sleep(0.02)
+        # What SIGSTOP does to this process: nothing runs in it, and then everything is late.
+        time.sleep(5)  # noqa: ASYNC251
+        assert ends(await rolling) == {0: "episode"}
+
+
+async def test_a_child_that_is_stopped_is_replaced(workshop: Workshop) -> None:
+    code = """
+async def once(task, engine):
+    chat = engine.chat(task)
+    turn = chat.turns[-1] if chat.turns else await chat.generate()
+    tell("ran", engine.context.rollout_index)
+    while not (FOLDER / "go-on").exists():
+        await asyncio.sleep(0.02)
+    return chat.episode()
+"""
+    async with workshop.runner(code, producer="once", limits=Limits(idle_s=30.0, total_s=60.0, answer_s=1.5)) as runner:
+        rolling = asyncio.create_task(runner.run(workshop.task(num_rollouts=2)))
+        while len(workshop.told("ran")) < 2:
+            await asyncio.sleep(0.02)
+        os.kill(int(workshop.told("ran")[0][0]), signal.SIGSTOP)
+        (workshop.folder / "go-on").touch()
+        assert ends(await rolling) == {0: "episode", 1: "episode"}
+    assert len({pid for pid, *_ in workshop.told("ran")}) == 2
+
+
+async def test_a_blocking_call_is_named_with_file_and_line(workshop: Workshop) -> None:
+    code = """
+async def blocks(task, engine):
+    chat = engine.chat(task)
+    await chat.generate()
+    time.sleep(0.05)  # here
+    return chat.episode()
+"""
+    async with workshop.runner(code, producer="blocks") as runner:
+        line = next(n for n, text in enumerate((workshop.folder / "code.py").read_text().splitlines(), 1) if "# here" in text)
+        async with asyncio.timeout(30):
+            while not runner.notice:
+                await workshop.run(runner, *(workshop.task(index, num_rollouts=8) for index in range(4)))
+        assert f"code.py:{line} in blocks" in runner.notice
+
+
+class Fragile:
+    """An engine whose first answers to some requests are errors.
+
+    Args:
+        engine: gives the others.
+        error: what is raised.
+        times: how often, for each prompt of rollout 1.
+    """
+
+    def __init__(self, engine: TableEngine, error: type[EngineError], times: int) -> None:
+        self._engine = engine
+        self._error = error
+        self._left = times
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        if ".1-" in request.request_id and self._left:
+            self._left -= 1
+            raise self._error("the engine has a bad day")
+        async for chunk in self._engine.generate(request):
+            yield chunk
+
+
+@pytest.mark.parametrize("error", [EngineUnavailable, EngineError])
+async def test_an_engines_failure_repeats_its_rollout_alone(workshop: Workshop, error: type[EngineError]) -> None:
+    code = """
+async def counted(task, engine):
+    tell("ran", engine.context.rollout_index)
+    return await good(task, engine)
+"""
+    workshop.engine = Fragile(workshop.engine, error, 2)  # type: ignore[assignment, arg-type]
+    async with workshop.runner(code, producer="counted") as runner:
+        [group] = await workshop.run(runner, workshop.task())
+    assert ends(group) == {0: "episode", 1: "episode", 2: "episode"}
+    assert sorted(rollout for _, rollout in workshop.told("ran")) == ["0", "1", "1", "1", "2"]
+
+
+async def test_engines_that_stay_away_give_the_task_back(workshop: Workshop) -> None:
+    workshop.engine = Fragile(workshop.engine, EngineUnavailable, 1000)  # type: ignore[assignment, arg-type]
+    async with workshop.runner("", producer="good") as runner:
+        with pytest.raises(EngineUnavailable, match="bad day"):
+            await workshop.run(runner, workshop.task())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("producer", ["good", ""])
+async def test_what_engines_refuse_again_and_again_has_failed(workshop: Workshop, producer: str) -> None:
+    class Refuses(Fragile):
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+            self._left -= 1
+            raise EngineError("the prompt is too long")
+            yield
+
+    workshop.engine = engine = Refuses(workshop.engine, EngineError, 0)  # type: ignore[assignment, arg-type]
+    async with workshop.runner("def one(task, episode): return 1.0", producer=producer, reward="one") as runner:
+        [group] = await workshop.run(runner, workshop.task(num_rollouts=1))
+    assert ends(group) == {0: "failed: engine: the prompt is too long"}
+    assert engine._left == -REFUSALS
+
+
+async def test_many_short_blocks_are_slow_and_kill_nothing(workshop: Workshop) -> None:
+    """The loop does not turn for longer than it may be held, but nobody holds it for long."""
+    code = """
+async def blocks(task, engine):
+    chat = engine.chat(task)
+    await chat.generate()
+    tell("ran")
+    time.sleep(0.1)
+    return chat.episode()
+"""
+    async with workshop.runner(code, producer="blocks", limits=Limits(idle_s=5.0, total_s=60.0, answer_s=3.0)) as runner:
+        groups = await workshop.run(runner, *(workshop.task(index, num_rollouts=10) for index in range(6)))
+    assert [len(group.episodes) for group in groups] == [10] * 6
+    assert len({pid for pid, *_ in workshop.told("ran")}) == 1
+
+
+async def test_a_call_that_outlives_its_task_is_ended(workshop: Workshop) -> None:
+    code = """
+def outlives(task, engine):
+    chat = engine.chat(task)
+    chat.generate()
+    if task.index == 1:
+        tell("hung")
+        time.sleep(3600)
+    while not (FOLDER / "go-on").exists():
+        time.sleep(0.02)
+    return chat.episode()
+"""
+    async with workshop.runner(code, producer="outlives", limits=Limits(idle_s=60.0, total_s=60.0, answer_s=1.0)) as runner:
+        neighbour = asyncio.create_task(runner.run(workshop.task(0)))
+        given_back = asyncio.create_task(runner.run(workshop.task(1, num_rollouts=1)))
+        while not workshop.told("hung"):
+            await asyncio.sleep(0.02)
+        given_back.cancel()
+        await until(lambda: not alive(int(workshop.told("hung")[0][0])))
+        (workshop.folder / "go-on").touch()
+        assert ends(await neighbour) == {0: "episode", 1: "episode", 2: "episode"}

@@ -1,0 +1,185 @@
+"""The worker records what engines gave: user code can trim it, and neither change nor invent it; and what is saved outlives a process."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+
+import msgspec
+import pytest
+
+from streamrl.bus.protocol import Bus
+from streamrl.producers.attempts import Attempts
+from streamrl.producers.chat_saves import SavedChat
+from streamrl.producers.children.calls import Recorded
+from streamrl.producers.children.jobs import Keeping
+from streamrl.producers.children.saved import pack, unpack
+from streamrl.producers.episode import Segment
+from streamrl.schemas.samples import LogprobMode, VersionSpan
+from streamrl.schemas.subjects import PREFIX_ATTEMPTS
+from streamrl.schemas.versions import Version
+from tests.producers.user_code import Workshop, ends
+
+FORGES = """
+from msgspec.structs import replace
+
+from streamrl.producers.episode import Segment
+from streamrl.schemas.samples import VersionSpan
+from streamrl.schemas.versions import Version
+
+
+async def forges(task, engine):
+    chat = engine.chat(task)
+    await chat.generate()
+    episode = chat.episode()
+    prompt, answer = episode.segments
+    match engine.context.rollout_index:
+        case 0:
+            answer = replace(answer, spans=(VersionSpan(2, Version(7, 7)),))
+        case 1:
+            answer = replace(answer, logprobs=(-0.5, -0.5))
+        case 2:
+            answer = replace(answer, token_ids=(9, 9))
+        case 3:
+            answer = Segment(answer.token_ids[:1], answer.logprobs[:1], (VersionSpan(1, Version(0, 0)),))
+        case 4:
+            await chat.generate()
+            both = chat.episode().segments
+            tokens, logprobs = (*both[1].token_ids, *both[2].token_ids), (*both[1].logprobs, *both[2].logprobs)
+            answer = Segment(tokens, logprobs, (VersionSpan(4, Version(0, 0)),))
+    episode.segments = (prompt, answer)
+    episode.engine = "another"
+    return episode
+"""
+
+
+@pytest.mark.process
+async def test_tokens_logprobs_and_versions_are_the_workers_own(workshop: Workshop) -> None:
+    async with workshop.runner(FORGES, producer="forges") as runner:
+        [group] = await workshop.run(runner, workshop.task(num_rollouts=6))
+    found = {episode.rollout: episode for episode in group.episodes}
+    true = found[5].segments[1]
+    assert found[0].segments[1] == true and true.spans == (VersionSpan(2, Version(0, 0)),)
+    assert found[3].segments[1] == Segment(true.token_ids[:1], true.logprobs[:1], (VersionSpan(1, Version(0, 0)),))
+    assert len(found[4].segments[1].token_ids) == len(found[4].segments[1].logprobs) == sum(s.length for s in found[4].segments[1].spans)
+    assert {episode.engine for episode in group.episodes} == {"table-0"}
+    assert [failure.rollout for failure in group.failures] == [1, 2]
+    assert all("was not sampled by an engine in this rollout" in failure.detail for failure in group.failures)
+
+
+@pytest.mark.process
+async def test_what_was_saved_goes_on_in_another_process(workshop: Workshop) -> None:
+    """A neighbour kills the process between two turns of a chat; token for token the chat is the one that it was."""
+    code = """
+async def two_turns(task, engine):
+    chat = engine.chat(task)
+    if not chat.turns:
+        await chat.generate()
+        await chat.save({"turns": 1})
+        tell("saved")
+        if task.index == 1 and engine.context.rollout_index == 0:
+            os._exit(1)
+        await asyncio.sleep(3600 if task.index == 0 else 0)
+    tell("found", f"{task.index} {chat.state}")
+    chat.user("and?")
+    await chat.generate()
+    return chat.episode()
+"""
+    kept: dict[tuple[int, int], bytes] = {}
+
+    def keeping(task: int) -> Keeping:
+        async def store(rollout: int, data: bytes) -> None:
+            kept[task, rollout] = data
+
+        return Keeping(store=store)
+
+    async with workshop.runner(code, producer="two_turns") as runner:
+        waits = asyncio.create_task(runner.run(workshop.task(0, num_rollouts=2), keeping=keeping(0)))
+        while len(workshop.told("saved")) < 2:
+            await asyncio.sleep(0.02)
+        [guilty] = await workshop.run(runner, workshop.task(1, num_rollouts=1), keeping=keeping(1))
+        group = await waits
+    assert ends(guilty) == {0: "episode"}
+    assert ends(group) == {0: "episode", 1: "episode"}
+    assert len({pid for pid, task, *_ in workshop.told("found") if task == "0"}) == 1
+    for episode in group.episodes:
+        data, turns = unpack(kept[0, episode.rollout])
+        first, second = [segment for segment in episode.segments if segment.is_model]
+        assert data and turns[0].part(0, 2) == first and len(second.token_ids)
+
+
+def test_a_checkpoint_from_before_turns_were_recorded_is_read() -> None:
+    answer = Segment((5, 6), (-0.5, -0.25), (VersionSpan(2, Version(0, 3)),))
+    chat = SavedChat(
+        segments=(Segment((1, 2)), answer), turns=(), finish_reason="stop", mode=LogprobMode.SAMPLED, engine="e", started_s=0.0
+    )
+    stored = b"streamrl-chats-1\n" + zlib.compress(msgspec.msgpack.encode({0: chat}), 1)
+    data, turns = unpack(stored)
+    assert data == stored and [turn.part(0, 2) for turn in turns] == [answer]
+    assert unpack(b"the user's own") == (b"the user's own", [])
+    again = Recorded(answer)
+    assert unpack(pack(b"mine", [again]))[1][0].part(1, 2) == Segment((6,), (-0.25,), (VersionSpan(1, Version(0, 3)),))
+
+
+async def test_attempts_are_counted_by_several_and_removed(bus: Bus) -> None:
+    mine, other = Attempts(bus), Attempts(bus)
+    assert [await mine.load(4), await mine.add(4), await other.add(4), await mine.add(4)] == [0, 1, 2, 3]
+    assert [await other.add(41), await Attempts(bus).load(4)] == [1, 3]
+    await mine.forget(4)
+    assert [await Attempts(bus).load(4), await Attempts(bus).load(41)] == [0, 1]
+    assert await other.add(4) == 1
+    assert all(key.startswith(PREFIX_ATTEMPTS) for key in await bus.kv.keys("attempts"))
+
+
+@pytest.mark.process
+async def test_deaths_of_earlier_deliveries_count(workshop: Workshop) -> None:
+    code = """
+async def deadly(task, engine):
+    tell("struck")
+    os._exit(7)
+"""
+    counted = 2
+
+    async def died() -> int:
+        nonlocal counted
+        counted += 1
+        return counted
+
+    async with workshop.runner(code, producer="deadly") as runner:
+        [group] = await workshop.run(runner, workshop.task(), keeping=Keeping(attempts=2, died=died))
+    assert counted == 4
+    assert {failure.reason for failure in group.failures} == {"deliveries"}
+    # It has killed two that ran it alone: nobody shares a process with it any more.
+    assert len({pid for pid, *_ in workshop.told("struck")}) == 2
+
+
+@pytest.mark.process
+async def test_a_cancelled_task_asks_engines_for_nothing_more(workshop: Workshop) -> None:
+    code = """
+def plain(task, engine):
+    chat = engine.chat(task)
+    try:
+        chat.generate()
+    finally:
+        tell("ended")
+
+
+async def stubborn(task, engine):
+    try:
+        await engine.chat(task).generate()
+    finally:
+        tell("ended")
+"""
+    for name in ("plain", "stubborn"):
+        async with workshop.runner(code, producer=name) as runner:
+            rolling = asyncio.create_task(runner.run(workshop.task(min_version=99)))
+            while (await workshop.engine.info()).waiting < 3:
+                await asyncio.sleep(0.01)
+            rolling.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await rolling
+            while (await workshop.engine.info()).waiting:
+                await asyncio.sleep(0.01)
+            while len(workshop.told("ended")) < 3:
+                await asyncio.sleep(0.01)
+            (workshop.folder / "ended").unlink()
