@@ -20,6 +20,7 @@ def config_schema() -> dict[str, Any]:
     schema = msgspec.json.schema(Config, ref_template="#/definitions/{name}")
     definitions = schema["$defs"]
     for kind in _sections(Config):
+        definitions[kind.__name__]["additionalProperties"] = False  # of structs of the wire, too: a file has no unknown keys
         for key, meaning in field_meanings(kind).items():
             definitions[kind.__name__]["properties"][key]["description"] = meaning
     return {"$schema": _DRAFT, **definitions.pop("Config"), "definitions": definitions}

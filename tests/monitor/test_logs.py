@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.support.errors import raises
 
 from streamrl.cli import main
 from streamrl.config.tree import Config, RunConfig
@@ -16,6 +15,7 @@ from streamrl.monitor.logs import Logs
 from streamrl.runtime.lock import lock_run
 from streamrl.runtime.rundir import RunDir
 from streamrl.telemetry.logs import LineFormatter
+from tests.support.errors import raises
 
 
 @pytest.fixture
@@ -32,6 +32,11 @@ def at(second: float, text: str, worker: str = "trainer-0") -> str:
     record.created = 1_800_000_000.0 + second
     record.msecs = second % 1 * 1000
     return LineFormatter(worker).format(record) + "\n"
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
 
 
 def words(lines: object) -> list[str]:
@@ -83,14 +88,20 @@ def test_what_comes_is_followed_over_rotation_and_new_workers(run: RunDir) -> No
     log.write_text(at(1, "a") + "half")
     logs = Logs(run)
     assert words(logs.past(to_the_end=False)) == ["a"]
+
+    def rotate() -> None:
+        append(log, at(3, "c"))
+        log.rename(log.with_name("trainer-0.log.1"))
+        append(log, at(4, "d"))
+
     steps = iter(
         [
-            lambda: log.open("a").write(" a line\n"),
-            lambda: log.open("a").write(at(2, "b")),
-            lambda: (log.open("a").write(at(3, "c")), log.rename(log.with_name("trainer-0.log.1")), log.write_text(at(4, "d"))),
-            lambda: run.log_path("engine-0").write_text(at(5, "e", "engine-0")),
-            lambda: log.write_text(at(6, "f")[-4:]),
-            lambda: log.open("a").write("g"),
+            lambda: append(log, " a line\n"),
+            lambda: append(log, at(2, "b")),
+            rotate,
+            lambda: append(run.log_path("engine-0"), at(5, "e", "engine-0")),
+            lambda: log.write_text("f\n"),
+            lambda: append(log, "g"),
         ]
     )
 
@@ -116,8 +127,7 @@ def test_the_verb_follows_a_run_until_it_is_down(run: RunDir, capfdbinary: pytes
         while b"b\n" not in out:
             out += capfdbinary.readouterr().out
             time.sleep(0.01)
-        with log.open("a") as file:
-            file.write(at(3, "c"))
+        append(log, at(3, "c"))
         while b"c\n" not in out:
             out += capfdbinary.readouterr().out
             time.sleep(0.01)
