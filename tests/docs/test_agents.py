@@ -94,6 +94,13 @@ async def test_an_agent_that_saves(tmp_path: Path) -> None:
     assert samples and {sample.reward for sample in samples} == {1.0}
 
 
+@pytest.mark.parametrize("name", ["agent", "two_chats", "patient"])
+async def test_an_agent_whose_chat_is_full_ends(tmp_path: Path, name: str) -> None:
+    samples = await trained(tmp_path, producer={"function": name}, model={"max_len": 14})
+    assert samples and all(len(sample.tokens) <= 14 for sample in samples)
+    assert name == "agent" or any(sample.status is Status.TRUNCATED for sample in samples)
+
+
 async def test_named_parts_and_options(tmp_path: Path) -> None:
     samples = await trained(tmp_path, reward={"kind": "graded", "options": {"bonus": 0.25}})
     assert {tuple(sample.reward_parts) for sample in samples} == {("right", "short")}
@@ -116,12 +123,9 @@ def test_what_the_page_names_is_there_and_what_is_there_is_named(name: str, kind
     named = set(re.findall(rf"`(?:await )?{name}\.(\w+)", page))
     there = {word for word in dir(kind) if not word.startswith("_")} | (inspect_assigned(kind) if name in ("engine", "chat") else set())
     assert named - there == set()
-    left_out = {
-        "task": {"run", "source", "policy", "min_version", "seed"},  # the run's own books
-        "chat": {"state"} & named,
-    }
-    if name in ("task", "chat", "engine"):
-        assert there - named - left_out.get(name, set()) == set()
+    own_books = {"run", "source", "policy", "min_version", "seed"} if name == "task" else set()
+    if name != "episode":  # of which a reward is shown a part
+        assert there - named - own_books == set()
 
 
 def inspect_assigned(kind: type) -> set[str]:
