@@ -25,6 +25,7 @@ from tests.kill.world import table_config
 from tests.loop.harness import make_run, read_ledger, run_to_end
 
 PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
+pytestmark = pytest.mark.process
 CODE = [block for block in blocks(PAGE) if block.language == "python"]
 
 
@@ -61,7 +62,7 @@ async def trained(place: Path, **sections: Any) -> list[Sample]:
 def test_the_page_has_no_other_blocks() -> None:
     assert [block.language for block in blocks(PAGE) if block not in CODE] == ["toml"]
     names = re.findall(r"^(?:async def|def|class) (\w+)", "\n".join(block.text for block in CODE), flags=re.MULTILINE)
-    assert names == ["agent", "two_chats", "patient", "score", "graded", "Shortest"], "each has a test below"
+    assert names == ["agent", "plain", "two_chats", "patient", "score", "graded", "Shortest"], "each has a test below"
 
 
 async def test_the_file_of_the_page_loads(tmp_path: Path) -> None:
@@ -73,8 +74,9 @@ async def test_the_file_of_the_page_loads(tmp_path: Path) -> None:
     assert (config.producer.function, config.reward.kind) == (f"{tmp_path}/agent.py:agent", f"{tmp_path}/agent.py:score")
 
 
-async def test_an_agent_with_a_tool(tmp_path: Path) -> None:
-    samples = await trained(tmp_path, producer={"function": "agent"})
+@pytest.mark.parametrize("name", ["agent", "plain"])
+async def test_an_agent_with_a_tool_and_one_that_blocks(tmp_path: Path, name: str) -> None:
+    samples = await trained(tmp_path, producer={"function": name})
     assert samples and all(sample.reward in (0.0, 1.0) for sample in samples)
 
 
@@ -94,11 +96,11 @@ async def test_an_agent_that_saves(tmp_path: Path) -> None:
     assert samples and {sample.reward for sample in samples} == {1.0}
 
 
-@pytest.mark.parametrize("name", ["agent", "two_chats", "patient"])
+@pytest.mark.parametrize("name", ["agent", "plain", "two_chats", "patient"])
 async def test_an_agent_whose_chat_is_full_ends(tmp_path: Path, name: str) -> None:
     samples = await trained(tmp_path, producer={"function": name}, model={"max_len": 14})
     assert samples and all(len(sample.tokens) <= 14 for sample in samples)
-    assert name == "agent" or any(sample.status is Status.TRUNCATED for sample in samples)
+    assert name in ("agent", "plain") or any(sample.status is Status.TRUNCATED for sample in samples)
 
 
 async def test_named_parts_and_options(tmp_path: Path) -> None:
