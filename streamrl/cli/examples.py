@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 import shutil
 from pathlib import Path
 
@@ -50,4 +51,4 @@ def next_commands(copied: list[Path]) -> list[str]:
     """What starts the runs that were copied; presets also need a model and rows."""
     needs = " --set model.path=DIR --set data.train=ROWS.jsonl"
     files = [path for path in copied if path.suffix == ".toml"]
-    return [f"streamrl up {path}{'' if 'train = ' in path.read_text(encoding='utf-8') else needs}" for path in files]
+    return [f"streamrl up {shlex.quote(str(path))}{'' if 'train = ' in path.read_text(encoding='utf-8') else needs}" for path in files]

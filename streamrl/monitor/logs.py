@@ -32,7 +32,7 @@ class Logs:
     A line without a time of its own, as in a traceback, stays below the one before it.
 
     Raises:
-        ConfigError: the run has no such log; the hint has the names.
+        ConfigError: the run has no such log (the hint has the names); when it is read, one cannot be opened.
     """
 
     def __init__(self, run: RunDir, worker: str | None = None) -> None:
@@ -110,7 +110,7 @@ class _Tail:
     def lines(self, *, to_the_end: bool) -> Iterator[_Line]:
         """The lines since the last call; `to_the_end` takes an unfinished last one too."""
         for path in (self.path.with_name(f"{self.path.name}.1"), self.path):
-            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            with contextlib.suppress(FileNotFoundError), _opened(path) as file:
                 found = os.fstat(file.fileno())
                 if path != self.path and found.st_ino != self.inode:
                     continue  # nothing was rotated away since the last call
@@ -128,6 +128,16 @@ class _Tail:
             # Several threads write to a log: a line that is a little younger than the one below it stays where it is.
             self.seconds = max(self.seconds, _seconds(text))
             yield self.seconds, text if text.endswith(b"\n") else text + b"\n"
+
+
+def _opened(path: Path) -> BufferedReader:
+    """Raises FileNotFoundError, and ConfigError for a file that is there and cannot be read."""
+    try:
+        return path.open("rb")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"expected a log that can be read, got {error.strerror}: {path}", hint="is the run another user's?") from error
 
 
 def _seconds(line: bytes) -> float:
