@@ -1,21 +1,16 @@
-"""The page of all configuration keys, from the structs: names, types and defaults as msgspec has them, meanings from the source.
-
-The string below a field is not kept by Python, so it is read from the source file's syntax tree.
-"""
+"""The page of all configuration keys, from the structs: names, types and defaults as msgspec has them, meanings from the source."""
 
 from __future__ import annotations
 
-import ast
 import inspect
-import itertools
 import re
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
 from streamrl.config.registry import ESTIMATORS, POLICY_LOSSES
+from streamrl.config.schema import field_meanings
 from streamrl.config.tree import Config
 
 HEAD = """# Configuration
@@ -56,21 +51,6 @@ def sections(tree: msgspec.Struct, prefix: str = "") -> list[tuple[str, msgspec.
         if isinstance(value, msgspec.Struct):
             found += [(name, value), *sections(value, name + ".")]
     return found
-
-
-def field_meanings(kind: Any) -> dict[str, str]:
-    """The string below each field of a struct, in one line; fields without one are left out."""
-    path = inspect.getsourcefile(kind)
-    assert path is not None
-    tree = ast.parse(Path(path).read_text(encoding="utf-8"))
-    body = next(node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == kind.__name__)
-    meanings: dict[str, str] = {}
-    for field, text in itertools.pairwise(body):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-            value = text.value
-            if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                meanings[field.target.id] = " ".join(value.value.split())
-    return meanings
 
 
 def _section(name: str, values: msgspec.Struct) -> str:

@@ -7,7 +7,7 @@ import errno
 import sys
 from collections.abc import Sequence
 
-from streamrl.cli import bench, checks, dead, records, reward, runs, workers
+from streamrl.cli import bench, checks, dead, files, logs, records, reward, runs, workers
 from streamrl.errors import StreamRLError
 
 _INTERRUPTED = 130
@@ -41,7 +41,9 @@ def parser() -> argparse.ArgumentParser:
     """The whole command line."""
     top = argparse.ArgumentParser(prog="streamrl", description="Reinforcement-learning post-training of LLMs as a stream.")
     verbs = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    files.add_verbs(verbs)
     runs.add_verbs(verbs)
+    logs.add_verbs(verbs)
     workers.add_verbs(verbs)
     checks.add_verbs(verbs)
     records.add_verbs(verbs)

@@ -226,6 +226,12 @@ def _check_bus(config: Config) -> None:
         key="bus.url",
     )
     refuse(
+        not bus.url and bus.replicas > 1,
+        f"bus.replicas must be 1 without bus.url, got {bus.replicas}: the embedded server is one, and keeps one copy",
+        hint="name a cluster of at least that many servers in bus.url, or leave it out",
+        key="bus.replicas",
+    )
+    refuse(
         "@" in bus.url,
         "bus.url must hold no user and password: the configuration is stored with the run, and others read it",
         hint="leave them out, and set bus.user and bus.password_file, or bus.token_file",

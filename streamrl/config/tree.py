@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from streamrl.config.bounds import Fraction, NonNegativeFloat, NonNegativeInt, Port, PositiveFloat, PositiveInt, Section
+from streamrl.config.bounds import Fraction, NonNegativeFloat, NonNegativeInt, Port, PositiveFloat, PositiveInt, Replicas, Section
 from streamrl.config.engines import EngineConfig
 from streamrl.config.loss import LossConfig
 from streamrl.config.ray import RayConfig
@@ -294,6 +294,8 @@ class BusConfig(Section, frozen=True, kw_only=True):
     """Byte budget of the blobs."""
     ack_wait_s: PositiveFloat = 30.0
     """A claimed task that is not kept alive for this long is delivered again; at least 1."""
+    replicas: Replicas = 1
+    """Servers of the cluster at `url` that keep each message. 3 go on when one is lost. Raised in streams that are there, never lowered."""
     sync_always: bool = False
     """Sync every message to disk (survives power loss; slower)."""
 

@@ -15,7 +15,15 @@ from streamrl.runtime.lock import lock_run
 from streamrl.runtime.rundir import RunDir
 
 ROOT = Path(__file__).parents[2]
-VERBS = {"up", "down", "status", "worker", "attach", "doctor", "replay", "dead", "reward", "record", "compare", "tap", "bench"}
+VERBS = {"init", "config", "completion", "up", "down", "status", "logs", "worker", "attach", "doctor"} | {
+    "replay",
+    "dead",
+    "reward",
+    "record",
+    "compare",
+    "tap",
+    "bench",
+}
 
 
 @pytest.fixture

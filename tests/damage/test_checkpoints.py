@@ -21,6 +21,9 @@ from streamrl.trainers.checkpoints import SEAL_FILE
 from tests.damage.place import place
 from tests.loop.harness import read_ledger
 
+pytestmark = pytest.mark.process
+"""The rewards of these runs are functions, which have processes of their own."""
+
 
 def half(path: Path) -> None:
     file = path / "state.npz"

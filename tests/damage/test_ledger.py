@@ -23,6 +23,9 @@ from streamrl.schemas.weights import Manifest
 from tests.damage.place import Place, place
 from tests.loop.harness import read_ledger
 
+pytestmark = pytest.mark.process
+"""The rewards of these runs are functions, which have processes of their own."""
+
 END = 24
 
 

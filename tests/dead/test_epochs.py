@@ -24,6 +24,9 @@ from tests.dead.messages import Author, patched
 from tests.kill.world import table_config
 from tests.loop.harness import make_run, read_ledger, services
 
+pytestmark = pytest.mark.process
+"""The rewards of these runs are functions, which have processes of their own."""
+
 FORK_AT = 3
 
 

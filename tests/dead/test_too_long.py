@@ -19,6 +19,9 @@ from streamrl.schemas.versions import Version
 from tests.kill.world import table_config
 from tests.loop.harness import make_run, read_ledger, run_to_end
 
+pytestmark = pytest.mark.process
+"""The rewards of these runs are functions, which have processes of their own."""
+
 
 def long_sample(run: str, rollout: int, length: int) -> Sample:
     mask = np.ones(length, np.uint8)

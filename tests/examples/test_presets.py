@@ -55,6 +55,7 @@ def test_a_preset_is_accepted_and_trains(preset: Path, tmp_path: Path) -> None:
     critic = ("loss.critic.only_steps=2",) if preset.stem == "ppo" else ()
     config = load(preset, [ROWS, f"model.path={tmp_path}", "trainer.device=cpu", "trainer.optimizer.warmup_steps=0", *critic])
     assert config.run.name == config.loss.advantage == preset.stem
+    assert config.engine.kind == "sglang" and config.trainer.gpu not in config.engine.sglang.gpus
     trainer = make_trainer(config, tmp_path)
     digests: list[str] = []
     for step in range(3):

@@ -34,6 +34,9 @@ from tests.kill.world import World, table_config, world
 from tests.loop.harness import make_run, read_ledger, run_to_end
 from tests.support.errors import raises
 
+pytestmark = pytest.mark.process
+"""The rewards of these runs are functions, which have processes of their own."""
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -15,6 +15,9 @@ from streamrl.data.model import ensure_model
 from tests.loop.harness import make_run, run_to_end
 from tests.loop.test_lockstep import lockstep_config
 
+pytestmark = pytest.mark.process
+"""The rewards of these runs are functions, which have processes of their own."""
+
 DEEPEST = 7
 
 

@@ -20,7 +20,7 @@ MEASURED_BESIDE = {"benchmarks", "pickle", "redis", "zmq", "orjson"}
 def wheel(tmp_path_factory) -> Path:
     """Built from a clone, benchmarks and all."""
     tmp_path = tmp_path_factory.mktemp("clone")
-    for name in (*FOLDERS, "benchmarks"):
+    for name in (*FOLDERS, "benchmarks", "examples"):
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -38,6 +38,37 @@ def test_the_wheel_holds_one_package_with_everything_in_it(wheel):
     expected = {str(path) if path.parts[0] == "streamrl" else f"streamrl/{path}" for path in sources}
     assert expected - names == set()
     assert "streamrl/py.typed" in names
+    examples = {f"streamrl/{path.relative_to(ROOT)}" for path in (ROOT / "examples").glob("*/*") if path.is_file()}
+    assert len(examples) > 20 and examples - names == set()
+
+
+def test_an_example_is_copied_out_of_the_wheel_once(wheel, tmp_path):
+    installed = tmp_path / "installed"
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(installed)
+
+    def init(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-P", "-m", "streamrl", "init", *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(installed)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    for name in ("quickstart", "calculator_tool", "gsm8k", "presets"):
+        done = init(f"mine/{name}", "--example", name)
+        assert done.returncode == 0, done.stderr
+        expected = {path.name: path.read_bytes() for path in (ROOT / "examples" / name).iterdir() if path.is_file()}
+        assert {path.name: path.read_bytes() for path in (tmp_path / "mine" / name).iterdir()} == expected
+        assert all(f"  streamrl up mine/{name}/{file}" in done.stdout for file in expected if file.endswith(".toml"))
+    (tmp_path / "mine" / "quickstart" / "quickstart.toml").write_text("mine")
+    (tmp_path / "mine" / "quickstart" / "README.md").unlink()
+    again = init("mine/quickstart")
+    assert (again.returncode, again.stdout) == (1, "") and "quickstart.toml" in again.stderr
+    assert (tmp_path / "mine" / "quickstart" / "quickstart.toml").read_text() == "mine"
+    assert not (tmp_path / "mine" / "quickstart" / "README.md").exists(), "all or nothing"
 
 
 def imported(tree: ast.AST) -> set[str]:

@@ -16,7 +16,7 @@ from streamrl.config.registry import Role
 from streamrl.config.tree import Config, LossConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import plan_micro_batches
-from streamrl.errors import ConfigError, TrainingError
+from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
@@ -182,7 +182,7 @@ def test_changed_bits_in_a_checkpoint_are_noticed(model_dir: Path, tmp_path: Pat
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with raises(TrainingError, path=str(tmp_path / "at"), what="parameters", got=ANY):
+    with raises(CheckpointDamaged, path=str(tmp_path / "at"), problem=ANY):
         trainer.load(tmp_path / "at")
 
 

@@ -19,11 +19,11 @@ _NANOSECONDS = 1_000_000_000
 KEYS_BYTES = 64 * MEBIBYTE
 MAX_WAITING = 4096
 """Claims that may wait at the server at the same time, for one source."""
-_MENDED = ("max_bytes", "republish", "allow_rollup_hdrs", "subject_delete_marker_ttl")
+_MENDED = ("num_replicas", "max_bytes", "republish", "allow_rollup_hdrs", "subject_delete_marker_ttl")
 """What is brought up to date in a stream that is there already; all else stays as it was made."""
 
 
-def stream_config(topology: Topology, spec: StreamSpec) -> dict[str, Any]:
+def stream_config(topology: Topology, spec: StreamSpec, replicas: int) -> dict[str, Any]:
     """A stream as JetStream's API wants it."""
     return {
         "name": stream_name(topology.run, spec.name),
@@ -31,7 +31,7 @@ def stream_config(topology: Topology, spec: StreamSpec) -> dict[str, Any]:
         "retention": "workqueue" if spec.queue else "limits",
         "discard": "new" if spec.full == "refuse" else "old",
         "storage": "file",
-        "num_replicas": 1,
+        "num_replicas": replicas,
         "max_bytes": spec.max_bytes,
         "duplicate_window": int(spec.dedupe_s * _NANOSECONDS),
         "allow_direct": True,
@@ -51,7 +51,7 @@ def all_configs(topology: Topology, config: BusConfig) -> list[dict[str, Any]]:
         "retention": "limits",
         "discard": "new",
         "storage": "file",
-        "num_replicas": 1,
+        "num_replicas": config.replicas,
         "allow_direct": True,
         # A message with the header of a rollup removes others; the markers of expired keys would need it allowed.
         "allow_rollup_hdrs": False,
@@ -66,7 +66,7 @@ def all_configs(topology: Topology, config: BusConfig) -> list[dict[str, Any]]:
         **_repeated(keys_name(run)),
     }
     blobs = plain | {"name": blobs_name(run), "subjects": [f"$O.{run}.C.>", f"$O.{run}.M.>"], "max_bytes": config.blobs_bytes}
-    return [*(stream_config(topology, spec) for spec in topology.streams.values()), keys, blobs]
+    return [*(stream_config(topology, spec, config.replicas) for spec in topology.streams.values()), keys, blobs]
 
 
 async def info(connection: Connection, name: str, request: dict[str, Any] | None = None) -> StreamInfoReply:
@@ -127,6 +127,7 @@ async def _ensure(connection: Connection, wanted: dict[str, Any]) -> None:
         logger.info("event=bus_stream_created stream=%s max_bytes=%d", name, wanted["max_bytes"])
         return
     current = {key: wanted.get(key) for key in _MENDED}
+    current["num_replicas"] = max(current["num_replicas"], found.get("num_replicas", 1))  # an administrator may have raised it
     if any((found.get(key) or None) != (value or None) for key, value in current.items()):
         kept = {key: value for key, value in found.items() if key not in _MENDED}
         await _change(connection, "UPDATE", kept | {key: value for key, value in current.items() if value is not None})

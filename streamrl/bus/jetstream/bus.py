@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from streamrl.bus.address import BusAddress
 from streamrl.bus.jetstream import admin
 from streamrl.bus.jetstream.blobs import JetStreamBlobs
-from streamrl.bus.jetstream.connection import Connection, Interrupted
+from streamrl.bus.jetstream.connection import NO_RESPONDER_S, Connection, Interrupted
 from streamrl.bus.jetstream.keys import JetStreamKeys
 from streamrl.bus.jetstream.outbox import Outbox
 from streamrl.bus.jetstream.queue import JetStreamLease, TaskQueue
@@ -53,7 +53,9 @@ class JetStreamBus:
     ) -> JetStreamBus:
         """Connect and, unless told otherwise, make the streams that are missing; see `streamrl.bus.connect`."""
         topology = Topology.of(run, config)
-        connection = Connection(address, name=name, patience_s=config.patience_s)
+        # In a cluster nobody listens while a stream has no leader, which may take as long as a server is away.
+        unheard_s = config.patience_s if config.replicas > 1 else NO_RESPONDER_S
+        connection = Connection(address, name=name, patience_s=config.patience_s, unheard_s=unheard_s)
         await connection.open(patience_s)
         try:
             if create:

@@ -37,7 +37,7 @@ ATTEMPT_S = 5.0
 RETRY_S = 0.1
 """Pause before a request that found no responder is tried again."""
 NO_RESPONDER_S = 3.0
-"""How long a missing responder is taken for a server that is still starting."""
+"""How long a missing responder is taken for a server that is still starting; one of a cluster may wait for a stream's next leader."""
 _DENIED = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"')
 
 
@@ -73,13 +73,15 @@ class Connection:
         address: server and credentials.
         name: shown in the server's monitoring.
         patience_s: how long a request is retried while the server is away.
+        unheard_s: how long one is retried, and a message sent again, while nobody listens to its subject.
     """
 
-    def __init__(self, address: BusAddress, *, name: str, patience_s: float) -> None:
+    def __init__(self, address: BusAddress, *, name: str, patience_s: float, unheard_s: float = NO_RESPONDER_S) -> None:
         self.address = address
         self.api = address.api
         """Subjects of JetStream's API begin with it."""
         self.patience_s = patience_s
+        self.unheard_s = unheard_s
         self.generation = 0
         """Grows with every connect and reconnect; state held by the server for the old connection may be gone."""
         self.denial_listeners: list[Callable[[str, str], None]] = []
@@ -282,7 +284,7 @@ class Connection:
 
         Raises:
             BusUnavailable: the server stayed away for longer than the patience.
-            NoResponder: nobody has listened to the subject for 3 s.
+            NoResponder: nobody has listened to the subject for `unheard_s`.
         """
         body = payload if isinstance(payload, bytes) else msgspec.json.encode(payload)
         deadline = time.monotonic() + self.patience_s
@@ -296,7 +298,7 @@ class Connection:
                     raise options.unreachable(self.address, self.patience_s, error) from error
             except NoResponder:
                 unheard_since = unheard_since or time.monotonic()
-                if time.monotonic() - unheard_since > NO_RESPONDER_S:
+                if time.monotonic() - unheard_since > self.unheard_s:
                     raise
                 await asyncio.sleep(RETRY_S)
 

@@ -30,8 +30,6 @@ WINDOW_BYTES = 32 << 20
 """Bytes under way at most: below the 64 MiB that a server buffers for a client by default."""
 RESEND_S = 10.0
 SWEEP_S = 0.5
-NO_STREAM_S = 3.0
-"""How long a subject without a stream is taken for a server that is still starting."""
 
 
 class _Post:
@@ -137,7 +135,7 @@ class Outbox:
 
     def _on_no_stream(self, post: _Post) -> None:
         post.unheard_s = post.unheard_s or time.monotonic()
-        if time.monotonic() - post.unheard_s < NO_STREAM_S:
+        if time.monotonic() - post.unheard_s < self._connection.unheard_s:
             # The sweeper sends it again at its next turn.
             post.sent_s = 0.0
             return
@@ -200,11 +198,11 @@ class Outbox:
                 if now > post.deadline:
                     _settle(post, self._given_up(post))
             late = [post for post in self._sent.values() if now - post.sent_s > RESEND_S and not post.future.done()]
-            if late:
+            if silent := [post for post in late if post.sent_s]:
                 logger.warning(
-                    "event=bus_publish_unanswered messages=%d subject=%s hint=is_the_servers_disk_full?", len(late), late[0].subject
+                    "event=bus_publish_unanswered messages=%d subject=%s hint=is_the_servers_disk_full?", len(silent), silent[0].subject
                 )
-                self._take_back(late)
+            self._take_back(late)
             if self._queue:
                 self._wake.set()
 

@@ -14,7 +14,7 @@ from collections import deque
 import msgspec
 from nats.aio.msg import Msg
 
-from streamrl.bus.jetstream.connection import NO_RESPONDER_S, RETRY_S, Connection, Interrupted, NoResponder, Sink
+from streamrl.bus.jetstream.connection import RETRY_S, Connection, Interrupted, NoResponder, Sink
 from streamrl.bus.jetstream.wire import DESCRIPTION, PENDING, Stored, StoredMessageReply, decode, error_of, status_of, stored
 from streamrl.bus.topology import stored_subject
 from streamrl.errors import BusError
@@ -220,7 +220,7 @@ async def opened(connection: Connection, stream: str, *, after: int, subject: st
         except NoResponder:
             await session.close()
             unheard_since = unheard_since or time.monotonic()
-            if time.monotonic() - unheard_since > NO_RESPONDER_S:
+            if time.monotonic() - unheard_since > connection.unheard_s:
                 raise
         except BaseException:
             await session.close()

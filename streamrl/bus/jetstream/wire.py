@@ -214,7 +214,9 @@ def error_of(refusal: Refusal, *, doing: str, expected: int | None = None) -> Bu
     hints = {
         10039: "enable JetStream for this account on the server",
         10076: "enable JetStream on the server: `jetstream {}` in its configuration",
+        10005: "has the cluster as many servers as bus.replicas asks for, with JetStream and room for the byte budgets in [bus]?",
         10058: "a stream of this name exists with other settings: use another run name, or delete it",
+        10074: "the server is no cluster: name one in bus.url, or leave bus.replicas out",
         10065: "another stream already listens to these subjects: use another run name",
     }
     return BusError(f"{doing}: {text} (code {refusal.code}, {refusal.err_code})", hint=hints.get(refusal.err_code, ""))

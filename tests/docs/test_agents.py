@@ -1,0 +1,141 @@
+"""The agents and rewards of docs/agents.md, each in a run of its own: they train, and do what the page says of them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl import Episode, RolloutTask
+from streamrl.bus.memory import MemoryBus
+from streamrl.config.load import load
+from streamrl.data.model import ensure_model
+from streamrl.launch.prepare import prepare
+from streamrl.producers.chat import Chat, RolloutEngine
+from streamrl.producers.chat_saves import Turn
+from streamrl.runtime.run_record import write_or_check
+from streamrl.schemas.decoding import decode_samples
+from streamrl.schemas.samples import Sample, Status
+from streamrl.schemas.subjects import kind_of
+from tests.docs.blocks import blocks
+from tests.kill.world import table_config
+from tests.loop.harness import make_run, read_ledger, run_to_end
+
+PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
+pytestmark = pytest.mark.process
+CODE = [block for block in blocks(PAGE) if block.language == "python"]
+
+
+async def trained(place: Path, **sections: Any) -> list[Sample]:
+    """The samples of a run of two batches with the page's functions."""
+    code = place / "agent.py"
+    code.write_text("\n".join(block.text for block in CODE))
+    named = {
+        section: {
+            **{key: f"{code}:{value}" for key, value in keys.items() if isinstance(value, str)},
+            **{key: value for key, value in keys.items() if not isinstance(value, str)},
+        }
+        for section, keys in sections.items()
+    }
+    given: dict[str, Any] = {"run": {"name": "agents", "steps": 2}, "reward": {"kind": f"{code}:score"}, "model": {"max_len": 200}} | named
+    run, config = make_run(place, table_config(place, tasks={"drop_zero_variance": False, "batch_tasks": 2}, **given))
+    ensure_model(config, run.model_dir)
+    bus = MemoryBus(config.run.name, config.bus)
+    try:
+        await write_or_check(bus, await prepare(config, run))
+        await run_to_end(config, run, bus)
+        assert len(await read_ledger(bus, config.run.name)) == 2
+        last, found = (await bus.state("samples")).last, list[Sample]()
+        async for message in bus.read("samples", after=0):
+            if kind_of(message.subject) == "samples":
+                found += decode_samples(message.body).rows()
+            if message.sequence == last:
+                return found
+        raise AssertionError
+    finally:
+        await bus.close()
+
+
+def test_the_page_has_no_other_blocks() -> None:
+    assert [block.language for block in blocks(PAGE) if block not in CODE] == ["toml"]
+    names = re.findall(r"^(?:async def|def|class) (\w+)", "\n".join(block.text for block in CODE), flags=re.MULTILINE)
+    assert names == ["agent", "plain", "two_chats", "patient", "score", "graded", "Shortest"], "each has a test below"
+
+
+async def test_the_file_of_the_page_loads(tmp_path: Path) -> None:
+    [toml] = [block for block in blocks(PAGE) if block.language == "toml"]
+    (tmp_path / "agent.py").write_text("\n".join(block.text for block in CODE))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
+    (tmp_path / "my.toml").write_text(f'[data]\ntrain = "rows.jsonl"\n{toml.text}')
+    config = load(tmp_path / "my.toml")
+    assert (config.producer.function, config.reward.kind) == (f"{tmp_path}/agent.py:agent", f"{tmp_path}/agent.py:score")
+
+
+@pytest.mark.parametrize("name", ["agent", "plain"])
+async def test_an_agent_with_a_tool_and_one_that_blocks(tmp_path: Path, name: str) -> None:
+    samples = await trained(tmp_path, producer={"function": name})
+    assert samples and all(sample.reward in (0.0, 1.0) for sample in samples)
+
+
+async def test_two_chats_share_a_reward_and_have_temperatures_of_their_own(tmp_path: Path) -> None:
+    samples = await trained(tmp_path, producer={"function": "two_chats"})
+    rollouts: dict[tuple[int, int], list[Sample]] = {}
+    for sample in samples:
+        rollouts.setdefault((sample.task, sample.rollout), []).append(sample)
+    for first, last in rollouts.values():
+        assert (first.sampling.temperature, last.sampling.temperature) == (1.0, 0.5)
+        assert list(last.tokens[: len(first.tokens)]) == list(first.tokens) and not any(last.loss_mask[: len(first.tokens)])
+        assert last.metadata["turns"] == 2
+
+
+async def test_an_agent_that_saves(tmp_path: Path) -> None:
+    samples = await trained(tmp_path, producer={"function": "patient"})
+    assert samples and {sample.reward for sample in samples} == {1.0}
+
+
+@pytest.mark.parametrize("name", ["agent", "plain", "two_chats", "patient"])
+async def test_an_agent_whose_chat_is_full_ends(tmp_path: Path, name: str) -> None:
+    samples = await trained(tmp_path, producer={"function": name}, model={"max_len": 14})
+    assert samples and all(len(sample.tokens) <= 14 for sample in samples)
+    assert name in ("agent", "plain") or any(sample.status is Status.TRUNCATED for sample in samples)
+
+
+async def test_named_parts_and_options(tmp_path: Path) -> None:
+    samples = await trained(tmp_path, reward={"kind": "graded", "options": {"bonus": 0.25}})
+    assert {tuple(sample.reward_parts) for sample in samples} == {("right", "short")}
+    assert all(sample.reward_parts["short"] == 0.25 and sample.reward == 0.25 + sample.reward_parts["right"] for sample in samples)
+
+
+async def test_a_reward_that_compares_a_group(tmp_path: Path) -> None:
+    samples = await trained(tmp_path, reward={"kind": "Shortest"})
+    groups: dict[int, set[float]] = {}
+    for sample in samples:
+        groups.setdefault(sample.task, set()).add(sample.reward)
+    assert groups and all(1.0 in rewards for rewards in groups.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("task", RolloutTask), ("engine", RolloutEngine), ("chat", Chat), ("episode", Episode)], ids=lambda value: str(value)
+)
+def test_what_the_page_names_is_there_and_what_is_there_is_named(name: str, kind: type) -> None:
+    page = PAGE.read_text()
+    named = set(re.findall(rf"`(?:await )?{name}\.(\w+)", page))
+    there = {word for word in dir(kind) if not word.startswith("_")} | (inspect_assigned(kind) if name in ("engine", "chat") else set())
+    assert named - there == set()
+    own_books = {"run", "source", "policy", "min_version", "seed"} if name == "task" else set()
+    if name != "episode":  # of which a reward is shown a part
+        assert there - named - own_books == set()
+
+
+def inspect_assigned(kind: type) -> set[str]:
+    """Public attributes that `__init__` sets."""
+    return {word for word in re.findall(r"self\.(\w+)(?:: [^=\n]+)? =", inspect.getsource(kind)) if not word.startswith("_")}
+
+
+def test_states_and_fields_of_turns_are_those_of_the_page() -> None:
+    page = PAGE.read_text()
+    assert all(f"`{status.name}`" in page for status in Status)
+    assert all(f"`{field}`" in page for field in Turn.__struct_fields__)

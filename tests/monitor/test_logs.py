@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from streamrl.cli import main
+from streamrl.config.tree import Config, RunConfig
+from streamrl.errors import ConfigError
+from streamrl.monitor.logs import Logs
+from streamrl.runtime.lock import lock_run
+from streamrl.runtime.rundir import RunDir
+from streamrl.telemetry.logs import LineFormatter
+from tests.support.errors import raises
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "runs" / "demo")
+    run.create()
+    run.write_config(Config(run=RunConfig(name="demo")))
+    return run
+
+
+def at(second: float, text: str, worker: str = "trainer-0") -> str:
+    """A line as a worker writes it."""
+    record = logging.LogRecord("streamrl.x", logging.INFO, "x.py", 1, text, None, None)
+    record.created = 1_800_000_000.0 + second
+    record.msecs = second % 1 * 1000
+    return LineFormatter(worker).format(record) + "\n"
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
+def words(lines: object) -> list[str]:
+    return [line.decode().split()[-1] for line in lines]  # type: ignore[attr-defined]
+
+
+def test_lines_are_in_order_of_time_and_tracebacks_stay_together(run: RunDir) -> None:
+    run.log_path("trainer-0").write_text(at(1, "a") + at(4, "d") + "Traceback\n  deep\n" + at(6, "f"))
+    run.log_path("producer-0").write_text(at(2, "b", "producer-0") + at(5, "e", "producer-0"))
+    local = time.strftime("%Y/%m/%d %H:%M:%S", time.localtime(1_800_000_003))
+    (run.bus_store / "nats-server.log").write_text(f"[7] {local}.000000 [INF] c\n")
+    assert words(Logs(run).past()) == ["a", "b", "c", "d", "Traceback", "deep", "e", "f"]
+    assert words(Logs(run).past(last=3)) == ["deep", "e", "f"]
+    assert words(Logs(run).past(last=0)) == []
+    assert words(Logs(run, "trainer").past()) == words(Logs(run, "trainer-0").past()) == ["a", "d", "Traceback", "deep", "f"]
+    assert words(Logs(run, "nats-server").past()) == ["c"]
+
+
+def test_what_was_rotated_away_comes_first(run: RunDir) -> None:
+    newest = run.log_path("trainer-0")
+    newest.write_text("rest\n" + at(3, "c"))
+    newest.with_name("trainer-0.log.1").write_text(at(2, "b"))
+    newest.with_name("trainer-0.log.2").write_text(at(1, "a"))
+    newest.with_name("trainer-0.log.gz").write_text(at(0, "no"))
+    assert words(Logs(run).past()) == ["a", "b", "rest", "c"]
+
+
+def test_lines_that_are_no_log_are_shown_too(run: RunDir) -> None:
+    run.log_path("trainer-0").write_bytes(b"\xff\x00\n2026-99-99 99:99:99.999Z INFO x\n" + b"x" * (3 << 20) + b"\nno end")
+    run.log_path("feeder-0").touch()
+    lines = list(Logs(run).past())
+    assert lines[0] == b"\xff\x00\n" and lines[-1] == b"no end\n"
+    assert max(map(len, lines)) <= (1 << 20) + 1 and sum(line.count(b"x") for line in lines) == (3 << 20) + 1
+
+
+def test_a_worker_that_has_no_log_is_refused_with_those_that_have(run: RunDir) -> None:
+    with raises(ConfigError, run="demo") as error:
+        Logs(run)
+    assert "streamrl status demo" in str(error.value)
+    for name in ("trainer-0", "supervisor"):
+        run.log_path(name).touch()
+    with raises(ConfigError, run="demo") as error:
+        Logs(run, "trainr")
+    assert "got 'trainr'" in str(error.value) and "there are supervisor, trainer-0" in str(error.value)
+
+
+def test_what_comes_is_followed_over_rotation_and_new_workers(run: RunDir) -> None:
+    log = run.log_path("trainer-0")
+    log.write_text(at(1, "a") + "half")
+    logs = Logs(run)
+    assert words(logs.past(to_the_end=False)) == ["a"]
+
+    def rotate() -> None:
+        append(log, at(3, "c"))
+        log.rename(log.with_name("trainer-0.log.1"))
+        append(log, at(4, "d"))
+
+    steps = iter(
+        [
+            lambda: append(log, " a line\n"),
+            lambda: append(log, at(2, "b")),
+            rotate,
+            lambda: append(run.log_path("engine-0"), at(5, "e", "engine-0")),
+            lambda: log.write_text("f\n"),
+            lambda: append(log, "g"),
+        ]
+    )
+
+    def over() -> bool:
+        step = next(steps, None)
+        if step is not None:
+            step()
+        return step is None
+
+    assert words(logs.follow(over)) == ["line", "b", "c", "d", "e", "f", "g"]
+
+
+def test_the_verb_follows_a_run_until_it_is_down(run: RunDir, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    log = run.log_path("trainer-0")
+    log.write_text(at(1, "a") + at(2, "b"))
+    command = ["logs", "demo", "trainer", "--dir", str(run.path.parent)]
+    assert main([*command, "-n", "1"]) == 0
+    assert words(capfdbinary.readouterr().out.splitlines()) == ["b"]
+    with lock_run(run):
+        following = threading.Thread(target=main, args=([*command, "-f"],))
+        following.start()
+        out = b""
+        while b"b\n" not in out:
+            out += capfdbinary.readouterr().out
+            time.sleep(0.01)
+        append(log, at(3, "c"))
+        while b"c\n" not in out:
+            out += capfdbinary.readouterr().out
+            time.sleep(0.01)
+    following.join(timeout=30)
+    assert not following.is_alive() and words(out.splitlines()) == ["a", "b", "c"]
+
+
+def test_a_log_that_cannot_be_read_is_a_sentence(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    run.log_path("trainer-0").mkdir()
+    assert main(["logs", "demo", "--dir", os.fspath(run.path.parent)]) == 1
+    assert f"expected a log that can be read, got Is a directory: {run.log_path('trainer-0')}" in capsys.readouterr().err
+
+
+def test_a_number_of_lines_below_zero_is_refused(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    run.log_path("trainer-0").touch()
+    assert main(["logs", "demo", "-n", "-1", "--dir", os.fspath(run.path.parent)]) == 1
+    assert "at least 0" in capsys.readouterr().err
