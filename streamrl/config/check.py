@@ -136,7 +136,7 @@ def _check_expiry(config: Config) -> None:
     tasks, key = config.tasks, "tasks.expire_versions"
     if not tasks.expire_versions:
         return
-    hint = "set it to 0: only a limit on time can end there what hangs"
+    hint = "set it to 0: there producer.idle_timeout_s and producer.rollout_timeout_s end what hangs"
     left = tasks.max_staleness - config.debug.delay_versions
     refuse(
         tasks.stale == "wait",
