@@ -31,6 +31,7 @@ STEPS = 24
 EXPIRE = 3
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("stale", ["drop", "mask"])
 async def test_hung_rollouts_expire_and_replay_branch_and_back_test_agree(tmp_path: Path, stale: str) -> None:
     (tmp_path / "hangs.py").write_text(PRODUCER)

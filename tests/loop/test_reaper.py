@@ -143,6 +143,7 @@ def lose_the_end(bus: MemoryBus, count: int) -> None:
     log._ids = {id: known for id, known in log._ids.items() if known[1] <= log.last}
 
 
+@pytest.mark.process
 async def test_a_lockstep_run_that_lost_the_end_of_its_samples_goes_on(tmp_path: Path) -> None:
     run, config = make_run(tmp_path, table_config(tmp_path, run={"steps": 6}, tasks={"max_staleness": 0}))
     ensure_model(config, run.model_dir)
