@@ -4,6 +4,7 @@
 claimed -> worked on (kept alive) -> done        its records are stored
                                   -> retry       an engine went away; or the worker drains
                                   -> tombstone   unreadable; then done
+                                  -> done        it has ended meanwhile, say because it expired: the work is cut short
 ```
 """
 
@@ -19,12 +20,16 @@ from streamrl.errors import BusError, EngineError, SchemaError
 from streamrl.producers.publishing import Publisher
 from streamrl.runtime.retries import pause_s
 from streamrl.schemas.codec import decode
+from streamrl.schemas.control import Grant
+from streamrl.schemas.subjects import KEY_GRANTED
 from streamrl.schemas.tasks import RolloutTask
 
 logger = logging.getLogger(__name__)
 
 GRACE_S = 1.0
 """How long a drain lets open tasks finish before they are given back."""
+_ENDED_AFTER_S = 1.0
+"""A task that has ended is left so much time to be taken off the queue by the work that ended it."""
 _CLAIM_WAIT_S = 0.5
 _GIVE_BACK_S = 2.0
 _RETRY_FIRST_S = 0.5
@@ -72,6 +77,8 @@ class Claims:
         self._grace_s = grace_s
         self._open: dict[asyncio.Task[None], Lease] = {}
         self._wake = asyncio.Event()
+        self._first_open = 0
+        """Tasks below it have ended."""
 
     def take_counts(self) -> Counts:
         """What has happened since the last call."""
@@ -88,6 +95,7 @@ class Claims:
         async with asyncio.TaskGroup() as group:
             keeper = group.create_task(self._keep())
             waker = group.create_task(self._wake_when(draining))
+            follower = group.create_task(self._follow_ends())
             while not draining.is_set():
                 self._wake.clear()
                 free = self._concurrency - len(self._open)
@@ -102,6 +110,17 @@ class Claims:
             await self._drain()
             keeper.cancel()
             waker.cancel()
+            follower.cancel()
+
+    def drop_below(self, first_open: int) -> None:
+        """Give up what is claimed of the tasks below `first_open`, which have ended: their work is cancelled, they leave the queue.
+
+        Whatever is claimed of them later leaves the queue at once.
+        """
+        self._first_open = max(self._first_open, first_open)
+        for work, lease in list(self._open.items()):
+            if self._has_ended(lease) and work.cancel():
+                logger.info("event=claim_dropped source=%s task=%d reason=ended", self.source, lease.sequence - 1)
 
     def _closed(self, task: asyncio.Task[None]) -> None:
         self._open.pop(task, None)
@@ -110,6 +129,23 @@ class Claims:
     async def _wake_when(self, draining: asyncio.Event) -> None:
         await draining.wait()
         self._wake.set()
+
+    async def _follow_ends(self) -> None:
+        """Hear from the grants which tasks have ended."""
+        loop = asyncio.get_running_loop()
+        async for entry in self._bus.kv.watch(KEY_GRANTED):
+            if entry.key != KEY_GRANTED or entry.value is None:
+                continue
+            try:
+                first_open = decode(entry.value, Grant, where=f"key {KEY_GRANTED}").first_open
+            except SchemaError as error:
+                logger.warning("event=grant_unreadable error=%s", error.message)
+                continue
+            if isinstance(first_open, int):
+                loop.call_later(_ENDED_AFTER_S, self.drop_below, first_open)
+
+    def _has_ended(self, lease: Lease) -> bool:
+        return lease.sequence - 1 < self._first_open
 
     async def _keep(self) -> None:
         while True:
@@ -134,7 +170,7 @@ class Claims:
     async def _hold(self, lease: Lease) -> None:
         finished = False
         try:
-            task = await self._readable(lease)
+            task = None if self._has_ended(lease) else await self._readable(lease)
             if task is not None:
                 await self._work(task, lease.deliveries)
             finished = True
@@ -152,7 +188,7 @@ class Claims:
             # Once its records are stored a task is not asked for again: if `done` did not get through, the ack wait settles it.
             if not finished:
                 with contextlib.suppress(BusError, TimeoutError):
-                    await asyncio.wait_for(lease.retry(0.0), _GIVE_BACK_S)
+                    await asyncio.wait_for(lease.done() if self._has_ended(lease) else lease.retry(0.0), _GIVE_BACK_S)
             raise
 
     async def _readable(self, lease: Lease) -> RolloutTask | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from streamrl.schemas.versions import Version
 
@@ -12,7 +13,8 @@ from streamrl.schemas.versions import Version
 class Grant(msgspec.Struct, frozen=True):
     """How many tasks may have been issued, with the trainer's state when it said so.
 
-    `warmup_end` is the index of the first task after the warm-up, None while the warm-up goes on.
+    `warmup_end` is the index of the first task after the warm-up, None while the warm-up goes on. Tasks below `first_open` have ended or
+    all their rollouts have: work on them is in vain.
 
     Example: version 10 is trained from, 320 tasks have ended, batches are of 16 tasks and tokens may be 2 versions old. Task 321 is trained
     next, so any token from version 8 on will do; task 370 is trained 3 versions later and may not begin before version 10 is served.
@@ -28,6 +30,7 @@ class Grant(msgspec.Struct, frozen=True):
     version: int
     retired: int
     warmup_end: int | None = 0
+    first_open: int | UnsetType = UNSET
 
     def min_version(self, task: int, *, batch_tasks: int, max_staleness: int) -> int:
         """Lowest version number that may sample `task`: the one that keeps it within the bound when its turn to be trained comes.

@@ -16,17 +16,23 @@ FORMER_REASONS = {"zero_spread": "zero_variance"}
 FORMER_METRICS = {"rollout/zero_spread": "rollout/zero_variance"}
 
 
+NO_MESSAGE = 0
+"""A sequence that no message has."""
+
+
 class Drop(msgspec.Struct, frozen=True):
     """Something on the sample stream that is never trained, and why.
 
     One record names the rollouts of one message; no rollouts means the message as a whole. Reasons: `stale`, `duplicate`,
     `late` (its task had ended), `failed`, `filtered`, `timeout`, `deliveries`, `poison`, `zero_variance`, `empty` (not one token
     of the group is trained), `lost_version` (a token is of a version that was made and lost, see `Gap`), `inexact` (versions of its
-    tokens are guesses), `truncated` (a length limit cut it), `unrewarded` (its rewards did not come in time), `superseded_reward` (a
-    reward that came after its task had ended, or is no newer than the one that is there).
+    tokens are guesses), `truncated` (a length limit cut it), `unrewarded` (its rewards did not come in time), `expired` (its task was
+    issued too many versions ago), `lost` (nobody held its task any more), `superseded_reward` (a reward that came after its task had
+    ended, or is no newer than the one that is there).
     """
 
     sequence: int
+    """Of the message; `NO_MESSAGE` for a task that expired."""
     task: int
     rollouts: tuple[int, ...]
     reason: str

@@ -10,6 +10,7 @@ for each record in stream order:    fold                        (streamrl.consum
         grant                                                   idempotent
         publisher.offer(version)                                never before its ledger entry
         checkpoint -> latest -> position -> trim                never trimmed below what a restart needs
+beside it, every few seconds:       lost tasks -> tombstones    (streamrl.consumers.training.reaper)
 ```
 """
 
@@ -32,6 +33,7 @@ from streamrl.consumers.training.dead_letters import publish_dead_letter
 from streamrl.consumers.training.gaps import enter_gap
 from streamrl.consumers.training.ledger import Ledger, mark_epoch, open_ledger, take_fence
 from streamrl.consumers.training.reader import Incoming, RecordReader, open_samples
+from streamrl.consumers.training.reaper import Reaper
 from streamrl.consumers.training.resuming import Resuming
 from streamrl.consumers.training.steps import Stepped, train_version
 from streamrl.consumers.training.stream_fold import StreamFold
@@ -168,9 +170,11 @@ class LiveTrainer:
             waiting=partial(self._wait, saver),
         )
         logger.info("event=training version=%s cursor=%d ledger=%d fence=%d", state.version, state.cursor, ledger.last_number, fence)
+        reaping = Reaper(self.bus, self.subjects, name, fence, lambda: fold.own).start(call.loop)
         try:
             finished = self._train(fold, ledger, saver, stop)
         finally:
+            reaping.cancel()
             reader.close()
         saver.flush(fold.own)
         if finished:

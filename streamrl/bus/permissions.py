@@ -3,7 +3,7 @@
 | role      | stores                                                     | reads                    | else                         |
 |-----------|------------------------------------------------------------|--------------------------|------------------------------|
 | operator  | everything                                                 | everything               | makes and deletes streams    |
-| trainer   | ledger, weights, marks, blobs, dead, grant, positions, ... | samples, ledger, weights | trims samples, retires blobs |
+| trainer   | ledger, weights, marks, tombstones, blobs, dead, grant,... | samples, ledger, weights | trims samples, retires blobs |
 | producer  | samples, tombstones, rewards, checkpoints, attempts        | events                   | claims tasks                 |
 | engine    | presence of engines, pins                                  | weights, blobs           |                              |
 | feeder    | tasks                                                      |                          |                              |
@@ -75,8 +75,10 @@ def allowed(role: str, run: str) -> Rights:
     stores: dict[str, list[str]] = {
         "trainer": [
             *worker,
-            *(f"{run}.{subject}" for subject in ("ledger.*", "weights.*", "marks", "dead", "events.*")),
+            *(f"{run}.{subject}" for subject in ("ledger.*", "weights.*", "marks", "tombstones.*", "dead", "events.*")),
             *(f"$KV.{run}.{key}" for key in ("granted", "latest.*", "positions.*", "fences.*", "ranks.*")),
+            f"{API}.STREAM.INFO.{tasks}",
+            f"{API}.STREAM.MSG.GET.{tasks}",
             f"$O.{run}.C.*",
             f"$O.{run}.M.*",
             f"{API}.STREAM.PURGE.{samples}",
@@ -115,7 +117,7 @@ def allowed(role: str, run: str) -> Rights:
     batches = [f"{API}.DIRECT.GET.{stream}" for stream in read]
     if role == "producer":
         batches.append(f"{API}.CONSUMER.MSG.NEXT.{tasks}.*")
-    if role == "feeder":
+    if role in ("feeder", "trainer"):  # the trainer ends tasks whose messages are gone, see streamrl.consumers.training.reaper
         batches.append(f"{API}.DIRECT.GET.{tasks}")
     return Rights(
         asks=(*stores[role], *(f"{API}.{verb}.{stream}" for stream in read for verb in ("STREAM.INFO", "STREAM.MSG.GET"))),

@@ -80,6 +80,7 @@ def _check_work(config: Config) -> None:
         hint="leave hold_ahead off, or allow a staleness of 1",
         key="tasks.hold_ahead",
     )
+    _check_expiry(config)
     refuse(
         config.trainer.ranks > 1 and config.trainer.tabular,
         f"trainer.ranks must be 1 with trainer.backend = table, got {config.trainer.ranks}: a tabular policy is trained by one process",
@@ -127,6 +128,35 @@ def _check_work(config: Config) -> None:
         "weights.keep = 0 keeps every version, but weights.transport = ipc has room for weights.ring of them",
         hint="set weights.keep to 1 or more, or weights.transport to shm or bus",
         key="weights.keep",
+    )
+
+
+def _check_expiry(config: Config) -> None:
+    """Versions end a task only where they go on rising past it."""
+    tasks, key = config.tasks, "tasks.expire_versions"
+    if not tasks.expire_versions:
+        return
+    hint = "set it to 0: there producer.idle_timeout_s and producer.rollout_timeout_s end what hangs"
+    left = tasks.max_staleness - config.debug.delay_versions
+    refuse(
+        tasks.stale == "wait",
+        f"{key} must be 0 with tasks.stale = wait, got {tasks.expire_versions}: the version does not rise while an old task is unfinished, "
+        "so that none would ever expire",
+        hint=hint,
+        key=key,
+    )
+    refuse(
+        left == 0,
+        f"{key} must be 0 in lockstep, got {tasks.expire_versions}: a batch needs every task that is out, so that no version passes one",
+        hint=hint,
+        key=key,
+    )
+    refuse(
+        tasks.expire_versions <= left,
+        f"{key} must be above tasks.max_staleness - debug.delay_versions = {left}, got {tasks.expire_versions}: "
+        "rollouts that are in time would be cut short",
+        hint=f"set it to {left + 1} or more, or to 0",
+        key=key,
     )
 
 

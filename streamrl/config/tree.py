@@ -113,6 +113,9 @@ class TasksConfig(Section, frozen=True, kw_only=True):
     trained as if their versions were known."""
     check_max_len: bool = True
     """A message with a sample of more than model.max_len tokens is a dead letter."""
+    expire_versions: NonNegativeInt = 0
+    """A task with rollouts that have not ended this many versions after its grant ends as `expired`: its credit is given again, its work is
+    cut short, and what still comes for it is `late`. More than max_staleness; 0: never. Not with stale = "wait" or in lockstep."""
     max_deliveries: PositiveInt = 4
     """A task ends as a tombstone once it has killed this many processes for user code, alone in each of them."""
     hold_ahead: bool = False

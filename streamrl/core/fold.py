@@ -17,11 +17,12 @@ import msgspec
 from msgspec.structs import replace
 
 from streamrl.core.admission import admit, beyond_limits
+from streamrl.core.expiry import expired, must_wait, unrewarded
 from streamrl.core.pacing import refilled, released
 from streamrl.core.records import Ended, Forked, Marked, Poison, Record, Rewarded, Rollouts
 from streamrl.core.state import FoldConfig, FoldState, PendingRollout, PendingTask
 from streamrl.schemas.control import Grant
-from streamrl.schemas.ledger import Drop
+from streamrl.schemas.ledger import NO_MESSAGE, Drop
 
 LOST_VERSION = "lost_version"
 """Reason of a drop: a token is of a version that was lost."""
@@ -129,7 +130,7 @@ def close(state: FoldState, config: FoldConfig) -> Batch | None:
         wanted = min(wanted, left)
     if len(ready) < wanted or not ready:
         return None
-    if config.stale == "wait" and not in_warmup and _must_wait(state, config):
+    if config.stale == "wait" and not in_warmup and must_wait(state, config):
         return None
     ready.sort(key=lambda task: (task.oldest, task.task))
     chosen = sorted(ready[:wanted], key=lambda task: task.task)
@@ -137,7 +138,7 @@ def close(state: FoldState, config: FoldConfig) -> Batch | None:
 
 
 def trained(state: FoldState, batch: Batch, config: FoldConfig, *, warm: bool, score: float = 0.0) -> FoldState:
-    """After the step on `batch`: the version grows by one, its tasks are retired, groups now too old are dropped.
+    """After the step on `batch`: the version grows by one, its tasks are retired, groups now too old are dropped, and tasks expire.
 
     Args:
         state: the state the batch was closed on.
@@ -159,8 +160,10 @@ def trained(state: FoldState, batch: Batch, config: FoldConfig, *, warm: bool, s
     if config.stale != "wait":
         for task in [t for t in state.pending.values() if t.ready and _too_old(state, t, config)]:
             state = _drop_group(state, task, "stale")
-    for task in [t for t in state.pending.values() if _unrewarded(state, t, config)]:
+    for task in [t for t in state.pending.values() if unrewarded(state, t, config)]:
         state = _drop_group(state, task, "unrewarded")
+    for number in expired(state, config):
+        state = _expire(state, number, config)
     return state.with_grant(released(state.granted, state.retired, state.ready, state.retired - retired, config))
 
 
@@ -341,21 +344,13 @@ def _too_old(state: FoldState, task: PendingTask, config: FoldConfig) -> bool:
     return state.version.number - limit > config.max_staleness
 
 
-def _unrewarded(state: FoldState, task: PendingTask, config: FoldConfig) -> bool:
-    """Whether a complete group has waited for its rewards as long as it may."""
-    waits = config.late_versions > 0 and task.complete and not task.ready
-    return waits and state.version.number - task.arrived >= config.late_versions
-
-
-def _must_wait(state: FoldState, config: FoldConfig) -> bool:
-    """Whether a task granted at version <= v - S is still unfinished."""
-    limit = state.version.number - config.max_staleness
-    due = max((granted for granted, version in state.grants if version <= limit), default=0)
-    for task in range(state.watermark, min(due, state.granted)):
-        pending = state.pending.get(task)
-        if task not in state.retired_above and not (pending is not None and pending.ready):
-            return True
-    return False
+def _expire(state: FoldState, task: int, config: FoldConfig) -> FoldState:
+    """End a task that no record has ended; its drop names no message, because there is none that did it."""
+    known = state.pending.get(task)
+    if known is not None:
+        state = _drop_group(state, known, "expired", retires=False)
+    detail = f"it has rollouts that have not ended {config.expire_versions} versions after its grant"
+    return _retire(_drop(state, Drop(NO_MESSAGE, task, (), "expired", detail, retires=True)), task)
 
 
 def _drop_group(state: FoldState, task: PendingTask, reason: str, *, retires: bool = True) -> FoldState:

@@ -23,4 +23,5 @@ def fold_config(config: Config, vocab_size: int = 0) -> FoldConfig:
         max_len=config.model.max_len if config.tasks.check_max_len else 0,
         inexact=config.tasks.inexact,
         overlong=config.tasks.overlong,
+        expire_versions=config.tasks.expire_versions,
     )

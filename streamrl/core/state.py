@@ -45,6 +45,8 @@ class FoldConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens whose versions are guesses are trained (`allow`) or masked (`mask`), or their rollouts are dropped (`refuse`)."""
     overlong: str = "train"
     """Samples that a length limit cut are trained (`train`) or masked (`mask`), or their rollouts are dropped (`drop`)."""
+    expire_versions: int = 0
+    """A task that has rollouts to end this many versions after its grant ends as `expired`; 0: never."""
 
 
 class PendingRollout(msgspec.Struct, frozen=True):
@@ -201,7 +203,12 @@ class FoldState(msgspec.Struct, frozen=True, kw_only=True, rename={"newest_drops
     @property
     def grant(self) -> Grant:
         """What the feeder may issue."""
-        return Grant(self.granted, self.version.number, self.retired, self.warmup_end)
+        return Grant(self.granted, self.version.number, self.retired, self.warmup_end, self.first_open)
+
+    @property
+    def first_open(self) -> int:
+        """Lowest task that is open; `granted` when none is."""
+        return next((task for task in range(self.watermark, self.granted) if self.is_open(task)), self.granted)
 
     @property
     def oldest_needed(self) -> int:
@@ -212,6 +219,15 @@ class FoldState(msgspec.Struct, frozen=True, kw_only=True, rename={"newest_drops
     def is_retired(self, task: int) -> bool:
         """Whether the task has ended."""
         return task < self.watermark or task in self.retired_above
+
+    def is_open(self, task: int) -> bool:
+        """Whether the task has rollouts that are still to end."""
+        known = self.pending.get(task)
+        return not self.is_retired(task) and (known is None or not known.complete)
+
+    def granted_by(self, version: int) -> int:
+        """Tasks below it had been granted by the version number `version`, as far back as open tasks need."""
+        return max((granted for granted, at in self.grants if at <= version), default=0)
 
     def exists(self, epoch: int, lowest: int, highest: int) -> bool:
         """Whether versions `lowest` to `highest` of an epoch exist, as far as its marks tell; numbers not yet trained count as there."""

@@ -83,6 +83,8 @@ class Simulation:
         self._ages: list[int] = []
         self._rollouts = 0
         self._stale = 0
+        self._expired: set[int] = set()
+        """Tasks whose rollouts came too late because they had expired."""
         self._masked = 0.0
         self._tokens = 0.0
         self._wait_s = 0.0
@@ -181,7 +183,11 @@ class Simulation:
         return max(0, bisect_right(self._served, time_s) - 1)
 
     def _count(self, drops: Sequence[Drop]) -> None:
-        self._stale += sum(len(drop.rollouts) for drop in drops if drop.reason == "stale")
+        for drop in drops:
+            if drop.reason == "expired":
+                self._expired.add(drop.task)
+            if drop.reason in ("stale", "expired") or (drop.reason == "late" and drop.task in self._expired):
+                self._stale += len(drop.rollouts)
 
     def _mask(self, batch: Batch) -> None:
         if self._config.stale != "mask":

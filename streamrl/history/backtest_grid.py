@@ -21,7 +21,7 @@ from streamrl.history.replay_log import read_past
 from streamrl.history.source import Source
 from streamrl.schemas.subjects import Subjects
 
-KEYS = ("tasks.max_staleness", "tasks.stale", "tasks.batch_tasks", "tasks.drop_zero_variance")
+KEYS = ("tasks.max_staleness", "tasks.stale", "tasks.batch_tasks", "tasks.expire_versions", "tasks.drop_zero_variance")
 BOUNDS = (1, 2, 4, 8)
 POLICIES = ("drop", "mask", "wait")
 

@@ -38,7 +38,7 @@ LEDGER_FILE = "ledger.jsonl"
 
 CHANGES_LOSS = ("loss", "trainer.optimizer", "trainer.minibatches", "trainer.micro_tokens", "warmup.learning_rate", "run.steps")
 """Keys whose change leaves the batches alone."""
-CHANGES_BATCHES = ("tasks.batch_tasks", "tasks.max_staleness", "tasks.stale", "tasks.drop_zero_variance")
+CHANGES_BATCHES = ("tasks.batch_tasks", "tasks.max_staleness", "tasks.stale", "tasks.expire_versions", "tasks.drop_zero_variance")
 """Keys whose change may give other batches of the same samples."""
 
 

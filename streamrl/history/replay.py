@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from streamrl.core.fold_config import fold_config
 from streamrl.core.records import Poison
 from streamrl.core.state import FoldState, initial_state
 from streamrl.data.model import vocab_size
-from streamrl.errors import BatchDiffers, BusError, ConfigError, TrainingError
+from streamrl.errors import BatchDiffers, BusError, ConfigError, NotFound, TrainingError
 from streamrl.history.replay_log import PastLedger, read_fingerprints, read_past, read_pending
 from streamrl.history.replay_report import Comparison, Difference, ReplayReport
 from streamrl.schemas.subjects import SAMPLES, Subjects
@@ -109,7 +110,14 @@ def replay(
     others = sorted({entry.fingerprint for entry in entries} - {ours})
     comparison = Comparison(entries, same_fingerprint=not others, known_cause=known_cause)
     reader = RecordReader(log, call.loop, after=state.cursor, capacity=4 * config.tasks.batch_tasks)
-    fold = StreamFold(reader=reader, config=rules, state=state, messages=pending.samples, gaps=past.gaps.values())
+    fold = StreamFold(
+        reader=reader,
+        config=rules,
+        state=state,
+        messages=pending.samples,
+        gaps=past.gaps.values(),
+        waiting=lambda now: call(_check_next(log, now)),
+    )
 
     def enter(stepped: Stepped) -> Version:
         assert stepped.past is not None
@@ -144,6 +152,17 @@ def replay(
         problem=problem,
         lost=tuple(lost),
         digest=digest,
+    )
+
+
+async def _check_next(log: Log, state: FoldState) -> None:
+    """A version of the ledger waits for its next record, which has been there: where it no longer is, none will come."""
+    with contextlib.suppress(NotFound):
+        await log.fetch(SAMPLES, state.cursor + 1)
+        return
+    raise TrainingError(
+        f"version {state.version.number + 1} needs the sample stream's message {state.cursor + 1}, which is gone",
+        hint="put a copy of the store back; the versions before it can be verified with --to",
     )
 
 

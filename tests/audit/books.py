@@ -188,7 +188,7 @@ class Books:
             number = entry["version"]["number"]
             retired += len(entry["used"]) + sum(drop["retires"] for drop in entry["drops"])
             reasons = Counter(drop["reason"] for drop in following["drops"] if drop["retires"]) if following else Counter()
-            after = reasons["stale"] + reasons["unrewarded"] if following else None
+            after = reasons["stale"] + reasons["unrewarded"] + reasons["expired"] if following else None
             if entry["retired"] < retired or (after is not None and entry["retired"] > retired + after):
                 self._say(f"version {number}: {entry['retired']} tasks retired by the ledger, {retired} by its entries")
             promised = entry["retired"] + (self.settings.s + 1) * self.settings.b

@@ -178,7 +178,9 @@ class Promises:
         for task in range(issued):
             if task not in books.ended and task not in queued and task not in there:
                 self._say(f"task {task} is lost: it has not ended, is not in the queue, and not all of its rollouts are on the stream")
-        for task in books.ended:
+        for task, how in books.ended.items():
+            if how.startswith("dropped as lost "):
+                self._say(f"task {task} is lost: nobody held it, and not all of its rollouts are on the stream; it was {how}")
             if task >= issued:
                 self._say(f"task {task} {books.ended[task]}, but only {issued} tasks were issued")
         grant = self._key("granted")

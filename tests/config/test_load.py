@@ -189,6 +189,10 @@ def test_bad_slice(write):
     ("text", "message"),
     [
         ("[tasks]\nhold_ahead = true\nmax_staleness = 0\n", "tasks.hold_ahead needs tasks.max_staleness >= 1"),
+        ("[tasks]\nexpire_versions = 9\nstale = 'wait'\n", "tasks.expire_versions must be 0 with tasks.stale = wait, got 9"),
+        ("[tasks]\nexpire_versions = 9\nmax_staleness = 0\n", "tasks.expire_versions must be 0 in lockstep, got 9"),
+        ("[tasks]\nexpire_versions = 9\n[debug]\ndelay_versions = 1\n", "tasks.expire_versions must be 0 in lockstep, got 9"),
+        ("[tasks]\nexpire_versions = 2\nmax_staleness = 2\n", "tasks.expire_versions must be above tasks.max_staleness - debug"),
         (
             "[engine]\nkind = 'table'\n[trainer]\nbackend = 'table'\nranks = 2\n",
             "trainer.ranks must be 1 with trainer.backend = table, got 2",

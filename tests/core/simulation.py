@@ -53,6 +53,10 @@ class World:
     hold: bool = False
     delay: int = 0
     """Versions that engines lag on purpose."""
+    expire: int = 0
+    """Versions after which a task expires."""
+    hung_every: int = 0
+    """Every so many tasks one hangs: nothing ever comes of it, and it holds its slot until it has ended."""
     seed: int = 0
 
     @property
@@ -64,6 +68,7 @@ class World:
             warmup_steps=self.warmup_steps,
             hold_ahead=self.hold,
             delay_versions=self.delay,
+            expire_versions=self.expire,
         )
 
 
@@ -115,6 +120,7 @@ class Simulation:
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.queue: list[tuple[int, int, int, bool]] = []  # (task, lowest version, deliveries, of the warm-up)
         self.free = self.world.slots
+        self.hung: set[int] = set()
         self.checkpoint = initial_state(self.config).encode()
         self.grant = initial_state(self.config).grant
         self.final: FoldState | None = None
@@ -161,6 +167,9 @@ class Simulation:
 
     def work(self, task: int, lowest: int, deliveries: int, warm: bool) -> None:
         """One delivery of a task: its rollouts begin now, and end each in its own time, unless the producer dies first."""
+        if not warm and self.world.hung_every and task % self.world.hung_every == self.world.hung_every - 1:
+            self.hung.add(task)
+            return None
         if deliveries > 3:
             self.publish(Ended(0, "main", task, None, self.world.group, "deliveries"))
             return self.at(0, self.release)
@@ -324,6 +333,10 @@ class Simulation:
         if grant.granted > self.grant.granted:
             self.grant = grant
             self.at(self.world.feed_lag, self.feed)
+            assert isinstance(grant.first_open, int)
+            for task in [task for task in self.hung if task < grant.first_open]:
+                self.hung.remove(task)
+                self.at(0, self.release)
 
     def serve(self, number: int) -> None:
         self.served = max(self.served, number - self.world.delay)

@@ -12,7 +12,7 @@ from tests.core.stream import Stream, config, tasks_of, view
 
 
 def test_initial_grant_is_s_plus_one_batches() -> None:
-    assert initial_state(config(3, 2)).grant == Grant(granted=9, version=0, retired=0, warmup_end=0)
+    assert initial_state(config(3, 2)).grant == Grant(granted=9, version=0, retired=0, warmup_end=0, first_open=0)
 
 
 def test_batch_closes_at_b_groups_sorted_by_task() -> None:
@@ -83,7 +83,7 @@ def test_a_tombstone_of_a_task_ends_it_and_refills() -> None:
     s = Stream(config(2, 1))
     effects = s.end(1)
     assert s.dropped == [(1, 1, (), "failed", True)]
-    assert effects.grant == Grant(granted=5, version=0, retired=1, warmup_end=0)
+    assert effects.grant == Grant(granted=5, version=0, retired=1, warmup_end=0, first_open=0)
     assert s.state.drops[0].detail == "said the producer"
 
 
@@ -229,7 +229,7 @@ def test_a_group_without_a_trained_token_is_dropped() -> None:
 def test_lockstep_grants_one_batch_at_a_time() -> None:
     s = Stream(config(2, 0))
     for number in range(4):
-        assert s.state.grant == Grant(granted=2 * number + 2, version=number, retired=2 * number, warmup_end=0)
+        assert s.state.grant == Grant(granted=2 * number + 2, version=number, retired=2 * number, warmup_end=0, first_open=2 * number)
         s.group(2 * number + 1, oldest=number)
         s.group(2 * number, oldest=number)
         assert tasks_of(s.train()) == (2 * number, 2 * number + 1)
@@ -274,7 +274,7 @@ def test_the_warm_up_ends_with_what_was_granted_and_trains_it_to_the_last() -> N
     assert (s.state.warmup_end, s.state.warmup_score, s.state.granted) == (None, 0.5, 6)
     s.train(warm=True, score=1.0)
     assert s.state.warmup_end == 6 and s.state.warmup_score == pytest.approx(0.7 * 0.5 + 0.3)
-    assert s.state.grant == Grant(granted=8, version=2, retired=4, warmup_end=6)
+    assert s.state.grant == Grant(granted=8, version=2, retired=4, warmup_end=6, first_open=4)
     for task in (6, 7):
         s.group(task, oldest=2)
     assert s.close() is None, "two main groups are ready, but two tasks of the warm-up are open"

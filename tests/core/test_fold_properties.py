@@ -42,8 +42,19 @@ WORLDS = st.builds(
     eager=st.sampled_from([0.0, 0.3, 1.0]),
     hold=st.booleans(),
     delay=st.sampled_from([0, 0, 0, 1, 2]),
+    expire=st.sampled_from([0, 1, 1, 3]),
     seed=st.integers(0, 2**32),
-).map(lambda world: replace(world, delay=min(world.delay, world.staleness)))
+).map(lambda world: allowed(world))
+
+
+def allowed(world: World) -> World:
+    """The world as a configuration may be: engines lag within the bound, and tasks expire (`expire` versions) beyond it."""
+    world = replace(world, delay=min(world.delay, world.staleness))
+    left = world.staleness - world.delay
+    expires = world.expire and left and world.stale != "wait"
+    return replace(world, expire=left + world.expire if expires else 0)
+
+
 RUNS = settings(max_examples=150, deadline=None)
 
 
@@ -94,6 +105,41 @@ def test_staleness_is_bounded(world: World) -> None:
                 # Whoever was granted at version g has ended by g + S; at most (S + 1) B such groups then go, oldest first, B a version.
                 assert max(entry.ages) <= 2 * world.staleness
                 assert not any(drop.reason == "stale" for drop in entry.drops)
+
+
+@given(
+    batch=st.integers(1, 4),
+    staleness=st.integers(1, 4),
+    more=st.integers(1, 3),
+    stale=st.sampled_from(["drop", "mask"]),
+    hung_every=st.integers(7, 30),
+    hold=st.booleans(),
+    warmup_steps=st.sampled_from([0, 2]),
+    kill=st.sampled_from([0.0, 0.02]),
+    seed=st.integers(0, 2**32),
+)
+@RUNS
+def test_hung_tasks_expire_and_their_credits_come_back(more: int, **options: object) -> None:
+    world = World(**options | {"steps": 20, "slots": 40, "tail": "fixed"})  # type: ignore[arg-type]
+    world = replace(world, expire=world.staleness + more)
+    result = Simulation(world).run()
+    expired = [drop for drop in all_drops(result) if drop.reason == "expired"]
+    for number, entry in enumerate(result.ledger):
+        hung = {drop.task for drop in entry.drops if drop.reason == "expired"}
+        assert {task % world.hung_every for task in hung} <= {world.hung_every - 1}, f"version {number} expired what did not hang"
+    # All that were granted so long before the end have ended.
+    due = result.state.granted_by(result.state.version.number - world.expire)
+    assert {drop.task for drop in expired if drop.retires} == {
+        task for task in range(result.state.warmup_end or 0, due) if task % world.hung_every == world.hung_every - 1
+    } | {drop.task for drop in expired if drop.task >= due}
+    assert result.state.granted > 20 * world.batch
+
+
+@pytest.mark.parametrize("stale", ["drop", "mask"])
+def test_without_expiry_hung_tasks_stop_the_run(stale: str) -> None:
+    world = World(stale=stale, hung_every=7, steps=20, slots=40, tail="fixed")
+    with pytest.raises(AssertionError, match="deadlock"):
+        Simulation(world).run()
 
 
 def test_wait_is_not_bounded_by_s_alone() -> None:

@@ -238,6 +238,7 @@ def records() -> dict[str, Any]:
             nbytes=48,
         ),
         "grant": Grant(68, 17, 36, None),
+        "grant-open": Grant(68, 17, 36, None, 37),
         "position": Position("main", "samples", 99, version),
         "latest": Latest("main", version, "checkpoints/main-v00000017-e1", 104, 99, "identity"),
         "latest_kept": Latest(

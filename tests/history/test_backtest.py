@@ -54,6 +54,17 @@ def test_instant_episodes_are_on_policy_and_the_trainer_waits_for_the_first() ->
     assert found.waste == 0.0
 
 
+def test_a_task_that_expires_gives_its_credit_to_others_and_what_comes_for_it_is_waste() -> None:
+    late = group(1, 0.5, 9.0)
+    others = [group(n, 0.5 + n // 2, 1.0 + n // 2) for n in range(10) if n != 1]
+    found = {
+        expire: backtest(history(*others, late), replace(CONFIG, max_staleness=1, batch_tasks=1, expire_versions=expire))
+        for expire in (0, 2)
+    }
+    assert {expire: (one.stale_rollouts, one.batches) for expire, one in found.items()} == {0: (1, 9), 2: (1, 9)}
+    assert found[2].total_s < found[0].total_s, "without it every other task waits for the one credit that is left"
+
+
 def test_ages_are_what_was_served_when_a_task_began() -> None:
     found = backtest(steady(2.0), CONFIG)
     # A task that ends at second s began at s - 2; version k is served from second k + 1 on: ages 0, 1, 2, 2.

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from streamrl.bus.protocol import Bus
-from streamrl.schemas.subjects import kind_of
+from streamrl.schemas.subjects import TASKS, kind_of
 from streamrl.trainers.protocol import Trainer
 
 BLOWN = 99
@@ -73,7 +73,7 @@ class Wrapped:
 
 class FusedBus(Wrapped):
     """Spots: `publish <kind>`, `read <stream>` (each message),
-    `fetch`, `state`, `trim`, `claim`, `done`, `put <key>`, `get <key>`, `put blob`."""
+    `fetch`, `state` (`fetch tasks`, `state tasks`), `trim`, `claim`, `done`, `put <key>`, `get <key>`, `put blob`."""
 
     def __init__(self, bus: Bus, fuse: Fuse) -> None:
         super().__init__(bus, fuse)
@@ -94,10 +94,10 @@ class FusedBus(Wrapped):
             await messages.aclose()
 
     async def fetch(self, stream: str, sequence: int) -> Any:
-        return await self._awaited("fetch", lambda: self._inner.fetch(stream, sequence))
+        return await self._awaited(_of("fetch", stream), lambda: self._inner.fetch(stream, sequence))
 
     async def state(self, stream: str) -> Any:
-        return await self._awaited("state", lambda: self._inner.state(stream))
+        return await self._awaited(_of("state", stream), lambda: self._inner.state(stream))
 
     async def trim(self, stream: str, **options: Any) -> None:
         await self._awaited("trim", lambda: self._inner.trim(stream, **options))
@@ -105,6 +105,10 @@ class FusedBus(Wrapped):
     async def claim(self, source: str, **options: Any) -> list[FusedLease]:
         leases = await self._awaited("claim", lambda: self._inner.claim(source, **options))
         return [FusedLease(lease, self._fuse) for lease in leases]
+
+
+def _of(name: str, stream: str) -> str:
+    return f"{name} {stream}" if stream == TASKS else name
 
 
 class FusedLease(Wrapped):

@@ -65,7 +65,7 @@ def ask(subject: str, body: object = b"") -> Operation:
 
 STORES: dict[str, tuple[Operation, set[str]]] = {
     "samples": (publish(TO.samples("main")), {"producer"}),
-    "tombstones": (publish(TO.tombstones("main")), {"producer"}),
+    "tombstones": (publish(TO.tombstones("main")), {"producer", "trainer"}),
     "rewards": (publish(TO.rewards), {"producer"}),
     "marks": (publish(TO.marks), {"trainer"}),
     "tasks": (publish(TO.tasks("main")), {"feeder"}),
@@ -105,8 +105,8 @@ READS: dict[str, tuple[Operation, set[str]]] = {
     "a key": (lambda bus: bus.kv.get("granted"), {*WORKERS, "reader"}),
     "a watched key": (lambda bus: first_key(bus, "granted"), {*WORKERS, "reader"}),
     "pinned versions": (lambda bus: Pins(bus.kv, "policy").versions(), {*WORKERS, "reader"}),
-    "the queue's end": (state("tasks"), {"feeder", "reader"}),
-    "a queued task": (lambda bus: bus.fetch("tasks", 1), {"feeder"}),
+    "the queue's end": (state("tasks"), {"feeder", "trainer", "reader"}),
+    "a queued task": (lambda bus: bus.fetch("tasks", 1), {"feeder", "trainer"}),
 }
 CHANGES: dict[str, tuple[Operation, set[str]]] = {
     "release a pin": (lambda bus: Pins(bus.kv, "policy").release(Version(0, 4), "holder"), {"engine", "evaluator"}),

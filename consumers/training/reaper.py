@@ -1,0 +1,141 @@
+"""Ends tasks that nobody holds, so that their credits come back: a lost tail of the sample stream, an acknowledgement without a record.
+
+```text
+issued    the end of `tasks`; of the fold's open tasks below it
+gone      those whose message is no longer in `tasks`
+end       the end of `samples`, read after that: a producer stores its records before it takes a task off the queue
+          the training thread folds past `end`
+lost      what of the gone is still open: a tombstone with the message id `lost-<task>`
+```
+
+Every look may be cut short anywhere, and is made again: a tombstone is stored once, and one that came behind a real record would be a
+`late` drop. A task that somebody holds is in `tasks`, however long it is held: what hangs is ended by its holder's limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from streamrl.bus.protocol import Bus
+from streamrl.consumers.training.checkpoints import trim_if_full
+from streamrl.core.state import FoldState
+from streamrl.errors import BusError, Fenced, NotFound, StreamFull
+from streamrl.schemas.codec import encode
+from streamrl.schemas.digests import body_digest
+from streamrl.schemas.samples import Tombstone
+from streamrl.schemas.subjects import (
+    HEADER_DIGEST,
+    HEADER_TASK,
+    MAIN_SOURCE,
+    PREFIX_FENCES,
+    SAMPLES,
+    TASKS,
+    WARMUP_SOURCE,
+    Subjects,
+)
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 5.0
+REST = 10
+"""After a look that took long, this many times as long passes before the next one."""
+TOGETHER = 32
+"""Messages that are asked for at a time."""
+POLL_S = 0.1
+REASON = "lost"
+
+
+class Reaper:
+    """Looks at the start and every few seconds, in the bus's loop, beside the training thread.
+
+    Args:
+        bus: connected.
+        subjects: of the run.
+        trainer: whose fence is held.
+        fence: under which it looks; once there is a higher one it ends nothing more.
+        state: the fold's state as it is now.
+    """
+
+    def __init__(self, bus: Bus, subjects: Subjects, trainer: str, fence: int, state: Callable[[], FoldState]) -> None:
+        self._bus = bus
+        self._subjects = subjects
+        self._trainer = trainer
+        self._fence = fence
+        self._state = state
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> Future[None]:
+        """Look again and again until the future is cancelled; called from the training thread."""
+        running = asyncio.run_coroutine_threadsafe(self._run(), loop)
+        running.add_done_callback(_say_why)
+        return running
+
+    async def _run(self) -> None:
+        while True:
+            began = time.monotonic()
+            try:
+                await self.look()
+            except Fenced as error:
+                logger.info("event=reaper_done reason=fenced error=%s", error.message)
+                return
+            except BusError as error:
+                logger.warning("event=reaper_failed error=%s", error.message)
+            await asyncio.sleep(max(LOOK_EVERY_S, REST * (time.monotonic() - began)))
+
+    async def look(self) -> tuple[int, ...]:
+        """One look; returns the tasks that were ended.
+
+        Raises:
+            Fenced: another trainer has taken over; nothing was ended.
+            BusError: it will be tried again.
+        """
+        state = self._state()
+        queue = await self._bus.state(TASKS)
+        suspects = [task for task in range(state.watermark, min(state.granted, queue.last)) if state.is_open(task)]
+        gone = [task for task in suspects if task + 1 < queue.first]
+        rest = suspects[len(gone) :]
+        for begin in range(0, len(rest), TOGETHER):
+            some = rest[begin : begin + TOGETHER]
+            there = await asyncio.gather(*(self._is_there(task) for task in some))
+            gone += [task for task, found in zip(some, there, strict=True) if not found]
+        if not gone:
+            return ()
+        end = (await self._bus.state(SAMPLES)).last
+        while (state := self._state()).cursor < end:  # noqa: ASYNC110  it is another thread that folds
+            await asyncio.sleep(POLL_S)
+        lost = tuple(task for task in gone if state.is_open(task))
+        if lost:
+            await self._end(state, lost)
+        return lost
+
+    async def _is_there(self, task: int) -> bool:
+        try:
+            await self._bus.fetch(TASKS, task + 1)
+        except NotFound:
+            return False
+        return True
+
+    async def _end(self, state: FoldState, lost: Sequence[int]) -> None:
+        entry = await self._bus.kv.get(PREFIX_FENCES + self._trainer)
+        if entry is None or entry.value != str(self._fence).encode():
+            raise Fenced(f"trainer {self._trainer!r} with fence {self._fence} ends no tasks: there is another fence", fence=self._fence)
+        for task in lost:
+            known = state.pending.get(task)
+            source = known.source if known is not None else WARMUP_SOURCE if state.in_warmup(task) else MAIN_SOURCE
+            detail = "nobody holds it, it is not in the queue, and the stream has no end of it"
+            body = encode(Tombstone(task=task, reason=REASON, detail=detail, source=source))
+            headers = {HEADER_TASK: str(task), HEADER_DIGEST: body_digest(body)}
+            try:
+                await self._bus.publish(self._subjects.tombstones(source), body, id=f"lost-{task}", headers=headers)
+            except StreamFull:
+                await trim_if_full(self._bus)
+                raise
+            logger.warning("event=task_lost task=%d source=%s", task, source)
+
+
+def _say_why(running: Future[None]) -> None:
+    if not running.cancelled() and (error := running.exception()) is not None:
+        logger.error("event=reaper_ended error=%s", error, exc_info=error)
