@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import socket
 import threading
@@ -62,7 +63,8 @@ class EngineEnd:
 
     async def put(self, group: Rollouts) -> None:
         """To the training process; a few kilobytes, which a socket takes at once."""
-        send(self._connection, self._encoder.encode(group))
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # training is over, and `weights` is about to say so
+            send(self._connection, self._encoder.encode(group))
 
     async def weights(self) -> tuple[Manifest, memoryview] | None:
         """See `EngineLink.weights`."""

@@ -35,6 +35,8 @@ from streamrl.errors import BusError, Conflict, NotFound
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20
+_LOOKS, _LOOK_S = 50, 0.1
+"""How often, and with which pause, a copy of a blob's stream is asked that has not got all of the blob."""
 CHUNKS_UNDER_WAY = 24
 
 
@@ -121,13 +123,19 @@ class JetStreamBlobs:
         if description is None:
             raise NotFound(f"expected a blob {name!r} in run {self._run}, got none", hint="was its version retired already?", name=name)
         chunks: dict[int, bytes] = {}
+        looks = 0
         while len(chunks) < description.chunks:
             before = len(chunks)
             interrupted = await self._collect(description, chunks)
             if len(chunks) < description.chunks and not interrupted and len(chunks) == before:
-                raise NotFound(
-                    f"blob {name!r} was deleted while it was read ({len(chunks)} of {description.chunks} chunks are there)", name=name
-                )
+                present = await self._describe(name)
+                looks += 1
+                if present is None or present.nuid != description.nuid or looks > _LOOKS:
+                    raise NotFound(
+                        f"blob {name!r} was deleted while it was read ({len(chunks)} of {description.chunks} chunks are there)", name=name
+                    )
+                # In a cluster any copy of the stream answers, and this one has not heard of them yet.
+                await asyncio.sleep(_LOOK_S)
         data = b"".join(chunks[index] for index in range(description.chunks))
         digest = base64.urlsafe_b64encode((await asyncio.to_thread(hashlib.sha256, data)).digest()).decode()
         if len(data) != description.size or f"SHA-256={digest}" != description.digest:
