@@ -124,7 +124,7 @@ def from_json(text: str, *, where: str = "config.json") -> Config:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
         raise ConfigError(f"expected a TOML file, got no such file: {path}", hint="check the path", path=str(path)) from error
     except (IsADirectoryError, PermissionError) as error:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from streamrl.config.tree import DataConfig
-from streamrl.data.rows import Rows, digest, open_rows
+from streamrl.data.rows import BadRows, Rows, digest, open_rows
 from streamrl.data.tokenizer import Tokenizer
 from streamrl.errors import ConfigError, DataError
 
@@ -50,21 +50,31 @@ class Problems(msgspec.Struct, frozen=True, kw_only=True):
 def load_problems(path: str, config: DataConfig, tokenizer: Tokenizer) -> Problems:
     """Read, check and encode the rows of `path` (with an optional `@[a:b]`), leaving out prompts beyond `max_prompt_tokens`.
 
-    Raises DataError that names file and line: no such file, malformed line, a prompt or label that is missing, a value of a wrong
-    type, no problem left.
+    Raises DataError that names file and line of the first bad row, and counts them: no such file, malformed line, a prompt or label that
+    is missing, a value of a wrong type, a prompt without a token, no problem left.
     """
     rows = open_rows(path)
     problems: list[Problem] = []
     num_too_long = 0
+    bad = BadRows(len(rows))
     for first in range(0, len(rows), _CHUNK):
-        read = [_read(rows, index, config) for index in range(first, min(first + _CHUNK, len(rows)))]
-        texts = [_text(problem, config, tokenizer, rows.path) for problem in read]
+        read: list[Problem] = []
+        texts: list[str] = []
+        for index in range(first, min(first + _CHUNK, len(rows))):
+            with bad:
+                problem = _read(rows, index, config)
+                texts.append(_text(problem, config, tokenizer, rows.path))
+                read.append(problem)
         encoded = tokenizer.encode_many(texts, add_special_tokens=not config.chat_template)
         for problem, ids in zip(read, encoded, strict=True):
+            with bad:
+                if not ids:
+                    raise _wrong(rows, problem.row, "a prompt of at least one token", config, "prompt_key")
             if len(ids) > config.max_prompt_tokens:
                 num_too_long += 1
                 continue
             problems.append(msgspec.structs.replace(problem, row=len(problems), prompt_ids=tuple(ids)))
+    bad.check()
     if not problems:
         raise DataError(
             f"expected a prompt of at most {config.max_prompt_tokens} tokens in {path}, got {num_too_long} that are all longer",
@@ -106,6 +116,8 @@ def _read(rows: Rows, index: int, config: DataConfig) -> Problem:
     prompt = row.get(config.prompt_key)
     if not isinstance(prompt, str) and not _are_messages(prompt):
         raise _wrong(rows, index, "a string or a list of chat messages", config, "prompt_key")
+    if prompt == "":
+        raise _wrong(rows, index, "a prompt", config, "prompt_key")
     label = row.get(config.label_key) if config.label_key else None
     if config.label_key and label is None:
         raise _wrong(rows, index, "a label", config, "label_key")
@@ -118,7 +130,10 @@ def _read(rows: Rows, index: int, config: DataConfig) -> Problem:
 
 def _wrong(rows: Rows, index: int, expected: str, config: DataConfig, option: str) -> DataError:
     row, line, key = rows[index], rows.line(index), getattr(config, option)
-    found = f"a {type(row[key]).__name__}" if row.get(key) is not None else f"none (the row has: {', '.join(sorted(row))})"
+    if row.get(key) is None:
+        found = f"none (the row has: {', '.join(sorted(row))})"
+    else:
+        found = "an empty text" if row[key] == "" else f"a {type(row[key]).__name__}"
     return DataError(
         f"expected {expected} under {key!r} at {rows.path} line {line}, got {found}",
         hint=f"fix the row, or name the right field in data.{option}",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol
 
 import msgspec
@@ -36,8 +38,8 @@ class Rows(Protocol):
 def open_rows(text: str) -> Rows:
     """The rows that `path` or `path@[a:b]` names; `.parquet` is Parquet, anything else JSONL (blank lines are no rows).
 
-    Every used row is decoded once here, so that a broken one is found before the run starts. Raises DataError: missing or
-    unreadable file, a line that is no JSON object (`values["line"]`), no rows at all.
+    Every used row is decoded once here, so that a broken one is found before the run starts. A byte-order mark is no part of the
+    first. Raises DataError: missing or unreadable file, lines that are no JSON objects (the first: `values["line"]`), no rows at all.
     """
     dataset = parse_dataset(text)
     path = Path(dataset.path)
@@ -57,6 +59,37 @@ def digest(rows: Rows) -> str:
         encoded = _canonical.encode(row)
         total.update(len(encoded).to_bytes(8, "little") + encoded)
     return total.hexdigest()
+
+
+class BadRows:
+    """Counts rows that raise DataError inside `with`, so that all of a file are looked at before the first of them is named.
+
+    Args:
+        num_rows: of the file.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._first: DataError | None = None
+        self._num_bad = 0
+
+    def __enter__(self) -> None:
+        """One row."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        if not isinstance(error, DataError):
+            return False
+        self._first = self._first or error
+        self._num_bad += 1
+        return True
+
+    def check(self) -> None:
+        """Raise DataError for the first bad row, with their number where there are several (`values["bad"]`)."""
+        if self._first is None:
+            return
+        first, count = self._first, self._num_bad
+        more = f"; {count} of {self._num_rows} rows cannot be used" if count > 1 else ""
+        raise DataError(first.message + more, hint=first.hint, **first.values, bad=count) from first
 
 
 class JsonlRows:
@@ -120,12 +153,16 @@ class ParquetRows:
 def _jsonl(path: Path, window: slice) -> JsonlRows:
     data = path.read_bytes()
     edges = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")).astype(np.int64)
-    starts, stops = np.concatenate(([0], edges + 1)), np.concatenate((edges, [len(data)]))
+    begin = len(codecs.BOM_UTF8) if data.startswith(codecs.BOM_UTF8) else 0
+    starts, stops = np.concatenate(([begin], edges + 1)), np.concatenate((edges, [len(data)]))
     filled = np.array([bool(data[start:stop].strip()) for start, stop in zip(starts, stops, strict=True)])
     lines = np.flatnonzero(filled) + 1
     rows = JsonlRows(str(path), data, starts[filled][window], stops[filled][window], lines[window])
-    for _ in rows:  # decodes, and so checks, each of them
-        pass
+    bad = BadRows(len(rows))
+    for index in range(len(rows)):
+        with bad:
+            rows[index]
+    bad.check()
     return rows
 
 

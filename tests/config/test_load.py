@@ -45,6 +45,12 @@ def test_malformed_toml_names_the_line(write):
         load(write("[tasks]\nbatch_tasks =\n"))
 
 
+def test_a_byte_order_mark_is_skipped(write):
+    path = write("[tasks]\nbatch_tasks = 16\n")
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert load(path).tasks.batch_tasks == 16
+
+
 def test_not_utf8(tmp_path):
     path = tmp_path / "latin.toml"
     path.write_bytes(b"[run]\nname = '\xe4'\n")

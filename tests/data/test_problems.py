@@ -92,3 +92,17 @@ def test_messages_need_a_template(write, tokenizer):
 
 def test_labels_are_optional_only_when_no_key_is_named(write, tokenizer):
     assert load_problems(write({"prompt": "1"}), DataConfig(label_key=""), tokenizer)[0].label is None
+
+
+def test_bad_rows_are_counted_and_the_first_is_named(write, tokenizer):
+    good, bad = {"prompt": "1", "label": "2"}, {"prompt": "1", "labl": "2"}
+    path = write(good, good, bad, good, bad, {"prompt": 3, "label": "2"})
+    with raises(DataError, path=path, line=3, key="data.label_key", bad=3):
+        load_problems(path, DataConfig(), tokenizer)
+
+
+@pytest.mark.parametrize("chat_template", [True, False])
+def test_an_empty_prompt_is_named(write, tokenizer, chat_template):
+    path = write({"prompt": "1", "label": "2"}, {"prompt": "", "label": "2"})
+    with raises(DataError, path=path, line=2, key="data.prompt_key", bad=1):
+        load_problems(path, DataConfig(chat_template=chat_template), tokenizer)

@@ -102,3 +102,16 @@ def test_a_broken_parquet_file(tmp_path):
     path.write_bytes(b"PAR1 not really")
     with raises(DataError, path=str(path)):
         open_rows(str(path))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\n{"a": 2}\n')
+    assert list(open_rows(str(path))) == [{"a": 1}, {"a": 2}]
+
+
+def test_broken_lines_are_counted(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n{"a":\n{"a": 2}\n3\n')
+    with raises(DataError, path=str(path), line=2, bad=2):
+        open_rows(str(path))
