@@ -64,7 +64,7 @@ def run_down(arguments: argparse.Namespace) -> int:
     from streamrl.launch.down import stop_run
     from streamrl.runtime.rundir import RunDir
 
-    run = RunDir.find(arguments.run, base=arguments.dir)
+    run = RunDir.find(arguments.run, base=arguments.dir, begun=True)
     stopped = stop_run(run, now=arguments.now, timeout_s=arguments.timeout_s)
     print(f"run {run.name} has stopped" if stopped else f"run {run.name} was not running")
     return 0

@@ -102,12 +102,12 @@ def check_gpus_wanted(config: Config, num_gpus: int) -> Check:
 def check_ports_wanted(config: Config) -> Check:
     """Whether the ports that the configuration names are free; most runs name none."""
     wanted = [(config.bus.host, config.bus.port)] if config.bus.port and not config.bus.url else []
-    if config.engine.port:
+    if config.engine.port and not config.ray.address:
         wanted += [(config.engine.host, config.engine.port + index) for index in range(config.engine.workers + config.evaluation.engines)]
     taken = [str(port) for host, port in wanted if not _free(host, port)]
     if taken:
         hint = "set bus.port and engine.port to 0 for any free ones, or end what listens there (ss -ltnp shows it)"
-        return Check("ports wanted", "fail", f"cannot listen on {', '.join(taken)}", hint)
+        return Check("ports wanted", "fail", f"cannot listen on port {', '.join(taken)}", hint)
     return Check("ports wanted", "ok", ", ".join(str(port) for _, port in wanted) or "any free ones")
 
 

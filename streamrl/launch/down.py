@@ -29,6 +29,8 @@ def stop_run(run: RunDir, *, now: bool, timeout_s: float) -> bool:
     """
     found = holder(run)
     if found is None:
+        if not run.exists:  # its preparation was killed
+            return False
         with lock_run(run):
             free_weights(run.load_config().weights, run.name, run.path)
         return False

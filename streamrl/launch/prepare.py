@@ -6,6 +6,7 @@ import asyncio
 import platform
 import sys
 import time
+from collections.abc import Callable
 from importlib import metadata
 
 from msgspec import UNSET, UnsetType
@@ -19,34 +20,44 @@ from streamrl.consumers.training.checkpoints import read_latest
 from streamrl.consumers.training.gaps import NEED_CONSENT, find_gap, refusal, versions_made
 from streamrl.consumers.training.ledger import publish_mark
 from streamrl.data.model import check_positions
-from streamrl.data.problems import load_problems
+from streamrl.data.problems import Problems, load_problems
 from streamrl.data.tokenizer import load_tokenizer
-from streamrl.errors import ConfigError, StreamFull
+from streamrl.doctor.run_checks import check_ports_wanted
+from streamrl.errors import ConfigError, LaunchError, StreamFull
 from streamrl.history.replay_log import read_past
 from streamrl.launch.build_model import build_model
+from streamrl.launch.code_check import check_code
 from streamrl.runtime.run_record import renew_code, write_or_check
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.control import RunRecord
 from streamrl.schemas.samples import MARK_START, Mark
 from streamrl.schemas.subjects import KEY_ACCEPTED_GAP, TASKS, Subjects
 
+_PORTS_S = 5.0
+"""What a supervisor that was killed has left behind gives its ports back within this time."""
 
-async def prepare(config: Config, run: RunDir) -> RunRecord:
-    """Build the model, read both datasets, and return the record that this configuration gives.
 
-    Every row is read here once, so that a broken one is reported before anything runs.
+async def prepare(config: Config, run: RunDir, note: Callable[[str], None] = lambda _: None) -> RunRecord:
+    """Look at everything that can be known before the start, and return the record that this configuration gives.
+
+    Ports are asked for, the user's code is imported in a process of its own, the model is built, and every row is read once, so that what
+    is wrong is said before anything runs. Rows that are left out are noted.
 
     Raises:
         DataError: a row cannot be used; names the file and the line.
-        ConfigError: `model.path` names no model, or one with fewer positions than `model.max_len`.
-        LaunchError: the model cannot be built.
+        ConfigError: `model.path` names no model, or one with fewer positions than `model.max_len`; or a function cannot be used.
+        LaunchError: the model cannot be built, or a port is taken.
     """
+    await _check_ports(config)
+    await check_code(run.with_secret_options(config))
     model = await build_model(config, run)
     check_positions(config, model)
     tokenizer = load_tokenizer(model)
     train = await asyncio.to_thread(load_problems, config.data.train, config.data, tokenizer)
+    _note_left_out("data.train", train, config, note)
     if config.data.heldout:
-        await asyncio.to_thread(load_problems, config.data.heldout, config.data, tokenizer)
+        heldout = await asyncio.to_thread(load_problems, config.data.heldout, config.data, tokenizer)
+        _note_left_out("data.heldout", heldout, config, note)
     return RunRecord(
         run=run.name,
         config=dump(config),
@@ -103,6 +114,23 @@ async def _has_trained(bus: Bus, config: Config, run: RunDir) -> bool:
     latest = await read_latest(bus, trainer)
     made = await versions_made(bus, subjects, latest, trainer=trainer, run_path=run.path)
     return await bus.last(subjects.ledger(trainer)) is not None or any(version.number for version in made.values())
+
+
+def _note_left_out(key: str, found: Problems, config: Config, note: Callable[[str], None]) -> None:
+    if found.num_too_long:
+        note(
+            f"{key}: {found.num_too_long} of {found.num_too_long + len(found)} rows are left out: their prompts are longer than "
+            f"data.max_prompt_tokens = {config.data.max_prompt_tokens}"
+        )
+
+
+async def _check_ports(config: Config) -> None:
+    """Raise LaunchError for ports that are named and taken."""
+    deadline = time.monotonic() + _PORTS_S
+    while (found := check_ports_wanted(config)).state == "fail":
+        if time.monotonic() > deadline:
+            raise LaunchError(f"expected the ports that the configuration names to be free: {found.found}", hint=found.hint)
+        await asyncio.sleep(0.1)
 
 
 def machine() -> dict[str, str]:

@@ -21,6 +21,7 @@ from streamrl.bus.protocol import Bus
 from streamrl.config.secret_options import without_secrets
 from streamrl.config.tree import Config
 from streamrl.errors import BusError, LaunchError
+from streamrl.launch.finished import finished_at
 from streamrl.launch.local import LOGS_EVERY_S, LocalLauncher, worker_logs
 from streamrl.launch.prepare import NothingBinds, check_log, open_record, prepare
 from streamrl.launch.protocol import Launcher
@@ -30,6 +31,7 @@ from streamrl.monitor.follow import Follower, read_totals
 from streamrl.monitor.outcome import Outcome, conclude
 from streamrl.monitor.run_state import RUNNING, RunState, write_state
 from streamrl.monitor.screen import Display, one_line
+from streamrl.monitor.status import read_summary
 from streamrl.monitor.view import RunView
 from streamrl.monitor.waits import Watch, standing_line
 from streamrl.runtime.bus_server import BusServer, run_bus_server
@@ -108,6 +110,7 @@ async def up(config: Config, display: Display, *, launcher: Launcher | None = No
         BusError: the bus cannot be started or reached.
     """
     run = RunDir(Path(config.run.dir) / config.run.name)
+    fresh = not run.path.exists()
     run.create()
     stops = Stops()
 
@@ -135,10 +138,15 @@ async def up(config: Config, display: Display, *, launcher: Launcher | None = No
         at_once = asyncio.create_task(stops.now.wait())
         await asyncio.wait((body, at_once), return_when=asyncio.FIRST_COMPLETED)
         at_once.cancel()
-        if not body.done():
+        killed = not body.done()
+        if killed:
             # Cancelling makes the session's own clean-up kill what is left.
             body.cancel()
             await asyncio.gather(body, return_exceptions=True)
+        if fresh and not session.prepared:
+            # A start that came to nothing leaves nothing.
+            shutil.rmtree(run.path, ignore_errors=True)
+        if killed:
             display.note("stopped at once; `up` resumes from the last checkpoint")
             return Outcome(run=run, state="killed", exit_code=_INTERRUPTED)
         return body.result()
@@ -183,13 +191,19 @@ class Session:
         self._draining = False
         self._written: RunState | None = None
         self._telling: set[asyncio.Task[None]] = set()
+        self.prepared = False
+        """Whether everything that can be known before the start was in order."""
 
     async def run_to_end(self) -> Outcome:
         """Everything `up` does between taking the lock and giving it back."""
         self._note(f"preparing run {self._run.name} in {self._run.path}")
-        record = await prepare(self._config, self._run)
+        if not self._run.exists:
+            # It may be that of a start that failed, or was killed, with other settings.
+            shutil.rmtree(self._run.model_dir, ignore_errors=True)
+        record = await prepare(self._config, self._run, self._note)
         if self._stops.drain.is_set():
             return Outcome(run=self._run, state="stopped")
+        self.prepared = True
         async with run_bus_server(self._config, self._run, self._note) as server:
             bus = await self._connect(server)
             try:
@@ -203,6 +217,12 @@ class Session:
                 self._note("resuming" if resumed else "starting")
                 for text in [*notes, *await check_log(bus, self._config, self._run, accept_gap=self._consent.gap)]:
                     self._note(text)
+                if resumed and (version := await finished_at(bus, self._config)) and (summary := read_summary(self._run)) is not None:
+                    self._note(
+                        f"nothing is left to do: the run has reached run.steps = {self._config.run.steps} with version {version}; "
+                        f"train another with --name NAME, or a branch of it with `streamrl replay {self._run.name} --set ...`"
+                    )
+                    return Outcome(run=self._run, state="finished", summary=summary)
                 return await self._follow(bus, server)
             finally:
                 await bus.close()
@@ -226,7 +246,8 @@ class Session:
             bound = asyncio.create_task(self._bound_logs())
             try:
                 state, failure = await self._supervise(view, server)
-                await self._catch_up(follower)
+                if server.failure is None:
+                    await self._catch_up(follower)
             finally:
                 # After a drain nothing is left to kill; after a second Ctrl-C or an error, everything is.
                 await self._supervisor.kill_all()
@@ -259,6 +280,11 @@ class Session:
         except LaunchError as error:
             state, failure = "failed", error
             logger.error("event=gave_up error=%s", error.message)
+        if server.failure is not None:
+            # What drains, waits for the bus; nothing that it has to say would be heard.
+            self._note("giving up: the bus is gone; stopping at once")
+            await self._supervisor.kill_all()
+            return state, failure
         self._note({"finished": "finished", "stopped": "draining; Ctrl-C again stops at once", "failed": "giving up; draining"}[state])
         self._draining = True
         await self._supervisor.drain(finish=("trainer", "evaluator") if state == "finished" else ())

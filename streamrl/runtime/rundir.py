@@ -154,13 +154,22 @@ class RunDir:
             raise ConfigError(f"expected options in {self.options_path}: {error}", hint="`streamrl up` writes this file") from error
 
     @classmethod
-    def find(cls, text: str, *, base: Path | str = "runs") -> RunDir:
-        """The run called `text` under `base`, or the run directory at the path `text`; raises ConfigError that lists the known runs."""
+    def find(cls, text: str, *, base: Path | str = "runs", begun: bool = False) -> RunDir:
+        """The run called `text` under `base`, or the run directory at the path `text`; raises ConfigError that lists the known runs.
+
+        `begun`: take one whose preparation has not ended, too; it has no configuration yet.
+        """
         candidates = [cls(Path(base) / text)] if RUN_ID.fullmatch(text) else []
         candidates.append(cls(Path(text)))
         for run in candidates:
-            if run.exists:
+            if run.exists or (begun and run.lock_path.is_file()):
                 return run
+        if any(run.lock_path.is_file() for run in candidates):
+            raise ConfigError(
+                f"expected a run that has been prepared, got {text!r}, whose start has not come that far",
+                hint=f"wait for its `streamrl up`, or stop that with `streamrl down {text}`",
+                run=text,
+            )
         known = [run.name for run in known_runs(base)]
         hint = f"known runs in {base}: {', '.join(known)}" if known else f"there are no runs in {base} yet; `streamrl up` starts one"
         raise ConfigError(f"expected the name or directory of a run, got {text!r}", hint=hint, run=text)

@@ -190,3 +190,42 @@ async def test_a_reader_that_leaves_drains_the_run(up: Start, run: RunDir) -> No
     await asyncio.wait_for(process.wait(), 60)
     assert (run.path / "order").read_text().split()[-1] == "feeder"
     assert nothing_runs(run)
+
+
+async def test_a_typo_does_not_bind_the_name_of_a_run(up: Start, run: RunDir, place: Path) -> None:
+    (place / "reward.py").write_text("def letters(task, episode):\n    return 1.0\n")
+    code, _, err = await said(await up("learn", "reward.kind=reward.py:leters"))
+    assert code == 1
+    assert "did you mean 'letters'?" in err
+    assert not run.path.exists()
+    assert (await said(await up("learn", "reward.kind=reward.py:letters")))[0] == 0
+
+
+async def test_a_start_that_failed_leaves_no_model_for_the_next(up: Start, run: RunDir) -> None:
+    run.create()
+    run.model_dir.mkdir()
+    (run.model_dir / "of-other-settings").touch()
+    assert (await said(await up("learn")))[0] == 0
+    assert not (run.model_dir / "of-other-settings").exists()
+
+
+async def test_rows_that_are_left_out_are_counted_on_the_screen(up: Start, place: Path) -> None:
+    with (place / "train.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "9" * 500, "label": "18"}) + "\n")
+    code, out, _ = await said(await up("learn"))
+    assert code == 0
+    assert "data.train: 1 of 5 rows are left out: their prompts are longer than data.max_prompt_tokens = 128" in out
+
+
+async def test_a_run_can_be_stopped_while_it_is_prepared(up: Start, start: Start, run: RunDir, place: Path) -> None:
+    (place / "reward.py").write_text(
+        "import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(3)\ndef one(task, episode):\n    return 1.0\n"
+    )
+    process = await up("learn", "reward.kind=reward.py:one")
+    await until((place / "begun").exists)
+    code, _, err = await said(await start("-m", "streamrl", "status", "demo"))
+    assert (code, "has not come that far" in err) == (1, True)
+    code, out, _ = await said(await start("-m", "streamrl", "down", "demo"))
+    assert (code, out) == (0, "run demo has stopped\n")
+    assert (await said(process))[0] == 0
+    assert not run.path.exists()

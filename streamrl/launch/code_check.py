@@ -1,0 +1,246 @@
+"""Whether the code that a configuration names can be imported, and takes what it will be given: asked before the run starts.
+
+Importing runs the user's code, which may do anything. So it is imported in a process of its own, `python -m streamrl.launch.code_check`,
+that has a limited time and whose end, however it comes, is a sentence here. Nothing but the module's own statements is run: functions are
+not called and classes not built.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import inspect
+import os
+import re
+import signal
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any, BinaryIO
+
+import msgspec
+
+from streamrl.config.code import loss_code, rollout_code
+from streamrl.config.loss import is_function
+from streamrl.config.plugins import resolve
+from streamrl.config.tree import Config
+from streamrl.errors import ConfigError
+from streamrl.producers.functions import make_producer
+from streamrl.rewards.factory import make_reward
+from streamrl.runtime.kinds import environment, inherited
+from streamrl.runtime.service import describe_exit, die_with_parent
+
+LIMIT_S = 120.0
+"""Importing torch from a slow disk is to pass."""
+_TAIL_BYTES = 4096
+_FRAME = re.compile(r'^  File "([^"<]+)", line (\d+) in ', re.MULTILINE)
+"""A line of faulthandler's, which begins with the innermost frame."""
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+class Form(msgspec.Struct, frozen=True):
+    """What a key may name."""
+
+    what: str
+    takes: tuple[str, ...]
+    """Arguments of the function."""
+    method: str = ""
+    """Of a class or an object in place of the function, `async def`; empty: functions only."""
+    called: bool = False
+    """Whether the class's objects may be called as the function is."""
+
+
+FORMS: Mapping[str, Form] = {
+    "producer.function": Form("producer", ("task", "engine"), "rollout"),
+    "reward.kind": Form("reward", ("task", "episode"), "score", called=True),
+    "loss.advantage": Form("advantage function", ("batch", "arrays")),
+    "loss.policy": Form("policy loss", ("tokens", "config")),
+    "loss.slime_loss": Form("loss", ("args", "data", "logits", "sum_of_sample_mean")),
+}
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """What the process is to look at."""
+
+    named: dict[str, str]
+    """References by key."""
+    options: tuple[str, ...] = ()
+    """Names in `reward.options`, which a reward is given as keyword arguments."""
+
+
+class Said(msgspec.Struct, frozen=True):
+    """What it says: a line with `key` when it begins with one, and a last one with `done` or an error."""
+
+    key: str
+    done: bool = False
+    message: str = ""
+    hint: str = ""
+
+
+async def check_code(config: Config, *, limit_s: float = LIMIT_S) -> None:
+    """Raise ConfigError unless everything that `config` names as code is there and takes what it will be given.
+
+    What other machines run is not looked at: all of it with `ray.address`, producers without `producer.workers`.
+
+    Args:
+        config: with its secret options.
+        limit_s: how long the imports of producers and rewards, and those of the loss, may take.
+    """
+    if not is_function(config.producer.function):
+        make_producer(config.producer.function)
+    if not is_function(config.reward.kind):
+        make_reward(config.reward)
+    if config.ray.address:
+        return
+    elsewhere = ("producer.function",) if config.producer.workers == 0 and not config.data.heldout else ()
+    rollouts = {key: name for key, name in rollout_code(config).items() if key not in elsewhere}
+    for kind, named in (("producer", rollouts), ("trainer", dict(loss_code(config)))):
+        if named:
+            surroundings = {**inherited(os.environ, kind), **environment(config, kind)}
+            await _ask(Asked(named, tuple(config.reward.options)), surroundings, limit_s)
+
+
+async def _ask(asked: Asked, surroundings: Mapping[str, str], limit_s: float) -> None:
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as answer:
+        command = (sys.executable, "-m", "streamrl.launch.code_check", str(answer.fileno()), str(os.getpid()), str(limit_s))
+        child = await asyncio.create_subprocess_exec(
+            *command,
+            msgspec.json.encode(asked).decode(),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=surroundings,
+            pass_fds=(answer.fileno(),),
+            start_new_session=True,
+        )
+        try:
+            async with asyncio.timeout(limit_s):
+                code = await child.wait()
+        except TimeoutError:
+            code = None
+        finally:
+            # What it has started goes with it.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            await child.wait()
+        _judge(asked, _lines(answer), code, _tail(output), limit_s)
+
+
+def _judge(asked: Asked, said: Sequence[Said], code: int | None, tail: str, limit_s: float) -> None:
+    """Raise ConfigError for what the process found, or for how it ended."""
+    last = said[-1] if said else Said(next(iter(asked.named)))
+    if last.message:
+        raise ConfigError(last.message, hint=last.hint, key=last.key)
+    if last.done:
+        return
+    frames = _FRAME.findall(tail)
+    theirs = [frame for frame in frames if not frame[0].startswith(_INSTALLED)] or frames
+    at = f" at {theirs[0][0]} line {theirs[0][1]}" if theirs else ""
+    named = f"{last.key} = {asked.named[last.key]!r}: expected code that can be imported"
+    if code is None:
+        raise ConfigError(
+            f"{named}, it was still busy{at} after {limit_s:g} s",
+            hint="importing a file runs its statements; move work that takes long into functions",
+            key=last.key,
+        )
+    raise ConfigError(
+        f"{named}, its process ended with {describe_exit(code)}{at}",
+        hint="run the file with python to see why",
+        key=last.key,
+        code=code,
+    )
+
+
+def _lines(answer: BinaryIO) -> list[Said]:
+    answer.seek(0)
+    return [msgspec.json.decode(line, type=Said) for line in answer.read().splitlines()]
+
+
+def _tail(output: BinaryIO) -> str:
+    size = output.seek(0, os.SEEK_END)
+    output.seek(max(0, size - _TAIL_BYTES))
+    return output.read().decode(errors="replace")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The process: imports and looks; its words go to the descriptor that is its first argument."""
+    answer, parent, limit_s, text = int(arguments[0]), int(arguments[1]), float(arguments[2]), arguments[3]
+    die_with_parent(parent)
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(limit_s / 2)
+    asked = msgspec.json.decode(text, type=Asked)
+    key = ""
+    try:
+        for key, reference in asked.named.items():
+            _say(answer, Said(key))
+            check_form(key, reference, asked.options)
+        _say(answer, Said(key, done=True))
+    except ConfigError as error:
+        _say(answer, Said(key, message=error.message[:_TAIL_BYTES], hint=error.hint))
+    except BaseException as error:
+        _say(
+            answer,
+            Said(
+                key,
+                message=f"{key} = {asked.named[key]!r}: expected code that can be imported, it raises {type(error).__name__}: {error}",
+                hint="run the file with python to see where",
+            ),
+        )
+    os._exit(0)  # threads that the code has left behind are not waited for
+
+
+def _say(answer: int, said: Said) -> None:
+    os.write(answer, msgspec.json.encode(said) + b"\n")
+
+
+def check_form(key: str, reference: str, options: Sequence[str] = ()) -> None:
+    """Import what `reference` names and raise ConfigError unless `key` may name it; runs the user's module, nothing else of it."""
+    form = FORMS[key]
+    found: Any = resolve(reference, what=form.what, key=key)
+    given = dict.fromkeys(options) if key == "reward.kind" else {}
+    called = f"a function of ({', '.join((*form.takes, *given))})"
+    if not inspect.isclass(found) and not hasattr(found, form.method or " "):
+        if not callable(found):
+            raise _wrong(key, reference, called, f"a {type(found).__name__}")
+        _bind(key, reference, found, form.takes, given, called)
+        return
+    if not form.method:
+        raise _wrong(key, reference, called, f"the class {found.__name__}")
+    method = getattr(found, form.method, None)
+    # Objects of a reward's class may be called, too.
+    if method is None and not (form.called and any("__call__" in vars(base) for base in found.__mro__)):
+        raise _wrong(key, reference, f"`async def {form.method}` in the class", "none")
+    if method is not None and not inspect.iscoroutinefunction(method):
+        raise _wrong(key, reference, f"`async def {form.method}`", "a plain method")
+    if inspect.isclass(found):
+        _bind(key, reference, found, (), given, f"a class that is built with {', '.join(given) or 'no arguments'}")
+
+
+def _bind(key: str, reference: str, found: Any, takes: Sequence[str], given: Mapping[str, Any], expected: str) -> None:
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):  # written in C: it does not say
+        return
+    try:
+        signature.bind(*takes, **given)
+    except TypeError as error:
+        raise _wrong(key, reference, expected, f"{getattr(found, '__name__', 'one')}{signature}: {error}") from error
+
+
+def _wrong(key: str, reference: str, expected: str, got: str) -> ConfigError:
+    return ConfigError(f"{key} = {reference!r}: expected {expected}, got {got}", hint=_HINTS[key], key=key)
+
+
+_HINTS = {
+    "producer.function": "write `async def name(task, engine): ... return chat.episode()`; options come as engine.options",
+    "reward.kind": "write `def score(task, episode, **options)`; reward.options are its keyword arguments",
+    "loss.advantage": "write `def name(batch, arrays)`, which returns one advantage a token; see docs/algorithms.md",
+    "loss.policy": "write `def name(tokens, config)`, which returns losses and metrics; see docs/algorithms.md",
+    "loss.slime_loss": "write `def name(args, data, logits, sum_of_sample_mean)`; see docs/algorithms.md",
+}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,149 @@
+"""User code is imported before the start, in a process of its own: whatever it does, the supervisor says so."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from streamrl.config.load import load
+from streamrl.errors import ConfigError
+from streamrl.launch.code_check import check_code
+from tests.support.errors import raises
+
+pytestmark = pytest.mark.process
+
+GOOD = """
+import threading, time
+
+def letters(task, episode):
+    return 1.0
+
+def strict(task, episode, *, word):
+    return 1.0
+
+class Built:
+    def __init__(self, word):
+        raise RuntimeError("nobody asked for one to be built")
+    async def score(self, task, episodes):
+        return []
+
+class Called:
+    def __call__(self, task, episode):
+        return 1.0
+
+class Plain:
+    def rollout(self, task, context):
+        return []
+
+async def roll(task, engine):
+    return None
+
+def advantages(batch, arrays):
+    return 0.0
+
+NUMBER = 3
+threading.Thread(target=time.sleep, args=(600,)).start()
+print("said while it is imported")
+"""
+TOML = """
+[data]
+train = "train.jsonl"
+[engine]
+kind = "{kind}"
+[trainer]
+backend = "{backend}"
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
+    (tmp_path / "good.py").write_text(GOOD)
+    return tmp_path
+
+
+async def look(place: Path, *overrides: str, limit_s: float = 60.0, torch: bool = False) -> None:
+    toml = place / "my.toml"
+    toml.write_text(TOML.format(kind="local" if torch else "table", backend="torch" if torch else "table"))
+    await check_code(load(toml, overrides), limit_s=limit_s)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("reward.kind=good.py:letters", "producer.function=good.py:roll"),
+        ("reward.kind=good.py:strict", "reward.options.word=yes"),
+        ("reward.kind=good.py:Built", "reward.options.word=yes"),
+        ("reward.kind=good.py:Called",),
+        ("reward.kind=os.path.join",),
+        ("producer.function=good.py:nothing", "producer.workers=0"),
+    ],
+)
+async def test_what_fits_passes_and_nothing_of_it_is_called(place: Path, overrides: tuple[str, ...]) -> None:
+    await look(place, *overrides)
+    assert "good" not in sys.modules and not any(name.startswith("streamrl_user_good") for name in sys.modules)
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("reward.kind=good.py:leters", "reward.kind"),
+        ("reward.kind=exact_mach", "reward.kind"),
+        ("reward.kind=good.py:strict", "reward.kind"),
+        ("reward.kind=good.py:Built", "reward.kind"),
+        ("reward.kind=good.py:Plain", "reward.kind"),
+        ("reward.kind=good.py:NUMBER", "reward.kind"),
+        ("reward.kind=no_such_package.score", "reward.kind"),
+        ("reward.options.word=yes", "reward.options"),
+        ("producer.function=singel_turn", "producer.function"),
+        ("producer.function=good.py:NUMBER", "producer.function"),
+        ("producer.function=good.py:Plain", "producer.function"),
+        ("producer.function=good.py:Called", "producer.function"),
+        ("producer.function=good.py:strict", "producer.function"),
+    ],
+)
+async def test_what_does_not_fit_is_named(place: Path, override: str, key: str) -> None:
+    with raises(ConfigError, key=key):
+        await look(place, override)
+
+
+@pytest.mark.parametrize(
+    ("override", "key"), [("loss.advantage=good.py:strict", "loss.advantage"), ("loss.policy=good.py:Built", "loss.policy")]
+)
+async def test_code_of_the_loss_is_looked_at_too(place: Path, override: str, key: str) -> None:
+    await look(place, "loss.advantage=good.py:advantages", torch=True)
+    with raises(ConfigError, key=key):
+        await look(place, override, torch=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import sys\nsys.exit(7)", "SystemExit: 7"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("import os\nos._exit(7)", "exit code 7"),
+        ("import ctypes\n\nctypes.string_at(0)", "bad.py line 3"),
+        ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "signal SIGKILL"),
+        ("def letters(:", "SyntaxError"),
+        ("raise ValueError('x' * 1_000_000)", "ValueError"),
+        ("input()", "EOFError"),
+    ],
+)
+async def test_an_import_that_ends_the_process_is_a_sentence(place: Path, code: str, words: str) -> None:
+    (place / "bad.py").write_text(code)
+    with raises(ConfigError, key="reward.kind") as caught:
+        await look(place, "reward.kind=bad.py:letters")
+    assert words in caught.value.message and len(caught.value.message) < 5000
+
+
+async def test_an_import_that_does_not_end_is_ended_and_named_by_its_line(place: Path) -> None:
+    (place / "bad.py").write_text("import os, pathlib\npathlib.Path('pid').write_text(str(os.getpid()))\nwhile True:\n    pass\n")
+    with raises(ConfigError, key="reward.kind") as caught:
+        await look(place, "reward.kind=bad.py:letters", limit_s=10.0)
+    assert "bad.py line " in caught.value.message and "still busy" in caught.value.message
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((place / "pid").read_text()), 0)
