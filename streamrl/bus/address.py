@@ -84,7 +84,9 @@ class BusAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             ) from error
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise ConfigError(
-                f"expected a bus address in {path}: {error}", hint="start the run again; `streamrl up` writes this file", path=str(path)
+                f"expected a bus address in {path}: {error}",
+                hint=f"delete it (rm {path}), and `streamrl up` writes a new one; where it was copied to, copy it again",
+                path=str(path),
             ) from error
 
 
