@@ -19,6 +19,7 @@ StreamRLError
 ├── TrainingError          a step cannot be taken
 │   ├── BatchDiffers       the stream gave another batch than the ledger has
 │   ├── Diverged           a replayed step gave other digits than the ledger
+│   ├── WeightsDiverged    parameters, or the gradients of many steps, are not finite
 │   └── CheckpointDamaged  a checkpoint is gone, or not what was written
 ├── CannotResume           checkpoints, ledger and streams do not fit together: somebody has to decide
 ├── Fenced                 another worker holds this role; this one must exit
@@ -154,6 +155,10 @@ class BatchDiffers(TrainingError):
 
 class Diverged(TrainingError):
     """A re-derived step gave another digest than its ledger entry; `values` has `version`."""
+
+
+class WeightsDiverged(TrainingError):
+    """The weights under training are of no use any more: training the same again would end in the same way."""
 
 
 class CheckpointDamaged(TrainingError):

@@ -30,6 +30,7 @@ from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.carried import fetch_messages, held
 from streamrl.consumers.training.checkpoints import Checkpointer, ensure_position
 from streamrl.consumers.training.dead_letters import publish_dead_letter
+from streamrl.consumers.training.divergence import Divergence
 from streamrl.consumers.training.gaps import enter_gap
 from streamrl.consumers.training.ledger import Ledger, mark_epoch, open_ledger, take_fence
 from streamrl.consumers.training.reader import Incoming, RecordReader, open_samples
@@ -190,6 +191,7 @@ class LiveTrainer:
             diverged='compare fingerprints with `streamrl replay RUN --verify`, or set run.numerics = "fast" to fork the epoch',
             appended=lambda stepped: self._appended(ledger, stepped),
         )
+        divergence = Divergence()
         while True:
             if self._at_end(fold.own, ledger):
                 return True
@@ -205,6 +207,7 @@ class LiveTrainer:
                 if stop():
                     return False
                 continue
+            divergence.check(stepped.state.version, finite=stepped.result.finite)
             state = stepped.state
             if stepped.before.warmup_end is None and state.warmup_end is not None:
                 self.export(state.version)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from streamrl.config.tree import SuperviseConfig
 from streamrl.errors import LaunchError
@@ -28,6 +28,8 @@ _POLL_S = 0.05
 _ENDLESS = ("producer", "engine")
 """Kinds whose work is never over: when one ends by itself it is started again."""
 _LINE_CHARS = 300
+_FINAL: Mapping[int | None, str] = {Exit.CONFIG: "cannot run with this configuration", Exit.DIVERGED: "stopped: the weights diverged"}
+"""Exit codes after which a restart would end in the same way."""
 _GRACE_S = 2.0
 """What is left of a group gets this long to end by itself, and to say why, before it is killed."""
 
@@ -221,15 +223,15 @@ class Supervisor:
         """Decide what becomes of children that have all ended: the first that failed says why, unless a restart would not mend it."""
         failed = sorted((child for child in group if self._failed(child)), key=lambda child: child.ended_s)
         fenced = next((child for child in failed if child.code == Exit.FENCED), None)
-        wrong = next((child for child in failed if child.code == Exit.CONFIG), None)
+        final = next((child for child in failed if child.code in _FINAL), None)
         if not failed or fenced is not None:
             for child in group:
                 child.state = "done" if fenced is None else "fenced"
             if fenced is not None:
                 self._note(f"{fenced.name} stopped: another {fenced.kind} has taken over")
             return
-        if wrong is not None:
-            raise self._gave_up(wrong, f"{wrong.name} cannot run with this configuration")
+        if final is not None:
+            raise self._gave_up(final, f"{final.name} {_FINAL[final.code]}")
         self._restart(group, failed[0])
 
     def _restart(self, group: Sequence[Child], failed: Child) -> None:

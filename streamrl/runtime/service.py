@@ -20,6 +20,8 @@ class Exit(IntEnum):
     """The configuration is wrong, or somebody has to decide how to go on; a restart would fail in the same way."""
     FENCED = 3
     """Another worker has this role; a restart would fight it."""
+    DIVERGED = 4
+    """The weights diverged; a restart would train them to the same end."""
 
 
 SHUTDOWN_ORDER: tuple[tuple[str, ...], ...] = (

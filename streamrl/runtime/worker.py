@@ -18,7 +18,7 @@ from typing import Any
 from streamrl.bus import BusAddress, connect
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
-from streamrl.errors import BusError, CannotResume, ConfigError, Fenced, StreamRLError
+from streamrl.errors import BusError, CannotResume, ConfigError, Fenced, StreamRLError, WeightsDiverged
 from streamrl.runtime.beats import BEAT_S, Pulse
 from streamrl.runtime.collection import collect_rarely, keep_none
 from streamrl.runtime.kinds import USER_CODE, check_kind, environment, load_main, num_workers
@@ -165,13 +165,15 @@ def report_failure(error: Exception) -> Exit:
     if not isinstance(cause, StreamRLError):
         logger.error("event=crashed error=%r", cause, exc_info=error)
         return Exit.FAILED
-    logger.error("event=failed error=%s message=%s", type(cause).__name__, cause.message)
+    logger.error("event=failed error=%s", type(cause).__name__)  # the sentence comes once, with its hint
     print(f"error: {cause}", file=sys.stderr, flush=True)
     match cause:
         case Fenced():
             return Exit.FENCED
         case ConfigError() | CannotResume():
             return Exit.CONFIG
+        case WeightsDiverged():
+            return Exit.DIVERGED
         case _:
             return Exit.FAILED
 
@@ -181,7 +183,7 @@ def first_cause(error: BaseException) -> BaseException:
     if not isinstance(error, BaseExceptionGroup):
         return error
     leaves = [first_cause(inner) for inner in error.exceptions]
-    for kind in (Fenced, ConfigError, CannotResume, StreamRLError):
+    for kind in (Fenced, ConfigError, CannotResume, WeightsDiverged, StreamRLError):
         for leaf in leaves:
             if isinstance(leaf, kind):
                 return leaf

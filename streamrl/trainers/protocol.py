@@ -10,8 +10,15 @@ from typing import Protocol
 import msgspec
 
 from streamrl.core.batches import TrainBatch
+from streamrl.errors import WeightsDiverged
 from streamrl.schemas.versions import Version
 from streamrl.weights.protocol import Shard
+
+MEND = (
+    "lower trainer.optimizer.learning_rate or clip_norm, or bound the rewards; a new run with --name NAME, or a branch from before: "
+    "streamrl replay RUN --from V --set trainer.optimizer.learning_rate=..."
+)
+"""What to do about weights that diverged."""
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,16 +28,29 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the parameters after the step, 16 hex digits."""
     metrics: dict[str, float]
     finite: bool = True
-    """False when a gradient was not finite and the update was skipped."""
+    """False when a gradient was not finite and the update was skipped, or when no trained token had finite log-probs and advantage."""
     score: float | None = None
     """For a batch of the warm-up, which ends by it: mean probability of whole answers under the policy that the batch was trained from."""
+
+
+def not_finite(norm: float, learning_rate: float) -> WeightsDiverged:
+    """The error for an update that made a parameter infinite or NaN."""
+    return WeightsDiverged(
+        f"the weights diverged: parameters are not finite after an update at rate {learning_rate:g} by a gradient of norm {norm:g}",
+        hint=MEND,
+    )
 
 
 class Trainer(Protocol):
     """One policy under training. Adapters: `torch`, `table` without any framework, and `LeadingTrainer` over several ranks."""
 
     def step(self, batch: TrainBatch) -> StepResult:
-        """Train on one batch (one or several optimizer steps) with the loss that `batch.kind` names; raises TrainingError."""
+        """Train on one batch (one or several optimizer steps) with the loss that `batch.kind` names.
+
+        Raises:
+            TrainingError: the batch cannot be trained on.
+            WeightsDiverged: a parameter is not finite any more.
+        """
         ...
 
     def digest(self) -> str:

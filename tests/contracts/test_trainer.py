@@ -16,7 +16,7 @@ from streamrl.config.loss import CorrectionConfig
 from streamrl.config.registry import Role
 from streamrl.config.tree import Config, LossConfig, OptimizerConfig, RunConfig, TrainerConfig, WarmupConfig
 from streamrl.core.batches import TrainBatch
-from streamrl.errors import CheckpointDamaged, TrainingError
+from streamrl.errors import CheckpointDamaged, TrainingError, WeightsDiverged
 from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine, tensor_digest
 from streamrl.trainers.checkpoints import SEAL_FILE
@@ -361,3 +361,17 @@ def test_an_exported_policy_is_a_model_directory_with_the_same_parameters(make: 
     backend: Any = "table" if (tmp_path / "export" / "table.json").exists() else "torch"
     other = make_trainer(Config(trainer=TrainerConfig(backend=backend)), tmp_path / "export")
     assert digest_of(other) == digest_of(trainer)
+
+
+def test_an_update_that_gives_infinite_parameters_is_said(make: MakeTrainer) -> None:
+    trainer = make(optimizer=OptimizerConfig(learning_rate=1e60))
+    with pytest.raises(WeightsDiverged, match="the weights diverged"):
+        for step in range(3):
+            trainer.step(rollouts(step))
+
+
+def test_a_batch_without_one_finite_token_is_not_finite(make: MakeTrainer) -> None:
+    batch = rollouts()
+    broken = np.where(batch.loss_mask, np.nan, batch.sampler_logprobs).astype(np.float32)
+    assert not make().step(msgspec.structs.replace(batch, sampler_logprobs=broken)).finite
+    assert make().step(msgspec.structs.replace(batch, loss_mask=np.zeros_like(batch.loss_mask))).finite

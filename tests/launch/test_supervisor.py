@@ -327,3 +327,10 @@ async def test_ranks_of_a_fenced_trainer_stay_down(team: Team) -> None:
     await team.tick_until("trainer", "fenced")
     assert team.state("trainer", 1) == "fenced"
     assert team.notes == ["trainer-0 stopped: another trainer has taken over"]
+
+
+@pytest.mark.process
+async def test_diverged_weights_are_not_trained_again(team: Team) -> None:
+    team.start("trainer", "echo error: the weights diverged; exit 4")
+    with pytest.raises(LaunchError, match=r"trainer-0 stopped: the weights diverged.*\n"):
+        await team.tick_until("trainer", "waiting")

@@ -26,7 +26,7 @@ from streamrl.errors import ConfigError, TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine, tensor_digest
 from streamrl.trainers.checkpoints import BackgroundWriter, check_files, damaged, recover, unreadable, write_directory
-from streamrl.trainers.protocol import StepResult
+from streamrl.trainers.protocol import StepResult, not_finite
 from streamrl.trainers.table import losses as table_losses
 from streamrl.weights.protocol import Shard
 
@@ -101,7 +101,9 @@ class TableTrainer:
         if score is not None:
             metrics["train/answer_probability"] = score
         else:
-            metrics["train/nonfinite_tokens"] = float(sum(row["train/nonfinite_tokens"] for row in rows))
+            dropped = sum(row["train/nonfinite_tokens"] for row in rows)
+            finite = finite and (dropped == 0 or dropped < len(trained))
+            metrics["train/nonfinite_tokens"] = float(dropped)
             metrics |= ratio_metrics(batch, old_logprobs) | weight_metrics(batch, used) | logprob_differences(batch, old_logprobs)
         return StepResult(digest=self.digest(), metrics={**objective.metrics, **metrics}, finite=finite, score=score)
 
@@ -251,7 +253,11 @@ class Adam:
         self.updates = 0
 
     def step(self, gradient: npt.NDArray[np.float64], learning_rate: float) -> tuple[float, bool]:
-        """One update; returns the norm before clipping, and False when it was not finite and nothing was changed."""
+        """One update; returns the norm before clipping, and False when it was not finite and nothing was changed.
+
+        Raises:
+            WeightsDiverged: the update made a parameter that is not finite.
+        """
         c = self._config
         norm = float(np.sqrt(np.sum(gradient**2)))
         if not np.isfinite(norm):
@@ -264,7 +270,10 @@ class Adam:
         mean = self.mean.astype(np.float64) / (1 - c.beta1**self.updates)
         root = np.sqrt(self.square.astype(np.float64) / (1 - c.beta2**self.updates))
         decayed = self._parameters.astype(np.float64) * (1 - learning_rate * c.weight_decay)
-        self._parameters[...] = decayed - learning_rate * mean / (root + c.eps)
+        with np.errstate(over="ignore"):
+            self._parameters[...] = decayed - learning_rate * mean / (root + c.eps)
+        if not np.isfinite(self._parameters).all():
+            raise not_finite(norm, learning_rate)
         return norm, True
 
 

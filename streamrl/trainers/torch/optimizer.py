@@ -9,6 +9,7 @@ from torch import Tensor
 
 from streamrl.config.tree import OptimizerConfig
 from streamrl.errors import TrainingError
+from streamrl.trainers.protocol import not_finite
 from streamrl.trainers.torch.checkpoint import host_copy
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -54,6 +55,9 @@ class ClippedAdamW:
 
         Returns:
             The gradient's global norm before clipping, and whether it was finite. If it was not, nothing is changed.
+
+        Raises:
+            WeightsDiverged: the update made a parameter that is not finite.
         """
         norm = torch.nn.utils.get_total_norm(self.gradients())
         finite = bool(torch.isfinite(norm))
@@ -68,6 +72,8 @@ class ClippedAdamW:
                 for (_, p), (_, master) in zip(self._parameters, self._masters, strict=True):
                     if master is not p:
                         p.copy_(master)
+            if not torch.isfinite(torch.nn.utils.get_total_norm([p.detach() for _, p in self._parameters])):
+                raise not_finite(float(norm), learning_rate)
         for _, master in self._masters:
             master.grad = None
         return float(norm), finite

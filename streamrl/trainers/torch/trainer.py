@@ -43,7 +43,7 @@ from streamrl.trainers.torch.optimizer import ClippedAdamW
 from streamrl.trainers.torch.parallel import DataParallel
 from streamrl.trainers.torch.recheck import Recheck
 from streamrl.trainers.torch.snapshot import SnapshotRing
-from streamrl.trainers.torch.update import Update, Updated
+from streamrl.trainers.torch.update import DROPPED, Update, Updated
 from streamrl.weights.protocol import Shard
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
@@ -137,7 +137,9 @@ class TorchTrainer:
             metrics["train/answer_probability"] = score
         else:
             metrics |= self._batch_metrics(batch, objective, done)
-        return StepResult(digest=self.digest(), metrics=metrics, finite=done.finite, score=score)
+        dropped = done.metrics[DROPPED]
+        finite = done.finite and (dropped == 0 or dropped < batch.loss_mask.sum())
+        return StepResult(digest=self.digest(), metrics=metrics, finite=bool(finite), score=score)
 
     def digest(self) -> str:
         """See `Trainer.digest`."""
