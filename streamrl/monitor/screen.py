@@ -140,9 +140,9 @@ def progress(numbers: RunNumbers) -> str:
 def reward_text(numbers: RunNumbers) -> Text:
     """Reward as a sparkline with its newest mean, and the held-out accuracy."""
     text = Text(sparkline(numbers.rewards), style="green")
-    text.append(f"  {numbers.reward:.3f}" if numbers.reward is not None else "-", style="bold")
+    text.append(f"  {decimal(numbers.reward)}" if numbers.reward is not None else "-", style="bold")
     if numbers.heldout is not None:
-        text.append(f"   held-out {numbers.heldout:.3f}", style="default")
+        text.append(f"   held-out {decimal(numbers.heldout)}", style="default")
     return text
 
 
@@ -213,9 +213,9 @@ def plain_line(numbers: RunNumbers) -> str:
         fields.append(f"answers={numbers.answer_probability:.3f}")
     fields.append(f"version={numbers.version}")
     if numbers.reward is not None:
-        fields.append(f"reward={numbers.reward:.3f}")
+        fields.append(f"reward={decimal(numbers.reward)}")
     if numbers.heldout is not None:
-        fields.append(f"heldout={numbers.heldout:.3f}")
+        fields.append(f"heldout={decimal(numbers.heldout)}")
     fields += [
         f"made={short(numbers.made_per_s)}/s",
         f"trained={short(numbers.trained_per_s)}/s",
@@ -250,6 +250,11 @@ def one_line(text: str, *, most: int = 200) -> str:
     """`text` without line breaks, cut to `most` characters."""
     line = " ".join(text.split())
     return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
+def decimal(value: float) -> str:
+    """Three decimals; of large numbers the leading digits."""
+    return f"{value:.3f}" if abs(value) < 1e6 else f"{value:.3e}"
 
 
 def short(count: float) -> str:

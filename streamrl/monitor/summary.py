@@ -10,7 +10,7 @@ import msgspec
 from rich.table import Table
 
 from streamrl.monitor.numbers import Evaluation, Problem
-from streamrl.monitor.screen import clock, short
+from streamrl.monitor.screen import clock, decimal, short
 from streamrl.monitor.view import REWARD_WINDOW, RunView, counted_median
 
 _NUM_PROBLEMS = 8
@@ -87,9 +87,9 @@ def summary_line(summary: Summary) -> str:
     """The run in one line."""
     parts = [f"{summary.steps} steps in {clock(summary.wall_s)}"]
     if summary.reward_first is not None and summary.reward_last is not None:
-        parts.append(f"reward {summary.reward_first:.3f} -> {summary.reward_last:.3f}")
+        parts.append(f"reward {decimal(summary.reward_first)} -> {decimal(summary.reward_last)}")
     if summary.heldout_first is not None and summary.heldout_last is not None:
-        parts.append(f"held-out {summary.heldout_first:.3f} -> {summary.heldout_last:.3f}")
+        parts.append(f"held-out {decimal(summary.heldout_first)} -> {decimal(summary.heldout_last)}")
     parts += [
         f"{short(summary.tokens_made)} tokens made, {short(summary.tokens_trained)} trained",
         f"staleness p50 {summary.staleness_p50:g} max {summary.staleness_max}",

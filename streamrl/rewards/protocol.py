@@ -12,6 +12,9 @@ from streamrl.errors import SchemaError
 from streamrl.schemas.samples import Status
 from streamrl.schemas.tasks import RolloutTask
 
+LARGEST = 1e38
+"""Advantages are float32 where they are trained on."""
+
 
 class RewardValue(msgspec.Struct, frozen=True):
     """A reward and the named parts it was made of (parts are kept with the sample and never trained on by themselves)."""
@@ -21,9 +24,10 @@ class RewardValue(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         for name, number in (("value", self.value), *self.parts.items()):
-            if not math.isfinite(number):
+            if not abs(number) <= LARGEST:  # not so for NaN, either
+                bound = f" and at most {LARGEST:g} in size" if math.isfinite(number) else ""
                 raise SchemaError(
-                    f"a reward must be finite, got {name} = {number}",
+                    f"a reward must be finite{bound}, got {name} = {number}",
                     hint="a rollout without a reward is ended by raising",
                     part=name,
                     got=repr(number),

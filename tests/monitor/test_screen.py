@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from streamrl.monitor.numbers import WorkerLine
-from streamrl.monitor.screen import PlainLines, Screen, clock, degraded_lines, panel, plain_line, short, sparkline
+from streamrl.monitor.screen import PlainLines, Screen, clock, decimal, degraded_lines, panel, plain_line, short, sparkline
 from streamrl.monitor.view import RunView
 from streamrl.schemas.control import EnginePresence, WorkerPresence
 from streamrl.schemas.events import Event
@@ -100,3 +100,8 @@ def test_a_sparkline_spans_0_to_1_and_what_lies_beyond(values: tuple[float, ...]
 def test_counts_and_times_are_short() -> None:
     assert [short(count) for count in (0, 999, 1000, 12_345, 4_560_000, 7.8e9)] == ["0", "999", "1.0k", "12.3k", "4.6M", "7.8G"]
     assert [clock(seconds) for seconds in (0, 59.9, 61, 3661)] == ["0:00", "0:59", "1:01", "1:01:01"]
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.6718, "0.672"), (-3.0, "-3.000"), (123456.0, "123456.000"), (1e38, "1.000e+38")])
+def test_large_numbers_are_short(value: float, text: str) -> None:
+    assert decimal(value) == text

@@ -129,3 +129,9 @@ def test_options_that_do_not_fit_are_refused(code: Path) -> None:
         make_reward(RewardConfig(kind=f"{code}:Rank", options={"bottom": 1}))
     with raises(ConfigError, key="reward.options", got=["x"]):
         make_reward(RewardConfig(options={"x": 1}))
+
+
+@pytest.mark.parametrize("value", [1e308, -1e39, math.inf, math.nan])
+def test_a_reward_that_no_advantage_can_hold_is_none(value: float) -> None:
+    with raises(SchemaError, part="value", got=repr(value)):
+        as_value(value)
