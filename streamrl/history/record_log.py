@@ -20,6 +20,8 @@ from streamrl.schemas.columns import OPTIONAL, arrow_schema, canonical
 from streamrl.schemas.subjects import EVENTS, HEADER_DIGEST, LEDGER, SAMPLES, kind_of
 from streamrl.schemas.versions import Version
 
+_READ = {"sequence", "subject", "time_s", "body"}
+"""Columns that a message is made of; `headers` is left out where there are none."""
 _FILES = {SAMPLES: "messages.parquet", LEDGER: "ledger.parquet", EVENTS: "events.parquet"}
 
 
@@ -62,7 +64,14 @@ class RecordedLog:
         self._files: dict[str, pq.ParquetFile] = {}
         self._cached: tuple[str, int, pa.Table] | None = None
         for name in (*_FILES.values(), "samples.parquet"):
-            self._file(name)
+            columns = _READ if name in _FILES.values() else {"sequence", *arrow_schema().names}
+            if missing := sorted(columns - set(self._file(name).schema_arrow.names)):
+                raise SchemaError(
+                    f"expected the columns {', '.join(sorted(columns))} in {path / name}, got none called {', '.join(missing)}",
+                    hint="the recording was changed; record the run again",
+                    path=str(path / name),
+                    missing=missing,
+                )
         rows = self._file(_FILES[LEDGER]).metadata.num_rows
         if self.highest == Version() and rows < self.recording.entries:  # made by an earlier build; others say which versions are missing
             raise SchemaError(

@@ -116,6 +116,13 @@ async def read_entries(text: str, *, base: Path | str = "runs") -> tuple[str, li
     return Path(text).name, entries
 
 
+def read_config(text: str, *, base: Path | str = "runs") -> Config:
+    """The configuration of what `read_entries` reads; of a tap that of the run that it taps, which is where its own began."""
+    if (Path(text) / RECORDING_FILE).is_file():
+        return RecordedLog(Path(text)).config
+    return RunDir.find(_split(text)[0], base=base).load_config()
+
+
 def _split(text: str) -> tuple[str, str]:
     """(run, tap) of `RUN:TAP`; the tap is empty where none is named."""
     name, colon, trainer = text.rpartition(":")

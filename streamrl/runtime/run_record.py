@@ -140,8 +140,8 @@ def check_resume(old: RunRecord, new: RunRecord) -> None:
             hint="put the old rows back, or start a new run with --name NAME",
             key="data.train",
         )
-    before = _flat(json.loads(dump(from_json(old.config, where=f"the record of run {old.run!r}"))))
-    after = _flat(json.loads(new.config))
+    before = flat_keys(json.loads(dump(from_json(old.config, where=f"the record of run {old.run!r}"))))
+    after = flat_keys(json.loads(new.config))
     for key in sorted(before.keys() | after.keys()):
         if not _is_free(key) and _what(key, before.get(key)) != _what(key, after.get(key)):
             raise ConfigError(
@@ -160,8 +160,9 @@ def _is_free(key: str) -> bool:
     return any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_keys(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A configuration's values by dotted key; lists are values."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value})
+        flat.update(flat_keys(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value})
     return flat

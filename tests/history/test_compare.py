@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from msgspec.structs import replace
 
 from streamrl.history.branch_run import train_branch
@@ -38,3 +39,12 @@ def test_the_newest_epoch_of_a_number_counts(recorded: Recorded) -> None:
     forked = [replace(e, version=replace(e.version, epoch=1), digest="x") for e in recorded.ledger if e.version.number == 9]
     report = compare("a", recorded.ledger, "b", [*recorded.ledger, *forked])
     assert report.same_digests_to == 8 and report.b.batches == report.a.batches
+
+
+async def test_what_differs_in_the_configurations_is_said(recorded: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with open_source(str(recorded.path)) as source:
+        run, _ = await train_branch(source, overrides=["loss.clip_low=0.1"], name="narrow", base=tmp_path, span=Range())
+    print_comparison(await compare_runs(str(recorded.path), run.name, base=tmp_path))
+    before = recorded.config.loss.clip_low
+    assert f"configurations differ:\n  loss.clip_low: {before} | 0.1\n" in capsys.readouterr().out
+    assert (await compare_runs(str(recorded.path), str(recorded.path), base=tmp_path)).differences == ()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from pathlib import Path
 
 import duckdb
@@ -26,6 +27,7 @@ from streamrl.schemas.subjects import LEDGER, SAMPLES, Subjects
 from tests.golden.generate import FOLDER as GOLDEN
 from tests.history.conftest import Recorded
 from tests.schemas.rows import sample
+from tests.support.errors import raises
 
 
 async def read_all(log: RecordedLog, after: int = 0) -> list[Message]:
@@ -154,3 +156,13 @@ async def test_a_failed_recording_leaves_nothing(recorded: Recorded, tmp_path: P
     with pytest.raises(ConfigError, match="no space"):
         await record(RecordedLog(recorded.path), recorded.config, recorded.run, tmp_path / "out", run_record=None)
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(("file", "column"), [("ledger.parquet", "body"), ("messages.parquet", "subject"), ("samples.parquet", "tokens")])
+def test_a_recording_that_lacks_a_column_is_named(recorded: Recorded, tmp_path: Path, file: str, column: str) -> None:
+    changed = tmp_path / "changed"
+    shutil.copytree(recorded.path, changed)
+    table = pq.read_table(changed / file)
+    pq.write_table(table.drop_columns([column]), changed / file)
+    with raises(SchemaError, path=str(changed / file), missing=[column]):
+        RecordedLog(changed)
