@@ -10,7 +10,7 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
@@ -158,13 +158,35 @@ def _value(text: str, parts: Sequence[str]) -> Any:
     return parsed["value"]
 
 
-def _field_type(parts: Sequence[str]) -> Any:
-    kind: Any = Config
+def _field_type(parts: Sequence[str], kind: Any = Config) -> Any:
     for part in parts:
         if not _is_struct(kind):
             return None
         kind = next((field.type for field in msgspec.structs.fields(kind) if field.encode_name == part), None)
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def _choices(key: str) -> tuple[str, ...]:
+    """What a key that takes one of several words takes; empty for other keys."""
+    kind: Any = Config
+    for part in re.findall(r"[^.\[\]]+", key):
+        # A number or `...` is one of several tables of a kind.
+        kind = get_args(kind)[0] if get_origin(kind) is tuple else _field_type([part], kind)
+    return get_args(kind) if get_origin(kind) is Literal else ()
+
+
+def _value_at(tree: Mapping[str, Any], key: str) -> Any:
+    value: Any = tree
+    for part in re.findall(r"[^.\[\]]+", key):
+        value = value[int(part) if isinstance(value, list | tuple) else part]
+    return value
+
+
+def _no_choice(key: str, got: Any, choices: Sequence[str], where: str) -> ConfigError:
+    near = difflib.get_close_matches(str(got), choices, n=1, cutoff=0.6)
+    said = ", ".join(repr(choice) for choice in choices)
+    hint = f"did you mean {near[0]!r}?" if near else "docs/configuration.md says what each of them does"
+    return ConfigError(f"{key} must be one of {said}, got {got!r}, in {where}", hint=hint, key=key, path=where)
 
 
 def _place(tree: dict[str, Any], parts: Sequence[str], value: Any) -> None:
@@ -249,6 +271,8 @@ def _invalid(message: str, tree: Mapping[str, Any], where: str) -> ConfigError:
                 key = key.replace("[...]", f".{part}")
             value = value[int(part) if isinstance(value, list) else part]
         return _out_of_range(key, f"{words} {bound[2].removesuffix('.0')}", value, where)
+    if choices := _choices(key):
+        return _no_choice(key, _value_at(tree, key), choices, where)
     text = text.replace("`object`", "`table`").replace("`array`", "`list`").replace("`", "")
     at = f" at {key}" if key else ""
     return ConfigError(f"{text[:1].lower()}{text[1:]}{at} in {where}", hint="docs/configuration.md has every key", key=key, path=where)

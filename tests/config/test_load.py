@@ -80,7 +80,7 @@ def test_unknown_key_is_refused_with_a_suggestion(write, text, key, hint):
     [
         ("[tasks]\nbatch_tasks = '64'\n", "expected int, got str at tasks.batch_tasks"),
         ("[trainer.optimizer]\nlearning_rate = 'x'\n", "expected float, got str at trainer.optimizer.learning_rate"),
-        ("[engine]\nkind = 'vllm'\n", "invalid enum value 'vllm' at engine.kind"),
+        ("[engine]\nkind = 'vllm'\n", "engine.kind must be one of 'local', 'table', 'sglang', got 'vllm'"),
         ("tasks = 3\n", "expected table, got int at tasks"),
         ("[sampling]\ntop_p = 0.0\n", "sampling.top_p must be in (0, 1], got 0.0"),
         ("[run]\nname = 'a b'\n", "a run name may hold letters"),
@@ -262,3 +262,20 @@ def test_from_json_refuses_what_is_not_a_config():
         from_json("[]")
     with raises(ConfigError, key="nothing"):
         from_json('{"nothing": 1}')
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "got", "hint"),
+    [
+        ("engine.kind=locl", "engine.kind", "'locl'", "did you mean 'local'?"),
+        ("loss.kl.estimator=k9", "loss.kl.estimator", "'k9'", ""),
+        ("trainer.device=5", "trainer.device", "5", ""),
+        ("tasks.stale=[1]", "tasks.stale", "[1]", ""),
+        ("loss.correction.reject=[{measure='ki'}]", "loss.correction.reject[0].measure", "'ki'", ""),
+    ],
+)
+def test_what_is_no_choice_is_told_the_choices(write, override, key, got, hint):
+    with raises(ConfigError, key=key) as caught:
+        load(write(""), [override])
+    assert f"{key} must be one of '" in caught.value.message and f"got {got}" in caught.value.message
+    assert hint in caught.value.hint
