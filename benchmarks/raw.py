@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -67,10 +68,17 @@ def header(benchmark: str, command: str, spec: msgspec.Struct, packages: tuple[s
 
 
 def new_directory(out: Path) -> Path:
-    """Make the directory; raises ConfigError when the files of another run are in it."""
+    """Make the directory; raises ConfigError when the files of another run are in it, or nothing can be."""
     if (out / FILE).exists():
         raise ConfigError(f"--out: expected a new directory, got {out} with the files of another run", hint="choose another one")
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--out: expected a directory that can be written, got {out}: {error.strerror}", hint="choose another one"
+        ) from error
     return out
 
 
