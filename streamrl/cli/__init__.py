@@ -7,6 +7,7 @@ import errno
 import sys
 from collections.abc import Sequence
 
+from streamrl import __version__
 from streamrl.cli import bench, checks, dead, files, logs, records, reward, runs, workers
 from streamrl.errors import StreamRLError
 
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
     top = argparse.ArgumentParser(prog="streamrl", description="Reinforcement-learning post-training of LLMs as a stream.")
+    top.add_argument("--version", action="version", version=f"streamrl {__version__}")
     verbs = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     files.add_verbs(verbs)
     runs.add_verbs(verbs)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from streamrl.cli.numbers import not_negative
 from streamrl.config.code import check_trust, loss_code
 from streamrl.errors import ConfigError, SchemaError
 
@@ -30,7 +31,9 @@ def add_verbs(verbs: Any) -> None:
     replay.add_argument("--verify", action="store_true", help="fail unless every version comes out as in the ledger")
     replay.add_argument("--from", dest="first", metavar="V", help="begin at the nearest checkpoint at or below this version")
     replay.add_argument("--to", dest="last", metavar="V", help="end with this version")
-    replay.add_argument("--tolerance", type=float, help="deviation of metrics that passes where the numerics fingerprint is another one")
+    replay.add_argument(
+        "--tolerance", type=not_negative, help="deviation of metrics that passes where the numerics fingerprint is another one"
+    )
     _trust(replay)
     _overrides(replay, "train a branch of the run with this value; may be repeated")
     replay.add_argument("--name", help="name of the branch")
@@ -167,6 +170,7 @@ async def _replay(arguments: argparse.Namespace) -> int:
 async def _branch(arguments: argparse.Namespace) -> int:
     import msgspec
 
+    from streamrl.config.load import override_keys
     from streamrl.history.branch_run import train_branch
     from streamrl.history.source import open_source
     from streamrl.monitor.summary import summary_line
@@ -180,6 +184,10 @@ async def _branch(arguments: argparse.Namespace) -> int:
         print(msgspec.json.format(msgspec.json.encode({"run": run.name, **msgspec.to_builtins(summary)}), indent=2).decode())
     else:
         print(f"{run.name}: {summary_line(summary)}\n  {run.path}")
+        if "run.steps" in override_keys(arguments.overrides):
+            print(
+                f"  run.steps set the schedule of its learning rate; it has the {summary.steps} steps of the log, which --to ends earlier"
+            )
     return 0
 
 

@@ -8,9 +8,13 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
+from streamrl.cli.numbers import seconds
 from streamrl.errors import ConfigError
+from streamrl.schemas.subjects import TASKS
 
 if TYPE_CHECKING:
+    from streamrl.bus.protocol import Bus
+    from streamrl.config.tree import Config
     from streamrl.history.fates import Fate
     from streamrl.runtime.rundir import RunDir
 
@@ -27,7 +31,9 @@ def add_verbs(verbs: Any) -> None:
     )
     reward.add_argument("--sample", type=int, help="the sample of the rollout that was judged; kept with the reward")
     reward.add_argument("--part", action="append", default=[], metavar="NAME=VALUE", help="a named part, kept with it; may be repeated")
-    reward.add_argument("--wait", dest="wait_s", type=float, default=5.0, metavar="SECONDS", help="how long to wait for the trainer's word")
+    reward.add_argument(
+        "--wait", dest="wait_s", type=seconds, default=5.0, metavar="SECONDS", help="how long to wait for the trainer's word"
+    )
     reward.add_argument("--json", action="store_true", help="print JSON")
     reward.add_argument("--dir", default="runs", help="directory that holds the runs")
     reward.set_defaults(run_verb=run_reward)
@@ -59,6 +65,7 @@ async def _publish(run: RunDir, arguments: argparse.Namespace, parts: dict[str, 
     subjects = Subjects(config.run.name)
     up = bool(config.bus.url) or holder(run) is not None
     async with open_bus(run) as bus:
+        await _check_issued(bus, config, arguments.task, arguments.rollout)
         receipt = await LateRewards(bus, subjects).publish(
             arguments.task,
             arguments.rollout,
@@ -71,6 +78,19 @@ async def _publish(run: RunDir, arguments: argparse.Namespace, parts: dict[str, 
         # A run that is not up has no trainer that could say anything before it goes on.
         fate = await fates.of_message(receipt.sequence, task=arguments.task, wait_s=arguments.wait_s if up else 0.0)
         return fate, receipt.duplicate
+
+
+async def _check_issued(bus: Bus, config: Config, task: int, rollout: int) -> None:
+    """Raise ConfigError for what can be the reward of nothing: it would wait on the stream for ever."""
+    issued = (await bus.state(TASKS)).last
+    if task >= issued:
+        there = f"0 to {issued - 1} have been issued" if issued else "none has been issued yet"
+        raise ConfigError(f"expected --task of a task of run {config.run.name!r}, of which {there}, got {task}", hint="count from 0")
+    if rollout >= config.tasks.num_rollouts:
+        raise ConfigError(
+            f"expected --rollout from 0 to {config.tasks.num_rollouts - 1}, got {rollout}",
+            hint=f"tasks.num_rollouts is {config.tasks.num_rollouts}; count from 0",
+        )
 
 
 def _part(text: str) -> tuple[str, float]:

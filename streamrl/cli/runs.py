@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shlex
 import sys
 from typing import Any
 
+from streamrl.cli.numbers import seconds
 from streamrl.errors import ConfigError
 
 
@@ -27,7 +29,7 @@ def add_verbs(verbs: Any) -> None:
     down = verbs.add_parser("down", help="stop a run: it drains, and `up` resumes it")
     down.add_argument("run", metavar="RUN", help="name or directory of the run")
     down.add_argument("--now", action="store_true", help="stop at once, without a last checkpoint")
-    down.add_argument("--timeout", dest="timeout_s", type=float, default=180.0, metavar="SECONDS", help="how long to wait for it")
+    down.add_argument("--timeout", dest="timeout_s", type=seconds, default=180.0, metavar="SECONDS", help="how long to wait for it")
     down.add_argument("--dir", default="runs", help="directory that holds the runs")
     down.set_defaults(run_verb=run_down)
 
@@ -48,7 +50,7 @@ def run_up(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "expected the path of a TOML file, got nothing", hint="for example `streamrl up examples/quickstart/quickstart.toml`"
         )
-    overrides = [*arguments.overrides, *([f"run.name={arguments.name}"] if arguments.name else [])]
+    overrides = [*arguments.overrides, *([] if arguments.name is None else [f"run.name={arguments.name}"])]
     config = load(arguments.config, overrides)
     display = PlainLines(sys.stderr) if arguments.json else choose_display(plain=arguments.plain)
     outcome = asyncio.run(up(config, display, consent=Consent(gap=arguments.accept_gap, code=arguments.accept_code)))
@@ -56,6 +58,10 @@ def run_up(arguments: argparse.Namespace) -> int:
         print(outcome.summary_json)
     else:
         outcome.print()
+        if outcome.state in ("stopped", "killed") and outcome.run.exists:
+            named = [] if arguments.name is None else ["--name", arguments.name]
+            overrides = [word for override in arguments.overrides for word in ("--set", override)]
+            print(f"  go on with: {shlex.join(['streamrl', 'up', arguments.config, *named, *overrides])}")
     return outcome.exit_code
 
 

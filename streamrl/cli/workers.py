@@ -25,7 +25,7 @@ def add_verbs(verbs: Any) -> None:
     worker.set_defaults(run_verb=run_worker_verb)
 
     attach = verbs.add_parser("attach", help="join a running run with your own producer; Ctrl-C leaves again")
-    attach.add_argument("function", metavar="FILE.py:NAME", help="an async function that gets a task and a context and returns an episode")
+    attach.add_argument("function", metavar="FILE.py:NAME", help="function of (task, engine) that returns an episode, or single_turn")
     attach.add_argument("--run", required=True, help="name or directory of the run")
     attach.add_argument("--source", default="main", help="task source to claim from")
     attach.add_argument("--concurrency", type=int, help="tasks in flight; producer.concurrency if left out")
@@ -41,6 +41,7 @@ def _trust(verb: argparse.ArgumentParser) -> None:
 def run_worker_verb(arguments: argparse.Namespace) -> int:
     """Run one worker until it is over."""
     from streamrl.runtime.kinds import check_kind
+    from streamrl.runtime.run_bus import check_up
     from streamrl.runtime.rundir import RunDir
     from streamrl.runtime.worker import run_worker
 
@@ -51,6 +52,7 @@ def run_worker_verb(arguments: argparse.Namespace) -> int:
     config = run.load_config()
     named = {**rollout_code(config), **loss_code(config)} if kind in (*USER_CODE, "trainer") else {}
     check_trust(named, run.foreign, trusted=arguments.trust_code)
+    check_up(run)
     return run_worker(kind, run, arguments.index)
 
 
@@ -86,5 +88,9 @@ def run_attach(arguments: argparse.Namespace) -> int:
         )
     reward = {key: name for key, name in rollout_code(run.load_config()).items() if key == "reward.kind"}
     check_trust(reward, run.foreign, trusted=arguments.trust_code)
+    if arguments.concurrency is not None and arguments.concurrency < 1:
+        raise ConfigError(
+            f"expected --concurrency of at least 1, got {arguments.concurrency}", hint="leave it out for producer.concurrency"
+        )
     check_up(run)
     return run_worker("producer", run, main=main)

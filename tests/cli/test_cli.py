@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from streamrl import __version__
 from streamrl.cli import main, parser
 from streamrl.config.tree import Config, RunConfig
 from streamrl.monitor.summary import Summary, write_summary
@@ -67,7 +68,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_the_verbs_are_known() -> None:
-    actions = [action for action in parser()._actions if action.dest != "help"]
+    actions = [action for action in parser()._actions if action.dest not in ("help", "version")]
     assert set(actions[0].choices or ()) == VERBS
 
 
@@ -164,3 +165,48 @@ def test_status_of_a_stopped_run_shows_its_summary(stopped_run: RunDir, capsys: 
     assert '"reward_last": 0.75' in out
     assert main(["status", "demo", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["numbers"] is None
+
+
+def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert (end.value.code, capsys.readouterr().out) == (0, f"streamrl {__version__}\n")
+
+
+def test_an_empty_name_is_no_name(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "a.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
+    (place / "a.toml").write_text('[data]\ntrain = "a.jsonl"\n')
+    assert "got ''" in refused(capsys, "up", "a.toml", "--name", "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("replay", "demo", "--verify", "--tolerance", "-1"),
+        ("replay", "demo", "--verify", "--tolerance", "nan"),
+        ("replay", "demo", "--verify", "--tolerance", "inf"),
+        ("down", "demo", "--timeout", "-1"),
+        ("reward", "demo", "--task", "0", "--rollout", "0", "--reward", "1", "--wait", "nan"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(stopped_run: RunDir, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    assert "expected a finite number of at least 0, got" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [("worker", "producer"), ("attach", "single_turn")])
+def test_who_joins_a_stopped_run_is_told_so_at_once(
+    stopped_run: RunDir, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    assert "nobody supervises run 'demo'" in refused(capsys, *arguments, "--run", "demo")
+
+
+def test_a_run_whose_start_was_killed_is_no_run_and_can_be_stopped(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDir(place / "runs" / "half")
+    run.create()
+    run.lock_path.touch()
+    assert "whose start has not come that far" in refused(capsys, "status", "half")
+    assert main(["down", "half"]) == 0
+    assert capsys.readouterr().out == "run half was not running\n"

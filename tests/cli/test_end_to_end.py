@@ -96,3 +96,37 @@ async def test_a_run_is_joined_looked_at_stopped_and_resumed(streamrl: Start, pl
     assert code == 0
     assert "] resuming" in out
     assert json.loads(run.summary_path.read_text())["steps"] >= stopped_at
+
+
+async def test_a_run_that_has_finished_is_left_alone(streamrl: Start, place: Path) -> None:
+    summary = await answer(await streamrl("up", "run.toml", "--json"))
+    run = RunDir(place / "runs" / "digits")
+    log = run.log_path("trainer-0").read_bytes()
+    code, out, err = await said(await streamrl("up", "run.toml", "--plain"))
+    assert (code, err) == (0, "")
+    assert f"nothing is left to do: the run has reached run.steps = {summary['steps']} with version" in out
+    assert f"digits finished: {summary['steps']} steps" in out
+    assert run.log_path("trainer-0").read_bytes() == log, "no worker was started"
+    for task, rollout in ((10**6, 0), (0, 4)):
+        words = ("reward", "digits", "--task", str(task), "--rollout", str(rollout), "--reward", "1")
+        code, _, err = await said(await streamrl(*words))
+        assert (code, f"got {task or rollout}" in err) == (1, True)
+
+
+async def test_a_run_whose_weights_diverge_ends_with_that_word(streamrl: Start, place: Path) -> None:
+    code, out, err = await said(await streamrl("up", "run.toml", "--plain", "--set", "warmup.learning_rate=1e60"))
+    assert code == 1
+    assert "trainer-0 stopped: the weights diverged" in err
+    assert "hint: lower trainer.optimizer.learning_rate" in err
+    assert "restart" not in out
+
+
+async def test_a_run_that_is_stopped_says_how_to_go_on(streamrl: Start, place: Path) -> None:
+    words = ("run.toml", "--plain", "--name", "other", "--set", "run.steps=100000", "--set", "tasks.drop_zero_variance=false")
+    process = await streamrl("up", *words)
+    log = RunDir(place / "runs" / "other").log_path("trainer-0")
+    await until(lambda: log.exists() and "event=training version" in log.read_text(), within_s=60)
+    process.send_signal(signal.SIGINT)
+    code, out, _ = await said(process)
+    assert code == 0
+    assert "  go on with: streamrl up run.toml --name other --set run.steps=100000 --set tasks.drop_zero_variance=false\n" in out

@@ -229,3 +229,16 @@ async def test_a_run_can_be_stopped_while_it_is_prepared(up: Start, start: Start
     assert (code, out) == (0, "run demo has stopped\n")
     assert (await said(process))[0] == 0
     assert not run.path.exists()
+
+
+async def test_a_bus_that_is_given_up_is_not_waited_for(up: Start, run: RunDir) -> None:
+    process = await up("stubborn", "supervise.max_restarts=0", "supervise.drain_s=600", "bus.patience_s=600")
+    await until(lambda: len(read_pids(run.path / "pids")) == 5)
+    server = server_pid(run)
+    assert server is not None
+    os.kill(server, signal.SIGKILL)
+    code, out, err = await said(process)
+    assert code == 1
+    assert "the bus is gone; stopping at once" in out
+    assert "nats-server ended 1 times within" in err
+    assert nothing_runs(run)
