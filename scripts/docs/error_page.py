@@ -154,6 +154,12 @@ ENTRIES: dict[type[StreamRLError], Entry] = {
         "`streamrl replay RUN --verify` names the group and the cause.",
         (provoked_runs.other_batches,),
     ),
+    errors.WeightsDiverged: Entry(
+        "An update made a parameter that is not finite, or eight batches in a row had no finite gradient. The run ends: a restart would "
+        "train to the same end. What diverged is no version; engines never see it.",
+        "Lower `trainer.optimizer.learning_rate` or `clip_norm`, or bound the rewards, in a new run or a branch from an earlier version.",
+        (provoked.endless_rate,),
+    ),
     errors.Diverged: Entry(
         'With `run.numerics = "bitwise"`: a step that was trained again gave other parameters than the ledger has. `fast` begins a new '
         "epoch instead.",

@@ -22,7 +22,7 @@ from streamrl.bus.permissions import OPERATOR, role_users
 from streamrl.bus.server import NatsServer
 from streamrl.config.engines import EngineConfig, SglangConfig
 from streamrl.config.load import load
-from streamrl.config.tree import BusConfig, Config, LossConfig, TrainerConfig
+from streamrl.config.tree import BusConfig, Config, LossConfig, OptimizerConfig, TrainerConfig
 from streamrl.consumers.training.ledger import open_ledger, take_fence
 from streamrl.data.characters import write_tokenizer
 from streamrl.data.problems import load_problems
@@ -39,7 +39,7 @@ from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import SAMPLES, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.names import metric
-from streamrl.trainers.table.trainer import TABLE_FILE, TableTrainer
+from streamrl.trainers.table.trainer import TABLE_FILE, Adam, TableTrainer
 from streamrl.weights.manifest import Content, build
 from streamrl.weights.protocol import Shard
 
@@ -194,6 +194,12 @@ def _table(vocab: int) -> TableTrainer:
     model.mkdir()
     (model / TABLE_FILE).write_text(f'{{"vocab": {vocab}, "max_position": 8, "eos": 0}}')
     return TableTrainer(model, trainer=TrainerConfig(backend="table"), loss=LossConfig(), learning_rate=lambda batch: 0.1)
+
+
+def endless_rate() -> None:
+    """A learning rate that no weights survive."""
+    table = np.zeros((1, 2, 2), np.float32)
+    Adam(table, OptimizerConfig()).step(np.ones(table.shape), 1e60)
 
 
 async def another_trainer() -> None:

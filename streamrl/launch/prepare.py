@@ -40,15 +40,14 @@ _PORTS_S = 5.0
 async def prepare(config: Config, run: RunDir, note: Callable[[str], None] = lambda _: None) -> RunRecord:
     """Look at everything that can be known before the start, and return the record that this configuration gives.
 
-    Ports are asked for, the user's code is imported in a process of its own, the model is built, and every row is read once, so that what
-    is wrong is said before anything runs. Rows that are left out are noted.
+    The user's code is imported in a process of its own, the model is built, and every row is read once, so that what is wrong is said
+    before anything runs. Rows that are left out are noted.
 
     Raises:
         DataError: a row cannot be used; names the file and the line.
         ConfigError: `model.path` names no model, or one with fewer positions than `model.max_len`; or a function cannot be used.
-        LaunchError: the model cannot be built, or a port is taken.
+        LaunchError: the model cannot be built.
     """
-    await _check_ports(config)
     await check_code(run.with_secret_options(config))
     model = await build_model(config, run)
     check_positions(config, model)
@@ -124,8 +123,8 @@ def _note_left_out(key: str, found: Problems, config: Config, note: Callable[[st
         )
 
 
-async def _check_ports(config: Config) -> None:
-    """Raise LaunchError for ports that are named and taken."""
+async def check_ports(config: Config) -> None:
+    """Raise LaunchError for ports that are named and taken. Asked for before the bus is started, which takes one of them."""
     deadline = time.monotonic() + _PORTS_S
     while (found := check_ports_wanted(config)).state == "fail":
         if time.monotonic() > deadline:

@@ -23,7 +23,7 @@ from streamrl.config.tree import Config
 from streamrl.errors import BusError, LaunchError
 from streamrl.launch.finished import finished_at
 from streamrl.launch.local import LOGS_EVERY_S, LocalLauncher, worker_logs
-from streamrl.launch.prepare import NothingBinds, check_log, open_record, prepare
+from streamrl.launch.prepare import NothingBinds, check_log, check_ports, open_record, prepare
 from streamrl.launch.protocol import Launcher
 from streamrl.launch.supervisor import Supervisor
 from streamrl.monitor.failures import Pace
@@ -200,6 +200,7 @@ class Session:
         if not self._run.exists:
             # It may be that of a start that failed, or was killed, with other settings.
             shutil.rmtree(self._run.model_dir, ignore_errors=True)
+        await check_ports(self._config)
         record = await prepare(self._config, self._run, self._note)
         if self._stops.drain.is_set():
             return Outcome(run=self._run, state="stopped")
@@ -235,7 +236,7 @@ class Session:
         await bus.remove()
         await bus.close()
         shutil.rmtree(self._run.model_dir, ignore_errors=True)
-        return await self._connect(server), await prepare(self._config, self._run)
+        return await self._connect(server), await prepare(self._config, self._run, self._note)
 
     async def _follow(self, bus: Bus, server: BusServer) -> Outcome:
         view = RunView(
