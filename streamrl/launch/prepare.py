@@ -38,17 +38,15 @@ _PORTS_S = 5.0
 
 
 async def prepare(config: Config, run: RunDir, note: Callable[[str], None] = lambda _: None) -> RunRecord:
-    """Look at everything that can be known before the start, and return the record that this configuration gives.
+    """Build the model, read both datasets, and return the record that this configuration gives.
 
-    The user's code is imported in a process of its own, the model is built, and every row is read once, so that what is wrong is said
-    before anything runs. Rows that are left out are noted.
+    Every row is read here once, so that a broken one is reported before anything runs; rows that are left out are noted.
 
     Raises:
         DataError: a row cannot be used; names the file and the line.
-        ConfigError: `model.path` names no model, or one with fewer positions than `model.max_len`; or a function cannot be used.
+        ConfigError: `model.path` names no model, or one with fewer positions than `model.max_len`.
         LaunchError: the model cannot be built.
     """
-    await check_code(run.with_secret_options(config))
     model = await build_model(config, run)
     check_positions(config, model)
     tokenizer = load_tokenizer(model)
@@ -123,13 +121,19 @@ def _note_left_out(key: str, found: Problems, config: Config, note: Callable[[st
         )
 
 
-async def check_ports(config: Config) -> None:
-    """Raise LaunchError for ports that are named and taken. Asked for before the bus is started, which takes one of them."""
+async def check_start(config: Config, run: RunDir) -> None:
+    """Look at ports, and at the user's code in a process of its own; before the bus is started, which takes a port.
+
+    Raises:
+        LaunchError: a port that is named is taken.
+        ConfigError: a function cannot be used.
+    """
     deadline = time.monotonic() + _PORTS_S
     while (found := check_ports_wanted(config)).state == "fail":
         if time.monotonic() > deadline:
             raise LaunchError(f"expected the ports that the configuration names to be free: {found.found}", hint=found.hint)
         await asyncio.sleep(0.1)
+    await check_code(run.with_secret_options(config))
 
 
 def machine() -> dict[str, str]:

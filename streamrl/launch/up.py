@@ -23,7 +23,7 @@ from streamrl.config.tree import Config
 from streamrl.errors import BusError, LaunchError
 from streamrl.launch.finished import finished_at
 from streamrl.launch.local import LOGS_EVERY_S, LocalLauncher, worker_logs
-from streamrl.launch.prepare import NothingBinds, check_log, check_ports, open_record, prepare
+from streamrl.launch.prepare import NothingBinds, check_log, check_start, open_record, prepare
 from streamrl.launch.protocol import Launcher
 from streamrl.launch.supervisor import Supervisor
 from streamrl.monitor.failures import Pace
@@ -200,7 +200,7 @@ class Session:
         if not self._run.exists:
             # It may be that of a start that failed, or was killed, with other settings.
             shutil.rmtree(self._run.model_dir, ignore_errors=True)
-        await check_ports(self._config)
+        await check_start(self._config, self._run)
         record = await prepare(self._config, self._run, self._note)
         if self._stops.drain.is_set():
             return Outcome(run=self._run, state="stopped")

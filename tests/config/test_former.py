@@ -81,7 +81,7 @@ def test_an_override_in_former_words_changes_the_one_criterion() -> None:
     [
         ({"reject_high": 2.0}, "but loss.correction.reject is none"),
         ({"reject": [], "reject_low": -1.0}, "but loss.correction.reject is none"),
-        ({"reject": "k4"}, "invalid enum value 'k4' at loss.correction.reject"),
+        ({"reject": "k4"}, "must be one of 'ratio', 'k1', 'k2', 'k3', got 'k4'"),
         ({"reject": 0}, "expected array, got int|expected list, got int"),
         ({"reject": False}, "expected list, got bool"),
         ({"reject": "k3", "reject_high": "much"}, "expected float, got str at loss.correction.reject"),
