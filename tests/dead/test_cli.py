@@ -35,10 +35,12 @@ CONFIG = BusConfig(patience_s=5.0, samples_bytes=10_000_000, blobs_bytes=10_000_
 
 
 async def bad_messages(address: BusAddress, run: str) -> None:
-    """Two letters (sequences 1 and 2) and one entry that trained task 0."""
+    """Six tasks, two letters (sequences 1 and 2) and one entry that trained task 0."""
     subjects = Subjects(run)
     bus = await connect(address, run, CONFIG)
     try:
+        for task in range(6):
+            await bus.publish(subjects.tasks("main"), b"task", id=f"t{task}", expect_last=task)
         for task in (3, 0):
             await bus.publish(subjects.samples("main"), GOOD[:-900], headers={HEADER_TASK: str(task), HEADER_DIGEST: body_digest(GOOD)})
         for sequence in (1, 2):

@@ -16,6 +16,7 @@ from streamrl.bus.protocol import Bus
 from streamrl.bus.server import NatsServer
 from streamrl.errors import SchemaError
 from streamrl.producers.checkpoints import MAX_BYTES, RolloutCheckpoints
+from streamrl.runtime.lock import lock_run
 from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.samples import Sample
 from streamrl.schemas.subjects import PREFIX_CHECKPOINTS, SAMPLES, kind_of
@@ -68,21 +69,22 @@ async def test_a_chat_outlives_its_producer(tmp_path: Path, own_server: NatsServ
         producer={"function": f"{tmp_path / 'chats.py'}:three_turns"},
     )
     async with world(config, own_server, children) as w, asyncio.timeout(60), w.around("engine", "trainer", "feeder"):
-        first = await started(w)
-        while not saved_turns(tmp_path):
-            await asyncio.sleep(0.05)
-        while not (keys := await w.bus.kv.keys(PREFIX_CHECKPOINTS)):
-            await asyncio.sleep(0.05)
-        first.send_signal(signal.SIGKILL)
-        await first.wait()
-        saved = saved_turns(tmp_path)
-        (tmp_path / "go-on").touch()
-        second = await started(w)
-        samples = await first_samples(w)
-        while await w.bus.kv.keys(PREFIX_CHECKPOINTS) and any([(await w.bus.kv.get(key)).value for key in keys]):  # type: ignore[union-attr]
-            await asyncio.sleep(0.05)
-        second.terminate()
-        assert await second.wait() == 0
+        with lock_run(w.run):  # what says that a run is up; its supervisor has it, where there is one
+            first = await started(w)
+            while not saved_turns(tmp_path):
+                await asyncio.sleep(0.05)
+            while not (keys := await w.bus.kv.keys(PREFIX_CHECKPOINTS)):
+                await asyncio.sleep(0.05)
+            first.send_signal(signal.SIGKILL)
+            await first.wait()
+            saved = saved_turns(tmp_path)
+            (tmp_path / "go-on").touch()
+            second = await started(w)
+            samples = await first_samples(w)
+            while await w.bus.kv.keys(PREFIX_CHECKPOINTS) and any([(await w.bus.kv.get(key)).value for key in keys]):  # type: ignore[union-attr]
+                await asyncio.sleep(0.05)
+            second.terminate()
+            assert await second.wait() == 0
     assert sorted(sample.rollout for sample in samples) == [0, 1]
     for rollout, before in saved.items():
         assert json.loads((tmp_path / f"found-0.{rollout}.json").read_text()) == [2, {"turns": 3}]
