@@ -147,7 +147,8 @@ async def test_a_sample_stream_that_lost_its_end_goes_on_from_what_it_still_has(
         report = await verified(w)
         assert not report.ok and any("the sample stream ends" in text for text in report.lost), report.lines
         await w.train(until=len(entries) + 1)
-        assert (await versions(w))[len(entries)] == "[1.10]"
+        # Producers are up and may have filled the place of version 11's last message, which need not be one of its own groups'.
+        assert (await versions(w))[len(entries)] in ("[1.10]", "[1.11]")
         assert any("sample stream" in text for text in await w.said())
         await known.look(w)
         assert known.twice == []
