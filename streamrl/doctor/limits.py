@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from streamrl.config.system import cores
 from streamrl.doctor.findings import Check
 
 GIBIBYTE = 1 << 30
@@ -20,12 +21,12 @@ _MIN_FILES = 1024
 
 def check_cores(control_group: Path = Path("/sys/fs/cgroup")) -> Check:
     """Processors that this process may use: those it is bound to, and the container's quota."""
-    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    usable = float(cores())
     quota = _words(control_group / "cpu.max")
     if len(quota) == 2 and quota[0].isdigit():
-        cores = min(cores, int(quota[0]) / int(quota[1]))
-    found = f"{cores:g} of {os.cpu_count()} processors"
-    if cores < 2:
+        usable = min(usable, int(quota[0]) / int(quota[1]))
+    found = f"{usable:g} of {os.cpu_count()} processors"
+    if usable < 2:
         return Check("cores", "warn", found, "trainer and engine share it and take turns; with two they work side by side")
     return Check("cores", "ok", found)
 

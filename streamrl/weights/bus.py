@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
@@ -19,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from streamrl.bus.protocol import Blobs
+from streamrl.config.system import cores
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.subjects import check_name
 from streamrl.schemas.versions import Version
@@ -72,7 +72,7 @@ class BusTransport:
         self._pins = pins
         self._part_bytes = part_bytes
         self._anchor_every = anchor_every
-        self._pool = ThreadPoolExecutor(threads or min(MAX_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="weights")
+        self._pool = ThreadPoolExecutor(threads or min(MAX_THREADS, cores()), thread_name_prefix="weights")
         self._before = Before(self._pool)
         self._published: dict[Version, Manifest] = {}
         self._contributed: dict[Version, Contribution] = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
+from streamrl.config.system import memory_file, reserve
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Link, Manifest, TensorSpec
@@ -39,6 +39,7 @@ class HostImage:
         self._digests: dict[str, int] | None = None
         """Of what the image holds, by tensor; None: to be computed."""
         self._descriptor: int | None = None
+        self._path = ""
         self._release: Callable[[], object] = _nothing
         self._bytes: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self.held: Version | None = None
@@ -49,7 +50,7 @@ class HostImage:
         """The file, while this process lives; raises WeightSyncError before anything was laid out."""
         if self._descriptor is None:
             raise WeightSyncError(f"expected an image of policy {self._name!r}, none has been laid out")
-        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        return self._path
 
     def view(self, start: int, nbytes: int) -> memoryview:
         """Bytes of the image, valid until it takes another version."""
@@ -160,11 +161,11 @@ class HostImage:
         return sums
 
     def _create(self, nbytes: int) -> None:
-        self._descriptor = os.memfd_create(f"streamrl-{self._name}", os.MFD_CLOEXEC)
+        self._descriptor, self._path, free = memory_file(f"streamrl-{self._name}")
         # The memory is the descriptor's: an image that is dropped unclosed must not keep it.
-        self._release = weakref.finalize(self, os.close, self._descriptor)
+        self._release = weakref.finalize(self, free)
         # Reserving all pages first turns a lack of memory into an error here; a write to a mapping would be a SIGBUS.
-        os.posix_fallocate(self._descriptor, 0, nbytes)
+        reserve(self._descriptor, nbytes)
         self._bytes = np.frombuffer(mmap.mmap(self._descriptor, nbytes), dtype=np.uint8)
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from streamrl.config.system import reserve
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.subjects import check_name
 from streamrl.schemas.versions import Version
@@ -204,7 +205,7 @@ class ShmTransport:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             # Reserving all pages first turns a full file system into ENOSPC here; a write to a mapping would be a SIGBUS.
-            os.posix_fallocate(descriptor, 0, content.nbytes)
+            reserve(descriptor, content.nbytes)
             target = np.frombuffer(mmap.mmap(descriptor, content.nbytes), dtype=np.uint8)
         finally:
             os.close(descriptor)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import os
 import re
@@ -23,13 +22,13 @@ import msgspec
 
 from streamrl.config.engines import EngineConfig
 from streamrl.config.files import write_private
+from streamrl.config.system import dies_with_parent
 from streamrl.engines.sglang.client import SglangClient
 from streamrl.engines.sglang.command import arguments, count_gpus, environment, holds_weights, interpreter, write_site
 from streamrl.errors import EngineDied, EngineError, EngineUnavailable
 
 logger = logging.getLogger(__name__)
 
-PR_SET_PDEATHSIG = 1
 FOLDER = "streamrl-sglang-"
 """Private folders are called this, the worker's process id, and something random."""
 STARTS = 3
@@ -209,15 +208,6 @@ class SglangServer:
         await self._until_ready()
 
     def _spawn(self, command: Sequence[str], env: Mapping[str, str]) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        parent = os.getpid()
-
-        def die_with_parent() -> None:
-            # SGLang does the same for the processes that it starts, so all of them go when the worker goes, however it goes.
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != parent:
-                os._exit(1)
-
         descriptor = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             self._log_start = os.fstat(descriptor).st_size
@@ -229,7 +219,8 @@ class SglangServer:
                 env=dict(env),
                 cwd=self.directory,
                 start_new_session=True,
-                preexec_fn=die_with_parent,
+                # SGLang does the same for the processes that it starts, so all of them go when the worker goes, however it goes.
+                preexec_fn=dies_with_parent(signal.SIGKILL),
             )
         except OSError as error:
             raise EngineError(
