@@ -184,7 +184,7 @@ def _values_problem(turns: dict[str, list[Any]]) -> str:
     for text in texts:
         try:
             msgspec.json.decode(text, type=dict[str, Any])
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             return f"expected a JSON object as a turn's sampling, got {text[:80]!r}"
     return ""
 

@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 5.0
 REST = 10
 """After a look that took long, this many times as long passes before the next one."""
+MOST_S = 15.0
+"""But no more: a look also waits for the step that the trainer is in."""
 TOGETHER = 32
 """Messages that are asked for at a time."""
 POLL_S = 0.1
@@ -83,7 +85,7 @@ class Reaper:
                 return
             except BusError as error:
                 logger.warning("event=reaper_failed error=%s", error.message)
-            await asyncio.sleep(max(LOOK_EVERY_S, REST * (time.monotonic() - began)))
+            await asyncio.sleep(min(MOST_S, max(LOOK_EVERY_S, REST * (time.monotonic() - began))))
 
     async def look(self) -> tuple[int, ...]:
         """One look; returns the tasks that were ended.

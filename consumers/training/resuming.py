@@ -146,8 +146,9 @@ class Resuming:
                 f"run {self._run_path.name!r} has no checkpoint that it could go on from: {error.message}",
                 hint="put a copy of checkpoints/, or of the whole run directory, back; or begin a new run from a policy in hf/",
             ) from error
-        self._call(self._bus.kv.delete(latest_key(self._name)))
+        # First: without `latest`, and the position still higher, a start after a kill could trim what it has yet to read.
         self._call(hold(self._bus, self._name, 1, Version()))
+        self._call(self._bus.kv.delete(latest_key(self._name)))
         self._say("goes on from the initial weights: all versions are trained again from the log")
         return Resumed(self._initial, None, {}, identity)
 

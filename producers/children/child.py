@@ -272,11 +272,15 @@ class Child:
         if hung or any(since_s > answer_s for since_s in self._leaving.values()):
             self.killed = True
             self._kill(f"a call did not end within {answer_s:g} s of being cancelled{place}", hung)
-        elif not self.alone and (self._held_s if held is not None else self._silent_s) > answer_s:
+        elif (not self.alone or self._is_nobodys(held)) and (self._held_s if held is not None else self._silent_s) > answer_s:
             self.killed = True
             known = held is not None and (held.call in self._calls or held.call in self._leaving)
             blamed = [call for call in self._calls.values() if held is not None and call.number == held.call]
             self._kill(f"its event loop did not answer for {answer_s:g} s{place}", blamed if known else None)
+
+    def _is_nobodys(self, held: frames.Held | None) -> bool:
+        """Whether none of the calls holds the loop, so that no limit ends it: a task or a thread that one has left behind does."""
+        return (held is not None and held.call not in self._calls) or not any(call.began for call in self._calls.values())
 
     def kill(self, why: str) -> None:
         """End it for something that one of its calls must have done."""

@@ -98,11 +98,11 @@ class Children:
 
     async def _least_loaded(self) -> Child:
         while True:
-            if self._failure is not None:
-                raise self._failure
             alive = [child for child in self._shared if not child.lost]
+            if self._failure is not None and not alive:
+                raise self._failure
             busy = all(child.num_jobs for child in alive)
-            if busy and len(alive) < self._count and self._growing is None:
+            if busy and len(alive) < self._count and self._growing is None and self._failure is None:
                 # Meanwhile tasks share what is there.
                 self._growing = asyncio.ensure_future(self._grow())
             if alive:
@@ -159,3 +159,5 @@ class Children:
             seconds, before = min(now - before, 2 * TICK_S), now
             for child in list(self._all):
                 child.tick(seconds)
+                if child.lost and not child.num_jobs and child in self._shared:
+                    self._bury(child)  # nobody has a seat in it who would

@@ -29,11 +29,11 @@ def settled(asking: Asking, given: Any, rollouts: Sequence[int]) -> Ended:
             elif isinstance(item, Episode):
                 try:
                     kept.append(returned(item, asking))
-                except (SchemaError, TypeError, ValueError, OverflowError) as error:
+                except Exception as error:  # fields may hold anything, and a class of the user's may raise anything when it is read
                     failures.append(Failure(item.rollout, "failed", describe(error)))
             else:
                 raise TypeError(f"expected Episodes and Failures, got {type(item).__name__}")
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # what it gave may be a generator, which is user code too
         return Ended(call=asking.call, failures=tuple(Failure(rollout, "failed", describe(error)) for rollout in rollouts))
     return Ended(call=asking.call, given=tuple(kept), failures=tuple(failures))
 
@@ -84,5 +84,5 @@ def _value(given: Any) -> Value:
     try:
         value: RewardValue = as_value(given)
         return Value(float(value.value), {str(name): float(part) for name, part in value.parts.items()})
-    except (SchemaError, TypeError, ValueError) as error:
+    except Exception as error:  # as above
         return Value(error=describe(error))

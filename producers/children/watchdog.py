@@ -104,7 +104,9 @@ def place_of(frame: FrameType | None) -> str:
     installed = ""
     while frame is not None:
         name = frame.f_code.co_filename
-        if _PACKAGES in name:
+        if name.startswith(_OWN[1]):
+            pass  # ours, where streamrl is an installed package too
+        elif _PACKAGES in name:
             installed = installed or _shown(frame)
         elif not name.startswith(("<", *_OWN)):
             return _shown(frame)

@@ -32,8 +32,8 @@ got and where; the hint says what to do. On the command line both are printed wi
 the same facts for programs, and an error survives pickling.
 
 A worker that fails is started again (`supervise.max_restarts`), but for a `ConfigError` or `CannotResume` (exit code 2), because it
-would fail in the same way, and `Fenced` (exit code 3), because it would fight its successor. What it said is in
-`runs/<name>/logs/<worker>.log`, and the end of that on the screen once the run is given up.
+would fail in the same way, `Fenced` (exit code 3), because it would fight its successor, and `WeightsDiverged` (exit code 4), because it
+would train the same again. What it said is in `runs/<name>/logs/<worker>.log`, and the end of that on the screen once the run is given up.
 """
 
 

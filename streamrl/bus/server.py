@@ -183,9 +183,14 @@ class NatsServer:
 
     def _spawn(self, binary: Path) -> None:
         config = self.directory / "nats-server.conf"
-        write_private(config, self._config().encode())
-        self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
-        with self.log_path.open("ab") as log:
+        try:
+            write_private(config, self._config().encode())
+            self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
+            opened = self.log_path.open("ab")
+        except OSError as error:
+            hint = "make room there, or correct the folder's rights"
+            raise LaunchError(f"cannot write nats-server's files in {self.directory}: {error}", hint=hint) from error
+        with opened as log:
             try:
                 self._process = subprocess.Popen(
                     [str(binary), "-c", str(config)],

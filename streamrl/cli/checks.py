@@ -60,5 +60,9 @@ def _print_accounts(arguments: argparse.Namespace) -> int:
 
     if not arguments.config:
         raise ConfigError("--nats-accounts needs a TOML file, got none", hint="for example `streamrl doctor my.toml --nats-accounts`")
-    print(accounts_text(load(arguments.config, arguments.overrides), as_json=arguments.json))
+    if arguments.json:
+        raise ConfigError(
+            "--nats-accounts prints configuration of nats-server, whose variables JSON does not have: no --json", hint="leave out --json"
+        )
+    print(accounts_text(load(arguments.config, arguments.overrides)))
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from streamrl.config.code import check_trust, loss_code, rollout_code
+from streamrl.config.code import check_trust, engine_code, loss_code, rollout_code
 from streamrl.errors import ConfigError
 from streamrl.runtime.kinds import MAINS, USER_CODE
 from streamrl.schemas.subjects import MAIN_SOURCE, WARMUP_SOURCE
@@ -50,7 +50,13 @@ def run_worker_verb(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"expected --index of at least 0, got {arguments.index}", hint="leave it out for the first free one")
     run = RunDir.find(arguments.run, base=arguments.dir)
     config = run.load_config()
-    named = {**rollout_code(config), **loss_code(config)} if kind in (*USER_CODE, "trainer") else {}
+    named = (
+        {**rollout_code(config), **loss_code(config)}
+        if kind in (*USER_CODE, "trainer")
+        else engine_code(config)
+        if kind == "engine"
+        else {}
+    )
     check_trust(named, run.foreign, trusted=arguments.trust_code)
     check_up(run)
     return run_worker(kind, run, arguments.index)

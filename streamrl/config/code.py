@@ -94,6 +94,13 @@ def _imported(file: Path) -> Iterator[str]:
             yield from (prefix + alias.name for alias in node.names if alias.name != "*")
 
 
+def engine_code(config: Config) -> Mapping[str, str]:
+    """By key, what an engine worker starts that is not streamrl's: an interpreter, and flags that may name code."""
+    sglang = config.engine.sglang
+    named = {"engine.sglang.python": sglang.python, "engine.sglang.flags": str(sglang.flags) if sglang.flags else ""}
+    return {key: value for key, value in named.items() if value and config.engine.kind == "sglang"}
+
+
 def check_trust(named: Mapping[str, str], whose: str, *, trusted: bool) -> None:
     """Whoever made a run or a recording decides what its configuration names, and so what would run here.
 

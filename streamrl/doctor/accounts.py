@@ -9,7 +9,7 @@ from streamrl.bus.permissions import OPERATOR, ROLES, role_users
 from streamrl.config.tree import Config
 
 
-def accounts_text(config: Config, *, as_json: bool) -> str:
+def accounts_text(config: Config) -> str:
     """The block `accounts` for `config.run.name`: one account that has the streams, and one for each role.
 
     Accounts and users are called after the run, users by `bus.user` where it has a `{role}`. No password is printed: each stands as a
@@ -20,8 +20,6 @@ def accounts_text(config: Config, *, as_json: bool) -> str:
     users = role_users(run, [(role, variable(run, role)) for role in (OPERATOR, *ROLES)], name=name)
     block = accounts(users, prefix=f"{run}-")
     text = json.dumps(block, indent=2)
-    if as_json:
-        return text
     for user in users:
         # A variable is not quoted.
         text = text.replace(json.dumps(user.password), user.password)

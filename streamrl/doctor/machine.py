@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from streamrl.bus.server import find_binary
+from streamrl.config.code import check_trust, engine_code
 from streamrl.config.load import load
 from streamrl.doctor.findings import Check
 from streamrl.doctor.limits import check_cores, check_disk, check_files, check_memory, check_shm
@@ -56,7 +57,9 @@ def examine_config(path: str, overrides: Sequence[str] = ()) -> list[Check]:
 def examine_run(run: RunDir) -> list[Check]:
     """What a run asks for, and whether its bus answers."""
     up = holder(run) is not None
-    return [*check_config(run.load_config(), num_gpus=count_gpus(), up=up), *asyncio.run(check_bus(run))]
+    config = run.load_config()
+    check_trust(engine_code(config), run.foreign, trusted=False)
+    return [*check_config(config, num_gpus=count_gpus(), up=up), *asyncio.run(check_bus(run))]
 
 
 def count_gpus() -> int:

@@ -211,6 +211,8 @@ class Session:
                 try:
                     resumed, notes = await open_record(bus, self._config, self._run, record, accept_code=self._consent.code)
                 except NothingBinds as first:
+                    if self._config.bus.url:  # there the run may be somebody else's, whose trainer has not come to its first version
+                        raise
                     self._note(f"nothing was trained yet, so the run begins anew: {first}")
                     bus, record = await self._begin_anew(bus, server)
                     resumed, notes = await open_record(bus, self._config, self._run, record, accept_code=True)
@@ -383,6 +385,8 @@ class Session:
             return
         try:
             say()
+        except UnicodeError as error:  # a terminal that has not these letters: the next line may do
+            logger.warning("event=not_shown error=%s", error)
         except OSError as error:
             self._unheard = True
             logger.warning("event=display_gone error=%s", error)

@@ -114,8 +114,13 @@ class Follower:
 
     async def _read(self, stream: str, fold: Callable[[Message], None], *, subject: str | None = None) -> None:
         key = subject or stream
+        gone = False
         while True:
             try:
+                if gone:
+                    first = (await self._bus.state(stream)).first
+                    logger.info("event=history_trimmed stream=%s first=%d after=%d", stream, first, self._after[key])
+                    self._after[key], gone = first - 1, False
                 async for message in self._bus.read(stream, after=self._after[key], subject=subject):
                     try:
                         fold(message)
@@ -123,10 +128,8 @@ class Follower:
                         logger.warning("event=unreadable stream=%s seq=%d error=%s", stream, message.sequence, error.message)
                     self._after[key] = message.sequence
                     self._folded.set()
-            except LogTruncated as gap:
-                first = (await self._bus.state(stream)).first
-                logger.info("event=history_trimmed stream=%s first=%d after=%s", stream, first, gap.needed)
-                self._after[key] = first - 1
+            except LogTruncated:
+                gone = True
             except BusError as error:
                 logger.warning("event=follow_retry stream=%s error=%s", stream, error.message)
                 await asyncio.sleep(_RETRY_S)

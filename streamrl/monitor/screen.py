@@ -116,11 +116,12 @@ def panel(numbers: RunNumbers) -> Panel:
         f"lag {numbers.stream_lag} messages, {short(numbers.stream_bytes)}B   swaps {numbers.swaps}   "
         f"tasks {numbers.tasks_ended} ended of {numbers.tasks_granted}",
     )
-    rows.add_row("dropped", drops_text(numbers))
+    rows.add_row("dropped", Text(drops_text(numbers)))  # reasons are words of user code: no markup
     if numbers.newest_error:
         rows.add_row("failure", Text(one_line(numbers.newest_error), style="red" if numbers.failed_tasks else "default"))
     if numbers.stalled:
-        rows.add_row("full", f"[yellow]the sample stream is full; {', '.join(numbers.stalled)} wait for the trainer to free room[/yellow]")
+        said = f"the sample stream is full; {', '.join(numbers.stalled)} wait for the trainer to free room"
+        rows.add_row("full", Text(said, style="yellow"))
     if numbers.standing:
         rows.add_row("waits", Text(standing_line(numbers.standing), style="yellow"))
     rows.add_row("workers", workers_text(numbers))

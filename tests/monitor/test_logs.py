@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -114,6 +115,7 @@ def test_what_comes_is_followed_over_rotation_and_new_workers(run: RunDir) -> No
     assert words(logs.follow(over)) == ["line", "b", "c", "d", "e", "f", "g"]
 
 
+@pytest.mark.process
 def test_the_verb_follows_a_run_until_it_is_down(run: RunDir, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     log = run.log_path("trainer-0")
     log.write_text(at(1, "a") + at(2, "b"))
@@ -121,18 +123,16 @@ def test_the_verb_follows_a_run_until_it_is_down(run: RunDir, capfdbinary: pytes
     assert main([*command, "-n", "1"]) == 0
     assert words(capfdbinary.readouterr().out.splitlines()) == ["b"]
     with lock_run(run):
-        following = threading.Thread(target=main, args=([*command, "-f"],))
-        following.start()
-        out = b""
-        while b"b\n" not in out:
-            out += capfdbinary.readouterr().out
-            time.sleep(0.01)
+        # A process of its own: what a thread writes while the capture is being read and emptied would be lost.
+        following = subprocess.Popen([sys.executable, "-m", "streamrl", *command, "-f"], stdout=subprocess.PIPE)
+        assert following.stdout is not None
+        lines = [following.stdout.readline(), following.stdout.readline()]
         append(log, at(3, "c"))
-        while b"c\n" not in out:
-            out += capfdbinary.readouterr().out
-            time.sleep(0.01)
-    following.join(timeout=30)
-    assert not following.is_alive() and words(out.splitlines()) == ["a", "b", "c"]
+        lines.append(following.stdout.readline())
+    rest, _ = following.communicate(timeout=60)
+    assert following.returncode == 0
+    assert rest == b""
+    assert words(lines) == ["a", "b", "c"]
 
 
 def test_a_log_that_cannot_be_read_is_a_sentence(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

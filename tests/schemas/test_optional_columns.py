@@ -68,6 +68,7 @@ def test_messages_that_say_different_things_are_decoded_together() -> None:
         {"turn_asked_s": [[float("nan"), 1.0], None]},
         {"turn_sampling": [["{", None], None]},
         {"turn_sampling": [["[1]", None], None]},
+        {"turn_sampling": [['{"a":' + "[" * 100_000, None], None]},
         {"routed_experts": [BLOB | {"sha256": "ab"}, None]},
         {"routed_experts": [BLOB | {"sha256": None}, None]},
         {"routed_experts": [BLOB | {"name": ""}, None]},

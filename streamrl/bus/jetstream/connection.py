@@ -143,7 +143,7 @@ class Connection:
             await asyncio.wait({attempt, refused}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
             if attempt.done() and not attempt.cancelled() and attempt.exception() is None:
                 await client.subscribe(self._prefix + "*", cb=self._on_message, pending_msgs_limit=0, pending_bytes_limit=0)
-                for sink in self._sinks:
+                for sink in list(self._sinks):
                     await self._subscribe(sink)
                 await self._on_connected(client)
                 return

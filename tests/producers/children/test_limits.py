@@ -62,6 +62,31 @@ async def test_what_hangs_ends_alone(workshop: Workshop, kind: str, line: str, n
     assert len(workshop.told("hung")) == num_hung
 
 
+@pytest.mark.parametrize("line", ["time.sleep(3600)", "import re; re.match('(a+)+$', 'a' * 60 + 'b')"])
+async def test_a_task_that_a_rollout_leaves_behind_stops_nobody(workshop: Workshop, line: str) -> None:
+    """It is no call any more when it holds the loop, so no limit of a call ends it; not where its task is alone either."""
+    code = f"""
+async def late():
+    await asyncio.sleep(0.3)
+    tell("late")
+    {line}
+
+async def leaves(task, engine):
+    chat = engine.chat(task)
+    await chat.generate()
+    if me(task, engine) == (1, 1):
+        asyncio.get_running_loop().keep = asyncio.create_task(late())
+        return chat.episode()
+    await asyncio.sleep(1.0)
+    return chat.episode()
+"""
+    limits = Limits(idle_s=20.0, total_s=60.0, answer_s=1.5)
+    async with workshop.runner(code, producer="leaves", limits=limits) as runner, asyncio.timeout(60):
+        groups = await workshop.run(runner, *(workshop.task(index) for index in range(3)))
+    assert [ends(group) for group in groups] == [{0: "episode", 1: "episode", 2: "episode"}] * 3
+    assert len(workshop.told("late")) >= 1
+
+
 async def test_long_work_ends_although_it_asks_engines(workshop: Workshop) -> None:
     code = """
 async def endless(task, engine):
