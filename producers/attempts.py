@@ -14,6 +14,8 @@ from streamrl.schemas.subjects import PREFIX_ATTEMPTS
 
 logger = logging.getLogger(__name__)
 
+_TRIES = 8
+"""To count one more while others do."""
 KEPT_S = 7 * 86400.0
 """A count that nobody came back for vanishes after a week."""
 
@@ -38,7 +40,7 @@ class Attempts:
 
     async def add(self, task: int) -> int:
         """Count one more; returns how many there are, as far as this process can know."""
-        while True:
+        for _ in range(_TRIES):
             try:
                 entry = await self._bus.kv.get(_key(task))
                 count = _count(entry) + 1
@@ -50,6 +52,9 @@ class Attempts:
                 count = self._known.get(task, 0) + 1
             self._known[task] = count
             return count
+        logger.warning("event=attempt_not_stored task=%d error=others_count_it_too", task)
+        self._known[task] = self._known.get(task, 0) + 1
+        return self._known[task]
 
     async def forget(self, task: int) -> None:
         """Remove a task's count; call it when its records are stored."""
