@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING, Any
 
 from streamrl.config.code import check_trust, engine_code, loss_code, rollout_code
@@ -43,6 +44,7 @@ def run_worker_verb(arguments: argparse.Namespace) -> int:
     from streamrl.runtime.kinds import check_kind
     from streamrl.runtime.run_bus import check_up
     from streamrl.runtime.rundir import RunDir
+    from streamrl.runtime.service import SUPERVISOR_VARIABLE
     from streamrl.runtime.worker import run_worker
 
     kind = check_kind(arguments.kind)
@@ -58,7 +60,8 @@ def run_worker_verb(arguments: argparse.Namespace) -> int:
         else {}
     )
     check_trust(named, run.foreign, trusted=arguments.trust_code)
-    check_up(run)
+    if SUPERVISOR_VARIABLE not in os.environ:  # on another node its run directory is not the one that the supervisor has locked
+        check_up(run)
     return run_worker(kind, run, arguments.index)
 
 
