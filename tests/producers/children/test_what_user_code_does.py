@@ -132,7 +132,7 @@ async def deadly(task, engine):
         ("os._exit(7)", "exit code 7"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", "signal SIGSEGV"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "signal SIGKILL"),
-        ("os.closerange(3, 64)", "its process ended"),
+        ("os.closerange(3, 4096)", "its process ended"),
     ],
 )
 async def test_a_task_that_kills_its_process_ends_and_takes_nobody_along(workshop: Workshop, line: str, said: str) -> None:
