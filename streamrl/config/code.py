@@ -98,7 +98,7 @@ def engine_code(config: Config) -> Mapping[str, str]:
     """By key, what an engine worker starts that is not streamrl's: an interpreter, and flags that may name code."""
     sglang = config.engine.sglang
     named = {"engine.sglang.python": sglang.python, "engine.sglang.flags": str(sglang.flags) if sglang.flags else ""}
-    return {key: value for key, value in named.items() if value and config.engine.kind == "sglang"}
+    return {key: value for key, value in named.items() if value and config.engine.traits.server}
 
 
 def check_trust(named: Mapping[str, str], whose: str, *, trusted: bool) -> None:
