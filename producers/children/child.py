@@ -51,6 +51,7 @@ class Child:
         self.alone = alone
         self.lost = ""
         """Why it ended."""
+        self._ends = False
         self.killed = False
         """Whether it was ended for a limit, not by itself."""
         self.unclear = False
@@ -328,7 +329,10 @@ class Child:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     async def close(self) -> None:
-        """End it; calls that were cancelled get a moment to clean up."""
+        """End it, once; calls that were cancelled get a moment to clean up."""
+        if self._ends:
+            return
+        self._ends = True
         await asyncio.gather(self._opening, return_exceptions=True)
         waited_s = 0.0
         while (self._leaving or self._calls) and not self.lost and waited_s < _LAST_WORDS_S:

@@ -115,6 +115,7 @@ class ServerHost:
                 raise WeightSyncError(
                     f"cannot commit {version}: expected it to be staged with its digest, got {self._staged or 'nothing'}",
                     version=str(version),
+                    staged=str(self._staged or ""),
                 )
             before = await _all([client.commits(heard) for client, heard in zip(self._clients, self._heard, strict=True)])
             for rank, log in enumerate(before):
