@@ -40,21 +40,27 @@ class Attempts:
 
     async def add(self, task: int) -> int:
         """Count one more; returns how many there are, as far as this process can know."""
-        for _ in range(_TRIES):
+        try:
+            count = await self._stored(task)
+        except BusError as error:
+            logger.warning("event=attempt_not_stored task=%d error=%s", task, error.message)
+            count = self._known.get(task, 0) + 1
+        self._known[task] = count
+        return count
+
+    async def _stored(self, task: int) -> int:
+        """Raises BusError, of which Conflict where others count it all the time."""
+        for attempt in range(1, _TRIES + 1):
+            entry = await self._bus.kv.get(_key(task))
+            count = _count(entry) + 1
             try:
-                entry = await self._bus.kv.get(_key(task))
-                count = _count(entry) + 1
                 await self._bus.kv.put(_key(task), str(count).encode(), expect=0 if entry is None else entry.revision, ttl_s=KEPT_S)
             except Conflict:
-                continue
-            except BusError as error:
-                logger.warning("event=attempt_not_stored task=%d error=%s", task, error.message)
-                count = self._known.get(task, 0) + 1
-            self._known[task] = count
-            return count
-        logger.warning("event=attempt_not_stored task=%d error=others_count_it_too", task)
-        self._known[task] = self._known.get(task, 0) + 1
-        return self._known[task]
+                if attempt == _TRIES:
+                    raise
+            else:
+                return count
+        raise AssertionError("it returns or raises")
 
     async def forget(self, task: int) -> None:
         """Remove a task's count; call it when its records are stored."""

@@ -7,7 +7,7 @@ import signal
 import sys
 
 
-def guard(alive: int) -> None:
+def guard(down: int, up: int, alive: int) -> None:
     """Fork a process that kills this one's whole group once the worker is gone, however it went; the group dies with it.
 
     prctl(PR_SET_PDEATHSIG) would reach this process alone, and not what user code has started.
@@ -16,12 +16,8 @@ def guard(alive: int) -> None:
         os.close(alive)
         return
     # Nothing of the child's may stay open here: the worker would not see it end.
-    for descriptor in range(alive + 8):
-        if descriptor != alive:
-            try:
-                os.close(descriptor)
-            except OSError:
-                continue
+    for descriptor in (0, 1, 2, down, up):
+        os.close(descriptor)
     os.read(alive, 1)
     os.killpg(0, signal.SIGKILL)
 
@@ -29,7 +25,7 @@ def guard(alive: int) -> None:
 def main() -> None:
     """Guard the group first, while this process is small and has one thread; then load what runs user code."""
     down, up, alive = map(int, sys.argv[1:4])
-    guard(alive)
+    guard(down, up, alive)
     sys.argv = sys.argv[:1]
     from streamrl.producers.children.host import run
 

@@ -11,7 +11,7 @@ import msgspec
 
 from streamrl.engines.extras import INEXACT
 from streamrl.engines.protocol import Chunk, Engine
-from streamrl.errors import EngineError, SchemaError, StreamRLError
+from streamrl.errors import EngineError, SchemaError
 from streamrl.producers.children.frames import Abort, Answer, Ask, Given, Info, Problem, Returned, Save, Told
 from streamrl.producers.episode import Episode, Segment
 from streamrl.schemas.samples import LogprobMode, VersionSpan
@@ -170,7 +170,7 @@ class Call:
                     self.turns[frame.turn + chunk.completion].add(chunk)
                     self._send(Given(self.number, frame.turn, chunk=chunk))
         except EngineError as error:
-            self._send(Given(self.number, frame.turn, problem=problem(error)))
+            self._send(Given(self.number, frame.turn, problem=Problem.of(error)))
         except Exception as error:  # the request is the user's: whatever it breaks here ends it, never the worker
             logger.warning("event=request_failed request=%s error=%r", frame.request.request_id, error, exc_info=error)
             self._send(Given(self.number, frame.turn, problem=Problem("EngineError", f"{type(error).__name__}: {error}")))
@@ -190,7 +190,7 @@ class Call:
             else:
                 info = await self._engine.info()
         except (EngineError, SchemaError) as error:
-            self._send(Answer(self.number, frame.number, problem=problem(error)))
+            self._send(Answer(self.number, frame.number, problem=Problem.of(error)))
         else:
             self._send(Answer(self.number, frame.number, info=info))
 
@@ -243,8 +243,3 @@ def _joined(parts: Sequence[Segment]) -> Segment:
         tuple(span for part in parts for span in part.spans),
         any(part.inexact for part in parts),
     )
-
-
-def problem(error: StreamRLError) -> Problem:
-    """An error, to be raised again on the other side."""
-    return Problem(type(error).__name__, error.message, error.hint)

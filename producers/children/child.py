@@ -15,11 +15,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
-from typing import cast
 
 import msgspec
 
-from streamrl import errors
 from streamrl.errors import ConfigError, LaunchError, SchemaError
 from streamrl.producers.children import frames
 from streamrl.producers.children.calls import Call, Limits
@@ -381,9 +379,3 @@ class _Printed(asyncio.Protocol):
         for line in lines:
             if line:
                 self._line(line.decode(errors="replace"))
-
-
-def raised(problem: frames.Problem) -> errors.StreamRLError:
-    """The error that came from the other side."""
-    kind = cast(type[errors.StreamRLError], getattr(errors, problem.kind, errors.EngineError))
-    return kind(problem.message, hint=problem.hint)

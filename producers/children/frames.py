@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from streamrl import errors
 from streamrl.engines.protocol import Chunk, EngineInfo, GenerateRequest
 from streamrl.errors import SchemaError
 from streamrl.producers.episode import Episode, Segment
@@ -87,6 +88,16 @@ class Problem(msgspec.Struct, frozen=True):
     kind: str
     message: str
     hint: str = ""
+
+    @classmethod
+    def of(cls, error: errors.StreamRLError) -> Problem:
+        """To be raised again on the other side."""
+        return cls(type(error).__name__, error.message, error.hint)
+
+    def error(self) -> errors.StreamRLError:
+        """What came from the other side; of a class that is not known here, an EngineError."""
+        kind: type[errors.StreamRLError] = getattr(errors, self.kind, errors.EngineError)
+        return kind(self.message, hint=self.hint)
 
 
 class Given(Told, frozen=True):

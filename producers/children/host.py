@@ -20,7 +20,6 @@ from streamrl.config.tree import RewardConfig
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.errors import ConfigError, EngineError, SchemaError, StreamRLError
 from streamrl.producers.children import frames
-from streamrl.producers.children.calls import problem
 from streamrl.producers.children.output import LineBudget, Lines, LogLines
 from streamrl.producers.children.remote import Asking, current, in_thread
 from streamrl.producers.children.returned import settled, valued
@@ -115,7 +114,7 @@ class Host:
         ended = frames.Ended(call=asking.call)
         rollouts = range(frame.task.num_rollouts) if begin.rollout is None else [begin.rollout]
         if isinstance(error, EngineError):
-            ended = frames.Ended(call=asking.call, problem=problem(error))
+            ended = frames.Ended(call=asking.call, problem=frames.Problem.of(error))
         elif error is not None:
             ended = frames.Ended(call=asking.call, failures=tuple(Failure(k, "failed", describe(error)) for k in rollouts))
         elif given is not None:
@@ -221,7 +220,7 @@ def load(hello: frames.Hello, link: Link) -> Host | None:
         host = Host(hello, link)
     except BaseException as error:
         told = error if isinstance(error, StreamRLError) else ConfigError(f"user code cannot be loaded: {describe(error)}")
-        link.send(frames.Broken(problem(told), str(told.values.get("key", hello.function_key))))
+        link.send(frames.Broken(frames.Problem.of(told), str(told.values.get("key", hello.function_key))))
         return None
     link.send(frames.Ready(host.by_rollout))
     return host

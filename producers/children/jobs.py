@@ -21,7 +21,7 @@ from streamrl.engines.protocol import Engine
 from streamrl.errors import EngineError, EngineUnavailable, SchemaError
 from streamrl.producers.children import frames
 from streamrl.producers.children.calls import Call, Recorded
-from streamrl.producers.children.child import Child, raised
+from streamrl.producers.children.child import Child
 from streamrl.producers.children.pool import Children
 from streamrl.producers.children.saved import pack, unpack
 from streamrl.producers.episode import Episode
@@ -171,7 +171,7 @@ class Job:
             elif isinstance(given, frames.Ended) and given.problem is None:
                 results[key] = _given(call, given)
             elif isinstance(given, frames.Ended) and given.problem is not None:
-                error = raised(given.problem)
+                error = given.problem.error()
                 away = isinstance(error, EngineUnavailable)
                 refusals, absences = refusals + (not away), absences + away
                 if absences > _ABSENCES:

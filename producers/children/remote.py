@@ -6,9 +6,8 @@ import asyncio
 import contextvars
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from streamrl import errors
 from streamrl.engines.protocol import Chunk, EngineInfo, GenerateRequest
 from streamrl.errors import EngineError, SchemaError
 from streamrl.producers.children import frames
@@ -77,7 +76,7 @@ class Asking:
             turn.logprobs += frame.chunk.logprobs
             turn.spans += frame.chunk.spans
         if (request := self._requests.get(frame.turn)) is not None:
-            request.put_nowait(raised(frame.problem) if frame.problem is not None else frame.chunk)
+            request.put_nowait(frame.problem.error() if frame.problem is not None else frame.chunk)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """As `Engine.generate`; the parent asks its engines, and records what they give."""
@@ -121,7 +120,7 @@ class Asking:
         self._send(question(number))
         got = await answer
         if got.problem is not None:
-            raise raised(got.problem)
+            raise got.problem.error()
         return got
 
     def parts_of(self, segment: Segment) -> tuple[tuple[int, int, int], ...]:
@@ -190,8 +189,3 @@ async def in_thread(function: Callable[[], T]) -> T:
     except asyncio.CancelledError:
         await asyncio.wait([future])
         raise
-
-
-def raised(problem: frames.Problem) -> Any:
-    """The error that came from the parent."""
-    return getattr(errors, problem.kind, EngineError)(problem.message, hint=problem.hint)

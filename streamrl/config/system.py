@@ -49,17 +49,28 @@ def memory_file(name: str) -> tuple[int, str, Callable[[], None]]:
     return descriptor, path, free
 
 
-def dies_with_parent(number: int) -> Callable[[], None]:
-    """For `preexec_fn`: the kernel sends the child signal `number` when this process dies, however it dies.
+def death_signal(number: int) -> Callable[[], int]:
+    """What asks the kernel for signal `number` when the parent of the process that calls it dies, however it dies; gives errno, or 0.
 
-    Elsewhere than on Linux nothing does; a child that cannot look after itself then outlives a parent that is killed.
+    To be made before a fork and called after it. Elsewhere than on Linux nothing is asked, and nothing comes.
     """
-    parent = os.getpid()
     prctl = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None)
 
+    def ask() -> int:
+        return ctypes.get_errno() if prctl is not None and prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) else 0
+
+    return ask
+
+
+def dies_with_parent(number: int) -> Callable[[], None]:
+    """For `preexec_fn`: the child gets signal `number` when this process dies (`death_signal`).
+
+    Elsewhere than on Linux a child that cannot look after itself outlives a parent that is killed.
+    """
+    parent, ask = os.getpid(), death_signal(number)
+
     def tie() -> None:
-        if prctl is not None:
-            prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+        ask()
         if os.getppid() != parent:  # it died between the fork and the call
             os._exit(1)
 

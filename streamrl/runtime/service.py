@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import sys
 from enum import IntEnum
+
+from streamrl.config.system import death_signal
 
 
 class Exit(IntEnum):
@@ -43,19 +43,14 @@ SUPERVISOR_VARIABLE = "STREAMRL_SUPERVISOR"
 STACKS_SIGNAL = signal.SIGUSR1
 """Has a worker write the stacks of all its threads to its log."""
 
-_PR_SET_PDEATHSIG = 1
-
 
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process as soon as `parent` dies, however it dies; ends it now if that has happened already.
 
-    Linux only (prctl(2)); elsewhere `parent_is_gone` is what the heartbeat looks at.
+    Elsewhere than on Linux `parent_is_gone` is what the heartbeat looks at.
     """
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code))
+    if code := death_signal(signal.SIGKILL)():
+        raise OSError(code, os.strerror(code))
     if parent_is_gone(parent):
         # The parent died between the fork and the prctl call, so no signal will ever come.
         os._exit(Exit.FAILED)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-from functools import partial
 from pathlib import Path
 
 import nats
@@ -20,6 +19,7 @@ from streamrl.schemas.samples import Mark
 from streamrl.schemas.subjects import KEY_RUN, SAMPLES
 from tests.support.processes import read_pids, until
 from tests.support.programs import Start, said
+from tests.support.tiny import tiny_up, write_tiny
 
 pytestmark = pytest.mark.nats
 
@@ -44,12 +44,10 @@ LOSS = "def advantage(batch, config):\n    return batch\n"
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    (tmp_path / "demo.toml").write_text(TOML)
+    write_tiny(tmp_path, TOML)
     (tmp_path / "reward.py").write_text(REWARD)
     (tmp_path / "helper.py").write_text(HELPER)
     (tmp_path / "loss.py").write_text(LOSS)
-    rows = [{"prompt": f"{a}+{a}=", "label": str(a + a)} for a in range(4)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
 
 
@@ -60,7 +58,7 @@ def run(place: Path) -> RunDir:
 
 @pytest.fixture
 def up(place: Path, start: Start) -> Start:
-    return partial(start, str(Path(__file__).parents[1] / "launch" / "tiny_up.py"), "demo.toml")
+    return tiny_up(start)
 
 
 async def started_and_stopped(up: Start, run: RunDir) -> None:

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import socket
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import RunDir
 from tests.support.processes import alive, read_pids, server_pid, until
 from tests.support.programs import Start, said
+from tests.support.tiny import tiny_up, write_tiny
 
 pytestmark = pytest.mark.nats
 
@@ -36,9 +36,7 @@ backoff_s = 0.05
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     """A directory with a run file and four problems."""
-    (tmp_path / "demo.toml").write_text(TOML)
-    rows = [{"prompt": f"{a}+{a}=", "label": str(a + a)} for a in range(4)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_tiny(tmp_path, TOML)
     return tmp_path
 
 
@@ -50,7 +48,7 @@ def run(place: Path) -> RunDir:
 @pytest.fixture
 def up(place: Path, start: Start) -> Start:
     """Starts `tiny_up.py` in `place`: the mode, then overrides."""
-    return partial(start, str(Path(__file__).with_name("tiny_up.py")), "demo.toml")
+    return tiny_up(start)
 
 
 def nothing_runs(run: RunDir) -> bool:
