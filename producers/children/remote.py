@@ -9,11 +9,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeVar
 
 from streamrl.engines.protocol import Chunk, EngineInfo, GenerateRequest
-from streamrl.errors import EngineError, SchemaError
+from streamrl.errors import EngineError
 from streamrl.producers.children import frames
 from streamrl.producers.children.calls import NO_TOKENS
 from streamrl.producers.episode import Segment
-from streamrl.schemas.samples import VersionSpan
 
 T = TypeVar("T")
 
@@ -122,47 +121,6 @@ class Asking:
         if got.problem is not None:
             raise got.problem.error()
         return got
-
-    def parts_of(self, segment: Segment) -> tuple[tuple[int, int, int], ...]:
-        """Where a segment's tokens were sampled: (turn, start, stop) in their order.
-
-        Raises:
-            SchemaError: some were not sampled in this call.
-        """
-        ids, logprobs = [int(token) for token in segment.token_ids], [float(value) for value in segment.logprobs]
-        whole = self._whole(ids, logprobs, list(segment.spans))
-        if whole is not None:
-            return ((whole, 0, len(ids)),)
-        parts: list[tuple[int, int, int]] = []
-        place = 0
-        while place < len(ids):
-            turn, start, length = self._longest(ids[place:], logprobs[place:])
-            if not length:
-                raise SchemaError(
-                    f"token {place} of {len(ids)} in a segment of the model was not sampled by an engine in this rollout",
-                    hint="leave what the model wrote as it is; tokens of your own go into a segment without log-probs",
-                )
-            parts.append((turn, start, start + length))
-            place += length
-        return tuple(parts)
-
-    def _whole(self, ids: list[int], logprobs: list[float], spans: list[VersionSpan]) -> int | None:
-        """The turn that a segment is; of those with equal tokens the one with equal versions first."""
-        same = [turn for turn, heard in enumerate(self.turns) if heard.token_ids == ids and heard.logprobs == logprobs]
-        return next((turn for turn in same if self.turns[turn].spans == spans), same[0] if same else None)
-
-    def _longest(self, ids: list[int], logprobs: list[float]) -> tuple[int, int, int]:
-        """The longest beginning that is part of a turn: (turn, start, length)."""
-        best = (0, 0, 0)
-        for turn, heard in enumerate(self.turns):
-            for start in range(len(heard.token_ids)):
-                length = 0
-                for mine, its, logprob, its_logprob in zip(ids, heard.token_ids[start:], logprobs, heard.logprobs[start:], strict=False):
-                    if mine != its or logprob != its_logprob:
-                        break
-                    length += 1
-                best = max(best, (turn, start, length), key=lambda found: found[2])
-        return best
 
 
 current: contextvars.ContextVar[Asking | None] = contextvars.ContextVar("current", default=None)

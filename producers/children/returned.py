@@ -10,6 +10,7 @@ import msgspec
 from streamrl.errors import SchemaError
 from streamrl.producers.children.frames import Ended, Piece, Returned, Scored, Value
 from streamrl.producers.children.remote import Asking
+from streamrl.producers.children.sampled import Sampled
 from streamrl.producers.episode import Episode
 from streamrl.producers.functions import DETAIL_LENGTH, describe
 from streamrl.producers.protocol import Failure
@@ -22,13 +23,14 @@ def settled(asking: Asking, given: Any, rollouts: Sequence[int]) -> Ended:
     """What a producer gave, for the parent: episodes and failures; what cannot be handed over is a failure."""
     kept: list[Returned] = []
     failures: list[Failure] = []
+    sampled = Sampled(asking.turns)
     try:
         for item in given:
             if isinstance(item, Failure):
                 failures.append(Failure(int(item.rollout), str(item.reason), str(item.detail)[:DETAIL_LENGTH]))
             elif isinstance(item, Episode):
                 try:
-                    kept.append(returned(item, asking))
+                    kept.append(returned(item, sampled))
                 except Exception as error:  # fields may hold anything, and a class of the user's may raise anything when it is read
                     failures.append(Failure(item.rollout, "failed", describe(error)))
             else:
@@ -38,7 +40,7 @@ def settled(asking: Asking, given: Any, rollouts: Sequence[int]) -> Ended:
     return Ended(call=asking.call, given=tuple(kept), failures=tuple(failures))
 
 
-def returned(episode: Episode, asking: Asking) -> Returned:
+def returned(episode: Episode, sampled: Sampled) -> Returned:
     """An episode for the parent; raises SchemaError for what cannot be stored, TypeError or ValueError for what is no number or status."""
     try:
         # As it goes onto the wire; what it does not take (arrays, numbers of numpy) would end the worker there.
@@ -52,7 +54,7 @@ def returned(episode: Episode, asking: Asking) -> Returned:
     return Returned(
         rollout=episode.rollout,
         pieces=tuple(
-            Piece(turns=asking.parts_of(segment)) if segment.is_model else Piece(tuple(int(token) for token in segment.token_ids))
+            Piece(turns=sampled.parts_of(segment)) if segment.is_model else Piece(tuple(int(token) for token in segment.token_ids))
             for segment in episode.segments
             if len(segment.token_ids)
         ),
