@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -40,6 +40,10 @@ class Recorded:
         self.spans += chunk.spans
         self.inexact |= bool(chunk.extras.get(INEXACT))
         self.mode, self.engine = chunk.logprob_mode, chunk.engine
+
+    def key(self) -> Hashable:
+        """Equal for completions of which one says what the other does."""
+        return self.part(0, len(self.token_ids)), self.mode, self.engine
 
     def part(self, start: int, stop: int) -> Segment:
         """Tokens `start` to `stop` with the versions that sampled them."""

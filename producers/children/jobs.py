@@ -207,7 +207,7 @@ class Job:
             self._verdict = Failure(0, DELIVERIES, detail)
 
     def _resumes(self, key: int | None) -> tuple[dict[int, bytes], list[Recorded]]:
-        """The checkpoints for a call, and the turns that were recorded with them."""
+        """The checkpoints for a call, and the turns that were recorded with them: each once, as those of a group's rollouts share them."""
         found: dict[int, tuple[bytes, list[Recorded]]] = {}
         for rollout, data in self._saved.items():
             if key is None or rollout == key:
@@ -215,7 +215,8 @@ class Job:
                     found[rollout] = unpack(data)
                 except SchemaError as error:
                     logger.warning("event=checkpoint_unreadable task=%d rollout=%d error=%s", self._task.index, rollout, error.message)
-        return {rollout: data for rollout, (data, _) in found.items()}, [turn for _, turns in found.values() for turn in turns]
+        distinct = {turn.key(): turn for _, turns in found.values() for turn in turns}
+        return {rollout: data for rollout, (data, _) in found.items()}, list(distinct.values())
 
     async def _store(self, rollout: int, data: bytes, turns: Sequence[Recorded]) -> None:
         if self._keeping.store is not None:

@@ -108,6 +108,39 @@ async def two_turns(task, engine):
         assert data and turns[0].part(0, 2) == first and len(second.token_ids)
 
 
+@pytest.mark.process
+async def test_checkpoints_of_a_group_keep_each_turn_once_however_often_its_process_is_lost(workshop: Workshop) -> None:
+    """A class producer's call is the group's, so each of its checkpoints has the turns of all of them."""
+    code = """
+async def saves(task, engine):
+    chat = engine.chat(task)
+    if not chat.turns:
+        await chat.generate()
+    await chat.save()
+    return chat.episode()
+
+
+class Groups:
+    async def rollout(self, task, context):
+        from streamrl.producers.functions import FunctionProducer
+        given = await FunctionProducer(saves).rollout(task, context)
+        tell("saved")
+        if len((FOLDER / "saved").read_text().splitlines()) < 4:
+            os._exit(1)
+        return given
+"""
+    kept: dict[int, bytes] = {}
+
+    async def store(rollout: int, data: bytes) -> None:
+        kept[rollout] = data
+
+    async with workshop.runner(code, producer="Groups") as runner:
+        [group] = await workshop.run(runner, workshop.task(), keeping=Keeping(store=store))
+    assert ends(group) == {0: "episode", 1: "episode", 2: "episode"}
+    num_turns = {rollout: len(unpack(data)[1]) for rollout, data in kept.items()}
+    assert max(num_turns.values()) <= 3, num_turns
+
+
 def test_a_checkpoint_from_before_turns_were_recorded_is_read() -> None:
     answer = Segment((5, 6), (-0.5, -0.25), (VersionSpan(2, Version(0, 3)),))
     chat = SavedChat(
