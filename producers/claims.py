@@ -133,8 +133,8 @@ class Claims:
     async def _follow_ends(self) -> None:
         """Hear from the grants which tasks have ended."""
         loop = asyncio.get_running_loop()
-        async for entry in self._bus.kv.watch(KEY_GRANTED):
-            if entry.key != KEY_GRANTED or entry.value is None:
+        async for entry in self._bus.kv.watch_key(KEY_GRANTED):
+            if entry.value is None:
                 continue
             try:
                 first_open = decode(entry.value, Grant, where=f"key {KEY_GRANTED}").first_open

@@ -111,8 +111,8 @@ class Feeder:
             group.create_task(self._issue())
 
     async def _watch(self) -> None:
-        async for entry in self._bus.kv.watch(KEY_GRANTED):
-            if entry.key != KEY_GRANTED or entry.value is None:
+        async for entry in self._bus.kv.watch_key(KEY_GRANTED):
+            if entry.value is None:
                 continue
             grant = decode(entry.value, Grant, where=f"key {KEY_GRANTED}")
             if self._grant is None or grant.granted >= self._grant.granted:

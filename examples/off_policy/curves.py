@@ -25,6 +25,7 @@ from typing import NamedTuple
 from methods import METHODS
 from picture import draw, table
 
+from streamrl.cli.numbers import seconds
 from streamrl.runtime.run_bus import open_bus
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
@@ -142,7 +143,7 @@ def main() -> None:
     running.add_argument("--ages", type=int, nargs="+", default=[0, 2, 8, 32])
     running.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     running.add_argument("--batches", type=int, default=200)
-    running.add_argument("--deadline", type=float, default=86_400.0)
+    running.add_argument("--deadline", type=seconds, default=86_400.0)
     running.add_argument("--set", dest="overrides", action="append", default=[])
     reporting = verbs.add_parser("report")
     reporting.add_argument("directory", type=Path)

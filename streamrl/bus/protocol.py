@@ -95,7 +95,14 @@ class KeyValue(Protocol):
         ...
 
     def watch(self, prefix: str) -> AsyncIterator[KeyEntry]:
-        """The present values under `prefix`, then every change, for ever; survives reconnects."""
+        """The present values of the keys that begin with `prefix`, then every change, for ever; survives reconnects.
+
+        A prefix may end within a name (`workers/producer-`); what is read for it is the whole folder that it lies in.
+        """
+        ...
+
+    def watch_key(self, key: str) -> AsyncIterator[KeyEntry]:
+        """The same of this one key: nothing of any other is sent to the reader."""
         ...
 
 

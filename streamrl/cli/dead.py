@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from streamrl.cli.numbers import seconds
 from streamrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,7 +36,9 @@ def add_verbs(verbs: Any) -> None:
 
     replay = actions.add_parser("replay", help="publish dead letters again, and say what becomes of them")
     replay.add_argument("--body", metavar="FILE", help="the repaired body; for one letter")
-    replay.add_argument("--wait", dest="wait_s", type=float, default=5.0, metavar="SECONDS", help="how long to wait for the trainer's word")
+    replay.add_argument(
+        "--wait", dest="wait_s", type=seconds, default=5.0, metavar="SECONDS", help="how long to wait for the trainer's word"
+    )
     replay.set_defaults(run_verb=run_replay)
 
     for action in (listing, show, replay):

@@ -8,7 +8,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from streamrl.cli.numbers import seconds
+from streamrl.cli.numbers import finite, seconds
 from streamrl.errors import ConfigError
 from streamrl.schemas.subjects import TASKS
 
@@ -25,7 +25,7 @@ def add_verbs(verbs: Any) -> None:
     reward.add_argument("run", metavar="RUN", help="name or directory of the run")
     reward.add_argument("--task", type=int, required=True, help="task index")
     reward.add_argument("--rollout", type=int, required=True, help="index within the group")
-    reward.add_argument("--reward", type=float, required=True, help="a finite number")
+    reward.add_argument("--reward", type=finite, required=True, help="a finite number")
     reward.add_argument(
         "--revision", type=int, default=1, help="a correction needs a higher one than the reward it replaces; 1 if left out"
     )

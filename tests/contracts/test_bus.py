@@ -319,6 +319,25 @@ async def test_a_watch_gives_the_present_then_every_change(bus: Bus) -> None:
     ]
 
 
+async def test_a_watch_of_one_key_gives_nothing_of_others(bus: Bus) -> None:
+    await bus.kv.put("granted", b"1")
+    await bus.kv.put("granted-too", b"1")
+    seen: list[tuple[str, bytes | None]] = []
+    async with asyncio.timeout(20), aclosing(bus.kv.watch_key("granted")) as watch:  # type: ignore[type-var]
+        seen.append(((entry := await anext(watch)).key, entry.value))
+        for key in ("granted-too", "granted/under", "grant"):
+            await bus.kv.put(key, b"2")
+        await bus.kv.put("granted", b"2")
+        await bus.kv.delete("granted")
+        await bus.kv.put("granted", b"3", ttl_s=1)
+        while len(seen) < 5:
+            seen.append(((entry := await anext(watch)).key, entry.value))
+    assert seen == [("granted", value) for value in (b"1", b"2", None, b"3", None)]
+    for key in ("", "granted/", "a.b", "*"):
+        with pytest.raises(SchemaError):
+            bus.kv.watch_key(key)
+
+
 @pytest.mark.parametrize("size", [0, 1, 10_000_000])
 async def test_blobs_come_back_as_they_were(bus: Bus, size: int) -> None:
     data = os.urandom(size)

@@ -218,7 +218,7 @@ async def test_a_watcher_takes_no_answer_for_news(as_role: As) -> None:
     seen: list[tuple[str, bytes | None]] = []
 
     async def watch() -> None:
-        async for entry in watcher.kv.watch("granted"):
+        async for entry in watcher.kv.watch_key("granted"):
             seen.append((entry.key, entry.value))
 
     watching = asyncio.create_task(watch())

@@ -36,6 +36,11 @@ async def first_key(bus: JetStreamBus, prefix: str) -> str:
         return (await anext(entries)).key
 
 
+async def watched_key(bus: JetStreamBus, key: str) -> str:
+    async with aclosing(bus.kv.watch_key(key)) as entries:
+        return (await anext(entries)).key
+
+
 async def claimed(bus: JetStreamBus) -> None:
     [lease] = await bus.claim("main", max=1, wait_s=2.0)
     await lease.keep()
@@ -103,7 +108,8 @@ READS: dict[str, tuple[Operation, set[str]]] = {
     "a blob": (lambda bus: bus.blobs.get("old"), {"trainer", "engine", "reader"}),
     "keys": (lambda bus: bus.kv.keys("presence/"), {*WORKERS, "reader"}),
     "a key": (lambda bus: bus.kv.get("granted"), {*WORKERS, "reader"}),
-    "a watched key": (lambda bus: first_key(bus, "granted"), {*WORKERS, "reader"}),
+    "watched keys": (lambda bus: first_key(bus, "g"), {*WORKERS, "reader"}),
+    "a watched key": (lambda bus: watched_key(bus, "granted"), {*WORKERS, "reader"}),
     "pinned versions": (lambda bus: Pins(bus.kv, "policy").versions(), {*WORKERS, "reader"}),
     "the queue's end": (state("tasks"), {"feeder", "trainer", "reader"}),
     "a queued task": (lambda bus: bus.fetch("tasks", 1), {"feeder", "trainer"}),
@@ -189,6 +195,21 @@ async def test_a_role_cannot_listen_to_others(as_role: As) -> None:
     await operator.publish(TO.ledger("main"), b"x")
     await producer.publish(TO.samples("main"), b"x")
     assert heard == []
+
+
+async def test_who_watches_one_key_is_sent_no_other(as_role: As) -> None:
+    """Checkpoints of rollouts lie beside the grant, up to 1 MiB each; a producer hears of those of others no more than of its own."""
+    operator, producer, other = await as_role(OPERATOR), await as_role("producer"), await as_role("producer")
+    await other.kv.put("checkpoints/1/0", b"before")
+    await operator.kv.put("granted", b"1")
+    async with asyncio.timeout(20), aclosing(producer.kv.watch_key("granted")) as entries:
+        assert (await anext(entries)).value == b"1"
+        before = producer._connection._client.stats["in_bytes"]
+        for rollout in range(50):
+            await other.kv.put(f"checkpoints/7/{rollout}", bytes(10_000))
+        await operator.kv.put("granted", b"2")
+        assert (await anext(entries)).value == b"2"
+        assert producer._connection._client.stats["in_bytes"] - before < 10_000
 
 
 async def test_a_producer_of_a_source_nobody_made_is_told_at_once(as_role: As) -> None:

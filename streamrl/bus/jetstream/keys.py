@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from streamrl.bus.jetstream.connection import Connection, Interrupted
 from streamrl.bus.jetstream.outbox import Outbox
@@ -70,10 +70,16 @@ class JetStreamKeys:
             await session.close()
         return sorted(key for key, live in found.items() if live and key.startswith(prefix))
 
-    async def watch(self, prefix: str) -> AsyncIterator[KeyEntry]:
+    def watch(self, prefix: str) -> AsyncIterator[KeyEntry]:
+        return self._watch(self._selection(prefix), lambda key: key.startswith(prefix))
+
+    def watch_key(self, key: str) -> AsyncIterator[KeyEntry]:
+        return self._watch(self._subject(key), key.__eq__)
+
+    async def _watch(self, subject: str, wanted: Callable[[str], bool]) -> AsyncIterator[KeyEntry]:
         live = _LiveKeys()
         while True:
-            session = await opened(self._connection, self._stream, after=0, subject=self._selection(prefix))
+            session = await opened(self._connection, self._stream, after=0, subject=subject)
             unseen = set(live.revisions)
             try:
                 while True:
@@ -90,7 +96,7 @@ class JetStreamKeys:
                         continue
                     key = self._key(message.subject)
                     unseen.discard(key)
-                    if not key.startswith(prefix) or live.revisions.get(key, 0) >= message.sequence:
+                    if not wanted(key) or live.revisions.get(key, 0) >= message.sequence:
                         continue
                     if not _gone(message.headers):
                         live.note(key, message)
@@ -99,7 +105,7 @@ class JetStreamKeys:
                         live.forget(key)
                         yield KeyEntry(key, None, message.sequence)
             except Interrupted as error:
-                logger.debug("event=bus_watch_interrupted prefix=%s error=%s", prefix, error)
+                logger.debug("event=bus_watch_interrupted subject=%s error=%s", subject, error)
             finally:
                 await session.close()
 

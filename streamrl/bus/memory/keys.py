@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from streamrl.bus.protocol import KeyEntry
 from streamrl.bus.topology import check_key, check_ttl
@@ -17,7 +17,7 @@ class MemoryKeys:
         self._entries: dict[str, KeyEntry] = {}
         self._expiries: dict[str, asyncio.TimerHandle] = {}
         self._revision = 0
-        self._watchers: set[asyncio.Queue[KeyEntry]] = set()
+        self._watchers: dict[asyncio.Queue[KeyEntry], Callable[[str], bool]] = {}
 
     async def get(self, key: str) -> KeyEntry | None:
         return self._entries.get(check_key(key))
@@ -45,18 +45,23 @@ class MemoryKeys:
     async def keys(self, prefix: str = "") -> Sequence[str]:
         return sorted(key for key in self._entries if key.startswith(prefix))
 
-    async def watch(self, prefix: str) -> AsyncIterator[KeyEntry]:
+    def watch(self, prefix: str) -> AsyncIterator[KeyEntry]:
+        return self._watch(lambda key: key.startswith(prefix))
+
+    def watch_key(self, key: str) -> AsyncIterator[KeyEntry]:
+        return self._watch(check_key(key).__eq__)
+
+    async def _watch(self, wanted: Callable[[str], bool]) -> AsyncIterator[KeyEntry]:
         changes: asyncio.Queue[KeyEntry] = asyncio.Queue()
         for entry in sorted(self._entries.values(), key=lambda entry: entry.revision):
-            changes.put_nowait(entry)
-        self._watchers.add(changes)
+            if wanted(entry.key):
+                changes.put_nowait(entry)
+        self._watchers[changes] = wanted
         try:
             while True:
-                entry = await changes.get()
-                if entry.key.startswith(prefix):
-                    yield entry
+                yield await changes.get()
         finally:
-            self._watchers.discard(changes)
+            del self._watchers[changes]
 
     def _change(self, key: str, value: bytes | None) -> None:
         """Set or (None) remove a key, and tell the watchers."""
@@ -69,8 +74,9 @@ class MemoryKeys:
             self._entries.pop(key, None)
         else:
             self._entries[key] = entry
-        for changes in self._watchers:
-            changes.put_nowait(entry)
+        for changes, wanted in self._watchers.items():
+            if wanted(key):
+                changes.put_nowait(entry)
 
     def close(self) -> None:
         """Stop the expiry timers."""
