@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import secrets
 import shutil
 import signal
@@ -25,6 +26,7 @@ from streamrl.config.files import write_private
 from streamrl.config.hosts import WILDCARDS, bracketed
 from streamrl.config.system import dies_with_parent
 from streamrl.errors import LaunchError
+from streamrl.telemetry.logs import LOG_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -212,6 +214,10 @@ class NatsServer:
             f"port: {self._port}",
             f"server_name: {_quoted(self._name)}",
             f"max_payload: {MAX_PAYLOAD_BYTES}",
+            # The log and one former part of it. What a start that fails says before it has read this comes to the same file.
+            f"log_file: {_quoted(str(self.log_path.resolve()))}",
+            f"logfile_size_limit: {LOG_BYTES}",
+            "logfile_max_num: 2",
             # A reader's two requests and a burst of others must fit, or the server cuts the client off as too slow.
             "max_pending: 512MB",
             "write_deadline: '60s'",
@@ -254,7 +260,7 @@ class NatsServer:
     def _new_log(self) -> str:
         """What this start has written."""
         with contextlib.suppress(FileNotFoundError), self.log_path.open("rb") as file:
-            file.seek(self._log_start)
+            file.seek(self._log_start if os.fstat(file.fileno()).st_size >= self._log_start else 0)  # it may have been rotated
             return file.read().decode("utf-8", "replace")
         return ""
 

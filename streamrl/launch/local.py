@@ -32,6 +32,9 @@ def worker_logs(run: RunDir, worker: str = "") -> list[Path]:
 class LocalProcess:
     """A child and its process group."""
 
+    why = ""
+    """The supervisor itself watches it."""
+
     def __init__(self, child: subprocess.Popen[bytes], beats: int) -> None:
         self._child = child
         self._swept = False

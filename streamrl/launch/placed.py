@@ -61,8 +61,8 @@ class PlacedWorker:
             return 0
         return self._process.pid
 
-    async def wait(self) -> int:
-        """The exit code, negative for a signal, once the worker has ended."""
+    async def wait(self) -> tuple[int, str]:
+        """The exit code, negative for a signal, once the worker has ended; and why it was ended, if that was for its silence."""
         silence = Silence(self._config.supervise.silent_s, LOADING_S[self._kind], time.monotonic())
         look_s = 0.0
         while self._code is None:
@@ -76,7 +76,7 @@ class PlacedWorker:
                 look_s = time.monotonic() + LOGS_EVERY_S
                 bound_logs(worker_logs(self._run, f"{self._kind}-{self._index}"))
             await asyncio.sleep(_POLL_S)
-        return self._code
+        return self._code, silence.why
 
     async def stop(self) -> None:
         """Ask the worker to drain and end."""

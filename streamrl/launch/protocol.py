@@ -21,6 +21,11 @@ class Process(Protocol):
         """The newest beat since the last call (`streamrl.runtime.beats`); empty: none. Never blocks."""
         ...
 
+    @property
+    def why(self) -> str:
+        """Why who watches it has ended it, where that is not the supervisor; empty: it has not."""
+        ...
+
     def dump(self) -> None:
         """Have it write its stacks to its log; no error if it has ended."""
         ...

@@ -48,6 +48,8 @@ class RayProcess:
         self.actor = actor
         self.lost = ""
         """Why Ray has lost it; empty: it has not."""
+        self.why = ""
+        """Why its actor has ended it."""
         self._name = name
         self._pid = 0
         self._pid_ref: Any = actor.start.remote()
@@ -74,7 +76,7 @@ class RayProcess:
         now_s = time.monotonic()
         if _is_ready(self._exit_ref):
             try:
-                self._code = int(ray.get(self._exit_ref))
+                self._code, self.why = ray.get(self._exit_ref)
             except RayError as error:
                 self._lose(f"{error}")
         elif now_s > self._killed_s + _KILL_S:

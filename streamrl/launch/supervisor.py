@@ -7,6 +7,7 @@ Any other worker is a process group of one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -30,6 +31,8 @@ _ENDLESS = ("producer", "engine")
 _LINE_CHARS = 300
 _FINAL: Mapping[int | None, str] = {Exit.CONFIG: "cannot run with this configuration", Exit.DIVERGED: "stopped: the weights diverged"}
 """Exit codes after which a restart would end in the same way."""
+KILLED_S = 10.0
+"""A process that was killed has ended after this long, unless the kernel does not let it go."""
 _GRACE_S = 2.0
 """What is left of a group gets this long to end by itself, and to say why, before it is killed."""
 
@@ -56,6 +59,11 @@ class Child:
         self.silence = silence
         self.kill_s: float | None = None
         """When it is killed for its silence; None: it is heard."""
+
+    @property
+    def why(self) -> str:
+        """Why it was ended by who watches it: this supervisor, or one beside it on its node; empty: it was not."""
+        return self.silence.why or self.process.why
 
     @property
     def over(self) -> bool:
@@ -165,14 +173,28 @@ class Supervisor:
                     self._note(f"{child.name} did not stop within {self._config.drain_s:g} s and is killed")
                     logger.warning("event=worker_killed worker=%s pid=%d", child.name, child.process.pid)
                     child.process.kill()
-            await self._wait_for(stage, math.inf)
+            await self._wait_for_killed(stage)
         return clean
 
     async def kill_all(self) -> None:
-        """End every child at once; returns when all have ended."""
+        """End every child at once; returns when all have ended, or are left behind."""
         for child in self.children.values():
-            child.process.kill()
-        await self._wait_for(list(self.children.values()), math.inf)
+            if not child.over:
+                child.process.kill()
+        await self._wait_for_killed(list(self.children.values()))
+
+    async def _wait_for_killed(self, children: Sequence[Child]) -> None:
+        """Those that do not end are said and left behind: nothing can be done from here about a process that the kernel holds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KILLED_S):
+                await self._wait_for(children, math.inf)
+        for child in children:
+            if not child.over:
+                child.state = "done"
+                self._note(
+                    f"{child.name} (process {child.process.pid}) has not ended {KILLED_S:g} s after it was killed, and is left behind: "
+                    "it hangs in the kernel, on a device or a disk that does not answer"
+                )
 
     async def _wait_for(self, children: Sequence[Child], seconds: float) -> None:
         deadline = self._clock() + seconds
@@ -249,11 +271,11 @@ class Supervisor:
 
     def _ending(self, child: Child) -> str:
         ended = describe_exit(child.code or 0)
-        return f"{ended} ({child.silence.why})" if child.silence.why else ended
+        return f"{ended} ({child.why})" if child.why else ended
 
     def _last_line(self, child: Child) -> str:
         """What it said last, which is most often why; one that was killed for its silence has its stacks there."""
-        lines = [] if child.silence.why else self._launcher.tail(child.name).splitlines()
+        lines = [] if child.why else self._launcher.tail(child.name).splitlines()
         said = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return f"; its log ends: {said[:_LINE_CHARS]}" if said else ""
 

@@ -9,12 +9,10 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Generator
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
-from msgspec import to_builtins
 
 from streamrl.bus import connect
 from streamrl.bus.protocol import Bus
@@ -25,24 +23,19 @@ from streamrl.launch.finished import finished_at
 from streamrl.launch.local import LOGS_EVERY_S, LocalLauncher, worker_logs
 from streamrl.launch.prepare import NothingBinds, check_log, check_start, open_record, prepare
 from streamrl.launch.protocol import Launcher
+from streamrl.launch.shown import Shown
 from streamrl.launch.supervisor import Supervisor
-from streamrl.monitor.failures import Pace
 from streamrl.monitor.follow import Follower, read_totals
 from streamrl.monitor.outcome import Outcome, conclude
-from streamrl.monitor.run_state import RUNNING, RunState, write_state
-from streamrl.monitor.screen import Display, one_line
+from streamrl.monitor.screen import Display
 from streamrl.monitor.status import read_summary
 from streamrl.monitor.view import RunView
-from streamrl.monitor.waits import Watch, standing_line
 from streamrl.runtime.bus_server import BusServer, run_bus_server
 from streamrl.runtime.kinds import num_workers
 from streamrl.runtime.lock import lock_run
 from streamrl.runtime.run_record import continued
 from streamrl.runtime.rundir import RunDir
-from streamrl.schemas.codec import encode
 from streamrl.schemas.control import RunRecord
-from streamrl.schemas.events import FAILURES_EVENT, MOVING_EVENT, STANDING_EVENT, Event
-from streamrl.schemas.subjects import Subjects
 from streamrl.telemetry.logs import bound_logs, configure_logging
 from streamrl.weights.factory import free_weights
 
@@ -54,10 +47,7 @@ logger = logging.getLogger(__name__)
 START_ORDER = ("trainer", "engine", "feeder", "producer", "evaluator")
 """Those that take longest to load come first; none needs another to be up."""
 _TICK_S = 0.1
-_SHOW_S = 0.4
 _INTERRUPTED = 130
-_BARREN_BATCHES = 8
-"""Batches' worth of tasks that may end without a batch before that is worth a word."""
 
 
 class Stops:
@@ -120,6 +110,14 @@ async def up(config: Config, display: Display, *, launcher: Launcher | None = No
 
     with contextlib.ExitStack() as opened:
         opened.enter_context(lock_run(run))
+        session: Session | None = None
+
+        def leave_nothing() -> None:
+            """Of a start that came to nothing, whatever has ended it; still under the lock."""
+            if fresh and (session is None or not session.prepared):
+                shutil.rmtree(run.path, ignore_errors=True)
+
+        opened.callback(leave_nothing)
         opened.enter_context(display)
         configure_logging(f"supervisor-{config.run.name}", file=run.events_path, stderr=False)
         config, settings = continued(config, run)
@@ -143,9 +141,6 @@ async def up(config: Config, display: Display, *, launcher: Launcher | None = No
             # Cancelling makes the session's own clean-up kill what is left.
             body.cancel()
             await asyncio.gather(body, return_exceptions=True)
-        if fresh and not session.prepared:
-            # A start that came to nothing leaves nothing.
-            shutil.rmtree(run.path, ignore_errors=True)
         if killed:
             display.note("stopped at once; `up` resumes from the last checkpoint")
             return Outcome(run=run, state="killed", exit_code=_INTERRUPTED)
@@ -182,15 +177,12 @@ class Session:
     def __init__(self, config: Config, run: RunDir, display: Display, stops: Stops, launcher: Launcher, consent: Consent) -> None:
         self._config = config
         self._run = run
-        self._display = display
         self._stops = stops
         self._consent = consent
+        self._shown = Shown(config, run, display, gone=stops.drain.set)
+        self._note = self._shown.note
         self._supervisor = Supervisor(launcher, config.supervise, note=self._note)
         self._started_s = time.monotonic()
-        self._unheard = False
-        self._draining = False
-        self._written: RunState | None = None
-        self._telling: set[asyncio.Task[None]] = set()
         self.prepared = False
         """Whether everything that can be known before the start was in order."""
 
@@ -245,7 +237,7 @@ class Session:
             self._run.name, steps=self._config.run.steps, warmup_steps=self._config.warmup.max_steps, before=await read_totals(bus)
         )
         async with Follower(bus, view, started_s=self._started_s, trainer=self._config.trainer.name, carry_totals=True) as follower:
-            show = asyncio.create_task(self._show(bus, view, follower))
+            show = asyncio.create_task(self._shown.follow(bus, view, follower, self._supervisor.lines))
             bound = asyncio.create_task(self._bound_logs())
             try:
                 state, failure = await self._supervise(view, server)
@@ -255,11 +247,10 @@ class Session:
                 # After a drain nothing is left to kill; after a second Ctrl-C or an error, everything is.
                 await self._supervisor.kill_all()
                 free_weights(self._config.weights, self._run.name, self._run.path)
-                background = (show, bound, *self._telling)
-                for task in background:
+                for task in (show, bound):
                     task.cancel()
-                await asyncio.gather(*background, return_exceptions=True)
-            self._write_state(state, len(view.reward_points), failure.message if failure is not None else "")
+                await asyncio.gather(show, bound, self._shown.close(), return_exceptions=True)
+            self._shown.write_state(state, len(view.reward_points), failure.message if failure is not None else "")
             outcome = await conclude(self._run, view, state=state, wall_s=follower.elapsed_s)
         if failure is not None:
             raise failure
@@ -289,7 +280,7 @@ class Session:
             await self._supervisor.kill_all()
             return state, failure
         self._note({"finished": "finished", "stopped": "draining; Ctrl-C again stops at once", "failed": "giving up; draining"}[state])
-        self._draining = True
+        self._shown.draining = True
         await self._supervisor.drain(finish=("trainer", "evaluator") if state == "finished" else ())
         return state, failure
 
@@ -313,82 +304,8 @@ class Session:
             # The summary then says what had been seen; an external bus that is gone must not hide why the run ended.
             self._note(f"the last numbers may be missing: {error.message}")
 
-    async def _show(self, bus: Bus, view: RunView, follower: Follower) -> None:
-        warned, told = False, 0
-        watch, failures = Watch(), Pace()
-        self._report(bus, MOVING_EVENT, {})  # what the session before may have said last
-        while True:
-            for text in view.notices[told:]:
-                self._note(text)
-            told = len(view.notices)
-            numbers = view.numbers(elapsed_s=follower.elapsed_s, supervised=self._supervisor.lines())
-            now_s = time.monotonic()
-            found = watch.look(numbers, now_s=now_s, time_s=time.time(), away_s=now_s - follower.answered_s)
-            found = None if self._draining else found
-            if found != numbers.standing:
-                view.standing = found
-                self._note(standing_line(found) if found else "the run goes on")
-                self._report(bus, STANDING_EVENT if found else MOVING_EVENT, to_builtins(found) if found else {})
-            if numbers.failed_tasks and failures.due(now_s):
-                counts = dict(view.failures.reasons)
-                self._note(f"{numbers.failed_tasks} tasks have failed since the newest batch; the newest: {one_line(numbers.newest_error)}")
-                self._report(bus, FAILURES_EVENT, {"tasks": numbers.failed_tasks, "rollouts": counts, "newest": numbers.newest_error})
-            self._tell(partial(self._display.show, numbers))
-            self._write_state(RUNNING, numbers.step)
-            barren = numbers.barren_tasks >= _BARREN_BATCHES * self._config.tasks.batch_tasks
-            if barren and not warned:
-                self._note(
-                    f"{numbers.barren_tasks} tasks have ended without giving a batch: are the rewards within each group all equal? "
-                    "hint: easier problems, a longer warm-up, more rollouts a task, or tasks.drop_zero_variance = false"
-                )
-            warned = barren
-            await asyncio.sleep(_SHOW_S)
-
     async def _bound_logs(self) -> None:
         """Workers' output goes straight to their files, so who opened these bounds them; on other nodes the actors do."""
         while not self._config.ray.address:
             await asyncio.sleep(LOGS_EVERY_S)
             await asyncio.to_thread(bound_logs, worker_logs(self._run))
-
-    def _write_state(self, state: str, step: int, error: str = "") -> None:
-        """For those who look at the run directory alone. A disk that is full must not end a run."""
-        found = RunState(state=state, step=step, steps=self._config.run.steps, error=error)
-        if found == self._written:
-            return
-        try:
-            write_state(self._run, found)
-        except OSError as failure:
-            logger.warning("event=state_not_written error=%s", failure)
-        self._written = found
-
-    def _report(self, bus: Bus, kind: str, detail: dict[str, Any]) -> None:
-        """Publish an event for those who look from outside; nothing waits for it, for the bus may be what is away."""
-        event = Event(kind=kind, worker="supervisor", detail=detail, time_s=time.time())
-
-        async def publish() -> None:
-            try:
-                await bus.publish(Subjects(self._run.name).events(kind), encode(event))
-            except BusError as error:
-                logger.warning("event=event_lost kind=%s error=%s", kind, error.message)
-
-        task = asyncio.create_task(publish())
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
-
-    def _note(self, text: str) -> None:
-        logger.info("event=note text=%s", text)
-        self._tell(partial(self._display.note, text))
-
-    def _tell(self, say: Callable[[], None]) -> None:
-        """Show something; once the terminal or the pipe's reader is gone, drain in silence."""
-        if self._unheard:
-            return
-        try:
-            say()
-        except UnicodeError as error:  # a terminal that has not these letters: the next line may do
-            logger.warning("event=not_shown error=%s", error)
-        except OSError as error:
-            self._unheard = True
-            logger.warning("event=display_gone error=%s", error)
-            if not self._stops.drain.is_set():
-                self._stops.ask()

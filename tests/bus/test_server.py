@@ -18,6 +18,7 @@ from streamrl.bus.server import NatsServer
 from streamrl.config.tree import BusConfig
 from streamrl.errors import BusUnavailable, ConfigError, LaunchError
 from streamrl.schemas.subjects import Subjects
+from streamrl.telemetry.logs import LOG_BYTES
 from tests.support.errors import raises
 
 pytestmark = pytest.mark.nats
@@ -87,6 +88,34 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="directory") as caught:
         NatsServer(tmp_path).start()
     assert "nats-server.log" in caught.value.hint
+
+
+def test_its_log_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the last 16 MiB and one before it; here of 4 KB, which every few refused clients fill."""
+    monkeypatch.setattr("streamrl.bus.server.LOG_BYTES", 4000)
+    server = NatsServer(tmp_path)
+    address = server.start()
+    for _ in range(200):
+        with socket.create_connection(("127.0.0.1", int(address.url.rpartition(":")[2])), timeout=30) as client:
+            client.sendall(b'CONNECT {"user": "nobody", "pass": "wrong"}\r\nPING\r\n')
+            while client.recv(4096):
+                pass
+    server.stop()
+    logs = list(tmp_path.glob("nats-server.log*"))
+    assert server.log_path in logs
+    assert len(logs) == 2
+    assert max(log.stat().st_size for log in logs) < 5000
+
+
+def test_a_start_that_fails_on_a_full_log_says_why(tmp_path: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        server = NatsServer(tmp_path, port=holder.getsockname()[1])
+        server.log_path.write_bytes(b"[1] 2026/01/01 00:00:00.000000 [INF] filling\n" * (LOG_BYTES // 45 + 2))
+        with raises(LaunchError, port=holder.getsockname()[1]) as caught:
+            server.start()
+    assert "bus.port = 0" in caught.value.hint
 
 
 async def test_wrong_credentials_and_a_missing_server_are_told_apart(own_server: NatsServer) -> None:

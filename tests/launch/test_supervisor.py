@@ -132,6 +132,46 @@ async def test_a_signal_is_named(team: Team) -> None:
     assert team.notes == ["engine-0 ended with signal SIGKILL; restart 1 in 0.5 s"]
 
 
+class Held:
+    """A process that no signal ends, as one that hangs in the kernel."""
+
+    pid, why = 4711, ""
+
+    def poll(self) -> int | None:
+        return None
+
+    def heard(self) -> str:
+        return ""
+
+    def dump(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class HeldLauncher:
+    def start(self, kind: str, index: int) -> Held:
+        return Held()
+
+    def tail(self, worker: str) -> str:
+        return ""
+
+
+async def test_a_process_that_no_kill_ends_is_said_and_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.launch.supervisor.KILLED_S", 0.2)
+    notes: list[str] = []
+    supervisor = Supervisor(HeldLauncher(), SuperviseConfig(drain_s=0.1), note=notes.append)
+    supervisor.start("engine", 0)
+    async with asyncio.timeout(60):
+        assert not await supervisor.drain()
+        await supervisor.kill_all()
+    assert [note.partition(",")[0] for note in notes] == [
+        "engine-0 did not stop within 0.1 s and is killed",
+        "engine-0 (process 4711) has not ended 0.2 s after it was killed",
+    ]
+
+
 @pytest.mark.process
 async def test_a_restart_says_what_the_worker_said_last(team: Team) -> None:
     team.start("engine", "echo 'no room on the GPU' >&2; echo >&2; exit 1")

@@ -229,6 +229,35 @@ async def test_a_run_can_be_stopped_while_it_is_prepared(up: Start, start: Start
     assert not run.path.exists()
 
 
+@pytest.mark.parametrize(("times", "then"), [(2, "it is shown again"), (1000, "the run goes on unshown")])
+async def test_a_screen_that_fails_is_said_and_shown_again_but_not_for_ever(up: Start, run: RunDir, times: int, then: str) -> None:
+    process = await up("endless", f"--screen-fails={times}")
+    await until(lambda: run.events_path.exists() and then in run.events_path.read_text())
+    if times == 2:
+        await until(lambda: run.events_path.read_text().count(then) == times)
+        assert process.stdout is not None
+        async with asyncio.timeout(60):
+            while b"step=0" not in await process.stdout.readline():
+                pass
+    process.send_signal(signal.SIGINT)
+    code, out, err = await said(process)
+    assert (code, err) == (0, "")
+    assert "demo stopped" in out
+    assert nothing_runs(run)
+
+
+async def test_a_launcher_that_fails_leaves_nothing(start: Start, run: RunDir, place: Path) -> None:
+    """A secret lies in the folder by then."""
+    (place / "hidden.py").write_text("import sys\nsys.modules['ray'] = None\nfrom streamrl.cli import main\nsys.exit(main(sys.argv[1:]))\n")
+    (place / "reward.py").write_text("def one(task, episode, api_key):\n    return 1.0\n")
+    words = ("ray.address=local", "reward.kind=reward.py:one", "reward.options.api_key=abc")
+    sets = [word for value in words for word in ("--set", value)]
+    code, _, err = await said(await start("hidden.py", "up", "demo.toml", *sets))
+    assert code == 1
+    assert "ray cannot be imported" in err
+    assert not run.path.exists()
+
+
 async def test_a_bus_that_is_given_up_is_not_waited_for(up: Start, run: RunDir) -> None:
     process = await up("stubborn", "supervise.max_restarts=0", "supervise.drain_s=600", "bus.patience_s=600")
     await until(lambda: len(read_pids(run.path / "pids")) == 5)

@@ -1,4 +1,7 @@
-"""`streamrl up` with workers that are `tiny_worker.py`: `tiny_up.py TOML MODE [--accept-gap] [--accept-code] [SECTION.KEY=VALUE ...]`."""
+"""`streamrl up` with workers that are `tiny_worker.py`: `tiny_up.py TOML MODE [--accept-gap] [--accept-code] [SECTION.KEY=VALUE ...]`.
+
+With `--screen-fails=N` the display raises an error N times.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,23 @@ from streamrl.config.load import load
 from streamrl.errors import StreamRLError
 from streamrl.launch.local import LocalLauncher
 from streamrl.launch.up import Consent, up
+from streamrl.monitor.numbers import RunNumbers
 from streamrl.monitor.screen import PlainLines
 from streamrl.runtime.rundir import RunDir
+
+
+class Failing(PlainLines):
+    """A display that raises `times` times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__(every_s=0.0)
+        self._times = times
+
+    def show(self, numbers: RunNumbers) -> None:
+        if self._times:
+            self._times -= 1
+            raise ValueError("no such colour")
+        super().show(numbers)
 
 
 def main() -> int:
@@ -20,13 +38,15 @@ def main() -> int:
     config = load(toml, [text for text in more if not text.startswith("--")])
     consent = Consent(gap="--accept-gap" in more, code="--accept-code" in more)
     run = RunDir(Path(config.run.dir) / config.run.name)
+    fails = [int(text.partition("=")[2]) for text in more if text.startswith("--screen-fails=")]
+    display = Failing(*fails) if fails else PlainLines()
     worker = str(Path(__file__).with_name("tiny_worker.py"))
 
     def command(kind: str, index: int) -> Sequence[str]:
         return (sys.executable, worker, kind, str(run.path), mode)
 
     try:
-        outcome = asyncio.run(up(config, PlainLines(), launcher=LocalLauncher(run, config, command=command), consent=consent))
+        outcome = asyncio.run(up(config, display, launcher=LocalLauncher(run, config, command=command), consent=consent))
     except StreamRLError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

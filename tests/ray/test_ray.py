@@ -50,6 +50,20 @@ async def test_a_run_on_a_ray_of_its_own_survives_its_workers_and_its_actors(sta
     assert json.loads(out)["ok"] is True
 
 
+async def test_a_silent_worker_is_restarted_and_the_screen_says_why(start: Start, run: RunDir) -> None:
+    process = await up(start, "local", *ENDLESS[1::2], "supervise.silent_s=5")
+    log = run.log_path("engine-0")
+    await until(lambda: log.exists() and "event=weights_committed" in log.read_text(), within_s=90)
+    engine = worker_pid(run, "engine")
+    assert engine is not None
+    os.kill(engine, signal.SIGSTOP)
+    said_so = "engine-0 ended with signal SIGKILL (silent for 5 s); restart 1 in 0.1 s"
+    await until(lambda: said_so in run.events_path.read_text(), within_s=90)
+    process.send_signal(signal.SIGINT)
+    assert (await said(process))[0] == 0
+    assert "most recent call first" in log.read_text()
+
+
 async def test_engines_on_another_node_get_their_weights_over_the_bus(start: Start, run: RunDir) -> None:
     cluster, address = await two_nodes(start)
     assert cluster.stdin is not None and cluster.stdout is not None
@@ -100,7 +114,7 @@ async def test_a_host_that_sees_no_run_directory_makes_its_own(start: Start, run
     assert elsewhere.role_path("producer").stat().st_mode & 0o777 == 0o600
     assert not elsewhere.role_path("trainer").exists()
     await body.stop()
-    assert await asyncio.wait_for(waiting, 30) == Exit.DONE
+    assert await asyncio.wait_for(waiting, 30) == (Exit.DONE, "")
     memory = weights_directory(run.load_config().weights, elsewhere.name, elsewhere.path)
     memory.mkdir()
     await body.free()
@@ -114,5 +128,5 @@ async def test_a_place_without_room_for_a_run_directory_says_so(run: RunDir, pla
     token = {"credentials/engine-token": b"secret"}
     body = PlacedWorker(str(place / "file" / "digits"), "{}", token, "producer", 0, False)
     assert await body.start() == 0
-    assert await body.wait() == Exit.FAILED
+    assert await body.wait() == (Exit.FAILED, "")
     assert "cannot be made" in await body.tail()

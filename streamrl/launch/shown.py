@@ -1,0 +1,158 @@
+"""How an `up` is shown: on its display, in `state.json`, and as events for those who look from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from msgspec import to_builtins
+
+from streamrl.bus.protocol import Bus
+from streamrl.config.tree import Config
+from streamrl.errors import BusError
+from streamrl.monitor.failures import Pace
+from streamrl.monitor.follow import Follower
+from streamrl.monitor.numbers import WorkerLine
+from streamrl.monitor.run_state import RUNNING, RunState, write_state
+from streamrl.monitor.screen import Display, one_line
+from streamrl.monitor.view import RunView
+from streamrl.monitor.waits import Watch, standing_line
+from streamrl.runtime.retries import FailureWindow
+from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.codec import encode
+from streamrl.schemas.events import FAILURES_EVENT, MOVING_EVENT, STANDING_EVENT, Event
+from streamrl.schemas.subjects import Subjects
+
+logger = logging.getLogger(__name__)
+
+_SHOW_S = 0.4
+_BARREN_BATCHES = 8
+"""Batches' worth of tasks that may end without a batch before that is worth a word."""
+_MOST_FAILURES = 5
+"""So often within `_WINDOW_S` may the screen fail and be shown again."""
+_WINDOW_S = 60.0
+
+
+class Shown:
+    """One session of a run, as people see it.
+
+    Args:
+        config: of the run.
+        run: its directory.
+        display: shows it.
+        gone: called once, when the terminal or the pipe's reader has gone.
+    """
+
+    def __init__(self, config: Config, run: RunDir, display: Display, gone: Callable[[], None]) -> None:
+        self.draining = False
+        """A run that ends is not said to stand."""
+        self._config = config
+        self._run = run
+        self._display = display
+        self._gone = gone
+        self._unheard = False
+        self._written: RunState | None = None
+        self._publishing: set[asyncio.Task[None]] = set()
+        self._watch, self._failures = Watch(), Pace()
+        self._told, self._warned = 0, False
+
+    def note(self, text: str) -> None:
+        """A line for people, which the log gets too."""
+        logger.info("event=note text=%s", text)
+        self._tell(partial(self._display.note, text))
+
+    async def follow(self, bus: Bus, view: RunView, follower: Follower, workers: Callable[[], Mapping[str, WorkerLine]]) -> None:
+        """Show `view` until cancelled. What fails in here is said, and it is shown again; not for ever."""
+        failures = FailureWindow(_WINDOW_S)
+        self._report(bus, MOVING_EVENT, {})  # what the session before may have said last
+        while True:
+            try:
+                self._show(bus, view, follower, workers())
+            except Exception as error:  # written policy: what only shows a run never ends it, and is never missed in silence
+                logger.exception("event=screen_failed")
+                last = failures.add(time.monotonic()) > _MOST_FAILURES
+                then = "the run goes on unshown, `streamrl status` looks at it" if last else "it is shown again"
+                self._note_whatever_comes(f"the screen has failed with {type(error).__name__}: {one_line(str(error))}; {then}")
+                if last:
+                    return
+            await asyncio.sleep(_SHOW_S)
+
+    async def close(self) -> None:
+        """Let go of what is still to be published."""
+        for task in self._publishing:
+            task.cancel()
+        await asyncio.gather(*self._publishing, return_exceptions=True)
+
+    def write_state(self, state: str, step: int, error: str = "") -> None:
+        """For those who look at the run directory alone. A disk that is full must not end a run."""
+        found = RunState(state=state, step=step, steps=self._config.run.steps, error=error)
+        if found == self._written:
+            return
+        try:
+            write_state(self._run, found)
+        except OSError as failure:
+            logger.warning("event=state_not_written error=%s", failure)
+        self._written = found
+
+    def _show(self, bus: Bus, view: RunView, follower: Follower, workers: Mapping[str, WorkerLine]) -> None:
+        told, self._told = self._told, len(view.notices)
+        for text in view.notices[told:]:
+            self.note(text)
+        numbers = view.numbers(elapsed_s=follower.elapsed_s, supervised=workers)
+        now_s = time.monotonic()
+        found = self._watch.look(numbers, now_s=now_s, time_s=time.time(), away_s=now_s - follower.answered_s)
+        found = None if self.draining else found
+        if found != numbers.standing:
+            view.standing = found
+            self.note(standing_line(found) if found else "the run goes on")
+            self._report(bus, STANDING_EVENT if found else MOVING_EVENT, to_builtins(found) if found else {})
+        if numbers.failed_tasks and self._failures.due(now_s):
+            counts = dict(view.failures.reasons)
+            self.note(f"{numbers.failed_tasks} tasks have failed since the newest batch; the newest: {one_line(numbers.newest_error)}")
+            self._report(bus, FAILURES_EVENT, {"tasks": numbers.failed_tasks, "rollouts": counts, "newest": numbers.newest_error})
+        self.write_state(RUNNING, numbers.step)
+        barren = numbers.barren_tasks >= _BARREN_BATCHES * self._config.tasks.batch_tasks
+        warned, self._warned = self._warned, barren
+        if barren and not warned:
+            self.note(
+                f"{numbers.barren_tasks} tasks have ended without giving a batch: are the rewards within each group all equal? "
+                "hint: easier problems, a longer warm-up, more rollouts a task, or tasks.drop_zero_variance = false"
+            )
+        self._tell(partial(self._display.show, numbers))
+
+    def _report(self, bus: Bus, kind: str, detail: dict[str, Any]) -> None:
+        """Publish an event for those who look from outside; nothing waits for it, for the bus may be what is away."""
+        event = Event(kind=kind, worker="supervisor", detail=detail, time_s=time.time())
+
+        async def publish() -> None:
+            try:
+                await bus.publish(Subjects(self._run.name).events(kind), encode(event))
+            except BusError as error:
+                logger.warning("event=event_lost kind=%s error=%s", kind, error.message)
+
+        task = asyncio.create_task(publish())
+        self._publishing.add(task)
+        task.add_done_callback(self._publishing.discard)
+
+    def _note_whatever_comes(self, text: str) -> None:
+        try:
+            self.note(text)
+        except Exception as error:  # it may be the notes that fail
+            logger.warning("event=not_shown error=%s", error)
+
+    def _tell(self, say: Callable[[], None]) -> None:
+        """Show something; once the terminal or the pipe's reader is gone, the run drains in silence."""
+        if self._unheard:
+            return
+        try:
+            say()
+        except UnicodeError as error:  # a terminal that has not these letters: the next line may do
+            logger.warning("event=not_shown error=%s", error)
+        except OSError as error:
+            self._unheard = True
+            logger.warning("event=display_gone error=%s", error)
+            self._gone()
