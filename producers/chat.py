@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -128,20 +129,32 @@ class Chat:
         """All tokens so far."""
         return tuple(token for segment in self._segments for token in segment.token_ids)
 
-    async def generate(self, *, max_new_tokens: int | None = None) -> Turn:
+    async def generate(self, *, max_new_tokens: int | None = None, temperature: float | None = None) -> Turn:
         """Let the model write its next turn and append its tokens.
 
         A turn is cut at `max_new_tokens` or where the model's longest sequence ends; where no room is left at all it is empty, with
         finish_reason `length`, the chat is truncated, and nothing is asked.
 
+        Args:
+            max_new_tokens: of this turn; None: the chat's.
+            temperature: that this turn's tokens are drawn and trained at, above 0; None: the chat's.
+
         Raises:
             EngineError: the engine refused or went away. Let it pass: the rollout is then repeated.
+            SchemaError: a temperature that is not above 0.
         """
+        if temperature is not None and not 0 < temperature < math.inf:
+            raise SchemaError(
+                f"expected a temperature above 0 for a turn, got {temperature}",
+                hint="a greedy token has no log-prob to train on; leave temperature out for the chat's own",
+            )
         sampling = self._room(max_new_tokens)
         if sampling is None:
             # A loop that asks again and again must leave room for its own end.
             await asyncio.sleep(0)
             return self._end_full()
+        if temperature is not None:
+            sampling = msgspec.structs.replace(sampling, temperature=float(temperature))
         context = self._context
         request = GenerateRequest(
             request_id=f"{context.task.index}.{context.rollout_index}-{uuid4().hex}",

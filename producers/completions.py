@@ -56,14 +56,15 @@ def _join(parts: Sequence[Chunk], request: GenerateRequest, index: int) -> Compl
             request=request.request_id,
         )
     last = parts[-1]
-    inexact = bool(last.extras.get(INEXACT))
+    inexact, temperature = bool(last.extras.get(INEXACT)), request.sampling.temperature
     if len(parts) == 1:
-        segment = Segment(last.token_ids, last.logprobs, last.spans, inexact)
+        segment = Segment(last.token_ids, last.logprobs, last.spans, inexact, temperature)
     else:
         segment = Segment(
             tuple(token for part in parts for token in part.token_ids),
             tuple(logprob for part in parts for logprob in part.logprobs),
             tuple(span for part in parts for span in part.spans),
             inexact,
+            temperature,
         )
     return Completion(segment, last.finish_reason or "", last.logprob_mode, last.engine)

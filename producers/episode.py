@@ -35,6 +35,8 @@ class Segment(msgspec.Struct, frozen=True):
     """Versions that sampled the tokens, covering them in order."""
     inexact: bool = False
     """Whether these versions are guesses."""
+    temperature: float | None = None
+    """At which the tokens were drawn; None: the episode's."""
 
     @property
     def is_model(self) -> bool:
@@ -164,7 +166,9 @@ def _sample(task: RolloutTask, episode: Episode, index: int, of_rollout: Sequenc
         if not length:
             continue
         if segment.is_model:
-            turns.append(TurnSpan(start=len(tokens), length=length, inexact=segment.inexact))
+            same = segment.temperature in (None, episode.sampling.temperature)
+            sampling = {} if same else {"temperature": segment.temperature}
+            turns.append(TurnSpan(start=len(tokens), length=length, inexact=segment.inexact, sampling=sampling))
         tokens += segment.token_ids
         if segment.is_model:
             logprobs += segment.logprobs
@@ -201,5 +205,5 @@ def _sample(task: RolloutTask, episode: Episode, index: int, of_rollout: Sequenc
         producer=producer,
         started_s=episode.started_s,
         finished_s=episode.finished_s,
-        turns=tuple(turns) if any(turn.inexact for turn in turns) else (),
+        turns=tuple(turns) if any(turn.inexact or turn.sampling for turn in turns) else (),
     )

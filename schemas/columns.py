@@ -179,6 +179,17 @@ class SampleBatch:
                     found[first + start : first + start + length] = True
         return found if found.any() else None
 
+    @cached_property
+    def temperatures(self) -> npt.NDArray[np.float32]:
+        """[T] temperature that each token was drawn at: its turn's, or else its row's."""
+        found = np.repeat(self.ints("temperature"), self.lengths)
+        starts, lengths, sampling = (self.optional(f"turn_{name}") or [] for name in ("start", "length", "sampling"))
+        for first, *turns in zip(self.offsets.tolist(), starts, lengths, sampling, strict=False):
+            for start, length, text in zip(*(values or () for values in turns), strict=True):
+                if text is not None:
+                    found[first + start : first + start + length] = msgspec.json.decode(text)["temperature"]
+        return found
+
     def ints(self, name: str) -> npt.NDArray[Any]:
         """[N] values of a flat numeric column that has no nulls."""
         return _values(self._column(name), _numpy_types()[name])

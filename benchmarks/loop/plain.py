@@ -189,7 +189,7 @@ def pack(groups: Sequence[Rollouts], config: Config, number: int) -> TrainBatch:
         loss_mask=joined(np.bool_, lambda group: (False,) * len(group.prompt), lambda group, rollout: (True,) * len(group.tokens[rollout])),
         sampler_logprobs=joined(np.float32, lambda group: (0.0,) * len(group.prompt), lambda group, rollout: group.logprobs[rollout]),
         staleness=joined(np.int32, lambda group: (0,) * len(group.prompt), aged),
-        temperature=np.full(num, sampling.temperature, np.float32),
+        temperature=np.full(sum(lengths), sampling.temperature, np.float32),
         top_p=np.full(num, sampling.top_p, np.float32),
         top_k=np.full(num, sampling.top_k, np.int32),
         rewards=np.array([group.rewards[rollout] for group, rollout in rows]),

@@ -30,6 +30,7 @@ class Recorded:
         self.logprobs = list(segment.logprobs)
         self.spans = list(segment.spans)
         self.inexact = segment.inexact
+        self.temperature = segment.temperature
         self.mode = LogprobMode.SAMPLED
         self.engine = ""
 
@@ -54,7 +55,7 @@ class Recorded:
             length = min(end, stop) - max(begin, start)
             if length > 0:
                 spans.append(VersionSpan(length, span.version))
-        return Segment(tuple(self.token_ids[start:stop]), tuple(self.logprobs[start:stop]), tuple(spans), self.inexact)
+        return Segment(tuple(self.token_ids[start:stop]), tuple(self.logprobs[start:stop]), tuple(spans), self.inexact, self.temperature)
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -168,7 +169,8 @@ class Call:
                 raise EngineError("a reward has no engine to ask", hint="ask engines in the producer")
             if any(turn in self.turns for turn in turns):
                 raise EngineError(f"turns {turns} have been asked for before")
-            self.turns.update((turn, Recorded()) for turn in turns)
+            drawn = Segment((), temperature=frame.request.sampling.temperature)
+            self.turns.update((turn, Recorded(drawn)) for turn in turns)
             async with aclosing(self._engine.generate(frame.request)) as stream:  # type: ignore[type-var]
                 async for chunk in stream:
                     self.turns[frame.turn + chunk.completion].add(chunk)
@@ -212,14 +214,12 @@ class Call:
                     raise SchemaError(f"token ids must be 0 or more and below 2**31, got {min(piece.token_ids)} to {max(piece.token_ids)}")
                 segments.append(Segment(piece.token_ids))
                 continue
-            parts: list[Segment] = []
             for turn, start, stop in piece.turns:
                 found = self.turns.get(turn)
                 if found is None or not 0 <= start <= stop <= len(found.token_ids):
                     raise SchemaError(f"the rollout had no tokens {start} to {stop} of a turn {turn}")
                 last = found
-                parts.append(found.part(start, stop))
-            segments.append(_joined(parts))
+                segments.append(found.part(start, stop))
         return Episode(
             segments=tuple(segments),
             finish_reason=returned.finish_reason,
@@ -236,14 +236,3 @@ class Call:
             started_s=returned.started_s,
             finished_s=returned.finished_s,
         )
-
-
-def _joined(parts: Sequence[Segment]) -> Segment:
-    if len(parts) == 1:
-        return parts[0]
-    return Segment(
-        tuple(token for part in parts for token in part.token_ids),
-        tuple(logprob for part in parts for logprob in part.logprobs),
-        tuple(span for part in parts for span in part.spans),
-        any(part.inexact for part in parts),
-    )

@@ -24,6 +24,7 @@ class Heard:
         self.token_ids = list(segment.token_ids)
         self.logprobs = list(segment.logprobs)
         self.spans = list(segment.spans)
+        self.temperature = segment.temperature
 
 
 class Asking:
@@ -83,7 +84,7 @@ class Asking:
             raise asyncio.CancelledError
         turn = len(self.turns)
         arrived = self._requests[turn] = asyncio.Queue()
-        self.turns += [Heard() for _ in request.seeds]
+        self.turns += [Heard(Segment((), temperature=request.sampling.temperature)) for _ in request.seeds]
         ended = False
         try:
             self._send(frames.Ask(self.call, turn, request))

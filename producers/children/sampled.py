@@ -17,6 +17,8 @@ from streamrl.schemas.samples import VersionSpan
 
 Part = tuple[int, int, int]
 """(turn, start, stop)"""
+Drawn = tuple[tuple[VersionSpan, ...], float | None]
+"""Versions of a turn's tokens, and their temperature."""
 
 
 class Sampled:
@@ -33,8 +35,8 @@ class Sampled:
         """
         tokens = _tokens([int(token) for token in segment.token_ids], [float(value) for value in segment.logprobs])
         if (same := self._whole.get(tokens)) is not None:
-            # Of turns with equal tokens the one with equal versions first.
-            return ((same.get(tuple(segment.spans), next(iter(same.values()))), 0, len(tokens)),)
+            # Of turns with equal tokens the one with equal versions and temperature first.
+            return ((same.get((tuple(segment.spans), segment.temperature), next(iter(same.values()))), 0, len(tokens)),)
         parts: list[Part] = []
         place = 0
         while place < len(tokens):
@@ -49,11 +51,13 @@ class Sampled:
         return tuple(parts)
 
     @cached_property
-    def _whole(self) -> dict[tuple[Hashable, ...], dict[tuple[VersionSpan, ...], int]]:
-        """By tokens, then by versions: the first such turn."""
-        found: dict[tuple[Hashable, ...], dict[tuple[VersionSpan, ...], int]] = {}
+    def _whole(self) -> dict[tuple[Hashable, ...], dict[Drawn, int]]:
+        """By tokens, then by how they were drawn: the first such turn. A segment made by hand may not say its temperature."""
+        found: dict[tuple[Hashable, ...], dict[Drawn, int]] = {}
         for number, turn in enumerate(self._turns):
-            found.setdefault(_tokens(turn.token_ids, turn.logprobs), {}).setdefault(tuple(turn.spans), number)
+            same = found.setdefault(_tokens(turn.token_ids, turn.logprobs), {})
+            for temperature in (turn.temperature, None):
+                same.setdefault((tuple(turn.spans), temperature), number)
         return found
 
     @cached_property

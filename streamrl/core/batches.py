@@ -37,7 +37,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     staleness: npt.NDArray[np.int32]
     """[T]; version trained from minus version that sampled the token; 0 where no model did."""
     temperature: npt.NDArray[np.float32]
-    """[N]; logits are divided by it before the log-softmax (1.0 for demonstrations)."""
+    """[T]; the logits that give the token are divided by it before the log-softmax (1.0 for demonstrations)."""
     top_p: npt.NDArray[np.float32]
     """[N]; 1.0 = off."""
     top_k: npt.NDArray[np.int32]
@@ -83,7 +83,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
             tasks: [N] the group's id, samples of one group side by side; None: each sample is its own group.
             rollouts: [N] index within the group; None: samples of a group are numbered from 0, each a rollout of its own.
             status: of all samples, or [N].
-            temperature: of all samples, or [N].
+            temperature: of all samples, or [N]; all tokens of a sample have the same.
             top_p: of all samples, or [N].
             top_k: of all samples, or [N].
             kind: see the field.
@@ -131,7 +131,9 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
             loss_mask=tokens(loss_mask, "loss_mask", True, np.bool_),
             sampler_logprobs=tokens(sampler_logprobs, "sampler_logprobs", 0.0, np.float32),
             staleness=tokens(staleness, "staleness", 0, np.int32),
-            temperature=samples(temperature, "temperature", np.float32),
+            temperature=np.repeat(
+                samples(temperature, "temperature", np.float32), [len(p) + n for p, n in zip(prompts, lengths, strict=True)]
+            ),
             top_p=samples(top_p, "top_p", np.float32),
             top_k=samples(top_k, "top_k", np.int32),
             rewards=samples(np.nan if rewards is None else rewards, "rewards", np.float64),

@@ -184,13 +184,22 @@ def judge(
                 # With a digest that fits, the body is what was published, and it is the header that was written wrongly.
                 named = named if digest is None else batch.task
                 raise SchemaError(f"expected samples of task {task_header[:20]} (header) at {where}, got task {batch.task}")
-            if batch.optional("turn_sampling") is not None:
-                raise SchemaError(f"expected all turns of a sample to be drawn alike at {where}: no trainer takes sampling by turn yet")
+            _check_turns(batch, where)
             return _rollouts(sequence, batch), batch
         return _others(kind, sequence, body, where), None
     except SchemaError as error:
         # A reward or a mark that cannot be read says nothing about whether its task ended.
         return Poison(sequence, None if kind in ("rewards", "marks") else named, error.message[:REASON_LENGTH]), None
+
+
+def _check_turns(batch: SampleBatch, where: str) -> None:
+    """Refuse turns that are drawn otherwise than their sample in anything but the temperature: no trainer knows of more."""
+    for text in {text for row in batch.optional("turn_sampling") or () for text in row or () if text is not None}:
+        match msgspec.json.decode(text):
+            case {"temperature": float() | int() as value, **others} if not others and value is not True and 1e-30 < value < 1e30:
+                pass
+            case _:
+                raise SchemaError(f"expected a turn to differ from its sample only in a temperature above 0 at {where}, got {text[:80]}")
 
 
 def _others(kind: str, sequence: int, body: bytes | memoryview, where: str) -> Ended | Rewarded | Forked | Marked:

@@ -62,10 +62,21 @@ def test_guesses_about_tokens_that_are_not_trained_say_nothing() -> None:
     assert judged(sample(0, turns=turns, loss_mask=masked)).rollouts[0].shares == ()
 
 
-def test_sampling_by_turn_is_not_trained_as_if_it_were_the_samples() -> None:
-    rows = [sample(0, turns=(TurnSpan(start=2, length=2, sampling={"temperature": 0.5}),))]
+UNKNOWN = [{"top_p": 0.5}, {"temperature": 0.5, "min_p": 0.1}, *({"temperature": t} for t in (0, -1.0, 1e-40, 1e300, 10**400, True, "0.5"))]
+
+
+@pytest.mark.parametrize("sampling", UNKNOWN, ids=str)
+def test_sampling_by_turn_is_not_trained_as_if_it_were_the_samples(sampling: dict[str, Any]) -> None:
+    rows = [sample(0, turns=(TurnSpan(start=2, length=1), TurnSpan(start=3, length=1, sampling=sampling)))]
     record, batch = judge("run.samples.main", 1, encode_samples(rows), "3")
     assert isinstance(record, Poison) and record.task == 3 and batch is None
+
+
+def test_a_temperature_by_turn_is_taken() -> None:
+    turns = (TurnSpan(start=2, length=1), TurnSpan(start=3, length=1, sampling={"temperature": 0.5}))
+    record, batch = judge("run.samples.main", 1, encode_samples([sample(0), sample(1, turns=turns)]), "3")
+    assert isinstance(record, Rollouts) and batch is not None
+    assert batch.temperatures.tolist() == [1, 1, 1, 1, 1, 1, 1, 0.5] and batch.temperatures.dtype == np.float32
 
 
 def test_a_sample_beyond_the_longest_sequence_is_a_dead_letter() -> None:

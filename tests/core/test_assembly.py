@@ -18,7 +18,7 @@ from streamrl.errors import TrainingError
 from streamrl.schemas.columns import SampleBatch
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.ledger import Used
-from streamrl.schemas.samples import LogprobMode, Sample, VersionSpan
+from streamrl.schemas.samples import LogprobMode, Sample, TurnSpan, VersionSpan
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 from tests.schemas.rows import sample
@@ -88,7 +88,9 @@ def test_dtypes_and_columns() -> None:
     assert (batch.kind, batch.version, batch.stage_step) == ("rl", Version(0, 7), 7)
     assert (batch.num_samples, batch.num_tokens, batch.lengths.tolist()) == (4, 16, [4, 4, 4, 4])
     assert (
-        batch.temperature.tolist() == [0.5, 1, 1, 1] and batch.top_p.tolist() == [0.75, 1, 1, 1] and batch.top_k.tolist() == [3, -1, -1, -1]
+        batch.temperature.tolist() == [0.5] * 4 + [1] * 12
+        and batch.top_p.tolist() == [0.75, 1, 1, 1]
+        and batch.top_k.tolist() == [3, -1, -1, -1]
     )
     assert batch.sampler_logprobs[:4].tolist() == [0, 0, -0.25, -3]
     assert batch.loss_mask[:4].tolist() == [False, False, True, True]
@@ -140,7 +142,7 @@ def test_demonstrations() -> None:
     batch, messages, state = closed([[demonstration(1)], [demonstration(0)]], config, state)
     made = assemble(batch, messages, state, config)
     assert (made.kind, made.stage_step) == ("sft", 2)
-    assert made.temperature.tolist() == [1.0, 1.0], "the loss of a demonstration is taken at temperature 1"
+    assert made.temperature.tolist() == [1.0] * made.num_tokens, "the loss of a demonstration is taken at temperature 1"
     assert made.temperature.dtype == np.float32
     assert np.isnan(made.rewards).all() and not made.staleness.any()
     assert ages(batch, state)["total"] == [0, 0]
@@ -187,4 +189,11 @@ def test_log_probs_from_before_top_p_and_top_k_are_compared_with_such() -> None:
     rows = [row(0, 0, sampling=cut, logprob_mode=LogprobMode.TEMPERATURE), row(0, 1, sampling=cut, logprob_mode=LogprobMode.SAMPLED)]
     batch = assemble(*closed([rows, [row(1, 0), row(1, 1)]]), CONFIG)
     assert (batch.top_p.tolist(), batch.top_k.tolist()) == ([1, 0.75, 1, 1], [-1, 3, -1, -1])
-    assert batch.temperature.tolist() == [0.5, 0.5, 1, 1]
+    assert batch.temperature.tolist() == [0.5] * 8 + [1] * 8
+
+
+def test_each_turn_keeps_its_temperature() -> None:
+    turns = (TurnSpan(start=2, length=1, sampling={"temperature": 0.25}), TurnSpan(start=3, length=1))
+    rows = [row(0, 1), row(0, 0, sampling=Sampling(temperature=0.5), turns=turns)]
+    batch = assemble(*closed([rows, [row(1, 0, turns=turns), row(1, 1)]]), CONFIG)
+    assert batch.temperature.tolist() == [0.5, 0.5, 0.25, 0.5, 1, 1, 1, 1, 1, 1, 0.25, 1, 1, 1, 1, 1]

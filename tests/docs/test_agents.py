@@ -12,12 +12,14 @@ import pytest
 from streamrl import Episode, RolloutTask
 from streamrl.bus.memory import MemoryBus
 from streamrl.config.load import load
+from streamrl.config.tree import OptimizerConfig
 from streamrl.data.model import ensure_model
 from streamrl.launch.prepare import prepare
 from streamrl.producers.chat import Chat, RolloutEngine
 from streamrl.producers.chat_saves import Turn
 from streamrl.runtime.run_record import write_or_check
 from streamrl.schemas.decoding import decode_samples
+from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.samples import Sample, Status
 from streamrl.schemas.subjects import kind_of
 from tests.docs.blocks import blocks
@@ -29,31 +31,48 @@ pytestmark = pytest.mark.process
 CODE = [block for block in blocks(PAGE) if block.language == "python"]
 
 
+COOL = """
+async def cool(task, engine):
+    chat = engine.chat(task)
+    await chat.generate(max_new_tokens=2)
+    chat.user("1")
+    await chat.generate(max_new_tokens=2, temperature=0.25)
+    return chat.episode()
+"""
+
+
 async def trained(place: Path, **sections: Any) -> list[Sample]:
     """The samples of a run of two batches with the page's functions."""
+    return (await ran(place, **sections))[0]
+
+
+async def ran(place: Path, **sections: Any) -> tuple[list[Sample], list[LedgerEntry]]:
+    """The samples and the ledger of a run with the page's functions."""
     code = place / "agent.py"
     code.write_text("\n".join(block.text for block in CODE))
     named = {
         section: {
-            **{key: f"{code}:{value}" for key, value in keys.items() if isinstance(value, str)},
+            **{key: value if ":" in value else f"{code}:{value}" for key, value in keys.items() if isinstance(value, str)},
             **{key: value for key, value in keys.items() if not isinstance(value, str)},
         }
         for section, keys in sections.items()
     }
     given: dict[str, Any] = {"run": {"name": "agents", "steps": 2}, "reward": {"kind": f"{code}:score"}, "model": {"max_len": 200}} | named
-    run, config = make_run(place, table_config(place, tasks={"drop_zero_variance": False, "batch_tasks": 2}, **given))
+    given["tasks"] = {"drop_zero_variance": False, "batch_tasks": 2, **given.get("tasks", {})}
+    run, config = make_run(place, table_config(place, **given))
     ensure_model(config, run.model_dir)
     bus = MemoryBus(config.run.name, config.bus)
     try:
         await write_or_check(bus, await prepare(config, run))
         await run_to_end(config, run, bus)
-        assert len(await read_ledger(bus, config.run.name)) == 2
+        entries = await read_ledger(bus, config.run.name)
+        assert len(entries) == config.run.steps
         last, found = (await bus.state("samples")).last, list[Sample]()
         async for message in bus.read("samples", after=0):
             if kind_of(message.subject) == "samples":
                 found += decode_samples(message.body).rows()
             if message.sequence == last:
-                return found
+                return found, entries
         raise AssertionError
     finally:
         await bus.close()
@@ -94,6 +113,19 @@ async def test_two_chats_share_a_reward_and_have_temperatures_of_their_own(tmp_p
 async def test_an_agent_that_saves(tmp_path: Path) -> None:
     samples = await trained(tmp_path, producer={"function": "patient"})
     assert samples and {sample.reward for sample in samples} == {1.0}
+    several = [[turn.sampling for turn in sample.turns] for sample in samples if sample.turns]
+    assert several and all(turns == [{}, *[{"temperature": 0.5}] * (len(turns) - 1)] for turns in several)
+
+
+async def test_turns_are_trained_at_the_temperature_they_were_drawn_at(tmp_path: Path) -> None:
+    code = tmp_path / "cool.py"
+    code.write_text(COOL)
+    producer, tasks = {"function": f"{code}:cool"}, {"max_staleness": 0}
+    # Behind the first step the model is no longer uniform, and a temperature changes every probability.
+    samples, entries = await ran(tmp_path, producer=producer, tasks=tasks, trainer={"optimizer": OptimizerConfig(learning_rate=0.5)})
+    assert {tuple(turn.sampling.get("temperature") for turn in sample.turns) for sample in samples} == {(None, 0.25)}
+    distances = [entry.metrics["train/train_rollout_logprob_abs_diff_max"] for entry in entries]
+    assert len(distances) == 2 and max(distances) < 1e-5, "in lockstep trainer and sampler have the same weights"
 
 
 @pytest.mark.parametrize("name", ["agent", "plain", "two_chats", "patient"])

@@ -35,7 +35,7 @@ def batch(step: int) -> TrainBatch:
         loss_mask=mask,
         sampler_logprobs=np.where(mask, -2.5, 0.0).astype(np.float32),
         staleness=np.where(mask, step, 0).astype(np.int32),
-        temperature=np.ones(samples, np.float32),
+        temperature=np.ones(samples * length, np.float32),
         top_p=np.ones(samples, np.float32),
         top_k=np.full(samples, -1, np.int32),
         rewards=np.arange(samples, dtype=np.float64) % 2,

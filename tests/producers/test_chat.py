@@ -24,6 +24,7 @@ from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import Status
 from streamrl.schemas.tasks import RolloutTask, Sampling
 from tests.producers.policies import make_model, script, start_engine
+from tests.support.errors import raises
 
 PROMPT = "<|user|>3+4<|end|><|assistant|>"
 
@@ -300,3 +301,22 @@ async def test_an_engine_that_goes_away_gives_the_whole_task_back(engine: TableE
     task = make_task(tokenizer, num_rollouts=2)
     with pytest.raises(EngineError):
         await FunctionProducer(stubborn).rollout(task, make_context(engine, tokenizer, task))
+
+
+async def test_a_turn_has_a_temperature_of_its_own(engine: TableEngine, tokenizer: Tokenizer) -> None:
+    task = make_task(tokenizer)
+    chat = rollout_engine(make_context(engine, tokenizer, task)).chat(task)
+    first = await chat.generate()
+    chat.tool("7")
+    second = await chat.generate(temperature=0.5)
+    for wrong in (0, -1.0, float("nan"), float("inf")):
+        with raises(SchemaError):
+            await chat.generate(temperature=wrong)
+    [row] = samples_of(task, [chat.episode()], producer="p")
+    assert [turn.sampling for turn in row.turns] == [{}, {"temperature": 0.5}]
+    temperatures = decode_samples(encode_samples([row])).temperatures
+    assert temperatures[row.loss_mask == 1].tolist() == [1.0] * len(first.token_ids) + [0.5] * len(second.token_ids)
+    chat = rollout_engine(make_context(engine, tokenizer, task)).chat(task)
+    await chat.generate(temperature=1)
+    [same] = samples_of(task, [chat.episode()], producer="p")
+    assert not same.turns, "nothing is said where nothing differs"

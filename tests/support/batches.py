@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+import numpy as np
+
 from streamrl.core.batches import TrainBatch
 from streamrl.schemas.versions import Version
 
@@ -32,3 +35,9 @@ def train_batch(
         version=Version(0, stage_step),
         stage_step=stage_step,
     )
+
+
+def by_turn(batch: TrainBatch) -> TrainBatch:
+    """The batch with temperatures that differ from token to token."""
+    drawn = np.random.default_rng(batch.stage_step).choice(np.array([0.4, 0.7, 1.0, 1.3], np.float32), batch.num_tokens)
+    return msgspec.structs.replace(batch, temperature=drawn)

@@ -69,7 +69,7 @@ def make_batch(stage_step: int = 0, groups: int = 4, **changes: Any) -> TrainBat
         "loss_mask": mask,
         "sampler_logprobs": np.where(mask, -2.7 + 0.3 * rng.standard_normal(offsets[-1]), 0.0).astype(np.float32),
         "staleness": np.where(mask, rng.integers(0, 3, offsets[-1]), 0).astype(np.int32),
-        "temperature": np.ones(n, np.float32),
+        "temperature": np.ones(offsets[-1], np.float32),
         "top_p": np.ones(n, np.float32),
         "top_k": np.full(n, -1, np.int32),
         "rewards": np.array([float(k == 0) for _ in range(groups) for k in range(GROUP)]),

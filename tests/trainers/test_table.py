@@ -26,6 +26,7 @@ from streamrl.errors import ConfigError, TrainingError
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.table import losses as table_losses
 from streamrl.trainers.table.trainer import TableTrainer, response_positions
+from tests.support.batches import by_turn
 from tests.support.errors import raises
 from tests.support.scoring import score
 
@@ -76,7 +77,7 @@ def test_losses_and_derivatives_equal_torchs(advantage: float, policy: str, corr
 
 @pytest.mark.parametrize("kind", ["sft", "rl"])
 def test_a_step_is_that_of_torchs_adamw_on_autograds_gradient(table_dir: Path, rollouts: Callable[..., TrainBatch], kind: Any) -> None:
-    batches = [msgspec.structs.replace(rollouts(step, temperature=0.7, top_p=0.95, top_k=12), kind=kind) for step in range(3)]
+    batches = [msgspec.structs.replace(by_turn(rollouts(step, top_p=0.95, top_k=12)), kind=kind) for step in range(3)]
     trainer = make_table(table_dir)
     logits = torch.zeros(3, VOCAB, VOCAB, dtype=torch.float64, requires_grad=True)
     config = Config()
@@ -91,7 +92,7 @@ def test_a_step_is_that_of_torchs_adamw_on_autograds_gradient(table_dir: Path, r
             torch.from_numpy(batch.tokens[target].astype(np.int64)),
             lambda states: states,
             vocab_size=VOCAB,
-            temperature_M=torch.from_numpy(batch.temperature[sample]),
+            temperature_M=torch.from_numpy(batch.temperature[target]),
             top_p_M=torch.from_numpy(batch.top_p[sample]),
             top_k_M=torch.from_numpy(batch.top_k[sample].astype(np.int64)),
         )

@@ -21,6 +21,7 @@ from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.torch.causal_lm import CausalLM
+from tests.support.batches import by_turn
 from tests.support.errors import raises
 from tests.support.scoring import score
 
@@ -35,23 +36,25 @@ def make(directory: Path, *, dtype: Any = "float32", loss: LossConfig | None = N
 
 
 def plain_logprobs(directory: Path, batch: TrainBatch) -> npt.NDArray[np.float32]:
-    """transformers' own forward, one sample at a time."""
+    """transformers' own forward in float64, one sample at a time."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64).eval()
     found = np.zeros(batch.num_tokens, np.float32)
     for n in range(batch.num_samples):
         first, last = int(batch.offsets[n]), int(batch.offsets[n + 1])
         ids = torch.from_numpy(batch.tokens[first:last].astype(np.int64))
         with torch.no_grad():
-            logp = (model(input_ids=ids[None]).logits[0] / float(batch.temperature[n])).log_softmax(-1)
-        found[first + 1 : last] = logp[:-1].gather(-1, ids[1:, None])[:, 0].numpy()
+            logits = model(input_ids=ids[None]).logits[0, :-1]
+        # The state before a token gives its logits: they are divided by the temperature that the token was drawn at.
+        logp = (logits / torch.from_numpy(batch.temperature[first + 1 : last].astype(np.float64))[:, None]).log_softmax(-1)
+        found[first + 1 : last] = logp.gather(-1, ids[1:, None])[:, 0].numpy()
     return found
 
 
 @pytest.mark.parametrize("layout", ["shared", "packed", "rows", "cut"])
 def test_every_layout_gives_transformers_log_probs(model_dir: Path, rollouts: Callable[..., TrainBatch], layout: str) -> None:
-    batch = rollouts(temperature=0.7)
+    batch = by_turn(rollouts())
     policy = CausalLM(model_dir, torch.float32, CPU)
     assert policy.free_masks
     wanted = np.ones(batch.num_tokens, np.bool_)

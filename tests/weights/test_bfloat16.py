@@ -45,7 +45,7 @@ def batch(prompt: list[int], answer: list[int], logprobs: list[float]) -> TrainB
         loss_mask=np.arange(count) >= len(prompt),
         sampler_logprobs=np.array([0.0] * len(prompt) + logprobs, np.float32),
         staleness=np.zeros(count, np.int32),
-        temperature=np.ones(1, np.float32),
+        temperature=np.ones(count, np.float32),
         top_p=np.ones(1, np.float32),
         top_k=np.full(1, -1, np.int32),
         rewards=np.ones(1),

@@ -174,7 +174,7 @@ class TableTrainer:
         position = np.minimum(response_positions(batch)[target], len(self._logits) - 1)
         sample = samples_at(batch, target)
         logits = self._logits[position, batch.tokens[target - 1]].astype(np.float64)
-        logp = _log_softmax(logits / batch.temperature[sample, None].astype(np.float64))
+        logp = _log_softmax(logits / batch.temperature[target, None].astype(np.float64))
         tokens = batch.tokens[target]
         truncated = np.flatnonzero((batch.top_p[sample] < 1) | (batch.top_k[sample] > 0))
         if len(truncated):
@@ -210,9 +210,8 @@ class TableTrainer:
         probs_MV = np.where(dropped[:, None], 0.0, np.exp(logp_MV))
         entropy = -(probs_MV * np.where(probs_MV > 0, logp_MV, 0.0)).sum(-1)
         weights = weights_T[target]
-        sample = samples_at(batch, target)
         # d log pi / d logits = (onehot - probs) / temperature; tokens outside a truncated support have probability 0.
-        scale = (weights * slope / batch.temperature[sample])[:, None]
+        scale = (weights * slope / batch.temperature[target])[:, None]
         rows_MV = -scale * probs_MV
         rows_MV[np.arange(len(target)), batch.tokens[target]] += scale[:, 0]
         positions, vocabulary, _ = self._logits.shape

@@ -91,7 +91,7 @@ class CausalLM:
         states, targets = self.states(micro), self._tensor(batch.tokens[micro.target].astype(np.int64))
         compute = partial(
             token_logprobs if self._linear is None else linear_logprobs,
-            temperature_M=self._tensor(batch.temperature[sample]),
+            temperature_M=self._tensor(batch.temperature[micro.target]),
             top_p_M=self._tensor(batch.top_p[sample]) if truncated else None,
             top_k_M=self._tensor(batch.top_k[sample].astype(np.int64)) if truncated else None,
             entropy_gradient=entropy_gradient,
@@ -103,7 +103,7 @@ class CausalLM:
 
     def logits(self, micro: MicroBatch, batch: TrainBatch) -> Tensor:
         """All logits [M, V] float32 at `micro.target`, over the temperature, nothing cut off: the whole of them, at once in memory."""
-        temperature = self._tensor(batch.temperature[samples_at(batch, micro.target)])
+        temperature = self._tensor(batch.temperature[micro.target])
         logits = self._head(self.states(micro))
         return (logits if logits.dtype == torch.float64 else logits.float()) / temperature[:, None]
 
