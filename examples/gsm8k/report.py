@@ -2,7 +2,8 @@
 
 Usage: python examples/gsm8k/report.py RUN [--dir runs] [--out DIRECTORY]
 
-RUN is a run's name or directory, up or not. DIRECTORY (the run's own by default) gets report.md, report.png and versions.csv.
+RUN is a run's name or directory, up or not. DIRECTORY (the run's own by default) gets report.md, report.png, versions.csv and
+totals.json.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 from measured import BEYOND_ROUNDING, Measured, Totals, read_run, totals
 
@@ -175,7 +177,7 @@ def plot(
 
 
 def write_report(text: str, *, base: Path | str = "runs", out: Path | None = None) -> Totals:
-    """Write the three files of the run that `text` names and return its totals."""
+    """Write the files of the run that `text` names and return its totals."""
     run = read_run(text, base=base)
     directory = out or RunDir.find(text, base=base).path
     directory.mkdir(parents=True, exist_ok=True)
@@ -185,6 +187,7 @@ def write_report(text: str, *, base: Path | str = "runs", out: Path | None = Non
         writer = csv.DictWriter(file, fieldnames=list(table[0]))
         writer.writeheader()
         writer.writerows(table)
+    (directory / "totals.json").write_bytes(msgspec.json.encode(numbers))
     draw(run, table, directory / "report.png")
     return numbers
 

@@ -51,6 +51,7 @@ def test_what_is_neither_run_nor_parsed_here_is_counted() -> None:
         ("agents.md", "python"): 6,
         ("README.md", "python"): 2,
         ("algorithms.md", "python"): 1,
+        ("gpu.md", "python"): 1,
         ("dead-letters.md", "python"): 1,
         ("replay.md", "sql"): 1,
     }
@@ -85,6 +86,9 @@ def test_toml_is_taken(block: Block, tmp_path: Path) -> None:
     (tmp_path / "secrets").mkdir()
     (tmp_path / "secrets" / "operator").write_text("secret\n")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for rows in ("train.parquet", "test.parquet"):
+        (tmp_path / rows).symlink_to(ROOT / "examples" / "gsm8k" / rows)
+    (tmp_path / "Qwen3-0.6B").mkdir()
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
     data = "" if "[data]" in text else '[data]\ntrain = "rows.jsonl"\nheldout = "rows.jsonl"\n'
     (tmp_path / "page.toml").write_text(data + text)
