@@ -60,13 +60,26 @@ def _memory_short(settings: Settings, model_runner: Any) -> str:
     device = parameters[0].device
     if device.type != "cuda":
         return ""
-    free, total = torch.cuda.mem_get_info(device)
+    free, _ = torch.cuda.mem_get_info(device)
     nbytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    kept = (1 - model_runner.mem_fraction_static) * total
-    left = free - nbytes - kept
-    if left >= settings.reserve * total:
+    before = int(model_runner.pre_model_load_memory * (1 << 30))
+    return memory_short(free, before, nbytes, fraction=model_runner.mem_fraction_static, reserve=settings.reserve)
+
+
+def memory_short(free: int, before: int, nbytes: int, *, fraction: float, reserve: float) -> str:
+    """Why a second buffer of `nbytes` would leave too little for the KV cache; empty if it would not.
+
+    Args:
+        free: bytes that are free now, the model being loaded.
+        before: bytes that were free before. SGLang counts by these, for others may have a part of the GPU, such as a trainer.
+        nbytes: of the buffer.
+        fraction: `mem_fraction_static`: SGLang leaves the rest of `before` free.
+        reserve: part of `before` that the KV cache must have.
+    """
+    left = free - nbytes - (1 - fraction) * before
+    if left >= reserve * before:
         return ""
     return (
         f"a second buffer of {nbytes / 1e9:.1f} GB would leave {max(0.0, left) / 1e9:.1f} GB for the KV cache "
-        f"(mem_fraction_static {model_runner.mem_fraction_static}, {settings.reserve * total / 1e9:.1f} GB wanted)"
+        f"(mem_fraction_static {fraction} of {before / 1e9:.1f} GB, {reserve * before / 1e9:.1f} GB wanted)"
     )
