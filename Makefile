@@ -1,7 +1,7 @@
 # make up    install once, then train the quickstart until it has visibly learned (about a minute on two cores)
 # make test  lint, layer rules, types and tests; those on the real SGLang too where make sglang-cpu has made its environment. SLOW=1
 #            adds those marked slow (learning curves, clusters, whole examples), as CI does
-# make test-fast  the tests that start no process, in three minutes on two cores, without lint and types
+# make test-fast  the tests that start no process, without lint and types; it says how long it took and what it left out
 # make sglang-cpu  .venv-sglang: SGLang on this machine's CPU, for the tests and for engine.sglang.python (3 minutes, 2.7 GB)
 # make docs  the pages, tables and pictures of docs/ that are made from the code: configuration, errors, metrics, the loop
 # make chaos two hours of kill -9, SIGSTOP and cut connections (CHAOS_ARGS="--minutes 10"), and the tables of docs/reliability.md
@@ -38,7 +38,8 @@ test: lint
 	$(VENV)/bin/python -m scripts.run_tests $(if $(SLOW),,--not-slow) $(TEST_ARGS) "$(PYTEST_ARGS) --ignore=tests/sglang" "$(SGLANG_PYTEST_ARGS)"
 
 test-fast: $(VENV)/.installed-dev
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) -m "not process and not slow" --ignore=tests/sglang
+	@began=$$(date +%s); $(VENV)/bin/python -m pytest $(PYTEST_ARGS) -m "not process and not slow" --ignore=tests/sglang; code=$$?; \
+	echo "test-fast: $$(($$(date +%s) - began)) s; left out: tests that start a process, slow ones, SGLang's, linters, types (make test)"; exit $$code
 
 test-sglang: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m pytest $(SGLANG_PYTEST_ARGS)

@@ -8,7 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from streamrl.config.plugins import resolve
+from msgspec.structs import replace
+
+from streamrl.config.plugins import Form, check_form, resolve
 from streamrl.errors import ConfigError, EngineError, StreamRLError
 from streamrl.producers.blocking import BlockingEngine
 from streamrl.producers.chat import RolloutEngine
@@ -20,6 +22,13 @@ from streamrl.schemas.tasks import RolloutTask
 
 SINGLE_TURN = "single_turn"
 """`producer.function` of the built-in producer."""
+PRODUCER = Form(
+    key="producer.function",
+    what="producer",
+    takes=("task", "engine"),
+    hint="write `async def name(task, engine): ... return chat.episode()`; options come as engine.options",
+    method="rollout",
+)
 DETAIL_LENGTH = 1000
 """What a failure says is cut here."""
 Given = Episode | Sequence[Episode] | None
@@ -99,7 +108,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def make_producer(
-    reference: str, *, key: str = "producer.function", base: Path | None = None, in_thread: InThread = asyncio.to_thread
+    reference: str, *, key: str = PRODUCER.key, base: Path | None = None, in_thread: InThread = asyncio.to_thread
 ) -> Producer:
     """Build the producer that `reference` names.
 
@@ -113,29 +122,12 @@ def make_producer(
         return SingleTurn()
     if not any(mark in reference for mark in ".:"):
         raise ConfigError(f"{key} must be single_turn or name user code, got {reference!r}", hint="write it as file.py:name", key=key)
-    found: Any = resolve(reference, what="producer", key=key, base=base)
+    form = replace(PRODUCER, key=key)
+    found: Any = resolve(reference, what=form.what, key=key, base=base)
+    check_form(form, reference, found)
     made: Any = found() if inspect.isclass(found) else found
-    if inspect.iscoroutinefunction(getattr(made, "rollout", None)):
-        return made
     if hasattr(made, "rollout"):
-        raise ConfigError(
-            f"{key} = {reference!r} must have `async rollout(task, context)`, its rollout is a plain method",
-            hint="write `async def rollout`; a plain function of (task, engine) may block",
-            key=key,
-        )
-    if inspect.isclass(found) or not callable(found):
-        raise ConfigError(
-            f"{key} = {reference!r} must be a function of (task, engine), got a {type(made).__name__}",
-            hint="write `async def name(task, engine): ... return chat.episode()`",
-            key=key,
-        )
-    signature = inspect.signature(found)
-    try:
-        signature.bind(None, None)
-    except TypeError as error:
-        raise ConfigError(
-            f"{key} = {reference!r} must take (task, engine), it takes {signature}", hint="options come as engine.options", key=key
-        ) from error
+        return made
     return FunctionProducer(found, in_thread=in_thread)
 
 

@@ -18,6 +18,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -204,10 +205,12 @@ def main() -> int:
     parser.add_argument("--also-failed", action="append", default=[], metavar="NAME", help="a step of before that counts as a failed test")
     options = parser.parse_args()
     runs = [f"{run} -m 'not slow'" for run in options.runs] if options.not_slow else options.runs
+    began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="streamrl-tests-") as scratch:
         verdict = judged(runs, Path(scratch), retry=options.retry, may_skip=options.may_skip or [""])
     verdict.failures += options.also_failed
     verdict.left_out = LEFT_OUT if options.not_slow else ""
+    say(f"took {(time.monotonic() - began_s) / 60:.1f} minutes")
     verdict.tell()
     return 1 if verdict.failures else 0
 

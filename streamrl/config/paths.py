@@ -77,10 +77,12 @@ def resolve(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
     return resolved
 
 
-def without_folder(function: str) -> str:
-    """`file.py:name` of `folder/file.py:name`; other names of functions as they are."""
-    file, name = _file_and_name(function)
-    return f"{Path(file).name}:{name}" if file else function
+def without_folder(key: str, value: str) -> str:
+    """What the key's value names, without where it lies: `file.py:name` of `folder/file.py:name`, `model` of `folder/model`."""
+    if key in DIRECTORIES:
+        return Path(value).name
+    file, name = _file_and_name(value) if key in FUNCTIONS else ("", "")
+    return f"{Path(file).name}:{name}" if file else value
 
 
 def _file_and_name(function: str) -> tuple[str, str]:

@@ -6,10 +6,14 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import msgspec
 
 from streamrl.errors import ConfigError
 
@@ -43,6 +47,60 @@ def resolve(reference: str, *, what: str, key: str, base: Path | None = None) ->
             raise _no_name(found, part, reference, what, key)
         found = getattr(found, part)
     return found
+
+
+class Form(msgspec.Struct, frozen=True, kw_only=True):
+    """What a key may name: a function, or a class or an object with a method in its place."""
+
+    key: str
+    what: str
+    """What that is, for messages."""
+    takes: tuple[str, ...]
+    """Arguments of the function."""
+    hint: str
+    method: str = ""
+    """Of the class or object, `async def`; empty: functions only."""
+    called: bool = False
+    """Whether the class's objects may be called as the function is."""
+
+
+def check_form(form: Form, reference: str, found: Any, options: Sequence[str] = ()) -> None:
+    """Raise ConfigError unless `found`, which `reference` names, has this form. Nothing of it is called or built.
+
+    `options` are given by name: to the function, or to the class when it is built.
+    """
+    given = dict.fromkeys(options)
+    called = f"a function of ({', '.join((*form.takes, *given))})"
+    if not inspect.isclass(found) and not hasattr(found, form.method or " "):
+        if not callable(found):
+            raise _misformed(form, reference, called, f"a {type(found).__name__}")
+        _bind(form, reference, found, form.takes, given, called)
+        return
+    if not form.method:
+        raise _misformed(form, reference, called, f"the class {found.__name__}")
+    method = getattr(found, form.method, None)
+    # Objects of a class may be called, too, where that is allowed.
+    if method is None and not (form.called and any("__call__" in vars(base) for base in found.__mro__)):
+        raise _misformed(form, reference, f"`async def {form.method}` in the class", "none")
+    if method is not None and not inspect.iscoroutinefunction(method):
+        raise _misformed(form, reference, f"`async def {form.method}`", "a plain method")
+    if inspect.isclass(found):
+        _bind(form, reference, found, (), given, f"a class that is built with {', '.join(given) or 'no arguments'}")
+
+
+def _bind(form: Form, reference: str, found: Any, takes: Sequence[str], given: Mapping[str, Any], expected: str) -> None:
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):  # written in C: it does not say
+        return
+    try:
+        signature.bind(*takes, **given)
+    except TypeError as error:
+        raise _misformed(form, reference, expected, f"{getattr(found, '__name__', 'one')}{signature}: {error}") from error
+
+
+def _misformed(form: Form, reference: str, expected: str, got: str) -> ConfigError:
+    return ConfigError(f"{form.key} = {reference!r}: expected {expected}, got {got}", hint=form.hint, key=form.key)
 
 
 def _path(text: str, base: Path | None) -> Path:

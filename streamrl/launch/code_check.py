@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
-import inspect
 import os
 import re
 import signal
@@ -18,17 +17,17 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
 
 from streamrl.config.code import loss_code, rollout_code
 from streamrl.config.loss import is_function
-from streamrl.config.plugins import resolve
+from streamrl.config.plugins import Form, check_form, resolve
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError
-from streamrl.producers.functions import make_producer
-from streamrl.rewards.factory import make_reward
+from streamrl.producers.functions import PRODUCER, make_producer
+from streamrl.rewards.factory import REWARD, make_reward
 from streamrl.runtime.kinds import environment, inherited
 from streamrl.runtime.service import describe_exit, die_with_parent
 
@@ -40,24 +39,31 @@ _FRAME = re.compile(r'^  File "([^"<]+)", line (\d+) in ', re.MULTILINE)
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
-class Form(msgspec.Struct, frozen=True):
-    """What a key may name."""
-
-    what: str
-    takes: tuple[str, ...]
-    """Arguments of the function."""
-    method: str = ""
-    """Of a class or an object in place of the function, `async def`; empty: functions only."""
-    called: bool = False
-    """Whether the class's objects may be called as the function is."""
-
-
+_ALGORITHMS = "; see docs/algorithms.md"
 FORMS: Mapping[str, Form] = {
-    "producer.function": Form("producer", ("task", "engine"), "rollout"),
-    "reward.kind": Form("reward", ("task", "episode"), "score", called=True),
-    "loss.advantage": Form("advantage function", ("batch", "arrays")),
-    "loss.policy": Form("policy loss", ("tokens", "config")),
-    "loss.slime_loss": Form("loss", ("args", "data", "logits", "sum_of_sample_mean")),
+    form.key: form
+    for form in (
+        PRODUCER,
+        REWARD,
+        Form(
+            key="loss.advantage",
+            what="advantage function",
+            takes=("batch", "arrays"),
+            hint=f"write `def name(batch, arrays)`, which returns one advantage a token{_ALGORITHMS}",
+        ),
+        Form(
+            key="loss.policy",
+            what="policy loss",
+            takes=("tokens", "config"),
+            hint=f"write `def name(tokens, config)`, which returns losses and metrics{_ALGORITHMS}",
+        ),
+        Form(
+            key="loss.slime_loss",
+            what="loss",
+            takes=("args", "data", "logits", "sum_of_sample_mean"),
+            hint=f"write `def name(args, data, logits, sum_of_sample_mean)`{_ALGORITHMS}",
+        ),
+    )
 }
 
 
@@ -175,7 +181,8 @@ def main(arguments: Sequence[str]) -> None:
     try:
         for key, reference in asked.named.items():
             _say(answer, Said(key))
-            check_form(key, reference, asked.options)
+            found = resolve(reference, what=FORMS[key].what, key=key)
+            check_form(FORMS[key], reference, found, asked.options if key == REWARD.key else ())
         _say(answer, Said(key, done=True))
     except ConfigError as error:
         _say(answer, Said(key, message=error.message[:_TAIL_BYTES], hint=error.hint))
@@ -193,53 +200,6 @@ def main(arguments: Sequence[str]) -> None:
 
 def _say(answer: int, said: Said) -> None:
     os.write(answer, msgspec.json.encode(said) + b"\n")
-
-
-def check_form(key: str, reference: str, options: Sequence[str] = ()) -> None:
-    """Import what `reference` names and raise ConfigError unless `key` may name it; runs the user's module, nothing else of it."""
-    form = FORMS[key]
-    found: Any = resolve(reference, what=form.what, key=key)
-    given = dict.fromkeys(options) if key == "reward.kind" else {}
-    called = f"a function of ({', '.join((*form.takes, *given))})"
-    if not inspect.isclass(found) and not hasattr(found, form.method or " "):
-        if not callable(found):
-            raise _wrong(key, reference, called, f"a {type(found).__name__}")
-        _bind(key, reference, found, form.takes, given, called)
-        return
-    if not form.method:
-        raise _wrong(key, reference, called, f"the class {found.__name__}")
-    method = getattr(found, form.method, None)
-    # Objects of a reward's class may be called, too.
-    if method is None and not (form.called and any("__call__" in vars(base) for base in found.__mro__)):
-        raise _wrong(key, reference, f"`async def {form.method}` in the class", "none")
-    if method is not None and not inspect.iscoroutinefunction(method):
-        raise _wrong(key, reference, f"`async def {form.method}`", "a plain method")
-    if inspect.isclass(found):
-        _bind(key, reference, found, (), given, f"a class that is built with {', '.join(given) or 'no arguments'}")
-
-
-def _bind(key: str, reference: str, found: Any, takes: Sequence[str], given: Mapping[str, Any], expected: str) -> None:
-    try:
-        signature = inspect.signature(found)
-    except (TypeError, ValueError):  # written in C: it does not say
-        return
-    try:
-        signature.bind(*takes, **given)
-    except TypeError as error:
-        raise _wrong(key, reference, expected, f"{getattr(found, '__name__', 'one')}{signature}: {error}") from error
-
-
-def _wrong(key: str, reference: str, expected: str, got: str) -> ConfigError:
-    return ConfigError(f"{key} = {reference!r}: expected {expected}, got {got}", hint=_HINTS[key], key=key)
-
-
-_HINTS = {
-    "producer.function": "write `async def name(task, engine): ... return chat.episode()`; options come as engine.options",
-    "reward.kind": "write `def score(task, episode, **options)`; reward.options are its keyword arguments",
-    "loss.advantage": "write `def name(batch, arrays)`, which returns one advantage a token; see docs/algorithms.md",
-    "loss.policy": "write `def name(tokens, config)`, which returns losses and metrics; see docs/algorithms.md",
-    "loss.slime_loss": "write `def name(args, data, logits, sum_of_sample_mean)`; see docs/algorithms.md",
-}
 
 
 if __name__ == "__main__":

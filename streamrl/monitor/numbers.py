@@ -95,6 +95,8 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     """Batches trained by reinforcement learning."""
     steps: int
     """Where the run ends; 0: not known."""
+    left_s: float | None
+    """Seconds to `steps`, as fast as the newest batches; None: not known, as while it warms up, stands, or has just begun."""
     warmup_step: int
     warmup_steps: int
     version: str

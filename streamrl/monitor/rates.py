@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from collections import deque
+from collections.abc import Sequence
 
 RATE_WINDOW_S = 10.0
+_LEFT_BATCHES = 20
+"""So many of the newest batches say how fast a run is."""
+_FEWEST = 3
+_PAUSE = 10.0
+"""So many times the median between two batches is a pause, as of a run that was down, which will not come again."""
 
 
 class Growing:
@@ -45,3 +53,13 @@ class Rate:
             return 0.0
         (start, low), (end, high) = self._marks[0], self._marks[-1]
         return (high - low) / (end - start) if end > start else 0.0
+
+
+def left_s(times_s: Sequence[float], num_left: int) -> float | None:
+    """Seconds that `num_left` more batches take, by the newest of those that ended at `times_s`; None: too few to say."""
+    newest = times_s[-_LEFT_BATCHES - 1 :]
+    steps = [later - earlier for earlier, later in itertools.pairwise(newest) if later > earlier > 0]
+    if len(steps) < _FEWEST:
+        return None
+    longest = _PAUSE * statistics.median(steps)
+    return max(0, num_left) * statistics.fmean(step for step in steps if step <= longest)

@@ -135,7 +135,14 @@ def progress(numbers: RunNumbers) -> str:
     warmup = f"warm-up {numbers.warmup_step}" if numbers.warmup_step else ""
     if warmup and numbers.answer_probability is not None and numbers.phase == "warm-up":
         warmup += f" (whole answers {numbers.answer_probability:.2f})"
-    return "   ".join(part for part in (steps, warmup, f"version {numbers.version}") if part)
+    return "   ".join(part for part in (steps, warmup, f"version {numbers.version}", left_text(numbers)) if part)
+
+
+def left_text(numbers: RunNumbers) -> str:
+    """Time to the end of the run; `-` where it cannot be said yet, and nothing where no end is set or it is there."""
+    if not numbers.steps or numbers.step >= numbers.steps or numbers.phase == "finished":
+        return ""
+    return f"left {clock(numbers.left_s) if numbers.left_s is not None else '-'}"
 
 
 def reward_text(numbers: RunNumbers) -> Text:
@@ -217,6 +224,8 @@ def plain_line(numbers: RunNumbers) -> str:
         fields.append(f"reward={decimal(numbers.reward)}")
     if numbers.heldout is not None:
         fields.append(f"heldout={decimal(numbers.heldout)}")
+    if left := left_text(numbers):
+        fields.append(left.replace(" ", "="))
     fields += [
         f"made={short(numbers.made_per_s)}/s",
         f"trained={short(numbers.trained_per_s)}/s",

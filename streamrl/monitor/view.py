@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from streamrl.errors import SchemaError
 from streamrl.monitor.failures import Failures
 from streamrl.monitor.numbers import EngineLine, Evaluation, Point, Problem, RunNumbers, Standing, WorkerLine
-from streamrl.monitor.rates import Growing, Rate
+from streamrl.monitor.rates import Growing, Rate, left_s
 from streamrl.monitor.waits import standing_of
 from streamrl.schemas.control import EVALUATION_ROLE, ROLLOUT_ROLE, EnginePresence, Grant, WorkerPresence
 from streamrl.schemas.events import MOVING_EVENT, STANDING_EVENT, Event, MetricReport
@@ -309,6 +309,7 @@ class RunView:
             phase=self.phase(),
             step=len(reinforced),
             steps=self.steps,
+            left_s=left_s([one.time_s for one in reinforced], self.steps - len(reinforced)) if self.steps and not self.standing else None,
             warmup_step=len(self.points) - len(reinforced),
             warmup_steps=self.warmup_steps,
             version=str(newest.version) if newest else "-",

@@ -6,13 +6,21 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from streamrl.config.plugins import resolve
+from streamrl.config.plugins import Form, check_form, resolve
 from streamrl.config.tree import RewardConfig
 from streamrl.errors import ConfigError
 from streamrl.rewards.built_in import ExactMatch, FinalNumber
 from streamrl.rewards.functions import FunctionReward, InThread
 from streamrl.rewards.protocol import Reward
 
+REWARD = Form(
+    key="reward.kind",
+    what="reward",
+    takes=("task", "episode"),
+    hint="write `def score(task, episode, **options)`; reward.options are its keyword arguments",
+    method="score",
+    called=True,
+)
 LATE = "late"
 """`reward.kind` of runs whose rewards come after their samples."""
 BUILT_IN = ("exact_match", "gsm8k", LATE)
@@ -44,26 +52,11 @@ def make_reward(config: RewardConfig, *, base: Path | None = None, in_thread: In
             hint="write it as file.py:name",
             key="reward.kind",
         )
-    found: Any = resolve(config.kind, what="reward", key="reward.kind", base=base)
+    found: Any = resolve(config.kind, what=REWARD.what, key=REWARD.key, base=base)
+    check_form(REWARD, config.kind, found, tuple(config.options))
     made: Any = _built(found, config) if inspect.isclass(found) else found
-    if inspect.iscoroutinefunction(getattr(made, "score", None)):
+    if hasattr(made, "score"):
         return made
-    if not callable(made):
-        raise ConfigError(
-            f"reward.kind = {config.kind!r} must be a function of (task, episode), got {type(made).__name__}",
-            hint="or an object with `async score(task, episodes)`, see streamrl.rewards.protocol",
-            key="reward.kind",
-        )
-    try:
-        inspect.signature(made).bind(None, None, **config.options)
-    except TypeError as error:
-        raise ConfigError(
-            f"reward.kind = {config.kind!r} must take (task, episode) and reward.options {sorted(config.options)}: {error}",
-            hint="write `def score(task, episode, **options)`",
-            key="reward.kind",
-        ) from error
-    except ValueError:  # a built-in function does not say what it takes
-        pass
     return FunctionReward(made, config.options, in_thread=in_thread)
 
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from streamrl.bus.protocol import Bus
 from streamrl.config.former import LATER_DECISIONS
 from streamrl.config.load import dump, from_json, override
-from streamrl.config.paths import FUNCTIONS, without_folder
+from streamrl.config.paths import without_folder
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError, Conflict
 from streamrl.runtime.rundir import RunDir
@@ -38,6 +38,8 @@ FREE_KEYS = (
     "engine.host",
     "engine.advertise",
     "engine.port",
+    "engine.sglang.python",
+    "engine.sglang.gpus",
     "trainer.ranks",
     "trainer.rank_timeout_s",
     "trainer.threads",
@@ -60,7 +62,8 @@ FREE_KEYS = (
 """Keys and sections that may differ when a run is resumed: how fast and where, not what is learned.
 
 The paths are free because their content is what counts: rows are compared by digest, and a checkpoint replaces the initial weights. Of
-functions in a file, the folder is free: a run that was moved with its files goes on.
+functions in a file, and of folders of models (the reference, the critic, the teacher), where they lie is free: a run that was moved with
+them goes on.
 """
 
 
@@ -153,7 +156,7 @@ def check_resume(old: RunRecord, new: RunRecord) -> None:
 
 def _what(key: str, value: Any) -> Any:
     """The value without where it is found."""
-    return without_folder(value) if key in FUNCTIONS and isinstance(value, str) else value
+    return without_folder(key, value) if isinstance(value, str) else value
 
 
 def _is_free(key: str) -> bool:

@@ -11,6 +11,8 @@ import pytest
 from streamrl.config.load import load
 from streamrl.errors import ConfigError
 from streamrl.launch.code_check import check_code
+from streamrl.producers.functions import make_producer
+from streamrl.rewards.factory import make_reward
 from tests.support.errors import raises
 
 pytestmark = pytest.mark.process
@@ -106,9 +108,13 @@ async def test_what_fits_passes_and_nothing_of_it_is_called(place: Path, overrid
         ("producer.function=good.py:strict", "producer.function"),
     ],
 )
-async def test_what_does_not_fit_is_named(place: Path, override: str, key: str) -> None:
-    with raises(ConfigError, key=key):
+async def test_what_does_not_fit_is_named_in_the_words_of_who_builds_it(place: Path, override: str, key: str) -> None:
+    with raises(ConfigError, key=key) as found:
         await look(place, override)
+    config = load(place / "my.toml", (override,))
+    with raises(ConfigError, key=key) as built:
+        make_producer(config.producer.function) if key.startswith("producer") else make_reward(config.reward)
+    assert (found.value.message, found.value.hint) == (built.value.message, built.value.hint)
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import io
 
+import msgspec
 import pytest
 from rich.console import Console
 
-from streamrl.monitor.numbers import WorkerLine
-from streamrl.monitor.screen import PlainLines, Screen, clock, decimal, degraded_lines, panel, plain_line, short, sparkline
+from streamrl.monitor.numbers import Standing, WorkerLine
+from streamrl.monitor.rates import left_s
+from streamrl.monitor.screen import PlainLines, Screen, clock, decimal, degraded_lines, panel, plain_line, progress, short, sparkline
 from streamrl.monitor.view import RunView
 from streamrl.schemas.control import EnginePresence, WorkerPresence
 from streamrl.schemas.events import Event
 from streamrl.schemas.versions import Version
+from tests.monitor.conftest import MakeEntry, as_line
 
 STATES = {
     "engine-0": WorkerLine(worker="engine-0", state="running", restarts=1),
@@ -52,6 +55,30 @@ def test_a_plain_line_holds_the_numbers_and_who_is_in_trouble(learned_run: RunVi
     assert "staleness=1/2" in line
     assert "stream-full=producer-0" in line
     assert line.endswith("workers=producer-0:waiting")
+
+
+def test_the_time_left_is_said_once_it_is_known(entry: MakeEntry) -> None:
+    view = RunView("demo", steps=40)
+    view.ledger(as_line(entry(1, source="warmup")))
+    assert " left=- " in plain_line(view.numbers(elapsed_s=1.0))
+    for number in range(2, 5):
+        view.ledger(as_line(entry(number)))
+    assert " left=- " in plain_line(view.numbers(elapsed_s=1.0)), "two steps do not say how fast it is"
+    view.ledger(as_line(msgspec.structs.replace(entry(5), time_s=1009.0)))  # one step of 5 s after two of 1 s
+    numbers = view.numbers(elapsed_s=1.0)
+    assert numbers.left_s == pytest.approx(36 * 7 / 3)
+    assert " left=1:24 " in plain_line(numbers) and "version 0.5   left 1:24" in progress(numbers)
+    view.standing = Standing(what="credit", hint="")
+    assert " left=- " in plain_line(view.numbers(elapsed_s=1.0))
+    assert "left" not in plain_line(RunView("demo").numbers(elapsed_s=1.0)), "a run without an end"
+
+
+def test_a_night_in_which_the_run_was_down_does_not_count_for_the_time_left() -> None:
+    times = [1000.0 + 2 * number for number in range(8)]
+    assert left_s([*times, *(40_000 + one for one in times)], 10) == pytest.approx(20.0)
+    assert left_s(times, 0) == left_s(times, -3) == 0.0
+    assert left_s([0.0] * 30, 5) is None, "entries that do not say when"
+    assert left_s([], 5) is left_s(times[:3], 5) is None
 
 
 def test_an_engine_that_does_otherwise_than_asked_says_so(learned_run: RunView) -> None:

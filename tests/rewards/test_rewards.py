@@ -113,7 +113,7 @@ async def test_a_class_sees_the_whole_group(code: Path) -> None:
     ("kind", "complaint"),
     [
         ("exact_matsch", "must be exact_match, gsm8k, late or name user code"),
-        ("{code}:NUMBER", "must be a function of"),
+        ("{code}:NUMBER", "expected a function of"),
         ("{code}:hafl", "called 'hafl'.*\nhint: did you mean 'half'"),
         ("{code}x.py:half", "there is none"),
         ("no_such_module_here:score", "expected a module no_such_module_here"),
@@ -125,7 +125,7 @@ def test_what_is_no_reward_is_refused(code: Path, kind: str, complaint: str) -> 
 
 
 def test_options_that_do_not_fit_are_refused(code: Path) -> None:
-    with raises(ConfigError, key="reward.options", kind=f"{code}:Rank"):
+    with raises(ConfigError, key="reward.kind"):
         make_reward(RewardConfig(kind=f"{code}:Rank", options={"bottom": 1}))
     with raises(ConfigError, key="reward.options", got=["x"]):
         make_reward(RewardConfig(options={"x": 1}))

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from streamrl.bus.protocol import Bus
+from streamrl.config.engines import SglangConfig
 from streamrl.config.load import dump, override
-from streamrl.config.loss import CorrectionConfig, LossConfig, RejectionConfig
+from streamrl.config.loss import CorrectionConfig, CriticConfig, DistillationConfig, KLConfig, LossConfig, RejectionConfig
 from streamrl.config.tree import Config, DataConfig, EngineConfig, ProducerConfig, RewardConfig, RunConfig, TasksConfig, TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.runtime.run_record import FREE_KEYS, check_resume, continued, write_or_check
@@ -72,6 +73,23 @@ def test_a_reward_that_was_moved_with_its_run_is_the_same_and_another_is_not(nam
     assert caught.value.values["key"] == "reward.kind"
 
 
+def test_models_that_were_moved_with_their_run_are_the_same_and_others_are_not() -> None:
+    def placed(folder: str, reference: str = "old") -> RunRecord:
+        loss = LossConfig(
+            kl=KLConfig(reference=f"{folder}/{reference}"),
+            critic=CriticConfig(path=f"{folder}/critic"),
+            distillation=DistillationConfig(teacher=f"{folder}/teacher"),
+        )
+        sglang = SglangConfig(python=f"{folder}/bin/python", gpus=(len(folder),))
+        return record(Config(loss=loss, engine=EngineConfig(sglang=sglang)))
+
+    check_resume(placed("/there"), placed("/here/too"))
+    with raises(ConfigError, key="loss.kl.reference"):
+        check_resume(placed("/there"), placed("/there", "other"))
+    with raises(ConfigError, key="loss.critic.path"):
+        check_resume(placed("/there"), record(Config()))
+
+
 def test_a_key_that_came_later_is_off() -> None:
     tree = json.loads(dump(Config()))
     del tree["tasks"]["hold_ahead"], tree["debug"]
@@ -85,9 +103,10 @@ def test_a_key_that_came_later_is_off() -> None:
 def test_every_free_key_exists() -> None:
     tree = msgspec.to_builtins(Config())
     for key in FREE_KEYS:
-        section, _, name = key.partition(".")
-        assert section in tree
-        assert not name or name in tree[section], key
+        found = tree
+        for part in key.split("."):
+            assert part in found, key
+            found = found[part]
 
 
 def test_a_run_in_former_words_goes_on_in_present_ones() -> None:

@@ -203,7 +203,7 @@ async def fails(task, engine):
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("def good(): pass", "must take (task, engine)"),
+        ("def good(): pass", "expected a function of (task, engine)"),
         ("raise ImportError('no such tool')", "no such tool"),
         ("sys.exit(5)", "SystemExit: 5"),
         ("os._exit(5)", "exit code 5"),
