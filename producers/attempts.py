@@ -10,7 +10,7 @@ import logging
 
 from streamrl.bus.protocol import Bus, KeyEntry
 from streamrl.errors import BusError, Conflict
-from streamrl.schemas.subjects import PREFIX_ATTEMPTS
+from streamrl.runtime.task_keys import attempts_key, vanish
 
 logger = logging.getLogger(__name__)
 
@@ -27,15 +27,18 @@ class Attempts:
         self._bus = bus
         self._known: dict[int, int] = {}
 
+    def begin(self, task: int) -> None:
+        """A task that nobody has worked on before."""
+        self._known.setdefault(task, 0)
+
     async def load(self, task: int) -> int:
         """Deaths in earlier deliveries."""
         try:
-            count = _count(await self._bus.kv.get(_key(task)))
+            count = _count(await self._bus.kv.get(attempts_key(task)))
         except BusError as error:
             logger.warning("event=attempts_unknown task=%d error=%s", task, error.message)
             return 0
-        if count:
-            self._known[task] = count
+        self._known[task] = count
         return count
 
     async def add(self, task: int) -> int:
@@ -51,10 +54,10 @@ class Attempts:
     async def _stored(self, task: int) -> int:
         """Raises BusError, of which Conflict where others count it all the time."""
         for attempt in range(1, _TRIES + 1):
-            entry = await self._bus.kv.get(_key(task))
+            entry = await self._bus.kv.get(attempts_key(task))
             count = _count(entry) + 1
             try:
-                await self._bus.kv.put(_key(task), str(count).encode(), expect=0 if entry is None else entry.revision, ttl_s=KEPT_S)
+                await self._bus.kv.put(attempts_key(task), str(count).encode(), expect=0 if entry is None else entry.revision, ttl_s=KEPT_S)
             except Conflict:
                 if attempt == _TRIES:
                     raise
@@ -63,13 +66,13 @@ class Attempts:
         raise AssertionError("it returns or raises")
 
     async def forget(self, task: int) -> None:
-        """Remove a task's count; call it when its records are stored."""
-        if self._known.pop(task, None) is not None:
-            try:
-                # An empty value that expires at once leaves nothing behind; a deleted key would leave its marker for ever.
-                await self._bus.kv.put(_key(task), b"", ttl_s=1.0)
-            except BusError as error:
-                logger.warning("event=attempts_left_behind task=%d error=%s", task, error.message)
+        """Remove a task's count; call it when the task has ended, worked on here or not."""
+        known = self._known.pop(task, None)
+        try:
+            if known or (known is None and await self._bus.kv.get(attempts_key(task)) is not None):
+                await vanish(self._bus.kv, attempts_key(task))
+        except BusError as error:
+            logger.warning("event=attempts_left_behind task=%d error=%s", task, error.message)
 
     def drop(self, task: int) -> None:
         """No longer know of a task that was given back."""
@@ -78,7 +81,3 @@ class Attempts:
 
 def _count(entry: KeyEntry | None) -> int:
     return int(entry.value) if entry is not None and entry.value and entry.value.isdigit() else 0
-
-
-def _key(task: int) -> str:
-    return f"{PREFIX_ATTEMPTS}{task}"

@@ -2,7 +2,7 @@
 
 ```text
 context.checkpoint(data) --> key checkpoints/<task>/<rollout> --> context.resume of the next delivery
-                                     removed when the task has ended
+                                     removed when the task has ended, by whoever sees its end
 ```
 
 A checkpoint saves work and decides nothing: one that cannot be stored is logged and left out, and the episode begins again without it.
@@ -15,7 +15,7 @@ import logging
 
 from streamrl.bus.protocol import Bus
 from streamrl.errors import BusError, SchemaError
-from streamrl.schemas.subjects import PREFIX_CHECKPOINTS
+from streamrl.runtime.task_keys import checkpoint_key, checkpoint_keys, vanish
 
 logger = logging.getLogger(__name__)
 
@@ -33,26 +33,39 @@ class RolloutCheckpoints:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._sizes: dict[int, dict[int, int]] = {}
-        """Bytes stored by task and rollout."""
+        """Bytes stored by task and rollout, of the tasks of which this process knows all that is stored."""
+        self._behind: set[int] = set()
+        """Tasks that have ended and of which something could not be removed; it counts until it is."""
+
+    def begin(self, task: int) -> None:
+        """A task that nobody has worked on before: nothing is stored of it."""
+        self._sizes.setdefault(task, {})
 
     async def load(self, task: int) -> dict[int, bytes]:
         """What an earlier delivery stored, by rollout."""
         try:
             found: dict[int, bytes] = {}
-            for key in await self._bus.kv.keys(f"{PREFIX_CHECKPOINTS}{task}/"):
-                rollout = key.rpartition("/")[2]
-                if not rollout.isdigit():
-                    logger.warning("event=key_ignored key=%s reason=expected_the_number_of_a_rollout", key)
-                    continue
-                entry = await self._bus.kv.get(key)
+            for rollout in await self._stored(task):
+                entry = await self._bus.kv.get(checkpoint_key(task, rollout))
                 if entry is not None and entry.value:
-                    found[int(rollout)] = entry.value
+                    found[rollout] = entry.value
         except BusError as error:
             logger.warning("event=checkpoints_unread task=%d error=%s", task, error.message)
             return {}
+        self._sizes[task] = {rollout: len(data) for rollout, data in found.items()}
         if found:
-            self._sizes[task] = {rollout: len(data) for rollout, data in found.items()}
             logger.info("event=task_resumed task=%d rollouts=%d", task, len(found))
+        return found
+
+    async def _stored(self, task: int) -> list[int]:
+        """Rollouts that have a checkpoint, whoever stored it."""
+        found: list[int] = []
+        for key in await checkpoint_keys(self._bus.kv, task):
+            rollout = key.rpartition("/")[2]
+            if rollout.isdigit():
+                found.append(int(rollout))
+            else:
+                logger.warning("event=key_ignored key=%s reason=expected_the_number_of_a_rollout", key)
         return found
 
     async def save(self, task: int, rollout: int, data: bytes) -> None:
@@ -66,30 +79,40 @@ class RolloutCheckpoints:
                 f"a checkpoint of a rollout may have {MAX_BYTES} bytes, got {len(data)} (task {task}, rollout {rollout})",
                 hint="store what cannot be made again, and large things under a name of their own elsewhere",
             )
-        others = sum(sum(sizes.values()) for sizes in self._sizes.values()) - self._sizes.get(task, {}).get(rollout, 0)
+        before = self._sizes.get(task, {}).get(rollout, 0)
+        others = sum(sum(sizes.values()) for sizes in self._sizes.values()) - before
         if others + len(data) > BUDGET_BYTES:
             logger.warning("event=checkpoint_lost task=%d rollout=%d reason=budget stored_bytes=%d", task, rollout, others)
             return
+        # Counted before it is sent: who is cancelled or hears no answer meanwhile does not know which of the two is stored.
+        sizes = self._sizes.setdefault(task, {})
+        sizes[rollout] = max(before, len(data))
         try:
-            await self._bus.kv.put(_key(task, rollout), data, ttl_s=KEPT_S)
+            await self._bus.kv.put(checkpoint_key(task, rollout), data, ttl_s=KEPT_S)
         except BusError as error:
             logger.warning("event=checkpoint_lost task=%d rollout=%d error=%s", task, rollout, error.message)
             return
-        self._sizes.setdefault(task, {})[rollout] = len(data)
+        sizes[rollout] = len(data)
 
     async def forget(self, task: int) -> None:
-        """Remove a task's checkpoints; call it when its records are stored."""
-        for rollout in self._sizes.pop(task, {}):
+        """Remove a task's checkpoints; call it when the task has ended, worked on here or not. What fails is tried again with the next."""
+        for ended in (task, *self._behind):
+            self._behind.discard(ended)
             try:
-                # An empty value that expires at once leaves nothing behind; a deleted key would leave its marker for ever.
-                await self._bus.kv.put(_key(task, rollout), b"", ttl_s=1.0)
+                await self._remove(ended)
             except BusError as error:
-                logger.warning("event=checkpoint_left_behind task=%d rollout=%d error=%s", task, rollout, error.message)
+                logger.warning("event=checkpoints_left_behind task=%d error=%s", ended, error.message)
+                self._behind.add(ended)
+                return
+
+    async def _remove(self, task: int) -> None:
+        known = self._sizes.get(task)
+        for rollout in await self._stored(task) if known is None else list(known):
+            await vanish(self._bus.kv, checkpoint_key(task, rollout))
+            if known is not None:
+                known.pop(rollout, None)
+        self._sizes.pop(task, None)
 
     def drop(self, task: int) -> None:
         """No longer count what is stored of a task that was given back: its next producer does."""
         self._sizes.pop(task, None)
-
-
-def _key(task: int, rollout: int) -> str:
-    return f"{PREFIX_CHECKPOINTS}{task}/{rollout}"

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from streamrl.bus.protocol import Bus, Lease
 from streamrl.errors import BusError, EngineError, SchemaError
@@ -36,6 +37,17 @@ _RETRY_FIRST_S = 0.5
 _RETRY_MAX_S = 30.0
 
 
+@dataclass(slots=True, eq=False)
+class _Claim:
+    """A task in hand."""
+
+    lease: Lease
+    finished: bool = False
+    """Whether its records are stored, or there will be none: it only has to leave the queue."""
+    dropped: bool = False
+    """Whether its work was cancelled because the task had ended. Once: a second time would cut short how it leaves the queue."""
+
+
 class Counts:
     """What has happened since the last report."""
 
@@ -52,6 +64,9 @@ class Claims:
     `work` gets a task and the number of its deliveries (1: the first); it returns once every record of the task is stored. It may raise
     EngineError (the task is given back with a growing delay) and be cancelled; any other error ends `run`, and with it the process: its
     leases lapse and others get the tasks.
+
+    `let_go` gets a task's index and whether the task has ended, before it leaves the queue or is given back: also of tasks that had ended
+    before they came, and of those whose work was cancelled for it.
     """
 
     def __init__(
@@ -64,6 +79,7 @@ class Claims:
         concurrency: int,
         ack_wait_s: float,
         grace_s: float = GRACE_S,
+        let_go: Callable[[int, bool], Awaitable[None]] | None = None,
     ) -> None:
         self.source = source
         self.num_done = 0
@@ -75,7 +91,8 @@ class Claims:
         self._concurrency = concurrency
         self._keep_every_s = ack_wait_s / 3
         self._grace_s = grace_s
-        self._open: dict[asyncio.Task[None], Lease] = {}
+        self._let_go = let_go
+        self._open: dict[asyncio.Task[None], _Claim] = {}
         self._wake = asyncio.Event()
         self._first_open = 0
         """Tasks below it have ended."""
@@ -104,8 +121,9 @@ class Claims:
                     continue
                 # Not cancelled by a drain: a lease that arrives after its claim was cut would lie idle for the whole ack wait.
                 for lease in await self._bus.claim(self.source, max=free, wait_s=_CLAIM_WAIT_S):
-                    task = group.create_task(self._hold(lease))
-                    self._open[task] = lease
+                    claim = _Claim(lease)
+                    task = group.create_task(self._hold(claim))
+                    self._open[task] = claim
                     task.add_done_callback(self._closed)
             await self._drain()
             keeper.cancel()
@@ -118,9 +136,10 @@ class Claims:
         Whatever is claimed of them later leaves the queue at once.
         """
         self._first_open = max(self._first_open, first_open)
-        for work, lease in list(self._open.items()):
-            if self._has_ended(lease) and work.cancel():
-                logger.info("event=claim_dropped source=%s task=%d reason=ended", self.source, lease.sequence - 1)
+        for work, claim in self._open.items():
+            if self._has_ended(claim.lease) and not claim.finished and not claim.dropped:
+                claim.dropped = work.cancel()
+                logger.info("event=claim_dropped source=%s task=%d reason=ended", self.source, claim.lease.sequence - 1)
 
     def _closed(self, task: asyncio.Task[None]) -> None:
         self._open.pop(task, None)
@@ -150,31 +169,32 @@ class Claims:
     async def _keep(self) -> None:
         while True:
             await asyncio.sleep(self._keep_every_s)
-            for lease in list(self._open.values()):
+            for claim in list(self._open.values()):
                 try:
-                    await lease.keep()
+                    await claim.lease.keep()
                 except BusError as error:
                     # The next round tries again; a lease that lapses meanwhile costs a second rollout, which is dropped as a duplicate.
-                    logger.warning("event=keep_failed source=%s sequence=%d error=%s", self.source, lease.sequence, error.message)
+                    logger.warning("event=keep_failed source=%s sequence=%d error=%s", self.source, claim.lease.sequence, error.message)
 
     async def _drain(self) -> None:
         if self._open:
             await asyncio.wait(self._open, timeout=self._grace_s)
-        left = list(self._open)
-        for task in left:
-            task.cancel()
+        left = dict(self._open)
+        for task, claim in left.items():
+            if not claim.dropped:
+                task.cancel()
         if left:
             await asyncio.wait(left)
         logger.info("event=drained source=%s given_back=%d", self.source, len(left))
 
-    async def _hold(self, lease: Lease) -> None:
-        finished = False
+    async def _hold(self, claim: _Claim) -> None:
+        lease = claim.lease
         try:
             task = None if self._has_ended(lease) else await self._readable(lease)
             if task is not None:
                 await self._work(task, lease.deliveries)
-            finished = True
-            await lease.done()
+            claim.finished = True
+            await self._leave(lease, ended=True)
             self.num_done += 1
             self._counts.num_done += 1
         except EngineError as error:
@@ -183,13 +203,19 @@ class Claims:
             logger.warning(
                 "event=task_given_back source=%s task=%d delay_s=%.1f error=%s", self.source, lease.sequence - 1, delay_s, error.message
             )
-            await lease.retry(delay_s)
+            await self._leave(lease, ended=False, delay_s=delay_s)
         except asyncio.CancelledError:
             # Once its records are stored a task is not asked for again: if `done` did not get through, the ack wait settles it.
-            if not finished:
+            if not claim.finished:
                 with contextlib.suppress(BusError, TimeoutError):
-                    await asyncio.wait_for(lease.done() if self._has_ended(lease) else lease.retry(0.0), _GIVE_BACK_S)
+                    await asyncio.wait_for(self._leave(lease, ended=self._has_ended(lease)), _GIVE_BACK_S)
             raise
+
+    async def _leave(self, lease: Lease, *, ended: bool, delay_s: float = 0.0) -> None:
+        """Take a task that has ended off the queue, or give it back."""
+        if self._let_go is not None:
+            await self._let_go(lease.sequence - 1, ended)
+        await (lease.done() if ended else lease.retry(delay_s))
 
     async def _readable(self, lease: Lease) -> RolloutTask | None:
         """The task, or None after a tombstone was stored in its place."""

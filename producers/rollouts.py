@@ -101,7 +101,16 @@ async def serve(worker: Worker, function: str, *, sources: Sequence[str]) -> int
 def _claims(worker: Worker, source: str, runner: GroupRunner, publisher: Publisher) -> Claims:
     config = worker.config
     warmup = source == WARMUP_SOURCE
-    work = _demonstrate(worker, publisher) if warmup else _roll_out(worker, runner, publisher)
+    kept = RolloutCheckpoints(worker.bus), Attempts(worker.bus)
+    work = _demonstrate(worker, publisher) if warmup else _roll_out(worker, runner, publisher, *kept)
+
+    async def let_go(task: int, ended: bool) -> None:
+        for one in kept:
+            if ended:
+                await one.forget(task)
+            else:
+                one.drop(task)
+
     return Claims(
         worker.bus,
         publisher,
@@ -109,28 +118,26 @@ def _claims(worker: Worker, source: str, runner: GroupRunner, publisher: Publish
         work,
         concurrency=_WARMUP_CONCURRENCY if warmup else config.producer.concurrency,
         ack_wait_s=config.bus.ack_wait_s,
+        let_go=None if warmup else let_go,
     )
 
 
-def _roll_out(worker: Worker, runner: GroupRunner, publisher: Publisher) -> Callable[[RolloutTask, int], Awaitable[None]]:
-    checkpoints, attempts = RolloutCheckpoints(worker.bus), Attempts(worker.bus)
-
+def _roll_out(
+    worker: Worker, runner: GroupRunner, publisher: Publisher, checkpoints: RolloutCheckpoints, attempts: Attempts
+) -> Callable[[RolloutTask, int], Awaitable[None]]:
     async def work(task: RolloutTask, deliveries: int) -> None:
         again = deliveries > 1
+        if not again:
+            checkpoints.begin(task.index)
+            attempts.begin(task.index)
         keeping = Keeping(
             resumes=await checkpoints.load(task.index) if again else {},
             store=partial(checkpoints.save, task.index),
             attempts=await attempts.load(task.index) if again else 0,
             died=partial(attempts.add, task.index),
         )
-        try:
-            group = await runner.run(task, keeping=keeping)
-            await publisher.task(task, samples_of(task, group.episodes, producer=worker.name), group.failures)
-            await checkpoints.forget(task.index)
-            await attempts.forget(task.index)
-        finally:
-            checkpoints.drop(task.index)
-            attempts.drop(task.index)
+        group = await runner.run(task, keeping=keeping)
+        await publisher.task(task, samples_of(task, group.episodes, producer=worker.name), group.failures)
 
     return work
 

@@ -24,6 +24,7 @@ from streamrl.bus.protocol import Bus
 from streamrl.consumers.training.checkpoints import trim_if_full
 from streamrl.core.state import FoldState
 from streamrl.errors import BusError, Fenced, NotFound, StreamFull
+from streamrl.runtime.task_keys import remove_task_keys
 from streamrl.schemas.codec import encode
 from streamrl.schemas.digests import body_digest
 from streamrl.schemas.samples import Tombstone
@@ -126,6 +127,7 @@ class Reaper:
             raise Fenced(f"trainer {self._trainer!r} with fence {self._fence} ends no tasks: there is another fence", fence=self._fence)
         for task in lost:
             known = state.pending.get(task)
+            await self._forget(task)
             source = known.source if known is not None else WARMUP_SOURCE if state.in_warmup(task) else MAIN_SOURCE
             detail = "nobody holds it, it is not in the queue, and the stream has no end of it"
             body = encode(Tombstone(task=task, reason=REASON, detail=detail, source=source))
@@ -136,6 +138,13 @@ class Reaper:
                 await trim_if_full(self._bus)
                 raise
             logger.warning("event=task_lost task=%d source=%s", task, source)
+
+    async def _forget(self, task: int) -> None:
+        """Nobody goes on from what is stored of it. First, so that whoever is cut short here looks at the task again."""
+        try:
+            await remove_task_keys(self._bus.kv, task)
+        except BusError as error:  # a credit is worth more than the room of some keys
+            logger.warning("event=task_keys_left_behind task=%d error=%s", task, error.message)
 
 
 def _say_why(running: Future[None]) -> None:

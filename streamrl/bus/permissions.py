@@ -1,14 +1,15 @@
 """What each role of a run may do on the bus, as the subjects that its user may publish to.
 
-| role      | stores                                                     | reads                    | else                         |
-|-----------|------------------------------------------------------------|--------------------------|------------------------------|
-| operator  | everything                                                 | everything               | makes and deletes streams    |
-| trainer   | ledger, weights, marks, tombstones, blobs, dead, grant,... | samples, ledger, weights | trims samples, retires blobs |
-| producer  | samples, tombstones, rewards, checkpoints, attempts        | events                   | claims tasks                 |
-| engine    | presence of engines, pins                                  | weights, blobs           |                              |
-| feeder    | tasks                                                      |                          |                              |
-| evaluator | event `evaluation`, pins                                   | ledger, events           |                              |
-| reader    | nothing                                                    | everything but tasks     |                              |
+| role      | stores                                                           | reads                      | else                         |
+|-----------|------------------------------------------------------------------|----------------------------|------------------------------|
+| operator  | everything                                                       | everything                 | makes and deletes streams    |
+| trainer   | ledger, weights, marks, tombstones, blobs, dead, grant, ...      | samples, ledger, weights,  | trims samples, retires blobs |
+|           |                                                                  | queued tasks               |                              |
+| producer  | samples, tombstones, rewards, checkpoints, attempts, `stalled`   | events                     | claims tasks                 |
+| engine    | presence of engines, pins, events `weights` and `engine`         | weights, blobs             |                              |
+| feeder    | tasks, events `stalled` and `resumed`                            | queued tasks               |                              |
+| evaluator | event `evaluation`, pins                                         | ledger, events             |                              |
+| reader    | nothing                                                          | everything but tasks       |                              |
 
 Every worker also reads the keys and stores its own metrics, events and presence. Reading is asking JetStream's API for single messages
 or batches of them, and hearing what is stored from then on; a role has that of the streams that it reads and of no other. Nobody but the
@@ -72,11 +73,13 @@ def allowed(role: str, run: str) -> Rights:
     blobs = blobs_name(run)
     worker = [f"{run}.metrics.*", f"$KV.{run}.presence.workers.*"]
     stalls = [f"{run}.events.stalled", f"{run}.events.resumed"]
+    of_tasks = [f"$KV.{run}.checkpoints.*.*", f"$KV.{run}.attempts.*"]  # the trainer's reaper removes them
     stores: dict[str, list[str]] = {
         "trainer": [
             *worker,
             *(f"{run}.{subject}" for subject in ("ledger.*", "weights.*", "marks", "tombstones.*", "dead", "events.*")),
             *(f"$KV.{run}.{key}" for key in ("granted", "latest.*", "positions.*", "fences.*", "ranks.*")),
+            *of_tasks,
             f"{API}.STREAM.INFO.{tasks}",
             f"{API}.STREAM.MSG.GET.{tasks}",
             f"$O.{run}.C.*",
@@ -88,8 +91,7 @@ def allowed(role: str, run: str) -> Rights:
             *worker,
             *stalls,
             *(f"{run}.{subject}" for subject in ("samples.*", "tombstones.*", "rewards")),
-            f"$KV.{run}.checkpoints.*.*",
-            f"$KV.{run}.attempts.*",
+            *of_tasks,
             f"{API}.CONSUMER.INFO.{tasks}.*",
             f"$JS.ACK.{tasks}.>",
         ],

@@ -230,7 +230,8 @@ class Session:
         await bus.remove()
         await bus.close()
         shutil.rmtree(self._run.model_dir, ignore_errors=True)
-        return await self._connect(server), await prepare(self._config, self._run, self._note)
+        record = await prepare(self._config, self._run, self._note)
+        return await self._connect(server), record
 
     async def _follow(self, bus: Bus, server: BusServer) -> Outcome:
         view = RunView(

@@ -9,11 +9,13 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 
+import nats.errors
 import pytest
 import pytest_asyncio
+from nats.aio.client import Client
 
 from streamrl.bus import Message, connect
-from streamrl.bus.jetstream import admin
+from streamrl.bus.jetstream import admin, blobs
 from streamrl.bus.jetstream.bus import JetStreamBus
 from streamrl.bus.jetstream.connection import Connection
 from streamrl.bus.jetstream.transport import WideTransport
@@ -208,6 +210,44 @@ async def test_what_a_dead_writer_left_behind_is_no_blob(own_server: NatsServer,
     assert await messages() > before
     assert await bus.blobs.get("whole") == whole
     await connection.close()
+
+
+async def test_what_a_dead_writer_left_behind_goes_with_a_later_upload(
+    own_server: NatsServer, bus: JetStreamBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bus.blobs.put("whole", os.urandom(2_000_000))
+    dead = f"{1:013x}{'0' * 16}"
+    for index in range(3):
+        await bus._outbox.publish(f"$O.{RUN}.C.{dead}", bytes(1000), id=f"{dead}.{index}")
+
+    async def messages() -> int:
+        return (await admin.info(bus._connection, blobs_name(RUN))).state.messages
+
+    before = await messages()
+    await asyncio.sleep(1.5)
+    others = await connect(own_server.address, RUN, CONFIG)
+    await others.blobs.put("b", b"x")
+    assert await messages() == before + 2, "they are young: somebody may be about to add to them"
+    monkeypatch.setattr(blobs, "ORPHAN_S", 1.0)
+    await bus.blobs.put("c", b"x")
+    assert await messages() == before + 4 - 3
+    assert await bus.blobs.names() == ["b", "c", "whole"] and len(await bus.blobs.get("whole")) == 2_000_000
+    await others.close()
+
+
+async def test_a_connection_that_breaks_while_it_is_made_again_is_made_again(bus: JetStreamBus, monkeypatch: pytest.MonkeyPatch) -> None:
+    subscribe, broken = Client.subscribe, [nats.errors.ConnectionClosedError(), OSError("a surprise"), ValueError("another")]
+
+    async def breaks(client: Client, *given: object, **options: object) -> object:
+        if broken:
+            raise broken.pop(0)
+        return await subscribe(client, *given, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Client, "subscribe", breaks)
+    await bus._connection._client.close()  # for good, as after a protocol error
+    async with asyncio.timeout(20):
+        assert (await bus.publish(TO.marks, b"x")).sequence == 1
+    assert broken == []
 
 
 async def test_a_bus_that_stays_away_is_a_named_error(own_server: NatsServer) -> None:

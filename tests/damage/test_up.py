@@ -9,8 +9,16 @@ from pathlib import Path
 import nats
 import pytest
 
+from streamrl import bus
 from streamrl.bus import BusAddress
+from streamrl.bus.jetstream.bus import JetStreamBus
 from streamrl.bus.reading import read_key
+from streamrl.config.load import load
+from streamrl.errors import LaunchError
+from streamrl.launch import up as launch
+from streamrl.launch.local import LocalLauncher
+from streamrl.launch.prepare import prepare
+from streamrl.monitor.screen import PlainLines
 from streamrl.runtime.run_bus import open_bus
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
@@ -81,6 +89,33 @@ async def test_before_the_first_version_nothing_binds(up: Start, run: RunDir, pl
     assert record is not None and record.num_rows == 5 and json.loads(record.config)["tasks"]["batch_tasks"] == 7
     code, _, err = await said(await up("learn"))
     assert code == 1 and "tasks.batch_tasks changed on resume" in err, "from the first version on it binds"
+
+
+async def test_a_run_that_cannot_begin_anew_leaves_no_connection(
+    up: Start, run: RunDir, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await started_and_stopped(up, run)
+    with (place / "train.jsonl").open("a") as file:
+        file.write('{"prompt": "9+9=", "label": "18"}\n')
+    monkeypatch.chdir(place)
+    config = load("demo.toml")
+    prepared, made = list[RunRecord](), list[JetStreamBus]()
+
+    async def prepare_once(*given: object) -> RunRecord:
+        if prepared:
+            raise LaunchError("the disk is full by now")
+        prepared.append(await prepare(*given))  # type: ignore[arg-type]
+        return prepared[0]
+
+    async def connect(*given: object, **options: object) -> JetStreamBus:
+        made.append(await bus.connect(*given, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    monkeypatch.setattr(launch, "prepare", prepare_once)
+    monkeypatch.setattr(launch, "connect", connect)
+    with pytest.raises(LaunchError, match="the disk is full"):
+        await launch.up(config, PlainLines(), launcher=LocalLauncher(run, config))
+    assert made and not any(one.connected for one in made)
 
 
 async def test_a_changed_reward_is_said_and_goes_on(up: Start, run: RunDir, place: Path) -> None:

@@ -103,6 +103,18 @@ async def test_a_task_that_nobody_holds_ends_as_lost_once(queue: Queue) -> None:
     assert await reaper.look() == ()
 
 
+async def test_what_is_stored_of_a_lost_task_goes_with_it(queue: Queue) -> None:
+    await queue.issue(2)
+    for key in ("checkpoints/0/0", "checkpoints/0/1", "attempts/0", "checkpoints/1/0", "attempts/1"):
+        await queue.bus.kv.put(key, b"1")
+    await queue.take(0)
+    assert await (await queue.reaper()).look() == (0,)
+    async with asyncio.timeout(20):
+        while await queue.bus.kv.keys("checkpoints/0/") or await queue.bus.kv.get("attempts/0") is not None:
+            await asyncio.sleep(0.05)
+    assert await queue.bus.kv.keys("checkpoints/") == ["checkpoints/1/0"] and await queue.bus.kv.get("attempts/1") is not None
+
+
 async def test_records_that_are_not_folded_yet_are_waited_for(queue: Queue) -> None:
     await queue.issue(2)
     await queue.end(0)

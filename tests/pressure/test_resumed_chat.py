@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from streamrl.bus.memory import MemoryBus
 from streamrl.bus.protocol import Bus
 from streamrl.bus.server import NatsServer
-from streamrl.errors import SchemaError
+from streamrl.errors import BusError, SchemaError
 from streamrl.producers.checkpoints import MAX_BYTES, RolloutCheckpoints
 from streamrl.runtime.lock import lock_run
 from streamrl.schemas.decoding import decode_samples
@@ -138,3 +139,25 @@ async def test_a_process_stores_no_more_than_its_budget(bus: Bus) -> None:
     await mine.forget(1)
     await mine.save(2, 0, b"room again")
     assert await mine.load(2) == {0: b"room again"}
+
+
+async def test_what_could_not_be_removed_counts_and_goes_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory_bus = MemoryBus("run")
+    mine, put, away = RolloutCheckpoints(memory_bus), memory_bus.kv.put, True
+
+    async def refuse(key: str, value: bytes, **options: Any) -> int:
+        if away and not value:
+            raise BusError("no room for so much as an empty value")
+        return await put(key, value, **options)
+
+    monkeypatch.setattr(memory_bus.kv, "put", refuse)
+    for rollout in range(16):
+        await mine.save(1, rollout, bytes([1]) * MAX_BYTES)
+    await mine.forget(1)
+    await mine.save(2, 0, b"no room")
+    assert await RolloutCheckpoints(memory_bus).load(2) == {}, "all of the first task is still stored"
+    away = False
+    await mine.forget(2)
+    await mine.save(3, 0, b"room again")
+    assert await RolloutCheckpoints(memory_bus).load(1) == {}
+    assert await RolloutCheckpoints(memory_bus).load(3) == {0: b"room again"}

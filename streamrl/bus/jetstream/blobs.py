@@ -2,6 +2,9 @@
 
 Chunks lie under `$O.<run>.C.<upload>`, the description under `$O.<run>.M.<name>`; it is written last, so that a blob is there
 whole or not at all. An upload's id begins with its time.
+
+A writer that is killed leaves chunks that no description names. Whoever stores blobs looks for them before its first one, and again every
+hour, and removes those that nothing was added to for an hour: an upload that is alive gives up long before.
 """
 
 from __future__ import annotations
@@ -23,11 +26,13 @@ from streamrl.bus.jetstream.session import opened
 from streamrl.bus.jetstream.wire import (
     HEADER_EXPECT_SUBJECT_LAST,
     HEADER_ID,
+    StoredMessage,
     StoredMessageReply,
     blob_name,
     blob_token,
     decode,
     error_of,
+    unix_seconds,
 )
 from streamrl.bus.topology import PAYLOAD_ROOM_BYTES, blobs_name
 from streamrl.errors import BusError, Conflict, NotFound
@@ -38,6 +43,8 @@ CHUNK_BYTES = 1 << 20
 _LOOKS, _LOOK_S = 50, 0.1
 """How often, and with which pause, a copy of a blob's stream is asked that has not got all of the blob."""
 CHUNKS_UNDER_WAY = 24
+ORPHAN_S = 3600.0
+"""Chunks without a description are of a dead writer when the newest is so old by the server's clock; looked for as often."""
 
 
 class Description(msgspec.Struct, frozen=True):
@@ -61,9 +68,13 @@ class JetStreamBlobs:
         self._outbox = outbox
         self._run = run
         self._stream = blobs_name(run)
+        self._swept_s: float | None = None
 
     async def put(self, name: str, data: bytes | memoryview) -> str:
         """Store under a new name. The same bytes under the same name again are no error (a writer that was restarted)."""
+        if self._swept_s is None or time.monotonic() - self._swept_s > ORPHAN_S:
+            self._swept_s = time.monotonic()
+            await self._sweep()
         view = memoryview(data).cast("B")
         digest = await asyncio.to_thread(hashlib.sha256, view)
         described = f"SHA-256={base64.urlsafe_b64encode(digest.digest()).decode()}"
@@ -118,6 +129,20 @@ class JetStreamBlobs:
             raise error
         return present
 
+    async def _sweep(self) -> None:
+        """Remove what uploads have left behind whose writers are gone; what does not succeed is left for the next time."""
+        try:
+            # In this order: an upload that ends meanwhile has a description by then, or a chunk that is new.
+            uploads, now_s = await self._tokens("C")
+            described = {found.nuid for name in await self.names() if (found := await self._describe(name)) is not None}
+            for upload in uploads:
+                newest = await self._last(self._chunks(upload)) if upload not in described else None
+                if newest is not None and now_s - unix_seconds(newest.time) > ORPHAN_S:
+                    await admin.purge(self._connection, self._stream, {"filter": self._chunks(upload)})
+                    logger.info("event=bus_orphans_removed upload=%s", upload)
+        except BusError as error:
+            logger.warning("event=bus_orphans_left error=%s", error.message)
+
     async def get(self, name: str) -> bytes:
         description = await self._describe(name)
         if description is None:
@@ -168,22 +193,30 @@ class JetStreamBlobs:
             await admin.purge(self._connection, self._stream, {"filter": self._chunks(description.nuid)})
 
     async def names(self) -> Sequence[str]:
-        root = f"$O.{self._run}.M."
+        return sorted(map(blob_name, (await self._tokens("M"))[0]))
+
+    async def _tokens(self, kind: str) -> tuple[list[str], float]:
+        """Last tokens of the subjects of chunks (`C`) or descriptions (`M`), and the Unix seconds by the server's clock."""
+        root = f"$O.{self._run}.{kind}."
         found: list[str] = []
         while True:  # the server lists subjects in pages
             reply = await admin.info(self._connection, self._stream, {"subjects_filter": root + ">", "offset": len(found)})
             found.extend(subject[len(root) :] for subject in reply.state.subjects)
             if not reply.state.subjects or len(found) >= reply.total:
-                return sorted(map(blob_name, found))
+                return found, unix_seconds(reply.ts) if reply.ts else 0.0
 
-    async def _describe(self, name: str) -> Description | None:
-        answer = await self._connection.request(f"{self._connection.api}.STREAM.MSG.GET.{self._stream}", {"last_by_subj": self._meta(name)})
+    async def _last(self, subject: str) -> StoredMessage | None:
+        answer = await self._connection.request(f"{self._connection.api}.STREAM.MSG.GET.{self._stream}", {"last_by_subj": subject})
         reply = decode(answer.data, StoredMessageReply)
         if reply.error is not None and reply.error.err_code != 10037:
-            raise error_of(reply.error, doing=f"look up blob {name!r}")
-        if reply.message is None:
+            raise error_of(reply.error, doing=f"look up {subject}")
+        return reply.message
+
+    async def _describe(self, name: str) -> Description | None:
+        message = await self._last(self._meta(name))
+        if message is None:
             return None
-        description = decode(reply.message.data, Description)
+        description = decode(message.data, Description)
         return None if description.deleted else description
 
     def _chunks(self, upload: str) -> str:

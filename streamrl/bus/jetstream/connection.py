@@ -142,9 +142,12 @@ class Connection:
         try:
             await asyncio.wait({attempt, refused}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
             if attempt.done() and not attempt.cancelled() and attempt.exception() is None:
-                await client.subscribe(self._prefix + "*", cb=self._on_message, pending_msgs_limit=0, pending_bytes_limit=0)
-                for sink in list(self._sinks):
-                    await self._subscribe(sink)
+                try:
+                    await client.subscribe(self._prefix + "*", cb=self._on_message, pending_msgs_limit=0, pending_bytes_limit=0)
+                    for sink in list(self._sinks):
+                        await self._subscribe(sink)
+                except (nats.errors.Error, Interrupted) as error:  # it has gone again
+                    raise options.unreachable(self.address, patience_s, error) from error
                 await self._on_connected(client)
                 return
         finally:
@@ -379,7 +382,7 @@ class Connection:
             try:
                 await self._dial(self.patience_s)
                 return
-            except BusUnavailable as error:
+            except Exception as error:  # nobody awaits this: what ended it would leave the connection down, and say nothing
                 self._last_error = error
-                logger.error("event=bus_connection_refused url=%s error=%s", self.address.url, error.message)
+                logger.error("event=bus_connection_refused url=%s error=%s: %s", self.address.url, type(error).__name__, error)
                 await asyncio.sleep(1.0)
