@@ -331,6 +331,15 @@ class _Part(SampleBatch):
     def _column(self, name: str) -> pa.Array:
         return self._whole._column(name).slice(self._rows.start, self.num_rows)
 
+    def optional(self, name: str) -> list[Any] | None:
+        # Not of `batch`: to make that costs more than all else that is done with a small message.
+        whole = self._whole.batch
+        place = whole.schema.get_field_index(name)
+        if place < 0:
+            return None
+        column = whole.column(place).slice(self._rows.start, self.num_rows)
+        return None if column.null_count == self.num_rows else column.to_pylist()
+
     def ints(self, name: str) -> npt.NDArray[Any]:
         return self._whole.ints(name)[self._rows]
 

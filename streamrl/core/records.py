@@ -299,6 +299,8 @@ def _share(inexact: bool, truncated: bool, tokens: list[tuple[int, int]]) -> Sha
 
 def _merged(ranges: list[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
     """One (epoch, lowest, highest) for each epoch, rising."""
+    if len(ranges) == 1:  # nearly always
+        return (ranges[0],)
     merged: dict[int, tuple[int, int]] = {}
     for epoch, low, high in ranges:
         lowest, highest = merged.get(epoch, (low, high))

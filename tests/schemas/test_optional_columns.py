@@ -46,6 +46,8 @@ def test_messages_that_say_different_things_are_decoded_together() -> None:
     found = decode_together([encode_samples([row]) for row in rows])
     assert found is not None and [plain(part.rows()[0]) for part in found] == [plain(row) for row in rows]
     assert [None if part.inexact is None else part.inexact.tolist() for part in found] == [None, [False, False, True, True], None]
+    alone = [decode_samples(encode_samples([row])) for row in rows]
+    assert [[part.optional(name) for name in OPTIONAL] for part in found] == [[one.optional(name) for name in OPTIONAL] for one in alone]
 
 
 @pytest.mark.parametrize(
