@@ -76,6 +76,10 @@ class GroupRunner:
         """What people should know of user code now; empty: nothing."""
         return "" if self._children is None else self._children.notice
 
+    def hung_s(self) -> list[float]:
+        """Of each task whose user code hangs: for how long."""
+        return [] if self._children is None else self._children.hung_s()
+
     async def start(self) -> None:
         """Load the user's code, if there is any; raises ConfigError when that fails."""
         if self._children is not None:

@@ -131,7 +131,7 @@ class Job:
             child = await self._seat()
 
             def make(number: int, child: Child = child) -> Call:
-                return Call(number, self._children.score_limits, engine=None, send=child.send)
+                return Call(number, self._children.score_limits, task=self._task.index, engine=None, send=child.send)
 
             call = child.begin(make, lambda call: frames.Score(call.number, self._task, tuple(episodes)))
             given = await child.wait(call)
@@ -158,7 +158,8 @@ class Job:
 
             def make(number: int, turns: Sequence[Recorded] = turns) -> Call:
                 store = self._store if self._keeping.store is not None else None
-                return Call(number, self._children.limits, engine=self._engine, send=child.send, store=store, turns=turns)
+                limits, task = self._children.limits, self._task.index
+                return Call(number, limits, task=task, engine=self._engine, send=child.send, store=store, turns=turns)
 
             begun = tuple(turn.part(0, len(turn.token_ids)) for turn in turns)
             call = child.begin(
