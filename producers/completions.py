@@ -40,21 +40,37 @@ async def complete(engine: Engine, request: GenerateRequest) -> list[Completion]
     Raises:
         EngineError: the engine refused, went away, cut a completion short from outside, or left one unfinished.
     """
+    found, error = await finished(engine, request)
+    if error is not None:
+        raise error
+    return [found[index] for index in range(len(request.seeds))]
+
+
+async def finished(engine: Engine, request: GenerateRequest) -> tuple[dict[int, Completion], EngineError | None]:
+    """The completions of a request that came to their end, by their place among the seeds, and why the others did not."""
     chunks: list[list[Chunk]] = [[] for _ in request.seeds]
-    async with aclosing(engine.generate(request)) as stream:  # type: ignore[type-var]  # every adapter is an async generator
-        async for chunk in stream:
-            chunks[chunk.completion].append(chunk)
-    return [_join(parts, request, index) for index, parts in enumerate(chunks)]
+    error: EngineError | None = None
+    try:
+        async with aclosing(engine.generate(request)) as stream:  # type: ignore[type-var]  # every adapter is an async generator
+            async for chunk in stream:
+                chunks[chunk.completion].append(chunk)
+    except EngineError as raised:
+        error = raised
+    found: dict[int, Completion] = {}
+    for index, parts in enumerate(chunks):
+        end = parts[-1].finish_reason if parts else None
+        if end not in (None, "abort"):
+            found[index] = _join(parts)
+        elif error is None:
+            error = EngineError(
+                f"expected completion {index} of request {request.request_id} to end with stop or length, got {end or 'no end'}",
+                hint="the engine is going away, or something else aborted the request",
+                request=request.request_id,
+            )
+    return found, error
 
 
-def _join(parts: Sequence[Chunk], request: GenerateRequest, index: int) -> Completion:
-    if not parts or parts[-1].finish_reason in (None, "abort"):
-        got = "abort" if parts and parts[-1].finish_reason else "no end"
-        raise EngineError(
-            f"expected completion {index} of request {request.request_id} to end with stop or length, got {got}",
-            hint="the engine is going away, or something else aborted the request",
-            request=request.request_id,
-        )
+def _join(parts: Sequence[Chunk]) -> Completion:
     last = parts[-1]
     inexact, temperature = bool(last.extras.get(INEXACT)), request.sampling.temperature
     if len(parts) == 1:

@@ -45,7 +45,7 @@ def make_runner(worker: Worker, pool: EnginePool, function: str, *, key: str) ->
     config = worker.config
     tokenizer, _ = policy_tokenizer(worker)
     user_producer, user_reward = is_user_code(function), is_user_reward(config.reward)
-    return GroupRunner(
+    runner = GroupRunner(
         producer=None if user_producer else make_producer(function, key=key),
         reward=None if user_reward else make_reward(config.reward),
         engine=pool,
@@ -56,6 +56,8 @@ def make_runner(worker: Worker, pool: EnginePool, function: str, *, key: str) ->
         children=_children(worker, function if user_producer else "", key) if user_producer or user_reward else None,
         max_deaths=config.tasks.max_deliveries,
     )
+    worker.trouble = lambda: runner.notice
+    return runner
 
 
 def _children(worker: Worker, function: str, key: str) -> Children:

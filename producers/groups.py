@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -11,13 +9,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from streamrl.engines.protocol import Engine
-from streamrl.errors import EngineError, EngineUnavailable, SchemaError, StreamRLError
-from streamrl.producers.children.jobs import LONGEST_PAUSE_S, NOTHING, PAUSE_S, REFUSALS, Job, Keeping, job
+from streamrl.errors import EngineError, SchemaError, StreamRLError
+from streamrl.producers.children.jobs import NOTHING, Job, Keeping, job
 from streamrl.producers.children.pool import Children
 from streamrl.producers.episode import Episode
 from streamrl.producers.protocol import Context, Failure, Producer, Tokenizer
 from streamrl.rewards.protocol import Reward, RewardValue
-from streamrl.runtime.retries import pause_s
 from streamrl.schemas.tasks import RolloutTask
 
 logger = logging.getLogger(__name__)
@@ -76,6 +73,10 @@ class GroupRunner:
         """What people should know of user code now; empty: nothing."""
         return "" if self._children is None else self._children.notice
 
+    def hung_s(self) -> list[float]:
+        """Of each task whose user code hangs: for how long."""
+        return [] if self._children is None else self._children.hung_s()
+
     async def start(self) -> None:
         """Load the user's code, if there is any; raises ConfigError when that fails."""
         if self._children is not None:
@@ -121,7 +122,7 @@ class GroupRunner:
             resumes=keeping.resumes,
             store=keeping.store,
         )
-        given = await _guarded(task, "producer", lambda: repeated(lambda: producer.rollout(task, context), task))
+        given = await _guarded(task, "producer", lambda: producer.rollout(task, context))
         return _all_failed(task, given) if isinstance(given, Failure) else given
 
     async def _score(self, task: RolloutTask, job: Job | None, episodes: Sequence[Episode], failures: dict[int, Failure]) -> Group:
@@ -165,25 +166,6 @@ async def _guarded(task: RolloutTask, what: str, call: Callable[[], Awaitable[Se
     except Exception as error:  # written policy: what cannot be rolled out or scored ends as a tombstone, never the worker
         logger.warning("event=%s_failed task=%d error=%s", what, task.index, type(error).__name__, exc_info=error)
         return Failure(0, "failed", f"{what}: {type(error).__name__}: {error}")
-
-
-async def repeated(call: Callable[[], Awaitable[Sequence[T]]], task: RolloutTask) -> Sequence[T | Failure]:
-    """What a call of the built-in producer gives; one that an engine refuses again and again has failed.
-
-    Raises:
-        EngineUnavailable: another engine, or a later one, can do it.
-    """
-    for attempt in itertools.count(1):
-        try:
-            return await call()
-        except EngineUnavailable:
-            raise
-        except EngineError as error:
-            if attempt == REFUSALS:
-                return _all_failed(task, Failure(0, "failed", f"engine: {error.message}"))
-            logger.warning("event=rollout_repeated task=%d error=%s", task.index, error.message)
-            await asyncio.sleep(pause_s(attempt, first_s=PAUSE_S, most_s=LONGEST_PAUSE_S))
-    raise AssertionError("it counts for ever")
 
 
 def _settle(task: RolloutTask, given: Sequence[Episode | Failure]) -> tuple[list[Episode], dict[int, Failure]]:

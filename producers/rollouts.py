@@ -164,18 +164,20 @@ async def _report(worker: Worker, runner: GroupRunner, claims: Sequence[Claims],
     while True:
         await asyncio.sleep(_REPORT_EVERY_S)
         counts = [claim.take_counts() for claim in claims]
-        published = publisher.take_counts()
+        published, hung_s = publisher.take_counts(), runner.hung_s()
         await worker.metrics(
             {
                 "producer/tasks_total": sum(count.num_done for count in counts),
                 "producer/failures_total": sum(count.num_failures for count in counts),
                 "producer/in_flight_tasks": sum(claim.num_open for claim in claims),
+                "producer/hung_tasks": len(hung_s),
+                "producer/hung_s": max(hung_s, default=0.0),
                 "producer/rollouts_total": published.num_rollouts,
                 "bus/redelivered_total": sum(count.num_redelivered for count in counts),
                 "bus/full_total": published.num_full,
             }
         )
-        worker.state = "stalled: stream full" if publisher.stalled else runner.notice or "running"
+        worker.state = "stalled: stream full" if publisher.stalled else "running"
         if publisher.stalled != stalled:
             stalled = publisher.stalled
             await worker.event("stalled" if stalled else "resumed", {"reason": "the sample stream is full"})

@@ -8,43 +8,56 @@ from uuid import uuid4
 
 from streamrl.core.seeds import rollout_seed
 from streamrl.engines.protocol import GenerateRequest
-from streamrl.producers.completions import complete
+from streamrl.producers.completions import Completion, finished
 from streamrl.producers.episode import STATUS, Episode, Segment
 from streamrl.producers.protocol import Context, Failure
+from streamrl.producers.repeats import Repeats
 from streamrl.schemas.tasks import RolloutTask
 
 
 class SingleTurn:
-    """Prompt in, `num_rollouts` completions out; the prompt is sent once, and prefilled once where all of them begin together."""
+    """Prompt in, `num_rollouts` completions out; the prompt is sent once, and prefilled once where all of them begin together.
+
+    Rollouts that an engine's failure has ended are asked for again, in a request of their own; those that had ended stay as they are.
+    """
 
     async def rollout(self, task: RolloutTask, context: Context) -> Sequence[Episode | Failure]:
-        """One episode per rollout; rollout k is sampled with seed `rollout_seed(task.seed, k)`."""
-        started_s = time.time()
-        seeds = tuple(rollout_seed(task.seed, rollout) for rollout in range(task.num_rollouts))
-        request = GenerateRequest(
-            request_id=f"{task.index}-{uuid4().hex}",
-            prompt_ids=task.prompt_ids,
-            sampling=task.sampling,
-            policy=task.policy,
-            seeds=seeds,
-            min_version=task.min_version,
-        )
-        completions = await complete(context.engine, request)
-        finished_s = time.time()
-        prompt = Segment(task.prompt_ids)
-        return [
-            Episode(
-                segments=(prompt, completion.segment),
-                finish_reason=completion.finish_reason,
-                status=STATUS[completion.finish_reason],
-                turns=(completion.text(context.tokenizer),),
+        """One episode per rollout; rollout k is sampled with seed `rollout_seed(task.seed, k)`.
+
+        Raises:
+            EngineUnavailable: engines stay away; the task is to be given back.
+        """
+        given: dict[int, Episode | Failure] = {}
+        repeats = Repeats(task.index)
+        while left := [rollout for rollout in range(task.num_rollouts) if rollout not in given]:
+            started_s = time.time()
+            request = GenerateRequest(
+                request_id=f"{task.index}-{uuid4().hex}",
+                prompt_ids=task.prompt_ids,
                 sampling=task.sampling,
-                logprob_mode=completion.logprob_mode,
-                seed=seeds[rollout],
-                engine=completion.engine,
-                rollout=rollout,
-                started_s=started_s,
-                finished_s=finished_s,
+                policy=task.policy,
+                seeds=tuple(rollout_seed(task.seed, rollout) for rollout in left),
+                min_version=task.min_version,
             )
-            for rollout, completion in enumerate(completions)
-        ]
+            found, error = await finished(context.engine, request)
+            for index, completion in found.items():
+                given[left[index]] = _episode(task, context, left[index], completion, started_s)
+            if error is not None and len(found) < len(left) and not await repeats.again(error):
+                given = {rollout: Failure(rollout, "failed", f"engine: {error.message}") for rollout in left} | given
+        return [given[rollout] for rollout in range(task.num_rollouts)]
+
+
+def _episode(task: RolloutTask, context: Context, rollout: int, completion: Completion, started_s: float) -> Episode:
+    return Episode(
+        segments=(Segment(task.prompt_ids), completion.segment),
+        finish_reason=completion.finish_reason,
+        status=STATUS[completion.finish_reason],
+        turns=(completion.text(context.tokenizer),),
+        sampling=task.sampling,
+        logprob_mode=completion.logprob_mode,
+        seed=rollout_seed(task.seed, rollout),
+        engine=completion.engine,
+        rollout=rollout,
+        started_s=started_s,
+        finished_s=time.time(),
+    )

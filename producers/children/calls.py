@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 NO_TOKENS = Segment(())
 _MAX_TOKEN = 2**31
+_HUNG_SHARE = 1 / 3
+"""Of `Limits.idle_s`: a call that has had so much of it without progress is said to hang. Limits lie far above what is usual."""
 
 
 class Recorded:
@@ -80,6 +82,7 @@ class Call:
 
     Args:
         number: of the call.
+        task: index of its task.
         limits: of its time.
         engine: what it may ask; None: nothing (a reward).
         send: to its child.
@@ -94,12 +97,14 @@ class Call:
         number: int,
         limits: Limits,
         *,
+        task: int,
         engine: Engine | None,
         send: Callable[[Told], None],
         store: Store | None = None,
         turns: Sequence[Recorded] = (),
     ) -> None:
         self.number = number
+        self.task = task
         self.done: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         self.turns = dict(enumerate(turns))
         self.began = False
@@ -122,6 +127,11 @@ class Call:
     def waits(self) -> bool:
         """Whether it waits for engine, version, bus or room; its clock then stands."""
         return bool(self._waits)
+
+    @property
+    def hung_s(self) -> float:
+        """How long its user code has asked no engine, once that is far longer than usual; 0: it gets on, or waits."""
+        return self._idle_s if self._idle_s > self._limits.idle_s * _HUNG_SHARE and not self.waits else 0.0
 
     def tick(self, seconds: float) -> bool:
         """Count time that its user code has had; returns whether that takes it over a limit."""

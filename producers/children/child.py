@@ -119,6 +119,14 @@ class Child:
 
     # Calls
 
+    def hung_s(self) -> dict[int, float]:
+        """By task: how long its call that hangs longest has asked no engine."""
+        found: dict[int, float] = {}
+        for call in self._calls.values():
+            if call.hung_s:
+                found[call.task] = max(found.get(call.task, 0.0), call.hung_s)
+        return found
+
     def begin(self, make: Callable[[int], Call], frame: Callable[[Call], frames.Told]) -> Call:
         """Make a call with the next number and tell the child to begin it."""
         self._num_calls += 1

@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import msgspec
 
 from streamrl.engines.protocol import Engine
-from streamrl.errors import EngineError, EngineUnavailable, SchemaError
+from streamrl.errors import EngineError, SchemaError
 from streamrl.producers.children import frames
 from streamrl.producers.children.calls import Call, Recorded
 from streamrl.producers.children.child import Child
@@ -26,19 +26,14 @@ from streamrl.producers.children.pool import Children
 from streamrl.producers.children.saved import pack, unpack
 from streamrl.producers.episode import Episode
 from streamrl.producers.protocol import Failure
+from streamrl.producers.repeats import Repeats
 from streamrl.rewards.protocol import RewardValue
-from streamrl.runtime.retries import pause_s
 from streamrl.schemas.tasks import RolloutTask
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT = "timeout"
 DELIVERIES = "deliveries"
-REFUSALS = 6
-"""Times that a request which an engine refuses is repeated, over about 15 s; then its rollout has failed."""
-_ABSENCES = 3
-PAUSE_S = 0.5
-LONGEST_PAUSE_S = 30.0
 _LOSSES = 2
 """Children that a task may lose without being suspected; so a guilty one that was waiting when it struck is found too."""
 
@@ -131,7 +126,7 @@ class Job:
             child = await self._seat()
 
             def make(number: int, child: Child = child) -> Call:
-                return Call(number, self._children.score_limits, engine=None, send=child.send)
+                return Call(number, self._children.score_limits, task=self._task.index, engine=None, send=child.send)
 
             call = child.begin(make, lambda call: frames.Score(call.number, self._task, tuple(episodes)))
             given = await child.wait(call)
@@ -152,13 +147,14 @@ class Job:
         return self._child
 
     async def _one(self, child: Child, key: int | None, results: dict[int | None, Sequence[Episode | Failure]]) -> None:
-        refusals = absences = 0
+        repeats = Repeats(self._task.index, key)
         while not child.lost:
             resumes, turns = self._resumes(key)
 
             def make(number: int, turns: Sequence[Recorded] = turns) -> Call:
                 store = self._store if self._keeping.store is not None else None
-                return Call(number, self._children.limits, engine=self._engine, send=child.send, store=store, turns=turns)
+                limits, task = self._children.limits, self._task.index
+                return Call(number, limits, task=task, engine=self._engine, send=child.send, store=store, turns=turns)
 
             begun = tuple(turn.part(0, len(turn.token_ids)) for turn in turns)
             call = child.begin(
@@ -172,13 +168,7 @@ class Job:
                 results[key] = _given(call, given)
             elif isinstance(given, frames.Ended) and given.problem is not None:
                 error = given.problem.error()
-                away = isinstance(error, EngineUnavailable)
-                refusals, absences = refusals + (not away), absences + away
-                if absences > _ABSENCES:
-                    raise error
-                if refusals < REFUSALS:
-                    logger.warning("event=rollout_repeated task=%d rollout=%s error=%s", self._task.index, key, error.message)
-                    await asyncio.sleep(pause_s(refusals + absences, first_s=PAUSE_S, most_s=LONGEST_PAUSE_S))
+                if await repeats.again(error):
                     continue
                 results[key] = self._failed(key, Failure(0, "failed", f"engine: {error.message}"))
             else:

@@ -56,6 +56,10 @@ class Children:
         """What people should know of user code now; empty: nothing."""
         return next((child.notice for child in self._all if child.notice), "")
 
+    def hung_s(self) -> list[float]:
+        """Of each task that hangs: how long its user code has asked no engine."""
+        return [seconds for child in self._all for seconds in child.hung_s().values()]
+
     async def start(self) -> None:
         """Start the first child; raises ConfigError when the user's code cannot be loaded."""
         await self._add(alone=False)

@@ -127,6 +127,10 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     tasks_issued: int
     tasks_in_flight: int
     """Tasks that producers hold, as of their newest reports."""
+    hung_tasks: int
+    """Of these, tasks whose user code has asked no engine for far longer than usual."""
+    hung_s: float
+    """For how long, the longest."""
     barren_tasks: int
     """Tasks ended since the newest batch; many of them mean that what arrives makes no batch."""
     dropped: int

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.monitor.numbers import EngineLine, RunNumbers
-from streamrl.monitor.waits import standing_line
+from streamrl.monitor.waits import credits_of, hung_line, standing_line
 
 _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_EVERY_S = 3.0
@@ -122,6 +122,8 @@ def panel(numbers: RunNumbers) -> Panel:
     if numbers.stalled:
         said = f"the sample stream is full; {', '.join(numbers.stalled)} wait for the trainer to free room"
         rows.add_row("full", Text(said, style="yellow"))
+    if held := hung_line(numbers):
+        rows.add_row("hung", Text(held, style="yellow"))
     if numbers.standing:
         rows.add_row("waits", Text(standing_line(numbers.standing), style="yellow"))
     rows.add_row("workers", workers_text(numbers))
@@ -239,6 +241,8 @@ def plain_line(numbers: RunNumbers) -> str:
         fields.append(f"failed-tasks={numbers.failed_tasks}")
     if numbers.stalled:
         fields.append(f"stream-full={','.join(numbers.stalled)}")
+    if hung_line(numbers):
+        fields.append(f"hung={numbers.hung_tasks}/{credits_of(numbers)}")
     troubled = [f"{worker.worker}:{worker.state}" for worker in numbers.workers if not is_normal(worker.state)]
     if troubled:
         fields.append(f"workers={','.join(troubled)}")

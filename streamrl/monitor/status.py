@@ -21,7 +21,7 @@ from streamrl.monitor.run_state import INTERRUPTED, RUNNING, read_state
 from streamrl.monitor.screen import clock, degraded_lines, panel, plain_line
 from streamrl.monitor.summary import Summary
 from streamrl.monitor.view import RunView
-from streamrl.monitor.waits import standing_line
+from streamrl.monitor.waits import hung_line, standing_line
 from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import RunDir, known_runs
 from streamrl.runtime.worker import connected
@@ -176,6 +176,8 @@ def print_status(status: RunStatus, *, as_json: bool) -> None:
         print("\n".join([plain_line(numbers), *degraded_lines(numbers)]))
         for worker in numbers.workers:
             print(f"  {worker.worker}: {worker.state}{since(worker.since_s)}")
+        if held := hung_line(numbers):
+            print(held)
         if numbers.newest_error:
             print(f"newest failure: {numbers.newest_error}")
         if numbers.standing:

@@ -28,6 +28,7 @@ REWARD_WINDOW = 20
 """Batches in the reward means, here and in the summary."""
 SPARK_POINTS = 40
 _IN_FLIGHT = "producer/in_flight_tasks"
+_HUNG, _HUNG_S = "producer/hung_tasks", "producer/hung_s"
 
 
 class DropLine(msgspec.Struct, frozen=True):
@@ -133,8 +134,8 @@ class RunView:
         self._num_trained_tokens = 0
         self._stream_last, self._stream_bytes = 0, 0
         self._issued = 0
-        self._in_flight: dict[str, float] = {}
-        """Tasks that each producer holds."""
+        self._held: dict[str, tuple[float, float, float]] = {}
+        """By producer: tasks that it holds, how many of them hang, and for how long."""
         self._grant = Grant(granted=0, version=0, retired=0)
 
     def ledger(self, entry: LedgerLine) -> None:
@@ -199,7 +200,7 @@ class RunView:
         """One worker's report."""
         self.metrics.add(one)
         if _IN_FLIGHT in one.mean:
-            self._in_flight[one.worker] = one.mean[_IN_FLIGHT]
+            self._held[one.worker] = (one.mean[_IN_FLIGHT], one.mean.get(_HUNG, 0.0), one.max.get(_HUNG_S, 0.0))
 
     def engine(self, engine: str, presence: EnginePresence | None) -> None:
         """An engine announced itself, or (None) has not for too long."""
@@ -221,7 +222,7 @@ class RunView:
         """A worker announced itself, or (None) has not for too long."""
         if presence is None:
             self._workers.pop(worker, None)
-            self._in_flight.pop(worker, None)
+            self._held.pop(worker, None)
         else:
             since_s = 0.0 if isinstance(presence.since_s, msgspec.UnsetType) else presence.since_s
             self._workers[worker] = WorkerLine(worker=worker, state=presence.state, pid=presence.pid, host=presence.host, since_s=since_s)
@@ -285,7 +286,7 @@ class RunView:
 
     def _doing(self, line: WorkerLine) -> WorkerLine:
         """A producer that holds no task waits for one, which its reports say."""
-        idle = line.state == "running" and self._in_flight.get(line.worker) == 0
+        idle = line.state == "running" and self._held.get(line.worker, (1.0,))[0] == 0
         return replace(line, state="waits for tasks", since_s=0.0) if idle else line
 
     def phase(self) -> str:
@@ -332,7 +333,9 @@ class RunView:
             tasks_ended=self._grant.retired,
             tasks_granted=self._grant.granted,
             tasks_issued=self._issued,
-            tasks_in_flight=round(sum(self._in_flight.values())),
+            tasks_in_flight=round(sum(held for held, _, _ in self._held.values())),
+            hung_tasks=round(sum(hung for _, hung, _ in self._held.values())),
+            hung_s=max((seconds for _, _, seconds in self._held.values()), default=0.0),
             barren_tasks=self.num_barren_tasks,
             dropped=drops.total(),
             drops=dict(drops),

@@ -19,6 +19,8 @@ LONG_S = 600.0
 _AWAY_S = 10.0
 """The bus is called away when it has not answered for so long."""
 _SILENT_S = 10.0
+_HUNG_SHARE = 0.25
+"""Of the credits: where user code that hangs holds more, the run slows down, and it is said."""
 _MOST_STEP_S = 1.0
 """Of the time between two looks counts this much at most: while the looker was stopped, it saw nothing stand still."""
 
@@ -157,9 +159,25 @@ def _credit(numbers: RunNumbers) -> Standing | None:
 def _user_code(numbers: RunNumbers) -> Standing | None:
     if any(engine.running for engine in numbers.engines):
         return Standing(what="engines, which have requests and make no tokens", hint=_log("engine-0"))
+    hung = f"; {numbers.hung_tasks} have not for up to {numbers.hung_s:.0f} s" if numbers.hung_tasks else ""
     return Standing(
-        what=f"user code: producers hold {numbers.tasks_in_flight} tasks and ask no engine",
+        what=f"user code: producers hold {numbers.tasks_in_flight} tasks and ask no engine{hung}",
         hint=f"a tool or reward that hangs? {_log('producer-0')}",
+    )
+
+
+def credits_of(numbers: RunNumbers) -> int:
+    """Tasks that may be open at once."""
+    return numbers.tasks_granted - numbers.tasks_ended
+
+
+def hung_line(numbers: RunNumbers) -> str:
+    """That user code which hangs holds more than a quarter of the credits, with what to do; empty: it does not."""
+    if numbers.phase == "finished" or numbers.hung_tasks <= _HUNG_SHARE * credits_of(numbers):
+        return ""
+    return (
+        f"user code that has asked no engine for up to {numbers.hung_s:.0f} s holds {numbers.hung_tasks} of {credits_of(numbers)} credits. "
+        "hint: a tool or reward that hangs? lower producer.idle_timeout_s, or raise tasks.max_staleness"
     )
 
 

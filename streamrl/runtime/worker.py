@@ -68,7 +68,9 @@ class Worker:
         self._state, self._since_s = LOADING, time.time()
         self.wait: Callable[[], str] = str
         """Asked with each heartbeat while `state` names no wait itself: what it waits for; empty: nothing."""
-        self._waiting_since_s: float | None = None
+        self.trouble: Callable[[], str] = str
+        """What people should know of it before what it does, such as a call of user code that blocks; empty: nothing."""
+        self._besides, self._besides_since_s = "", 0.0
         subject = self.subjects.metrics(self.name)
         self._sink = MetricsSink(self.name, lambda body: bus.publish(subject, body))
 
@@ -77,9 +79,9 @@ class Worker:
         """What `streamrl status` shows until the worker drains: what it does, or `waits for ...`. May be set from any thread.
 
         It is `loading`, for which a worker may take long, until the service says otherwise or reports its first metrics. What follows a
-        colon is detail: when that alone changes, it is still the same wait.
+        colon is detail: when that alone changes, it is still the same wait. `trouble` goes before it.
         """
-        return self._state
+        return self._trouble() or self._state
 
     @state.setter
     def state(self, state: str) -> None:
@@ -87,15 +89,16 @@ class Worker:
             self._since_s = time.time()
         self._state = state
 
+    def _trouble(self) -> str:
+        return "" if self._state.startswith((LOADING, "stalled")) else self.trouble()
+
     def _doing(self) -> tuple[str, float]:
         """What it does or waits for, and the Unix seconds since when."""
-        wait = "" if self._state.startswith((LOADING, "stalled", "waits")) else self.wait()
-        if not wait:
-            self._waiting_since_s = None
-            return self._state, self._since_s
-        if self._waiting_since_s is None:
-            self._waiting_since_s = time.time()
-        return wait, self._waiting_since_s
+        besides = self._trouble() or ("" if self._state.startswith((LOADING, "stalled", "waits")) else self.wait())
+        kind = besides.partition(":")[0]
+        if kind != self._besides:
+            self._besides, self._besides_since_s = kind, time.time()
+        return (besides, self._besides_since_s) if besides else (self._state, self._since_s)
 
     async def metrics(self, values: Mapping[str, float]) -> None:
         """Publish values whose names `streamrl.telemetry.names` declares (SchemaError otherwise); lost while the bus is away."""

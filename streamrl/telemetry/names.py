@@ -167,6 +167,8 @@ _DECLARED = (
     Metric("producer/rollouts_total", _SUM, "rollouts", "rollouts published"),
     Metric("producer/failures_total", _SUM, "tasks", "tasks given back or ended as failed"),
     Metric("producer/in_flight_tasks", _MEAN, "tasks", "tasks being rolled out"),
+    Metric("producer/hung_tasks", _MEAN, "tasks", "tasks whose code has had a third of its time limit without asking an engine"),
+    Metric("producer/hung_s", _MAX, "s", "the longest of these times"),
     Metric("feeder/issued_total", _SUM, "tasks", "tasks issued"),
     # The message bus.
     Metric("bus/redelivered_total", _SUM, "messages", "tasks delivered more than once"),

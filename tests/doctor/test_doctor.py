@@ -14,7 +14,7 @@ from streamrl.bus.server import NatsServer
 from streamrl.cli import main
 from streamrl.config.engines import EngineConfig, SglangConfig
 from streamrl.config.ray import RayConfig
-from streamrl.config.tree import BusConfig, Config, ProducerConfig, TasksConfig, TrainerConfig
+from streamrl.config.tree import BusConfig, Config, DebugConfig, ProducerConfig, TasksConfig, TrainerConfig
 from streamrl.doctor import machine as doctor
 from streamrl.doctor import run_checks
 from streamrl.doctor.findings import Check, print_checks, summary
@@ -51,6 +51,17 @@ def test_credits_are_reckoned_where_user_code_may_hang() -> None:
     # 400 credits = 2 x 133 tasks/s x 5 % x 30 s.
     assert "400 credits; where 5% of rollouts hang, 5% of tasks" in check_credits(own).found
     assert "133.3 tasks/s" in check_credits(own).found
+    # Engines that serve the second version before the newest one leave 200 of them.
+    lagging = replace(own, debug=DebugConfig(delay_versions=2))
+    assert "200 credits; " in check_credits(lagging).found and "66.7 tasks/s" in check_credits(lagging).found
+    # 5 % of the tasks that pass within 5 versions of 100 are 25, half of 50 credits: more than enough, however fast they pass.
+    expiring = replace(own, tasks=replace(own.tasks, expire_versions=5))
+    assert check_credits(expiring).found.endswith(
+        "for 30 s (producer.idle_timeout_s) or 5 versions (tasks.expire_versions): enough at any rate"
+    )
+    # With 16 rollouts 56 % of the tasks have one that hangs, and 2 x 56 % x 5 x 100 are more than the credits.
+    large = replace(expiring, tasks=replace(expiring.tasks, num_rollouts=16))
+    assert "56% of tasks" in check_credits(large).found and check_credits(large).found.endswith("enough for 11.9 tasks/s")
     assert "credits" in {check.name for check in check_config(own, num_gpus=0)}
     assert "credits" not in {check.name for check in check_config(Config(), num_gpus=0)}
 

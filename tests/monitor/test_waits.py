@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 
 import pytest
 from msgspec.structs import replace
+from rich.console import Console
 
 from streamrl.monitor.numbers import EngineLine, RunNumbers, Standing, WorkerLine
 from streamrl.monitor.screen import panel, plain_line
 from streamrl.monitor.view import RunView
-from streamrl.monitor.waits import LONG_S, Watch, diagnose, standing_line
+from streamrl.monitor.waits import LONG_S, Watch, diagnose, hung_line, standing_line
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
 from streamrl.schemas.events import MOVING_EVENT, STANDING_EVENT, Event, MetricReport
@@ -63,6 +65,32 @@ def test_the_bus_comes_before_all_that_waits_for_it_and_a_silent_worker_before_w
     assert diagnose(replace(numbers, workers=tuple(silent))).what.startswith("trainer-0, which is silent")
     short = [replace(worker, silent_s=5.0) for worker in numbers.workers]
     assert diagnose(replace(numbers, workers=tuple(short))).what.startswith("user code")
+
+
+@pytest.mark.parametrize(("hung", "said"), [(0, False), (4, False), (5, True)])
+def test_hung_user_code_is_said_once_it_holds_more_than_a_quarter_of_the_credits(hung: int, said: bool) -> None:
+    """In a run that goes on: 24 granted tasks, of which 8 have ended, are 16 credits."""
+    view = RunView("demo", steps=100)
+    view.issued(24)
+    view.grant(Grant(granted=24, version=3, retired=8))
+    held = MetricReport(
+        worker="producer-0", mean={"producer/in_flight_tasks": 10.0, "producer/hung_tasks": float(hung)}, max={"producer/hung_s": 21.4}
+    )
+    view.metric(held)
+    numbers = view.numbers(elapsed_s=60.0)
+    words = "user code that has asked no engine for up to 21 s holds 5 of 16 credits. hint: a tool or reward that hangs? lower"
+    assert hung_line(numbers).startswith(words) if said else not hung_line(numbers)
+    assert ("hung=5/16" in plain_line(numbers)) is said
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(panel(numbers))
+    assert (words in console.export_text()) is said
+    view.event(Event(kind="finished", worker="trainer-0"))
+    assert not hung_line(view.numbers(elapsed_s=60.0))
+
+
+def test_the_wait_for_user_code_says_for_how_long_it_hangs() -> None:
+    found = diagnose(replace(standing_run(), hung_tasks=3, hung_s=21.4))
+    assert found.what == "user code: producers hold 4 tasks and ask no engine; 3 have not for up to 21 s"
 
 
 def looks(watch: Watch, numbers: RunNumbers, seconds: float, start_s: float) -> Standing | None:

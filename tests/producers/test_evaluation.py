@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ from streamrl.consumers.serving import engine_worker
 from streamrl.producers.evaluation import Schedule, main
 from streamrl.runtime.kinds import num_workers
 from streamrl.schemas.codec import decode, encode
-from streamrl.schemas.control import EnginePresence
+from streamrl.schemas.control import EnginePresence, WorkerPresence
 from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import LedgerEntry
-from streamrl.schemas.subjects import EVENTS
+from streamrl.schemas.subjects import EVENTS, PREFIX_PRESENCE
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 from streamrl.weights.factory import make_publisher
@@ -25,6 +26,17 @@ from streamrl.weights.manifest import Content
 from streamrl.weights.protocol import Shard
 from tests.producers.conftest import Loop
 from tests.producers.policies import script, serve_logits
+from tests.support.processes import until
+
+BLOCKS = """import time
+
+
+async def blocks(task, engine):
+    chat = engine.chat(task)
+    await chat.generate()
+    time.sleep(0.3)
+    return chat.episode()
+"""
 
 
 def due(schedule: Schedule) -> list[tuple[int, bool]]:
@@ -131,6 +143,24 @@ async def test_the_held_out_problems_are_asked_when_due(loop: Loop, config: Conf
     assert len(first["problems"]) == 8
     assert (second["version"], second["versions"], second["accuracy"]) == ("0.4", ["0.5", "0.5"], pytest.approx(7 / 9))
     assert (last["version"], last["final"], last["accuracy"]) == ("0.5", True, pytest.approx(7 / 9))
+
+
+@pytest.mark.process
+async def test_an_evaluator_says_which_line_of_user_code_blocks(loop: Loop, config: Config, tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text(BLOCKS)
+    config = replace(config, producer=replace(config.producer, function=f"{tmp_path / 'code.py'}:blocks"))
+    worker = loop.worker(kind="evaluator", config=config)
+    logits = script(loop.tokenizer, {(0, "<|assistant|>"): "7"})
+    async with loop.engine(logits) as engine, loop.serving(main, worker):
+        await serve_logits(engine, logits, Version(0, 1))
+        await trained(loop, config, 1, warm=True)
+        await until(lambda: worker.state.startswith("user code"), within_s=60)
+        await worker.present()
+        entry = await loop.bus.kv.get(f"{PREFIX_PRESENCE}workers/{worker.name}")
+        assert entry is not None and entry.value
+        presence = decode(entry.value, WorkerPresence)
+        assert "code.py:7 in blocks" in presence.state
+        assert isinstance(presence.since_s, float) and time.time() - 60 < presence.since_s <= time.time()
 
 
 async def test_a_restarted_evaluator_does_what_is_left(loop: Loop, config: Config) -> None:

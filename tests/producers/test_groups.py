@@ -8,16 +8,20 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from streamrl.core.seeds import rollout_seed
 from streamrl.data.tokenizer import Tokenizer
 from streamrl.engines.batching.delays import TokenDelay
+from streamrl.engines.protocol import Chunk, GenerateRequest
 from streamrl.engines.table.engine import TableEngine
-from streamrl.errors import EngineError, SchemaError
+from streamrl.errors import EngineError, EngineUnavailable, SchemaError
 from streamrl.producers.chat import RolloutEngine
 from streamrl.producers.demonstrations import demonstration
 from streamrl.producers.episode import Episode
 from streamrl.producers.functions import FunctionProducer
 from streamrl.producers.groups import GroupRunner
 from streamrl.producers.protocol import Context, Failure
+from streamrl.producers.repeats import REFUSALS
+from streamrl.producers.single_turn import SingleTurn
 from streamrl.rewards.built_in import ExactMatch
 from streamrl.rewards.functions import FunctionReward
 from streamrl.rewards.protocol import RewardValue, ScoredEpisode
@@ -145,6 +149,74 @@ async def test_an_engine_that_is_gone_is_said(engine: TableEngine, tokenizer: To
     with pytest.raises(EngineError):
         await held.run(make_task(tokenizer))
     await held.close()
+
+
+class Breaks:
+    """An engine whose first requests end with an error once some of their completions are done.
+
+    Args:
+        engine: gives the completions.
+        error: what is raised.
+        times: how many requests break.
+    """
+
+    def __init__(self, engine: TableEngine, error: type[EngineError], times: int) -> None:
+        self._engine = engine
+        self._error = error
+        self._left = times
+        self.seeds: list[tuple[int, ...]] = []
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        self.seeds.append(tuple(request.seeds))
+        self._left -= 1
+        async for chunk in self._engine.generate(request):
+            if self._left >= 0 and chunk.completion != 1:
+                continue
+            yield replace(chunk, engine=f"request {len(self.seeds)}")
+        if self._left >= 0:
+            raise self._error("the engine has a bad day")
+
+
+@pytest.mark.parametrize("error", [EngineUnavailable, EngineError])
+async def test_an_engines_failure_repeats_the_rollouts_it_has_ended_and_no_other(
+    engine: TableEngine, tokenizer: Tokenizer, error: type[EngineError]
+) -> None:
+    broken = Breaks(engine, error, times=2)
+    task = make_task(tokenizer)
+    held = runner(broken, tokenizer, SingleTurn())  # type: ignore[arg-type]
+    group = await held.run(task)
+    await held.close()
+    every = tuple(rollout_seed(task.seed, rollout) for rollout in range(3))
+    # The second of each broken request is done: of 0, 1, 2 that is 1, then of 0, 2 it is 2.
+    assert broken.seeds == [every, (every[0], every[2]), (every[0],)]
+    assert [(episode.rollout, episode.engine, episode.seed) for episode in group.episodes] == [
+        (0, "request 3", every[0]),
+        (1, "request 1", every[1]),
+        (2, "request 2", every[2]),
+    ]
+    assert not group.failures
+
+
+@pytest.mark.slow
+async def test_rollouts_that_engines_refuse_again_and_again_fail_without_the_others(engine: TableEngine, tokenizer: Tokenizer) -> None:
+    class Refuses(Breaks):
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+            if len(request.seeds) < 3:
+                self.seeds.append(tuple(request.seeds))
+                raise EngineError("the prompt is too long")
+            async for chunk in super().generate(request):
+                yield chunk
+
+    broken = Refuses(engine, EngineError, times=1)
+    held = runner(broken, tokenizer, SingleTurn())  # type: ignore[arg-type]
+    group = await held.run(make_task(tokenizer))
+    await held.close()
+    assert [episode.rollout for episode in group.episodes] == [1]
+    assert [(failure.rollout, failure.reason, failure.detail) for failure in group.failures] == [
+        (0, "failed", "engine: the prompt is too long"),
+        (2, "failed", "engine: the prompt is too long"),
+    ]
+    assert len(broken.seeds) == REFUSALS
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from streamrl.bus.protocol import Lease
 from streamrl.core.seeds import rollout_seed
 from streamrl.engines.batching.delays import TokenDelay
 from streamrl.errors import ConfigError, StreamFull
+from streamrl.monitor.view import RunView
 from streamrl.producers.publishing import Publisher
 from streamrl.producers.rollouts import attach, main
+from streamrl.schemas.codec import decode
+from streamrl.schemas.events import MetricReport
 from streamrl.schemas.samples import LogprobMode
-from streamrl.schemas.subjects import HEADER_SCHEMA, HEADER_TASK, SAMPLES, TASKS
+from streamrl.schemas.subjects import HEADER_SCHEMA, HEADER_TASK, METRICS, SAMPLES, TASKS
 from streamrl.schemas.tasks import RolloutTask
 from tests.producers.conftest import ACK_WAIT_S, Loop, samples_in, tombstones_in, with_producer
 from tests.producers.policies import SURE, script
@@ -50,6 +54,12 @@ async def blocks(task, engine):
 async def hangs(task, engine):
     Path(engine.options["begun"], f"{task.index}.{engine.context.rollout_index}").touch()
     await asyncio.sleep(3600)
+
+
+async def hangs_at_odd_tasks(task, engine):
+    if task.index % 2:
+        await asyncio.sleep(3600)
+    return await calculator(task, engine)
 
 
 async def fails_on_odd_rollouts(task, engine):
@@ -163,6 +173,32 @@ async def test_user_code_that_blocks_keeps_its_lease(loop: Loop, functions: Path
     # A lease that lapsed would have been delivered a second time.
     assert claimed == [1]
     assert [sample.rollout for sample in samples_in(records)] == [0]
+
+
+@pytest.mark.process
+async def test_tasks_whose_code_hangs_are_reported_and_those_that_wait_for_an_engine_are_not(
+    loop: Loop, functions: Path, tmp_path: Path
+) -> None:
+    view = RunView(loop.config.run.name)
+
+    async def follow() -> None:
+        async for message in loop.bus.read(METRICS, after=0):
+            view.metric(decode(message.body, MetricReport))
+
+    config = with_producer(loop.config, f"{functions}:hangs_at_odd_tasks")
+    config = replace(config, producer=replace(config.producer, idle_timeout_s=6.0))
+    worker = loop.worker(config=config)
+    async with loop.serving(main, worker):
+        following = asyncio.create_task(follow())
+        await loop.issue(4)
+        await until(lambda: view.numbers(elapsed_s=1.0).hung_tasks == 2, within_s=60)
+        numbers = view.numbers(elapsed_s=1.0)
+        assert 2.0 < numbers.hung_s < 6.5 and numbers.tasks_in_flight == 4
+        # What hangs ends over its limit; the others have all the time there is.
+        await loop.records(2, timeout_s=60)
+        await until(lambda: view.numbers(elapsed_s=1.0).hung_tasks == 0, within_s=60)
+        assert view.numbers(elapsed_s=1.0).tasks_in_flight == 2
+        following.cancel()
 
 
 @pytest.mark.process

@@ -14,7 +14,7 @@ from streamrl.engines.protocol import Chunk, GenerateRequest
 from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import EngineError, EngineUnavailable
 from streamrl.producers.children.calls import Limits
-from streamrl.producers.children.jobs import REFUSALS
+from streamrl.producers.repeats import REFUSALS
 from streamrl.schemas.versions import Version
 from tests.producers.policies import script, serve_logits
 from tests.producers.user_code import Workshop, ends
