@@ -60,7 +60,7 @@ async def finished(engine: Engine, request: GenerateRequest) -> tuple[dict[int, 
     for index, parts in enumerate(chunks):
         end = parts[-1].finish_reason if parts else None
         if end not in (None, "abort"):
-            found[index] = _join(parts)
+            found[index] = _join(parts, request.sampling.temperature)
         elif error is None:
             error = EngineError(
                 f"expected completion {index} of request {request.request_id} to end with stop or length, got {end or 'no end'}",
@@ -70,9 +70,9 @@ async def finished(engine: Engine, request: GenerateRequest) -> tuple[dict[int, 
     return found, error
 
 
-def _join(parts: Sequence[Chunk]) -> Completion:
+def _join(parts: Sequence[Chunk], temperature: float) -> Completion:
     last = parts[-1]
-    inexact, temperature = bool(last.extras.get(INEXACT)), request.sampling.temperature
+    inexact = bool(last.extras.get(INEXACT))
     if len(parts) == 1:
         segment = Segment(last.token_ids, last.logprobs, last.spans, inexact, temperature)
     else:

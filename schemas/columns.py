@@ -333,11 +333,10 @@ class _Part(SampleBatch):
 
     def optional(self, name: str) -> list[Any] | None:
         # Not of `batch`: to make that costs more than all else that is done with a small message.
-        whole = self._whole.batch
-        place = whole.schema.get_field_index(name)
+        place = self._whole.batch.schema.get_field_index(name)
         if place < 0:
             return None
-        column = whole.column(place).slice(self._rows.start, self.num_rows)
+        column = self._whole.batch.column(place).slice(self._rows.start, self.num_rows)
         return None if column.null_count == self.num_rows else column.to_pylist()
 
     def ints(self, name: str) -> npt.NDArray[Any]:
