@@ -14,7 +14,8 @@
 set -uo pipefail
 # shellcheck disable=SC1091
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-python=$(realpath -s "$(command -v "${SGLANG_PYTHON:-python3}")") || exit 2
+python=$(command -v "${SGLANG_PYTHON:-python3}") || { echo "one_gpu.sh: expected SGLang's interpreter in SGLANG_PYTHON, got ${SGLANG_PYTHON:-python3}" >&2; exit 2; }
+python=$(realpath -s "$python") # a link is what makes it that of its environment
 model=${MODEL:+$(realpath "$MODEL")}
 out=$(mkdir -p "${OUT:-out}" && cd "${OUT:-out}" && pwd)
 work=${WORK:-/tmp/one_gpu}
