@@ -23,7 +23,7 @@ from streamrl.core.fold_config import fold_config
 from streamrl.core.state import FoldState
 from streamrl.errors import ConfigError, SchemaError
 from streamrl.history.branch_fold import BranchFold
-from streamrl.history.branch_state import begin, translate
+from streamrl.history.branch_state import begin, past_gaps, translate
 from streamrl.history.replay import Range, check_span, find_start
 from streamrl.history.replay_log import PastLedger, read_past, read_pending
 from streamrl.schemas.ledger import LedgerEntry
@@ -99,14 +99,15 @@ def branch(
 
     Raises:
         LogTruncated: the parent's stream does not go back far enough.
-        ConfigError: the parent does not have all versions of the span.
+        ConfigError: the parent does not have all versions of the span, or lost some of them.
     """
     past: PastLedger = call(read_past(log, Subjects(parent.run.name), parent.trainer.name))
     check_span(past, span, f"the ledger of run {parent.run.name!r}")
     start = find_start(past, checkpoints, parent.trainer.name, span.first)
     before = FoldState.decode(trainer.load(start.path)) if start.path else None
     mine, theirs = fold_config(config, num_tokens), fold_config(parent, num_tokens)
-    state = begin(mine, theirs, before)
+    across = "end before it with --to, or begin at the checkpoint that it went on from, or a later one, with --from"
+    state = past_gaps(begin(mine, theirs, before), past.gaps, through=span.last, hint=across)
     stretch = past.between(start.version.number, span.last)
     pending = call(read_pending(log, state.own, start.path))
     note = BranchFile(

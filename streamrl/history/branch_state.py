@@ -6,14 +6,17 @@ is translated: the parent's version n becomes the branch's number at the moment 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from streamrl.core.fold import Batch, close, fold, trained
-from streamrl.core.records import Poison, Record, Rollouts, RolloutView
+from streamrl.core.fold import LOST_VERSION, Batch, close, fold, trained
+from streamrl.core.gaps import bridged
+from streamrl.core.records import Ended, Poison, Record, Rollouts, RolloutView
 from streamrl.core.state import FoldConfig, FoldState, initial_state
-from streamrl.errors import SchemaError
+from streamrl.errors import ConfigError, SchemaError
 from streamrl.schemas.columns import SampleBatch
 from streamrl.schemas.ledger import LedgerEntry, decided_by
 from streamrl.schemas.versions import Version
@@ -65,6 +68,42 @@ def begin(config: FoldConfig, parent_config: FoldConfig, parent: FoldState | Non
     return BranchState(own=own, parent=state, numbers=tuple(range(state.version.number + 1)))
 
 
+def past_gaps(state: BranchState, gaps: Mapping[int, LedgerEntry], *, through: int | None, hint: str) -> BranchState:
+    """The state with the gap at which it stands behind it, if it stands at one.
+
+    What was trained between a gap and what is before it may be lost, so nobody trains across one.
+
+    Args:
+        state: where somebody goes on from.
+        gaps: the parent's, by the epoch that begins with them.
+        through: the parent's version number that is the last one wanted; None: all.
+        hint: what to do where a gap is in the way.
+
+    Raises:
+        ConfigError: one is.
+    """
+    for epoch, gap in sorted(gaps.items()):
+        number = state.parent.version.number
+        if state.parent.epochs[-1].epoch >= epoch:
+            continue
+        if gap.version.number != number:
+            if through is not None and number <= through <= gap.version.number:
+                break
+            raise gap_in_the_way(gap, state.parent.version, hint)
+        state = follow(replace(state, parent=bridged(state.parent, gap)))
+    return state
+
+
+def gap_in_the_way(gap: LedgerEntry, version: Version, hint: str) -> ConfigError:
+    """The error for a gap that lies between `version` and what is wanted."""
+    lost = "" if isinstance(gap.gap, msgspec.UnsetType) else f", after versions up to {gap.gap.highest} were lost ({gap.gap.lost})"
+    return ConfigError(
+        f"the run went on from version {gap.version}{lost}: from version {version} nothing leads across that gap",
+        hint=hint,
+        gap=str(gap.version),
+    )
+
+
 def take(state: BranchState, record: Record, config: FoldConfig, parent_config: FoldConfig) -> BranchState:
     """Fold one record into both. What the parent judged impossible is so for the branch: it alone knows which versions there were."""
     parent, effects = fold(state.parent, record, parent_config)
@@ -72,6 +111,9 @@ def take(state: BranchState, record: Record, config: FoldConfig, parent_config: 
     mine: Record = record
     if reason is not None and not isinstance(record, Poison):
         mine = Poison(record.sequence, getattr(record, "task", None), reason)
+    elif isinstance(record, Rollouts) and max(view.highest for view in record.rollouts) > state.parent.version.number:
+        # Of a version that was lost, see `streamrl.core.gaps`: no number of the branch's stands for it.
+        mine = Ended(record.sequence, record.source, record.task, None, record.group_size, LOST_VERSION)
     elif isinstance(record, Rollouts):
         mine = replace(record, rollouts=tuple(_translated(view, state.numbers) for view in record.rollouts))
     own, _ = fold(state.own, mine, config)

@@ -23,7 +23,7 @@ from streamrl.schemas.subjects import WARMUP_SOURCE
 
 WINDOW = 20
 """Batches in `first` and `last`."""
-_OWN_KEYS = {"run.name", "run.dir"}
+_OWN_KEYS = {"run.name", "run.dir", "trainer.name"}
 
 ROWS = (
     ("reward", "rollout/raw_reward"),
@@ -121,7 +121,7 @@ async def compare_runs(a: str, b: str, *, base: Path | str = "runs") -> CompareR
 
 
 def config_differences(a: Config, b: Config) -> tuple[Difference, ...]:
-    """Where two configurations differ, by key. The run's own name and place do not count, nor do the folders of files."""
+    """Where two configurations differ, by key. The run's or tap's own name and place do not count, nor do the folders of files."""
     first, second = flat_keys(msgspec.to_builtins(a)), flat_keys(msgspec.to_builtins(b))
     keys = sorted((first.keys() | second.keys()) - _OWN_KEYS)
     return tuple(Difference(key, first.get(key), second.get(key)) for key in keys if _what(first.get(key)) != _what(second.get(key)))

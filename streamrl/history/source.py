@@ -117,10 +117,12 @@ async def read_entries(text: str, *, base: Path | str = "runs") -> tuple[str, li
 
 
 def read_config(text: str, *, base: Path | str = "runs") -> Config:
-    """The configuration of what `read_entries` reads; of a tap that of the run that it taps, which is where its own began."""
+    """The configuration of what `read_entries` reads; of a tap that of its last start."""
     if (Path(text) / RECORDING_FILE).is_file():
         return RecordedLog(Path(text)).config
-    return RunDir.find(_split(text)[0], base=base).load_config()
+    name, tap = _split(text)
+    run = RunDir.find(name, base=base)
+    return run.load_tap_config(tap) if tap else run.load_config()
 
 
 def _split(text: str) -> tuple[str, str]:

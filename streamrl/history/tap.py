@@ -26,18 +26,19 @@ from streamrl.consumers.training.steps import train_version
 from streamrl.core.fold_config import fold_config
 from streamrl.core.state import FoldState
 from streamrl.data.model import ensure_model, vocab_size
-from streamrl.errors import ConfigError
+from streamrl.errors import CheckpointDamaged, ConfigError
 from streamrl.history.branch import check_overrides
 from streamrl.history.branch_fold import BranchFold
-from streamrl.history.branch_state import BranchState, begin, translate
+from streamrl.history.branch_state import BranchState, begin, gap_in_the_way, past_gaps, translate
 from streamrl.history.replay import find_start
-from streamrl.history.replay_log import read_past, read_pending
+from streamrl.history.replay_log import PastLedger, read_past, read_pending
 from streamrl.history.tap_position import hold_stream, keeping_position
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.codec import decode
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import LEDGER, Subjects
+from streamrl.schemas.versions import Version
 from streamrl.trainers.fingerprint import fingerprint_digest, numerics_fingerprint
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.ranks.local import open_trainer
@@ -77,6 +78,7 @@ def tap_config(config: Config, settings: TapSettings) -> Config:
 async def tap(worker: Worker, settings: TapSettings) -> BranchState:
     """Train beside the run until it has trained all its steps or the worker drains."""
     config = tap_config(worker.config, settings)
+    worker.run_dir.write_tap_config(settings.name, config)
     loop = asyncio.get_running_loop()
 
     def work() -> BranchState:
@@ -136,6 +138,8 @@ class Tap:
             Fenced: another tap of the same name has taken over.
             Diverged: with run.numerics = "bitwise", a step gave other digits than the tap's own ledger.
             LogTruncated: the stream no longer goes back to where the tap stood.
+            CheckpointDamaged: its checkpoint cannot be gone on from.
+            ConfigError: the run has lost versions, and goes on after a gap that the tap has yet to come to.
         """
         call, name = self.call, self.settings.name
         fence = call(take_fence(self.bus, name))
@@ -146,9 +150,10 @@ class Tap:
             call(hold_stream(self.bus, name, lease_s=self.settings.lease_s))
         if latest:
             path: Path | None = self.run_dir.path / latest.path
-            state = BranchState.decode(self.trainer.load(path))
+            state = self._saved_state(path)
         else:
             state, path = self._first_state()
+        state = past_gaps(state, self._past().gaps, through=None, hint=self._another)
         pending = call(read_pending(self.bus, state.own, path, identity=latest.stream_identity if latest else ""))
         saver = Checkpointer(
             bus=self.bus,
@@ -165,7 +170,7 @@ class Tap:
         else:
             # Whatever happens from here on, the tap goes on from this version: its ledger has no gap, and its position has moved up.
             saver.flush(state)
-        parent = FollowedLedger(self.bus, call.loop, self.subjects, self.parent.trainer.name, after=state.parent.version.number)
+        parent = FollowedLedger(self.bus, call.loop, self.subjects, self.parent.trainer.name, after=state.parent, hint=self._another)
         reader = RecordReader(self.bus, call.loop, after=state.cursor, capacity=4 * self.config.tasks.batch_tasks)
         fold = BranchFold(
             reader=reader,
@@ -190,10 +195,24 @@ class Tap:
         saver.flush(fold.state)
         return fold.state
 
+    @property
+    def _another(self) -> str:
+        """What to do where this tap cannot go on."""
+        run = self.parent.run.name
+        return f"begin another: `streamrl tap {run} --name OTHER --from V`, at the run's nearest checkpoint at or below version V"
+
+    def _past(self) -> PastLedger:
+        return self.call(read_past(self.bus, self.subjects, self.parent.trainer.name))
+
+    def _saved_state(self, path: Path) -> BranchState:
+        try:
+            return BranchState.decode(self.trainer.load(path))
+        except CheckpointDamaged as error:
+            raise CheckpointDamaged(error.message, hint=self._another, **error.values) from error
+
     def _first_state(self) -> tuple[BranchState, Path | None]:
         """Where a new tap begins, and the run's checkpoint that this is."""
-        past = self.call(read_past(self.bus, self.subjects, self.parent.trainer.name))
-        start = find_start(past, self.run_dir.checkpoints, self.parent.trainer.name, self.settings.first)
+        start = find_start(self._past(), self.run_dir.checkpoints, self.parent.trainer.name, self.settings.first)
         before = FoldState.decode(self.trainer.load(start.path)) if start.path else None
         return begin(self.rules, self.parent_rules, before), start.path
 
@@ -210,12 +229,24 @@ class FollowedLedger:
     """Reads a trainer's entries on the bus's loop; the training thread asks `at`. Satisfies `streamrl.consumers.training.steps.Entries`.
 
     A version that the parent trained again after a crash has the same batch, so that either entry serves.
+
+    Args:
+        log: the run's.
+        loop: the bus's.
+        subjects: of the run.
+        trainer: whose ledger.
+        after: the parent's state that the first entry follows; gaps up to its epoch are behind it.
+        hint: what to do about one that comes.
     """
 
-    def __init__(self, log: Log, loop: asyncio.AbstractEventLoop, subjects: Subjects, trainer: str, *, after: int) -> None:
+    def __init__(
+        self, log: Log, loop: asyncio.AbstractEventLoop, subjects: Subjects, trainer: str, *, after: FoldState, hint: str = ""
+    ) -> None:
         self._log = log
         self._subject = subjects.ledger(trainer)
-        self._done = after
+        self._done = after.version.number
+        self._epoch = after.epochs[-1].epoch
+        self._hint = hint
         self._entries: dict[int, LedgerEntry] = {}
         self._failure: BaseException | None = None
         self._task = asyncio.run_coroutine_threadsafe(self._follow(), loop)
@@ -243,8 +274,12 @@ class FollowedLedger:
             first = (await self._log.state(LEDGER)).first
             async for message in self._log.read(LEDGER, after=first - 1, subject=self._subject):
                 entry = decode(message.body, LedgerEntry, where=f"{self._subject} sequence {message.sequence}")
+                if entry.gap is not msgspec.UNSET:
+                    if entry.version.epoch > self._epoch:
+                        raise gap_in_the_way(entry, Version(self._epoch, self._done), self._hint)
+                    continue
                 await self._room(entry.version.number)
-                if entry.version.number > self._done and entry.gap is msgspec.UNSET:
+                if entry.version.number > self._done:
                     self._entries[entry.version.number] = entry
         except asyncio.CancelledError:
             raise

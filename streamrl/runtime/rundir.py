@@ -125,6 +125,18 @@ class RunDir:
         """Store the configuration, which `streamrl.config.secret_options.without_secrets` has been through; readers see no half file."""
         write_private(self.config_path, dump(config).encode())
 
+    def write_tap_config(self, tap: str, config: Config) -> None:
+        """Store what a tap of this run trains with, for those who compare."""
+        write_private(self._tap_path(tap), dump(config).encode())
+
+    def load_tap_config(self, tap: str) -> Config:
+        """What a tap was last started with; the run's own where that is not known. Raises ConfigError."""
+        path = self._tap_path(tap)
+        return from_json(path.read_text(encoding="utf-8"), where=str(path)) if path.is_file() else self.load_config()
+
+    def _tap_path(self, tap: str) -> Path:
+        return self.path / f"tap-{check_name('name of a tap', tap)}.json"
+
     def write_secret_options(self, secrets: SecretOptions) -> None:
         """Store what `without_secrets` took out; `with_secret_options` puts it in again."""
         if secrets:

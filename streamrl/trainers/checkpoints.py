@@ -126,7 +126,7 @@ def unreadable(path: Path, error: OSError) -> TrainingError:
     """The error for a checkpoint whose files cannot be read: damaged where one is gone, else for a reason that may pass."""
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return damaged(path, str(error))
-    return TrainingError(f"cannot read the checkpoint {path}: {error}", hint="mend that and run `up` again; nothing is lost")
+    return TrainingError(f"cannot read the checkpoint {path}: {error}", hint="mend that and start again; nothing is lost")
 
 
 def write_directory(path: Path, write: Callable[[Path], None], *, seal: bool = False) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from streamrl.core.fold import fold
 from streamrl.core.gaps import bridged
@@ -19,9 +20,10 @@ def at(number: int) -> FoldState:
     return FoldState(version=Version(0, number), granted=state.granted, grants=state.grants)
 
 
-def record(epoch: int, number: int, sequence: int = 1) -> Rollouts:
-    view = RolloutView(0, 1, 4, number, number, 1.0, number, ((epoch, number, number),))
-    return Rollouts(sequence, "main", 0, 1, (view,))
+def record(epoch: int, *numbers: int, sequence: int = 1) -> Rollouts:
+    """A message of task 0 with a rollout of each version."""
+    views = (RolloutView(n, 1, 4, number, number, 1.0, number, ((epoch, number, number),)) for n, number in enumerate(numbers))
+    return Rollouts(sequence, "main", 0, len(numbers), tuple(views))
 
 
 def test_an_epoch_begins_and_what_was_granted_counts() -> None:
@@ -45,7 +47,7 @@ def test_a_sample_of_a_lost_version_ends_its_task_and_is_not_taken_for_an_invent
     before, effects = fold(at(2), record(0, 4), CONFIG)
     assert before.drops[0].reason == "poison" and effects.dead
     state, effects = fold(bridged(at(2), ENTRY), record(0, 4), CONFIG)
-    assert state.drops[0].reason == "lost_version" and state.is_retired(0) and not effects.dead
+    assert (state.drops[0].reason, state.drops[0].sequence) == ("lost_version", 1) and state.is_retired(0) and not effects.dead
     for epoch, number in ((0, 6), (1, 4)):
         state, effects = fold(bridged(at(2), ENTRY), record(epoch, number), CONFIG)
         assert effects.dead, "that one never was"
@@ -54,3 +56,32 @@ def test_a_sample_of_a_lost_version_ends_its_task_and_is_not_taken_for_an_invent
 def test_a_sample_of_a_version_before_the_gap_is_used() -> None:
     state, _ = fold(bridged(at(2), ENTRY), record(0, 2), CONFIG)
     assert state.drops[0].reason == "zero_variance"
+
+
+def gap(epoch: int, number: int, highest: Version) -> LedgerEntry:
+    lost = Gap(lost="end", missing=(), highest=highest, known_by="manifest")
+    return LedgerEntry(
+        run="r", trainer="main", version=Version(epoch, number), source="", used=(), cursor=0, granted=9, retired=0, gap=lost
+    )
+
+
+def test_one_sample_of_a_lost_version_ends_the_whole_task() -> None:
+    state, effects = fold(bridged(at(2), ENTRY), record(0, 2, 4), replace(CONFIG, group_size=2))
+    assert state.drops[0].reason == "lost_version" and state.is_retired(0) and not effects.dead
+
+
+def test_one_sample_of_a_version_that_never_was_is_found_among_others() -> None:
+    state = bridged(at(2), ENTRY)
+    _, effects = fold(replace(state, version=Version(1, 3)), record(1, 3, 4), replace(CONFIG, group_size=2))
+    assert effects.dead
+
+
+def test_a_run_that_lost_everything_knows_what_it_had() -> None:
+    state, effects = fold(bridged(at(0), gap(1, 0, Version(0, 5))), record(0, 4), CONFIG)
+    assert state.drops[0].reason == "lost_version" and not effects.dead
+
+
+def test_versions_that_a_later_gap_lost_are_known_too() -> None:
+    state = bridged(bridged(at(2), ENTRY), gap(2, 2, Version(1, 7)))
+    state, effects = fold(state, record(1, 4), CONFIG)
+    assert state.drops[0].reason == "lost_version" and not effects.dead

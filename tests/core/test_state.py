@@ -28,6 +28,17 @@ def test_state_survives_encoding() -> None:
     assert state.pending[0].ended == (2,) and state.retired_above == frozenset({1, 4, 5})
 
 
+def test_a_decision_that_is_not_configured_is_off() -> None:
+    """A recorded configuration that lacks its key decided without it."""
+    bare = FoldConfig(batch_tasks=1, max_staleness=0)
+    assert (bare.max_len, bare.inexact, bare.overlong, bare.expire_versions, bare.late_versions) == (0, "allow", "train", 0, 0)
+
+
+def test_the_first_open_task_is_the_next_one_when_all_have_ended() -> None:
+    assert FoldState(granted=3, watermark=3).first_open == 3
+    assert FoldState(granted=3, watermark=1).first_open == 1
+
+
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93\x01\x02\x03", b"\x81\xa7version\xa1x"])
 def test_a_damaged_state_is_a_schema_error(data: bytes) -> None:
     with raises(SchemaError, size_bytes=len(data)):
