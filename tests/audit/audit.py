@@ -67,7 +67,8 @@ def examine(raw: Raw, *, complete: bool = False) -> Report:
     problems += [_gap(entry) for entry in entries if "gap" in entry.body]
     promises = Promises(raw, trainer, entries)
     messages = {stored.sequence: read_message(stored) for stored in raw.samples.messages}
-    books = Books(settings, messages, raw.samples.first, promises.chain())
+    chain = promises.chain()
+    books = Books(settings, messages, raw.samples.first, chain, promises.missing)
     books.check()
     promises.streams()
     promises.readers(books)
