@@ -35,6 +35,8 @@ class Books:
     """One entry for each version number from 1 on, of the newest epoch that has it."""
     missing: set[int] = field(default_factory=set)
     """Numbers of versions whose entries are lost: what was decided with them is not known."""
+    granted: int = 0
+    """Tasks that had been granted before a gap, with entries that are lost: no grant is taken back."""
     problems: list[str] = field(default_factory=list)
     trained: dict[int, int] = field(default_factory=dict)
     """Task -> version number that trained it."""
@@ -212,5 +214,5 @@ class Books:
             if entry["retired"] < retired or (after is not None and entry["retired"] > retired + spare + after):
                 self._say(f"version {number}: {entry['retired']} tasks retired by the ledger, {retired} by its entries")
             promised = entry["retired"] + (self.settings.s + 1) * self.settings.b
-            if entry["granted"] != promised:
+            if entry["granted"] != promised and not promised < entry["granted"] <= self.granted:
                 self._say(f"version {number}: {entry['granted']} tasks granted, {entry['retired']} retired ones allow {promised}")

@@ -44,6 +44,9 @@ class Promises:
     missing: set[int] = field(default_factory=set)
     """Numbers of versions that the run goes on from although their entries are lost, as its gaps say."""
 
+    granted: int = 0
+    """Most tasks that were granted before one of its gaps."""
+
     def _say(self, text: str) -> None:
         self.problems.append(text)
 
@@ -64,6 +67,7 @@ class Promises:
             sequence = entry.stored.sequence
             if "gap" in entry.body:
                 newest = {other: body for other, body in newest.items() if other <= number}
+                self.granted = max(self.granted, entry.body["granted"])
                 self.missing |= {one for first, last in entry.body["gap"]["missing"] for one in range(first, min(last, number) + 1)}
                 continue
             if entry.body["fence"] < fence:

@@ -61,7 +61,11 @@ class Session:
         shapes = [SHAPES[name] for name in self._given.shapes.split(",")]
         for shape in SHAPES.values():
             if self._given.speed_steps and shape in shapes and not shape.misdeed_every and not shape.losses:
-                await self._speed(shape)
+                try:
+                    await self._speed(shape)
+                except Exception as error:  # the strikes are worth having all the same
+                    bad += 1
+                    self.write(RunLine(-1, shape.name, [f"{type(error).__name__}: {error}"[:1500]], {}, 0.0))
         self._ends_s = time.monotonic() + 60 * self._given.minutes
         for number, shape in enumerate(itertools.cycle(shapes)):
             if time.monotonic() >= self._ends_s:

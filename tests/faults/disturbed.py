@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[2]
 AIM_S = 10.0
 CATCH_S = 20.0
 RECOVER_S = 120.0
+START_S = 300.0
 FINISH_S = 300.0
 LEAVE_S = 5.0
 ON_ITS_WAY_S = 0.05
@@ -116,7 +117,7 @@ class Disturbed:
 
     async def begin(self) -> None:
         """Wait for the first workers, and follow the ledger from then on, past the wire."""
-        await self.until(lambda: self.run.exists and worker_pid(self.run, "producer"), "the first workers")
+        await self.until(lambda: self.run.exists and worker_pid(self.run, "producer"), "the first workers", within_s=START_S)
         self._watcher = asyncio.create_task(self._watch())
 
     async def _connect(self) -> Bus:

@@ -98,7 +98,7 @@ TABLE: dict[str, object] = {
 }
 STREAM = Shape(name="stream", batch_tasks=3, overrides={**TABLE, **LIMITS, "tasks.max_staleness": 2})
 LOCKSTEP = Shape(name="lockstep", batch_tasks=3, overrides={**TABLE, **LIMITS, "tasks.max_staleness": 0}, deterministic=True)
-DAMAGED = Shape(name="damaged", batch_tasks=3, overrides=STREAM.overrides, losses=True)
+DAMAGED = Shape(name="damaged", batch_tasks=3, overrides={**STREAM.overrides, "trainer.keep_checkpoints": 1000}, losses=True)
 _PACED: dict[str, object] = {
     **TABLE,
     "producer.function": "agent.py:agent",

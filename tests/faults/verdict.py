@@ -58,7 +58,7 @@ async def judge(run: RunDir, shape: Shape | None = None, made: Mapping[str, set[
     server.start()
     try:
         address = server.address
-        report = await audit(address.url, address.user, address.password, NAME, complete=not losses, directory=run.path)
+        report = await audit(address.url, address.user, address.password, NAME, complete=True, directory=run.path)
         bus = await connect(address, NAME, run.load_config().bus)
         entries = await read_ledger(bus, NAME)
         manifests = await _manifests(bus)
@@ -68,16 +68,18 @@ async def judge(run: RunDir, shape: Shape | None = None, made: Mapping[str, set[
         server.stop()
     place = run.path.parents[1]
     gaps = [entry for entry in entries if entry.gap is not UNSET]
-    problems = [f"audit: {problem}" for problem in report.problems if not (losses and any(f.match(problem) for f in FOLLOWS))]
-    problems += await replay(place, gaps=len(gaps))
-    problems += [f"user code: {problem}" for problem in (wrong_ends(told(place), ends) if ends else [])]
     versions = [entry for entry in entries if entry.gap is UNSET]
+    problems = [f"audit: {problem}" for problem in report.problems if not (losses and any(f.match(problem) for f in FOLLOWS))]
+    problems += await replay(place, named=len(gaps) + any(g.gap.missing for g in gaps if g.gap is not UNSET))
+    # What is behind entries that are lost is verified from where it goes on.
+    for gap in gaps:
+        if gap.gap is not UNSET and gap.gap.missing and gap.version.number < versions[-1].version.number:
+            problems += await replay(place, first=gap.version.number)
+    problems += [f"user code: {problem}" for problem in (wrong_ends(told(place), ends) if ends else [])]
     digests: dict[str, set[str]] = {version: set(known) for version, known in (made or {}).items()}
     for one in (*versions, *manifests):
         digests.setdefault(str(one.version), set()).add(one.digest)
     problems += [f"version {version} was given to {len(known)} sets of parameters" for version, known in digests.items() if len(known) > 1]
-    if losses and max((entry.version.number for entry in versions), default=0) < run.load_config().run.steps:
-        problems.append(f"the ledger ends with version {versions[-1].version if versions else 0}")
     counts = {**report.counts, "gaps": len(gaps), "samples": sum(entry.num_samples for entry in versions)}
     return Verdict(problems, counts, {str(entry.version): entry.digest for entry in versions})
 
@@ -106,9 +108,15 @@ async def _ends(bus: Bus) -> dict[tuple[int, int | None], frozenset[str]]:
     return found
 
 
-async def replay(place: Path, *, gaps: int) -> list[str]:
-    """What `streamrl replay --verify` says against the run in `place`, whose ledger has so many gaps: each must be named, no more."""
-    words = ("-m", "streamrl", "replay", NAME, "--verify", "--json")
+async def replay(place: Path, *, first: int = 0, named: int | None = None) -> list[str]:
+    """What `streamrl replay --verify` says against the run in `place`.
+
+    Args:
+        place: holds `runs/`.
+        first: begin at the nearest checkpoint at or below this version.
+        named: how many losses it must name; None: any number.
+    """
+    words = ("-m", "streamrl", "replay", NAME, "--verify", "--json", *(("--from", str(first)) if first else ()))
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         sys.executable, *words, cwd=place, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, stdout=pipe, stderr=pipe
@@ -117,9 +125,11 @@ async def replay(place: Path, *, gaps: int) -> list[str]:
     if process.returncode not in (0, 1) or not out:
         return [f"replay: exit code {process.returncode}: {err.decode()[-500:]}"]
     report = json.loads(out)
-    named = len(report["lost"])
+    lost = len(report["lost"])
     equal = report["same_fingerprint"] and report["equal"] == report["versions"] and not report["problem"]
-    if equal and named == gaps and report["ok"] == (not gaps):
+    if equal and named in (None, lost) and report["ok"] == (not lost):
         return []
-    words = f"{report['problem']}{report['lost']}"
-    return [f"replay: {report['equal']} of {report['versions']} versions are equal, {named} gaps named of {gaps}: {words}"]
+    words_of = f"{report['problem']} {report['lost']}"
+    return [
+        f"replay from {first}: {report['equal']} of {report['versions']} versions are equal, {lost} losses named of {named}: {words_of}"
+    ]
