@@ -4,7 +4,7 @@
 # make test-fast  the tests that start no process, without lint and types; it says how long it took and what it left out
 # make sglang-cpu  .venv-sglang: SGLang on this machine's CPU, for the tests and for engine.sglang.python (3 minutes, 2.7 GB)
 # make docs  the pages, tables and pictures of docs/ that are made from the code: configuration, errors, metrics, the loop
-# make chaos two hours of kill -9, SIGSTOP and cut connections (CHAOS_ARGS="--minutes 10"), and the tables of docs/reliability.md
+# make chaos kill -9 of parts and whole runs, SIGSTOP, cut connections, damaged disks (CHAOS_ARGS="--minutes 10"), and the tables of docs/reliability.md
 # make mutants  small faults in the stream's decisions and the mathematics, one at a time, that their tests must find (an hour of one
 #            core; MODULES="fold kl" for some, JOBS=16 for so many at a time)
 #

@@ -17,7 +17,7 @@ from pathlib import Path
 from msgspec import UNSET
 
 from streamrl.bus.protocol import Bus, Log
-from streamrl.bus.reading import read_key
+from streamrl.bus.reading import first_hole, read_key
 from streamrl.consumers.training.checkpoints import CHECKPOINTS, read_latest
 from streamrl.consumers.training.ledger import Ledger
 from streamrl.core.state import FoldState
@@ -121,7 +121,7 @@ async def enter_gap(bus: Bus, subjects: Subjects, ledger: Ledger, state: FoldSta
     """
     latest = await read_latest(bus, ledger.trainer)
     made = await versions_made(bus, subjects, latest, trainer=ledger.trainer, run_path=run_path)
-    readable = await _readable(bus, ledger.entries, state.version.number)
+    readable = await _readable(bus, ledger.entries, state.version.number, state.cursor)
     found = find_gap(ledger.entries, ledger.gaps, start=state.version.number, made=made, readable=readable)
     if found is None:
         return ""
@@ -149,11 +149,22 @@ async def enter_gap(bus: Bus, subjects: Subjects, ledger: Ledger, state: FoldSta
     return f"{describe_gap(gap, ledger.trainer)}; goes on from version {last} in epoch {epoch}"
 
 
-async def _readable(bus: Bus, entries: Mapping[int, LedgerEntry], start: int) -> int:
+async def _readable(bus: Bus, entries: Mapping[int, LedgerEntry], start: int, cursor: int) -> int:
     """Last sequence of the sample stream up to which it is what the ledger was made of.
 
-    A stream that lost its end may have grown again with other messages before anybody looked; all after the loss are others.
+    A stream that lost its end may have grown again with other messages before anybody looked; all after the loss are others. Or its server
+    knew where the end had been, and left a hole.
+
+    Args:
+        bus: connected.
+        entries: the line of versions.
+        start: number of the version that is gone on from.
+        cursor: what that version has read.
     """
+    through = max((entry.cursor for number, entry in entries.items() if number > start), default=cursor)
+    hole = await first_hole(bus, SAMPLES, after=cursor, through=through)
+    if hole is not None:
+        return hole - 1
     state = await bus.state(SAMPLES)
     number = start
     while (entry := entries.get(number + 1)) is not None and entry.cursor <= state.last:

@@ -21,9 +21,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from streamrl.bus.protocol import Bus
+from streamrl.bus.reading import is_gone
 from streamrl.consumers.training.checkpoints import trim_if_full
 from streamrl.core.state import FoldState
-from streamrl.errors import BusError, Fenced, NotFound, StreamFull
+from streamrl.errors import BusError, Fenced, StreamFull
 from streamrl.runtime.task_keys import remove_task_keys
 from streamrl.schemas.codec import encode
 from streamrl.schemas.digests import body_digest
@@ -107,19 +108,23 @@ class Reaper:
         if not gone:
             return ()
         end = (await self._bus.state(SAMPLES)).last
-        while (state := self._state()).cursor < end:  # noqa: ASYNC110  it is another thread that folds
+        # It is another thread that folds.
+        while (state := self._state()).cursor < end and not await self._lost_end(state.cursor, end):  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
         lost = tuple(task for task in gone if state.is_open(task))
         if lost:
             await self._end(state, lost)
         return lost
 
-    async def _is_there(self, task: int) -> bool:
-        try:
-            await self._bus.fetch(TASKS, task + 1)
-        except NotFound:
-            return False
+    async def _lost_end(self, cursor: int, end: int) -> bool:
+        """Whether nothing of the stream is left behind `cursor`, so that nobody can read up to its end."""
+        for sequence in range(cursor + 1, end + 1):
+            if not await is_gone(self._bus, SAMPLES, sequence):
+                return False
         return True
+
+    async def _is_there(self, task: int) -> bool:
+        return not await is_gone(self._bus, TASKS, task + 1)
 
     async def _end(self, state: FoldState, lost: Sequence[int]) -> None:
         entry = await self._bus.kv.get(PREFIX_FENCES + self._trainer)

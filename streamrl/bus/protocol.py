@@ -167,8 +167,9 @@ class Bus(Protocol):
         """Every message of `stream` with a sequence above `after`, in order, waiting for new ones for ever; no acks.
 
         Survives reconnects without loss or repeat. With `subject`, only that subject's messages (holes in the sequences are then
-        expected). Raises LogTruncated when a message above `after` has been removed, at the start or in the middle; with `subject`
-        only at the start, and whatever the subject of the removed message was.
+        expected). Raises LogTruncated when a message above `after` has been trimmed; with `subject` only at the start, and whatever the
+        subject of the trimmed message was. What is gone from the middle is passed over, and logged: a server that lost the end of a
+        stream in a power cut may know that there was one, and goes on behind it.
         """
         ...
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import TypeVar
 
 from streamrl.bus.protocol import KeyValue, Log, Message
+from streamrl.errors import NotFound
 from streamrl.schemas.codec import decode
 
 T = TypeVar("T")
@@ -17,12 +18,37 @@ async def stretch(log: Log, stream: str, *, first: int, last: int, subject: str 
     Raises:
         LogTruncated: see `Log.read`.
     """
+    while last >= first and await is_gone(log, stream, last):  # a reader would wait for it
+        last -= 1
     if last < first:
         return
     async for message in log.read(stream, after=first - 1, subject=subject):
         yield message
         if message.sequence >= last:
             return
+
+
+async def is_gone(log: Log, stream: str, sequence: int) -> bool:
+    """Whether a message up to the end of a stream is no longer there."""
+    try:
+        await log.fetch(stream, sequence)
+    except NotFound:
+        return True
+    return False
+
+
+async def first_hole(log: Log, stream: str, *, after: int, through: int) -> int | None:
+    """The lowest sequence above `after`, up to `through`, whose message is gone although the stream begins before it and ends behind it.
+
+    None where there is none: what was trimmed, or is beyond the end, is no hole.
+    """
+    state = await log.state(stream)
+    if state.messages == state.last - state.first + 1:
+        return None
+    for sequence in range(max(after + 1, state.first), min(through, state.last) + 1):
+        if await is_gone(log, stream, sequence):
+            return sequence
+    return None
 
 
 async def read_key(keys: KeyValue, key: str, kind: type[T]) -> T | None:

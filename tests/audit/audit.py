@@ -67,7 +67,8 @@ def examine(raw: Raw, *, complete: bool = False) -> Report:
     problems += [_gap(entry) for entry in entries if "gap" in entry.body]
     promises = Promises(raw, trainer, entries)
     messages = {stored.sequence: read_message(stored) for stored in raw.samples.messages}
-    books = Books(settings, messages, raw.samples.first, promises.chain())
+    chain = promises.chain()
+    books = Books(settings, messages, raw.samples.first, chain, promises.missing, promises.granted)
     books.check()
     promises.streams()
     promises.readers(books)
@@ -76,7 +77,7 @@ def examine(raw: Raw, *, complete: bool = False) -> Report:
     promises.dead(books)
     problems += promises.problems + books.problems
     if complete:
-        steps = sum(entry["source"] != "warmup" for entry in books.chain)
+        steps = len(books.missing) + sum(entry["source"] != "warmup" for entry in books.chain)
         if steps < config["run"]["steps"]:
             problems.append(f"the run ended after {steps} of {config['run']['steps']} steps")
     counts = {

@@ -33,6 +33,10 @@ class Books:
     """First sequence that the stream still has."""
     chain: list[dict[str, Any]]
     """One entry for each version number from 1 on, of the newest epoch that has it."""
+    missing: set[int] = field(default_factory=set)
+    """Numbers of versions whose entries are lost: what was decided with them is not known."""
+    granted: int = 0
+    """Tasks that had been granted before a gap, with entries that are lost: no grant is taken back."""
     problems: list[str] = field(default_factory=list)
     trained: dict[int, int] = field(default_factory=dict)
     """Task -> version number that trained it."""
@@ -43,6 +47,21 @@ class Books:
     def cursor(self) -> int:
         """Last sequence that the ledger has decided on."""
         return self.chain[-1]["cursor"] if self.chain else 0
+
+    def after(self, number: int) -> list[dict[str, Any]]:
+        """The entries of later versions."""
+        return [entry for entry in self.chain if entry["version"]["number"] > number]
+
+    def _unknown(self) -> list[tuple[int, int]]:
+        """Sequences that were decided on with entries that are lost: above the first of each pair, up to the second."""
+        found: list[tuple[int, int]] = []
+        before, cursor = 0, 0
+        for entry in self.chain:
+            number = entry["version"]["number"]
+            if any(between in self.missing for between in range(before + 1, number)):
+                found.append((cursor, entry["cursor"]))
+            before, cursor = number, entry["cursor"]
+        return found
 
     def check(self) -> None:
         """Everything that the ledger and the stream alone can show."""
@@ -162,8 +181,9 @@ class Books:
                     fates[drop["sequence"], rollout].append(f"dropped as {drop['reason']} before version {number}")
                 if not drop["rollouts"]:
                     whole[drop["sequence"]].append(f"dropped as {drop['reason']} before version {number}")
+        unknown = self._unknown()
         for sequence, message in self.messages.items():
-            if sequence > self.cursor or message.kind != "samples":
+            if sequence > self.cursor or message.kind != "samples" or any(a < sequence <= b for a, b in unknown):
                 continue
             if message.broken and len(whole[sequence]) != 1:
                 self._say(f"the broken message at sequence {sequence} is in {len(whole[sequence])} drops, expected one")
@@ -183,14 +203,16 @@ class Books:
 
     def _counts(self) -> None:
         """Granted and retired of each entry; drops made right after a step are written with the next one."""
-        retired = 0
+        retired = spare = 0
         for entry, following in zip(self.chain, [*self.chain[1:], None], strict=False):
             number = entry["version"]["number"]
             retired += len(entry["used"]) + sum(drop["retires"] for drop in entry["drops"])
             reasons = Counter(drop["reason"] for drop in following["drops"] if drop["retires"]) if following else Counter()
             after = reasons["stale"] + reasons["unrewarded"] + reasons["expired"] if following else None
-            if entry["retired"] < retired or (after is not None and entry["retired"] > retired + after):
+            if number - 1 in self.missing:  # what those entries retired is known by what they left, but for drops right after the step
+                retired, spare = max(retired, entry["retired"] - (after or 0)), after or 0
+            if entry["retired"] < retired or (after is not None and entry["retired"] > retired + spare + after):
                 self._say(f"version {number}: {entry['retired']} tasks retired by the ledger, {retired} by its entries")
             promised = entry["retired"] + (self.settings.s + 1) * self.settings.b
-            if entry["granted"] != promised:
+            if entry["granted"] != promised and not promised < entry["granted"] <= self.granted:
                 self._say(f"version {number}: {entry['granted']} tasks granted, {entry['retired']} retired ones allow {promised}")

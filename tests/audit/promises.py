@@ -41,6 +41,11 @@ class Promises:
     entries: list[Entry]
     """In stream order, all epochs."""
     problems: list[str] = field(default_factory=list)
+    missing: set[int] = field(default_factory=set)
+    """Numbers of versions that the run goes on from although their entries are lost, as its gaps say."""
+
+    granted: int = 0
+    """Most tasks that were granted before one of its gaps."""
 
     def _say(self, text: str) -> None:
         self.problems.append(text)
@@ -62,6 +67,8 @@ class Promises:
             sequence = entry.stored.sequence
             if "gap" in entry.body:
                 newest = {other: body for other, body in newest.items() if other <= number}
+                self.granted = max(self.granted, entry.body["granted"])
+                self.missing |= {one for first, last in entry.body["gap"]["missing"] for one in range(first, min(last, number) + 1)}
                 continue
             if entry.body["fence"] < fence:
                 self._say(f"ledger sequence {sequence}: fence {entry.body['fence']} after fence {fence}")
@@ -71,14 +78,15 @@ class Promises:
                 self._say(f"ledger sequence {sequence}: version {epoch}.{number} after version {version_of(before)[0]}.{number}")
             if before is not None and before["used"] != entry.body["used"]:
                 self._say(f"ledger sequence {sequence}: version {epoch}.{number} was trained from other groups than in the epoch before")
-            if number > 1 and number - 1 not in newest:
+            if number > 1 and number - 1 not in newest and number - 1 not in self.missing:
                 self._say(f"ledger sequence {sequence}: version {epoch}.{number} before any version {number - 1}")
             newest[number] = entry.body
         chain = [newest[number] for number in sorted(newest)]
+        self.missing -= set(newest)
         for a, b in itertools.pairwise(chain):
             if b["cursor"] < a["cursor"]:
                 self._say(f"version {b['version']['number']}: cursor {b['cursor']} after cursor {a['cursor']}")
-        if chain and chain[0]["version"]["number"] != 1:
+        if chain and chain[0]["version"]["number"] != 1 and 1 not in self.missing:
             self._say(f"the ledger begins with version {chain[0]['version']['number']}")
         return chain
 
@@ -119,7 +127,7 @@ class Promises:
                 self._say(f"the position {_place(position)} is above what the oldest of {len(kept)} kept checkpoints needs")
         number = latest[0]["version"]["number"] if latest else 0
         carried = set(latest[0]["carried"]) if latest else set()
-        for entry in books.chain[number:]:
+        for entry in books.after(number):
             lost = [sequence for group in entry["used"] for sequence in group["sequences"] if sequence < first and sequence not in carried]
             if lost:
                 self._say(f"a restart from version {number} needs sequence {min(lost)}, the sample stream begins at {first}")
@@ -129,17 +137,17 @@ class Promises:
 
     def _checkpoint(self, books: Books, latest: dict[str, Any]) -> None:
         number = latest["version"]["number"]
-        if number > len(books.chain):
-            return self._say(f"the checkpoint is of version {number}, the ledger ends at {len(books.chain)}")
-        if number and latest["cursor"] < books.chain[number - 1]["cursor"]:
-            self._say(
-                f"the checkpoint of version {number} has read to {latest['cursor']}, its entry to {books.chain[number - 1]['cursor']}"
-            )
+        last = max([0, *self.missing, *(entry["version"]["number"] for entry in books.chain)])
+        if number > last:
+            return self._say(f"the checkpoint is of version {number}, the ledger ends at {last}")
+        own = next((entry for entry in books.chain if entry["version"]["number"] == number), None)
+        if own is not None and latest["cursor"] < own["cursor"]:
+            self._say(f"the checkpoint of version {number} has read to {latest['cursor']}, its entry to {own['cursor']}")
         if not 1 <= latest["oldest_needed"] <= latest["cursor"] + 1:
             self._say(f"the checkpoint of version {number} needs sequence {latest['oldest_needed']} and has read to {latest['cursor']}")
         open_later = [
             sequence
-            for entry in books.chain[number:]
+            for entry in books.after(number)
             for group in entry["used"]
             for sequence in group["sequences"]
             if sequence <= latest["cursor"] and sequence not in latest["carried"]

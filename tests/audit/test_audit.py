@@ -19,7 +19,7 @@ from streamrl.config.tree import TasksConfig
 from streamrl.consumers.training.carried import CARRIED_FILE, carried_files
 from streamrl.schemas.codec import encode
 from streamrl.schemas.control import Grant, Latest, Position
-from streamrl.schemas.ledger import Drop, LedgerEntry, Used
+from streamrl.schemas.ledger import Drop, Gap, LedgerEntry, Used
 from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.subjects import HEADER_TASK, Subjects
 from streamrl.schemas.versions import Version
@@ -88,6 +88,19 @@ async def test_a_forked_epoch_passes(nats_bus: Bus, nats_address: BusAddress, ru
     forged.entries.append(replace(forged.entries[2], version=Version(1, 3), digest="f" * 16, fence=2))
     forged.manifests.append(manifest(3, "f" * 16, epoch=1))
     assert await problems(forged, nats_bus, nats_address, run_id) == []
+
+
+@pytest.mark.parametrize("said", [True, False])
+async def test_entries_that_a_gap_says_are_lost_are_one_problem(nats_bus: Bus, nats_address: BusAddress, run_id: str, said: bool) -> None:
+    forged = good_run()
+    first, second, third = forged.entries
+    gap = Gap(lost="end", missing=((2, 2),), highest=Version(0, 2), known_by="checkpoint")
+    mark = replace(second, version=Version(1, 2), used=(), drops=(), staleness=(), gap=gap)
+    forged.entries = [first, *([mark] if said else []), replace(third, version=Version(1, 3))]
+    forged.manifests = [*(manifest(number) for number in range(3)), manifest(3, epoch=1)]
+    found = await problems(forged, nats_bus, nats_address, run_id)
+    assert len([problem for problem in found if "goes on after a gap (end)" in problem]) == said
+    assert len(found) == 1 if said else len(found) > 3
 
 
 async def test_a_short_last_warm_up_batch_passes(nats_bus: Bus, nats_address: BusAddress, run_id: str) -> None:

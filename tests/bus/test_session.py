@@ -13,6 +13,7 @@ from streamrl.bus import connect
 from streamrl.bus.jetstream import admin
 from streamrl.bus.jetstream.bus import JetStreamBus
 from streamrl.bus.jetstream.session import BATCH, WAITING, Session, opened
+from streamrl.bus.reading import first_hole, stretch
 from streamrl.bus.server import NatsServer
 from streamrl.config.tree import BusConfig
 from streamrl.errors import LogTruncated
@@ -114,6 +115,18 @@ async def test_what_was_removed_before_it_was_read_is_an_error_or_left_out_by_su
         with pytest.raises(LogTruncated):
             async with asyncio.timeout(30), aclosing(bus.read("samples", after=5)) as late:
                 await anext(late)
+
+
+async def test_what_is_gone_from_the_middle_is_passed_over(bus: JetStreamBus) -> None:
+    await store(bus, 5)
+    for sequence in (2, 3):
+        await bus._connection.request(f"{bus._connection.api}.STREAM.MSG.DELETE.run-samples", {"seq": sequence})
+    async with asyncio.timeout(30), aclosing(bus.read("samples", after=0)) as reader:
+        assert [(await anext(reader)).sequence for _ in range(3)] == [1, 4, 5]
+    assert await first_hole(bus, "samples", after=0, through=5) == 2
+    assert await first_hole(bus, "samples", after=3, through=5) is None
+    await bus._connection.request(f"{bus._connection.api}.STREAM.MSG.DELETE.run-samples", {"seq": 5})
+    assert [message.sequence async for message in stretch(bus, "samples", first=1, last=5)] == [1, 4]
 
 
 async def test_a_stream_that_repeats_nothing_is_read_too(bus: JetStreamBus) -> None:

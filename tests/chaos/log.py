@@ -29,8 +29,12 @@ class FaultLine(msgspec.Struct, frozen=True, tag="fault"):
     held_s: float
     """How long the process was stopped or cut off; part of the recovery if the run cannot do without it."""
     recovery_s: float
-    """Until the next ledger entry; -1: none came."""
+    """Until the next ledger entry; -1: none came. Of a whole run from the command that starts it again."""
     verdict: str
+    attach_s: float = -1.0
+    """From the command that attaches a producer again to its first samples on the server; -1: not measured."""
+    engine_s: float = -1.0
+    """From the death of the engine until a producer has an answer of the next one; -1: not measured."""
 
 
 class RunLine(msgspec.Struct, frozen=True, tag="run"):
@@ -43,7 +47,17 @@ class RunLine(msgspec.Struct, frozen=True, tag="run"):
     wall_s: float
 
 
-Line = SessionLine | FaultLine | RunLine
+class SpeedLine(msgspec.Struct, frozen=True, tag="speed"):
+    """What an undisturbed run trained between its first and its last entry in the ledger that were seen."""
+
+    shape: str
+    samples: int
+    wall_s: float
+    processor_s: float
+    """Of all its processes together: supervisor, workers, children with user code, nats-server."""
+
+
+Line = SessionLine | FaultLine | RunLine | SpeedLine
 
 
 def read(path: Path) -> list[Line]:

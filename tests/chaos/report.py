@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from tests.chaos.log import FaultLine, Line, RunLine, SessionLine, read
-from tests.faults.faults import KINDS, PARTS
+from tests.chaos.log import FaultLine, Line, RunLine, SessionLine, SpeedLine, read
+from tests.faults.faults import KINDS, PARTS, WHOLE
+from tests.faults.misdeeds import ENDS
+from tests.faults.shapes import DEFAULTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 BEGIN, END = "<!-- made by tests/chaos/report.py -->", "<!-- end -->"
+USER_CODE = "user code"
+MISDEEDS = {
+    "user code that hangs": frozenset({"timeout"}),
+    "user code that ends its process": frozenset({"deliveries"}),
+    "user code that raises or calls sys.exit": frozenset({"failed"}),
+    "user code that prints 1 MB": frozenset({"sample"}),
+}
+"""Kinds of misdeeds, by how such a rollout ends."""
 HEAD = (
     "| {first} | fault | strikes | held [s] | recovery, median / max [s] | after it had ended, max [s] | recovered | in runs judged right |"
 )
@@ -35,11 +46,63 @@ class Strike:
         """Seconds from the end of the fault to the next batch; 0: there was one before."""
         return max(0.0, self.line.recovery_s - self.line.held_s)
 
+    @property
+    def killed(self) -> str:
+        """What the first table calls it; empty: it is not in there."""
+        if self.line.part == USER_CODE:
+            return next(name for name, ends in MISDEEDS.items() if ends & ENDS[self.line.fault])
+        if self.line.fault == "damage":
+            return f"{self.line.part}, {self.line.moment.removeprefix('random, ')}"
+        return self.line.part if self.line.fault == "kill -9" else ""
+
 
 def strikes_of(lines: Sequence[Line]) -> list[Strike]:
     """The strikes of one log."""
     runs = {line.run: line for line in lines if isinstance(line, RunLine)}
     return [Strike(line, runs.get(line.run)) for line in lines if isinstance(line, FaultLine)]
+
+
+def progress(strikes: Sequence[Strike]) -> list[str]:
+    """One row for everything that is killed: seconds to the next batch, with default settings and with short limits."""
+    numbers = " | ".join(("n", "median [s]", "p95 [s]", "max [s]"))
+    rows = [f"| killed | default settings: {numbers} | short limits: {numbers} |", "|---" * 9 + "|"]
+    damages = sorted({strike.killed for strike in strikes if strike.line.fault == "damage"})
+    names = (*PARTS, WHOLE, *(name for name in damages if "(" not in name), *MISDEEDS)
+    for name in names:
+        found = [strike for strike in strikes if strike.killed == name]
+        if found:
+            halves = [[s for s in found if (s.line.shape == DEFAULTS.name) == default] for default in (True, False)]
+            rows.append(f"| {name} | " + " | ".join(" | ".join(spread([s.line.recovery_s for s in half])) for half in halves) + " |")
+    return rows
+
+
+def spread(times: Sequence[float]) -> tuple[str, str, str, str]:
+    """Number, median, 95th percentile and maximum of those that are there; -1 is none."""
+    known = sorted(time for time in times if time >= 0)
+    if not known:
+        return str(len(times) or ""), "", "", ""
+    late = known[min(len(known) - 1, math.ceil(0.95 * len(known)) - 1)]
+    return str(len(times)), f"{statistics.median(known):.2f}", f"{late:.2f}", f"{known[-1]:.2f}"
+
+
+def speeds(strikes: Sequence[Strike], lines: Sequence[SpeedLine]) -> list[str]:
+    """How fast undisturbed runs train, and how soon those who come back take part again."""
+    rows = ["| run | samples/s | wall ms a sample | processor ms a sample |", "|---|---|---|---|"]
+    for shape in dict.fromkeys(line.shape for line in lines):
+        of = [line for line in lines if line.shape == shape]
+        samples, wall_s, processor_s = (sum(getattr(line, what) for line in of) for what in ("samples", "wall_s", "processor_s"))
+        rows.append(f"| {shape} | {samples / wall_s:.0f} | {1000 * wall_s / samples:.2f} | {1000 * processor_s / samples:.2f} |")
+    rows += ["", "| comes back | n | median [s] | p95 [s] | max [s] |", "|---|---|---|---|---|"]
+    back = {
+        "a killed engine: until a producer is connected to its successor": [s.line.engine_s for s in strikes if s.line.engine_s >= 0],
+        "a killed attached producer: from `streamrl attach` to its first samples on the server": [
+            s.line.attach_s for s in strikes if s.line.attach_s >= 0
+        ],
+        "the whole run: from `streamrl up` to the next entry of its ledger": [
+            s.line.recovery_s for s in strikes if s.line.part == WHOLE and s.line.recovery_s >= 0
+        ],
+    }
+    return rows + [f"| {name} | " + " | ".join(spread(times)) + " |" for name, times in back.items()]
 
 
 def table(strikes: Iterable[Strike], first: str, name: Callable[[Strike], str], order: Sequence[str] = ()) -> list[str]:
@@ -48,7 +111,7 @@ def table(strikes: Iterable[Strike], first: str, name: Callable[[Strike], str], 
     for strike in strikes:
         groups[name(strike), strike.line.fault].append(strike)
     place = {text: number for number, text in enumerate(order)}
-    keys = sorted(groups, key=lambda key: (place.get(key[0], len(place)), key[0], KINDS.index(key[1])))
+    keys = sorted(groups, key=lambda key: (place.get(key[0], len(place)), key[0], KINDS.index(key[1]) if key[1] in KINDS else len(KINDS)))
     rows = [HEAD.format(first=first), "|---" * HEAD.count(" | ") + "|---|"]
     return rows + [row(*key, groups[key]) for key in keys]
 
@@ -89,15 +152,20 @@ def report(logs: Sequence[Sequence[Line]]) -> str:
     strikes = [strike for lines in logs for strike in strikes_of(lines)]
     runs = [line for lines in logs for line in lines if isinstance(line, RunLine)]
     sessions = [line for lines in logs for line in lines if isinstance(line, SessionLine)]
-    moments = [strike for strike in strikes if strike.line.moment != "random" and not strike.line.moment.startswith("random (")]
-    aimless = [strike for strike in strikes if strike.line.moment.startswith("random")]
+    speed_lines = [line for lines in logs for line in lines if isinstance(line, SpeedLine)]
+    moments = [strike for strike in strikes if not strike.line.moment.startswith("random")]
+    aimless = [strike for strike in strikes if strike.line.moment.startswith("random") and strike.line.part != USER_CODE]
+    misdeeds = sum(strike.line.part == USER_CODE for strike in strikes)
     hardware = " and ".join(dict.fromkeys(f"{line.hardware}, Python {line.python}" for line in sessions))
     together = f" ({len(sessions)} sessions)" if len(sessions) > 1 else ""
     parts = [
-        f"{len(strikes)} faults in {len(runs)} runs{together}, {', '.join(dict.fromkeys(line.date for line in sessions))}, on {hardware}:"
+        f"{len(strikes) - misdeeds} strikes and {misdeeds} misdeeds of user code in {len(runs)} runs{together}, "
+        f"{', '.join(dict.fromkeys(line.date for line in sessions))}, on {hardware}:"
     ]
     parts += ["", *(f"- `{line.command}`" for line in sessions)]
-    parts += ["", "### At random moments", "", *table(aimless, "part", lambda strike: strike.line.part, PARTS)]
+    parts += ["", "### Seconds to progress", "", *progress(strikes)]
+    parts += ["", "### Speed, and coming back", "", *speeds(strikes, speed_lines)]
+    parts += ["", "### At random moments", "", *table(aimless, "part", lambda strike: strike.line.part, (*PARTS, WHOLE))]
     by_moment = table(moments, "in the writing of", lambda strike: strike.line.moment.partition(" ")[2])
     parts += [
         "",

@@ -1,7 +1,7 @@
 """A long session of faults: `python -m tests.chaos.session --minutes 10`. One run after another, each struck again and again, then judged.
 
 Logs go to `runs/chaos/<date>.jsonl`: a line for the session (hardware, command), a line a fault, a line a run with what the audit, the
-replay and, in lockstep, the comparison with an undisturbed run have found. `python -m tests.chaos.report` makes the table of them.
+replay and, in lockstep, the comparison with an undisturbed run have found. `python -m tests.chaos.report` makes the tables of them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,19 @@ from pathlib import Path
 
 import msgspec
 
-from tests.chaos.log import FaultLine, Line, RunLine, SessionLine
-from tests.faults.disturbed import Disturbed, disturbed
-from tests.faults.faults import KINDS, Fault, endless
-from tests.faults.shapes import LOCKSTEP, QUICKSTART, STREAM, Shape
+from tests.chaos.log import FaultLine, Line, RunLine, SessionLine, SpeedLine
+from tests.faults.disturbed import ON_ITS_WAY_S, Disturbed, disturbed
+from tests.faults.faults import KINDS, PARTS, WHOLE, Fault, endless
+from tests.faults.measures import speed
+from tests.faults.misdeeds import told
+from tests.faults.shapes import DAMAGED, DEFAULTS, LOCKSTEP, MISDEEDS, QUICKSTART, STREAM, Shape
 from tests.faults.verdict import judge
 
-SHAPES = {shape.name: shape for shape in (STREAM, LOCKSTEP, QUICKSTART)}
-STEPS_PER_FAULT = {"stream": 10, "lockstep": 10, "quickstart": 10}
+SHAPES = {shape.name: shape for shape in (STREAM, LOCKSTEP, DAMAGED, QUICKSTART, MISDEEDS, DEFAULTS)}
+STEPS_PER_FAULT = 10
 """More than are trained before the last strike: the run must not end before it."""
+LAST_STEPS = 30
+"""Where no gate holds the tasks, no strike falls in the last of the steps."""
 
 
 class Session:
@@ -41,7 +45,7 @@ class Session:
         self._rng = random.Random(given.seed)
         self._faults: dict[str, Iterator[Fault]] = {}
         self._calm: dict[str, str] = {}
-        self._ends_s = time.monotonic() + 60 * given.minutes
+        self._ends_s = 0.0
 
     def write(self, line: Line) -> None:
         """Append a line, and say it."""
@@ -55,6 +59,14 @@ class Session:
         """Strike until the time is over; returns the number of runs with a problem."""
         bad = 0
         shapes = [SHAPES[name] for name in self._given.shapes.split(",")]
+        for shape in SHAPES.values():
+            if self._given.speed_steps and shape in shapes and not shape.misdeed_every and not shape.losses:
+                try:
+                    await self._speed(shape)
+                except Exception as error:  # the strikes are worth having all the same
+                    bad += 1
+                    self.write(RunLine(-1, shape.name, [f"{type(error).__name__}: {error}"[:1500]], {}, 0.0))
+        self._ends_s = time.monotonic() + 60 * self._given.minutes
         for number, shape in enumerate(itertools.cycle(shapes)):
             if time.monotonic() >= self._ends_s:
                 return bad
@@ -63,7 +75,17 @@ class Session:
         return bad
 
     def _steps(self, shape: Shape) -> int:
-        return STEPS_PER_FAULT[shape.name] * self._given.faults
+        return STEPS_PER_FAULT * self._given.faults
+
+    async def _speed(self, shape: Shape) -> None:
+        place = self._log.with_suffix("") / f"speed-{shape.name}"
+        shutil.rmtree(place, ignore_errors=True)
+        steps = self._given.speed_steps
+        async with disturbed(place, shape, steps=steps, stop_s=0.0, away_s=0.0, attach=False) as run:
+            samples, wall_s, processor_s = await speed(run, steps - 1)
+            await run.finish()
+        self.write(SpeedLine(shape.name, samples, round(wall_s, 3), round(processor_s, 3)))
+        shutil.rmtree(place)
 
     async def _disturb(self, shape: Shape, number: int) -> list[str]:
         if shape.deterministic and not self._calm:
@@ -71,18 +93,20 @@ class Session:
         place = self._log.with_suffix("") / f"{number}-{shape.name}"
         shutil.rmtree(place, ignore_errors=True)
         given = self._given
-        drawn = endless(self._rng, bus_weights=shape is not QUICKSTART)
-        faults = self._faults.setdefault(shape.name, (fault for fault in drawn if fault.kind in given.kinds))
+        drawn = endless(self._rng, shape)
+        faults = self._faults.setdefault(shape.name, (each for each in drawn if each.kind in given.kinds and each.part in given.parts))
         counts, problems = {}, []
         began_s = time.monotonic()
         try:
             async with disturbed(place, shape, steps=self._steps(shape), stop_s=given.stop_s, away_s=given.away_s) as run:
                 for fault in itertools.islice(faults, given.faults):
-                    if time.monotonic() >= self._ends_s:
+                    late = shape.misdeed_every and run.versions > self._steps(shape) - LAST_STEPS
+                    if time.monotonic() >= self._ends_s or late:
                         break
                     problems += await self._strike(run, fault, number, shape)
                 await run.finish()
-                verdict = await judge(run.run)
+                self._write_misdeeds(run, place, number, shape)
+                verdict = await judge(run.run, shape, run.made)
             counts = verdict.counts
             problems += verdict.problems
             if shape.deterministic and verdict.digests != self._calm:
@@ -94,10 +118,19 @@ class Session:
             shutil.rmtree(place)
         return problems
 
+    def _write_misdeeds(self, run: Disturbed, place: Path, number: int, shape: Shape) -> None:
+        for one in told(place):
+            later = [stored_s for stored_s in run.entries if stored_s > one.time_s + ON_ITS_WAY_S]
+            if later:  # else it was the run's end
+                recovery_s = round(min(later) - one.time_s, 2)
+                self.write(FaultLine(number, shape.name, "user code", one.what, "random", 0, 0.0, recovery_s, "recovered"))
+
     async def _strike(self, run: Disturbed, fault: Fault, number: int, shape: Shape) -> list[str]:
         struck = await run.strike(fault, self._rng)
         moment = fault.moment if struck.hit else f"random (missed: {fault.moment})"
-        held_s = {"kill -9": 0.0, "SIGSTOP": self._given.stop_s}.get(fault.kind, self._given.away_s)
+        if fault.damage and not struck.note:
+            moment = f"random (nothing to damage: {fault.damage})"
+        held_s = {"SIGSTOP": self._given.stop_s, "cut": self._given.away_s, "HTTP cut": self._given.away_s}.get(fault.kind, 0.0)
         recovered = struck.recovery_s >= 0
         self.write(
             FaultLine(
@@ -109,7 +142,9 @@ class Session:
                 struck.version,
                 held_s,
                 round(struck.recovery_s, 2),
-                "recovered" if recovered else "no batch came",
+                ("recovered" if recovered else "no batch came") + (f"; {struck.note}" if struck.note else ""),
+                round(struck.attach_s, 2),
+                round(struck.engine_s, 2),
             )
         )
         return [] if recovered else [f"no batch came after {fault.kind} of {fault.part}, {moment}"]
@@ -134,13 +169,15 @@ def main() -> int:
     """Run a session; 1 when a run had a problem."""
     parser = argparse.ArgumentParser(description="Kill, stop and cut off the parts of real runs for a while.")
     parser.add_argument("--minutes", type=float, default=30.0, help="no strike after this; the last run still ends and is judged")
-    parser.add_argument("--faults", type=int, default=25, help="strikes in one run")
+    parser.add_argument("--faults", type=int, default=25, help="strikes in one run; it trains ten times as many steps")
+    parser.add_argument("--speed-steps", type=int, default=0, help="steps of an undisturbed run whose speed is measured first; 0: none")
     parser.add_argument("--stop-s", type=float, default=30.0, help="how long SIGSTOP lasts")
     parser.add_argument("--away-s", type=float, default=5.0, help="how long a cut connection cannot come back")
-    parser.add_argument("--shapes", default="stream,lockstep,quickstart", help="kinds of run, in turn")
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="kinds of run, in turn")
+    parser.add_argument("--parts", nargs="+", choices=(*PARTS, WHOLE), default=(*PARTS, WHOLE), help="who is struck")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="faults to draw from")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("runs/chaos"))
+    parser.add_argument("--out", type=Path, default=Path("runs/chaos"), help="folder for the log, and for runs that were not judged right")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     session = Session(given, given.out / f"{time.strftime('%Y%m%d-%H%M%S')}.jsonl")

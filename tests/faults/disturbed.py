@@ -9,24 +9,32 @@ import random
 import signal
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from streamrl.bus import BusAddress, connect
+from streamrl.bus.protocol import Bus
 from streamrl.runtime.rundir import RunDir
-from streamrl.schemas.subjects import LEDGER, Subjects
-from tests.faults.faults import CHECKPOINT, MESSAGES, REQUESTS, Fault
+from streamrl.schemas.codec import decode
+from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.subjects import LEDGER, SAMPLES, Subjects
+from tests.faults.damage import DAMAGES
+from tests.faults.faults import CHECKPOINT, MESSAGES, REQUESTS, WHOLE, Fault
+from tests.faults.measures import first_answer, first_record
 from tests.faults.shapes import NAME, Shape, open_gate, write_files
 from tests.faults.wire import SERVER, Wire, open_wire
 from tests.support.memory import freed_after_test
-from tests.support.processes import send, server_pid, worker_pid
+from tests.support.processes import alive, descendants, send, server_pid, worker_pid
 
 ROOT = Path(__file__).parents[2]
 AIM_S = 10.0
 CATCH_S = 20.0
 RECOVER_S = 120.0
+START_S = 300.0
+FINISH_S = 300.0
+LEAVE_S = 5.0
 ON_ITS_WAY_S = 0.05
 """An entry that the server stores so soon after a strike was sent before it."""
 
@@ -40,32 +48,55 @@ class Struck(msgspec.Struct, frozen=True):
     version: int
     """Entries in the ledger at that time."""
     recovery_s: float
-    """From the strike to the next ledger entry that was not on its way already; -1: none came."""
+    """From the strike to the next ledger entry that was not on its way already; -1: none came. Where the whole run was killed, from the
+    command that starts it again."""
+    note: str = ""
+    """What was damaged."""
+    attach_s: float = -1.0
+    """From the command that attaches a producer again to its first record on the server; -1: none was started, or none came."""
+    engine_s: float = -1.0
+    """From the death of an engine to the first bytes that the next one gives a producer; -1: it was not struck, or none came."""
 
 
 class Disturbed:
-    """One run that is up. `wire` leads to the nats-server, `http` to the engine.
+    """One run that is up. `wires` lead to the nats-server and to the engine; `words` start it.
 
     `stop_s` and `away_s`: how long a process stays stopped, and a connection cut.
     """
 
     def __init__(
-        self, place: Path, shape: Shape, wire: Wire, http: Wire, up: asyncio.subprocess.Process, *, stop_s: float, away_s: float
+        self,
+        place: Path,
+        shape: Shape,
+        wires: tuple[Wire, Wire],
+        up: asyncio.subprocess.Process,
+        words: Sequence[str],
+        *,
+        steps: int,
+        stop_s: float,
+        away_s: float,
     ) -> None:
         self.run = RunDir(place / "runs" / NAME)
         self._place = place
         self._shape = shape
-        self._wire = wire
-        self._http = http
-        self._up = up
+        self._wire, self._http = wires
+        self.up = up
+        self._steps = steps
         self._stop_s = stop_s
         self._away_s = away_s
         self._opened = shape.tasks_before
+        self._words = words
         self._stored_s: list[float] = []
         """When the server stored each entry of the ledger."""
+        self.entries: dict[float, int] = {}
+        """Samples of each entry that the ledger has ever had, by when the server stored it."""
+        self.made: dict[str, set[str]] = {}
+        """Digests of the parameters that the ledger has ever had, by version."""
+        self._note = ""
         self._started = [up]
         self._attached: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
+        self._attach_s: asyncio.Task[float] | None = None
 
     @property
     def versions(self) -> int:
@@ -76,7 +107,7 @@ class Disturbed:
         """Wait; fails when `up` ends before, or after a time that no healthy machine needs."""
         deadline = time.monotonic() + within_s
         while not holds():
-            assert self._up.returncode is None, f"the run ended before {what}:\n{self.said()}"
+            assert self.up.returncode is None, f"the run ended before {what}:\n{self.said()}"
             assert time.monotonic() < deadline, f"{what} did not come within {within_s:g} s:\n{self.said()}"
             await asyncio.sleep(0.02)
 
@@ -86,16 +117,23 @@ class Disturbed:
 
     async def begin(self) -> None:
         """Wait for the first workers, and follow the ledger from then on, past the wire."""
-        await self.until(lambda: self.run.exists and worker_pid(self.run, "producer"), "the first workers")
+        await self.until(lambda: self.run.exists and worker_pid(self.run, "producer"), "the first workers", within_s=START_S)
         self._watcher = asyncio.create_task(self._watch())
 
-    async def _watch(self) -> None:
+    async def _connect(self) -> Bus:
         address = msgspec.structs.replace(BusAddress.load(self.run.bus_path), url=f"nats://{SERVER}:{self._wire.port}")
-        bus = await connect(address, NAME, self.run.load_config().bus, create=False, patience_s=60.0)
+        return await connect(address, NAME, self.run.load_config().bus, create=False, patience_s=60.0)
+
+    async def _watch(self) -> None:
+        bus = await self._connect()
         subject = Subjects(NAME).ledger("main")
         try:
             async for message in bus.read(LEDGER, after=0, subject=subject):
-                self._stored_s.append(message.time_s)
+                entry = decode(message.body, LedgerEntry)
+                if entry.gap is msgspec.UNSET:  # else it trains nothing
+                    self._stored_s.append(message.time_s)
+                    self.entries[message.time_s] = entry.num_samples
+                    self.made.setdefault(str(entry.version), set()).add(entry.digest)
         finally:
             await bus.close()
 
@@ -111,10 +149,13 @@ class Disturbed:
 
     async def attach(self) -> None:
         """Start the producer that belongs to nobody's supervisor."""
-        self._attached = await self.start("attach", "single_turn", "--run", NAME, "--concurrency", "4")
+        function = "agent.py:agent" if self._shape.misdeed_every else "single_turn"
+        self._attached = await self.start("attach", function, "--run", NAME, "--concurrency", "4")
 
     def pid(self, part: str) -> int | None:
         """The process of a part."""
+        if part == WHOLE:
+            return self.up.pid if self.up.returncode is None else None
         if part == "attached producer":
             return None if self._attached is None or self._attached.returncode is not None else self._attached.pid
         return server_pid(self.run) if part == "nats-server" else worker_pid(self.run, part)
@@ -135,13 +176,51 @@ class Disturbed:
         self.open(3)
         hit = await self._aim(fault, rng)
         before, struck_s = self.versions, time.time()
+        answered = asyncio.create_task(first_answer(self._http, struck_s)) if fault.part == "engine" and fault.kind == "kill -9" else None
         try:
-            await self._apply(fault)
+            if fault.part == WHOLE:
+                struck_s = await self._fall(fault, rng)
+            else:
+                await self._apply(fault)
         finally:
             self._release()
         recovery_s = await self._recovered(struck_s)
         await self.until(lambda: self.pid(fault.part), f"the {fault.part} again")
-        return Struck(fault, hit, before, recovery_s)
+        attach_s = await self._attach_s if self._attach_s is not None else -1.0
+        self._attach_s = None
+        engine_s = await answered if answered is not None else -1.0
+        return Struck(fault, hit, before, recovery_s, self._note if fault.damage else "", attach_s, engine_s)
+
+    async def _fall(self, fault: Fault, rng: random.Random) -> float:
+        """Kill everything but the attached producer at once, damage what is to be damaged, and start the run again.
+
+        Returns:
+            Unix seconds of the second start.
+        """
+        pids = [self.up.pid, *descendants(self.up.pid)]
+        for pid in pids:
+            send(pid, signal.SIGKILL)
+        await self.up.wait()
+        self._release()
+        await self._look_away()
+        deadline = time.monotonic() + CATCH_S
+        while any(alive(pid) for pid in pids):
+            assert time.monotonic() < deadline, "processes outlive a SIGKILL"
+            await asyncio.sleep(0.01)
+        self._note = DAMAGES[fault.damage](self.run, rng) if fault.damage else ""
+        if self._attached is not None and not self._shape.misdeed_every and rng.random() < 0.5:
+            with contextlib.suppress(TimeoutError):  # it sees that the run is down, and leaves; one that is just starting waits for the bus
+                await asyncio.wait_for(self._attached.wait(), LEAVE_S)
+        self._stored_s.clear()
+        self.up = await self.start(*self._words)
+        started_s = time.time()
+        await self.begin()
+        if self._attached is not None and self._attached.returncode is not None:
+            # One that has just been started finds nobody to join, and says so.
+            left = self._attached.returncode == 0 or "expected a run that is up" in self.said()
+            assert left, f"an attached producer ended with {self._attached.returncode}:\n{self.said()}"
+            await self.attach()
+        return started_s
 
     async def _aim(self, fault: Fault, rng: random.Random) -> bool:
         if not fault.aim:
@@ -210,7 +289,10 @@ class Disturbed:
                 send(pid, signal.SIGKILL)
                 if fault.part == "attached producer" and self._attached is not None:
                     await self._attached.wait()
+                    bus = await self._connect()
+                    after, began_s = (await bus.state(SAMPLES)).last, time.time()
                     await self.attach()
+                    self._attach_s = asyncio.create_task(first_record(bus, after, began_s))
                 else:
                     await self.until(lambda: self.pid(fault.part) not in (None, pid), f"the successor of the {fault.part}")
             case "SIGSTOP":
@@ -223,6 +305,8 @@ class Disturbed:
                 await asyncio.sleep(0)
                 send(pid, signal.SIGCONT)  # a trainer that was caught in a checkpoint goes on without its connection
                 await cut
+            case "damage":
+                raise AssertionError("only the disk of a run that is down is damaged")
             case "HTTP cut":
                 await self._http.cut(None if fault.part == "engine" else pid, self._away_s)
 
@@ -234,16 +318,18 @@ class Disturbed:
             later = [stored_s for stored_s in self._stored_s if stored_s > struck_s + ON_ITS_WAY_S]
             if later:
                 return later[0] - struck_s
-            assert self._up.returncode is None, f"the run ended before it recovered:\n{self.said()}"
+            assert self.up.returncode is None, f"the run ended before it recovered:\n{self.said()}"
             await asyncio.sleep(0.02)
         return -1.0
 
     async def finish(self) -> None:
         """Let all the work through, and wait until the run has ended by itself."""
-        self._opened = 10**9
-        open_gate(self._place, self._opened)
+        self.open(10**6)
+        deadline = time.monotonic() + FINISH_S
+        while self._shape.misdeed_every and self.up.returncode is None and self.versions < self._steps and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)  # what came of each misdeed is watched to the end
         await self._look_away()
-        code = await asyncio.wait_for(self._up.wait(), 300)
+        code = await asyncio.wait_for(self.up.wait(), FINISH_S)
         assert code == 0, f"expected `streamrl up` to end with 0, got {code}:\n{self.said()}"
         if self._attached is not None:
             assert await asyncio.wait_for(self._attached.wait(), 60) == 0, "an attached producer leaves when the run has finished"
@@ -275,8 +361,9 @@ async def disturbed(
     """A run that is up, with an attached producer. Judge it before this ends: its address leads over the wire."""
     write_files(place, shape)
     async with open_wire() as wire, open_wire() as http:
-        up = await command(place, "up", f"{NAME}.toml", "--json", *shape.arguments(steps, wire.port, http.port))
-        found = Disturbed(place, shape, wire, http, up, stop_s=stop_s, away_s=away_s)
+        words = ("up", f"{NAME}.toml", "--json", *shape.arguments(steps, wire.port, http.port))
+        up = await command(place, *words)
+        found = Disturbed(place, shape, (wire, http), up, words, steps=steps, stop_s=stop_s, away_s=away_s)
         try:
             await found.begin()
             if attach:

@@ -9,13 +9,17 @@ from typing import Literal
 
 import msgspec
 
-from tests.faults.shapes import NAME
+from tests.faults.damage import CHECKPOINTS, STREAMS
+from tests.faults.shapes import NAME, Shape
 from tests.faults.wire import Where
 
 PARTS = ("trainer", "engine", "producer", "attached producer", "feeder", "nats-server")
-Kind = Literal["kill -9", "SIGSTOP", "cut", "HTTP cut"]
-KINDS: tuple[Kind, ...] = ("kill -9", "SIGSTOP", "cut", "HTTP cut")
-"""`cut` is from the nats-server, `HTTP cut` from the engine."""
+WHOLE = "whole run"
+"""Supervisor, workers, the children that run user code and the nats-server at once; then `streamrl up` again."""
+Kind = Literal["kill -9", "SIGSTOP", "cut", "HTTP cut", "damage"]
+KINDS: tuple[Kind, ...] = ("kill -9", "SIGSTOP", "cut", "HTTP cut", "damage")
+"""`cut` is from the nats-server, `HTTP cut` from the engine; `damage` is done to the disk between the death of the whole run and its next
+start."""
 ON_HTTP = ("producer", "attached producer", "engine")
 """Parts that have connections to be cut by `HTTP cut`; with the engine everybody's are cut at once."""
 CHECKPOINT = "checkpoint"
@@ -46,18 +50,20 @@ class Fault(msgspec.Struct, frozen=True):
     kind: Kind
     aim: str = ""
     where: Where = "within"
+    damage: str = ""
+    """One of `tests.faults.damage.DAMAGES`."""
 
     @property
     def moment(self) -> str:
         """As the logs say it."""
         if not self.aim:
-            return "random"
+            return f"random, {self.damage}" if self.damage else "random"
         return "within checkpoint" if self.aim == CHECKPOINT else f"{self.where} {self.aim}"
 
 
 def matrix(rng: random.Random) -> list[Fault]:
     """Every part with every fault that it can have once, at random moments, in random order."""
-    faults = [Fault(part, kind) for part in PARTS for kind in KINDS if kind != "HTTP cut" or part in ON_HTTP]
+    faults = [Fault(part, kind) for part in PARTS for kind in KINDS[:4] if kind != "HTTP cut" or part in ON_HTTP]
     rng.shuffle(faults)
     return faults
 
@@ -78,9 +84,29 @@ def aimed(rng: random.Random, *, bus_weights: bool = True) -> list[Fault]:
     return found
 
 
-def endless(rng: random.Random, *, bus_weights: bool = True) -> Iterator[Fault]:
-    """The whole matrix and all aims, again and again in new orders."""
+def falls(rng: random.Random, shape: Shape) -> list[Fault]:
+    """The whole run at random moments and inside writes, and each damage that it must stand."""
+    found = [Fault(WHOLE, "kill -9"), Fault(WHOLE, "kill -9", CHECKPOINT)]
+    found += [Fault(WHOLE, "kill -9", aim, rng.choice(WHERE)) for aim in ("commit", "latest", "samples", "task")]
+    damages = STREAMS if shape.losses else CHECKPOINTS
+    found += [Fault(WHOLE, "damage", damage=damage) for damage in damages]
+    rng.shuffle(found)
+    return found
+
+
+def endless(rng: random.Random, shape: Shape) -> Iterator[Fault]:
+    """The whole matrix and all aims, again and again in new orders; of a shape that may lose something the falls alone.
+
+    In one with user code that misbehaves, every part is killed, and nothing is aimed: too much happens at once.
+    """
     while True:
-        faults = matrix(rng) + aimed(rng, bus_weights=bus_weights)
-        rng.shuffle(faults)
-        yield from faults
+        if shape.losses:
+            yield from falls(rng, shape)
+        elif shape.misdeed_every:
+            kills = [Fault(part, "kill -9") for part in (*PARTS, WHOLE)]
+            rng.shuffle(kills)
+            yield from kills
+        else:
+            faults = matrix(rng) + aimed(rng, bus_weights=shape.name != "quickstart") + falls(rng, shape)
+            rng.shuffle(faults)
+            yield from faults

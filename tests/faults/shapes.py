@@ -7,6 +7,8 @@ from pathlib import Path
 
 import msgspec
 
+from tests.faults.misdeeds import agent
+
 NAME = "demo"
 TOML = """
 [run]
@@ -31,13 +33,17 @@ advertise = "127.0.0.2"
 [bus]
 host = "127.0.0.1"
 advertise = "127.0.0.2"
-ack_wait_s = 1.0
-[supervise]
-backoff_s = 0.1
-max_restarts = 100
-window_s = 2.0
-drain_s = 60.0
 """
+LIMITS: dict[str, object] = {
+    "bus.ack_wait_s": 1.0,
+    "supervise.backoff_s": 0.1,
+    "supervise.max_restarts": 100,
+    "supervise.window_s": 2.0,
+    "supervise.drain_s": 60.0,
+    "tasks.max_deliveries": 1000,
+    "reward.timeout_s": 600.0,
+}
+"""So that strikes may follow each other closely. A reward waits at the gate for as long as a strike lasts."""
 REWARD = """
 import asyncio
 from pathlib import Path
@@ -67,6 +73,10 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     reward: str = LETTERS
     deterministic: bool = False
     """Whether a disturbed run must give the digests of an undisturbed one."""
+    losses: bool = False
+    """Whether something may be lost, which is judged by what is left and by what the run says of it."""
+    misdeed_every: int = 0
+    """User code that misbehaves in one task of so many (`tests.faults.misdeeds`); no gate holds its tasks. 0: none."""
     tasks_before: int = 0
     """Tasks of the warm-up, which no gate holds: what is handed out is counted from here."""
 
@@ -85,21 +95,38 @@ TABLE: dict[str, object] = {
     "trainer.checkpoint_every": 3,
     "sampling.max_new_tokens": 5,
     "tasks.num_rollouts": 3,
-    "tasks.max_deliveries": 1000,
 }
-STREAM = Shape(name="stream", batch_tasks=3, overrides={**TABLE, "tasks.max_staleness": 2})
-LOCKSTEP = Shape(name="lockstep", batch_tasks=3, overrides={**TABLE, "tasks.max_staleness": 0}, deterministic=True)
+STREAM = Shape(name="stream", batch_tasks=3, overrides={**TABLE, **LIMITS, "tasks.max_staleness": 2})
+LOCKSTEP = Shape(name="lockstep", batch_tasks=3, overrides={**TABLE, **LIMITS, "tasks.max_staleness": 0}, deterministic=True)
+DAMAGED = Shape(name="damaged", batch_tasks=3, overrides={**STREAM.overrides, "trainer.keep_checkpoints": 1000}, losses=True)
+_PACED: dict[str, object] = {
+    **TABLE,
+    "producer.function": "agent.py:agent",
+    "reward.kind": "agent.py:score",
+    "tasks.max_staleness": 8,
+    "tasks.drop_zero_variance": False,
+    "debug.token_delay_s": 0.1,
+    "debug.token_delay_sigma": 0.3,
+}
+MISDEEDS = Shape(
+    name="misdeeds",
+    batch_tasks=3,
+    overrides={**_PACED, "producer.idle_timeout_s": 2.0, "reward.timeout_s": 2.0, "debug.token_delay_s": 0.03},
+    misdeed_every=10,
+)
+DEFAULTS = Shape(name="defaults", batch_tasks=3, overrides=_PACED, misdeed_every=24)
+"""Every limit is as it comes: of rollouts and rewards, of leases, restarts, silence, deliveries and drains."""
 QUICKSTART = Shape(
     name="quickstart",
     batch_tasks=16,
     overrides={
+        **LIMITS,
         "model.hidden": 128,
         "engine.slots": 64,
         "producer.concurrency": 32,
         "sampling.max_new_tokens": 5,
         "tasks.num_rollouts": 4,
         "tasks.max_staleness": 1,
-        "tasks.max_deliveries": 1000,
         "tasks.drop_zero_variance": False,
         "trainer.checkpoint_every": 4,
         "warmup.max_steps": 20,
@@ -116,6 +143,8 @@ def write_files(place: Path, shape: Shape) -> None:
     rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(10) for b in range(10)]
     (place / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (place / "reward.py").write_text(REWARD.format(reward=shape.reward))
+    if shape.misdeed_every:
+        (place / "agent.py").write_text(agent(shape.misdeed_every))
     (place / f"{NAME}.toml").write_text(TOML)
     open_gate(place, 0)
 

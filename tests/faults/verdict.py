@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
+import pyarrow as pa
+from msgspec import UNSET
 
 from streamrl.bus import connect
+from streamrl.bus.protocol import Bus
 from streamrl.bus.server import NatsServer
 from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.codec import decode
+from streamrl.schemas.samples import Tombstone
+from streamrl.schemas.subjects import SAMPLES, WEIGHTS, kind_of
+from streamrl.schemas.weights import Manifest
 from tests.audit.audit import audit
 from tests.faults.disturbed import ROOT
-from tests.faults.shapes import NAME
+from tests.faults.misdeeds import told, wrong_ends
+from tests.faults.shapes import NAME, Shape
 from tests.loop.harness import read_ledger
 
 
@@ -27,8 +37,23 @@ class Verdict(msgspec.Struct, frozen=True):
     """Digest of the parameters by version."""
 
 
-async def judge(run: RunDir) -> Verdict:
-    """Audit and replay a run that is not up."""
+FOLLOWS = (
+    re.compile(r"ledger sequence \d+: \S+ goes on after a gap \((end|samples)\)"),
+    re.compile(r"task \d+ is lost: nobody held it, .* it was dropped as lost "),
+    re.compile(r"stream (samples|ledger): \d+ messages are missing between "),
+)
+"""What the audit says where the end of a stream was torn off: that something was lost, each time in the run's own words."""
+
+
+async def judge(run: RunDir, shape: Shape | None = None, made: Mapping[str, set[str]] | None = None) -> Verdict:
+    """Audit and replay a run that is not up.
+
+    Args:
+        run: its directory.
+        shape: whether something may be lost, and whether its user code misbehaves; None: neither.
+        made: digests that were seen while it was up, by version: what was lost later counts too.
+    """
+    losses = shape is not None and shape.losses
     server = NatsServer(run.bus_store)
     server.start()
     try:
@@ -36,17 +61,62 @@ async def judge(run: RunDir) -> Verdict:
         report = await audit(address.url, address.user, address.password, NAME, complete=True, directory=run.path)
         bus = await connect(address, NAME, run.load_config().bus)
         entries = await read_ledger(bus, NAME)
+        manifests = await _manifests(bus)
+        ends = await _ends(bus) if shape is not None and shape.misdeed_every else {}
         await bus.close()
     finally:
         server.stop()
-    problems = [f"audit: {problem}" for problem in report.problems]
-    problems += await replay(run.path.parents[1])
-    return Verdict(problems, report.counts, {str(entry.version): entry.digest for entry in entries})
+    place = run.path.parents[1]
+    gaps = [entry for entry in entries if entry.gap is not UNSET]
+    versions = [entry for entry in entries if entry.gap is UNSET]
+    problems = [f"audit: {problem}" for problem in report.problems if not (losses and any(f.match(problem) for f in FOLLOWS))]
+    problems += await replay(place, named=len(gaps) + any(g.gap.missing for g in gaps if g.gap is not UNSET))
+    # What is behind entries that are lost is verified from where it goes on.
+    for gap in gaps:
+        if gap.gap is not UNSET and gap.gap.missing and gap.version.number < versions[-1].version.number:
+            problems += await replay(place, first=gap.version.number)
+    problems += [f"user code: {problem}" for problem in (wrong_ends(told(place), ends) if ends else [])]
+    digests: dict[str, set[str]] = {version: set(known) for version, known in (made or {}).items()}
+    for one in (*versions, *manifests):
+        digests.setdefault(str(one.version), set()).add(one.digest)
+    problems += [f"version {version} was given to {len(known)} sets of parameters" for version, known in digests.items() if len(known) > 1]
+    counts = {**report.counts, "gaps": len(gaps), "samples": sum(entry.num_samples for entry in versions)}
+    return Verdict(problems, counts, {str(entry.version): entry.digest for entry in versions})
 
 
-async def replay(place: Path) -> list[str]:
-    """What `streamrl replay --verify` says against the run in `place`."""
-    words = ("-m", "streamrl", "replay", NAME, "--verify", "--json")
+async def _manifests(bus: Bus) -> list[Manifest]:
+    state = await bus.state(WEIGHTS)
+    return [decode((await bus.fetch(WEIGHTS, sequence)).body, Manifest) for sequence in range(state.first, state.last + 1)]
+
+
+async def _ends(bus: Bus) -> dict[tuple[int, int | None], frozenset[str]]:
+    """Reasons of the records of each (task, rollout), `sample` for one with samples; rollout None for records of whole tasks."""
+    found: dict[tuple[int, int | None], frozenset[str]] = {}
+    state = await bus.state(SAMPLES)
+    async for message in bus.read(SAMPLES, after=state.first - 1):
+        kind = kind_of(message.subject)
+        if kind == "tombstones":
+            stone = decode(message.body, Tombstone)
+            found[stone.task, stone.rollout] = found.get((stone.task, stone.rollout), frozenset()) | {stone.reason}
+        elif kind == "samples":
+            with pa.ipc.open_stream(message.body) as reader:
+                batch = reader.read_next_batch()
+            for task, rollout in set(zip(batch.column("task").to_pylist(), batch.column("rollout").to_pylist(), strict=True)):
+                found[task, rollout] = found.get((task, rollout), frozenset()) | {"sample"}
+        if message.sequence >= state.last:
+            break
+    return found
+
+
+async def replay(place: Path, *, first: int = 0, named: int | None = None) -> list[str]:
+    """What `streamrl replay --verify` says against the run in `place`.
+
+    Args:
+        place: holds `runs/`.
+        first: begin at the nearest checkpoint at or below this version.
+        named: how many losses it must name; None: any number.
+    """
+    words = ("-m", "streamrl", "replay", NAME, "--verify", "--json", *(("--from", str(first)) if first else ()))
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         sys.executable, *words, cwd=place, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, stdout=pipe, stderr=pipe
@@ -55,5 +125,11 @@ async def replay(place: Path) -> list[str]:
     if process.returncode not in (0, 1) or not out:
         return [f"replay: exit code {process.returncode}: {err.decode()[-500:]}"]
     report = json.loads(out)
-    equal = report["ok"] and report["same_fingerprint"] and report["equal"] == report["versions"]
-    return [] if equal else [f"replay: {report['equal']} of {report['versions']} versions are equal: {report['problem']}"]
+    lost = len(report["lost"])
+    equal = report["same_fingerprint"] and report["equal"] == report["versions"] and not report["problem"]
+    if equal and named in (None, lost) and report["ok"] == (not lost):
+        return []
+    words_of = f"{report['problem']} {report['lost']}"
+    return [
+        f"replay from {first}: {report['equal']} of {report['versions']} versions are equal, {lost} losses named of {named}: {words_of}"
+    ]

@@ -12,6 +12,7 @@ import contextlib
 import os
 import random
 import socket
+import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Literal
@@ -72,6 +73,9 @@ class Link:
         self.answers = asyncio.Event()
         """Cleared while what the server says is held back."""
         self.answers.set()
+        self.opened_s = time.time()
+        self.answered_s = 0.0
+        """When the first bytes of an answer came back, in Unix seconds; 0.0: none have."""
 
     def abort(self) -> None:
         """Break it at both ends, as a cut cable with a reset does."""
@@ -88,6 +92,11 @@ class Wire:
         self._barred: set[int] = set()
         self._all_barred = False
         self._ambush: Ambush | None = None
+
+    @property
+    def links(self) -> list[Link]:
+        """Connections that are open."""
+        return list(self._links)
 
     def ambush(self, pid: int, pattern: bytes, where: Where) -> Ambush:
         """Lie in wait for the next such message of the process; release it afterwards."""
@@ -159,6 +168,7 @@ class Wire:
         with contextlib.suppress(OSError):
             while data := await reader.read(CHUNK):
                 await link.answers.wait()
+                link.answered_s = link.answered_s or time.time()
                 writer.write(data)
                 await writer.drain()
 

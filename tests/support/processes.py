@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from streamrl.runtime.rundir import RunDir
@@ -42,6 +42,29 @@ async def until(condition: Callable[[], object], *, within_s: float = 20.0) -> N
     while not condition():
         assert time.monotonic() < deadline, "the condition never came true"
         await asyncio.sleep(0.01)
+
+
+def descendants(pid: int) -> list[int]:
+    """All that a process has started, and what those have, nearest first."""
+    of: dict[int, list[int]] = {}
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            of.setdefault(parent(int(path.name)), []).append(int(path.name))
+    found = [pid]
+    for each in found:
+        found += of.get(each, [])
+    return found[1:]
+
+
+def processor_s(pids: Iterable[int]) -> float:
+    """Processor time that these processes have had, and those of theirs that have ended."""
+    total = 0
+    for pid in pids:
+        try:
+            total += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
+        except OSError:
+            continue
+    return total / os.sysconf("SC_CLK_TCK")
 
 
 def read_pids(path: Path) -> list[int]:

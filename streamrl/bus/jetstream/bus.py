@@ -29,7 +29,7 @@ from streamrl.bus.jetstream.wire import (
 from streamrl.bus.protocol import Message, Receipt, StreamState
 from streamrl.bus.topology import Topology, check_headers, stream_name
 from streamrl.config.tree import BusConfig
-from streamrl.errors import Conflict, LogTruncated, NotFound
+from streamrl.errors import BusError, Conflict, LogTruncated, NotFound
 from streamrl.schemas import subjects
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,9 @@ class JetStreamBus:
             try:
                 while (message := await session.next()) is not None:
                     if subject is None and message.sequence != position + 1:
-                        raise _truncated(stream, position + 1, message.sequence)
+                        await self._require(stream, position + 1)
+                        await self._require_gone(stream, position + 1)
+                        logger.warning("event=messages_lost stream=%s first=%d last=%d", name, position + 1, message.sequence - 1)
                     position = message.sequence
                     yield _read(message)
             except Interrupted as error:
@@ -139,6 +141,15 @@ class JetStreamBus:
         first = (await self.state(stream)).first
         if first > needed:
             raise _truncated(stream, needed, first)
+
+    async def _require_gone(self, stream: str, sequence: int) -> None:
+        """Raise BusError when a message that a reader was not given is there."""
+        if await self._stored(stream, {"seq": sequence}) is not None:
+            raise BusError(
+                f"expected message {sequence} of stream {stream} next, got a later one, and it is there",
+                hint="nothing was lost: start the worker again",
+                stream=stream,
+            )
 
     async def fetch(self, stream: str, sequence: int) -> Message:
         name = self._name(self._topology.spec(stream).name)

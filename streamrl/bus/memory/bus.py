@@ -64,7 +64,7 @@ class MemoryBus:
         while True:
             while position < log.last:
                 message = log.get(position + 1)
-                if message is None and subject is None:
+                if message is None and subject is None and log.first > position + 1:
                     raise _truncated(stream, position + 1, log.first)
                 position += 1
                 if message is not None and subject in (None, message.subject):
