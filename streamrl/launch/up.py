@@ -251,7 +251,7 @@ class Session:
                 for task in (show, bound):
                     task.cancel()
                 await asyncio.gather(show, bound, self._shown.close(), return_exceptions=True)
-            self._shown.write_state(state, len(view.reward_points), failure.message if failure is not None else "")
+            self._shown.write_state(state, view.trained.num_reinforced, failure.message if failure is not None else "")
             outcome = await conclude(self._run, view, state=state, wall_s=follower.elapsed_s)
         if failure is not None:
             raise failure

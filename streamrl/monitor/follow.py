@@ -12,7 +12,8 @@ from types import TracebackType
 from streamrl.bus.protocol import Bus, Message
 from streamrl.bus.reading import read_key
 from streamrl.errors import BusError, LogTruncated, SchemaError
-from streamrl.monitor.view import LedgerLine, RunView, Totals
+from streamrl.monitor.decoded import LedgerLine
+from streamrl.monitor.view import RunView, Totals
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
 from streamrl.schemas.events import MOVING_EVENT, NOTICE_EVENT, STANDING_EVENT, Event, MetricReport
@@ -68,6 +69,10 @@ class Follower:
         self._started_s = time.monotonic() if started_s is None else started_s
         self._history_ends = dict.fromkeys(self._after, 0)
         self._folded = asyncio.Event()
+        self._ledger_known = asyncio.Event()
+        """Set once the ledger has been read to where it ended at the start."""
+        self._void: dict[int, int] = {}
+        """By the sequence of a ledger entry that forks the epoch far back: versions from this number on before it are void."""
         self.answered_s = time.monotonic()
         """When the bus answered last, on the monotonic clock."""
 
@@ -76,6 +81,7 @@ class Follower:
         self._history_ends = {stream: (await self._bus.state(stream)).last for stream in self._after}
         self._after[METRICS] = self._history_ends[METRICS]
         folds: dict[str, Callable[[Message], None]] = {LEDGER: self._ledger, EVENTS: self._event, METRICS: self._metric}
+        self._look_at_history()
         self._tasks = [asyncio.create_task(self._read(stream, fold)) for stream, fold in folds.items()]
         # A supervisor judges its own session; who looks from outside wants to know of the time before.
         samples = await self._bus.state(SAMPLES)
@@ -115,19 +121,25 @@ class Follower:
     async def _read(self, stream: str, fold: Callable[[Message], None], *, subject: str | None = None) -> None:
         key = subject or stream
         gone = False
+        if stream == EVENTS:
+            await self._ledger_known.wait()  # which evaluations are worth keeping, the ledger says
         while True:
             try:
                 if gone:
                     first = (await self._bus.state(stream)).first
                     logger.info("event=history_trimmed stream=%s first=%d after=%d", stream, first, self._after[key])
                     self._after[key], gone = first - 1, False
+                    self._look_at_history()
                 async for message in self._bus.read(stream, after=self._after[key], subject=subject):
                     try:
                         fold(message)
                     except SchemaError as error:
                         logger.warning("event=unreadable stream=%s seq=%d error=%s", stream, message.sequence, error.message)
                     self._after[key] = message.sequence
+                    self._look_at_history()
                     self._folded.set()
+            except _ReadAnew:
+                self._after[key] = 0
             except LogTruncated:
                 gone = True
             except BusError as error:
@@ -137,7 +149,20 @@ class Follower:
     def _ledger(self, message: Message) -> None:
         if source_of(message.subject) != self._trainer:
             return
-        self.view.ledger(decode(message.body, LedgerLine, where=f"{message.subject} {message.sequence}"))
+        line = decode(message.body, LedgerLine, where=f"{message.subject} {message.sequence}")
+        number = line.version.number
+        if any(message.sequence < fork and number >= first for fork, first in self._void.items()):
+            return
+        if not self.view.ledger(line):
+            logger.info("event=ledger_read_anew version=%s seq=%d", line.version, message.sequence)
+            self._void[message.sequence] = number + (line.gap is not None)
+            self._history_ends[LEDGER] = max(self._history_ends[LEDGER], message.sequence)
+            self.view.forget_ledger()
+            raise _ReadAnew
+
+    def _look_at_history(self) -> None:
+        if self._after[LEDGER] >= self._history_ends[LEDGER]:
+            self._ledger_known.set()
 
     def _event(self, message: Message) -> None:
         event = decode(message.body, Event, where=f"{message.subject} {message.sequence}")
@@ -189,6 +214,10 @@ class Follower:
             if self._after[LEDGER] >= self._history_ends[LEDGER]:  # reading history is no training
                 self.view.mark(time.monotonic())
             await asyncio.sleep(_POLL_S)
+
+
+class _ReadAnew(Exception):
+    """The ledger has to be read from its beginning."""
 
 
 async def read_totals(bus: Bus) -> Totals:

@@ -34,7 +34,7 @@ class Metric(msgspec.Struct, frozen=True):
     meaning: str
 
 
-_MEAN, _SUM, _MAX = Reduction.MEAN, Reduction.SUM, Reduction.MAX
+_MEAN, _SUM, _MAX, _LAST = Reduction.MEAN, Reduction.SUM, Reduction.MAX, Reduction.LAST
 
 _DECLARED = (
     # One value a batch; they also stand in the batch's ledger entry. Those of a loss are weighted as the loss is.
@@ -142,6 +142,11 @@ _DECLARED = (
     Metric("perf/ref_log_probs_time", _MEAN, "s", "time in which the reference's log-probabilities were computed"),
     Metric("perf/actor_train_time", _MEAN, "s", "time of the batch's optimizer steps"),
     Metric("perf/actor_train_tok_per_s", _MEAN, "tokens/s", "tokens of the batch over that time"),
+    # Lag, as whoever reads the run sees it at the end of a window.
+    Metric("lag/stream_messages", _LAST, "messages", "messages on the sample stream behind the newest batch's cursor"),
+    Metric(
+        "lag/versions_behind", _LAST, "versions", "versions between the newest and the one an engine serves; of the run: the worst engine's"
+    ),
     # Engines.
     Metric("engine/tokens_total", _SUM, "tokens", "tokens sampled"),
     Metric("engine/running_requests", _MEAN, "requests", "completions being decoded"),

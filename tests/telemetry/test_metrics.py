@@ -43,9 +43,9 @@ def test_reports_fold_by_reduction() -> None:
     fold = Fold()
     for loss, tokens, swap in ((1.0, 10, 0.5), (2.0, 20, 0.1), (6.0, 30, 0.2)):
         fold.add(report("w", {"train/loss": loss, "engine/tokens_total": tokens, "engine/swap_ms": swap}, time_s=0.0))
-    fold.add(MetricReport(worker="w", last={"some/level": 4.0}))
-    fold.add(MetricReport(worker="w", last={"some/level": 3.0}))
-    assert fold.values == pytest.approx({"train/loss": 3.0, "engine/tokens_total": 60.0, "engine/swap_ms": 0.5, "some/level": 3.0})
+    fold.add(MetricReport(worker="w", last={"lag/stream_messages": 4.0}))
+    fold.add(MetricReport(worker="w", last={"lag/stream_messages": 3.0}))
+    assert fold.values == pytest.approx({"train/loss": 3.0, "engine/tokens_total": 60.0, "engine/swap_ms": 0.5, "lag/stream_messages": 3.0})
 
 
 async def test_the_sink_publishes_messagepack() -> None:
