@@ -6,13 +6,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Protocol
 
 from streamrl.bus.protocol import Bus, Message
 from streamrl.bus.reading import read_key
 from streamrl.errors import BusError, LogTruncated, SchemaError
 from streamrl.monitor.decoded import LedgerLine
+from streamrl.monitor.series import Row
 from streamrl.monitor.view import RunView, Totals
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
@@ -41,6 +43,18 @@ _POLL_S = 1.0
 _LOOK_BACK = 5000
 """Messages of the sample stream in which a look from outside finds what has failed lately."""
 _RETRY_S = 1.0
+_ROWS_AT_ONCE = 256
+_LOOK_S = 0.02
+_PATIENCE_S = 10.0
+"""So long in all may reading a long ledger wait for whoever writes its rows."""
+
+
+class RowTaker(Protocol):
+    """Who takes rows; it must not wait."""
+
+    @property
+    def has_room(self) -> bool: ...
+    def offer(self, rows: Sequence[Row]) -> None: ...
 
 
 class Follower:
@@ -54,15 +68,25 @@ class Follower:
         started_s: when this session of the run began, on the monotonic clock; now if None.
         trainer: whose ledger; those of taps are not the run's.
         carry_totals: store the totals every few seconds (the supervisor does; a look from outside must not).
+        rows: gets the rows of the view's series, about every second and at the end.
     """
 
     def __init__(
-        self, bus: Bus, view: RunView, *, started_s: float | None = None, trainer: str = "main", carry_totals: bool = False
+        self,
+        bus: Bus,
+        view: RunView,
+        *,
+        started_s: float | None = None,
+        trainer: str = "main",
+        carry_totals: bool = False,
+        rows: RowTaker | None = None,
     ) -> None:
         self.view = view
         self._bus = bus
         self._trainer = trainer
         self._carry_totals = carry_totals
+        self._rows = rows
+        self._patience_s = _PATIENCE_S
         self._after = {LEDGER: 0, EVENTS: 0, METRICS: 0}
         self._subjects = Subjects(view.run)
         self._tasks: list[asyncio.Task[None]] = []
@@ -98,6 +122,8 @@ class Follower:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._rows is not None:
+            self._rows.offer(self.view.take_rows(time.time(), end=True))
 
     @property
     def elapsed_s(self) -> float:
@@ -138,6 +164,8 @@ class Follower:
                     self._after[key] = message.sequence
                     self._look_at_history()
                     self._folded.set()
+                    if stream == LEDGER:
+                        await self._hand_out_history()
             except _ReadAnew:
                 self._after[key] = 0
             except LogTruncated:
@@ -163,6 +191,15 @@ class Follower:
     def _look_at_history(self) -> None:
         if self._after[LEDGER] >= self._history_ends[LEDGER]:
             self._ledger_known.set()
+
+    async def _hand_out_history(self) -> None:
+        """While a long ledger is read, its rows are handed out as they are made, and whoever writes them is waited for; not for long."""
+        if self._rows is None or self.view.series is None or self.view.series.num_waiting < _ROWS_AT_ONCE:
+            return
+        while not self._rows.has_room and not self._ledger_known.is_set() and self._patience_s > 0:
+            self._patience_s -= _LOOK_S
+            await asyncio.sleep(_LOOK_S)
+        self._rows.offer(self.view.take_rows(time.time()))
 
     def _event(self, message: Message) -> None:
         event = decode(message.body, Event, where=f"{message.subject} {message.sequence}")
@@ -213,6 +250,8 @@ class Follower:
                 logger.warning("event=poll_retry error=%s", error.message)
             if self._after[LEDGER] >= self._history_ends[LEDGER]:  # reading history is no training
                 self.view.mark(time.monotonic())
+            if self._rows is not None:
+                self._rows.offer(self.view.take_rows(time.time()))
             await asyncio.sleep(_POLL_S)
 
 

@@ -37,7 +37,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     of: str = RUN
     """The worker whose values these are."""
     version: str = ""
-    """Made by the batch; newest at the window's end."""
+    """Made by the batch; of a window the newest of which there is a row."""
     step: int = 0
     """Batches of reinforcement learning up to then."""
     values: dict[str, float] = {}
@@ -82,14 +82,24 @@ class Series:
             self._began_s = now_s
         return now_s - self._began_s >= self._window_s
 
-    def close(self, now_s: float, now: Mapping[str, Mapping[str, float]], *, version: str, step: int) -> None:
+    def close(self, now_s: float, now: Mapping[str, Mapping[str, float]], *, step: int) -> None:
         """End the window; `now` has what is known at its end beside the reports, by whose it is."""
         for of in dict.fromkeys([*self._folds, *now]):
             fold = self._folds.get(of)
             if values := known({**(fold.values if fold else {}), **now.get(of, {})}):
-                self._append(Row(time_s=now_s, kind=WINDOW, of=of, version=version, step=step, values=values))
+                self._append(Row(time_s=now_s, kind=WINDOW, of=of, version=self.newest, step=step, values=values))
         self._folds = {RUN: Fold()}
         self._began_s = now_s
+
+    @property
+    def newest(self) -> str:
+        """Up to which version the batches have their rows; empty: none has."""
+        return "" if self._after is None else str(self._after)
+
+    @property
+    def num_waiting(self) -> int:
+        """Rows to be taken."""
+        return len(self._rows)
 
     def take(self) -> list[Row]:
         """The rows since the last call."""

@@ -218,13 +218,15 @@ class RunView:
         self._notices.clear()
         return notices
 
-    def take_rows(self, now_s: float) -> list[Row]:
-        """The rows since the last call, with those of a window that is over at `now_s` (Unix seconds); none without `series`."""
+    def take_rows(self, now_s: float, *, end: bool = False) -> list[Row]:
+        """The rows since the last call, with those of a window that is over at `now_s` (Unix seconds); none without `series`.
+
+        At the `end` of a session a window is over however short it was.
+        """
         if self.series is None:
             return []
-        if self.series.due(now_s):
-            version = str(self._newest.version) if self._newest else ""
-            self.series.close(now_s, self._now(), version=version, step=self.trained.num_reinforced)
+        if self.series.due(now_s) or end:
+            self.series.close(now_s, self._now(), step=self.trained.num_reinforced)
         return self.series.take()
 
     def _now(self) -> dict[str, dict[str, float]]:
