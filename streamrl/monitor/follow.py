@@ -105,6 +105,7 @@ class Follower:
         self._history_ends = {stream: (await self._bus.state(stream)).last for stream in self._after}
         self._after[METRICS] = self._history_ends[METRICS]
         folds: dict[str, Callable[[Message], None]] = {LEDGER: self._ledger, EVENTS: self._event, METRICS: self._metric}
+        self.view.live = False
         self._look_at_history()
         self._tasks = [asyncio.create_task(self._read(stream, fold)) for stream, fold in folds.items()]
         # A supervisor judges its own session; who looks from outside wants to know of the time before.
@@ -190,6 +191,7 @@ class Follower:
 
     def _look_at_history(self) -> None:
         if self._after[LEDGER] >= self._history_ends[LEDGER]:
+            self.view.live = True
             self._ledger_known.set()
 
     async def _hand_out_history(self) -> None:
@@ -205,9 +207,9 @@ class Follower:
         event = decode(message.body, Event, where=f"{message.subject} {message.sequence}")
         if self._carry_totals and event.kind in (STANDING_EVENT, MOVING_EVENT):
             return  # the supervisor's own words, which its view has at once
-        of_this_session = event.kind in ("finished", NOTICE_EVENT)
-        if not of_this_session or message.sequence > self._history_ends[EVENTS]:
-            self.view.event(event)
+        live = message.sequence > self._history_ends[EVENTS]
+        if live or event.kind not in ("finished", NOTICE_EVENT):
+            self.view.event(event, live=live)
 
     def _tombstone(self, message: Message) -> None:
         self.view.tombstone(message.sequence, decode(message.body, Tombstone, where=f"{message.subject} {message.sequence}"))

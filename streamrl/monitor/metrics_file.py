@@ -20,7 +20,7 @@ import msgspec
 
 from streamrl.config.metrics import MetricsConfig
 from streamrl.errors import SchemaError
-from streamrl.monitor.series import Row
+from streamrl.monitor.series import BATCH, WINDOW, Row
 from streamrl.schemas.versions import Version
 
 logger = logging.getLogger(__name__)
@@ -135,7 +135,8 @@ def written_version(folder: Path) -> Version | None:
     try:
         for path in reversed(files(folder)):
             for line in _last_lines(path):
-                if (row := decoded(line)) is not None:
+                row = decoded(line)
+                if row is not None and row.kind in (BATCH, WINDOW):
                     return Version.parse(row.version) if row.version else None
     except (OSError, SchemaError) as error:
         logger.warning("event=metrics_not_read path=%s error=%s", folder, error)

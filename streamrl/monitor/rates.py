@@ -29,13 +29,15 @@ class Growing:
         self._late = late
         self._seen: dict[str, int] = {}
 
-    def report(self, who: str, count: int) -> None:
-        """`who` has counted to `count` since it started."""
+    def report(self, who: str, count: int) -> int:
+        """`who` has counted to `count` since it started; returns by how much the total has grown."""
         before = self._seen.pop(who, count if self._late else 0)
-        self.total += count - before if count >= before else count
+        growth = count - before if count >= before else count
+        self.total += growth
         self._seen[who] = count
         if len(self._seen) > _MOST_SEEN:
             del self._seen[next(iter(self._seen))]
+        return growth
 
 
 class Rate:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 
 import msgspec
 
 from streamrl.monitor.decoded import LedgerLine
+from streamrl.monitor.numbers import Evaluation
+from streamrl.monitor.trained import drops_of
 from streamrl.schemas.events import MetricReport
 from streamrl.schemas.ledger import FORMER_METRICS
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.metrics import Fold
-from streamrl.telemetry.names import METRICS
+from streamrl.telemetry.names import METRICS, dropped
 
 WINDOW_S = 10.0
 MOST_ROWS = 2048
@@ -23,6 +25,7 @@ MOST_WORKERS = 1024
 
 BATCH = "batch"
 WINDOW = "window"
+EVALUATION = "evaluation"
 RUN = ""
 """Whose values are those of the run as a whole."""
 
@@ -31,13 +34,13 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Values of one batch or window."""
 
     time_s: float
-    """Unix seconds: when the batch was trained, when the window ended."""
+    """Unix seconds: when the batch was trained, the window ended, the evaluation was done."""
     kind: str
-    """`batch` or `window`."""
+    """`batch`, `window` or `evaluation`."""
     of: str = RUN
     """The worker whose values these are."""
     version: str = ""
-    """Made by the batch; of a window the newest of which there is a row."""
+    """Made by the batch, or evaluated; of a window the newest of which there is a row."""
     step: int = 0
     """Batches of reinforcement learning up to then."""
     values: dict[str, float] = {}
@@ -61,19 +64,27 @@ class Series:
         self._folds: dict[str, Fold] = {RUN: Fold()}
         self._began_s: float | None = None
 
-    def batch(self, entry: LedgerLine, *, step: int, also: Mapping[str, float]) -> None:
-        """A trained batch; `also` is what is known of it beside its entry's metrics."""
+    def batch(self, entry: LedgerLine, *, step: int, live: bool) -> None:
+        """A trained batch; one that is not `live` is read from history and counts for no window."""
         # Versions rise along the ledger, with forks too: what is no newer was read before.
         if self._after is not None and entry.version <= self._after:
             return
         self._after = entry.version
-        named = {FORMER_METRICS.get(name, name): value for name, value in entry.metrics.items()}
-        self._append(Row(time_s=entry.time_s, kind=BATCH, version=str(entry.version), step=step, values=known(named | dict(also))))
+        values = {FORMER_METRICS.get(name, name): value for name, value in entry.metrics.items()}
+        amounts = amounts_of(entry)
+        self._append(Row(time_s=entry.time_s, kind=BATCH, version=str(entry.version), step=step, values=known(values | amounts)))
+        if live:
+            self._folds[RUN].add(MetricReport(worker=RUN, sum=amounts))
+
+    def evaluation(self, one: Evaluation, *, step: int) -> None:
+        """Held-out problems were asked."""
+        values = known({"eval/heldout": one.accuracy})
+        self._append(Row(time_s=one.time_s, kind=EVALUATION, version=str(one.version), step=step, values=values))
 
     def report(self, one: MetricReport) -> None:
         """A worker's report."""
         self._folds[RUN].add(one)
-        if one.worker in self._folds or len(self._folds) <= MOST_WORKERS:
+        if one.worker != RUN and (one.worker in self._folds or len(self._folds) <= MOST_WORKERS):
             self._folds.setdefault(one.worker, Fold()).add(one)
 
     def due(self, now_s: float) -> bool:
@@ -86,7 +97,8 @@ class Series:
         """End the window; `now` has what is known at its end beside the reports, by whose it is."""
         for of in dict.fromkeys([*self._folds, *now]):
             fold = self._folds.get(of)
-            if values := known({**(fold.values if fold else {}), **now.get(of, {})}):
+            values = fold.values if fold else {}
+            if values := known({**values, **ratios(values), **now.get(of, {})}):
                 self._append(Row(time_s=now_s, kind=WINDOW, of=of, version=self.newest, step=step, values=values))
         self._folds = {RUN: Fold()}
         self._began_s = now_s
@@ -110,6 +122,30 @@ class Series:
     def _append(self, row: Row) -> None:
         self.num_lost += len(self._rows) == MOST_ROWS
         self._rows.append(row)
+
+
+def amounts_of(entry: LedgerLine) -> dict[str, float]:
+    """What a batch adds to totals: rollouts dropped by reason, tokens trained."""
+    amounts = Counter[str]()
+    for reason, count in drops_of(entry).items():
+        amounts[dropped(reason)] += count
+    found: dict[str, float] = {name: float(count) for name, count in amounts.items()}
+    if entry.source != "warmup" and (trained := entry.metrics.get("rollout/tokens_trained")) is not None:
+        found["tokens/trained_total"] = trained
+    return found
+
+
+_RATIOS = (
+    ("rollout/spec_accept_rate", "engine/accepted_drafts_total", "engine/drafted_tokens_total", 0.0),
+    ("rollout/spec_accept_length", "engine/accepted_drafts_total", "engine/verify_passes_total", 1.0),
+    ("rollout/prefix_cache_hit_rate", "engine/cached_tokens_total", "engine/prompt_tokens_total", 0.0),
+)
+"""Name, amount above, amount below, and what is added to their quotient: a pass that verifies drafts samples a token itself."""
+
+
+def ratios(values: Mapping[str, float]) -> dict[str, float]:
+    """Quotients of a window's amounts, where there is something below."""
+    return {name: values.get(above, 0.0) / values[below] + plus for name, above, below, plus in _RATIOS if values.get(below, 0.0) > 0}
 
 
 def known(values: Mapping[str, float]) -> dict[str, float]:

@@ -14,14 +14,14 @@ from msgspec.structs import replace
 from streamrl.monitor.decoded import LedgerLine
 from streamrl.monitor.numbers import Point
 from streamrl.schemas.ledger import decided_by
+from streamrl.telemetry.names import OTHER_REASON
 
 TAIL = 1024
 """Newest batches that are kept one by one; an epoch that forks behind them is read from the ledger again."""
 MOST_STRETCHES = 512
 """Of the batches before, by kind; once there are more, neighbours are put together."""
 MOST_REASONS = 64
-OTHER_REASON = "other"
-"""Counts the reasons of drops beyond the first `MOST_REASONS` words: a producer may say anything."""
+"""Words for which drops are counted by themselves: a producer may say anything, and the rest is counted as `other`."""
 _FIRST_REWARDS = 20
 _Key = TypeVar("_Key", int, str)
 
@@ -72,9 +72,6 @@ class Trained:
     def _batch(self, entry: LedgerLine) -> _Batch:
         warmup = entry.source == "warmup"
         ages = () if warmup else entry.staleness
-        drops = Counter[str](entry.spilled.reasons if entry.spilled is not None else {})
-        for drop in entry.drops:
-            drops[drop.reason] += max(1, len(drop.rollouts))
         point = Point(
             number=entry.version.number,
             warmup=warmup,
@@ -86,7 +83,7 @@ class Trained:
             num_tokens=entry.num_tokens,
             time_s=entry.time_s,
         )
-        return _Batch(point, Counter(ages), self._known(drops))
+        return _Batch(point, Counter(ages), self._known(drops_of(entry)))
 
     def _known(self, drops: Counter[str]) -> Counter[str]:
         known = Counter[str]()
@@ -160,6 +157,14 @@ class Stretches:
             self._width *= 2
             pairs = itertools.zip_longest(self.points[::2], self.points[1::2])
             self.points = [first if second is None else merged(first, second) for first, second in pairs]
+
+
+def drops_of(entry: LedgerLine) -> Counter[str]:
+    """Rollouts decided against with an entry, by reason."""
+    drops = Counter[str](entry.spilled.reasons if entry.spilled is not None else {})
+    for drop in entry.drops:
+        drops[drop.reason] += max(1, len(drop.rollouts))
+    return drops
 
 
 def add_counts(total: Counter[_Key], counts: Counter[_Key], times: int) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import msgspec
 from msgspec.structs import replace
 
+from streamrl.monitor.arrivals import Arrivals
 from streamrl.monitor.decoded import LedgerLine, evaluation_of
 from streamrl.monitor.evaluations import Evaluations
 from streamrl.monitor.failures import Failures
@@ -70,6 +71,8 @@ class RunView:
         self.warmup_steps = warmup_steps
         self.before = before or Totals()
         self.series = series
+        self.live = True
+        """Whether what is fed happens now, and is not read from the history of earlier sessions."""
         self.trained = Trained()
         self.swap_numbers: set[int] = set()
         """Version numbers that an engine was seen to serve after its first; of many, a part."""
@@ -84,6 +87,7 @@ class RunView:
         self._made, self._swapped = Growing(late=joined), Growing(late=joined)
         self._made_rate, self._trained_rate = Rate(), Rate()
         self._stream_last, self._stream_bytes = 0, 0
+        self._arrivals = Arrivals()
         self._issued = 0
         self._held: dict[str, tuple[float, float, float]] = {}
         """By producer: tasks that it holds, how many of them hang, and for how long."""
@@ -99,15 +103,15 @@ class RunView:
             return False
         self.failures.trained(entry.cursor)
         if self.series is not None and entry.gap is None:
-            self.series.batch(entry, step=self.trained.num_reinforced, also={})
+            self.series.batch(entry, step=self.trained.num_reinforced, live=self.live)
         return True
 
     def forget_ledger(self) -> None:
         """Before the ledger is read anew."""
         self.trained = Trained()
 
-    def event(self, event: Event) -> None:
-        """A lifecycle event. Raises SchemaError when it cannot be read."""
+    def event(self, event: Event, *, live: bool = True) -> None:
+        """A lifecycle event, of this session or (not `live`) an earlier one. Raises SchemaError when it cannot be read."""
         match event.kind:
             case "finished":
                 self.finished = True
@@ -122,7 +126,14 @@ class RunView:
             case "notice":
                 self._notices.append(f"{event.worker}: {event.detail.get('text', '')}")
             case "evaluation":
-                self._evaluations.add(evaluation_of(event), last_cold=self.trained.last_cold)
+                found = evaluation_of(event)
+                self._evaluations.add(found, last_cold=self.trained.last_cold)
+                if self.series is not None and live:
+                    self.series.evaluation(found, step=self.trained.num_reinforced)
+            case "weights" if live and self.series is not None:
+                if isinstance(lag_s := event.detail.get("lag_s"), float):
+                    mean, most = {"lag/publish_to_commit_s": lag_s}, {"lag/publish_to_commit_max_s": lag_s}
+                    self.series.report(MetricReport(worker=event.worker, mean=mean, max=most))
             case _:
                 pass
 
@@ -144,7 +155,9 @@ class RunView:
             if len(self.swap_numbers) > _MOST_SWAPS:
                 self.swap_numbers = set(sorted(self.swap_numbers)[::2])
         self._engines[engine] = presence
-        self._made.report(engine, presence.tokens_total)
+        sampled = self._made.report(engine, presence.tokens_total)
+        if self.series is not None and presence.role == ROLLOUT_ROLE:
+            self.series.report(MetricReport(worker=worker_of(engine), sum={"tokens/sampled_total": float(sampled)}))
         self._swapped.report(engine, presence.swaps_total)
 
     def tombstone(self, sequence: int, stone: Tombstone) -> None:
@@ -176,6 +189,7 @@ class RunView:
         """Sample the totals for the rates; called about once a second."""
         self._made_rate.mark(now_s, self._made.total)
         self._trained_rate.mark(now_s, self.trained.num_tokens)
+        self._arrivals.mark(now_s, self._stream_last)
 
     @property
     def tokens_made(self) -> int:
@@ -233,7 +247,8 @@ class RunView:
         """What a window's rows say of its end, by whose it is."""
         behind = self._behind()
         now = {of: {"lag/versions_behind": float(one)} for of, one in behind.items()}
-        now[RUN] = {"lag/stream_messages": float(self._lag())}
+        cursor = self._newest.cursor if self._newest else 0
+        now[RUN] = {"lag/stream_messages": float(self._lag()), "lag/stream_s": self._arrivals.age_s(cursor)}
         if behind:
             now[RUN]["lag/versions_behind"] = float(max(behind.values()))
         return now

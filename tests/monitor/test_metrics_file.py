@@ -84,6 +84,9 @@ def test_windows_before_the_ledger_is_read_again_do_not_set_the_version_back(tmp
     file.write(view.take_rows(1.0))
     file.close()
     assert written_version(tmp_path) == Version(0, 50)
+    file.write([Row(time_s=1.0, kind="evaluation", version="0.20", values={"eval/heldout": 0.5})])
+    file.close()
+    assert written_version(tmp_path) == Version(0, 50), "an evaluation is of an older version"
 
 
 @pytest.mark.parametrize("torn", [b'{"time_s":10', b"\0" * 5000, b'{"time_s":1.0,"kind":"batch"}'])

@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import math
 
+from streamrl.monitor.arrivals import MOST_MARKS, Arrivals
 from streamrl.monitor.series import MOST_ROWS, MOST_WORKERS, Row, Series
 from streamrl.monitor.view import RunView
 from streamrl.schemas.control import EnginePresence
-from streamrl.schemas.events import MetricReport
+from streamrl.schemas.events import Event, MetricReport
+from streamrl.schemas.ledger import Drop
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.metrics import report
 from streamrl.telemetry.names import METRICS
-from tests.monitor.conftest import MakeEntry, as_line
+from tests.monitor.conftest import MakeEntry, as_line, evaluation
 
 
 def windows(view: RunView, now_s: float) -> dict[str, Row]:
@@ -112,3 +114,90 @@ def test_a_view_without_series_makes_no_rows(entry: MakeEntry) -> None:
     view.ledger(as_line(entry(1)))
     view.metric(report("w", {"train/loss": 2.0}, time_s=0.0))
     assert view.take_rows(100.0) == []
+
+
+def test_tokens_are_counted_where_they_are_sampled_and_where_they_are_trained(entry: MakeEntry) -> None:
+    view = RunView("demo", series=Series(window_s=1.0))
+    view.take_rows(0.0)
+    for name, tokens, role in (
+        ("engine-0-aa", 40, "rollout"),
+        ("engine-0-aa", 100, "rollout"),
+        ("engine-1-bb", 7, "rollout"),
+        ("engine-2-cc", 9, "evaluation"),
+    ):
+        view.engine(name, EnginePresence(engine=name, address="", serving=Version(0, 1), tokens_total=tokens, role=role))
+    cold, first = as_line(entry(1, source="warmup")), as_line(entry(2))
+    for line in (cold, first):
+        line.metrics["rollout/tokens_trained"] = 60.0
+        view.ledger(line)
+    rows = {row.of: row.values for row in view.take_rows(1.0) if row.kind == "window"}
+    assert [rows[of]["tokens/sampled_total"] for of in ("engine-0", "engine-1", "")] == [100.0, 7.0, 107.0]
+    assert rows[""]["tokens/trained_total"] == 60.0, "of demonstrations none was sampled"
+
+
+def test_drops_stand_in_the_row_of_their_batch_and_of_their_window_by_reason(entry: MakeEntry) -> None:
+    view = RunView("demo", series=Series(window_s=1.0))
+    view.take_rows(0.0)
+    drops = [Drop(sequence=1, task=1, rollouts=(0, 1), reason=reason) for reason in ("stale", "stale", "my own", "another")]
+    view.live = False
+    view.ledger(as_line(entry(1, drops=drops)))
+    view.live = True
+    view.ledger(as_line(entry(2, drops=drops)))
+    rows = view.take_rows(1.0)
+    wanted = {"rollouts/dropped_total/stale": 4.0, "rollouts/dropped_total/other": 4.0}
+    for row in rows:
+        assert {name: value for name, value in row.values.items() if name.startswith("rollouts/")} == wanted, "history is in no window"
+
+
+def test_commits_of_engines_say_how_long_a_version_took(entry: MakeEntry) -> None:
+    view = RunView("demo", series=Series(window_s=1.0))
+    view.take_rows(0.0)
+    for worker, lag_s in (("engine-0", 0.25), ("engine-0", 0.75), ("engine-1", 2.0), ("engine-1", "soon"), ("engine-1", math.nan)):
+        view.event(Event(kind="weights", worker=worker, detail={"lag_s": lag_s}))
+    view.event(Event(kind="weights", worker="engine-0", detail={"lag_s": 99.0}), live=False)
+    view.event(Event(kind="weights", worker="engine-0", detail={"error": "not taken"}))
+    rows = windows(view, 1.0)
+    assert [rows[of].values["lag/publish_to_commit_s"] for of in ("engine-0", "engine-1", "")] == [0.5, 2.0, 1.0]
+    assert rows[""].values["lag/publish_to_commit_max_s"] == 2.0
+
+
+def test_the_age_of_the_stream_is_that_of_its_oldest_message_behind_the_cursor(entry: MakeEntry) -> None:
+    view = RunView("demo", series=Series(window_s=1.0))
+    for now_s, last in ((10.0, 2), (11.0, 2), (12.0, 6), (15.0, 9)):
+        view.stream(last=last, num_bytes=1)
+        view.mark(now_s)
+    view.take_rows(0.0)
+    ages = []
+    for cursor in (1, 2, 5, 8, 9):
+        view.ledger(as_line(entry(cursor, cursor=cursor)))
+        ages.append(windows(view, 2.0 * cursor)[""].values["lag/stream_s"])
+    assert ages == [5.0, 3.0, 3.0, 0.0, 0.0]
+
+
+def test_arrivals_are_bounded_and_stay_near(entry: MakeEntry) -> None:
+    arrivals = Arrivals()
+    for second in range(100_000):
+        arrivals.mark(float(second), second + 1)
+    assert len(arrivals._marks) <= MOST_MARKS
+    assert arrivals.age_s(0) == 99_999.0
+    ages = [arrivals.age_s(cursor) for cursor in range(1000, 100_001, 1000)]
+    assert ages == sorted(ages, reverse=True) and ages[-1] == 0.0
+
+
+def test_quotients_of_amounts_are_made_of_a_windows_amounts_and_only_where_there_are_some() -> None:
+    view = RunView("demo", series=Series(window_s=1.0))
+    view.take_rows(0.0)
+    passes = {"engine/verify_passes_total": 10, "engine/drafted_tokens_total": 40, "engine/accepted_drafts_total": 30}
+    view.metric(report("engine-0", {**passes, "engine/prompt_tokens_total": 0, "engine/cached_tokens_total": 0}, time_s=0.0))
+    values = windows(view, 1.0)["engine-0"].values
+    assert (values["rollout/spec_accept_rate"], values["rollout/spec_accept_length"]) == (0.75, 4.0)
+    assert "rollout/prefix_cache_hit_rate" not in values
+
+
+def test_evaluations_have_rows_but_those_of_earlier_sessions_have_theirs_already() -> None:
+    view = RunView("demo", series=Series())
+    one = Event(kind="evaluation", worker="e", detail=evaluation(3, 0.75), time_s=7.0)
+    view.event(one, live=False)
+    view.event(one)
+    (row,) = view.take_rows(0.0)
+    assert (row.kind, row.version, row.time_s, row.values) == ("evaluation", "0.3", 7.0, {"eval/heldout": 0.75})

@@ -8,10 +8,11 @@ from streamrl.monitor.evaluations import MOST_EVALUATIONS, Evaluations
 from streamrl.monitor.failures import MOST_STONES, Failures
 from streamrl.monitor.numbers import Evaluation, Point
 from streamrl.monitor.rates import Growing
-from streamrl.monitor.trained import MOST_REASONS, MOST_STRETCHES, OTHER_REASON, TAIL, Stretches, Trained, stretched_rewards
+from streamrl.monitor.trained import MOST_REASONS, MOST_STRETCHES, TAIL, Stretches, Trained, stretched_rewards
 from streamrl.schemas.ledger import Drop
 from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.versions import Version
+from streamrl.telemetry.names import OTHER_REASON
 from tests.monitor.conftest import MakeEntry, as_line
 
 LONG = TAIL + 4 * MOST_STRETCHES
