@@ -139,10 +139,15 @@ def test_rows_that_come_are_followed_over_files_that_are_put_aside(run: RunDir) 
         file.close()
         done.set()
 
-    followed: list[Row] = []
     writer = threading.Thread(target=write)
-    for row in metrics.follow(lambda: (writer.ident is None and not writer.start() and False) or done.is_set()):
-        followed.append(row)
+
+    def over() -> bool:
+        """Asked before each look; the first time nothing has been written yet."""
+        if writer.ident is None:
+            writer.start()
+        return done.is_set()
+
+    followed = list(metrics.follow(over))
     writer.join()
     assert [row.step for row in followed] == list(range(10, 30))
 
