@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from streamrl import __version__
-from streamrl.cli import bench, checks, dead, files, logs, records, reward, runs, workers
+from streamrl.cli import bench, checks, dead, files, logs, metrics, records, reward, runs, workers
 from streamrl.errors import StreamRLError
 
 _INTERRUPTED = 130
@@ -46,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     files.add_verbs(verbs)
     runs.add_verbs(verbs)
     logs.add_verbs(verbs)
+    metrics.add_verbs(verbs)
     workers.add_verbs(verbs)
     checks.add_verbs(verbs)
     records.add_verbs(verbs)

@@ -12,6 +12,7 @@ from msgspec import Meta
 from streamrl.config.bounds import Fraction, NonNegativeFloat, NonNegativeInt, Port, PositiveFloat, PositiveInt, Replicas, Section
 from streamrl.config.engines import EngineConfig
 from streamrl.config.loss import LossConfig
+from streamrl.config.metrics import MetricsConfig
 from streamrl.config.ray import RayConfig
 from streamrl.errors import ConfigError
 from streamrl.schemas.subjects import check_name
@@ -355,5 +356,6 @@ class Config(Section, frozen=True, kw_only=True):
     evaluation: EvaluationConfig = EvaluationConfig()
     bus: BusConfig = BusConfig()
     supervise: SuperviseConfig = SuperviseConfig()
+    metrics: MetricsConfig = MetricsConfig()
     ray: RayConfig = RayConfig()
     debug: DebugConfig = DebugConfig()

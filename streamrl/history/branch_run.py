@@ -17,9 +17,10 @@ from streamrl.errors import ConfigError, StreamRLError
 from streamrl.history.branch import branch, check_overrides, ledger_size
 from streamrl.history.replay import Range
 from streamrl.history.source import Source
+from streamrl.monitor.decoded import LedgerLine
 from streamrl.monitor.plot import write_plot
 from streamrl.monitor.summary import Summary, summarize, write_summary
-from streamrl.monitor.view import LedgerLine, RunView
+from streamrl.monitor.view import RunView
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.ledger import LedgerEntry

@@ -58,7 +58,7 @@ class Shown:
         self._written: RunState | None = None
         self._publishing: set[asyncio.Task[None]] = set()
         self._watch, self._failures = Watch(), Pace()
-        self._told, self._warned = 0, False
+        self._warned = False
 
     def note(self, text: str) -> None:
         """A line for people, which the log gets too."""
@@ -99,8 +99,7 @@ class Shown:
         self._written = found
 
     def _show(self, bus: Bus, view: RunView, follower: Follower, workers: Mapping[str, WorkerLine]) -> None:
-        told, self._told = self._told, len(view.notices)
-        for text in view.notices[told:]:
+        for text in view.take_notices():
             self.note(text)
         numbers = view.numbers(elapsed_s=follower.elapsed_s, supervised=workers)
         now_s = time.monotonic()

@@ -26,8 +26,11 @@ from streamrl.launch.protocol import Launcher
 from streamrl.launch.shown import Shown
 from streamrl.launch.supervisor import Supervisor
 from streamrl.monitor.follow import Follower, read_totals
+from streamrl.monitor.metrics_file import MetricsFile, written_version
 from streamrl.monitor.outcome import Outcome, conclude
+from streamrl.monitor.row_writer import RowWriter
 from streamrl.monitor.screen import Display
+from streamrl.monitor.series import Series
 from streamrl.monitor.status import read_summary
 from streamrl.monitor.view import RunView
 from streamrl.runtime.bus_server import BusServer, run_bus_server
@@ -234,10 +237,21 @@ class Session:
         return await self._connect(server), record
 
     async def _follow(self, bus: Bus, server: BusServer) -> Outcome:
+        metrics = self._config.metrics
+        series = Series(window_s=metrics.window_s, after=written_version(self._run.metrics))
+        with contextlib.closing(RowWriter(MetricsFile(self._run.metrics, metrics))) as rows:
+            return await self._follow_to_the_end(bus, server, series, rows)
+
+    async def _follow_to_the_end(self, bus: Bus, server: BusServer, series: Series, rows: RowWriter) -> Outcome:
         view = RunView(
-            self._run.name, steps=self._config.run.steps, warmup_steps=self._config.warmup.max_steps, before=await read_totals(bus)
+            self._run.name,
+            steps=self._config.run.steps,
+            warmup_steps=self._config.warmup.max_steps,
+            before=await read_totals(bus),
+            series=series,
         )
-        async with Follower(bus, view, started_s=self._started_s, trainer=self._config.trainer.name, carry_totals=True) as follower:
+        trainer = self._config.trainer.name
+        async with Follower(bus, view, started_s=self._started_s, trainer=trainer, carry_totals=True, rows=rows) as follower:
             show = asyncio.create_task(self._shown.follow(bus, view, follower, self._supervisor.lines))
             bound = asyncio.create_task(self._bound_logs())
             try:
@@ -251,7 +265,7 @@ class Session:
                 for task in (show, bound):
                     task.cancel()
                 await asyncio.gather(show, bound, self._shown.close(), return_exceptions=True)
-            self._shown.write_state(state, len(view.reward_points), failure.message if failure is not None else "")
+            self._shown.write_state(state, view.trained.num_reinforced, failure.message if failure is not None else "")
             outcome = await conclude(self._run, view, state=state, wall_s=follower.elapsed_s)
         if failure is not None:
             raise failure

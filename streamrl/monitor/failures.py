@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
+
+from msgspec.structs import replace
 
 from streamrl.schemas.samples import Tombstone
 
@@ -12,6 +14,8 @@ REASONS = ("failed", "timeout", "deliveries", "poison")
 
 MOST_CHARS = 2000
 """Of an error's text, which may be whatever user code said."""
+MOST_STONES = 10_000
+"""Tombstones that are kept one by one until a batch is trained; those before are in the counts until then."""
 FIRST_PAUSE_S = 10.0
 MOST_PAUSE_S = 600.0
 
@@ -22,7 +26,7 @@ class Failures:
     def __init__(self) -> None:
         self.newest = ""
         """Reason and detail of the newest; empty: none."""
-        self._stones: list[tuple[int, Tombstone]] = []
+        self._stones: deque[tuple[int, Tombstone]] = deque()
         self._reasons: Counter[str] = Counter()
         self._rollouts: Counter[int] = Counter()
         """Failed ones by task."""
@@ -44,12 +48,14 @@ class Failures:
             return
         self.newest = f"{stone.reason}: {stone.detail}"[:MOST_CHARS] if stone.detail else stone.reason
         if sequence > after:
-            self._stones.append((sequence, stone))
+            self._stones.append((sequence, replace(stone, detail="")))
             self._count(stone)
+            if len(self._stones) > MOST_STONES:
+                self._rollouts.pop(self._stones.popleft()[1].task, None)
 
     def trained(self, cursor: int) -> None:
         """A batch was trained that holds the stream up to `cursor`; those failures are in its ledger entry."""
-        kept = [(sequence, stone) for sequence, stone in self._stones if sequence > cursor]
+        kept = deque((sequence, stone) for sequence, stone in self._stones if sequence > cursor)
         self._stones, self._num_tasks = kept, 0
         self._reasons.clear()
         self._rollouts.clear()

@@ -6,13 +6,16 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Protocol
 
 from streamrl.bus.protocol import Bus, Message
 from streamrl.bus.reading import read_key
 from streamrl.errors import BusError, LogTruncated, SchemaError
-from streamrl.monitor.view import LedgerLine, RunView, Totals
+from streamrl.monitor.decoded import LedgerLine
+from streamrl.monitor.series import Row
+from streamrl.monitor.view import RunView, Totals
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
 from streamrl.schemas.events import MOVING_EVENT, NOTICE_EVENT, STANDING_EVENT, Event, MetricReport
@@ -40,6 +43,18 @@ _POLL_S = 1.0
 _LOOK_BACK = 5000
 """Messages of the sample stream in which a look from outside finds what has failed lately."""
 _RETRY_S = 1.0
+_ROWS_AT_ONCE = 256
+_LOOK_S = 0.02
+_PATIENCE_S = 10.0
+"""So long in all may reading a long ledger wait for whoever writes its rows."""
+
+
+class RowTaker(Protocol):
+    """Who takes rows; it must not wait."""
+
+    @property
+    def has_room(self) -> bool: ...
+    def offer(self, rows: Sequence[Row]) -> None: ...
 
 
 class Follower:
@@ -53,21 +68,35 @@ class Follower:
         started_s: when this session of the run began, on the monotonic clock; now if None.
         trainer: whose ledger; those of taps are not the run's.
         carry_totals: store the totals every few seconds (the supervisor does; a look from outside must not).
+        rows: gets the rows of the view's series, about every second and at the end.
     """
 
     def __init__(
-        self, bus: Bus, view: RunView, *, started_s: float | None = None, trainer: str = "main", carry_totals: bool = False
+        self,
+        bus: Bus,
+        view: RunView,
+        *,
+        started_s: float | None = None,
+        trainer: str = "main",
+        carry_totals: bool = False,
+        rows: RowTaker | None = None,
     ) -> None:
         self.view = view
         self._bus = bus
         self._trainer = trainer
         self._carry_totals = carry_totals
+        self._rows = rows
+        self._patience_s = _PATIENCE_S
         self._after = {LEDGER: 0, EVENTS: 0, METRICS: 0}
         self._subjects = Subjects(view.run)
         self._tasks: list[asyncio.Task[None]] = []
         self._started_s = time.monotonic() if started_s is None else started_s
         self._history_ends = dict.fromkeys(self._after, 0)
         self._folded = asyncio.Event()
+        self._ledger_known = asyncio.Event()
+        """Set once the ledger has been read to where it ended at the start."""
+        self._void: dict[int, int] = {}
+        """By the sequence of a ledger entry that forks the epoch far back: versions from this number on before it are void."""
         self.answered_s = time.monotonic()
         """When the bus answered last, on the monotonic clock."""
 
@@ -76,6 +105,8 @@ class Follower:
         self._history_ends = {stream: (await self._bus.state(stream)).last for stream in self._after}
         self._after[METRICS] = self._history_ends[METRICS]
         folds: dict[str, Callable[[Message], None]] = {LEDGER: self._ledger, EVENTS: self._event, METRICS: self._metric}
+        self.view.live = False
+        self._look_at_history()
         self._tasks = [asyncio.create_task(self._read(stream, fold)) for stream, fold in folds.items()]
         # A supervisor judges its own session; who looks from outside wants to know of the time before.
         samples = await self._bus.state(SAMPLES)
@@ -92,6 +123,8 @@ class Follower:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._rows is not None:
+            self._rows.offer(self.view.take_rows(time.time(), end=True))
 
     @property
     def elapsed_s(self) -> float:
@@ -115,19 +148,27 @@ class Follower:
     async def _read(self, stream: str, fold: Callable[[Message], None], *, subject: str | None = None) -> None:
         key = subject or stream
         gone = False
+        if stream == EVENTS:
+            await self._ledger_known.wait()  # which evaluations are worth keeping, the ledger says
         while True:
             try:
                 if gone:
                     first = (await self._bus.state(stream)).first
                     logger.info("event=history_trimmed stream=%s first=%d after=%d", stream, first, self._after[key])
                     self._after[key], gone = first - 1, False
+                    self._look_at_history()
                 async for message in self._bus.read(stream, after=self._after[key], subject=subject):
                     try:
                         fold(message)
                     except SchemaError as error:
                         logger.warning("event=unreadable stream=%s seq=%d error=%s", stream, message.sequence, error.message)
                     self._after[key] = message.sequence
+                    self._look_at_history()
                     self._folded.set()
+                    if stream == LEDGER:
+                        await self._hand_out_history()
+            except _ReadAnew:
+                self._after[key] = 0
             except LogTruncated:
                 gone = True
             except BusError as error:
@@ -137,15 +178,38 @@ class Follower:
     def _ledger(self, message: Message) -> None:
         if source_of(message.subject) != self._trainer:
             return
-        self.view.ledger(decode(message.body, LedgerLine, where=f"{message.subject} {message.sequence}"))
+        line = decode(message.body, LedgerLine, where=f"{message.subject} {message.sequence}")
+        number = line.version.number
+        if any(message.sequence < fork and number >= first for fork, first in self._void.items()):
+            return
+        if not self.view.ledger(line):
+            logger.info("event=ledger_read_anew version=%s seq=%d", line.version, message.sequence)
+            self._void[message.sequence] = number + (line.gap is not None)
+            self._history_ends[LEDGER] = max(self._history_ends[LEDGER], message.sequence)
+            self.view.forget_ledger()
+            raise _ReadAnew
+
+    def _look_at_history(self) -> None:
+        if self._after[LEDGER] >= self._history_ends[LEDGER]:
+            self.view.live = True
+            self._ledger_known.set()
+
+    async def _hand_out_history(self) -> None:
+        """While a long ledger is read, its rows are handed out as they are made, and whoever writes them is waited for; not for long."""
+        if self._rows is None or self.view.series is None or self.view.series.num_waiting < _ROWS_AT_ONCE:
+            return
+        while not self._rows.has_room and not self._ledger_known.is_set() and self._patience_s > 0:
+            self._patience_s -= _LOOK_S
+            await asyncio.sleep(_LOOK_S)
+        self._rows.offer(self.view.take_rows(time.time()))
 
     def _event(self, message: Message) -> None:
         event = decode(message.body, Event, where=f"{message.subject} {message.sequence}")
         if self._carry_totals and event.kind in (STANDING_EVENT, MOVING_EVENT):
             return  # the supervisor's own words, which its view has at once
-        of_this_session = event.kind in ("finished", NOTICE_EVENT)
-        if not of_this_session or message.sequence > self._history_ends[EVENTS]:
-            self.view.event(event)
+        live = message.sequence > self._history_ends[EVENTS]
+        if live or event.kind not in ("finished", NOTICE_EVENT):
+            self.view.event(event, live=live)
 
     def _tombstone(self, message: Message) -> None:
         self.view.tombstone(message.sequence, decode(message.body, Tombstone, where=f"{message.subject} {message.sequence}"))
@@ -188,7 +252,13 @@ class Follower:
                 logger.warning("event=poll_retry error=%s", error.message)
             if self._after[LEDGER] >= self._history_ends[LEDGER]:  # reading history is no training
                 self.view.mark(time.monotonic())
+            if self._rows is not None:
+                self._rows.offer(self.view.take_rows(time.time()))
             await asyncio.sleep(_POLL_S)
+
+
+class _ReadAnew(Exception):
+    """The ledger has to be read from its beginning."""
 
 
 async def read_totals(bus: Bus) -> Totals:

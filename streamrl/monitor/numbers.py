@@ -68,10 +68,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """One trained batch."""
+    """One trained batch, or a stretch of neighbours with their means, sums and extremes."""
 
     number: int
-    """Version number that it made."""
+    """Version number that it made; of a stretch the last."""
     warmup: bool
     """A batch of demonstrations: no reward, no staleness."""
     warm: bool
@@ -83,6 +83,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     """Ages of its groups in versions."""
     num_tokens: int
     time_s: float
+    num_batches: int = 1
 
 
 class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):

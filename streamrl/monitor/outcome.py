@@ -53,7 +53,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 async def conclude(run: RunDir, view: RunView, *, state: str, wall_s: float) -> Outcome:
     """Write `summary.json`, and the plot once there is something to plot."""
-    if not view.points:
+    if not view.trained.num_batches:
         return Outcome(run=run, state=state)
     summary = summarize(view, wall_s=wall_s)
     write_summary(summary, run.summary_path)

@@ -29,15 +29,16 @@ def write_plot(view: RunView, path: Path) -> None:
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.4))
     _draw_reward(top, view)
     _draw_staleness(bottom, view)
-    warmup = [point.number for point in view.points if point.warmup]
+    warmup = view.trained.points(warmup=True)
+    cold = (warmup[0].number - warmup[0].num_batches, warmup[-1].number) if warmup else None
     for axes in (top, bottom):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#dee2e6", linewidth=0.8)
         axes.set_axisbelow(True)
-        if warmup:
-            axes.axvspan(min(warmup) - 1, max(warmup), color=_WARMUP, zorder=0)
-    if warmup:
-        top.annotate("warm-up", (max(warmup) / 2, 0.97), xycoords=("data", "axes fraction"), ha="center", va="top", color=_SWAP, fontsize=9)
+        if cold:
+            axes.axvspan(*cold, color=_WARMUP, zorder=0)
+    if cold:
+        top.annotate("warm-up", (cold[1] / 2, 0.97), xycoords=("data", "axes fraction"), ha="center", va="top", color=_SWAP, fontsize=9)
     top.set_title(f"{view.run}: reward and age of the trained rollouts", loc="left", fontsize=12, fontweight="bold")
     bottom.set_xlabel("version (batches trained)")
     figure.savefig(path, metadata={"Software": None})
@@ -48,7 +49,9 @@ def _draw_reward(axes: Axes, view: RunView) -> None:
     numbers = [number for number, _ in points]
     rewards = [reward for _, reward in points]
     axes.plot(numbers, rewards, color=_REWARD, alpha=0.3, linewidth=1, label="reward of a batch")
-    axes.plot(numbers, smooth(rewards, _SMOOTHING), color=_REWARD, linewidth=2.2, label=f"mean over {_SMOOTHING} batches")
+    thinned = any(point.num_batches > 1 for point in view.reward_points)
+    label = "smoothed" if thinned else f"mean over {_SMOOTHING} batches"
+    axes.plot(numbers, smooth(rewards, _SMOOTHING), color=_REWARD, linewidth=2.2, label=label)
     evaluations = learning_evaluations(view)
     if evaluations:
         axes.plot(

@@ -13,6 +13,8 @@ _LEFT_BATCHES = 20
 _FEWEST = 3
 _PAUSE = 10.0
 """So many times the median between two batches is a pause, as of a run that was down, which will not come again."""
+_MOST_SEEN = 4096
+"""Processes whose counts are remembered; of those that have not reported for longest, none."""
 
 
 class Growing:
@@ -27,11 +29,15 @@ class Growing:
         self._late = late
         self._seen: dict[str, int] = {}
 
-    def report(self, who: str, count: int) -> None:
-        """`who` has counted to `count` since it started."""
-        before = self._seen.get(who, count if self._late else 0)
-        self.total += count - before if count >= before else count
+    def report(self, who: str, count: int) -> int:
+        """`who` has counted to `count` since it started; returns by how much the total has grown."""
+        before = self._seen.pop(who, count if self._late else 0)
+        growth = count - before if count >= before else count
+        self.total += growth
         self._seen[who] = count
+        if len(self._seen) > _MOST_SEEN:
+            del self._seen[next(iter(self._seen))]
+        return growth
 
 
 class Rate:

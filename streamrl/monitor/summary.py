@@ -50,18 +50,19 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 def summarize(view: RunView, *, wall_s: float) -> Summary:
     """The summary of what `view` has seen."""
-    rewards = [point.reward for point in view.reward_points if point.reward is not None]
+    trained = view.trained
+    first, last = trained.first_rewards(REWARD_WINDOW), trained.last_rewards(REWARD_WINDOW)
     evaluations = learning_evaluations(view)
     return Summary(
-        steps=len(view.reward_points),
-        reward_first=statistics.fmean(rewards[:REWARD_WINDOW]) if rewards else None,
-        reward_last=statistics.fmean(rewards[-REWARD_WINDOW:]) if rewards else None,
+        steps=trained.num_reinforced,
+        reward_first=statistics.fmean(first) if first else None,
+        reward_last=statistics.fmean(last) if last else None,
         heldout_first=evaluations[0].accuracy if evaluations else None,
         heldout_last=evaluations[-1].accuracy if evaluations else None,
         tokens_made=view.tokens_made,
         tokens_trained=view.tokens_trained,
-        staleness_p50=counted_median(view.ages),
-        staleness_max=max(view.ages, default=0),
+        staleness_p50=counted_median(trained.ages),
+        staleness_max=max(trained.ages, default=0),
         dropped=view.all_drops.total(),
         drops=dict(view.all_drops),
         newest_error=view.failures.newest,
@@ -72,10 +73,8 @@ def summarize(view: RunView, *, wall_s: float) -> Summary:
 
 def learning_evaluations(view: RunView) -> list[Evaluation]:
     """Evaluations from the end of the warm-up on, by version, the newest of each; all of them if there are none after it."""
-    last_cold = max((point.number for point in view.points if not point.warm), default=-1)
-    newest = {evaluation.version: evaluation for evaluation in view.evaluations}
-    ordered = [newest[version] for version in sorted(newest)]
-    return [one for one in ordered if one.version.number > last_cold] or ordered
+    ordered = view.evaluations
+    return [one for one in ordered if one.version.number > view.trained.last_cold] or ordered
 
 
 def write_summary(summary: Summary, path: Path) -> None:

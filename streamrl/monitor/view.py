@@ -5,86 +5,33 @@ from __future__ import annotations
 import bisect
 import itertools
 import statistics
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import Counter, deque
+from collections.abc import Mapping
 
 import msgspec
 from msgspec.structs import replace
 
-from streamrl.errors import SchemaError
+from streamrl.monitor.arrivals import Arrivals
+from streamrl.monitor.decoded import LedgerLine, evaluation_of
+from streamrl.monitor.evaluations import Evaluations
 from streamrl.monitor.failures import Failures
-from streamrl.monitor.numbers import EngineLine, Evaluation, Point, Problem, RunNumbers, Standing, WorkerLine
+from streamrl.monitor.numbers import EngineLine, Evaluation, Point, RunNumbers, Standing, WorkerLine
 from streamrl.monitor.rates import Growing, Rate, left_s
+from streamrl.monitor.series import RUN, Row, Series
+from streamrl.monitor.trained import Trained, stretched_rewards
 from streamrl.monitor.waits import standing_of
 from streamrl.schemas.control import EVALUATION_ROLE, ROLLOUT_ROLE, EnginePresence, Grant, WorkerPresence
 from streamrl.schemas.events import MOVING_EVENT, STANDING_EVENT, Event, MetricReport
-from streamrl.schemas.ledger import decided_by
 from streamrl.schemas.samples import Tombstone
-from streamrl.schemas.versions import Version
-from streamrl.telemetry.metrics import Fold
 
 REWARD_WINDOW = 20
 """Batches in the reward means, here and in the summary."""
 SPARK_POINTS = 40
 _IN_FLIGHT = "producer/in_flight_tasks"
 _HUNG, _HUNG_S = "producer/hung_tasks", "producer/hung_s"
-
-
-class DropLine(msgspec.Struct, frozen=True):
-    """What a view needs of a `Drop`."""
-
-    reason: str
-    rollouts: tuple[int, ...] = ()
-
-
-class SpilledLine(msgspec.Struct, frozen=True):
-    """What a view needs of `SpilledDrops`."""
-
-    reasons: dict[str, int]
-
-
-class GapLine(msgspec.Struct, frozen=True):
-    """What a view needs of a `Gap`: that it is one."""
-
-    lost: str
-
-
-class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
-    """What a view needs of a `LedgerEntry`: decoding skips the sequences of every rollout, which are most of its bytes."""
-
-    version: Version
-    source: str
-    cursor: int
-    drops: tuple[DropLine, ...] = ()
-    staleness: tuple[int, ...] = ()
-    num_tokens: int = 0
-    retired: int = 0
-    warm: bool = False
-    metrics: dict[str, float] = {}
-    time_s: float = 0.0
-    spilled: SpilledLine | None = None
-    score: float | msgspec.UnsetType = msgspec.UNSET
-    reward: float | msgspec.UnsetType = msgspec.UNSET
-    gap: GapLine | None = None
-
-
-class ProblemDetail(msgspec.Struct, frozen=True):
-    """One problem of an evaluation event."""
-
-    prompt: Any = ""
-    expected: Any = ""
-    got: Any = ""
-    reward: float | None = None
-
-
-class EvaluationDetail(msgspec.Struct, frozen=True):
-    """The detail of an `evaluation` event."""
-
-    version: Version | str | int
-    accuracy: float
-    num: int = 0
-    problems: tuple[ProblemDetail, ...] = ()
+_MOST_NOTICES = 100
+"""That wait to be shown."""
+_MOST_SWAPS = 1024
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,80 +51,67 @@ class RunView:
         warmup_steps: longest warm-up in batches.
         before: totals of earlier sessions.
         joined: this view looks at a session that others have begun; `before` holds what its engines have counted so far.
+        series: makes the rows of `take_rows`; None: there are none.
+
+    What it keeps does not grow with the run.
     """
 
-    def __init__(self, run: str, *, steps: int = 0, warmup_steps: int = 0, before: Totals | None = None, joined: bool = False) -> None:
+    def __init__(
+        self,
+        run: str,
+        *,
+        steps: int = 0,
+        warmup_steps: int = 0,
+        before: Totals | None = None,
+        joined: bool = False,
+        series: Series | None = None,
+    ) -> None:
         self.run = run
         self.steps = steps
         self.warmup_steps = warmup_steps
         self.before = before or Totals()
-        self.points: list[Point] = []
-        self.evaluations: list[Evaluation] = []
+        self.series = series
+        self.live = True
+        """Whether what is fed happens now, and is not read from the history of earlier sessions."""
+        self.trained = Trained()
         self.swap_numbers: set[int] = set()
-        """Version numbers that an engine was seen to serve after its first."""
-        self.metrics = Fold()
+        """Version numbers that an engine was seen to serve after its first; of many, a part."""
         self.failures = Failures()
         self.finished = False
         self.stalled: set[str] = set()
         self.standing: Standing | None = None
-        self.notices: list[str] = []
-        """What workers want people to know, oldest first."""
-        self.ages: Counter[int] = Counter()
-        """Groups by age in versions, reinforcement learning only."""
-        self.drops: Counter[str] = Counter()
-        self._newest: LedgerLine | None = None
-        self._entries: dict[int, LedgerLine] = {}
+        self._evaluations = Evaluations()
+        self._notices: deque[str] = deque(maxlen=_MOST_NOTICES)
         self._engines: dict[str, EnginePresence] = {}
         self._workers: dict[str, WorkerLine] = {}
         self._made, self._swapped = Growing(late=joined), Growing(late=joined)
         self._made_rate, self._trained_rate = Rate(), Rate()
-        self._num_trained_tokens = 0
         self._stream_last, self._stream_bytes = 0, 0
+        self._arrivals = Arrivals()
         self._issued = 0
         self._held: dict[str, tuple[float, float, float]] = {}
         """By producer: tasks that it holds, how many of them hang, and for how long."""
         self._grant = Grant(granted=0, version=0, retired=0)
 
-    def ledger(self, entry: LedgerLine) -> None:
-        """One trained batch. One of a version number that is known replaces it: the epoch was forked. A gap makes later ones void."""
-        number = entry.version.number
-        forked = number in self._entries or entry.gap is not None
-        if entry.gap is None:
-            self._entries[number] = self._newest = entry
+    def ledger(self, entry: LedgerLine) -> bool:
+        """One trained batch. One of a version number that is known replaces it: the epoch was forked. A gap makes later ones void.
+
+        Returns:
+            False if the fork lies further back than what is kept: then the ledger has to be read anew, without what it makes void.
+        """
+        if not self.trained.add(entry):
+            return False
         self.failures.trained(entry.cursor)
-        if forked:
-            self._entries = {known: one for known, one in self._entries.items() if known <= number}
-            self.points, self.ages, self.drops, self._num_trained_tokens = [], Counter(), Counter(), 0
-            for one in self._entries.values():
-                self._count(one)
-        else:
-            self._count(entry)
+        if self.series is not None and entry.gap is None:
+            self.series.batch(entry, step=self.trained.num_reinforced, live=self.live)
+        return True
 
-    def _count(self, entry: LedgerLine) -> None:
-        warmup = entry.source == "warmup"
-        ages = () if warmup else entry.staleness
-        self.ages.update(ages)
-        for drop in entry.drops:
-            self.drops[drop.reason] += max(1, len(drop.rollouts))
-        if entry.spilled is not None:
-            self.drops.update(entry.spilled.reasons)
-        self._num_trained_tokens += entry.num_tokens
-        self.points.append(
-            Point(
-                number=entry.version.number,
-                warmup=warmup,
-                warm=entry.warm,
-                reward=None if warmup else decided_by(entry).reward,
-                age_min=min(ages, default=0),
-                age_mean=statistics.fmean(ages) if ages else 0.0,
-                age_max=max(ages, default=0),
-                num_tokens=entry.num_tokens,
-                time_s=entry.time_s,
-            )
-        )
+    def forget_ledger(self) -> None:
+        """Before the ledger is read anew."""
+        self.trained = Trained()
 
-    def event(self, event: Event) -> None:
-        """A lifecycle event. Raises SchemaError when it cannot be read."""
+    def event(self, event: Event, *, live: bool = True) -> None:
+        """A lifecycle event, of this session or (not `live`) an earlier one. Raises SchemaError when it cannot be read."""
         match event.kind:
             case "finished":
                 self.finished = True
@@ -190,15 +124,23 @@ class RunView:
             case kind if kind == MOVING_EVENT:
                 self.standing = None
             case "notice":
-                self.notices.append(f"{event.worker}: {event.detail.get('text', '')}")
+                self._notices.append(f"{event.worker}: {event.detail.get('text', '')}")
             case "evaluation":
-                self.evaluations.append(evaluation_of(event))
+                found = evaluation_of(event)
+                self._evaluations.add(found, last_cold=self.trained.last_cold)
+                if self.series is not None and live:
+                    self.series.evaluation(found, step=self.trained.num_reinforced)
+            case "weights" if live and self.series is not None:
+                if isinstance(lag_s := event.detail.get("lag_s"), float):
+                    mean, most = {"lag/publish_to_commit_s": lag_s}, {"lag/publish_to_commit_max_s": lag_s}
+                    self.series.report(MetricReport(worker=event.worker, mean=mean, max=most))
             case _:
                 pass
 
     def metric(self, one: MetricReport) -> None:
         """One worker's report."""
-        self.metrics.add(one)
+        if self.series is not None:
+            self.series.report(one)
         if _IN_FLIGHT in one.mean:
             self._held[one.worker] = (one.mean[_IN_FLIGHT], one.mean.get(_HUNG, 0.0), one.max.get(_HUNG_S, 0.0))
 
@@ -210,8 +152,12 @@ class RunView:
         known = self._engines.get(engine)
         if known and known.serving and presence.serving and known.serving != presence.serving:
             self.swap_numbers.add(presence.serving.number)
+            if len(self.swap_numbers) > _MOST_SWAPS:
+                self.swap_numbers = set(sorted(self.swap_numbers)[::2])
         self._engines[engine] = presence
-        self._made.report(engine, presence.tokens_total)
+        sampled = self._made.report(engine, presence.tokens_total)
+        if self.series is not None and presence.role == ROLLOUT_ROLE:
+            self.series.report(MetricReport(worker=worker_of(engine), sum={"tokens/sampled_total": float(sampled)}))
         self._swapped.report(engine, presence.swaps_total)
 
     def tombstone(self, sequence: int, stone: Tombstone) -> None:
@@ -242,7 +188,8 @@ class RunView:
     def mark(self, now_s: float) -> None:
         """Sample the totals for the rates; called about once a second."""
         self._made_rate.mark(now_s, self._made.total)
-        self._trained_rate.mark(now_s, self._num_trained_tokens)
+        self._trained_rate.mark(now_s, self.trained.num_tokens)
+        self._arrivals.mark(now_s, self._stream_last)
 
     @property
     def tokens_made(self) -> int:
@@ -252,7 +199,7 @@ class RunView:
     @property
     def tokens_trained(self) -> int:
         """Tokens of all batches, warm-up and prompts included."""
-        return self._num_trained_tokens
+        return self.trained.num_tokens
 
     @property
     def swaps(self) -> int:
@@ -262,7 +209,7 @@ class RunView:
     @property
     def all_drops(self) -> Counter[str]:
         """Rollouts decided against by reason, and those that have failed since the newest batch, which no entry has yet."""
-        return self.drops + self.failures.reasons
+        return self.trained.drops + self.failures.reasons
 
     @property
     def num_barren_tasks(self) -> int:
@@ -270,9 +217,55 @@ class RunView:
         return max(0, self._grant.retired - (self._newest.retired if self._newest else 0))
 
     @property
+    def evaluations(self) -> list[Evaluation]:
+        """The newest of each version, by version; of many, a part."""
+        return self._evaluations.ordered
+
+    @property
     def reward_points(self) -> list[Point]:
-        """Batches of reinforcement learning."""
-        return [point for point in self.points if not point.warmup]
+        """Batches of reinforcement learning, those of long ago as stretches."""
+        return self.trained.points(warmup=False)
+
+    def take_notices(self) -> list[str]:
+        """What workers have wanted people to know since the last call, oldest first."""
+        notices = list(self._notices)
+        self._notices.clear()
+        return notices
+
+    def take_rows(self, now_s: float, *, end: bool = False) -> list[Row]:
+        """The rows since the last call, with those of a window that is over at `now_s` (Unix seconds); none without `series`.
+
+        At the `end` of a session a window is over however short it was.
+        """
+        if self.series is None:
+            return []
+        if self.series.due(now_s) or end:
+            self.series.close(now_s, self._now(), step=self.trained.num_reinforced)
+        return self.series.take()
+
+    def _now(self) -> dict[str, dict[str, float]]:
+        """What a window's rows say of its end, by whose it is."""
+        behind = self._behind()
+        now = {of: {"lag/versions_behind": float(one)} for of, one in behind.items()}
+        cursor = self._newest.cursor if self._newest else 0
+        now[RUN] = {"lag/stream_messages": float(self._lag()), "lag/stream_s": self._arrivals.age_s(cursor)}
+        if behind:
+            now[RUN]["lag/versions_behind"] = float(max(behind.values()))
+        return now
+
+    def _behind(self) -> dict[str, int]:
+        """Versions that each engine of the rollouts is behind the newest one, by its worker's name."""
+        number = self._newest.version.number if self._newest else 0
+        serving = {name: one.serving for name, one in self._engines.items() if one.serving and one.role == ROLLOUT_ROLE}
+        return {worker_of(name): max(0, number - version.number) for name, version in serving.items()}
+
+    def _lag(self) -> int:
+        """Messages on the sample stream behind the newest batch's cursor."""
+        return max(0, self._stream_last - self._newest.cursor) if self._newest else self._stream_last
+
+    @property
+    def _newest(self) -> LedgerLine | None:
+        return self.trained.newest
 
     def _told(self, supervised: Mapping[str, WorkerLine]) -> dict[str, WorkerLine]:
         """The supervisor knows whether a process runs; what one does that runs, it says itself."""
@@ -293,42 +286,42 @@ class RunView:
         """Where the run is."""
         if self.finished:
             return "finished"
-        if not self.points:
+        if not self.trained.num_batches:
             return "starting"
-        return "warm-up" if self.points[-1].warmup else "training"
+        return "warm-up" if self.trained.is_warming else "training"
 
     def numbers(self, *, elapsed_s: float, supervised: Mapping[str, WorkerLine] | None = None) -> RunNumbers:
         """Everything at this moment; `supervised` are workers whose state the caller knows better than their presence."""
         newest, drops = self._newest, self.all_drops
         measured = newest.metrics if newest else {}
-        reinforced = self.reward_points
-        rewards = [point.reward for point in reinforced if point.reward is not None]
+        rewards, held_out = self.trained.last_rewards(REWARD_WINDOW), self._evaluations.newest
+        reinforced, left = self.reward_points, self.steps - self.trained.num_reinforced
         number = newest.version.number if newest else 0
         behind = [number - engine.serving.number for engine in self._engines.values() if engine.serving and engine.role == ROLLOUT_ROLE]
         return RunNumbers(
             run=self.run,
             phase=self.phase(),
-            step=len(reinforced),
+            step=self.trained.num_reinforced,
             steps=self.steps,
-            left_s=left_s([one.time_s for one in reinforced], self.steps - len(reinforced)) if self.steps and not self.standing else None,
-            warmup_step=len(self.points) - len(reinforced),
+            left_s=left_s([one.time_s for one in reinforced], left) if self.steps and not self.standing else None,
+            warmup_step=self.trained.num_batches - self.trained.num_reinforced,
             warmup_steps=self.warmup_steps,
             version=str(newest.version) if newest else "-",
             answer_probability=measured.get("train/answer_probability"),
-            reward=statistics.fmean(rewards[-REWARD_WINDOW:]) if rewards else None,
-            rewards=stretched(rewards, SPARK_POINTS),
-            heldout=self.evaluations[-1].accuracy if self.evaluations else None,
+            reward=statistics.fmean(rewards) if rewards else None,
+            rewards=stretched_rewards(reinforced, SPARK_POINTS),
+            heldout=held_out.accuracy if held_out else None,
             tokens_made=self.tokens_made,
             tokens_trained=self.tokens_trained,
             made_per_s=self._made_rate.per_s,
             trained_per_s=self._trained_rate.per_s,
-            staleness_p50=counted_median(self.ages),
-            staleness_max=max(self.ages, default=0),
+            staleness_p50=counted_median(self.trained.ages),
+            staleness_max=max(self.trained.ages, default=0),
             staleness_in_flight=measured.get("staleness/in_flight"),
             staleness_queued=measured.get("staleness/queued"),
             staleness_publish_lag=measured.get("staleness/publish_lag"),
             engines_behind=max(0.0, statistics.fmean(behind)) if behind else None,
-            stream_lag=max(0, self._stream_last - newest.cursor) if newest else self._stream_last,
+            stream_lag=self._lag(),
             stream_bytes=self._stream_bytes,
             tasks_ended=self._grant.retired,
             tasks_granted=self._grant.granted,
@@ -367,10 +360,9 @@ def engine_line(name: str, engine: EnginePresence) -> EngineLine:
     )
 
 
-def stretched(values: Sequence[float], num_points: int) -> tuple[float, ...]:
-    """Means of at most `num_points` stretches of `values`; all stretches but the last are equally long."""
-    width = max(1, -(-len(values) // num_points))
-    return tuple(statistics.fmean(values[start : start + width]) for start in range(0, len(values), width))
+def worker_of(engine: str) -> str:
+    """The worker that runs an engine: its name is the beginning of the engine's id, `engine-0` of `engine-0-1f2e3d`."""
+    return "-".join(engine.split("-")[:2])
 
 
 def counted_median(counts: Counter[int]) -> float:
@@ -381,20 +373,3 @@ def counted_median(counts: Counter[int]) -> float:
     last_ranks = list(itertools.accumulate(counts[value] for value in values))
     low, high = (values[bisect.bisect_right(last_ranks, rank)] for rank in ((last_ranks[-1] - 1) // 2, last_ranks[-1] // 2))
     return (low + high) / 2
-
-
-def evaluation_of(event: Event) -> Evaluation:
-    """What an `evaluation` event says; raises SchemaError when it is none."""
-    try:
-        detail = msgspec.convert(event.detail, EvaluationDetail)
-    except msgspec.ValidationError as error:
-        raise SchemaError(f"an evaluation event of {event.worker} cannot be read: {error}") from error
-    version = detail.version
-    if isinstance(version, str):
-        version = Version.parse(version)
-    elif isinstance(version, int):
-        version = Version(0, version)
-    problems = tuple(
-        Problem(prompt=str(one.prompt), expected=str(one.expected), got=str(one.got), reward=one.reward) for one in detail.problems
-    )
-    return Evaluation(version=version, accuracy=detail.accuracy, num=detail.num, problems=problems, time_s=event.time_s)

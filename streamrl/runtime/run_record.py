@@ -55,6 +55,7 @@ FREE_KEYS = (
     "evaluation",
     "bus",
     "supervise",
+    "metrics",
     "ray",
     "debug.token_delay_s",
     "debug.token_delay_sigma",

@@ -51,6 +51,8 @@ class RunDir:
         """Written when the run stops."""
         self.state_path = self.path / "state.json"
         """How far the run is, and how it ended."""
+        self.metrics = self.path / "metrics"
+        """Rows of the run's metrics; see `streamrl.monitor.metrics_file`."""
         self.plot_path = self.path / "plot.png"
         """Reward and lag over the run."""
 

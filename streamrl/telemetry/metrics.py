@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 
 from streamrl.errors import BusError
 from streamrl.schemas.codec import encode
 from streamrl.schemas.events import MetricReport
-from streamrl.telemetry.names import Reduction, metric
+from streamrl.telemetry.names import METRICS, Reduction, metric
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,10 @@ class MetricsSink:
 
 
 class Fold:
-    """Folds the reports of any number of workers into one number a metric, by the metric's reduction."""
+    """Folds the reports of any number of workers into one number a metric, by the metric's reduction.
+
+    Takes declared names only, so that what it keeps is bounded whatever is reported, and finite numbers only.
+    """
 
     def __init__(self) -> None:
         self._values: dict[str, float] = {}
@@ -63,17 +66,24 @@ class Fold:
 
     def add(self, one: MetricReport) -> None:
         """Take one report in."""
-        for name, value in one.mean.items():
+        for name, value in _taken(one.mean, Reduction.MEAN):
             count = self._counts[name] = self._counts.get(name, 0) + 1
             mean = self._values.get(name, 0.0)
             self._values[name] = mean + (value - mean) / count
-        for name, value in one.sum.items():
+        for name, value in _taken(one.sum, Reduction.SUM):
             self._values[name] = self._values.get(name, 0.0) + value
-        for name, value in one.max.items():
+        for name, value in _taken(one.max, Reduction.MAX):
             self._values[name] = max(self._values.get(name, value), value)
-        self._values.update(one.last)
+        self._values.update(_taken(one.last, Reduction.LAST))
 
     @property
     def values(self) -> dict[str, float]:
         """The folded numbers by metric name."""
         return dict(self._values)
+
+
+def _taken(values: Mapping[str, float], reduction: Reduction) -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        declared = METRICS.get(name)
+        if declared is not None and declared.reduction is reduction and math.isfinite(value):
+            yield name, value

@@ -34,7 +34,21 @@ class Metric(msgspec.Struct, frozen=True):
     meaning: str
 
 
-_MEAN, _SUM, _MAX = Reduction.MEAN, Reduction.SUM, Reduction.MAX
+_MEAN, _SUM, _MAX, _LAST = Reduction.MEAN, Reduction.SUM, Reduction.MAX, Reduction.LAST
+
+DROP_REASONS = (
+    *("stale", "duplicate", "late", "failed", "filtered", "timeout", "deliveries", "poison", "zero_variance", "empty", "lost_version"),
+    *("inexact", "truncated", "unrewarded", "expired", "lost", "superseded_reward"),
+)
+"""Reasons that `streamrl.schemas.ledger.Drop` explains."""
+OTHER_REASON = "other"
+"""Stands for a producer's own words."""
+
+
+def dropped(reason: str) -> str:
+    """The metric that counts the rollouts dropped for a reason."""
+    return f"rollouts/dropped_total/{reason if reason in DROP_REASONS else OTHER_REASON}"
+
 
 _DECLARED = (
     # One value a batch; they also stand in the batch's ledger entry. Those of a loss are weighted as the loss is.
@@ -142,6 +156,21 @@ _DECLARED = (
     Metric("perf/ref_log_probs_time", _MEAN, "s", "time in which the reference's log-probabilities were computed"),
     Metric("perf/actor_train_time", _MEAN, "s", "time of the batch's optimizer steps"),
     Metric("perf/actor_train_tok_per_s", _MEAN, "tokens/s", "tokens of the batch over that time"),
+    # What the fold of a run makes of its ledger, events and presence (`streamrl.monitor`); no worker reports these.
+    Metric("eval/heldout", _MEAN, "fraction", "held-out problems answered right, by version"),
+    Metric("tokens/sampled_total", _SUM, "tokens", "tokens that engines for rollouts have sampled"),
+    Metric("tokens/trained_total", _SUM, "tokens", "tokens under the loss mask of the batches trained, warm-up left out"),
+    *(Metric(dropped(reason), _SUM, "rollouts", f"rollouts decided against: `{reason}`") for reason in (*DROP_REASONS, OTHER_REASON)),
+    Metric("rollout/spec_accept_rate", _MEAN, "fraction", "drafted tokens that were accepted (speculative decoding)"),
+    Metric("rollout/spec_accept_length", _MEAN, "tokens", "tokens of a pass that verified drafts: the accepted ones and its own"),
+    Metric("rollout/prefix_cache_hit_rate", _MEAN, "fraction", "prompt tokens that were in the engines' prefix cache"),
+    Metric("lag/stream_s", _LAST, "s", "age of the oldest message behind the newest batch's cursor"),
+    Metric("lag/publish_to_commit_s", _MEAN, "s", "time from a version's manifest to an engine's commit, between two hosts' clocks"),
+    Metric("lag/publish_to_commit_max_s", _MAX, "s", "the longest of these times"),
+    Metric("lag/stream_messages", _LAST, "messages", "messages on the sample stream behind the newest batch's cursor"),
+    Metric(
+        "lag/versions_behind", _LAST, "versions", "versions between the newest and the one an engine serves; of the run: the worst engine's"
+    ),
     # Engines.
     Metric("engine/tokens_total", _SUM, "tokens", "tokens sampled"),
     Metric("engine/running_requests", _MEAN, "requests", "completions being decoded"),

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.monitor.metrics_file import decoded, files
+from streamrl.monitor.series import Row
 from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import RunDir
 from tests.support.processes import alive, read_pids, server_pid, until
@@ -68,6 +70,27 @@ async def test_a_run_ends_when_its_trainer_has_finished(up: Start, run: RunDir) 
     assert nothing_runs(run)
     assert holder(run) is None
     assert (run.bus_path.stat().st_mode & 0o777, run.path.stat().st_mode & 0o777) == (0o600, 0o700)
+
+
+async def test_the_metrics_of_all_sessions_of_a_run_are_in_its_directory(up: Start, run: RunDir) -> None:
+    process = await up("learn", "--set", "run.steps=30")
+    await until(lambda: any(row.kind == "batch" for path in files(run.metrics) for row in rows_of(path)), within_s=120)
+    process.kill()
+    await process.wait()
+    with (run.metrics / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"time_s":17')
+    run.summary_path.unlink(missing_ok=True)  # else a first session that had come to its end leaves nothing to do
+    code, _, err = await said(await up("learn", "--set", "run.steps=30"))
+    assert (code, err) == (0, "")
+    rows = [row for path in files(run.metrics) for row in rows_of(path)]
+    batches = [row.version for row in rows if row.kind == "batch"]
+    assert len(batches) == len(set(batches)) and [row.step for row in rows if row.kind == "batch"][-1] == 30
+    assert {row.of for row in rows if row.kind == "window"} >= {""}
+    assert all(line.endswith(b"}") for line in (run.metrics / "metrics.jsonl").read_bytes().splitlines())
+
+
+def rows_of(path: Path) -> list[Row]:
+    return [row for line in path.read_bytes().splitlines() if (row := decoded(line)) is not None]
 
 
 async def test_ctrl_c_drains_in_order_and_exits_with_0(up: Start, run: RunDir) -> None:

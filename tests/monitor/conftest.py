@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from streamrl.monitor.view import LedgerLine, RunView
+from streamrl.monitor.decoded import LedgerLine
+from streamrl.monitor.view import RunView
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import EnginePresence
 from streamrl.schemas.events import Event

@@ -7,7 +7,10 @@ import time
 import pytest
 
 from streamrl.bus.protocol import Bus
+from streamrl.monitor import trained
 from streamrl.monitor.follow import Follower, read_totals
+from streamrl.monitor.series import Row, Series
+from streamrl.monitor.summary import summarize
 from streamrl.monitor.view import RunView, Totals
 from streamrl.schemas.codec import encode
 from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
@@ -15,12 +18,12 @@ from streamrl.schemas.events import Event
 from streamrl.schemas.subjects import KEY_GRANTED, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.metrics import report
-from tests.monitor.conftest import MakeEntry, evaluation
+from tests.monitor.conftest import MakeEntry, as_line, evaluation
 from tests.support.processes import until
 
 
 async def test_a_view_follows_ledger_events_metrics_presence_and_grant(bus: Bus, run_id: str, entry: MakeEntry) -> None:
-    subjects, view = Subjects(run_id), RunView(run_id)
+    subjects, view = Subjects(run_id), RunView(run_id, series=Series(window_s=0.0))
     await bus.publish(subjects.ledger("main"), encode(entry(1)), id="0.1")
     await bus.publish(subjects.metrics("trainer-0"), encode(report("trainer-0", {"train/loss": 9.0}, time_s=0.0)))
     async with Follower(bus, view) as follower:
@@ -32,13 +35,17 @@ async def test_a_view_follows_ledger_events_metrics_presence_and_grant(bus: Bus,
         await bus.kv.put("presence/workers/engine-0", encode(WorkerPresence(worker="engine-0", kind="engine", pid=3)), ttl_s=60)
         await bus.kv.put(KEY_GRANTED, encode(Grant(granted=24, version=0, retired=6)))
         await follower.catch_up()
-        assert [point.number for point in view.points] == [1, 2]
+        assert [point.number for point in view.reward_points] == [1, 2]
         assert view.evaluations[0].accuracy == 0.5
-        await until(lambda: view.numbers(elapsed_s=0.0).tasks_granted == 24 and view.tokens_made == 40 and view.metrics.values)
+        await until(lambda: view.numbers(elapsed_s=0.0).tasks_granted == 24 and view.tokens_made == 40)
         numbers = view.numbers(elapsed_s=0.0)
         assert [worker.worker for worker in numbers.workers] == ["engine-0"]
         assert numbers.swaps == 2
-        assert view.metrics.values == {"train/loss": 3.0}, "reports from before count for nothing"
+        rows: list[Row] = []
+        await until(lambda: bool(rows.extend(view.take_rows(time.time())) or [row for row in rows if row.of == "trainer-0"]))
+        trainer = next(row for row in rows if row.of == "trainer-0")
+        assert trainer.values == {"train/loss": 3.0}, "reports from before count for nothing"
+        assert [row.version for row in rows if row.kind == "batch"] == ["0.1", "0.2"]
         await bus.kv.delete("presence/engines/engine-0")
         await until(lambda: not view.numbers(elapsed_s=0.0).engines)
 
@@ -65,7 +72,7 @@ async def test_what_cannot_be_read_is_passed_over(bus: Bus, run_id: str, entry: 
         async with Follower(bus, view) as follower:
             await follower.catch_up()
             await until(lambda: caplog.text.count("event=unreadable") == 3)
-    assert [point.number for point in view.points] == [1]
+    assert [point.number for point in view.reward_points] == [1]
 
 
 async def test_totals_are_carried_to_the_next_session(bus: Bus, run_id: str) -> None:
@@ -95,3 +102,38 @@ async def test_catching_up_gives_up_in_the_end(bus: Bus, run_id: str, entry: Mak
     async with Follower(bus, view) as follower:
         monkeypatch.setattr(follower, "_after", {stream: -1 for stream in follower._after})
         await asyncio.wait_for(follower.catch_up(within_s=0.05), 20)
+
+
+async def test_an_epoch_that_forks_far_back_is_read_from_the_ledger_again(
+    bus: Bus, run_id: str, entry: MakeEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trained, "TAIL", 4)
+    line = [entry(number, reward=0.1) for number in range(1, 21)]
+    line += [entry(number, epoch=1, reward=0.2) for number in range(17, 22)]  # within the tail or not, it is void later
+    line += [entry(number, epoch=2, reward=0.9, ages=(3,)) for number in range(3, 8)]
+    for one in line[:-2]:
+        await bus.publish(Subjects(run_id).ledger("main"), encode(one), id=str(one.version))
+    view, straight = RunView(run_id, series=Series()), RunView(run_id)
+    async with Follower(bus, view) as follower:
+        await follower.catch_up()
+        for one in line[-2:]:
+            await bus.publish(Subjects(run_id).ledger("main"), encode(one), id=str(one.version))
+        await follower.catch_up()
+        rows = view.take_rows(0.0)
+    for one in [*line[:2], *line[-5:]]:
+        straight.ledger(as_line(one))
+    assert view.numbers(elapsed_s=0.0).version == "2.7"
+    assert (view.reward_points, view.trained.ages, view.tokens_trained) == (straight.reward_points, straight.trained.ages, 700)
+    assert [row.version for row in rows] == [str(one.version) for one in line], "each entry gives one row, read again or not"
+
+
+async def test_evaluations_are_judged_by_the_ledger_that_came_before_this_session(bus: Bus, run_id: str, entry: MakeEntry) -> None:
+    for number in range(1, 401):
+        await bus.publish(Subjects(run_id).ledger("main"), encode(entry(number, warm=number > 39)), id=f"0.{number}")
+        event = Event(kind="evaluation", worker="e", detail=evaluation(number, number / 1000))
+        await bus.publish(Subjects(run_id).events("evaluation"), encode(event))
+    view = RunView(run_id)
+    async with Follower(bus, view) as follower:
+        await follower.catch_up(within_s=60)
+    assert len(view.evaluations) < 300
+    assert summarize(view, wall_s=1.0).heldout_first == 0.04

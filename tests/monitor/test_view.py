@@ -148,7 +148,7 @@ def test_a_forked_epoch_replaces_what_it_trained_again(entry: MakeEntry) -> None
     for number in (3, 4):
         straight.ledger(as_line(entry(number, epoch=1, reward=0.9, ages=(1,))))
     assert view.numbers(elapsed_s=1.0) == straight.numbers(elapsed_s=1.0)
-    assert view.points == straight.points
+    assert view.reward_points == straight.reward_points
 
 
 def test_events_finish_the_run_report_evaluations_and_stalls() -> None:
@@ -197,13 +197,14 @@ def test_a_gap_is_no_batch_and_makes_later_ones_void(entry: MakeEntry) -> None:
         view.ledger(as_line(entry(number)))
     lost = Gap(lost="samples", missing=(), highest=Version(0, 4), known_by="ledger")
     view.ledger(as_line(replace(entry(2, epoch=1, tokens=0), used=(), gap=lost)))
-    assert [point.number for point in view.points] == [1, 2]
+    assert [point.number for point in view.reward_points] == [1, 2]
     view.ledger(as_line(entry(3, epoch=1)))
-    assert [point.number for point in view.points] == [1, 2, 3] and view.tokens_trained == 300
+    assert [point.number for point in view.reward_points] == [1, 2, 3] and view.tokens_trained == 300
     assert view.numbers(elapsed_s=0.0).version == "1.3"
 
 
 def test_notices_are_kept_for_the_screen() -> None:
     view = RunView("r")
     view.event(Event(kind="notice", worker="trainer-0", detail={"text": "goes on from an older checkpoint"}))
-    assert view.notices == ["trainer-0: goes on from an older checkpoint"]
+    assert view.take_notices() == ["trainer-0: goes on from an older checkpoint"]
+    assert view.take_notices() == []

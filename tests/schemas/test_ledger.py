@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from streamrl.monitor.view import LedgerLine
+from streamrl.monitor.decoded import LedgerLine
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.ledger import Decisive, LedgerEntry, decided_by
 from streamrl.schemas.versions import Version

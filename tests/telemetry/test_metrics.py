@@ -11,8 +11,9 @@ import pytest
 from streamrl.errors import BusUnavailable, SchemaError
 from streamrl.schemas.codec import decode
 from streamrl.schemas.events import MetricReport
+from streamrl.schemas.ledger import Drop
 from streamrl.telemetry.metrics import Fold, MetricsSink, report
-from streamrl.telemetry.names import METRICS, Reduction, metric
+from streamrl.telemetry.names import DROP_REASONS, METRICS, Reduction, dropped, metric
 from tests.support.errors import raises
 
 ROOT = Path(__file__).parents[2]
@@ -43,9 +44,9 @@ def test_reports_fold_by_reduction() -> None:
     fold = Fold()
     for loss, tokens, swap in ((1.0, 10, 0.5), (2.0, 20, 0.1), (6.0, 30, 0.2)):
         fold.add(report("w", {"train/loss": loss, "engine/tokens_total": tokens, "engine/swap_ms": swap}, time_s=0.0))
-    fold.add(MetricReport(worker="w", last={"some/level": 4.0}))
-    fold.add(MetricReport(worker="w", last={"some/level": 3.0}))
-    assert fold.values == pytest.approx({"train/loss": 3.0, "engine/tokens_total": 60.0, "engine/swap_ms": 0.5, "some/level": 3.0})
+    fold.add(MetricReport(worker="w", last={"lag/stream_messages": 4.0}))
+    fold.add(MetricReport(worker="w", last={"lag/stream_messages": 3.0}))
+    assert fold.values == pytest.approx({"train/loss": 3.0, "engine/tokens_total": 60.0, "engine/swap_ms": 0.5, "lag/stream_messages": 3.0})
 
 
 async def test_the_sink_publishes_messagepack() -> None:
@@ -76,7 +77,9 @@ async def test_a_bus_that_is_away_costs_the_report_only(caplog: pytest.LogCaptur
 def test_names_follow_the_pattern_and_totals_add_up() -> None:
     for name, declared in METRICS.items():
         assert re.fullmatch(r"[a-z]+(/[a-z0-9_]+)+", name), name
-        assert (name.endswith("_total") or name == "train/nonfinite_tokens") == (declared.reduction is Reduction.SUM), name
+        assert (name.endswith("_total") or "_total/" in name or name == "train/nonfinite_tokens") == (
+            declared.reduction is Reduction.SUM
+        ), name
         assert name.endswith("max") <= (declared.reduction is Reduction.MAX), name
         assert declared.unit, name
         assert declared.meaning, name
@@ -118,13 +121,27 @@ def test_every_metric_name_in_the_source_is_declared() -> None:
         for path in (ROOT / folder).rglob("*.py"):
             whole, parts = names_in(path.read_text(encoding="utf-8"))
             used, begun = used | whole, begun | {(path.name, part) for part in parts}
-    assert used - METRICS.keys() == set()
+    assert used - METRICS.keys() == {"tokens/s"}, "which is a unit"
     assert {"rollout/raw_reward", "train/mis_kl", "rollout/response_len/max"} <= used
-    # Advantages: see below. Links: names of blobs. A loss with slime's signature names its metrics itself.
-    allowed = {("estimators.py", "rollout/"), ("links.py", "weights/"), ("slime_loss.py", "train/")}
+    # Advantages, drops: see below. Links: names of blobs. A loss with slime's signature names its metrics itself.
+    allowed = {
+        ("estimators.py", "rollout/"),
+        ("links.py", "weights/"),
+        ("slime_loss.py", "train/"),
+        ("names.py", "rollouts/dropped_total/"),
+    }
     assert begun <= allowed, "names that are put together need a test of their own that they are declared"
 
 
 def test_the_rollout_means_are_declared() -> None:
     for name in ("advantages", "returns", "values", "kl"):
         assert metric(f"rollout/{name}").reduction is Reduction.MEAN
+
+
+def test_the_reasons_of_drops_are_declared_and_explained_and_other_words_are_counted_together() -> None:
+    assert Drop.__doc__ is not None
+    explained = set(re.findall(r"`([a-z_]+)`", Drop.__doc__))
+    assert set(DROP_REASONS) == explained
+    for reason in (*DROP_REASONS, "a word of mine", "x" * 10_000):
+        assert metric(dropped(reason)).reduction is Reduction.SUM
+    assert dropped("a word of mine") == "rollouts/dropped_total/other"

@@ -1,0 +1,145 @@
+"""The rows of a run's metrics files: all of them, the newest value of each metric, those that come. In memory is a line at a time."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from streamrl.errors import ConfigError
+from streamrl.monitor.metrics_file import LONGEST_BYTES, decoded, files
+from streamrl.monitor.series import RUN, Row
+from streamrl.runtime.rundir import RunDir
+from streamrl.telemetry.names import METRICS
+
+_LOOK_BACK = 16 << 20
+"""Bytes at the end of the files in which the newest values are looked for."""
+_POLL_S = 0.3
+
+
+class Newest(msgspec.Struct, kw_only=True):
+    """The newest value of one metric."""
+
+    value: float | None = None
+    """Of the run; None where only workers have one."""
+    unit: str = ""
+    time_s: float = 0.0
+    """Unix seconds of the newest."""
+    version: str = ""
+    of: dict[str, float] = {}
+    """Of workers that have it too."""
+
+
+class Metrics:
+    """What is on disk of a run's metrics.
+
+    Args:
+        run: its directory.
+        pattern: names, with `*` and `?`; rows are given with the values of these only, and without any not at all.
+
+    Raises:
+        ConfigError: there are no rows, no declared metric has such a name, or (when they are read) a file cannot be read.
+    """
+
+    def __init__(self, run: RunDir, pattern: str = "*") -> None:
+        self._folder = run.metrics
+        self._names = frozenset(fnmatch.filter(METRICS, pattern))
+        self.num_torn = 0
+        """Lines passed over because they are no rows."""
+        if not self._names:
+            near = difflib.get_close_matches(pattern, METRICS, n=1)
+            hint = f"did you mean '{near[0]}'? " if near else ""
+            raise ConfigError(
+                f"expected the name of a metric, or a pattern of names, got {pattern!r}", hint=f"{hint}docs/metrics.md has them all"
+            )
+        if not files(self._folder):
+            raise ConfigError(
+                f"run {run.name} has no metrics yet",
+                hint=f"`streamrl status {run.name}` says whether it is up; runs of earlier versions get them once they are resumed",
+                run=run.name,
+            )
+
+    def rows(self) -> Iterator[Row]:
+        """All rows in the order in which they were written."""
+        for path in files(self._folder):
+            yield from self._rows(path, 0)
+
+    def newest(self) -> dict[str, Newest]:
+        """The newest values by metric, in the order of their declaration."""
+        found: dict[str, Newest] = {}
+        room = _LOOK_BACK
+        starts: list[tuple[Path, int]] = []
+        for path in reversed(files(self._folder)):
+            size = path.stat().st_size
+            starts.append((path, max(0, size - room)))
+            room -= size
+            if room <= 0:
+                break
+        for path, start in reversed(starts):
+            for row in self._rows(path, start):
+                for name, value in row.values.items():
+                    one = found.setdefault(name, Newest(unit=METRICS[name].unit))
+                    one.time_s, one.version = row.time_s, row.version
+                    if row.of == RUN:
+                        one.value = value
+                    else:
+                        one.of = one.of | {row.of: value}
+        return {name: found[name] for name in METRICS if name in found}
+
+    def follow(self, over: Callable[[], bool]) -> Iterator[Row]:
+        """The rows that come from now on, until `over`; across files that are put aside."""
+        path = files(self._folder)[-1]
+        place, inode = path.stat().st_size, path.stat().st_ino
+        while True:
+            last = over()
+            known = [(one, one.stat().st_ino) for one in files(self._folder)]
+            since = next((at for at, (_, found) in enumerate(known) if found == inode), None)
+            for path, found in known[since or 0 :]:
+                tail = _Tail(path, place if found == inode else 0)
+                yield from self._taken(tail)
+                place, inode = tail.place, found
+            if last:
+                return
+            time.sleep(_POLL_S)
+
+    def _rows(self, path: Path, start: int) -> Iterator[Row]:
+        return self._taken(_Tail(path, start, cut=start > 0))
+
+    def _taken(self, lines: _Tail) -> Iterator[Row]:
+        for line in lines:
+            row = decoded(line)
+            if row is None:
+                self.num_torn += 1
+            elif values := {name: value for name, value in row.values.items() if name in self._names}:
+                yield msgspec.structs.replace(row, values=values)
+
+
+class _Tail:
+    """The whole lines of a file from a place on; afterwards `place` is behind them. `cut`: the place may be within a line."""
+
+    def __init__(self, path: Path, place: int, *, cut: bool = False) -> None:
+        self._path = path
+        self._cut = cut
+        self.place = place
+
+    def __iter__(self) -> Iterator[bytes]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self.place)
+                if self._cut:
+                    self.place += len(file.readline(LONGEST_BYTES))
+                end = os.fstat(file.fileno()).st_size
+                while self.place < end and (line := file.readline(LONGEST_BYTES)).endswith(b"\n"):
+                    self.place += len(line)
+                    yield line
+        except FileNotFoundError:
+            return  # it was the oldest, and has gone
+        except OSError as error:
+            raise ConfigError(
+                f"expected a file of metrics that can be read, got {error.strerror}: {self._path}", hint="is the run another user's?"
+            ) from error

@@ -1,0 +1,153 @@
+"""Rows: the declared metrics of a run over time, one row a trained batch and some every few seconds. What files and sinks are made of."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Mapping
+
+import msgspec
+
+from streamrl.monitor.decoded import LedgerLine
+from streamrl.monitor.numbers import Evaluation
+from streamrl.monitor.trained import drops_of
+from streamrl.schemas.events import MetricReport
+from streamrl.schemas.ledger import FORMER_METRICS
+from streamrl.schemas.versions import Version
+from streamrl.telemetry.metrics import Fold
+from streamrl.telemetry.names import METRICS, dropped
+
+WINDOW_S = 10.0
+MOST_ROWS = 2048
+"""Rows that wait to be taken; beyond, the oldest are lost and counted."""
+MOST_WORKERS = 1024
+"""Workers that have rows of their own in a window; reports of others count for the run as a whole."""
+
+BATCH = "batch"
+WINDOW = "window"
+EVALUATION = "evaluation"
+RUN = ""
+"""Whose values are those of the run as a whole."""
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """Values of one batch or window."""
+
+    time_s: float
+    """Unix seconds: when the batch was trained, the window ended, the evaluation was done."""
+    kind: str
+    """`batch`, `window` or `evaluation`."""
+    of: str = RUN
+    """The worker whose values these are."""
+    version: str = ""
+    """Made by the batch, or evaluated; of a window the newest of which there is a row."""
+    step: int = 0
+    """Batches of reinforcement learning up to then."""
+    values: dict[str, float] = {}
+    """By metric: declared names only, finite numbers only. Of metrics whose reduction is `sum`, the amount of this batch or window."""
+
+
+class Series:
+    """Folds ledger entries and reports into rows. No clock: `due` and `close` are told the time.
+
+    Args:
+        window_s: length of a window.
+        after: newest version that has its row already, written by an earlier session; its row and those before are not made again.
+    """
+
+    def __init__(self, *, window_s: float = WINDOW_S, after: Version | None = None) -> None:
+        self.num_lost = 0
+        """Rows that nobody took in time."""
+        self._window_s = window_s
+        self._after = after
+        self._rows: deque[Row] = deque(maxlen=MOST_ROWS)
+        self._folds: dict[str, Fold] = {RUN: Fold()}
+        self._began_s: float | None = None
+
+    def batch(self, entry: LedgerLine, *, step: int, live: bool) -> None:
+        """A trained batch; one that is not `live` is read from history and counts for no window."""
+        # Versions rise along the ledger, with forks too: what is no newer was read before.
+        if self._after is not None and entry.version <= self._after:
+            return
+        self._after = entry.version
+        values = {FORMER_METRICS.get(name, name): value for name, value in entry.metrics.items()}
+        amounts = amounts_of(entry)
+        self._append(Row(time_s=entry.time_s, kind=BATCH, version=str(entry.version), step=step, values=known(values | amounts)))
+        if live:
+            self._folds[RUN].add(MetricReport(worker=RUN, sum=amounts))
+
+    def evaluation(self, one: Evaluation, *, step: int) -> None:
+        """Held-out problems were asked."""
+        values = known({"eval/heldout": one.accuracy})
+        self._append(Row(time_s=one.time_s, kind=EVALUATION, version=str(one.version), step=step, values=values))
+
+    def report(self, one: MetricReport) -> None:
+        """A worker's report."""
+        self._folds[RUN].add(one)
+        if one.worker != RUN and (one.worker in self._folds or len(self._folds) <= MOST_WORKERS):
+            self._folds.setdefault(one.worker, Fold()).add(one)
+
+    def due(self, now_s: float) -> bool:
+        """Whether the window is over at `now_s` (Unix seconds); one during which the clock went back begins anew."""
+        if self._began_s is None or now_s < self._began_s:
+            self._began_s = now_s
+        return now_s - self._began_s >= self._window_s
+
+    def close(self, now_s: float, now: Mapping[str, Mapping[str, float]], *, step: int) -> None:
+        """End the window; `now` has what is known at its end beside the reports, by whose it is."""
+        for of in dict.fromkeys([*self._folds, *now]):
+            fold = self._folds.get(of)
+            values = fold.values if fold else {}
+            if values := known({**values, **ratios(values), **now.get(of, {})}):
+                self._append(Row(time_s=now_s, kind=WINDOW, of=of, version=self.newest, step=step, values=values))
+        self._folds = {RUN: Fold()}
+        self._began_s = now_s
+
+    @property
+    def newest(self) -> str:
+        """Up to which version the batches have their rows; empty: none has."""
+        return "" if self._after is None else str(self._after)
+
+    @property
+    def num_waiting(self) -> int:
+        """Rows to be taken."""
+        return len(self._rows)
+
+    def take(self) -> list[Row]:
+        """The rows since the last call."""
+        rows = list(self._rows)
+        self._rows.clear()
+        return rows
+
+    def _append(self, row: Row) -> None:
+        self.num_lost += len(self._rows) == MOST_ROWS
+        self._rows.append(row)
+
+
+def amounts_of(entry: LedgerLine) -> dict[str, float]:
+    """What a batch adds to totals: rollouts dropped by reason, tokens trained."""
+    amounts = Counter[str]()
+    for reason, count in drops_of(entry).items():
+        amounts[dropped(reason)] += count
+    found: dict[str, float] = {name: float(count) for name, count in amounts.items()}
+    if entry.source != "warmup" and (trained := entry.metrics.get("rollout/tokens_trained")) is not None:
+        found["tokens/trained_total"] = trained
+    return found
+
+
+_RATIOS = (
+    ("rollout/spec_accept_rate", "engine/accepted_drafts_total", "engine/drafted_tokens_total", 0.0),
+    ("rollout/spec_accept_length", "engine/accepted_drafts_total", "engine/verify_passes_total", 1.0),
+    ("rollout/prefix_cache_hit_rate", "engine/cached_tokens_total", "engine/prompt_tokens_total", 0.0),
+)
+"""Name, amount above, amount below, and what is added to their quotient: a pass that verifies drafts samples a token itself."""
+
+
+def ratios(values: Mapping[str, float]) -> dict[str, float]:
+    """Quotients of a window's amounts, where there is something below."""
+    return {name: values.get(above, 0.0) / values[below] + plus for name, above, below, plus in _RATIOS if values.get(below, 0.0) > 0}
+
+
+def known(values: Mapping[str, float]) -> dict[str, float]:
+    """Those that a row may have: under declared names, and finite."""
+    return {name: value for name, value in values.items() if name in METRICS and math.isfinite(value)}

@@ -1,0 +1,205 @@
+"""What the ledger says was trained, in bounded memory: the newest batches as they are, those before them as sums and stretches."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from streamrl.monitor.decoded import LedgerLine
+from streamrl.monitor.numbers import Point
+from streamrl.schemas.ledger import decided_by
+from streamrl.telemetry.names import OTHER_REASON
+
+TAIL = 1024
+"""Newest batches that are kept one by one; an epoch that forks behind them is read from the ledger again."""
+MOST_STRETCHES = 512
+"""Of the batches before, by kind; once there are more, neighbours are put together."""
+MOST_REASONS = 64
+"""Words for which drops are counted by themselves: a producer may say anything, and the rest is counted as `other`."""
+_FIRST_REWARDS = 20
+_Key = TypeVar("_Key", int, str)
+
+
+class _Batch(msgspec.Struct, frozen=True):
+    point: Point
+    ages: Counter[int]
+    drops: Counter[str]
+
+
+class Trained:
+    """Folds ledger entries in stream order. An entry of a version number that is known forks the epoch: it and later ones are void."""
+
+    def __init__(self) -> None:
+        self.newest: LedgerLine | None = None
+        self.ages: Counter[int] = Counter()
+        """Groups by age in versions, reinforcement learning only."""
+        self.drops: Counter[str] = Counter()
+        self.num_tokens = 0
+        self.num_batches = 0
+        self.num_reinforced = 0
+        """Batches of reinforcement learning among them."""
+        self._tail: deque[_Batch] = deque()
+        self._settled = 0
+        """Highest version number that is not kept by itself any more."""
+        self._stretches = {True: Stretches(), False: Stretches()}
+        """By whether they are of the warm-up."""
+        self._settled_cold = -1
+        self._first_rewards: list[float] = []
+
+    def add(self, entry: LedgerLine) -> bool:
+        """Take the next entry; False if it forks the epoch behind the tail: then nothing was taken, and all has to be read anew."""
+        last = entry.version.number - (entry.gap is None)
+        if last < self._settled:
+            return False
+        while self._tail and self._tail[-1].point.number > last:
+            self._count(self._tail.pop(), -1)
+        if entry.gap is not None:
+            return True
+        self.newest = entry
+        batch = self._batch(entry)
+        self._tail.append(batch)
+        self._count(batch, 1)
+        if len(self._tail) > TAIL:
+            self._settle(self._tail.popleft().point)
+        return True
+
+    def _batch(self, entry: LedgerLine) -> _Batch:
+        warmup = entry.source == "warmup"
+        ages = () if warmup else entry.staleness
+        point = Point(
+            number=entry.version.number,
+            warmup=warmup,
+            warm=entry.warm,
+            reward=None if warmup else decided_by(entry).reward,
+            age_min=min(ages, default=0),
+            age_mean=statistics.fmean(ages) if ages else 0.0,
+            age_max=max(ages, default=0),
+            num_tokens=entry.num_tokens,
+            time_s=entry.time_s,
+        )
+        return _Batch(point, Counter(ages), self._known(drops_of(entry)))
+
+    def _known(self, drops: Counter[str]) -> Counter[str]:
+        known = Counter[str]()
+        for reason, count in drops.items():
+            is_known = reason in self.drops or len(self.drops) + len(known) < MOST_REASONS
+            known[reason if is_known else OTHER_REASON] += count
+        return known
+
+    def _count(self, batch: _Batch, times: int) -> None:
+        add_counts(self.ages, batch.ages, times)
+        add_counts(self.drops, batch.drops, times)
+        self.num_tokens += times * batch.point.num_tokens
+        self.num_batches += times
+        self.num_reinforced += times * (not batch.point.warmup)
+
+    def _settle(self, point: Point) -> None:
+        self._settled = point.number
+        self._stretches[point.warmup].add(point)
+        if not point.warm:
+            self._settled_cold = point.number
+        if point.reward is not None and len(self._first_rewards) < _FIRST_REWARDS:
+            self._first_rewards.append(point.reward)
+
+    @property
+    def is_warming(self) -> bool:
+        """Whether the newest batch is of the warm-up."""
+        return bool(self._tail) and self._tail[-1].point.warmup
+
+    @property
+    def last_cold(self) -> int:
+        """Newest version before the end of the warm-up; -1: there was none."""
+        return next((batch.point.number for batch in reversed(self._tail) if not batch.point.warm), self._settled_cold)
+
+    def points(self, *, warmup: bool) -> list[Point]:
+        """All batches of reinforcement learning, or of the warm-up, by version: stretches of them, then the newest by themselves."""
+        return [*self._stretches[warmup].points, *(batch.point for batch in self._tail if batch.point.warmup == warmup)]
+
+    def first_rewards(self, most: int) -> list[float]:
+        """Of the first batches that had one, at most 20."""
+        return [*self._first_rewards, *itertools.islice(self._rewards(self._tail), _FIRST_REWARDS)][:most]
+
+    def last_rewards(self, most: int) -> list[float]:
+        """Of the newest batches that have one, the newest last."""
+        return list(itertools.islice(self._rewards(reversed(self._tail)), most))[::-1]
+
+    @staticmethod
+    def _rewards(batches: Iterator[_Batch] | Sequence[_Batch]) -> Iterator[float]:
+        return (batch.point.reward for batch in batches if batch.point.reward is not None)
+
+    @property
+    def num_kept(self) -> int:
+        """Objects that are kept, which the number of entries does not decide."""
+        return len(self._tail) + sum(len(one.points) for one in self._stretches.values()) + len(self.ages) + len(self.drops)
+
+
+class Stretches:
+    """Batches in a row as at most `most` points, each of as many of them; the last may have fewer."""
+
+    def __init__(self, most: int = MOST_STRETCHES) -> None:
+        self.points: list[Point] = []
+        self._most = most
+        self._width = 1
+
+    def add(self, point: Point) -> None:
+        """The next batch."""
+        if self.points and self.points[-1].num_batches < self._width:
+            self.points[-1] = merged(self.points[-1], point)
+            return
+        self.points.append(point)
+        if len(self.points) > self._most:
+            self._width *= 2
+            pairs = itertools.zip_longest(self.points[::2], self.points[1::2])
+            self.points = [first if second is None else merged(first, second) for first, second in pairs]
+
+
+def drops_of(entry: LedgerLine) -> Counter[str]:
+    """Rollouts decided against with an entry, by reason."""
+    drops = Counter[str](entry.spilled.reasons if entry.spilled is not None else {})
+    for drop in entry.drops:
+        drops[drop.reason] += max(1, len(drop.rollouts))
+    return drops
+
+
+def add_counts(total: Counter[_Key], counts: Counter[_Key], times: int) -> None:
+    """Add `counts` to `total` so many times; what comes to 0 is not kept."""
+    for key, count in counts.items():
+        total[key] += times * count
+        if not total[key]:
+            del total[key]
+
+
+def merged(first: Point, second: Point) -> Point:
+    """Two stretches in a row as one: means weighted by their batches, of which those without a reward count as having the others'."""
+    weight = second.num_batches / (first.num_batches + second.num_batches)
+    rewards = [reward for reward in (first.reward, second.reward) if reward is not None]
+    reward = rewards[0] + (rewards[1] - rewards[0]) * weight if len(rewards) == 2 else next(iter(rewards), None)
+    return replace(
+        second,
+        num_batches=first.num_batches + second.num_batches,
+        reward=reward,
+        age_min=min(first.age_min, second.age_min),
+        age_mean=first.age_mean + (second.age_mean - first.age_mean) * weight,
+        age_max=max(first.age_max, second.age_max),
+        num_tokens=first.num_tokens + second.num_tokens,
+    )
+
+
+def stretched_rewards(points: Sequence[Point], num_points: int) -> tuple[float, ...]:
+    """Mean rewards of at most `num_points` stretches of the batches that have one; all but the last are equally long, up to a point."""
+    rewarded = [(point.reward, point.num_batches) for point in points if point.reward is not None]
+    width = max(1, -(-sum(count for _, count in rewarded) // num_points))
+    means: list[float] = []
+    total, weight = 0.0, 0
+    for place, (reward, count) in enumerate(rewarded, 1):
+        total, weight = total + reward * count, weight + count
+        if weight >= width or place == len(rewarded):
+            means.append(total / weight)
+            total, weight = 0.0, 0
+    return tuple(means)

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import json
+import re
+import threading
+from pathlib import Path
+
+import pandas
+import pyarrow.parquet as pq
+import pytest
+
+from streamrl.cli import main
+from streamrl.config.metrics import MetricsConfig
+from streamrl.config.tree import Config, RunConfig
+from streamrl.errors import ConfigError
+from streamrl.monitor import metrics_export
+from streamrl.monitor.metrics_file import MetricsFile, encoded
+from streamrl.monitor.metrics_read import Metrics
+from streamrl.monitor.series import Row
+from streamrl.runtime.rundir import RunDir
+
+
+def batch(number: int, **values: float) -> Row:
+    named = {name.replace("__", "/"): value for name, value in values.items()}
+    return Row(time_s=1000.0 + number, kind="batch", version=f"0.{number}", step=number, values={"train/loss": number / 4} | named)
+
+
+def window(of: str, number: int, behind: float) -> Row:
+    return Row(time_s=2000.0 + number, kind="window", of=of, version="0.9", step=9, values={"lag/versions_behind": behind})
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run with nine batches and one window, in several files."""
+    monkeypatch.chdir(tmp_path)
+    run = RunDir(tmp_path / "runs" / "demo")
+    run.create()
+    run.write_config(Config(run=RunConfig(name="demo")))
+    file = MetricsFile(run.metrics, MetricsConfig(file_bytes=300))
+    for number in range(1, 10):
+        file.write([batch(number, train__lr=0.5)] if number < 4 else [batch(number)])
+    file.write([window("", 1, 3.0), window("engine-0", 1, 1.0), window("engine-1", 1, 3.0)])
+    file.close()
+    assert len(list(run.metrics.glob("metrics-*.jsonl"))) > 1
+    return run
+
+
+def test_the_newest_values_are_printed_with_units_and_workers(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["metrics", "demo"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"train/loss\s+2\.25\s+nats", out)
+    assert re.search(r"train/lr\s+0\.5\s+1", out), "its newest value is in an older file"
+    assert re.search(r"lag/versions_behind\s+3\s+versions\s+engine-0 1, engine-1 3", out)
+    assert out.splitlines()[-1].endswith("version 0.9")
+
+
+def test_names_are_chosen_by_pattern_and_json_is_json(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["metrics", "demo", "--name", "lag/*", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "lag/versions_behind": {
+            "value": 3.0,
+            "unit": "versions",
+            "time_s": 2001.0,
+            "version": "0.9",
+            "of": {"engine-0": 1.0, "engine-1": 3.0},
+        }
+    }
+    assert main(["metrics", "demo", "--name", "bus/*"]) == 0
+    assert capsys.readouterr().out == "no values of these metrics yet\n"
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet", "jsonl"])
+def test_all_rows_are_exported(run: RunDir, ending: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_export, "_CHUNK_ROWS", 5)
+    out = run.path.parent / f"out.{ending}"
+    assert main(["metrics", "demo", "--export", str(out)]) == 0
+    assert "12 rows written" in capsys.readouterr().out
+    if ending == "csv":
+        frame = pandas.read_csv(out, dtype={"version": str}, keep_default_na=True)
+    elif ending == "parquet":
+        frame = pq.read_table(out).to_pandas()
+    else:
+        frame = pandas.read_json(out, lines=True, dtype={"version": str})
+    assert set(frame.columns) == {"time_s", "kind", "of", "version", "step", "train/loss", "train/lr", "lag/versions_behind"}
+    assert list(frame[frame.kind == "batch"]["train/loss"]) == [number / 4 for number in range(1, 10)]
+    assert frame["train/lr"].count() == 3
+    assert main(["metrics", "demo", "--export", str(out)]) == 1
+    assert "expected a file that is not there yet" in capsys.readouterr().err
+
+
+def test_an_export_of_some_names_has_their_columns_only(run: RunDir) -> None:
+    out = run.path.parent / "lr.parquet"
+    assert main(["metrics", "demo", "--name", "train/lr", "--export", str(out)]) == 0
+    table = pq.read_table(out)
+    assert (table.num_rows, table.column_names[-1]) == (3, "train/lr")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["metrics", "nothing"], "expected the name or directory of a run"),
+        (["metrics", "demo", "--name", "train/los"], "did you mean 'train/loss'?"),
+        (["metrics", "demo", "--export", "x.xls"], "ends with .csv, .parquet, .jsonl"),
+        (["metrics", "demo", "--export", "none/x.csv"], "cannot be written"),
+        (["metrics", "demo", "--export", "x.csv", "--name", "bus/*"], "no values of these metrics yet"),
+        (["metrics", "demo", "--export", "x.csv", "--json"], "got both"),
+    ],
+)
+def test_what_cannot_be_is_said(run: RunDir, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 1
+    error = capsys.readouterr().err
+    assert said in error and "hint:" in error
+    assert list(run.path.parent.parent.glob("*x.*")) == []
+
+
+def test_a_run_without_metrics_says_so(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in run.metrics.iterdir():
+        path.unlink()
+    assert main(["metrics", "demo"]) == 1
+    assert "run demo has no metrics yet" in capsys.readouterr().err
+
+
+def test_torn_lines_are_passed_over_and_counted(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    with (run.metrics / "metrics.jsonl").open("ab") as file:
+        file.write(b"no row\n" + encoded(batch(10)) + b'{"time_s":1')
+    assert main(["metrics", "demo", "--name", "train/loss", "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["train/loss"]["value"] == 2.5
+    assert said.err == "1 lines that are no rows were passed over\n"
+
+
+def test_rows_that_come_are_followed_over_files_that_are_put_aside(run: RunDir) -> None:
+    metrics, done = Metrics(run, "train/loss"), threading.Event()
+    file = MetricsFile(run.metrics, MetricsConfig(file_bytes=300))
+
+    def write() -> None:
+        for number in range(10, 30):
+            file.write([batch(number)])
+        file.close()
+        done.set()
+
+    writer = threading.Thread(target=write)
+
+    def over() -> bool:
+        """Asked before each look; the first time nothing has been written yet."""
+        if writer.ident is None:
+            writer.start()
+        return done.is_set()
+
+    followed = list(metrics.follow(over))
+    writer.join()
+    assert [row.step for row in followed] == list(range(10, 30))
+
+
+def test_a_run_that_is_down_is_not_followed(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["metrics", "demo", "--follow"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_a_file_of_somebody_else_is_said(run: RunDir) -> None:
+    (run.metrics / "metrics.jsonl").unlink()
+    (run.metrics / "metrics.jsonl").symlink_to(run.path)
+    metrics = Metrics(run)
+    assert [row.step for row in metrics.rows()], "a folder under the name is not read"
+    for path in run.metrics.iterdir():
+        path.unlink()
+    with pytest.raises(ConfigError):
+        Metrics(run)

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import math
+
+from streamrl.monitor.arrivals import MOST_MARKS, Arrivals
+from streamrl.monitor.series import MOST_ROWS, MOST_WORKERS, Row, Series
+from streamrl.monitor.view import RunView
+from streamrl.schemas.control import EnginePresence
+from streamrl.schemas.events import Event, MetricReport
+from streamrl.schemas.ledger import Drop
+from streamrl.schemas.versions import Version
+from streamrl.telemetry.metrics import report
+from streamrl.telemetry.names import METRICS
+from tests.monitor.conftest import MakeEntry, as_line, evaluation
+
+
+def windows(view: RunView, now_s: float) -> dict[str, Row]:
+    return {row.of: row for row in view.take_rows(now_s) if row.kind == "window"}
+
+
+def test_every_batch_gives_one_row_with_its_metrics(entry: MakeEntry) -> None:
+    view = RunView("demo", series=Series())
+    view.ledger(as_line(entry(1, source="warmup", reward=None)))
+    view.ledger(as_line(entry(2, reward=0.25)))
+    cold, first = view.take_rows(0.0)
+    assert (cold.kind, cold.version, cold.step, cold.time_s) == ("batch", "0.1", 0, 1001.0)
+    assert (first.kind, first.version, first.step, first.of) == ("batch", "0.2", 1, "")
+    assert first.values["rollout/raw_reward"] == 0.25
+    assert view.take_rows(0.0) == []
+
+
+def test_what_an_earlier_session_has_written_gives_no_row_again(entry: MakeEntry) -> None:
+    view = RunView("demo", series=Series(after=Version(0, 3)))
+    for number in (1, 2, 3, 4):
+        view.ledger(as_line(entry(number)))
+    for number in (3, 4):
+        view.ledger(as_line(entry(number, epoch=1)))
+    assert [row.version for row in view.take_rows(0.0)] == ["0.4", "1.3", "1.4"]
+    view.forget_ledger()
+    for number in (1, 2):
+        view.ledger(as_line(entry(number)))
+    view.ledger(as_line(entry(2, epoch=2)))
+    assert [row.version for row in view.take_rows(0.0)] == ["2.2"]
+
+
+def test_reports_of_a_window_are_folded_by_reduction_for_each_worker_and_for_the_run() -> None:
+    view = RunView("demo", series=Series(window_s=10.0))
+    assert view.take_rows(1000.0) == []
+    for worker, running, tokens, swap in (("engine-0", 2.0, 10, 0.5), ("engine-0", 4.0, 20, 0.1), ("engine-1", 9.0, 5, 0.2)):
+        values = {"engine/running_requests": running, "engine/tokens_total": tokens, "engine/swap_ms": swap}
+        view.metric(report(worker, values, time_s=0.0))
+    assert view.take_rows(1009.9) == []
+    rows = windows(view, 1010.0)
+    assert rows["engine-0"].values == {"engine/running_requests": 3.0, "engine/tokens_total": 30.0, "engine/swap_ms": 0.5}
+    run = rows[""].values
+    assert (run["engine/running_requests"], run["engine/tokens_total"], run["engine/swap_ms"]) == (5.0, 35.0, 0.5)
+    assert rows[""].time_s == 1010.0
+    assert windows(view, 1020.0).keys() == {""}, "a worker that has said nothing has no row"
+
+
+def test_engines_have_rows_of_their_own_and_the_run_has_the_worst(entry: MakeEntry) -> None:
+    view = RunView("demo", series=Series(window_s=1.0))
+    view.take_rows(0.0)
+    view.ledger(as_line(entry(10, cursor=30)))
+    view.stream(last=50, num_bytes=1)
+    for name, number in (("engine-0-aa", 9), ("engine-1-bb", 6)):
+        view.engine(name, EnginePresence(engine=name, address="", serving=Version(0, number)))
+    rows = windows(view, 1.0)
+    assert [rows[of].values["lag/versions_behind"] for of in ("engine-0", "engine-1", "")] == [1.0, 4.0, 4.0]
+    assert rows[""].values["lag/stream_messages"] == 20.0
+    assert (rows[""].version, rows[""].step) == ("0.10", 1)
+
+
+def test_a_clock_that_jumps_back_begins_the_window_anew_and_loses_nothing() -> None:
+    view = RunView("demo", series=Series(window_s=10.0))
+    view.take_rows(5000.0)
+    view.metric(report("engine-0", {"engine/tokens_total": 7}, time_s=0.0))
+    assert view.take_rows(100.0) == []
+    assert windows(view, 110.0)["engine-0"].values == {"engine/tokens_total": 7.0}
+
+
+def test_only_declared_names_with_finite_values_reach_a_row(entry: MakeEntry) -> None:
+    view = RunView("demo", series=Series(window_s=1.0))
+    view.take_rows(0.0)
+    made_up = {f"made/up_{number}": 1.0 for number in range(100_000)}
+    view.metric(MetricReport(worker="w", mean=made_up | {"train/loss": math.nan, "engine/tokens_total": 4.0}, sum={"train/loss": 1.0}))
+    view.metric(MetricReport(worker="w", mean={"train/loss": 2.0, "train/grad_norm": math.inf}))
+    assert view.series is not None and len(view.series._folds["w"].values) == 1
+    line = as_line(entry(1))
+    line.metrics.update({"not/declared": 1.0, "train/loss": math.nan, "rollout/zero_spread": 0.5})
+    view.ledger(line)
+    rows = view.take_rows(1.0)
+    assert {row.of: row.values for row in rows if row.of} == {"w": {"train/loss": 2.0}}
+    batch = next(row for row in rows if row.kind == "batch")
+    assert batch.values.keys() <= METRICS.keys() and "train/loss" not in batch.values
+    assert batch.values["rollout/zero_variance"] == 0.5, "a name of an earlier version is read as what it means now"
+
+
+def test_rows_that_nobody_takes_and_workers_without_end_are_bounded_and_counted(entry: MakeEntry) -> None:
+    view = RunView("demo", series=Series(window_s=1.0))
+    for number in range(1, MOST_ROWS + 101):
+        view.ledger(as_line(entry(number)))
+    assert view.series is not None and view.series.num_lost == 100
+    assert view.take_rows(0.0)[0].version == "0.101"
+    for number in range(MOST_WORKERS + 50):
+        view.metric(report(f"producer-{number}", {"producer/tasks_total": 1}, time_s=0.0))
+    rows = windows(view, 1.0)
+    assert len(rows) == MOST_WORKERS + 1
+    assert rows[""].values["producer/tasks_total"] == MOST_WORKERS + 50
+
+
+def test_a_view_without_series_makes_no_rows(entry: MakeEntry) -> None:
+    view = RunView("demo")
+    view.ledger(as_line(entry(1)))
+    view.metric(report("w", {"train/loss": 2.0}, time_s=0.0))
+    assert view.take_rows(100.0) == []
+
+
+def test_tokens_are_counted_where_they_are_sampled_and_where_they_are_trained(entry: MakeEntry) -> None:
+    view = RunView("demo", series=Series(window_s=1.0))
+    view.take_rows(0.0)
+    for name, tokens, role in (
+        ("engine-0-aa", 40, "rollout"),
+        ("engine-0-aa", 100, "rollout"),
+        ("engine-1-bb", 7, "rollout"),
+        ("engine-2-cc", 9, "evaluation"),
+    ):
+        view.engine(name, EnginePresence(engine=name, address="", serving=Version(0, 1), tokens_total=tokens, role=role))
+    cold, first = as_line(entry(1, source="warmup")), as_line(entry(2))
+    for line in (cold, first):
+        line.metrics["rollout/tokens_trained"] = 60.0
+        view.ledger(line)
+    rows = {row.of: row.values for row in view.take_rows(1.0) if row.kind == "window"}
+    assert [rows[of]["tokens/sampled_total"] for of in ("engine-0", "engine-1", "")] == [100.0, 7.0, 107.0]
+    assert rows[""]["tokens/trained_total"] == 60.0, "of demonstrations none was sampled"
+
+
+def test_drops_stand_in_the_row_of_their_batch_and_of_their_window_by_reason(entry: MakeEntry) -> None:
+    view = RunView("demo", series=Series(window_s=1.0))
+    view.take_rows(0.0)
+    drops = [Drop(sequence=1, task=1, rollouts=(0, 1), reason=reason) for reason in ("stale", "stale", "my own", "another")]
+    view.live = False
+    view.ledger(as_line(entry(1, drops=drops)))
+    view.live = True
+    view.ledger(as_line(entry(2, drops=drops)))
+    rows = view.take_rows(1.0)
+    wanted = {"rollouts/dropped_total/stale": 4.0, "rollouts/dropped_total/other": 4.0}
+    for row in rows:
+        assert {name: value for name, value in row.values.items() if name.startswith("rollouts/")} == wanted, "history is in no window"
+
+
+def test_commits_of_engines_say_how_long_a_version_took(entry: MakeEntry) -> None:
+    view = RunView("demo", series=Series(window_s=1.0))
+    view.take_rows(0.0)
+    for worker, lag_s in (("engine-0", 0.25), ("engine-0", 0.75), ("engine-1", 2.0), ("engine-1", "soon"), ("engine-1", math.nan)):
+        view.event(Event(kind="weights", worker=worker, detail={"lag_s": lag_s}))
+    view.event(Event(kind="weights", worker="engine-0", detail={"lag_s": 99.0}), live=False)
+    view.event(Event(kind="weights", worker="engine-0", detail={"error": "not taken"}))
+    rows = windows(view, 1.0)
+    assert [rows[of].values["lag/publish_to_commit_s"] for of in ("engine-0", "engine-1", "")] == [0.5, 2.0, 1.0]
+    assert rows[""].values["lag/publish_to_commit_max_s"] == 2.0
+
+
+def test_the_age_of_the_stream_is_that_of_its_oldest_message_behind_the_cursor(entry: MakeEntry) -> None:
+    view = RunView("demo", series=Series(window_s=1.0))
+    for now_s, last in ((10.0, 2), (11.0, 2), (12.0, 6), (15.0, 9)):
+        view.stream(last=last, num_bytes=1)
+        view.mark(now_s)
+    view.take_rows(0.0)
+    ages = []
+    for cursor in (1, 2, 5, 8, 9):
+        view.ledger(as_line(entry(cursor, cursor=cursor)))
+        ages.append(windows(view, 2.0 * cursor)[""].values["lag/stream_s"])
+    assert ages == [5.0, 3.0, 3.0, 0.0, 0.0]
+
+
+def test_arrivals_are_bounded_and_stay_near(entry: MakeEntry) -> None:
+    arrivals = Arrivals()
+    for second in range(100_000):
+        arrivals.mark(float(second), second + 1)
+    assert len(arrivals._marks) <= MOST_MARKS
+    assert arrivals.age_s(0) == 99_999.0
+    ages = [arrivals.age_s(cursor) for cursor in range(1000, 100_001, 1000)]
+    assert ages == sorted(ages, reverse=True) and ages[-1] == 0.0
+
+
+def test_quotients_of_amounts_are_made_of_a_windows_amounts_and_only_where_there_are_some() -> None:
+    view = RunView("demo", series=Series(window_s=1.0))
+    view.take_rows(0.0)
+    passes = {"engine/verify_passes_total": 10, "engine/drafted_tokens_total": 40, "engine/accepted_drafts_total": 30}
+    view.metric(report("engine-0", {**passes, "engine/prompt_tokens_total": 0, "engine/cached_tokens_total": 0}, time_s=0.0))
+    values = windows(view, 1.0)["engine-0"].values
+    assert (values["rollout/spec_accept_rate"], values["rollout/spec_accept_length"]) == (0.75, 4.0)
+    assert "rollout/prefix_cache_hit_rate" not in values
+
+
+def test_evaluations_have_rows_but_those_of_earlier_sessions_have_theirs_already() -> None:
+    view = RunView("demo", series=Series())
+    one = Event(kind="evaluation", worker="e", detail=evaluation(3, 0.75), time_s=7.0)
+    view.event(one, live=False)
+    view.event(one)
+    (row,) = view.take_rows(0.0)
+    assert (row.kind, row.version, row.time_s, row.values) == ("evaluation", "0.3", 7.0, {"eval/heldout": 0.75})

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import random
+import statistics
+from collections import Counter
+
+from streamrl.monitor.evaluations import MOST_EVALUATIONS, Evaluations
+from streamrl.monitor.failures import MOST_STONES, Failures
+from streamrl.monitor.numbers import Evaluation, Point
+from streamrl.monitor.rates import Growing
+from streamrl.monitor.trained import MOST_REASONS, MOST_STRETCHES, TAIL, Stretches, Trained, stretched_rewards
+from streamrl.schemas.ledger import Drop
+from streamrl.schemas.samples import Tombstone
+from streamrl.schemas.versions import Version
+from streamrl.telemetry.names import OTHER_REASON
+from tests.monitor.conftest import MakeEntry, as_line
+
+LONG = TAIL + 4 * MOST_STRETCHES
+
+
+def fed(entry: MakeEntry, count: int, *, warmup: int = 0) -> Trained:
+    trained = Trained()
+    for number in range(1, count + 1):
+        drop = Drop(sequence=number, task=number, rollouts=(0, 1), reason="stale")
+        cold = number <= warmup
+        source, reward = ("warmup", None) if cold else ("main", number / 1e4)
+        made = entry(number, source=source, reward=reward, ages=(number % 5,), drops=(drop,))
+        assert trained.add(as_line(made))
+    return trained
+
+
+def test_what_is_kept_does_not_grow_with_the_run_and_no_total_is_lost(entry: MakeEntry) -> None:
+    kept: list[int] = []
+    for count in (LONG, 4 * LONG):
+        trained = fed(entry, count, warmup=100)
+        kept.append(trained.num_kept)
+        assert (trained.num_batches, trained.num_reinforced, trained.num_tokens) == (count, count - 100, 100 * count)
+        assert trained.drops == {"stale": 2 * count}
+        assert trained.ages == Counter(number % 5 for number in range(101, count + 1))
+        assert trained.last_cold == 100
+        assert trained.first_rewards(20) == [number / 1e4 for number in range(101, 121)]
+        assert trained.last_rewards(20) == [number / 1e4 for number in range(count - 19, count + 1)]
+        points = trained.points(warmup=False)
+        assert sum(point.num_batches for point in points) == count - 100
+        assert sum(point.num_tokens for point in points) == 100 * (count - 100)
+        assert [point.number for point in points] == sorted({point.number for point in points})
+        spark = stretched_rewards(points, 40)
+        assert 30 <= len(spark) <= 40
+        assert list(spark) == sorted(spark)
+        assert abs(statistics.fmean(spark[:-1]) * 1e4 - count / 2) < 0.05 * count
+    assert max(kept) <= TAIL + 2 * MOST_STRETCHES + 10
+
+
+def test_a_fork_within_the_tail_of_a_long_run_leaves_what_a_straight_run_has(entry: MakeEntry) -> None:
+    forked, straight = fed(entry, LONG), fed(entry, LONG - 700)
+    for trained in (forked, straight):
+        for number in range(LONG - 699, LONG + 1):
+            assert trained.add(as_line(entry(number, epoch=1, reward=0.5, ages=(1, 2))))
+    assert (forked.ages, forked.drops, forked.num_tokens) == (straight.ages, straight.drops, straight.num_tokens)
+    assert (forked.num_batches, forked.num_reinforced) == (straight.num_batches, straight.num_reinforced)
+    assert forked.newest == straight.newest
+    total, wanted = ([point.reward * point.num_batches for point in one.points(warmup=False) if point.reward] for one in (forked, straight))
+    assert abs(sum(total) - sum(wanted)) < 1e-6
+
+
+def test_a_fork_behind_the_tail_is_refused_and_changes_nothing(entry: MakeEntry) -> None:
+    trained = fed(entry, LONG)
+    before = (trained.num_batches, trained.newest, trained.points(warmup=False))
+    assert not trained.add(as_line(entry(LONG - TAIL, epoch=1)))
+    assert (trained.num_batches, trained.newest, trained.points(warmup=False)) == before
+    assert trained.add(as_line(entry(LONG - TAIL + 1, epoch=1)))
+    assert trained.num_batches == LONG - TAIL + 1
+
+
+def point(number: int, reward: float | None) -> Point:
+    low, high = number % 3, 3 + number % 7
+    return Point(number=number, warmup=False, warm=True, reward=reward, age_min=low, age_mean=1.0, age_max=high, num_tokens=1, time_s=0.0)
+
+
+def test_stretches_keep_means_extremes_and_sums() -> None:
+    stretches = Stretches(8)
+    chance = random.Random(3)
+    rewards = [chance.random() for _ in range(1000)]
+    for number, reward in enumerate(rewards, 1):
+        stretches.add(point(number, reward))
+    assert 4 < len(stretches.points) <= 8
+    assert [one.num_batches for one in stretches.points[:-1]] == [128] * (len(stretches.points) - 1)
+    first = stretches.points[0]
+    assert (first.number, first.age_min, first.age_max, first.num_tokens) == (128, 0, 9, 128)
+    assert abs(first.reward - statistics.fmean(rewards[:128])) < 1e-9
+    without = Stretches(2)
+    for number, reward in enumerate((None, 0.5, None, None), 1):
+        without.add(point(number, reward))
+    assert [one.reward for one in without.points] == [0.5, None]
+
+
+def test_stretched_rewards_of_few_batches_are_their_rewards() -> None:
+    assert stretched_rewards([], 4) == ()
+    assert stretched_rewards([point(1, 0.5), point(2, None), point(3, 0.25)], 4) == (0.5, 0.25)
+    assert stretched_rewards([point(number, float(number)) for number in range(10)], 4) == (1.0, 4.0, 7.0, 9.0)
+
+
+def test_reasons_that_a_producer_makes_up_are_counted_together(entry: MakeEntry) -> None:
+    trained = Trained()
+    for number in range(1, 201):
+        trained.add(as_line(entry(number, drops=(Drop(sequence=1, task=1, rollouts=(0,), reason=f"word {number}"),))))
+    assert len(trained.drops) == MOST_REASONS + 1
+    assert trained.drops.total() == 200
+    assert trained.drops[OTHER_REASON] == 200 - MOST_REASONS
+
+
+def test_of_many_evaluations_the_first_the_first_after_the_warmup_and_the_newest_stay() -> None:
+    evaluations = Evaluations()
+    for number in range(10 * MOST_EVALUATIONS):
+        evaluations.add(Evaluation(version=Version(0, number), accuracy=number / 1e4, num=1), last_cold=min(number, 30))
+    numbers = [one.version.number for one in evaluations.ordered]
+    assert len(numbers) <= MOST_EVALUATIONS
+    assert {0, 31} <= set(numbers)
+    assert numbers[-8:] == list(range(10 * MOST_EVALUATIONS - 8, 10 * MOST_EVALUATIONS))
+    assert evaluations.newest is not None and evaluations.newest.version.number == 10 * MOST_EVALUATIONS - 1
+
+
+def test_failures_without_a_batch_are_counted_all_and_kept_in_part() -> None:
+    failures = Failures()
+    for sequence in range(1, MOST_STONES + 2001):
+        failures.add(sequence, Tombstone(task=sequence, reason="failed", detail="x" * 5000), after=0)
+    assert failures.reasons == {"failed": MOST_STONES + 2000}
+    assert failures.num_tasks == MOST_STONES + 2000
+    assert len(failures._stones) == MOST_STONES and len(failures._rollouts) == MOST_STONES
+    failures.trained(MOST_STONES + 1990)
+    assert (failures.reasons, failures.num_tasks) == ({"failed": 10}, 10)
+
+
+def test_engines_that_come_and_go_are_forgotten_and_their_tokens_are_not() -> None:
+    growing = Growing(late=False)
+    for number in range(10_000):
+        growing.report(f"engine-{number}", 3)
+    assert growing.total == 30_000
+    assert len(growing._seen) == 4096
