@@ -25,7 +25,7 @@ from streamrl.errors import CannotResume, NotFound
 from streamrl.schemas.codec import decode
 from streamrl.schemas.control import Grant, Latest
 from streamrl.schemas.ledger import Gap, LedgerEntry, ranges
-from streamrl.schemas.subjects import HEADER_TASK, KEY_ACCEPTED_GAP, KEY_GRANTED, SAMPLES, Subjects
+from streamrl.schemas.subjects import HEADER_TASK, KEY_ACCEPTED_GAP, KEY_GRANTED, SAMPLES, Subjects, kind_of
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
 from streamrl.trainers.checkpoints import list_checkpoints
@@ -183,6 +183,6 @@ async def _is_there(bus: Bus, entry: LedgerEntry, first: int) -> bool:
                 message = await bus.fetch(SAMPLES, sequence)
             except NotFound:
                 return False
-            if message.headers.get(HEADER_TASK, str(group.task)) != str(group.task):
+            if kind_of(message.subject) != "samples" or message.headers.get(HEADER_TASK, str(group.task)) != str(group.task):
                 return False
     return True

@@ -16,7 +16,7 @@ from tests.faults.misdeeds import ENDS
 from tests.faults.shapes import DEFAULTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
-BEGIN, END = "<!-- made by tests/chaos/report.py -->", "<!-- end -->"
+BEGIN, END = "<!-- {part}: begin (written by tests/chaos/report.py) -->", "<!-- {part}: end -->"
 USER_CODE = "user code"
 MISDEEDS = {
     "user code that hangs": frozenset({"timeout"}),
@@ -147,8 +147,8 @@ def runs_table(runs: Sequence[RunLine]) -> list[str]:
     return rows + (["", "Problems found:", "", *problems] if problems else [])
 
 
-def report(logs: Sequence[Sequence[Line]]) -> str:
-    """The tables as Markdown."""
+def report(logs: Sequence[Sequence[Line]]) -> dict[str, str]:
+    """The tables as Markdown, by part of the page: what a reader needs first, and the rest."""
     strikes = [strike for lines in logs for strike in strikes_of(lines)]
     runs = [line for lines in logs for line in lines if isinstance(line, RunLine)]
     sessions = [line for lines in logs for line in lines if isinstance(line, SessionLine)]
@@ -163,9 +163,10 @@ def report(logs: Sequence[Sequence[Line]]) -> str:
         f"{', '.join(dict.fromkeys(line.date for line in sessions))}, on {hardware}:"
     ]
     parts += ["", *(f"- `{line.command}`" for line in sessions)]
-    parts += ["", "### Seconds to progress", "", *progress(strikes)]
-    parts += ["", "### Speed, and coming back", "", *speeds(strikes, speed_lines)]
-    parts += ["", "### At random moments", "", *table(aimless, "part", lambda strike: strike.line.part, (*PARTS, WHOLE))]
+    parts += ["", "Seconds until the next batch is in the ledger:", "", *progress(strikes)]
+    parts += ["", "Undisturbed runs, and how soon those who come back take part again:", "", *speeds(strikes, speed_lines)]
+    summary, parts = "\n".join(parts), []
+    parts += ["### At random moments", "", *table(aimless, "part", lambda strike: strike.line.part, (*PARTS, WHOLE))]
     by_moment = table(moments, "in the writing of", lambda strike: strike.line.moment.partition(" ")[2])
     parts += [
         "",
@@ -180,7 +181,7 @@ def report(logs: Sequence[Sequence[Line]]) -> str:
         "",
         *runs_table(runs),
     ]
-    return "\n".join(parts)
+    return {"summary": summary, "details": "\n".join(parts)}
 
 
 def main() -> int:
@@ -191,11 +192,14 @@ def main() -> int:
     given = parser.parse_args()
     made = report([read(path) for path in given.logs])
     if given.print:
-        sys.stdout.write(made + "\n")
+        sys.stdout.write("\n\n".join(made.values()) + "\n")
         return 0
     text = PAGE.read_text(encoding="utf-8")
-    head, _, rest = text.partition(BEGIN)
-    PAGE.write_text(f"{head}{BEGIN}\n\n{made}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    for part, tables in made.items():
+        begin, end = BEGIN.format(part=part), END.format(part=part)
+        head, _, rest = text.partition(begin)
+        text = f"{head}{begin}\n\n{tables}\n\n{end}{rest.partition(end)[2]}"
+    PAGE.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -181,7 +181,10 @@ def main() -> int:
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     session = Session(given, given.out / f"{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
-    command = shlex.join(["python", "-m", "tests.chaos.session", *sys.argv[1:]])
+    words = sys.argv[1:]
+    if "--out" in words:  # where it is put is nobody's concern
+        del words[words.index("--out") : words.index("--out") + 2]
+    command = shlex.join(["python", "-m", "tests.chaos.session", *words])
     hardware = f"{len(os.sched_getaffinity(0))} cores of {processor()}, nice {os.nice(0)}"
     session.write(SessionLine(hardware, command, time.strftime("%Y-%m-%d"), platform.python_version()))
     return 1 if asyncio.run(session.run()) else 0

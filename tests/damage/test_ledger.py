@@ -14,9 +14,9 @@ from streamrl.consumers.training.ledger import open_ledger
 from streamrl.errors import CannotResume
 from streamrl.history.replay import Range, verify
 from streamrl.history.replay_report import ReplayReport
-from streamrl.schemas.codec import decode
+from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.ledger import Gap, LedgerEntry, Used
-from streamrl.schemas.samples import EpochMark
+from streamrl.schemas.samples import EpochMark, Mark
 from streamrl.schemas.subjects import KEY_ACCEPTED_GAP, LEDGER, SAMPLES, WEIGHTS, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
@@ -154,6 +154,20 @@ async def test_a_sample_stream_that_lost_its_end_goes_on_from_what_it_still_has(
         # Producers are up and may have filled the place of version 11's last message, which need not be one of its own groups'.
         assert (await versions(w))[len(entries)] in ("[1.10]", "[1.11]")
         assert any("sample stream" in text for text in await w.said())
+        await known.look(w)
+        assert known.twice == []
+
+
+async def test_marks_in_the_place_of_lost_samples_are_not_taken_for_them(tmp_path: Path) -> None:
+    """`up` puts one at each start, and it has no task."""
+    async with trained(tmp_path, back_to=8) as (w, known):
+        entries = await read_ledger(w.bus, w.config.run.name)
+        first, end = max(max(group.sequences) for group in entries[-1].used), (await w.bus.state(SAMPLES)).last
+        w.lose(SAMPLES, *range(first, end + 1))
+        for _ in range(first, end + 1):
+            await w.bus.publish(Subjects(w.config.run.name).marks, encode(Mark(name="start")))
+        await w.train(until=len(entries) + 1)
+        assert (await versions(w))[len(entries)] == f"[1.{len(entries) - 1}]"
         await known.look(w)
         assert known.twice == []
 

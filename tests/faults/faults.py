@@ -97,13 +97,14 @@ def falls(rng: random.Random, shape: Shape) -> list[Fault]:
 def endless(rng: random.Random, shape: Shape) -> Iterator[Fault]:
     """The whole matrix and all aims, again and again in new orders; of a shape that may lose something the falls alone.
 
-    In one with user code that misbehaves, every part is killed, and nothing is aimed: too much happens at once.
+    In one with user code that misbehaves, every part is killed and a checkpoint damaged, and nothing is aimed: too much happens at once.
     """
     while True:
         if shape.losses:
             yield from falls(rng, shape)
         elif shape.misdeed_every:
             kills = [Fault(part, "kill -9") for part in (*PARTS, WHOLE)]
+            kills.append(Fault(WHOLE, "damage", damage=rng.choice(list(CHECKPOINTS))))
             rng.shuffle(kills)
             yield from kills
         else:
