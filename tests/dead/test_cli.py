@@ -146,7 +146,9 @@ def test_reward(up: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert (first["sequence"], first["state"], first["duplicate"]) == (4, "waiting", False)
     assert main([*base, "--task", "5", "--reward", "1", "--revision", "3"]) == 0
     assert "revision 3 had been published before, so this one changes nothing" in capsys.readouterr().out
-    assert "must be finite" in refused(capsys, *base, "--task", "5", "--reward", "nan")
+    with pytest.raises(SystemExit) as ended:
+        main([*base, "--task", "5", "--reward", "nan"])
+    assert ended.value.code == 2 and "expected a finite number, got 'nan'" in capsys.readouterr().err
     assert "revision >= 1" in refused(capsys, *base, "--task", "5", "--reward", "1", "--revision", "0")
     assert "expected --part NAME=VALUE" in refused(capsys, *base, "--task", "5", "--reward", "1", "--part", "format")
 

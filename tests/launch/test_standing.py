@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 from functools import partial
 from pathlib import Path
@@ -139,7 +140,8 @@ async def test_a_stopped_worker_of_a_run_is_restarted_and_the_run_goes_on(stream
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     assert "engine-0 has been silent for 6 s" in await line_with(process, "silent for 6 s")
-    assert "ended with signal SIGKILL (silent for 6 s); restart 1" in await line_with(process, "restart 1")
+    # Its stacks are written while its other threads may move: a process that is to be killed anyway may crash of that before.
+    assert re.search(r"ended with signal SIG(KILL|SEGV) \(silent for 6 s\); restart 1", await line_with(process, "restart 1"))
     assert "most recent call first" in run.log_path("engine-0").read_text()
     before = json.loads(run.state_path.read_text())["step"]
     await until(lambda: json.loads(run.state_path.read_text())["step"] > before + 5, within_s=90)
