@@ -70,7 +70,9 @@ async def judge(run: RunDir, shape: Shape | None = None, made: Mapping[str, set[
     gaps = [entry for entry in entries if entry.gap is not UNSET]
     versions = [entry for entry in entries if entry.gap is UNSET]
     problems = [f"audit: {problem}" for problem in report.problems if not (losses and any(f.match(problem) for f in FOLLOWS))]
-    problems += await replay(place, named=len(gaps) + any(g.gap.missing for g in gaps if g.gap is not UNSET))
+    # Rows above the version that was gone on from were trained anew; those up to it stay without an entry, which is one more word.
+    holes = any(first <= g.version.number for g in gaps if g.gap is not UNSET for first, _ in g.gap.missing)
+    problems += await replay(place, named=len(gaps) + holes)
     # What is behind entries that are lost is verified from where it goes on.
     for gap in gaps:
         if gap.gap is not UNSET and gap.gap.missing and gap.version.number < versions[-1].version.number:
