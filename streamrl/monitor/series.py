@@ -71,10 +71,10 @@ class Series:
             return
         self._after = entry.version
         values = {FORMER_METRICS.get(name, name): value for name, value in entry.metrics.items()}
-        amounts = amounts_of(entry)
-        self._append(Row(time_s=entry.time_s, kind=BATCH, version=str(entry.version), step=step, values=known(values | amounts)))
-        if live:
-            self._folds[RUN].add(MetricReport(worker=RUN, sum=amounts))
+        values |= drops_by_reason(entry) | times_of(values)
+        self._append(Row(time_s=entry.time_s, kind=BATCH, version=str(entry.version), step=step, values=known(values)))
+        if live and entry.source != "warmup":
+            self._folds[RUN].add(MetricReport(worker=RUN, sum={"tokens/trained_total": values.get("rollout/tokens_trained", 0.0)}))
 
     def evaluation(self, one: Evaluation, *, step: int) -> None:
         """Held-out problems were asked."""
@@ -124,15 +124,20 @@ class Series:
         self._rows.append(row)
 
 
-def amounts_of(entry: LedgerLine) -> dict[str, float]:
-    """What a batch adds to totals: rollouts dropped by reason, tokens trained."""
+def drops_by_reason(entry: LedgerLine) -> dict[str, float]:
+    """Rollouts that were decided against with a batch, by metric."""
     amounts = Counter[str]()
     for reason, count in drops_of(entry).items():
         amounts[dropped(reason)] += count
-    found: dict[str, float] = {name: float(count) for name, count in amounts.items()}
-    if entry.source != "warmup" and (trained := entry.metrics.get("rollout/tokens_trained")) is not None:
-        found["tokens/trained_total"] = trained
-    return found
+    return {name: float(count) for name, count in amounts.items()}
+
+
+def times_of(values: Mapping[str, float]) -> dict[str, float]:
+    """A batch's times under slime's names."""
+    wait_s, step_s = values.get("perf/wait_s"), values.get("perf/step_s")
+    if wait_s is None or step_s is None:
+        return {}
+    return {"perf/train_wait_time": wait_s, "perf/train_time": step_s, "perf/step_time": wait_s + step_s}
 
 
 _RATIOS = (

@@ -145,3 +145,16 @@ def test_the_reasons_of_drops_are_declared_and_explained_and_other_words_are_cou
     for reason in (*DROP_REASONS, "a word of mine", "x" * 10_000):
         assert metric(dropped(reason)).reduction is Reduction.SUM
     assert dropped("a word of mine") == "rollouts/dropped_total/other"
+
+
+def test_what_people_are_told_to_watch_is_reported_by_somebody() -> None:
+    reported: set[str] = set()
+    for folder in ("streamrl", "producers", "consumers"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path.name != "names.py":
+                reported |= names_in(path.read_text(encoding="utf-8"))[0]
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    table = page.partition("## What to watch")[2].partition("\n## ")[0]
+    told = {name for name in re.findall(r"`([a-z]+/[a-z0-9_/]+)`", table) if name in METRICS}
+    assert len(told) > 15
+    assert told - reported == set()
