@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, deque
 from collections.abc import Mapping
 
@@ -22,6 +23,9 @@ MOST_ROWS = 2048
 """Rows that wait to be taken; beyond, the oldest are lost and counted."""
 MOST_WORKERS = 1024
 """Workers that have rows of their own in a window; reports of others count for the run as a whole."""
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""Of a worker that may have rows; a report is told its worker's name by whoever made it."""
 
 BATCH = "batch"
 WINDOW = "window"
@@ -78,13 +82,13 @@ class Series:
 
     def evaluation(self, one: Evaluation, *, step: int) -> None:
         """Held-out problems were asked."""
-        values = known({"eval/heldout": one.accuracy})
-        self._append(Row(time_s=one.time_s, kind=EVALUATION, version=str(one.version), step=step, values=values))
+        if values := known({"eval/heldout": one.accuracy}):
+            self._append(Row(time_s=one.time_s, kind=EVALUATION, version=str(one.version), step=step, values=values))
 
     def report(self, one: MetricReport) -> None:
         """A worker's report."""
         self._folds[RUN].add(one)
-        if one.worker != RUN and (one.worker in self._folds or len(self._folds) <= MOST_WORKERS):
+        if _NAME.fullmatch(one.worker) and (one.worker in self._folds or len(self._folds) <= MOST_WORKERS):
             self._folds.setdefault(one.worker, Fold()).add(one)
 
     def due(self, now_s: float) -> bool:

@@ -107,6 +107,10 @@ def test_rows_that_nobody_takes_and_workers_without_end_are_bounded_and_counted(
     rows = windows(view, 1.0)
     assert len(rows) == MOST_WORKERS + 1
     assert rows[""].values["producer/tasks_total"] == MOST_WORKERS + 50
+    for name in ("\x1b[2J", "", "x" * 65, "a b"):
+        view.metric(report(name, {"producer/tasks_total": 1}, time_s=0.0))
+    rows = windows(view, 2.0)
+    assert {of: row.values["producer/tasks_total"] for of, row in rows.items()} == {"": 4.0}, "names that are none have no rows"
 
 
 def test_a_view_without_series_makes_no_rows(entry: MakeEntry) -> None:
