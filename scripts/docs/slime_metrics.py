@@ -17,8 +17,7 @@ SAME = (
     *("rollout/advantages", "rollout/values", "rollout/kl", "rollout/response_lengths", "rollout/total_lengths"),
     *("rollout/response_len/mean", "rollout/response_len/median", "rollout/response_len/max", "rollout/response_len/min"),
     *("rollout/truncated_ratio", "rollout/spec_accept_rate", "rollout/spec_accept_length", "rollout/prefix_cache_hit_rate"),
-    *("perf/wait_time_ratio", "perf/log_probs_time", "perf/ref_log_probs_time", "perf/actor_train_time", "perf/actor_train_tok_per_s"),
-    *("perf/train_wait_time", "perf/train_time", "perf/step_time"),
+    *("perf/wait_time_ratio", "perf/train_wait_time", "perf/train_time", "perf/step_time"),
 )
 """Names that mean the same in both."""
 
@@ -47,6 +46,7 @@ OTHERS = (
     ("perf/{sleep,wake_up}_time", "none: trainer and engines do not take turns on a GPU"),
     ("perf/data_preprocess_time", "in `perf/step_s`: batches are packed while they arrive"),
     ("perf/save_model_time, perf/ref_model_update_time", "none: checkpoints are written beside the steps; the reference does not change"),
+    ("perf/{log_probs,ref_log_probs,actor_train}_time, perf/actor_train_tok_per_s", "in `perf/step_s`; not told apart yet"),
     ("perf/{log_probs,ref_log_probs,actor_train}_tflops", "none yet; comes with the trainer at full size"),
     ("eval/{name}", "`eval/heldout`: there is one set of held-out problems"),
     ("eval/{name}-truncated_ratio, eval/{name}-pass@k, passrate/pass@k", "none yet; comes with evaluation"),

@@ -137,11 +137,13 @@ def drops_by_reason(entry: LedgerLine) -> dict[str, float]:
 
 
 def times_of(values: Mapping[str, float]) -> dict[str, float]:
-    """A batch's times under slime's names."""
+    """A batch's times under slime's names, and what part of them was waiting."""
     wait_s, step_s = values.get("perf/wait_s"), values.get("perf/step_s")
     if wait_s is None or step_s is None:
         return {}
-    return {"perf/train_wait_time": wait_s, "perf/train_time": step_s, "perf/step_time": wait_s + step_s}
+    both_s = wait_s + step_s
+    named = {"perf/train_wait_time": wait_s, "perf/train_time": step_s, "perf/step_time": both_s}
+    return named | ({"perf/wait_time_ratio": wait_s / both_s} if both_s > 0 else {})
 
 
 _RATIOS = (

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from streamrl.monitor.arrivals import MOST_MARKS, Arrivals
 from streamrl.monitor.series import MOST_ROWS, MOST_WORKERS, Row, Series
 from streamrl.monitor.view import RunView
@@ -160,6 +162,7 @@ def test_batches_of_earlier_sessions_have_rows_and_count_for_no_window(entry: Ma
     first, second, window = view.take_rows(1.0)
     assert (first.version, second.version, window.values["tokens/trained_total"]) == ("0.1", "0.2", 60.0)
     assert [first.values[f"perf/{name}"] for name in ("train_wait_time", "train_time", "step_time")] == [0.25, 0.5, 0.75]
+    assert first.values["perf/wait_time_ratio"] == pytest.approx(1 / 3)
 
 
 def test_commits_of_engines_say_how_long_a_version_took(entry: MakeEntry) -> None:
