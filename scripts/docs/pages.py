@@ -12,6 +12,7 @@ from scripts.docs.loop_picture import loop_picture
 from scripts.docs.metrics import metrics_table
 from scripts.docs.registry import registry_tables
 from scripts.docs.rights import rights_table
+from scripts.docs.slime_metrics import slime_table
 
 WHOLE: Mapping[str, Callable[[], str]] = MappingProxyType(
     {
@@ -22,7 +23,8 @@ WHOLE: Mapping[str, Callable[[], str]] = MappingProxyType(
 )
 PARTS: Mapping[tuple[str, str], Callable[[], str]] = MappingProxyType(
     {
-        ("docs/operations.md", "metrics"): metrics_table,
+        ("docs/metrics.md", "metrics"): metrics_table,
+        ("docs/metrics.md", "slime"): slime_table,
         ("docs/algorithms.md", "registry"): registry_tables,
         ("docs/security.md", "rights"): rights_table,
     }

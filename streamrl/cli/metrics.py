@@ -66,8 +66,6 @@ def _follow(run: RunDir, metrics: Metrics, *, as_json: bool) -> None:
 
 def _print_newest(newest: Mapping[str, Newest], *, as_json: bool) -> None:
     import msgspec
-    from rich.console import Console
-    from rich.table import Table
 
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(newest), indent=2).decode())
@@ -75,16 +73,14 @@ def _print_newest(newest: Mapping[str, Newest], *, as_json: bool) -> None:
     if not newest:
         print("no values of these metrics yet")
         return
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("metric", "value", "unit", "workers"):
-        table.add_column(title, justify="right" if title == "value" else "left", no_wrap=title != "workers")
+    longest = max(map(len, newest))
     area = ""
     for name, one in newest.items():
         if area and not name.startswith(f"{area}/"):
-            table.add_row()
+            print()
         area = name.partition("/")[0]
+        value = "-" if one.value is None else f"{one.value:.5g}"
         workers = ", ".join(f"{of} {value:.5g}" for of, value in sorted(one.of.items()))
-        table.add_row(name, "" if one.value is None else f"{one.value:.5g}", one.unit, workers)
-    Console(soft_wrap=not sys.stdout.isatty(), highlight=False).print(table)
+        print(f"{name:<{longest}}  {value:>11}  {one.unit:<11}  {workers}".rstrip())
     last = max(newest.values(), key=lambda one: one.time_s)
     print(f"as of {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(last.time_s))}, version {last.version or '-'}")

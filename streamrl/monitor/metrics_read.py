@@ -6,13 +6,14 @@ import difflib
 import fnmatch
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
 from streamrl.errors import ConfigError
-from streamrl.monitor.metrics_file import LONGEST_BYTES, decoded, files
+from streamrl.monitor.metrics_file import CURRENT, LONGEST_BYTES, decoded, files, numbered
 from streamrl.monitor.series import RUN, Row
 from streamrl.runtime.rundir import RunDir
 from streamrl.telemetry.names import METRICS
@@ -93,24 +94,52 @@ class Metrics:
 
     def follow(self, over: Callable[[], bool]) -> Iterator[Row]:
         """The rows that come from now on, until `over`; across files that are put aside."""
-        path = files(self._folder)[-1]
-        place, inode = path.stat().st_size, path.stat().st_ino
-        while True:
-            last = over()
-            known = [(one, one.stat().st_ino) for one in files(self._folder)]
-            since = next((at for at, (_, found) in enumerate(known) if found == inode), None)
-            for path, found in known[since or 0 :]:
-                tail = _Tail(path, place if found == inode else 0)
-                yield from self._taken(tail)
-                place, inode = tail.place, found
-            if last:
-                return
-            time.sleep(_POLL_S)
+        file = _opened(files(self._folder)[-1])
+        file.seek(0, os.SEEK_END)
+        try:
+            while True:
+                last = over()
+                yield from self._taken(_lines(file))
+                while (newer := self._next(file)) is not None:
+                    yield from self._taken(_lines(file))  # what was written before it was put aside
+                    file.close()
+                    file = newer
+                    yield from self._taken(_lines(file))
+                if last:
+                    return
+                time.sleep(_POLL_S)
+        finally:
+            file.close()
+
+    def _next(self, file: BinaryIO) -> BinaryIO | None:
+        """The file behind this one; None while this is the newest. Files are put aside meanwhile, so the newest is opened first."""
+        inode = os.fstat(file.fileno()).st_ino
+        try:
+            newest = _opened(self._folder / CURRENT)
+        except FileNotFoundError:
+            return None  # it has just been put aside
+        if os.fstat(newest.fileno()).st_ino == inode:
+            newest.close()
+            return None
+        aside = list(numbered(self._folder).values())
+        place = next((at for at, path in enumerate(aside) if path.stat().st_ino == inode), -1)  # -1: it has gone, as the oldest
+        if place + 1 < len(aside):
+            newest.close()
+            return _opened(aside[place + 1])
+        return newest
 
     def _rows(self, path: Path, start: int) -> Iterator[Row]:
-        return self._taken(_Tail(path, start, cut=start > 0))
+        try:
+            file = _opened(path)
+        except FileNotFoundError:
+            return  # it was the oldest, and has gone
+        with file:
+            file.seek(start)
+            if start:
+                file.readline(LONGEST_BYTES)  # which may be the end of one
+            yield from self._taken(_lines(file))
 
-    def _taken(self, lines: _Tail) -> Iterator[Row]:
+    def _taken(self, lines: Iterable[bytes]) -> Iterator[Row]:
         for line in lines:
             row = decoded(line)
             if row is None:
@@ -119,27 +148,20 @@ class Metrics:
                 yield msgspec.structs.replace(row, values=values)
 
 
-class _Tail:
-    """The whole lines of a file from a place on; afterwards `place` is behind them. `cut`: the place may be within a line."""
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """Whole lines from where the file stands on; it is left behind the last."""
+    while (line := file.readline(LONGEST_BYTES)).endswith(b"\n"):
+        yield line
+    file.seek(-len(line), os.SEEK_CUR)
 
-    def __init__(self, path: Path, place: int, *, cut: bool = False) -> None:
-        self._path = path
-        self._cut = cut
-        self.place = place
 
-    def __iter__(self) -> Iterator[bytes]:
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self.place)
-                if self._cut:
-                    self.place += len(file.readline(LONGEST_BYTES))
-                end = os.fstat(file.fileno()).st_size
-                while self.place < end and (line := file.readline(LONGEST_BYTES)).endswith(b"\n"):
-                    self.place += len(line)
-                    yield line
-        except FileNotFoundError:
-            return  # it was the oldest, and has gone
-        except OSError as error:
-            raise ConfigError(
-                f"expected a file of metrics that can be read, got {error.strerror}: {self._path}", hint="is the run another user's?"
-            ) from error
+def _opened(path: Path) -> BinaryIO:
+    """Raises FileNotFoundError, and ConfigError for a file that is there and cannot be read."""
+    try:
+        return path.open("rb")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ConfigError(
+            f"expected a file of metrics that can be read, got {error.strerror}: {path}", hint="is the run another user's?"
+        ) from error

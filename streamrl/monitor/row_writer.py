@@ -52,8 +52,8 @@ class RowWriter:
             taken = rows[: max(0, MOST_WAITING - len(self._rows))]
             self._rows.extend(taken)
             self._changed.notify()
-            if len(taken) < len(rows):
-                self._lost(len(rows) - len(taken), "the disk does not keep up")
+        if len(taken) < len(rows):
+            self._lost(len(rows) - len(taken), "the disk does not keep up")
 
     def close(self) -> None:
         """Write what waits, for a few seconds at most."""
@@ -69,8 +69,7 @@ class RowWriter:
             try:
                 self._file.write(rows)
             except OSError as error:
-                with self._changed:
-                    self._lost(len(rows), str(error))
+                self._lost(len(rows), str(error))
         self._file.close()
 
     def _next(self) -> list[Row]:
@@ -80,6 +79,8 @@ class RowWriter:
             return [self._rows.popleft() for _ in range(min(len(self._rows), _MOST_AT_ONCE))]
 
     def _lost(self, count: int, why: str) -> None:
-        self.num_lost += count
-        if self._pace.due(time.monotonic()):
+        with self._changed:
+            self.num_lost += count
+            due = self._pace.due(time.monotonic())
+        if due:  # without the lock: the log may be on the same disk
             logger.warning("event=metrics_lost rows=%d reason=%s", self.num_lost, why)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, deque
 from collections.abc import Mapping
 
@@ -22,6 +23,9 @@ MOST_ROWS = 2048
 """Rows that wait to be taken; beyond, the oldest are lost and counted."""
 MOST_WORKERS = 1024
 """Workers that have rows of their own in a window; reports of others count for the run as a whole."""
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""Of a worker that may have rows; a report is told its worker's name by whoever made it."""
 
 BATCH = "batch"
 WINDOW = "window"
@@ -71,20 +75,20 @@ class Series:
             return
         self._after = entry.version
         values = {FORMER_METRICS.get(name, name): value for name, value in entry.metrics.items()}
-        amounts = amounts_of(entry)
-        self._append(Row(time_s=entry.time_s, kind=BATCH, version=str(entry.version), step=step, values=known(values | amounts)))
-        if live:
-            self._folds[RUN].add(MetricReport(worker=RUN, sum=amounts))
+        values |= drops_by_reason(entry) | times_of(values)
+        self._append(Row(time_s=entry.time_s, kind=BATCH, version=str(entry.version), step=step, values=known(values)))
+        if live and entry.source != "warmup":
+            self._folds[RUN].add(MetricReport(worker=RUN, sum={"tokens/trained_total": values.get("rollout/tokens_trained", 0.0)}))
 
     def evaluation(self, one: Evaluation, *, step: int) -> None:
         """Held-out problems were asked."""
-        values = known({"eval/heldout": one.accuracy})
-        self._append(Row(time_s=one.time_s, kind=EVALUATION, version=str(one.version), step=step, values=values))
+        if values := known({"eval/heldout": one.accuracy}):
+            self._append(Row(time_s=one.time_s, kind=EVALUATION, version=str(one.version), step=step, values=values))
 
     def report(self, one: MetricReport) -> None:
         """A worker's report."""
         self._folds[RUN].add(one)
-        if one.worker != RUN and (one.worker in self._folds or len(self._folds) <= MOST_WORKERS):
+        if _NAME.fullmatch(one.worker) and (one.worker in self._folds or len(self._folds) <= MOST_WORKERS):
             self._folds.setdefault(one.worker, Fold()).add(one)
 
     def due(self, now_s: float) -> bool:
@@ -124,15 +128,22 @@ class Series:
         self._rows.append(row)
 
 
-def amounts_of(entry: LedgerLine) -> dict[str, float]:
-    """What a batch adds to totals: rollouts dropped by reason, tokens trained."""
+def drops_by_reason(entry: LedgerLine) -> dict[str, float]:
+    """Rollouts that were decided against with a batch, by metric."""
     amounts = Counter[str]()
     for reason, count in drops_of(entry).items():
         amounts[dropped(reason)] += count
-    found: dict[str, float] = {name: float(count) for name, count in amounts.items()}
-    if entry.source != "warmup" and (trained := entry.metrics.get("rollout/tokens_trained")) is not None:
-        found["tokens/trained_total"] = trained
-    return found
+    return {name: float(count) for name, count in amounts.items()}
+
+
+def times_of(values: Mapping[str, float]) -> dict[str, float]:
+    """A batch's times under slime's names, and what part of them was waiting."""
+    wait_s, step_s = values.get("perf/wait_s"), values.get("perf/step_s")
+    if wait_s is None or step_s is None:
+        return {}
+    both_s = wait_s + step_s
+    named = {"perf/train_wait_time": wait_s, "perf/train_time": step_s, "perf/step_time": both_s}
+    return named | ({"perf/wait_time_ratio": wait_s / both_s} if both_s > 0 else {})
 
 
 _RATIOS = (

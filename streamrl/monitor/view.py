@@ -32,6 +32,8 @@ _HUNG, _HUNG_S = "producer/hung_tasks", "producer/hung_s"
 _MOST_NOTICES = 100
 """That wait to be shown."""
 _MOST_SWAPS = 1024
+_MOST_NAMES = 1024
+"""Workers, and attempts at them, of which something is remembered that their presence does not clear away."""
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +119,8 @@ class RunView:
                 self.finished = True
             case "stalled":
                 self.stalled.add(event.worker)
+                if len(self.stalled) > _MOST_NAMES:
+                    self.stalled &= self._workers.keys()
             case "resumed":
                 self.stalled.discard(event.worker)
             case kind if kind == STANDING_EVENT:
@@ -142,6 +146,8 @@ class RunView:
         if self.series is not None:
             self.series.report(one)
         if _IN_FLIGHT in one.mean:
+            if len(self._held) > _MOST_NAMES:
+                self._held = {name: held for name, held in self._held.items() if name in self._workers}
             self._held[one.worker] = (one.mean[_IN_FLIGHT], one.mean.get(_HUNG, 0.0), one.max.get(_HUNG_S, 0.0))
 
     def engine(self, engine: str, presence: EnginePresence | None) -> None:

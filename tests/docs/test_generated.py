@@ -37,13 +37,13 @@ def test_a_page_that_is_not_up_to_date_is_noticed(tmp_path: Path, monkeypatch: p
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     monkeypatch.setattr("scripts.docs.pages.WHOLE", {path: make for path, make in WHOLE.items() if path != "docs/errors.md"})
     assert stale(tmp_path) == {}
-    page, operations = tmp_path / "docs" / "configuration.md", tmp_path / "docs" / "operations.md"
+    page, metrics = tmp_path / "docs" / "configuration.md", tmp_path / "docs" / "metrics.md"
     page.write_text(page.read_text().replace("`run.steps`", "`run.stepps`"))
-    operations.write_text(operations.read_text().replace("`train/loss`", "`train/lost`"))
+    metrics.write_text(metrics.read_text().replace("`train/loss`", "`train/lost`"))
     (tmp_path / "docs" / "pictures" / "loop.svg").unlink()
     fresh = stale(tmp_path)
-    assert sorted(fresh) == ["docs/configuration.md", "docs/operations.md", "docs/pictures/loop.svg"]
-    assert fresh["docs/operations.md"] == (ROOT / "docs" / "operations.md").read_text()
+    assert sorted(fresh) == ["docs/configuration.md", "docs/metrics.md", "docs/pictures/loop.svg"]
+    assert fresh["docs/metrics.md"] == (ROOT / "docs" / "metrics.md").read_text()
 
 
 def test_a_page_without_its_marks_is_an_error() -> None:

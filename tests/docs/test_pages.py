@@ -9,6 +9,7 @@ import shutil
 import textwrap
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import pytest
@@ -17,7 +18,10 @@ from benchmarks.cli import parser as bench_parser
 from scripts.docs.configuration import sections
 from streamrl.cli import main, parser
 from streamrl.config.load import load
+from streamrl.config.metrics import MetricsConfig
 from streamrl.config.tree import Config
+from streamrl.monitor.metrics_file import MetricsFile, decoded
+from streamrl.monitor.series import Row
 from streamrl.producers.late import LateRewards
 from streamrl.telemetry.names import METRICS
 from tests.docs.blocks import Block, blocks
@@ -53,6 +57,9 @@ def test_what_is_neither_run_nor_parsed_here_is_counted() -> None:
         ("algorithms.md", "python"): 1,
         ("gpu.md", "python"): 1,
         ("dead-letters.md", "python"): 1,
+        ("metrics.md", "json"): 1,
+        ("metrics.md", "python"): 1,
+        ("metrics.md", "sql"): 1,
         ("replay.md", "sql"): 1,
     }
     assert others == own_tests, "README.md: that of the root, and that of examples/calculator_tool"
@@ -122,6 +129,22 @@ def test_the_commands_on_replaying_run(place: Path, monkeypatch: pytest.MonkeyPa
 def test_the_query_gives_a_row_for_each_batch(place: Path) -> None:
     rows = duckdb.sql(of("replay.md", "sql").text.replace("DIR", str(place / "quickstart"))).fetchall()
     assert [number for number, _ in rows] == list(range(1, 9))
+
+
+def test_the_ways_to_read_metrics_read_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/my-run").mkdir(parents=True)
+    file = MetricsFile(tmp_path / "runs/my-run/metrics", MetricsConfig(file_bytes=300))
+    for number in range(1, 9):
+        values = {"rollout/raw_reward": number / 8}
+        file.write([Row(time_s=1.5, kind="batch", version=f"0.{number}", step=number, values=values)])
+        file.write([Row(time_s=2.5, kind="window", of=of, values={"lag/versions_behind": 1.0}) for of in ("", "engine-0")])
+    file.close()
+    found: dict[str, Any] = {}
+    exec(of("metrics.md", "python").text, found)
+    assert list(found["rewards"]) == [number / 8 for number in range(1, 9)]
+    assert duckdb.sql(of("metrics.md", "sql").text).fetchall() == [("", 1.0), ("engine-0", 1.0)]
+    assert decoded(of("metrics.md", "json").text.encode()) is not None
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
+from pathlib import Path
 
 import pytest
 
 from streamrl.bus.protocol import Bus
+from streamrl.config.metrics import MetricsConfig
 from streamrl.monitor import trained
 from streamrl.monitor.follow import Follower, read_totals
-from streamrl.monitor.series import Row, Series
+from streamrl.monitor.metrics_file import MetricsFile, decoded, files, written_version
+from streamrl.monitor.row_writer import RowWriter
+from streamrl.monitor.series import MOST_ROWS, Row, Series
 from streamrl.monitor.summary import summarize
 from streamrl.monitor.view import RunView, Totals
 from streamrl.schemas.codec import encode
@@ -137,3 +142,18 @@ async def test_evaluations_are_judged_by_the_ledger_that_came_before_this_sessio
         await follower.catch_up(within_s=60)
     assert len(view.evaluations) < 300
     assert summarize(view, wall_s=1.0).heldout_first == 0.04
+
+
+async def test_a_long_ledger_whose_rows_are_gone_gets_them_all_again(bus: Bus, run_id: str, entry: MakeEntry, tmp_path: Path) -> None:
+    count = MOST_ROWS + 600
+    for number in range(1, count + 1):
+        await bus.publish(Subjects(run_id).ledger("main"), encode(entry(number)), id=f"0.{number}")
+    for _ in range(2):
+        view = RunView(run_id, series=Series(after=written_version(tmp_path)))
+        with contextlib.closing(RowWriter(MetricsFile(tmp_path, MetricsConfig()))) as rows:
+            async with Follower(bus, view, rows=rows) as follower:
+                await follower.catch_up(within_s=100)
+        assert (rows.num_lost, view.series and view.series.num_lost) == (0, 0)
+    found = [decoded(line) for path in files(tmp_path) for line in path.read_bytes().splitlines()]
+    assert [row.version for row in found if row and row.kind == "batch"] == [f"0.{number}" for number in range(1, count + 1)]
+    assert len([row for row in found if row and row.kind == "window"]) >= 2, "one at the end of each session"

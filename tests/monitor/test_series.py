@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from streamrl.monitor.arrivals import MOST_MARKS, Arrivals
 from streamrl.monitor.series import MOST_ROWS, MOST_WORKERS, Row, Series
 from streamrl.monitor.view import RunView
@@ -107,6 +109,10 @@ def test_rows_that_nobody_takes_and_workers_without_end_are_bounded_and_counted(
     rows = windows(view, 1.0)
     assert len(rows) == MOST_WORKERS + 1
     assert rows[""].values["producer/tasks_total"] == MOST_WORKERS + 50
+    for name in ("\x1b[2J", "", "x" * 65, "a b"):
+        view.metric(report(name, {"producer/tasks_total": 1}, time_s=0.0))
+    rows = windows(view, 2.0)
+    assert {of: row.values["producer/tasks_total"] for of, row in rows.items()} == {"": 4.0}, "names that are none have no rows"
 
 
 def test_a_view_without_series_makes_no_rows(entry: MakeEntry) -> None:
@@ -135,18 +141,28 @@ def test_tokens_are_counted_where_they_are_sampled_and_where_they_are_trained(en
     assert rows[""]["tokens/trained_total"] == 60.0, "of demonstrations none was sampled"
 
 
-def test_drops_stand_in_the_row_of_their_batch_and_of_their_window_by_reason(entry: MakeEntry) -> None:
+def test_drops_stand_in_the_row_of_their_batch_by_reason(entry: MakeEntry) -> None:
+    view = RunView("demo", series=Series())
+    drops = [Drop(sequence=1, task=1, rollouts=(0, 1), reason=reason) for reason in ("stale", "stale", "my own", "another")]
+    view.ledger(as_line(entry(1, drops=drops)))
+    (row,) = view.take_rows(1.0)
+    counted = {name: value for name, value in row.values.items() if name.startswith("rollouts/")}
+    assert counted == {"rollouts/dropped_total/stale": 4.0, "rollouts/dropped_total/other": 4.0}
+
+
+def test_batches_of_earlier_sessions_have_rows_and_count_for_no_window(entry: MakeEntry) -> None:
     view = RunView("demo", series=Series(window_s=1.0))
     view.take_rows(0.0)
-    drops = [Drop(sequence=1, task=1, rollouts=(0, 1), reason=reason) for reason in ("stale", "stale", "my own", "another")]
     view.live = False
-    view.ledger(as_line(entry(1, drops=drops)))
-    view.live = True
-    view.ledger(as_line(entry(2, drops=drops)))
-    rows = view.take_rows(1.0)
-    wanted = {"rollouts/dropped_total/stale": 4.0, "rollouts/dropped_total/other": 4.0}
-    for row in rows:
-        assert {name: value for name, value in row.values.items() if name.startswith("rollouts/")} == wanted, "history is in no window"
+    for number in (1, 2):
+        line = as_line(entry(number))
+        line.metrics.update({"rollout/tokens_trained": 60.0, "perf/wait_s": 0.25, "perf/step_s": 0.5})
+        view.ledger(line)
+        view.live = True
+    first, second, window = view.take_rows(1.0)
+    assert (first.version, second.version, window.values["tokens/trained_total"]) == ("0.1", "0.2", 60.0)
+    assert [first.values[f"perf/{name}"] for name in ("train_wait_time", "train_time", "step_time")] == [0.25, 0.5, 0.75]
+    assert first.values["perf/wait_time_ratio"] == pytest.approx(1 / 3)
 
 
 def test_commits_of_engines_say_how_long_a_version_took(entry: MakeEntry) -> None:

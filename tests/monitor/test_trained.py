@@ -1,19 +1,26 @@
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 from collections import Counter
+from types import FunctionType, ModuleType
 
 from streamrl.monitor.evaluations import MOST_EVALUATIONS, Evaluations
 from streamrl.monitor.failures import MOST_STONES, Failures
 from streamrl.monitor.numbers import Evaluation, Point
 from streamrl.monitor.rates import Growing
+from streamrl.monitor.series import Series
 from streamrl.monitor.trained import MOST_REASONS, MOST_STRETCHES, TAIL, Stretches, Trained, stretched_rewards
+from streamrl.monitor.view import RunView
+from streamrl.schemas.control import EnginePresence, WorkerPresence
+from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import Drop
 from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.versions import Version
+from streamrl.telemetry.metrics import report
 from streamrl.telemetry.names import OTHER_REASON
-from tests.monitor.conftest import MakeEntry, as_line
+from tests.monitor.conftest import MakeEntry, as_line, evaluation
 
 LONG = TAIL + 4 * MOST_STRETCHES
 
@@ -137,3 +144,44 @@ def test_engines_that_come_and_go_are_forgotten_and_their_tokens_are_not() -> No
         growing.report(f"engine-{number}", 3)
     assert growing.total == 30_000
     assert len(growing._seen) == 4096
+
+
+def kept(thing: object) -> int:
+    """Objects that `thing` holds on to, itself included."""
+    seen: set[int] = set()
+    waiting = [thing]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen or isinstance(one, type | ModuleType | FunctionType):
+            continue
+        seen.add(id(one))
+        waiting += gc.get_referents(one)
+    return len(seen)
+
+
+def test_a_view_of_a_run_nearly_twice_as_long_keeps_no_more(entry: MakeEntry) -> None:
+    counts: list[int] = []
+    for length in (TAIL + 8 * MOST_STRETCHES, TAIL + 16 * MOST_STRETCHES):
+        view = RunView("demo", series=Series(window_s=1.0))
+        for number in range(1, length + 1):
+            drop = Drop(sequence=number, task=number, rollouts=(0, 1), reason=f"word {number}")
+            view.ledger(as_line(entry(number, ages=(number % 5,), drops=(drop,))))
+            view.tombstone(2 * number, Tombstone(task=number, reason="failed"))
+            view.event(Event(kind="evaluation", worker="e", detail=evaluation(number, 0.5, [{"prompt": f"{number}"}])))
+            view.event(Event(kind="notice", worker="e", detail={"text": f"{number}"}))
+            view.event(Event(kind="stalled", worker=f"producer-{number}"))
+            view.event(Event(kind="weights", worker=f"engine-{number}", detail={"lag_s": 0.5}))
+            view.metric(report(f"producer-{number}", {"producer/in_flight_tasks": 1.0}, time_s=0.0))
+            name = f"engine-{number}-ab"
+            for version in (number - 1, number):
+                view.engine(name, EnginePresence(engine=name, address="", serving=Version(0, version), tokens_total=number))
+            view.engine(name, None)
+            view.worker(f"producer-{number}", WorkerPresence(worker=f"producer-{number}", kind="producer"))
+            view.worker(f"producer-{number}", None)
+            view.stream(last=3 * number, num_bytes=1)
+            view.mark(float(number))
+            view.take_rows(float(number))
+            if number % 1000 == 0:
+                view.numbers(elapsed_s=1.0)
+        counts.append(kept(view))
+    assert counts[1] < 1.1 * counts[0], counts

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from scripts.docs.slime_metrics import SAME
 from streamrl.errors import BusUnavailable, SchemaError
 from streamrl.schemas.codec import decode
 from streamrl.schemas.events import MetricReport
 from streamrl.schemas.ledger import Drop
 from streamrl.telemetry.metrics import Fold, MetricsSink, report
-from streamrl.telemetry.names import DROP_REASONS, METRICS, Reduction, dropped, metric
+from streamrl.telemetry.names import DROP_REASONS, METRICS, OTHER_REASON, Reduction, dropped, metric
 from tests.support.errors import raises
 
 ROOT = Path(__file__).parents[2]
@@ -145,3 +146,34 @@ def test_the_reasons_of_drops_are_declared_and_explained_and_other_words_are_cou
     for reason in (*DROP_REASONS, "a word of mine", "x" * 10_000):
         assert metric(dropped(reason)).reduction is Reduction.SUM
     assert dropped("a word of mine") == "rollouts/dropped_total/other"
+
+
+def test_what_people_are_told_to_watch_is_reported_by_somebody() -> None:
+    reported: set[str] = set()
+    for folder in ("streamrl", "producers", "consumers"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path.name != "names.py":
+                reported |= names_in(path.read_text(encoding="utf-8"))[0]
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    table = page.partition("## What to watch")[2].partition("\n## ")[0]
+    told = {name for name in re.findall(r"`([a-z]+/[a-z0-9_/]+)`", table) if name in METRICS}
+    assert len(told) > 15
+    assert told - reported == set()
+
+
+UNREPORTED = {
+    *("perf/log_probs_time", "perf/ref_log_probs_time", "perf/actor_train_time", "perf/actor_train_tok_per_s"),
+    "bus/reconnects_total",
+}
+"""Declared, and nobody reports them yet."""
+
+
+def test_what_is_declared_is_reported_by_somebody() -> None:
+    reported: set[str] = {dropped(reason) for reason in (*DROP_REASONS, OTHER_REASON)}
+    reported |= {f"rollout/{name}" for name in ("advantages", "returns", "values", "kl")}
+    for folder in ("streamrl", "producers", "consumers"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path.name != "names.py":
+                reported |= names_in(path.read_text(encoding="utf-8"))[0]
+    assert METRICS.keys() - reported == UNREPORTED
+    assert UNREPORTED.isdisjoint(SAME), "what slime has too is not said to be here"
