@@ -52,8 +52,13 @@ OPTIONAL = {
     "claimed_s": pa.float64(),
     "scored_s": pa.float64(),
     "counters": pa.map_(pa.utf8(), pa.float64()),
+    "issued_s": pa.float64(),
+    "began_s": pa.float64(),
+    "deliveries": pa.int32(),
 }
 """Columns of `samples/2` that a message has only when a row has something in them; null elsewhere."""
+SCALARS = ("issued_s", "claimed_s", "deliveries", "began_s", "scored_s")
+"""Those of them that hold one number a row."""
 
 
 @cache
@@ -347,6 +352,8 @@ def canonical(batch: pa.RecordBatch) -> pa.RecordBatch:
     """A batch of our columns as our own encoder would have laid it out: without the `OPTIONAL` columns that hold nothing."""
     base, names = len(arrow_schema()), batch.schema.names
     kept = [name for place, name in enumerate(names[base:], base) if batch.column(place).null_count < batch.num_rows]
+    if len(kept) == len(names) - base and (batch.schema.metadata or {}).get(SCHEMA_KEY) == SCHEMA_NAME.encode():
+        return batch  # making it anew takes longer than all checks
     columns = [*batch.columns[:base], *(batch.column(name) for name in kept)]
     return pa.RecordBatch.from_arrays(columns, schema=arrow_schema(*kept))
 
@@ -368,7 +375,7 @@ def _more(values: dict[str, Any]) -> dict[str, Any]:
     for name in ("routed_experts", "images"):
         if values.get(name) is not None:
             found[name] = BlobRef(**values[name])
-    for name in ("claimed_s", "scored_s"):
+    for name in SCALARS:
         if values.get(name) is not None:
             found[name] = values[name]
     if values.get("counters") is not None:
