@@ -103,7 +103,7 @@ class TaskFinder:
         """Raise ConfigError for a task that has not been issued."""
         issued = (await self._log.state(TASKS)).last
         if not issued and (newest := await self._log.last(self._ledger)) is not None:  # a recording has no tasks
-            issued = self._entry(newest).granted
+            issued = read_entry(newest).granted
         if not 0 <= task < issued:
             there = f"0 to {issued - 1} have been issued" if issued else "none has been issued yet"
             raise ConfigError(f"expected a task of run {self._subjects.run!r}, of which {there}, got {task}", hint="count from 0")
@@ -120,21 +120,18 @@ class TaskFinder:
                 await self._look_now(found, self._bus)
         return found
 
-    def _entry(self, message: Message) -> LedgerEntry:
-        return decode(message.body, LedgerEntry, where=f"{self._ledger} sequence {message.sequence}")
-
     async def _read_ledger(self, found: TaskLog) -> int:
         """Fill in what the ledger has; returns the sequence above which the task's messages are."""
         newest = await self._log.last(self._ledger)
         if newest is None:
             return 0
-        epoch = self._entry(newest).version.epoch
-        begin, found.credit = await self._granting(found.task, newest.sequence)
+        epoch = read_entry(newest).version.epoch
+        begin, found.credit = await first_entry(self._log, self._ledger, newest.sequence, lambda entry: entry.granted > found.task)
         if epoch:  # a later epoch may have trained it again
             begin = (await self._log.state(LEDGER)).first
         ended = later = gaps = 0
         async for message in stretch(self._log, LEDGER, first=begin, last=newest.sequence, subject=self._ledger):
-            entry = self._entry(message)
+            entry = read_entry(message)
             found.closes.append(Close(entry.cursor, entry.version, entry.time_s))
             if not isinstance(entry.spilled, msgspec.UnsetType):
                 entry = await whole(self._log.blobs, entry)
@@ -148,26 +145,6 @@ class TaskFinder:
                 self._say(f"reading the ledger: version {entry.version}")
         # Behind a gap fewer tasks may be granted than had been: the task may have been issued long before.
         return 0 if gaps or found.credit is None else found.credit.cursor
-
-    async def _granting(self, task: int, last: int) -> tuple[int, LedgerEntry | None]:
-        """The sequence from which on entries grant `task` (beyond `last`: none does), and the entry before; by bisection."""
-        low, high, below = (await self._log.state(LEDGER)).first, last + 1, None
-        while low < high:
-            place = middle = (low + high) // 2
-            while (entry := await self._entry_at(place)) is None and place < high - 1:
-                place += 1  # another trainer's, such as a tap's
-            if entry is None or entry.granted > task:
-                high = middle
-            else:
-                low, below = place + 1, entry
-        return low, below
-
-    async def _entry_at(self, sequence: int) -> LedgerEntry | None:
-        try:
-            message = await self._log.fetch(LEDGER, sequence)
-        except NotFound:
-            return None
-        return self._entry(message) if message.subject == self._ledger else None
 
     async def _read_samples(self, found: TaskLog, after: int, through: int | None) -> None:
         """The task's messages above `after`, up to `through` (None: the end) and what the ledger names beyond."""
@@ -207,6 +184,40 @@ class TaskFinder:
             worker = await read_key(bus.kv, key, WorkerPresence)
             if worker is not None and found.task in (worker.detail.get("tasks") or ()):
                 found.holders.append(worker.worker)
+
+
+def read_entry(message: Message) -> LedgerEntry:
+    """A stored entry of a ledger; raises SchemaError."""
+    return decode(message.body, LedgerEntry, where=f"{message.subject} sequence {message.sequence}")
+
+
+async def first_entry(log: Log, ledger: str, last: int, past: Callable[[LedgerEntry], bool]) -> tuple[int, LedgerEntry | None]:
+    """The sequence from which on entries are `past` (beyond `last`: none is), and the entry before; by bisection.
+
+    Args:
+        log: the log.
+        ledger: subject of the ledger; entries of others, such as a tap's, lie between.
+        last: sequence of its newest entry.
+        past: false for the first entries, true from one on.
+    """
+    low, high, below = (await log.state(LEDGER)).first, last + 1, None
+    while low < high:
+        place = middle = (low + high) // 2
+        while (entry := await _entry_at(log, ledger, place)) is None and place < high - 1:
+            place += 1
+        if entry is None or past(entry):
+            high = middle
+        else:
+            low, below = place + 1, entry
+    return low, below
+
+
+async def _entry_at(log: Log, ledger: str, sequence: int) -> LedgerEntry | None:
+    try:
+        message = await log.fetch(LEDGER, sequence)
+    except NotFound:
+        return None
+    return read_entry(message) if message.subject == ledger else None
 
 
 def _is_of(message: Message, task: int) -> bool:

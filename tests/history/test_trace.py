@@ -282,7 +282,7 @@ def said(recorded: Recorded, capsys: pytest.CaptureFixture[str]) -> Say:
 
 def test_the_verb(said: Say) -> None:
     code, out, err = said("RECORDING", "41")
-    assert (code, err) == (0, "") and out.startswith("task 41 of run parent (main, 3 rollouts): trained into version")
+    assert (code, err) == (0, "") and out.startswith("task 41 of run parent (main, 3 rollouts): ")
     code, out, err = said("RECORDING", "41/2", "--json")
     life = json.loads(out)
     assert (code, life["task"], [one["rollout"] for one in life["rollouts"]]) == (0, 41, [2])
