@@ -30,7 +30,7 @@ def life_of(log: TaskLog, run: str, *, group_size: int, rollout: int | None = No
         rollout: index within the group.
     """
     stored = [_stored(log, message.sequence, kind_of(message.subject), index) for index, message in enumerate(log.messages)]
-    samples = dict(_samples(log))
+    samples = samples_in(log)
     stones = list(_tombstones(log))
     sizes = [one.group_size for rows in samples.values() for one in rows] + [stone.group_size for _, stone in stones]
     size = max(sizes, default=group_size)
@@ -78,8 +78,12 @@ def _credit(entry: LedgerEntry | None) -> str:
     return f"granted after version {entry.version}, when {entry.granted} tasks might be issued and {entry.retired} had ended"
 
 
-def _samples(log: TaskLog) -> Iterator[tuple[Place, list[Sample]]]:
+def samples_in(log: TaskLog) -> dict[Place, list[Sample]]:
     """Readable samples by rollout and message, those of a rollout in order."""
+    return dict(_samples(log))
+
+
+def _samples(log: TaskLog) -> Iterator[tuple[Place, list[Sample]]]:
     for message in log.messages:
         if kind_of(message.subject) == "samples" and message.sequence not in log.letters:
             try:
