@@ -153,11 +153,13 @@ class TaskFinder:
             found.trimmed, after = state.first, state.first - 1
         last = state.last if through is None else min(through, state.last)
         messages: dict[int, Message] = {}
+        num_read = 0
         try:
             async for message in stretch(self._log, SAMPLES, first=after + 1, last=last):
                 if _is_of(message, found.task):
                     messages[message.sequence] = message
-                if message.sequence % _SAY_EVERY == 0:
+                num_read += 1
+                if num_read % _SAY_EVERY == 0:
                     self._say(f"reading the samples: {message.sequence} of {last}")
         except LogTruncated:  # trimmed while it is read, or single messages are gone
             found.trimmed = (await self._log.state(SAMPLES)).first
