@@ -15,8 +15,8 @@ from streamrl.data.tokenizer import Tokenizer
 from streamrl.engines.channel import ChannelEngine
 from streamrl.engines.protocol import GenerateRequest
 from streamrl.errors import ConfigError, EngineError
-from streamrl.history.inspect_samples import printable
 from streamrl.history.trace_source import TraceSource
+from streamrl.history.trace_text import printable
 from streamrl.producers.chat_format import ChatFormat
 from streamrl.producers.completions import complete
 from streamrl.producers.engine_pool import EnginePool

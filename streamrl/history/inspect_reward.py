@@ -16,6 +16,7 @@ from streamrl.data.problems import load_problems
 from streamrl.data.tokenizer import Tokenizer
 from streamrl.errors import ConfigError, DataError
 from streamrl.history.trace_source import TraceSource
+from streamrl.history.trace_text import printable
 from streamrl.producers.children.calls import Limits
 from streamrl.producers.children.frames import Hello
 from streamrl.producers.children.jobs import NOTHING, job
@@ -204,8 +205,8 @@ def reward_text(task: int, reward: str, found: Sequence[Again], note: str) -> st
         stored, now = ("-" if value is None else f"{value:.6g}" for value in (one.stored, one.now))
         told = one.error or ("" if one.stored == one.now else "differs")
         place = f"{one.rollout}.{one.sample}" if one.sample else str(one.rollout)
-        lines.append(f"{place:>7}  {stored:>10}  {now:>10}  {told.splitlines()[0] if told else ''}".rstrip())
+        lines.append(f"{place:>7}  {stored:>10}  {now:>10}  {printable(told)}".rstrip())
         names = [name for name in {**one.stored_parts, **one.now_parts} if one.stored_parts.get(name) != one.now_parts.get(name)]
         if one.now is not None:
-            lines += [f"{'':9}{name}: {one.stored_parts.get(name, '-')} -> {one.now_parts.get(name, '-')}" for name in names]
+            lines += [f"{'':9}{printable(name)}: {one.stored_parts.get(name, '-')} -> {one.now_parts.get(name, '-')}" for name in names]
     return "\n".join([*lines, *(["", f"note: {note}"] if note else [])])

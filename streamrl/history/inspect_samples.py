@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from streamrl.history.trace_life import Life, counted
-from streamrl.history.trace_text import WIDTH
+from streamrl.history.trace_text import WIDTH, printable
 from streamrl.schemas.samples import Sample
 
 Decode = Callable[[Sequence[int]], str]
@@ -179,8 +179,3 @@ def _folded(name: str, text: str) -> list[str]:
 def _one_line(text: str, width: int) -> str:
     shown = printable(text)
     return shown if len(shown) <= width else shown[: max(0, width - 3)] + "..."
-
-
-def printable(text: str, *, lines: bool = False) -> str:
-    """The text with what would move a terminal's cursor or colours written as escapes; line breaks stay where `lines` are wanted."""
-    return "".join(c if c.isprintable() or (lines and c == "\n") else c.encode("unicode_escape").decode() for c in text)

@@ -47,7 +47,9 @@ class TaskLog(msgspec.Struct, kw_only=True):
     entries: list[LedgerEntry] = []
     """Those of the ledger that name it, whole, in stream order."""
     credit: LedgerEntry | None = None
-    """The newest entry before it was granted; None: the credits that a run begins with, or not known."""
+    """The newest entry before it was granted; None: the credits that a run begins with, or not known (`gap`)."""
+    gap: bool = False
+    """Whether entries of the ledger are lost, so that it may have been granted before the entries that are there."""
     closes: list[Close] = []
     """Entries in stream order from its grant on, as far as they were read."""
     messages: list[Message] = []
@@ -129,7 +131,7 @@ class TaskFinder:
         begin, found.credit = await first_entry(self._log, self._ledger, newest.sequence, lambda entry: entry.granted > found.task)
         if epoch:  # a later epoch may have trained it again
             begin = (await self._log.state(LEDGER)).first
-        ended = later = gaps = 0
+        ended = later = 0
         async for message in stretch(self._log, LEDGER, first=begin, last=newest.sequence, subject=self._ledger):
             entry = read_entry(message)
             found.closes.append(Close(entry.cursor, entry.version, entry.time_s))
@@ -138,13 +140,15 @@ class TaskFinder:
             if names(entry, found.task):
                 found.entries.append(entry)
                 ended = ended or ends(entry, found.task)
-            later, gaps = later + ended, gaps + (entry.gap is not msgspec.UNSET)
+            later += ended
+            found.gap = found.gap or entry.gap is not msgspec.UNSET
             if later > LATER and entry.version.epoch == epoch:
                 break
             if len(found.closes) % _SAY_EVERY == 0:
                 self._say(f"reading the ledger: version {entry.version}")
-        # Behind a gap fewer tasks may be granted than had been: the task may have been issued long before.
-        return 0 if gaps or found.credit is None else found.credit.cursor
+        if found.gap:  # behind it fewer tasks may be granted than had been: this one may have been issued long before
+            found.credit = None
+        return 0 if found.credit is None else found.credit.cursor
 
     async def _read_samples(self, found: TaskLog, after: int, through: int | None) -> None:
         """The task's messages above `after`, up to `through` (None: the end) and what the ledger names beyond."""

@@ -48,6 +48,7 @@ async def open_trace(text: str, *, base: Path | str = "runs") -> AsyncGenerator[
     name, tap = split_tap(text)
     if (Path(name) / RECORDING_FILE).is_file():
         log = RecordedLog(Path(name))
+        await _check_tap(log, Subjects(log.config.run.name), tap)
         yield TraceSource(
             config=log.config,
             subjects=Subjects(log.config.run.name),
@@ -66,6 +67,7 @@ async def open_trace(text: str, *, base: Path | str = "runs") -> AsyncGenerator[
         )
     config = run.load_config()
     async with open_bus(run, role=READER) as bus:
+        await _check_tap(bus, Subjects(config.run.name), tap)
         yield TraceSource(
             config=config,
             subjects=Subjects(config.run.name),
@@ -74,4 +76,12 @@ async def open_trace(text: str, *, base: Path | str = "runs") -> AsyncGenerator[
             bus=bus,
             run=run,
             model_dir=run.policy_dir(config),
+        )
+
+
+async def _check_tap(log: Log, subjects: Subjects, tap: str) -> None:
+    if tap and await log.last(subjects.ledger(tap)) is None:
+        raise ConfigError(
+            f"expected a tap of run {subjects.run!r} that has trained, got {tap!r}, which has no ledger",
+            hint="name the run alone for its own",
         )

@@ -49,7 +49,7 @@ def life_of(log: TaskLog, run: str, *, group_size: int, rollout: int | None = No
         detail=detail,
         version=str(end.version) if end is not None else None,
         ended_s=end.time_s or None if end is not None else None,
-        credit=_credit(log.credit),
+        credit=_credit(log.credit, gap=log.gap),
         claim=_claim(first, stone),
         messages=tuple(one for one in stored if rollout is None or not one.rollouts or rollout in one.rollouts),
         rollouts=lives,
@@ -72,7 +72,9 @@ def _claim(sample: Sample | None, stone: Tombstone | None) -> Claimed | None:
     return Claimed(**{name: value for name, value in told.items() if value is not msgspec.UNSET})
 
 
-def _credit(entry: LedgerEntry | None) -> str:
+def _credit(entry: LedgerEntry | None, *, gap: bool) -> str:
+    if gap:
+        return "with which credit is not known: entries of the ledger are lost"
     if entry is None:
         return "one of the credits that the run begins with"
     return f"granted after version {entry.version}, when {entry.granted} tasks might be issued and {entry.retired} had ended"

@@ -79,6 +79,7 @@ def _turns(sample: SampleLife, start: float | None) -> Iterator[str]:
 
 
 def _row(name: str, text: str, *, indent: int = 12) -> Iterator[str]:
+    text = printable(text)  # reasons and names of parts are the user's
     if indent != 12:
         yield from textwrap.wrap(text, WIDTH, subsequent_indent=" " * indent)
         return
@@ -96,3 +97,8 @@ def _after(seconds: float | None, start: float | None) -> str:
 
 def _ranges(numbers: tuple[int, ...]) -> str:
     return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in ranges(numbers))
+
+
+def printable(text: str, *, lines: bool = False) -> str:
+    """The text with what would move a terminal's cursor or colours written as escapes; line breaks stay where `lines` are wanted."""
+    return "".join(c if c.isprintable() or (lines and c == "\n") else c.encode("unicode_escape").decode() for c in text)

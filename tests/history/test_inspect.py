@@ -14,9 +14,9 @@ from msgspec.structs import replace
 from streamrl.cli import main
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.history.inspect_reward import episode_of
-from streamrl.history.inspect_samples import group_text, printable, sample_text, show
+from streamrl.history.inspect_samples import group_text, sample_text, show
 from streamrl.history.record_log import RecordedLog
-from streamrl.history.trace_text import WIDTH
+from streamrl.history.trace_text import WIDTH, printable
 from streamrl.producers.episode import samples_of
 from streamrl.schemas.samples import TurnSpan, VersionSpan
 from streamrl.schemas.tasks import RolloutTask

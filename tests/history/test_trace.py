@@ -25,7 +25,7 @@ from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.columns import FORMER_NAME
 from streamrl.schemas.control import WorkerPresence
 from streamrl.schemas.decoding import decode_samples
-from streamrl.schemas.ledger import Drop, LedgerEntry, Used
+from streamrl.schemas.ledger import Drop, Gap, LedgerEntry, Used
 from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.subjects import HEADER_SCHEMA, LEDGER, SAMPLES, Subjects, kind_of
 from streamrl.schemas.tasks import RolloutTask
@@ -256,6 +256,34 @@ async def test_an_entry_between_those_of_a_tap_is_found() -> None:
         assert found.credit is None if task < 4 else found.credit is not None and found.credit.granted == task
 
 
+async def test_a_task_that_was_issued_before_a_gap_of_the_ledger() -> None:
+    """Its samples lie before the cursors of the entries that would have granted it."""
+    bus = await made(issued=20)
+    for index in range(1, 9):
+        await bus.publish(SUBJECTS.rewards, b"x", headers={"Streamrl-Task": "15" if index == 3 else "0"})
+    lost = Gap(lost="end", missing=((2, 3),), highest=Version(0, 3), known_by="manifest")
+    for number, cursor, granted, task in ((1, 1, 10, 0), (2, 6, 12, 1), (3, 7, 14, 2), (4, 8, 18, 15)):
+        used = (Used(task, (0,), (3,)),)
+        made_again = msgspec.structs.replace(
+            entry(number, cursor=cursor, granted=granted, used=used), version=Version(int(number > 1), number)
+        )
+        await bus.publish(SUBJECTS.ledger("main"), encode(made_again))
+        if number == 1:
+            gap = msgspec.structs.replace(entry(1, cursor=1, granted=10), version=Version(1, 1), gap=lost)
+            await bus.publish(SUBJECTS.ledger("main"), encode(gap))
+    life = await trace(bus, 15)
+    assert (life.state, life.version, [one.sequence for one in life.messages]) == ("trained", "1.4", [3])
+    assert "not known" in life.credit
+
+
+async def test_what_user_code_has_said_moves_no_cursor() -> None:
+    bus = await made()
+    stone = Tombstone(task=4, reason="failed", group_size=2, detail="\x1b[2J\nValueError", source="main")
+    await bus.publish(SUBJECTS.tombstones("main"), encode(stone), headers={"Streamrl-Task": "4"})
+    text = life_text(await trace(bus))
+    assert "\x1b" not in text and "\\x1b[2J" in text
+
+
 async def test_tasks_that_were_never_issued_are_refused() -> None:
     bus = await made(issued=3)
     for task in (3, 10**17):
@@ -298,6 +326,11 @@ def test_a_rollout_and_a_run_that_are_not_there(said: Say, tmp_path: Path) -> No
     assert "expected a rollout from 0 to 2 of task 41, got 3" in said("RECORDING", "41/3")[2]
     code, _, err = said("nothing", "1", "--dir", str(tmp_path))
     assert code == 1 and err.startswith("error: ")
+
+
+def test_a_tap_that_is_not_there(said: Say, recorded: Recorded) -> None:
+    code, _, err = said(f"{recorded.path}:nobody", "3")
+    assert code == 1 and "got 'nobody', which has no ledger" in err
 
 
 def test_a_branch_is_sent_to_its_parent(tmp_path: Path, said: Say) -> None:
