@@ -140,6 +140,20 @@ async def test_every_task_of_a_run_of_today(recorded: Recorded) -> None:
     assert any(one.demonstration and not one.turns for life in lives for rollout in life.rollouts for one in rollout.samples)
 
 
+@pytest.mark.nats
+@pytest.mark.process
+def test_the_store_of_a_run_of_an_earlier_build(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is over, so that its server is started; what it says is what its recording says."""
+    runs.unpack("drop", tmp_path)
+    said: list[str] = []
+    for where in ("drop", str(tmp_path / runs.RECORDING)):
+        assert main(["trace", where, "7", "--json", "--dir", str(tmp_path / "runs")]) == 0
+        life = json.loads(capsys.readouterr().out)
+        said.append(json.dumps({key: value for key, value in life.items() if key != "messages"}))
+        assert [one["sequence"] for one in life["messages"]]
+    assert said[0] == said[1]
+
+
 SUBJECTS = Subjects("made")
 TASK = RolloutTask(run="made", index=4, source="main", prompt_ids=(1,), num_rollouts=2)
 
