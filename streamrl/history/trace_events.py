@@ -26,7 +26,7 @@ from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.samples import Sample, TurnSpan
 
 MOST_EVENTS = 250_000
-"""Some 60 MB of JSON, and a few times that in memory while it is made."""
+"""Some 30 MB of JSON, and 180 MB of memory while it is made."""
 _TRAINER, _STREAM, _ENGINES, _PRODUCERS = 1, 2, 10, 1000
 """Process ids: of the trainer, of the sample stream, of the first engine and the first producer."""
 _BATCHES, _PUBLISH = 1, 2
