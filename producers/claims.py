@@ -13,11 +13,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from streamrl.bus.protocol import Bus, Lease
 from streamrl.errors import BusError, EngineError, SchemaError
+from streamrl.producers.protocol import Claim
 from streamrl.producers.publishing import Publisher
 from streamrl.runtime.retries import pause_s
 from streamrl.schemas.codec import decode
@@ -61,9 +63,8 @@ class Counts:
 class Claims:
     """Keeps up to `concurrency` tasks of `source` in flight and hands each to `work`.
 
-    `work` gets a task and the number of its deliveries (1: the first); it returns once every record of the task is stored. It may raise
-    EngineError (the task is given back with a growing delay) and be cancelled; any other error ends `run`, and with it the process: its
-    leases lapse and others get the tasks.
+    `work` gets a task and its claim; it returns once every record of the task is stored. It may raise EngineError (the task is given back
+    with a growing delay) and be cancelled; any other error ends `run`, and with it the process: its leases lapse and others get the tasks.
 
     `let_go` gets a task's index and whether the task has ended, before it leaves the queue or is given back: also of tasks that had ended
     before they came, and of those whose work was cancelled for it.
@@ -74,7 +75,7 @@ class Claims:
         bus: Bus,
         publisher: Publisher,
         source: str,
-        work: Callable[[RolloutTask, int], Awaitable[None]],
+        work: Callable[[RolloutTask, Claim], Awaitable[None]],
         *,
         concurrency: int,
         ack_wait_s: float,
@@ -106,6 +107,11 @@ class Claims:
     def num_open(self) -> int:
         """Tasks in flight."""
         return len(self._open)
+
+    @property
+    def open_tasks(self) -> list[int]:
+        """Their indices."""
+        return sorted(claim.lease.sequence - 1 for claim in self._open.values())
 
     async def run(self, draining: asyncio.Event) -> None:
         """Claim and work until `draining`, then finish or give back what is open. Raises what `work` raised, other than EngineError."""
@@ -192,7 +198,7 @@ class Claims:
         try:
             task = None if self._has_ended(lease) else await self._readable(lease)
             if task is not None:
-                await self._work(task, lease.deliveries)
+                await self._work(task, Claim(lease.deliveries, lease.stored_s, time.time()))
             claim.finished = True
             await self._leave(lease, ended=True)
             self.num_done += 1

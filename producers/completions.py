@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import aclosing
 
 import msgspec
 
-from streamrl.engines.extras import INEXACT
+from streamrl.engines.extras import BEGAN, INEXACT
 from streamrl.engines.protocol import Chunk, Engine, GenerateRequest
 from streamrl.errors import EngineError
-from streamrl.producers.episode import Segment
+from streamrl.producers.episode import Origin, Segment
 from streamrl.producers.protocol import Tokenizer
 from streamrl.schemas.samples import LogprobMode
 
@@ -49,18 +50,21 @@ async def complete(engine: Engine, request: GenerateRequest) -> list[Completion]
 async def finished(engine: Engine, request: GenerateRequest) -> tuple[dict[int, Completion], EngineError | None]:
     """The completions of a request that came to their end, by their place among the seeds, and why the others did not."""
     chunks: list[list[Chunk]] = [[] for _ in request.seeds]
+    ended_s = [0.0 for _ in request.seeds]
+    asked_s = time.time()
     error: EngineError | None = None
     try:
         async with aclosing(engine.generate(request)) as stream:  # type: ignore[type-var]  # every adapter is an async generator
             async for chunk in stream:
                 chunks[chunk.completion].append(chunk)
+                ended_s[chunk.completion] = time.time()
     except EngineError as raised:
         error = raised
     found: dict[int, Completion] = {}
     for index, parts in enumerate(chunks):
         end = parts[-1].finish_reason if parts else None
         if end not in (None, "abort"):
-            found[index] = _join(parts, request.sampling.temperature)
+            found[index] = _join(parts, request.sampling.temperature, asked_s, ended_s[index])
         elif error is None:
             error = EngineError(
                 f"expected completion {index} of request {request.request_id} to end with stop or length, got {end or 'no end'}",
@@ -70,11 +74,12 @@ async def finished(engine: Engine, request: GenerateRequest) -> tuple[dict[int, 
     return found, error
 
 
-def _join(parts: Sequence[Chunk], temperature: float) -> Completion:
+def _join(parts: Sequence[Chunk], temperature: float, asked_s: float, finished_s: float) -> Completion:
     last = parts[-1]
     inexact = bool(last.extras.get(INEXACT))
+    origin = Origin(last.engine, last.finish_reason or "", asked_s, last.extras.get(BEGAN, 0.0), finished_s)
     if len(parts) == 1:
-        segment = Segment(last.token_ids, last.logprobs, last.spans, inexact, temperature)
+        segment = Segment(last.token_ids, last.logprobs, last.spans, inexact, temperature, origin)
     else:
         segment = Segment(
             tuple(token for part in parts for token in part.token_ids),
@@ -82,5 +87,6 @@ def _join(parts: Sequence[Chunk], temperature: float) -> Completion:
             tuple(span for part in parts for span in part.spans),
             inexact,
             temperature,
+            origin,
         )
     return Completion(segment, last.finish_reason or "", last.logprob_mode, last.engine)

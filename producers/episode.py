@@ -23,6 +23,19 @@ from streamrl.schemas.tasks import RolloutTask, Sampling
 
 STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 """Status of an episode whose last turn ended with this finish reason."""
+_SAME_S = 0.05
+"""Times that differ by less than this are said once."""
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """Who made a turn and when, in Unix seconds, 0.0 where not known; for people and metrics only."""
+
+    engine: str = ""
+    finish_reason: str = ""
+    asked_s: float = 0.0
+    began_s: float = 0.0
+    """At which the engine began to compute it."""
+    finished_s: float = 0.0
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -37,6 +50,7 @@ class Segment(msgspec.Struct, frozen=True):
     """Whether these versions are guesses."""
     temperature: float | None = None
     """At which the tokens were drawn; None: the episode's."""
+    origin: Origin | None = None
 
     @property
     def is_model(self) -> bool:
@@ -80,6 +94,8 @@ class Episode(msgspec.Struct, kw_only=True):
     """Kept with the sample, beside the task's own."""
     started_s: float = 0.0
     finished_s: float = 0.0
+    scored_s: float = 0.0
+    """Unix seconds at which its reward was known; set by the worker."""
 
     def __post_init__(self) -> None:
         problem = _problem(self)
@@ -168,7 +184,8 @@ def _sample(task: RolloutTask, episode: Episode, index: int, of_rollout: Sequenc
         if segment.is_model:
             same = segment.temperature in (None, episode.sampling.temperature)
             sampling = {} if same else {"temperature": segment.temperature}
-            turns.append(TurnSpan(start=len(tokens), length=length, inexact=segment.inexact, sampling=sampling))
+            made = {} if segment.origin is None else msgspec.structs.asdict(segment.origin)
+            turns.append(TurnSpan(start=len(tokens), length=length, inexact=segment.inexact, sampling=sampling, **made))
         tokens += segment.token_ids
         if segment.is_model:
             logprobs += segment.logprobs
@@ -205,5 +222,16 @@ def _sample(task: RolloutTask, episode: Episode, index: int, of_rollout: Sequenc
         producer=producer,
         started_s=episode.started_s,
         finished_s=episode.finished_s,
-        turns=tuple(turns) if any(turn.inexact or turn.sampling for turn in turns) else (),
+        began_s=turns[0].began_s,
+        scored_s=episode.scored_s,
+        turns=tuple(turns) if any(turn.inexact or turn.sampling for turn in turns) or not _told_by(episode, turns) else (),
     )
+
+
+def _told_by(episode: Episode, turns: Sequence[TurnSpan]) -> bool:
+    """Whether the episode itself says all that is known of who made its turns and when: they are one, which took all its time."""
+    if not any(turn.asked_s for turn in turns):
+        return True
+    first = turns[0]
+    around_s = abs(first.asked_s - episode.started_s) + abs(first.finished_s - episode.finished_s)
+    return len(turns) == 1 and first.engine == episode.engine and around_s < _SAME_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -137,6 +138,9 @@ class GroupRunner:
                     failures[episode.rollout] = Failure(episode.rollout, "failed", f"reward: {text}")
                 elif value is not None and episode.rollout not in rewarded:
                     episode.reward, episode.reward_parts = value.value, value.parts
+        now_s = time.time()
+        for episode in episodes:
+            episode.scored_s = now_s if episode.reward is not None else 0.0
         kept = tuple(episode for episode in episodes if episode.rollout not in failures)
         return Group(kept, tuple(failures[rollout] for rollout in sorted(failures)))
 

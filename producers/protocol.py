@@ -28,6 +28,15 @@ class Tokenizer(Protocol):
         ...
 
 
+class Claim(msgspec.Struct, frozen=True):
+    """How a task came to be worked on; times in Unix seconds, for people and metrics only."""
+
+    deliveries: int = 1
+    """Of its task until now, this one included."""
+    issued_s: float = 0.0
+    claimed_s: float = 0.0
+
+
 class Failure(msgspec.Struct, frozen=True):
     """A rollout that gives no sample; it ends as a tombstone."""
 

@@ -12,9 +12,11 @@ import contextlib
 import logging
 from collections.abc import Sequence
 
+import msgspec
+
 from streamrl.bus.protocol import Bus, Receipt
 from streamrl.errors import StreamFull
-from streamrl.producers.protocol import Failure
+from streamrl.producers.protocol import Claim, Failure
 from streamrl.runtime.retries import pause_s
 from streamrl.schemas.codec import encode
 from streamrl.schemas.columns import SCHEMA_NAME, TOKEN_BYTES
@@ -70,9 +72,10 @@ class Published:
 class Publisher:
     """Stores the records of tasks. A full stream makes it wait, with the finished samples in hand, until there is room."""
 
-    def __init__(self, bus: Bus, subjects: Subjects, *, part_bytes: int = PART_BYTES) -> None:
+    def __init__(self, bus: Bus, subjects: Subjects, *, producer: str = "", part_bytes: int = PART_BYTES) -> None:
         self._bus = bus
         self._subjects = subjects
+        self._producer = producer
         self._part_bytes = part_bytes
         self._num_waiting = 0
         self._counts = Published()
@@ -87,31 +90,33 @@ class Publisher:
         counts, self._counts = self._counts, Published()
         return counts
 
-    async def task(self, task: RolloutTask, samples: Sequence[Sample], failures: Sequence[Failure]) -> None:
+    async def task(self, task: RolloutTask, samples: Sequence[Sample], failures: Sequence[Failure], claim: Claim | None = None) -> None:
         """Store everything a task gave; returns once all of it is stored.
 
         Args:
             task: the task.
             samples: its samples, sorted by rollout, whole rollouts only.
             failures: the rollouts that gave none.
+            claim: of the task, for those.
         """
         parts = split(samples, part_bytes=self._part_bytes) if samples else []
         large = [part for part in parts if len(part.body) > MAX_BYTES]
         failures = [*failures, *(Failure(p.first, "failed", f"{len(p.body)} bytes, at most {MAX_BYTES} fit a message") for p in large)]
         if len(failures) == task.num_rollouts and len({(f.reason, f.detail) for f in failures}) == 1:
-            await self.end_task(task.index, task.source, failures[0].reason, failures[0].detail, group_size=task.num_rollouts)
+            first = failures[0]
+            await self.end_task(task.index, task.source, first.reason, first.detail, group_size=task.num_rollouts, claim=claim)
             return
         for failure in failures:
-            await self._end_rollout(task, failure)
+            await self._end_rollout(task, failure, claim)
         for part in parts:
             if len(part.body) <= MAX_BYTES:
                 id = f"s{task.index}.{part.first}" if len(parts) == 1 else f"s{task.index}.{part.first}-{part.last}"
                 await self._put(self._subjects.samples(task.source), part.body, id, task.index, SCHEMA_NAME)
                 self._counts.num_rollouts += part.num_rollouts
 
-    async def end_task(self, index: int, source: str, reason: str, detail: str, *, group_size: int = 1) -> None:
+    async def end_task(self, index: int, source: str, reason: str, detail: str, *, group_size: int = 1, claim: Claim | None = None) -> None:
         """Store a tombstone for a whole task."""
-        stone = Tombstone(task=index, reason=reason, group_size=group_size, detail=detail, source=source)
+        stone = self._told(Tombstone(task=index, reason=reason, group_size=group_size, detail=detail, source=source), claim)
         await self._put(self._subjects.tombstones(source), encode(stone), f"d{index}", index)
 
     async def reward(self, update: RewardUpdate) -> Receipt:
@@ -119,7 +124,13 @@ class Publisher:
         id = f"w{update.task}.{update.rollout}.{update.revision}"
         return await self._put(self._subjects.rewards, encode(update), id, update.task)
 
-    async def _end_rollout(self, task: RolloutTask, failure: Failure) -> None:
+    def _told(self, stone: Tombstone, claim: Claim | None) -> Tombstone:
+        if claim is None:
+            return stone
+        told = msgspec.structs.replace(stone, producer=self._producer, claimed_s=claim.claimed_s, deliveries=claim.deliveries)
+        return msgspec.structs.replace(told, issued_s=claim.issued_s) if claim.issued_s else told
+
+    async def _end_rollout(self, task: RolloutTask, failure: Failure, claim: Claim | None) -> None:
         stone = Tombstone(
             task=task.index,
             reason=failure.reason,
@@ -128,6 +139,7 @@ class Publisher:
             detail=failure.detail,
             source=task.source,
         )
+        stone = self._told(stone, claim)
         await self._put(self._subjects.tombstones(task.source), encode(stone), f"d{task.index}.{failure.rollout}", task.index)
 
     async def _put(self, subject: str, body: bytes, id: str, task: int, schema: str = "") -> Receipt:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from streamrl.errors import SchemaError
 from streamrl.producers.attempts import Attempts
 from streamrl.producers.checkpoints import RolloutCheckpoints
@@ -19,10 +21,11 @@ from streamrl.producers.claims import Claims
 from streamrl.producers.demonstrations import demonstration
 from streamrl.producers.episode import samples_of
 from streamrl.producers.factory import make_pool, make_runner, policy_tokenizer
-from streamrl.producers.protocol import Failure
+from streamrl.producers.protocol import Claim, Failure
 from streamrl.producers.publishing import Publisher
 from streamrl.runtime.collection import keep_all
 from streamrl.schemas import encoding
+from streamrl.schemas.samples import Sample
 from streamrl.schemas.subjects import EVENTS, MAIN_SOURCE, WARMUP_SOURCE
 from streamrl.schemas.tasks import RolloutTask
 
@@ -37,6 +40,8 @@ logger = logging.getLogger(__name__)
 _WARMUP_CONCURRENCY = 256
 """Demonstrations ask no engine; this many keep the bus busy."""
 _REPORT_EVERY_S = 2.0
+_TASKS_SHOWN = 256
+"""Claimed tasks that its presence names."""
 
 
 async def main(worker: Worker) -> None:
@@ -81,8 +86,9 @@ async def serve(worker: Worker, function: str, *, sources: Sequence[str]) -> int
     """Claim and work on the tasks of `sources` until the worker drains; returns how many were finished."""
     pool = make_pool(worker)
     runner = make_runner(worker, pool, function, key="producer.function")
-    publisher = Publisher(worker.bus, worker.subjects)
+    publisher = Publisher(worker.bus, worker.subjects, producer=worker.name)
     claims = [_claims(worker, source, runner, publisher) for source in sources]
+    worker.detail = lambda: {"tasks": [task for claim in claims for task in claim.open_tasks][:_TASKS_SHOWN]}
     keep_all()
     try:
         await runner.start()
@@ -124,9 +130,9 @@ def _claims(worker: Worker, source: str, runner: GroupRunner, publisher: Publish
 
 def _roll_out(
     worker: Worker, runner: GroupRunner, publisher: Publisher, checkpoints: RolloutCheckpoints, attempts: Attempts
-) -> Callable[[RolloutTask, int], Awaitable[None]]:
-    async def work(task: RolloutTask, deliveries: int) -> None:
-        again = deliveries > 1
+) -> Callable[[RolloutTask, Claim], Awaitable[None]]:
+    async def work(task: RolloutTask, claim: Claim) -> None:
+        again = claim.deliveries > 1
         if not again:
             checkpoints.begin(task.index)
             attempts.begin(task.index)
@@ -137,23 +143,30 @@ def _roll_out(
             died=partial(attempts.add, task.index),
         )
         group = await runner.run(task, keeping=keeping)
-        await publisher.task(task, samples_of(task, group.episodes, producer=worker.name), group.failures)
+        samples = [_claimed(sample, claim) for sample in samples_of(task, group.episodes, producer=worker.name)]
+        await publisher.task(task, samples, group.failures, claim)
 
     return work
 
 
-def _demonstrate(worker: Worker, publisher: Publisher) -> Callable[[RolloutTask, int], Awaitable[None]]:
+def _claimed(sample: Sample, claim: Claim) -> Sample:
+    """The sample with what is known of its task's claim."""
+    again = claim.deliveries if claim.deliveries > 1 else 0
+    return msgspec.structs.replace(sample, issued_s=claim.issued_s, claimed_s=claim.claimed_s, deliveries=again)
+
+
+def _demonstrate(worker: Worker, publisher: Publisher) -> Callable[[RolloutTask, Claim], Awaitable[None]]:
     tokenizer, end_token = policy_tokenizer(worker)
     max_len = worker.config.model.max_len
 
-    async def work(task: RolloutTask, deliveries: int) -> None:
+    async def work(task: RolloutTask, claim: Claim) -> None:
         try:
             sample = demonstration(task, tokenizer, end_token=end_token, max_len=max_len, producer=worker.name)
         except SchemaError as error:
             logger.warning("event=demonstration_failed task=%d error=%s", task.index, error.message)
-            await publisher.task(task, [], [Failure(0, "failed", error.message)])
+            await publisher.task(task, [], [Failure(0, "failed", error.message)], claim)
             return
-        await publisher.task(task, [sample], [])
+        await publisher.task(task, [_claimed(sample, claim)], [], claim)
 
     return work
 

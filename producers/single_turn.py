@@ -59,5 +59,5 @@ def _episode(task: RolloutTask, context: Context, rollout: int, completion: Comp
         engine=completion.engine,
         rollout=rollout,
         started_s=started_s,
-        finished_s=time.time(),
+        finished_s=completion.segment.origin.finished_s if completion.segment.origin is not None else time.time(),
     )

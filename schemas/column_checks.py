@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
-from streamrl.schemas.columns import TURNS, SampleBatch, arrow_schema
+from streamrl.schemas.columns import SCALARS, TURNS, SampleBatch, arrow_schema
 from streamrl.schemas.samples import LogprobMode, Status
 
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -136,12 +137,17 @@ def optional_problem(b: SampleBatch) -> str:
                 ref["name"] and _SHA256.fullmatch(ref["sha256"] or "") and _least(0, ref["start_row"]) and _least(0, ref["num_rows"])
             ):
                 return f"expected a name, a SHA-256 in hex, and rows of at least 0 in {name}, got {ref}"
-    times = [value for name in ("claimed_s", "scored_s") for value in b.optional(name) or () if value is not None]
-    if not all(map(math.isfinite, times)):
+    if not all(np.isfinite(_numbers(b.batch.column(name))).all() for name in SCALARS if name in names):
         return "expected finite times"
     if not all(value is not None and math.isfinite(value) for row in b.optional("counters") or () for _, value in row or ()):
         return "expected finite counters"
     return ""
+
+
+def _numbers(column: pa.Array) -> npt.NDArray[Any]:
+    """Its values, 0 for nulls."""
+    values = column.fill_null(0) if column.null_count else column
+    return np.frombuffer(values.buffers()[1], values.type.to_pandas_dtype(), len(values), values.offset * values.type.bit_width // 8)
 
 
 def _least(bound: int, value: int | None) -> bool:

@@ -52,8 +52,18 @@ OPTIONAL = {
     "claimed_s": pa.float64(),
     "scored_s": pa.float64(),
     "counters": pa.map_(pa.utf8(), pa.float64()),
+    "issued_s": pa.float64(),
+    "began_s": pa.float64(),
+    "deliveries": pa.int32(),
 }
 """Columns of `samples/2` that a message has only when a row has something in them; null elsewhere."""
+SCALARS = ("issued_s", "claimed_s", "deliveries", "began_s", "scored_s")
+"""Those of them that hold one number a row."""
+_SAME = (
+    "run", "policy", "source", "task", "rollout", "sample", "group_size", "num_samples", "data_epoch", "reward", "finish_reason", "seed",
+    "engine", "producer", "started_s", "finished_s",
+)  # fmt: skip
+"""Columns that are fields of a Sample as they are."""
 
 
 @cache
@@ -165,29 +175,30 @@ class SampleBatch:
         place = self.batch.schema.get_field_index(name)
         return None if place < 0 else self.batch.column(place).to_pylist()
 
+    def _turns_with(self, name: str) -> Iterator[tuple[slice, Any]]:
+        """Where the tokens of each turn are that says something in this column of turns, and what."""
+        if (said := self.optional(f"turn_{name}")) is None:
+            return
+        starts, lengths = self.optional("turn_start") or [], self.optional("turn_length") or []
+        for first, *turns in zip(self.offsets.tolist(), starts, lengths, said, strict=False):
+            for start, length, value in zip(*(values or () for values in turns), strict=True):
+                if value:
+                    yield slice(first + start, first + start + length), value
+
     @cached_property
     def inexact(self) -> npt.NDArray[np.bool_] | None:
         """[T] whether the version of the token is a guess; None when none is."""
-        flags = self.optional("turn_inexact")
-        if flags is None:
-            return None
         found = np.zeros(len(self.tokens), np.bool_)
-        starts, lengths = self.optional("turn_start") or [], self.optional("turn_length") or []
-        for first, *turns in zip(self.offsets.tolist(), starts, lengths, flags, strict=False):
-            for start, length, flag in zip(*(values or () for values in turns), strict=True):
-                if flag:
-                    found[first + start : first + start + length] = True
+        for where, _ in self._turns_with("inexact"):
+            found[where] = True
         return found if found.any() else None
 
     @cached_property
     def temperatures(self) -> npt.NDArray[np.float32]:
         """[T] temperature that each token was drawn at: its turn's, or else its row's."""
         found = np.repeat(self.ints("temperature"), self.lengths)
-        starts, lengths, sampling = (self.optional(f"turn_{name}") or [] for name in ("start", "length", "sampling"))
-        for first, *turns in zip(self.offsets.tolist(), starts, lengths, sampling, strict=False):
-            for start, length, text in zip(*(values or () for values in turns), strict=True):
-                if text is not None:
-                    found[first + start : first + start + length] = msgspec.json.decode(text)["temperature"]
+        for where, text in self._turns_with("sampling"):
+            found[where] = msgspec.json.decode(text)["temperature"]
         return found
 
     def ints(self, name: str) -> npt.NDArray[Any]:
@@ -267,22 +278,8 @@ class SampleBatch:
             stop_token_ids=tuple(values["stop_token_ids"] or ()),
             ignore_eos=bool(values["ignore_eos"]),
         )
-        same = (
-            "run",
-            "policy",
-            "source",
-            "task",
-            "rollout",
-            "sample",
-            "group_size",
-            "num_samples",
-            "data_epoch",
-            "reward",
-            "finish_reason",
-        )
-        same += ("seed", "engine", "producer", "started_s", "finished_s")
         return Sample(
-            **{name: values[name] for name in same},
+            **{name: values[name] for name in _SAME},
             tokens=self.tokens[start:end],
             loss_mask=self.loss_mask[start:end],
             logprobs=self.logprobs[start:end],
@@ -347,6 +344,8 @@ def canonical(batch: pa.RecordBatch) -> pa.RecordBatch:
     """A batch of our columns as our own encoder would have laid it out: without the `OPTIONAL` columns that hold nothing."""
     base, names = len(arrow_schema()), batch.schema.names
     kept = [name for place, name in enumerate(names[base:], base) if batch.column(place).null_count < batch.num_rows]
+    if len(kept) == len(names) - base and (batch.schema.metadata or {}).get(SCHEMA_KEY) == SCHEMA_NAME.encode():
+        return batch  # making it anew takes longer than all checks
     columns = [*batch.columns[:base], *(batch.column(name) for name in kept)]
     return pa.RecordBatch.from_arrays(columns, schema=arrow_schema(*kept))
 
@@ -368,7 +367,7 @@ def _more(values: dict[str, Any]) -> dict[str, Any]:
     for name in ("routed_experts", "images"):
         if values.get(name) is not None:
             found[name] = BlobRef(**values[name])
-    for name in ("claimed_s", "scored_s"):
+    for name in SCALARS:
         if values.get(name) is not None:
             found[name] = values[name]
     if values.get("counters") is not None:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from streamrl.errors import SchemaError
-from streamrl.schemas.columns import OPTIONAL, TURNS, arrow_schema, schema_bytes
+from streamrl.schemas.columns import OPTIONAL, SCALARS, TURNS, arrow_schema, schema_bytes
 from streamrl.schemas.samples import Sample, TurnSpan
 
 _END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
@@ -51,8 +51,9 @@ _NUMBERS = {
 }
 _WORDS = ("status", "finish_reason")
 """Columns of few different texts."""
-_MORE = ("turns", "branch", "routed_experts", "images", "claimed_s", "scored_s", "counters")
+_MORE = ("turns", "branch", "routed_experts", "images", "counters", *SCALARS)
 """What goes into the optional columns."""
+_SCALAR_TYPES = {name: np.dtype(OPTIONAL[name].to_pandas_dtype()) for name in SCALARS}
 _more = attrgetter(*_MORE)
 _shared = attrgetter(*_SHARED, "sampling")
 _sampling = attrgetter(*_SAMPLING)
@@ -114,7 +115,7 @@ def _array(name: str, values: Sequence[Any]) -> pa.Array:
     return pa.array(values, type=_types()[name])
 
 
-def _numbers(name: str, values: list[Any], dtype: type[np.generic]) -> pa.Array:
+def _numbers(name: str, values: list[Any], dtype: npt.DTypeLike) -> pa.Array:
     if None in values:
         return _array(name, values)
     return pa.Array.from_buffers(_types()[name], len(values), [None, pa.py_buffer(np.array(values, dtype))])
@@ -187,24 +188,22 @@ def _settings(rows: list[tuple[Any, ...]]) -> dict[str, pa.Array]:
 
 def _optional_columns(samples: Sequence[Sample]) -> dict[str, pa.Array]:
     """Those of the optional columns that some row has something in, in their order."""
+    rows: dict[str, list[Any]] = {}
     turns = [sample.turns or None for sample in samples]
-    rows: dict[str, list[Any]] = {
-        **{f"turn_{name}": [None if of is None else [_turn_value(turn, name) for turn in of] for of in turns] for name in TURNS},
-        "branch_parent": [sample.branch and sample.branch.parent for sample in samples],
-        "branch_shared": [sample.branch and sample.branch.num_shared for sample in samples],
-        "routed_experts": [sample.routed_experts and msgspec.structs.asdict(sample.routed_experts) for sample in samples],
-        "images": [sample.images and msgspec.structs.asdict(sample.images) for sample in samples],
-        "claimed_s": [sample.claimed_s or None for sample in samples],
-        "scored_s": [sample.scored_s or None for sample in samples],
-        "counters": [list(sample.counters.items()) or None for sample in samples],
-    }
-    said = {
-        name: any(value is not None for of in values for value in (of or ()))
-        if name.startswith("turn_")
-        else any(v is not None for v in values)
-        for name, values in rows.items()
-    }
-    return {name: _array(name, values) for name, values in rows.items() if said[name]}
+    if any(turns):
+        for name in TURNS:
+            values = [None if of is None else [_turn_value(turn, name) for turn in of] for of in turns]
+            if any(value is not None for of in values for value in of or ()):
+                rows[f"turn_{name}"] = values
+    rows["branch_parent"] = [sample.branch and sample.branch.parent for sample in samples]
+    rows["branch_shared"] = [sample.branch and sample.branch.num_shared for sample in samples]
+    rows["routed_experts"] = [sample.routed_experts and msgspec.structs.asdict(sample.routed_experts) for sample in samples]
+    rows["images"] = [sample.images and msgspec.structs.asdict(sample.images) for sample in samples]
+    rows["counters"] = [list(sample.counters.items()) or None for sample in samples]
+    for name in SCALARS:
+        rows[name] = [getattr(sample, name) or None for sample in samples]
+    kinds = {name: _SCALAR_TYPES.get(name) for name in OPTIONAL if any(value is not None for value in rows.get(name, ()))}
+    return {name: _numbers(name, rows[name], kind) if kind else _array(name, rows[name]) for name, kind in kinds.items()}
 
 
 def _turn_value(turn: TurnSpan, name: str) -> Any:

@@ -138,12 +138,18 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     started_s: float = 0.0
     """Unix seconds; for people and metrics only."""
     finished_s: float = 0.0
+    issued_s: float = 0.0
+    """Unix seconds at which its task was issued; like the next four for people and metrics only, and 0 where not known."""
     claimed_s: float = 0.0
-    """Unix seconds at which its task was claimed, 0.0 where not known."""
+    """At which its task was claimed, by the claim that gave this sample."""
+    deliveries: int = 0
+    """How often its task had been claimed then; not on the wire where that is once."""
+    began_s: float = 0.0
+    """At which an engine began to compute its first turn."""
     scored_s: float = 0.0
     """At which its reward was known."""
     turns: tuple[TurnSpan, ...] = ()
-    """In order; they hold every trained token. None where nothing is to be said of them."""
+    """In order; they hold every trained token. None where nothing is to be said of them: one turn that took all the sample's time."""
     branch: Branch | None = None
     """None: it stands by itself, or others have left it."""
     routed_experts: BlobRef | None = None
@@ -164,6 +170,12 @@ class Tombstone(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
     group_size: int = 1
     detail: str = ""
     source: str = ""
+    producer: str | msgspec.UnsetType = msgspec.UNSET
+    """Whose claim ended so. Like the next three not on the wire when unset."""
+    issued_s: float | msgspec.UnsetType = msgspec.UNSET
+    """As a sample's."""
+    claimed_s: float | msgspec.UnsetType = msgspec.UNSET
+    deliveries: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class RewardUpdate(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="reward"):

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from contextlib import aclosing
 
 import msgspec
 
-from streamrl.engines.extras import INEXACT
+from streamrl.engines.extras import BEGAN, INEXACT
 from streamrl.engines.protocol import Chunk, Engine
 from streamrl.errors import EngineError, SchemaError
 from streamrl.producers.children.frames import Abort, Answer, Ask, Given, Info, Problem, Returned, Save, Told
-from streamrl.producers.episode import Episode, Segment
+from streamrl.producers.episode import Episode, Origin, Segment
 from streamrl.schemas.samples import LogprobMode, VersionSpan
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class Recorded:
         self.spans = list(segment.spans)
         self.inexact = segment.inexact
         self.temperature = segment.temperature
+        self.origin = segment.origin
         self.mode = LogprobMode.SAMPLED
         self.engine = ""
 
@@ -43,10 +45,12 @@ class Recorded:
         self.spans += chunk.spans
         self.inexact |= bool(chunk.extras.get(INEXACT))
         self.mode, self.engine = chunk.logprob_mode, chunk.engine
+        asked_s = 0.0 if self.origin is None else self.origin.asked_s
+        self.origin = Origin(chunk.engine, chunk.finish_reason or "", asked_s, chunk.extras.get(BEGAN, 0.0), time.time())
 
     def key(self) -> Hashable:
         """Equal for completions of which one says what the other does."""
-        return self.part(0, len(self.token_ids)), self.mode, self.engine
+        return msgspec.structs.replace(self.part(0, len(self.token_ids)), origin=None), self.mode, self.engine
 
     def part(self, start: int, stop: int) -> Segment:
         """Tokens `start` to `stop` with the versions that sampled them."""
@@ -57,7 +61,8 @@ class Recorded:
             length = min(end, stop) - max(begin, start)
             if length > 0:
                 spans.append(VersionSpan(length, span.version))
-        return Segment(tuple(self.token_ids[start:stop]), tuple(self.logprobs[start:stop]), tuple(spans), self.inexact, self.temperature)
+        kept = tuple(self.token_ids[start:stop]), tuple(self.logprobs[start:stop]), tuple(spans)
+        return Segment(*kept, self.inexact, self.temperature, self.origin)
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -179,8 +184,8 @@ class Call:
                 raise EngineError("a reward has no engine to ask", hint="ask engines in the producer")
             if any(turn in self.turns for turn in turns):
                 raise EngineError(f"turns {turns} have been asked for before")
-            drawn = Segment((), temperature=frame.request.sampling.temperature)
-            self.turns.update((turn, Recorded(drawn)) for turn in turns)
+            asked = Segment((), temperature=frame.request.sampling.temperature, origin=Origin(asked_s=time.time()))
+            self.turns.update((turn, Recorded(asked)) for turn in turns)
             async with aclosing(self._engine.generate(frame.request)) as stream:  # type: ignore[type-var]
                 async for chunk in stream:
                     self.turns[frame.turn + chunk.completion].add(chunk)

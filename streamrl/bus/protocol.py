@@ -61,6 +61,11 @@ class Lease(Protocol):
         """1 at the first delivery."""
         ...
 
+    @property
+    def stored_s(self) -> float:
+        """Unix seconds at which the bus stored it; for people and metrics only."""
+        ...
+
     async def keep(self) -> None:
         """Tell the bus that the task is still being worked on (resets the ack wait)."""
         ...

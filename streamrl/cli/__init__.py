@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from streamrl import __version__
-from streamrl.cli import bench, checks, dead, files, logs, metrics, records, reward, runs, workers
+from streamrl.cli import bench, checks, dead, files, inspect, logs, metrics, records, reward, runs, trace, workers
 from streamrl.errors import StreamRLError
 
 _INTERRUPTED = 130
@@ -52,5 +52,7 @@ def parser() -> argparse.ArgumentParser:
     records.add_verbs(verbs)
     dead.add_verbs(verbs)
     reward.add_verbs(verbs)
+    trace.add_verbs(verbs)
+    inspect.add_verbs(verbs)
     bench.add_verbs(verbs)
     return top

@@ -1,7 +1,8 @@
 """What an engine says about a completion beyond its tokens: `Chunk.extras` and the same as fields of `meta_info`.
 
 Keys, all on a completion's last chunk and left out where there is nothing to say: `cached_tokens`, `num_retractions`, `spec_verify_ct`,
-`spec_num_proposed_drafts`, `spec_num_correct_drafts` (numbers), `routed_experts` (`RoutedExperts`) and `inexact_versions` (True).
+`spec_num_proposed_drafts`, `spec_num_correct_drafts` (numbers), `began_s` (Unix seconds), `routed_experts` (`RoutedExperts`) and
+`inexact_versions` (True).
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from streamrl.engines.wire import MetaInfo
 NUMBERS = ("cached_tokens", "num_retractions", "spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts")
 EXPERTS = "routed_experts"
 INEXACT = "inexact_versions"
+BEGAN = "began_s"
+"""When the engine began to compute it, by its own clock."""
 
 
 def read_extras(meta: MetaInfo) -> dict[str, Any]:
@@ -26,7 +29,7 @@ def read_extras(meta: MetaInfo) -> dict[str, Any]:
     Raises:
         SchemaError: routed experts that do not fit their shape.
     """
-    extras: dict[str, Any] = {name: value for name in NUMBERS if (value := getattr(meta, name))}
+    extras: dict[str, Any] = {name: value for name in (*NUMBERS, BEGAN) if (value := getattr(meta, name))}
     if meta.routed_experts is not None and meta.routed_experts_shape is not None:
         extras[EXPERTS] = from_text(meta.routed_experts_dtype, meta.routed_experts_shape, meta.routed_experts)
     if meta.inexact_versions:
@@ -36,7 +39,7 @@ def read_extras(meta: MetaInfo) -> dict[str, Any]:
 
 def write_extras(extras: Mapping[str, Any], meta: MetaInfo) -> None:
     """Put a chunk's extras into the result that is sent."""
-    for name in NUMBERS:
+    for name in (*NUMBERS, BEGAN):
         if name in extras:
             setattr(meta, name, extras[name])
     if (experts := extras.get(EXPERTS)) is not None:

@@ -24,7 +24,7 @@ class Stage(Enum):
 class Completion:
     """One completion of a request; owned by the decode thread once submitted."""
 
-    __slots__ = ("index", "job", "row", "sent", "stage")
+    __slots__ = ("began_s", "index", "job", "row", "sent", "stage")
 
     def __init__(self, job: Job, index: int) -> None:
         self.job = job
@@ -34,6 +34,8 @@ class Completion:
         """Row of the batch while RUNNING."""
         self.sent = 0
         """Tokens handed back so far (streaming)."""
+        self.began_s = 0.0
+        """Unix seconds at which it joined the batch."""
 
 
 class Job:

@@ -91,6 +91,8 @@ class MetaInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Base64. SGLang sends int32; we send the dtype and the shape that the next two name."""
     routed_experts_dtype: str = ""
     routed_experts_shape: tuple[int, int, int] | None = None
+    began_s: float = 0.0
+    """Ours: Unix seconds at which the engine began to compute it."""
     inexact_versions: bool = False
     """Ours: some spans may be off by tokens (an engine that updates SGLang without the plugin)."""
     logprob_mode: str = ""

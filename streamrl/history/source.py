@@ -103,7 +103,7 @@ async def open_source(text: str, *, base: Path | str = "runs") -> AsyncGenerator
 
 async def read_entries(text: str, *, base: Path | str = "runs") -> tuple[str, list[LedgerEntry]]:
     """Name and ledger of a run, a branch, a recording, or (as `RUN:NAME`) a tap; raises ConfigError when nothing was trained."""
-    name, trainer = _split(text)
+    name, trainer = split_tap(text)
     branch = [path for path in (Path(base) / name, Path(name)) if (path / BRANCH_FILE).is_file()]
     if branch:
         entries = read_branch_ledger(branch[0])
@@ -120,12 +120,12 @@ def read_config(text: str, *, base: Path | str = "runs") -> Config:
     """The configuration of what `read_entries` reads; of a tap that of its last start."""
     if (Path(text) / RECORDING_FILE).is_file():
         return RecordedLog(Path(text)).config
-    name, tap = _split(text)
+    name, tap = split_tap(text)
     run = RunDir.find(name, base=base)
     return run.load_tap_config(tap) if tap else run.load_config()
 
 
-def _split(text: str) -> tuple[str, str]:
+def split_tap(text: str) -> tuple[str, str]:
     """(run, tap) of `RUN:TAP`; the tap is empty where none is named."""
     name, colon, trainer = text.rpartition(":")
     return (name, trainer) if colon and RUN_ID.fullmatch(trainer) and not Path(text).exists() else (text, "")

@@ -48,8 +48,12 @@ async def until_down(run: RunDir, *, grace_s: float = 5.0) -> None:
 
 
 @contextlib.asynccontextmanager
-async def open_bus(run: RunDir) -> AsyncGenerator[Bus]:
+async def open_bus(run: RunDir, *, role: str = "") -> AsyncGenerator[Bus]:
     """The run's bus: the one that is up, else a server on its store for as long as this is open (the run is locked meanwhile).
+
+    Args:
+        run: which run.
+        role: whose rights are enough on a bus that is up; empty: the operator's.
 
     Raises:
         ConfigError: the directory has no log: it is a branch, or its run has never been started.
@@ -58,7 +62,7 @@ async def open_bus(run: RunDir) -> AsyncGenerator[Bus]:
     """
     config = run.load_config()
     if config.bus.url or holder(run) is not None:
-        async with connected(run) as bus:
+        async with connected(run, role=role) as bus:
             yield bus
         return
     if not any(run.bus_store.glob("*")):

@@ -70,6 +70,8 @@ class Worker:
         """Asked with each heartbeat while `state` names no wait itself: what it waits for; empty: nothing."""
         self.trouble: Callable[[], str] = str
         """What people should know of it before what it does, such as a call of user code that blocks; empty: nothing."""
+        self.detail: Callable[[], dict[str, Any]] = dict
+        """Asked with each heartbeat: what else people may want to know of it."""
         self._besides, self._besides_since_s = "", 0.0
         subject = self.subjects.metrics(self.name)
         self._sink = MetricsSink(self.name, lambda body: bus.publish(subject, body))
@@ -125,7 +127,13 @@ class Worker:
         if self.draining.is_set():
             state = "draining"
         presence = WorkerPresence(
-            worker=self.name, kind=self.kind, state=state, pid=os.getpid(), host=socket.gethostname(), since_s=since_s
+            worker=self.name,
+            kind=self.kind,
+            state=state,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            detail=self.detail(),
+            since_s=since_s,
         )
         await self.bus.kv.put(f"{PREFIX_PRESENCE}workers/{self.name}", encode(presence), ttl_s=PRESENCE_TTL_S)
 

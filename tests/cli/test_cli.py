@@ -24,6 +24,8 @@ VERBS = {"init", "config", "completion", "up", "down", "status", "logs", "metric
     "record",
     "compare",
     "tap",
+    "trace",
+    "inspect",
     "bench",
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 
@@ -189,6 +190,7 @@ async def test_a_task_is_claimed_once_and_gone_when_done(bus: Bus, to: Subjects)
     leases = [lease for share in shares for lease in share]
     assert sorted(lease.sequence for lease in leases) == list(range(1, 21))
     assert all(lease.body == b"%d" % (lease.sequence - 1) and lease.deliveries == 1 for lease in leases)
+    assert all(abs(lease.stored_s - time.time()) < 60 for lease in leases)
     assert await bus.claim("main", max=1, wait_s=0.0) == []
     for lease in leases:
         await lease.done()

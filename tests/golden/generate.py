@@ -68,6 +68,12 @@ def samples() -> list[Sample]:
     return [full, root, replace(root, sample=1, branch=Branch(0, 1))]
 
 
+def claimed_samples() -> list[Sample]:
+    """The columns that were added to `samples/2` later: how the task was claimed, and when its first turn was begun."""
+    full, *others = samples()
+    return [replace(full, issued_s=10.5, deliveries=3, began_s=12.625), *others]
+
+
 def former_samples() -> list[Sample]:
     """A rollout with every column filled, sampled by two versions around a tool's answer, and one with as little as there can be."""
     full = Sample(
@@ -135,6 +141,9 @@ def records() -> dict[str, Any]:
             seed=123456789,
         ),
         "tombstone": Tombstone(task=41, reason="failed", rollout=1, group_size=3, detail="tool timed out", source="main"),
+        "tombstone-claimed": Tombstone(
+            task=41, reason="timeout", group_size=3, source="main", producer="producer-1", issued_s=10.5, claimed_s=11.5, deliveries=3
+        ),
         "reward": RewardUpdate(task=41, rollout=2, reward=0.5, revision=2, reward_parts={"answer": 0.5}),
         "mark": Mark(name="resume", detail={"version": "1.17"}),
         "epoch": EpochMark(1, 13, 15),
@@ -275,7 +284,8 @@ def records() -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> None:
-    files = {name: encode(record) for name, record in records().items()} | {"samples-2": encode_samples(samples())}
+    files = {name: encode(record) for name, record in records().items()}
+    files |= {"samples-2": encode_samples(samples()), "samples-2-claimed": encode_samples(claimed_samples())}
     for name, data in files.items():
         path = FOLDER / f"{name}.bin"
         if not path.exists() or arguments == ["--force", name]:

@@ -115,6 +115,9 @@ async def test_a_task_becomes_one_message_of_scored_samples(loop: Loop) -> None:
     samples = samples_in([by_task["1"]])
     assert [(s.rollout, s.group_size, s.reward, s.seed) for s in samples] == [(k, 4, 1.0, rollout_seed(1, k)) for k in range(4)]
     assert {(s.engine, s.producer, s.source) for s in samples} == {("table-0", "producer-0", "main")}
+    for s in samples:
+        times = (s.issued_s, s.claimed_s, s.started_s, s.began_s, s.finished_s, s.scored_s)
+        assert min(times) > 0 and list(times) == sorted(times) and s.deliveries == 0
     tokenizer = loop.tokenizer
     assert tokenizer.decode(samples[0].tokens.tolist()) == "<|user|>3+4<|end|><|assistant|>7<|end|>"
     assert samples[0].loss_mask.tolist() == [0] * 6 + [1, 1]
@@ -222,6 +225,21 @@ async def test_a_task_without_any_sample_ends_whole(loop: Loop, functions: Path)
         [stone] = tombstones_in(await loop.records(1))
         await loop.queue_is_empty()
     assert (stone.task, stone.rollout, stone.reason, stone.group_size) == (0, None, "failed", 3)
+    assert (stone.producer, stone.deliveries) == ("producer-0", 1)
+    assert isinstance(stone.claimed_s, float) and isinstance(stone.issued_s, float) and 0 < stone.issued_s <= stone.claimed_s
+
+
+async def test_a_task_that_was_given_back_says_how_often_it_was_claimed(loop: Loop) -> None:
+    worker = loop.worker()
+    async with loop.serving(main, worker):
+        await loop.issue(1)
+        # No engine is there yet: the presence names what is in hand.
+        await until(lambda: worker.detail() == {"tasks": [0]})
+    async with loop.engine(), loop.serving(main, again := loop.worker()):
+        samples = samples_in(await loop.records(1))
+        await loop.queue_is_empty()
+        await until(lambda: again.detail() == {"tasks": []})
+    assert {sample.deliveries for sample in samples} == {2}
 
 
 @pytest.mark.process

@@ -110,7 +110,10 @@ def more(draw: st.DrawFn, length: int, trained: np.ndarray) -> dict[str, Any]:
         "turns": tuple(turns) if inside == trained.sum() else (),
         "routed_experts": draw(blobs),
         "images": draw(blobs),
+        "issued_s": draw(SECONDS),
         "claimed_s": draw(SECONDS),
+        "began_s": draw(SECONDS),
+        "deliveries": draw(st.integers(0, 9)),
         "scored_s": draw(SECONDS),
         "counters": draw(st.dictionaries(TEXT, st.floats(0, 1e9), max_size=2)),
     }

@@ -13,9 +13,11 @@ from streamrl.schemas.columns import OPTIONAL, arrow_schema, former_schema
 from streamrl.schemas.control import Grant
 from streamrl.schemas.decoding import decode_samples, decode_together
 from streamrl.schemas.encoding import encode_samples
-from tests.golden.generate import former_samples, records, samples
+from tests.golden.generate import claimed_samples, former_samples, records, samples
 from tests.schemas.rows import plain
 
+LATER = ("issued_s", "began_s", "deliveries")
+"""Columns that `samples/2` did not have at first."""
 GOLDEN = Path(__file__).parent.parent / "golden"
 
 
@@ -47,6 +49,10 @@ def test_arrow_reads_the_golden_bytes() -> None:
     data = (GOLDEN / "samples-2.bin").read_bytes()
     assert [plain(row) for row in decode_samples(data).rows()] == [plain(row) for row in samples()]
     with pa.ipc.open_stream(data) as reader:
+        assert reader.schema.equals(arrow_schema(*(name for name in OPTIONAL if name not in LATER)), check_metadata=True)
+    data = (GOLDEN / "samples-2-claimed.bin").read_bytes()
+    assert [plain(row) for row in decode_samples(data).rows()] == [plain(row) for row in claimed_samples()]
+    with pa.ipc.open_stream(data) as reader:
         assert reader.schema.equals(arrow_schema(*OPTIONAL), check_metadata=True)
 
 
@@ -61,4 +67,4 @@ def test_old_and_new_golden_bytes_are_decoded_together() -> None:
 
 
 def test_every_golden_file_has_its_record() -> None:
-    assert {path.stem for path in GOLDEN.glob("*.bin")} == {*records(), "samples-1", "samples-2"}
+    assert {path.stem for path in GOLDEN.glob("*.bin")} == {*records(), "samples-1", "samples-2", "samples-2-claimed"}

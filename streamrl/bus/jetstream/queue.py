@@ -47,6 +47,7 @@ class JetStreamLease:
         self._body = message.data
         self._sequence = facts.stream_sequence
         self._deliveries = facts.deliveries
+        self._stored_s = facts.stored_s
 
     @property
     def body(self) -> bytes:
@@ -59,6 +60,10 @@ class JetStreamLease:
     @property
     def deliveries(self) -> int:
         return self._deliveries
+
+    @property
+    def stored_s(self) -> float:
+        return self._stored_s
 
     async def keep(self) -> None:
         await self._connection.ready()

@@ -142,6 +142,7 @@ class Delivery(NamedTuple):
 
     deliveries: int
     stream_sequence: int
+    stored_s: float
 
 
 def decode(data: bytes, kind: type[T]) -> T:
@@ -158,7 +159,7 @@ def delivery(reply: str) -> Delivery:
     """Read `$JS.ACK.[<domain>.<account>.]<stream>.<consumer>.<delivered>.<sseq>.<cseq>.<ns>.<pending>[.<random>]`."""
     tokens = reply.split(".")
     start = 4 if len(tokens) == 9 else 6
-    return Delivery(int(tokens[start]), int(tokens[start + 1]))
+    return Delivery(int(tokens[start]), int(tokens[start + 1]), int(tokens[start + 3]) * _NANOSECOND)
 
 
 def unix_seconds(text: str) -> float:

@@ -8,20 +8,21 @@ import time
 from collections.abc import Sequence
 
 from streamrl.bus.memory.log import Log
+from streamrl.bus.protocol import Message
 
 
 class MemoryLease:
     """One claimed task."""
 
-    def __init__(self, queue: TaskQueue, sequence: int, body: bytes, deliveries: int) -> None:
+    def __init__(self, queue: TaskQueue, message: Message, deliveries: int) -> None:
         self._queue = queue
-        self._sequence = sequence
-        self._body = body
+        self._message = message
+        self._sequence = message.sequence
         self._deliveries = deliveries
 
     @property
     def body(self) -> bytes:
-        return self._body
+        return self._message.body
 
     @property
     def sequence(self) -> int:
@@ -30,6 +31,10 @@ class MemoryLease:
     @property
     def deliveries(self) -> int:
         return self._deliveries
+
+    @property
+    def stored_s(self) -> float:
+        return self._message.time_s
 
     async def keep(self) -> None:
         await self._queue.hold(self._sequence, self._deliveries)
@@ -91,7 +96,7 @@ class TaskQueue:
         assert message is not None
         self._free_at[sequence] = now + self._ack_wait_s
         self._deliveries[sequence] = self._deliveries.get(sequence, 0) + 1
-        return MemoryLease(self, sequence, message.body, self._deliveries[sequence])
+        return MemoryLease(self, message, self._deliveries[sequence])
 
     async def hold(self, sequence: int, delivery: int) -> None:
         """Begin the ack wait anew, unless the task was delivered to somebody else since."""

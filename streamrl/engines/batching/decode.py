@@ -21,6 +21,7 @@ import numpy.typing as npt
 from streamrl.engines.batching.delays import TokenDelay
 from streamrl.engines.batching.model import DecodeModel
 from streamrl.engines.batching.rows import Rows
+from streamrl.engines.extras import BEGAN
 from streamrl.engines.protocol import Chunk
 from streamrl.engines.requests import Completion, Job, Stage
 from streamrl.errors import EngineError, EngineUnavailable
@@ -266,6 +267,7 @@ class DecodeLoop:
             spans=rows.spans(row, start, end),
             finish_reason=reason,
             engine=self._engine,
+            extras={} if reason is None else {BEGAN: owner.began_s},
         )
 
     def _hand_back(self, completion: Completion, chunk: Chunk) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -81,8 +82,9 @@ class Rows:
         self.streams[where] = [job.request.stream for job in jobs]
         self.stops[where] = [job.stops + (-1,) * (width - len(job.stops)) for job in jobs]
         self.wake_s[where] = 0.0
+        now_s = time.time()
         for row, joiner in zip(rows, joiners, strict=True):
-            joiner.stage, joiner.row = Stage.RUNNING, row
+            joiner.stage, joiner.row, joiner.began_s = Stage.RUNNING, row, now_s
             self.owners[row] = joiner
             self.marks[row] = [(0, version)]
         return rows

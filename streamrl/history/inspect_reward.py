@@ -1,0 +1,212 @@
+"""A reward run again on stored episodes: in a child, as producers run it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+from msgspec.structs import replace
+
+from streamrl.bus.reading import read_key
+from streamrl.config.tree import Config, RewardConfig
+from streamrl.data.problems import load_problems
+from streamrl.data.tokenizer import Tokenizer
+from streamrl.errors import ConfigError, DataError
+from streamrl.history.trace_source import TraceSource
+from streamrl.history.trace_text import printable
+from streamrl.producers.children.calls import Limits
+from streamrl.producers.children.frames import Hello
+from streamrl.producers.children.jobs import NOTHING, job
+from streamrl.producers.children.pool import Children
+from streamrl.producers.episode import Episode, Segment
+from streamrl.producers.feeder import plan_tasks
+from streamrl.producers.protocol import Failure
+from streamrl.rewards.factory import LATE, is_user_code, make_reward
+from streamrl.rewards.protocol import RewardValue
+from streamrl.runtime.kinds import environment
+from streamrl.schemas.control import Grant
+from streamrl.schemas.samples import Sample, VersionSpan
+from streamrl.schemas.subjects import KEY_GRANTED
+from streamrl.schemas.tasks import RolloutTask
+
+
+class Again(msgspec.Struct, frozen=True, kw_only=True):
+    """One sample's reward, as stored and as it is now."""
+
+    rollout: int
+    sample: int
+    stored: float | None
+    stored_parts: dict[str, float]
+    now: float | None
+    now_parts: dict[str, float]
+    error: str
+    """Why it has none now."""
+
+
+def reward_config(config: Config, reference: str) -> RewardConfig:
+    """The run's reward, or the user's function `reference` with no options.
+
+    Raises:
+        ConfigError: the run's rewards come late, by somebody else's hand.
+    """
+    if reference:
+        place, colon, name = reference.partition(":")
+        path = str(Path(place).expanduser().absolute()) + colon + name if place.endswith(".py") else reference
+        return replace(config.reward, kind=path, options={})
+    if config.reward.kind != LATE:
+        return config.reward
+    raise ConfigError(
+        "expected a reward that this run computes itself, got reward.kind = 'late': somebody else gives its rewards",
+        hint="name a function: --reward file.py:name",
+        key="reward.kind",
+    )
+
+
+async def task_of_samples(source: TraceSource, samples: Sequence[Sample], tokenizer: Tokenizer) -> tuple[RolloutTask, str]:
+    """The task that gave these samples, and what could not be found of it, in words.
+
+    It is planned again from the run's data. Where these are gone or others than they were, it has what the samples have.
+    """
+    first = samples[0]
+    prompt_ids = tuple(first.tokens[: _prompt_length(first)].tolist())
+    made = RolloutTask(
+        run=first.run,
+        index=first.task,
+        source=first.source,
+        policy=first.policy,
+        data_epoch=first.data_epoch,
+        prompt_ids=prompt_ids,
+        prompt=tokenizer.decode(prompt_ids),
+        label=first.label,
+        metadata=first.metadata,
+        num_rollouts=first.group_size,
+        sampling=first.sampling,
+        seed=first.seed,
+    )
+    lacks = "the task has what its samples have (its prompt as text, no tools)"
+    try:
+        problems = load_problems(source.config.data.train, source.config.data, tokenizer)
+    except (DataError, ConfigError) as error:
+        return made, f"{lacks}: {error.message}"
+    grant = await read_key(source.bus.kv, KEY_GRANTED, Grant) if source.bus is not None else None
+    warmup_end = grant.warmup_end if grant is not None else 0
+    [planned] = plan_tasks(Grant(first.task + 1, 0, 0, warmup_end), first.task, first.task + 1, problems, source.config)
+    if (planned.prompt_ids, planned.label, planned.source) == (prompt_ids, first.label, first.source):
+        return replace(planned, num_rollouts=first.group_size), ""
+    # Where the warm-up ended is not in a recording; and the order of the rows may be another one now.
+    same = next((one for one in problems.problems if (one.prompt_ids, one.label) == (prompt_ids, first.label)), None)
+    if same is None:
+        return made, f"{lacks}: no row of {source.config.data.train} is it"
+    return replace(made, row=same.row, prompt=same.prompt, tools=same.tools, metadata=same.metadata), ""
+
+
+def episode_of(sample: Sample, task: RolloutTask, tokenizer: Tokenizer) -> Episode:
+    """The episode as its reward saw it, without a reward."""
+    stops = {*tokenizer.stop_ids, *sample.sampling.stop_token_ids}
+    segments: list[Segment] = []
+    place = 0
+    for span in sample.spans:
+        ids = sample.tokens[place : place + span.length].tolist()
+        logprobs = sample.logprobs[place : place + span.length].tolist()
+        starts_turn = any(turn.start == place for turn in sample.turns)
+        place += span.length
+        if span.version is None:
+            segments.append(Segment(ids))
+        elif segments and segments[-1].is_model and not starts_turn:
+            last = segments[-1]
+            spans = (*last.spans, VersionSpan(span.length, span.version))
+            segments[-1] = Segment([*last.token_ids, *ids], [*last.logprobs, *logprobs], spans)
+        else:
+            segments.append(Segment(ids, logprobs, (VersionSpan(span.length, span.version),)))
+    turns = [list(segment.token_ids) for segment in segments if segment.is_model]
+    return Episode(
+        segments=tuple(segments),
+        finish_reason=sample.finish_reason,
+        status=sample.status,
+        turns=tuple(tokenizer.decode(ids[:-1] if ids[-1] in stops else ids) for ids in turns),
+        sampling=sample.sampling,
+        logprob_mode=sample.logprob_mode,
+        seed=sample.seed,
+        engine=sample.engine,
+        rollout=sample.rollout,
+        metadata={name: value for name, value in sample.metadata.items() if task.metadata.get(name) != value},
+        started_s=sample.started_s,
+        finished_s=sample.finished_s,
+    )
+
+
+def _prompt_length(sample: Sample) -> int:
+    return sample.spans[0].length if sample.spans and sample.spans[0].version is None else 0
+
+
+async def score_again(
+    source: TraceSource, reward: RewardConfig, samples: Sequence[Sample], task: RolloutTask, tokenizer: Tokenizer
+) -> list[Again]:
+    """The rewards of a task's samples, computed once more; user code runs in a process of its own, under the limits of a producer's.
+
+    Raises:
+        ConfigError: the reward cannot be loaded.
+    """
+    episodes = [episode_of(sample, task, tokenizer) for sample in samples]
+    if is_user_code(reward):
+        values = await _in_child(source, reward, task, episodes)
+    else:
+        made = make_reward(reward)
+        values = await made.score(task, episodes) if made is not None else []
+    if isinstance(values, Failure):
+        values = [ConfigError(values.detail)] * len(episodes)
+    return [_again(sample, value) for sample, value in zip(samples, values, strict=True)]
+
+
+async def _in_child(
+    source: TraceSource, reward: RewardConfig, task: RolloutTask, episodes: Sequence[Episode]
+) -> Sequence[RewardValue | Exception] | Failure:
+    config = source.config
+    os.environ.update({name: value for name, value in environment(config, "producer").items() if name not in os.environ})
+    hello = Hello(
+        reward=reward.kind,
+        reward_options=reward.options,
+        model_dir=str(source.model_dir),
+        max_len=config.model.max_len,
+        chat_template=config.data.chat_template,
+        memory_bytes=config.producer.child_memory_bytes,
+    )
+    limits = Limits(idle_s=config.producer.idle_timeout_s, total_s=config.producer.rollout_timeout_s)
+    children = Children(hello, limits, score_s=reward.timeout_s, count=1)
+    try:
+        await children.start()
+        # A reward asks no engine.
+        async with job(children, task, engine=cast(Any, None), keeping=NOTHING, max_deaths=1) as found:
+            return await found.score(episodes)
+    finally:
+        await children.close()
+
+
+def _again(sample: Sample, value: RewardValue | Exception) -> Again:
+    failed = isinstance(value, Exception)
+    return Again(
+        rollout=sample.rollout,
+        sample=sample.sample,
+        stored=sample.reward,
+        stored_parts=sample.reward_parts,
+        now=None if failed else value.value,
+        now_parts={} if failed else value.parts,
+        error=(str(value) or type(value).__name__) if failed else "",
+    )
+
+
+def reward_text(task: int, reward: str, found: Sequence[Again], note: str) -> str:
+    """Both values of each sample, side by side."""
+    lines = [f"task {task}, scored again by {reward}", "", f"{'ROLLOUT':>7}  {'STORED':>10}  {'NOW':>10}"]
+    for one in found:
+        stored, now = ("-" if value is None else f"{value:.6g}" for value in (one.stored, one.now))
+        told = one.error or ("" if one.stored == one.now else "differs")
+        place = f"{one.rollout}.{one.sample}" if one.sample else str(one.rollout)
+        lines.append(f"{place:>7}  {stored:>10}  {now:>10}  {printable(told)}".rstrip())
+        names = [name for name in {**one.stored_parts, **one.now_parts} if one.stored_parts.get(name) != one.now_parts.get(name)]
+        if one.now is not None:
+            lines += [f"{'':9}{printable(name)}: {one.stored_parts.get(name, '-')} -> {one.now_parts.get(name, '-')}" for name in names]
+    return "\n".join([*lines, *(["", f"note: {note}"] if note else [])])
