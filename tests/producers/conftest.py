@@ -143,3 +143,82 @@ async def loop(tmp_path: Path, run_id: str, make_bus: Callable[[BusConfig], Awai
 def with_producer(config: Config, function: str, **fields: object) -> Config:
     """The configuration with another producer function."""
     return replace(config, producer=replace(config.producer, function=function, **fields))
+
+
+PRODUCERS = '''
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+
+
+async def calculator(task, engine):
+    chat = engine.chat(task)
+    turn = await chat.generate()
+    while "?" in turn.text:
+        chat.tool("7")
+        turn = await chat.generate()
+    return chat.episode()
+
+
+async def blocks(task, engine):
+    """Holds its thread for three ack waits."""
+    chat = engine.chat(task)
+    await chat.generate()
+    time.sleep(engine.options["block_s"])
+    return chat.episode()
+
+
+async def hangs(task, engine):
+    Path(engine.options["begun"], f"{task.index}.{engine.context.rollout_index}").touch()
+    await asyncio.sleep(3600)
+
+
+async def hangs_at_odd_tasks(task, engine):
+    if task.index % 2:
+        await asyncio.sleep(3600)
+    return await calculator(task, engine)
+
+
+async def fails_on_odd_rollouts(task, engine):
+    chat = engine.chat(task)
+    await chat.generate()
+    if engine.context.rollout_index % 2:
+        raise ValueError("a broken tool")
+    return chat.episode()
+
+
+async def always_fails(task, engine):
+    raise ValueError("nothing works")
+
+
+async def exits_at_row_4(task, engine):
+    chat = engine.chat(task)
+    await chat.generate()
+    if task.index == 4:
+        os._exit(3)
+    return chat.episode()
+
+
+async def bad_metadata(task, engine):
+    chat = engine.chat(task)
+    await chat.generate()
+    return chat.episode(metadata={"score": np.float32(0.5)} if engine.context.rollout_index else {"score": 0.5})
+
+
+def plain(task, engine):
+    chat = engine.chat(task)
+    while "?" in chat.generate().text:
+        chat.tool("7")
+    time.sleep(0.01)
+    return chat.episode()
+'''
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> Path:
+    path = tmp_path / "functions.py"
+    path.write_text(PRODUCERS)
+    return path

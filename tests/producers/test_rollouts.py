@@ -12,10 +12,10 @@ from msgspec.structs import replace
 from streamrl.bus.protocol import Lease
 from streamrl.core.seeds import rollout_seed
 from streamrl.engines.batching.delays import TokenDelay
-from streamrl.errors import ConfigError, StreamFull
+from streamrl.errors import StreamFull
 from streamrl.monitor.view import RunView
 from streamrl.producers.publishing import Publisher
-from streamrl.producers.rollouts import attach, main
+from streamrl.producers.rollouts import main
 from streamrl.schemas.codec import decode
 from streamrl.schemas.events import MetricReport
 from streamrl.schemas.samples import LogprobMode
@@ -24,84 +24,6 @@ from streamrl.schemas.tasks import RolloutTask
 from tests.producers.conftest import ACK_WAIT_S, Loop, samples_in, tombstones_in, with_producer
 from tests.producers.policies import SURE, script
 from tests.support.processes import until
-
-PRODUCERS = '''
-import asyncio
-import os
-import time
-from pathlib import Path
-
-import numpy as np
-
-
-async def calculator(task, engine):
-    chat = engine.chat(task)
-    turn = await chat.generate()
-    while "?" in turn.text:
-        chat.tool("7")
-        turn = await chat.generate()
-    return chat.episode()
-
-
-async def blocks(task, engine):
-    """Holds its thread for three ack waits."""
-    chat = engine.chat(task)
-    await chat.generate()
-    time.sleep(engine.options["block_s"])
-    return chat.episode()
-
-
-async def hangs(task, engine):
-    Path(engine.options["begun"], f"{task.index}.{engine.context.rollout_index}").touch()
-    await asyncio.sleep(3600)
-
-
-async def hangs_at_odd_tasks(task, engine):
-    if task.index % 2:
-        await asyncio.sleep(3600)
-    return await calculator(task, engine)
-
-
-async def fails_on_odd_rollouts(task, engine):
-    chat = engine.chat(task)
-    await chat.generate()
-    if engine.context.rollout_index % 2:
-        raise ValueError("a broken tool")
-    return chat.episode()
-
-
-async def always_fails(task, engine):
-    raise ValueError("nothing works")
-
-
-async def exits_at_row_4(task, engine):
-    chat = engine.chat(task)
-    await chat.generate()
-    if task.index == 4:
-        os._exit(3)
-    return chat.episode()
-
-
-async def bad_metadata(task, engine):
-    chat = engine.chat(task)
-    await chat.generate()
-    return chat.episode(metadata={"score": np.float32(0.5)} if engine.context.rollout_index else {"score": 0.5})
-
-
-def plain(task, engine):
-    chat = engine.chat(task)
-    while "?" in chat.generate().text:
-        chat.tool("7")
-    time.sleep(0.01)
-    return chat.episode()
-'''
-
-
-@pytest.fixture
-def functions(tmp_path: Path) -> Path:
-    path = tmp_path / "functions.py"
-    path.write_text(PRODUCERS)
-    return path
 
 
 async def test_a_task_becomes_one_message_of_scored_samples(loop: Loop) -> None:
@@ -381,25 +303,3 @@ async def test_a_full_stream_stalls_and_goes_on(loop: Loop) -> None:
                 if len(found) == 2:
                     break
     assert sorted({sample.task for sample in samples_in(found)}) == [0, 1]
-
-
-@pytest.mark.process
-async def test_another_producer_attaches_and_leaves(loop: Loop, functions: Path) -> None:
-    guest = loop.worker(7)
-    async with loop.engine():
-        async with loop.serving(lambda worker: attach(worker, f"{functions}:calculator"), guest) as service:
-            await loop.issue(3)
-            first = samples_in(await loop.records(3))
-        assert await service == 3
-        assert {sample.producer for sample in first} == {"producer-7"}
-        async with loop.serving(main, loop.worker()):
-            await loop.issue(3)
-            both = samples_in(await loop.records(6))
-            await loop.queue_is_empty()
-    assert sorted({(s.task, s.producer) for s in both}) == [(t, "producer-7" if t < 3 else "producer-0") for t in range(6)]
-
-
-@pytest.mark.process
-async def test_attach_refuses_what_is_no_producer(loop: Loop, functions: Path) -> None:
-    with pytest.raises(ConfigError, match="did you mean 'calculator'"):
-        await attach(loop.worker(), f"{functions}:calculater")
