@@ -11,7 +11,7 @@ The model's tokens are kept exactly as the engine gave them and are never decode
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -36,6 +36,9 @@ class Origin(msgspec.Struct, frozen=True):
     began_s: float = 0.0
     """At which the engine began to compute it."""
     finished_s: float = 0.0
+
+
+_NOBODY = Origin()
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -150,10 +153,10 @@ def _segment_problem(segment: Segment) -> str:
     return ""
 
 
-def samples_of(task: RolloutTask, episodes: Sequence[Episode], *, producer: str) -> list[Sample]:
+def samples_of(task: RolloutTask, episodes: Sequence[Episode], *, producer: str, more: Mapping[str, Any] | None = None) -> list[Sample]:
     """Rows for the stream, sorted by rollout and, within one, in the order given.
 
-    Every rollout's samples get the reward of its last episode that has one.
+    Every rollout's samples get the reward of its last episode that has one, and the fields `more`.
 
     Raises:
         SchemaError: an episode of a rollout that the task does not have.
@@ -164,28 +167,25 @@ def samples_of(task: RolloutTask, episodes: Sequence[Episode], *, producer: str)
             raise SchemaError(f"task {task.index} has rollouts 0 to {task.num_rollouts - 1}, got an episode of rollout {episode.rollout}")
         by_rollout.setdefault(episode.rollout, []).append(episode)
     return [
-        _sample(task, episode, index, of_rollout, producer)
+        _sample(task, episode, index, of_rollout, producer=producer, **more or {})
         for _, of_rollout in sorted(by_rollout.items())
         for index, episode in enumerate(of_rollout)
     ]
 
 
-def _sample(task: RolloutTask, episode: Episode, index: int, of_rollout: Sequence[Episode], producer: str) -> Sample:
+def _sample(task: RolloutTask, episode: Episode, index: int, of_rollout: Sequence[Episode], **more: Any) -> Sample:
     rewarded = next((e for e in reversed(of_rollout) if e.reward is not None), None)
     tokens: list[int] = []
     logprobs: list[float] = []
     mask: list[int] = []
     spans: list[VersionSpan] = []
-    turns: list[TurnSpan] = []
+    turns: list[tuple[int, Segment]] = []
     for segment in episode.segments:
         length = len(segment.token_ids)
         if not length:
             continue
         if segment.is_model:
-            same = segment.temperature in (None, episode.sampling.temperature)
-            sampling = {} if same else {"temperature": segment.temperature}
-            made = {} if segment.origin is None else msgspec.structs.asdict(segment.origin)
-            turns.append(TurnSpan(start=len(tokens), length=length, inexact=segment.inexact, sampling=sampling, **made))
+            turns.append((len(tokens), segment))
         tokens += segment.token_ids
         if segment.is_model:
             logprobs += segment.logprobs
@@ -219,19 +219,32 @@ def _sample(task: RolloutTask, episode: Episode, index: int, of_rollout: Sequenc
         label=task.label,
         metadata={**task.metadata, **episode.metadata} if episode.metadata else task.metadata,
         engine=episode.engine,
-        producer=producer,
         started_s=episode.started_s,
         finished_s=episode.finished_s,
-        began_s=turns[0].began_s,
+        began_s=(turns[0][1].origin or _NOBODY).began_s,
         scored_s=episode.scored_s,
-        turns=tuple(turns) if any(turn.inexact or turn.sampling for turn in turns) or not _told_by(episode, turns) else (),
+        turns=() if _told_by(episode, [segment for _, segment in turns]) else tuple(_turn(episode, *turn) for turn in turns),
+        **more,
     )
 
 
-def _told_by(episode: Episode, turns: Sequence[TurnSpan]) -> bool:
-    """Whether the episode itself says all that is known of who made its turns and when: they are one, which took all its time."""
-    if not any(turn.asked_s for turn in turns):
+def _told_by(episode: Episode, turns: Sequence[Segment]) -> bool:
+    """Whether the episode itself says all that is known of its turns: they are one, made as it says, which took all its time."""
+    if any(turn.inexact or _own_temperature(episode, turn) for turn in turns):
+        return False
+    made = [turn.origin or _NOBODY for turn in turns]
+    if not any(origin.asked_s for origin in made):
         return True
-    first = turns[0]
+    first = made[0]
     around_s = abs(first.asked_s - episode.started_s) + abs(first.finished_s - episode.finished_s)
-    return len(turns) == 1 and first.engine == episode.engine and around_s < _SAME_S
+    return len(made) == 1 and first.engine == episode.engine and around_s < _SAME_S
+
+
+def _own_temperature(episode: Episode, turn: Segment) -> bool:
+    return turn.temperature is not None and turn.temperature != episode.sampling.temperature
+
+
+def _turn(episode: Episode, start: int, turn: Segment) -> TurnSpan:
+    sampling = {"temperature": turn.temperature} if _own_temperature(episode, turn) else {}
+    made = {} if turn.origin is None else msgspec.structs.asdict(turn.origin)
+    return TurnSpan(start=start, length=len(turn.token_ids), inexact=turn.inexact, sampling=sampling, **made)

@@ -36,6 +36,12 @@ class Claim(msgspec.Struct, frozen=True):
     issued_s: float = 0.0
     claimed_s: float = 0.0
 
+    @property
+    def told(self) -> dict[str, Any]:
+        """The same as fields of a `Sample`."""
+        again = self.deliveries if self.deliveries > 1 else 0
+        return {"issued_s": self.issued_s, "claimed_s": self.claimed_s, "deliveries": again}
+
 
 class Failure(msgspec.Struct, frozen=True):
     """A rollout that gives no sample; it ends as a tombstone."""

@@ -25,7 +25,6 @@ from streamrl.producers.protocol import Claim, Failure
 from streamrl.producers.publishing import Publisher
 from streamrl.runtime.collection import keep_all
 from streamrl.schemas import encoding
-from streamrl.schemas.samples import Sample
 from streamrl.schemas.subjects import EVENTS, MAIN_SOURCE, WARMUP_SOURCE
 from streamrl.schemas.tasks import RolloutTask
 
@@ -143,16 +142,10 @@ def _roll_out(
             died=partial(attempts.add, task.index),
         )
         group = await runner.run(task, keeping=keeping)
-        samples = [_claimed(sample, claim) for sample in samples_of(task, group.episodes, producer=worker.name)]
+        samples = samples_of(task, group.episodes, producer=worker.name, more=claim.told)
         await publisher.task(task, samples, group.failures, claim)
 
     return work
-
-
-def _claimed(sample: Sample, claim: Claim) -> Sample:
-    """The sample with what is known of its task's claim."""
-    again = claim.deliveries if claim.deliveries > 1 else 0
-    return msgspec.structs.replace(sample, issued_s=claim.issued_s, claimed_s=claim.claimed_s, deliveries=again)
 
 
 def _demonstrate(worker: Worker, publisher: Publisher) -> Callable[[RolloutTask, Claim], Awaitable[None]]:
@@ -166,7 +159,7 @@ def _demonstrate(worker: Worker, publisher: Publisher) -> Callable[[RolloutTask,
             logger.warning("event=demonstration_failed task=%d error=%s", task.index, error.message)
             await publisher.task(task, [], [Failure(0, "failed", error.message)], claim)
             return
-        await publisher.task(task, [_claimed(sample, claim)], [], claim)
+        await publisher.task(task, [msgspec.structs.replace(sample, **claim.told)], [], claim)
 
     return work
 

@@ -41,13 +41,13 @@ class SingleTurn:
             )
             found, error = await finished(context.engine, request)
             for index, completion in found.items():
-                given[left[index]] = _episode(task, context, left[index], completion, started_s)
+                given[left[index]] = _episode(task, context, left[index], request.seeds[index], completion, started_s)
             if error is not None and len(found) < len(left) and not await repeats.again(error):
                 given = {rollout: Failure(rollout, "failed", f"engine: {error.message}") for rollout in left} | given
         return [given[rollout] for rollout in range(task.num_rollouts)]
 
 
-def _episode(task: RolloutTask, context: Context, rollout: int, completion: Completion, started_s: float) -> Episode:
+def _episode(task: RolloutTask, context: Context, rollout: int, seed: int, completion: Completion, started_s: float) -> Episode:
     return Episode(
         segments=(Segment(task.prompt_ids), completion.segment),
         finish_reason=completion.finish_reason,
@@ -55,7 +55,7 @@ def _episode(task: RolloutTask, context: Context, rollout: int, completion: Comp
         turns=(completion.text(context.tokenizer),),
         sampling=task.sampling,
         logprob_mode=completion.logprob_mode,
-        seed=rollout_seed(task.seed, rollout),
+        seed=seed,
         engine=completion.engine,
         rollout=rollout,
         started_s=started_s,

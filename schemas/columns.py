@@ -147,6 +147,7 @@ class SampleBatch:
         self.nbytes = nbytes
         self.num_rows: int = batch.num_rows
         self._columns = columns
+        self._texts: dict[str, list[str]] = {}
         self._bounds: dict[str, npt.NDArray[np.int32]] = {}
         self.task = int(self.ints("task")[0])
         self.source: str = self._column("source")[0].as_py()
@@ -170,10 +171,15 @@ class SampleBatch:
     def _column(self, name: str) -> pa.Array:
         return self._columns[_places()[name]]
 
+    @cached_property
+    def _optional_places(self) -> dict[str, int]:
+        base = len(_places())
+        return {name: place for place, name in enumerate(self.batch.schema.names[base:], base)}
+
     def optional(self, name: str) -> list[Any] | None:
         """[N] values of one of the `OPTIONAL` columns, None where there are none; None when the message has no such column."""
-        place = self.batch.schema.get_field_index(name)
-        return None if place < 0 else self.batch.column(place).to_pylist()
+        place = self._optional_places.get(name)
+        return None if place is None else self.batch.column(place).to_pylist()
 
     def _turns_with(self, name: str) -> Iterator[tuple[slice, Any]]:
         """Where the tokens of each turn are that says something in this column of turns, and what."""
@@ -206,8 +212,10 @@ class SampleBatch:
         return _values(self._column(name), _numpy_types()[name])
 
     def texts(self, name: str) -> list[str]:
-        """[N] values of a column of text."""
-        return self._column(name).to_pylist()
+        """[N] values of a column of text that has no nulls."""
+        if name not in self._texts:
+            self._texts[name] = self._column(name).to_pylist()
+        return self._texts[name]
 
     def parts(self, starts: npt.NDArray[np.int64], sizes: Sequence[int]) -> Sequence[SampleBatch]:
         """The messages that this one was joined of.
@@ -330,11 +338,14 @@ class _Part(SampleBatch):
 
     def optional(self, name: str) -> list[Any] | None:
         # Not of `batch`: to make that costs more than all else that is done with a small message.
-        place = self._whole.batch.schema.get_field_index(name)
-        if place < 0:
+        place = self._whole._optional_places.get(name)
+        if place is None:
             return None
         column = self._whole.batch.column(place).slice(self._rows.start, self.num_rows)
         return None if column.null_count == self.num_rows else column.to_pylist()
+
+    def texts(self, name: str) -> list[str]:
+        return self._whole.texts(name)[self._rows]
 
     def ints(self, name: str) -> npt.NDArray[Any]:
         return self._whole.ints(name)[self._rows]

@@ -78,7 +78,7 @@ def encode_samples(samples: Sequence[Sample]) -> bytes:
         columns[name] = _words(name, tuple([getattr(sample, name) for sample in samples]))
     parts = [sample.reward_parts for sample in samples]
     columns["reward_parts"] = _array("reward_parts", [list(part.items()) for part in parts]) if any(parts) else _no_parts(len(samples))
-    optional = _optional_columns(samples) if any(map(any, map(_more, samples))) else {}
+    optional = _optional_columns(samples)
     arrays = [*(columns[name] for name in _names()), *optional.values()]
     message = pa.RecordBatch.from_arrays(arrays, schema=arrow_schema(*optional)).serialize()
     return b"".join((schema_bytes(*optional), memoryview(message), _END))
@@ -188,22 +188,23 @@ def _settings(rows: list[tuple[Any, ...]]) -> dict[str, pa.Array]:
 
 def _optional_columns(samples: Sequence[Sample]) -> dict[str, pa.Array]:
     """Those of the optional columns that some row has something in, in their order."""
-    rows: dict[str, list[Any]] = {}
-    turns = [sample.turns or None for sample in samples]
-    if any(turns):
-        for name in TURNS:
-            values = [None if of is None else [_turn_value(turn, name) for turn in of] for of in turns]
-            if any(value is not None for of in values for value in of or ()):
-                rows[f"turn_{name}"] = values
-    rows["branch_parent"] = [sample.branch and sample.branch.parent for sample in samples]
-    rows["branch_shared"] = [sample.branch and sample.branch.num_shared for sample in samples]
-    rows["routed_experts"] = [sample.routed_experts and msgspec.structs.asdict(sample.routed_experts) for sample in samples]
-    rows["images"] = [sample.images and msgspec.structs.asdict(sample.images) for sample in samples]
-    rows["counters"] = [list(sample.counters.items()) or None for sample in samples]
-    for name in SCALARS:
-        rows[name] = [getattr(sample, name) or None for sample in samples]
-    kinds = {name: _SCALAR_TYPES.get(name) for name in OPTIONAL if any(value is not None for value in rows.get(name, ()))}
-    return {name: _numbers(name, rows[name], kind) if kind else _array(name, rows[name]) for name, kind in kinds.items()}
+    said = {name: values for name, values in zip(_MORE, zip(*map(_more, samples), strict=True), strict=True) if any(values)}
+    columns: dict[str, pa.Array] = {}
+    for name in TURNS if "turns" in said else ():
+        rows = [[_turn_value(turn, name) for turn in turns] if turns else None for turns in said["turns"]]
+        if any(value is not None for row in rows for value in row or ()):
+            columns[f"turn_{name}"] = _array(f"turn_{name}", rows)
+    if "branch" in said:
+        columns["branch_parent"] = _array("branch_parent", [branch and branch.parent for branch in said["branch"]])
+        columns["branch_shared"] = _array("branch_shared", [branch and branch.num_shared for branch in said["branch"]])
+    for name in {"routed_experts", "images"} & said.keys():
+        columns[name] = _array(name, [ref and msgspec.structs.asdict(ref) for ref in said[name]])
+    if "counters" in said:
+        columns["counters"] = _array("counters", [list(counters.items()) or None for counters in said["counters"]])
+    for name, kind in _SCALAR_TYPES.items():
+        if name in said:
+            columns[name] = _numbers(name, [value or None for value in said[name]], kind)
+    return {name: columns[name] for name in OPTIONAL if name in columns}
 
 
 def _turn_value(turn: TurnSpan, name: str) -> Any:

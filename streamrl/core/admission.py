@@ -35,6 +35,8 @@ def admit(
         The task with the refused rollouts among its ended ones, a drop for each reason (the last retires a task all of whose rollouts have
         ended), and the others.
     """
+    if not any(view.shares for view in views):  # nearly always
+        return task, [], list(views)
     kept: list[RolloutView] = []
     refused: dict[str, list[int]] = {}
     for view in views:

@@ -85,7 +85,7 @@ def assemble(batch: Batch, messages: Mapping[int, SampleBatch], state: FoldState
         return samplewise(lambda message: message.ints(column))
 
     # A sampler that reports log-probs from before top-p and top-k is compared with the policy's from before them too.
-    truncated = samplewise(lambda message: np.array(message.batch.column("logprob_mode").to_pylist()) == LogprobMode.SAMPLED)
+    truncated = samplewise(lambda message: np.array(message.texts("logprob_mode")) == LogprobMode.SAMPLED)
     return TrainBatch(
         kind="sft" if warmup else "rl",
         version=state.version,

@@ -269,10 +269,10 @@ def _rollouts(sequence: int, batch: SampleBatch) -> Rollouts:
 
 def _shares(batch: SampleBatch) -> dict[int, tuple[Share, ...]]:
     """The shares of each rollout of which something may be doubted."""
-    truncated = [status == Status.TRUNCATED for status in batch.texts("status")]
-    inexact = batch.inexact
-    if inexact is None and not any(truncated):
+    statuses, inexact = batch.texts("status"), batch.inexact
+    if inexact is None and Status.TRUNCATED not in statuses:
         return {}
+    truncated = [status == Status.TRUNCATED for status in statuses]
     guessed = None if inexact is None else batch.in_spans(batch.loss_mask & inexact).tolist()
     bounds, trained, numbers = batch.span_offsets.tolist(), batch.trained_in_spans.tolist(), batch.span_number.tolist()
     found: dict[int, dict[tuple[bool, bool], list[tuple[int, int]]]] = {}
