@@ -48,6 +48,8 @@ def guard(token: str) -> Middleware:
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         if _name(request.headers.get("Host", "")) not in _NAMES:  # another name for this machine is how a foreign site would get in
             return web.Response(status=403, text="this page is asked for as 127.0.0.1 or localhost only\n")
+        if request.method not in ("GET", "HEAD"):
+            return web.Response(status=405, text="the page only reads\n", headers={"Allow": "GET, HEAD"})
         given = request.query.get("token")
         if given is not None and _same(given, token):
             # The token leaves the address, so that it is in no history and no picture of the screen.
@@ -56,8 +58,6 @@ def guard(token: str) -> Middleware:
             return answer
         if given is not None or not _same(request.cookies.get(cookie, ""), token):
             return web.Response(status=403, text="expected the token of this run's page: open the address that `streamrl` has printed\n")
-        if request.method not in ("GET", "HEAD"):
-            return web.Response(status=405, text="the page only reads\n", headers={"Allow": "GET, HEAD"})
         return await handler(request)
 
     return check

@@ -209,7 +209,8 @@ def versions_of(index: Index) -> dict[str, Any]:
         ]
         counts = {word: int((verdict == word).sum()) for word in ("same", "other", "unknown")}
         engines.append({"engine": table.removeprefix(COMMITS), "counts": counts, "commits": rows[::-1]})
-    return {"engines": engines}
+    newest = f"{ledger['epoch'][-1]:.0f}.{ledger['version'][-1]:.0f}" if len(ledger["version"]) else ""
+    return {"trained": newest, "engines": engines}
 
 
 def _nullable(values: Any) -> list[float | None]:

@@ -5,6 +5,14 @@ import { element, get, number } from "/static/tools.js";
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const HEIGHT = 190;
 
+// A line that is flat has room above and below it.
+function range(plot, least, most) {
+  if (least === null || most === null) return [0, 1];
+  if (least !== most) return uPlot.rangeNum(least, most, 0.1, true);
+  const room = Math.abs(least) / 10 || 1;
+  return [least - room, most + room];
+}
+
 // series: [{ table, name, label, per }] - `per` divides by seconds, for amounts of a window.
 export class Chart {
   constructor(place, title, series, x = "version") {
@@ -49,7 +57,7 @@ export class Chart {
     this.drawn = labels.join("\n");
     this.plot = new uPlot(
       {
-        width: this.room.clientWidth || 400, height: HEIGHT, scales: { x: { time } },
+        width: this.room.clientWidth || 400, height: HEIGHT, scales: { x: { time }, y: { range } },
         series: [{ label: time ? "time" : this.x, value: time ? "{HH}:{mm}:{ss}" : (plot, value) => number(value) }, ...lines],
         axes: [axis, { ...axis, size: 58, values: (plot, ticks) => ticks.map((tick) => number(tick)) }],
         cursor: { sync: { key: this.x } },

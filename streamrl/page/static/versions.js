@@ -18,9 +18,9 @@ export function versions(place, run) {
   }
 
   async function draw() {
-    const { engines } = await get("/api/versions");
+    const { engines, trained } = await get("/api/versions");
     const rows = engines.map(({ engine, counts, commits }) => [
-      engine, commits.length ? commits[0].version : "–", run.version || "–",
+      engine, commits.length ? commits[0].version : "–", trained || "–",
       number(counts.same + counts.other + counts.unknown), verdict(counts),
       number(commits.length ? commits[0].lag_s : null, 3), number(commits.length ? commits[0].commit_ms : null, 3),
     ]);
