@@ -77,6 +77,7 @@ class Index:
     def read_rows(self) -> bool:
         """Take in the next rows of the metrics files; False once there are none for now. Raises OSError."""
         with self._lock:
+            self._commit()  # what a full disk has refused comes first, and nothing is read until it is written
             count = 0
             for line in self._lines():
                 row = decoded(line)
@@ -145,18 +146,24 @@ class Index:
         """Columns of a table over `x` (`time_s`, `step` or `version`), of its last rows or (0) all; at most `most` points each."""
         with self._lock:
             start = max(0, self._tables.rows(table) - last) if last else 0
-            places = self._tables.column(table, x)[start:]
-            columns = [self._tables.column(table, name)[start:] for name in names]
+            places = self._tables.column(table, x, start=start)
+            columns = [self._tables.column(table, name, start=start) for name in names]
         if x == "time_s":
             places = np.maximum.accumulate(places) if len(places) else places  # a clock that was set back
         thin_x, thin = shrink(places, columns, max(2, min(most, MOST_POINTS)))
         values = {name: as_json(column.tolist()) for name, column in zip(names, thin, strict=True)}
         return Series(table=table, x=as_json(thin_x.tolist()), values=values, rows=len(places))
 
-    def columns(self, table: str, names: Sequence[str]) -> dict[str, Numbers]:
-        """Whole columns."""
+    def columns(self, table: str, names: Sequence[str], *, last: int = 0) -> dict[str, Numbers]:
+        """Columns of the last rows, or (0) of all."""
         with self._lock:
-            return {name: self._tables.column(table, name) for name in names}
+            start = max(0, self._tables.rows(table) - last) if last else 0
+            return {name: self._tables.column(table, name, start=start) for name in names}
+
+    def rows(self, table: str) -> int:
+        """Rows of a table."""
+        with self._lock:
+            return self._tables.rows(table)
 
     def _commit(self) -> None:
         marks = {**self._marks, _FILE: self._file, _PLACE: self._place}
@@ -204,7 +211,7 @@ class Index:
         for table in (WINDOW, "evaluation", BATCH):
             if rows := self._tables.rows(table):
                 for name in self._tables.columns(table):
-                    tail = self._tables.column(table, name)[max(0, rows - 64) :]
+                    tail = self._tables.column(table, name, start=max(0, rows - 64))
                     if name not in _OWN and len(tail := tail[~np.isnan(tail)]):
                         self.newest[name] = float(tail[-1])
 

@@ -125,7 +125,7 @@ class Samples:
     async def drops(self) -> list[dict[str, Any]]:
         """What was dropped with the newest batches, the newest first."""
         bus = await self._log.bus()
-        sequences = self._index.columns(LEDGER_TABLE, ["sequence"])["sequence"][-_ENTRIES:]
+        sequences = self._index.columns(LEDGER_TABLE, ["sequence"], last=_ENTRIES)["sequence"]
         found: list[dict[str, Any]] = []
         for sequence in reversed(sequences.tolist()):
             entry = await whole(bus.blobs, await _fetched(bus, int(sequence)))

@@ -103,14 +103,14 @@ class Page:
         if known == RUNNING and holder(self._run) is None:
             known = "interrupted"
         progress = self._index.progress()
-        newest = self._index.columns(LEDGER_TABLE, ["version", "epoch"])
+        newest = self._index.columns(LEDGER_TABLE, ["version", "epoch"], last=1)
         return {
             "run": self._run.name,
             "state": known or "starting",
             "step": state.step if state is not None else 0,
             "steps": state.steps if state is not None and state.steps else self._config.run.steps,
             "error": state.error if state is not None else "",
-            "batches": len(newest["version"]),
+            "batches": self._index.rows(LEDGER_TABLE),
             "version": f"{newest['epoch'][-1]:.0f}.{newest['version'][-1]:.0f}" if len(newest["version"]) else "",
             "changes": self._index.changes,
             "reading": {"done": progress.done, "total": progress.total} if self.reading else None,

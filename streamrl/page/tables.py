@@ -62,11 +62,11 @@ class Tables:
         folder = self._folder / table
         return sorted(unquote(path.name) for path in folder.iterdir()) if self.rows(table) and folder.is_dir() else []
 
-    def column(self, table: str, name: str) -> Numbers:
-        """[rows] float64, NaN where there is no value; all NaN for a column that is not there."""
-        rows = self.rows(table)
+    def column(self, table: str, name: str, *, start: int = 0) -> Numbers:
+        """[rows - start] float64, NaN where there is no value; all NaN for a column that is not there."""
+        rows = max(0, self.rows(table) - start)
         try:
-            found = np.fromfile(self._path(table, name), np.float64, rows)
+            found = np.fromfile(self._path(table, name), np.float64, rows, offset=start * _BYTES)
         except FileNotFoundError:
             found = np.empty(0)
         return np.concatenate([found, np.full(rows - len(found), np.nan)]) if len(found) < rows else found
