@@ -303,6 +303,7 @@ class WeightWatcher:
                 "stage_s": stage_s,
                 "commit_ms": commit.took_ms,
                 "lag_s": lag_s,
+                "digest": manifest.digest,  # of the staged bytes too, or they would not be served
             }
             await self._event("weights", detail)
 

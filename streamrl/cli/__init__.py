@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from streamrl import __version__
-from streamrl.cli import bench, checks, dead, files, inspect, logs, metrics, records, reward, runs, trace, workers
+from streamrl.cli import bench, checks, dead, files, inspect, logs, metrics, page, records, reward, runs, trace, workers
 from streamrl.errors import StreamRLError
 
 _INTERRUPTED = 130
@@ -47,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     runs.add_verbs(verbs)
     logs.add_verbs(verbs)
     metrics.add_verbs(verbs)
+    page.add_verbs(verbs)
     workers.add_verbs(verbs)
     checks.add_verbs(verbs)
     records.add_verbs(verbs)

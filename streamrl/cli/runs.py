@@ -53,7 +53,8 @@ def run_up(arguments: argparse.Namespace) -> int:
     overrides = [*arguments.overrides, *([] if arguments.name is None else [f"run.name={arguments.name}"])]
     config = load(arguments.config, overrides)
     display = PlainLines(sys.stderr) if arguments.json else choose_display(plain=arguments.plain)
-    outcome = asyncio.run(up(config, display, consent=Consent(gap=arguments.accept_gap, code=arguments.accept_code)))
+    consent = Consent(gap=arguments.accept_gap, code=arguments.accept_code)
+    outcome = asyncio.run(up(config, display, consent=consent, page=True))
     if arguments.json:
         print(outcome.summary_json)
     else:

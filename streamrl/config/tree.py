@@ -13,6 +13,7 @@ from streamrl.config.bounds import Fraction, NonNegativeFloat, NonNegativeInt, P
 from streamrl.config.engines import EngineConfig
 from streamrl.config.loss import LossConfig
 from streamrl.config.metrics import MetricsConfig
+from streamrl.config.page import PageConfig
 from streamrl.config.ray import RayConfig
 from streamrl.errors import ConfigError
 from streamrl.schemas.subjects import check_name
@@ -357,5 +358,6 @@ class Config(Section, frozen=True, kw_only=True):
     bus: BusConfig = BusConfig()
     supervise: SuperviseConfig = SuperviseConfig()
     metrics: MetricsConfig = MetricsConfig()
+    page: PageConfig = PageConfig()
     ray: RayConfig = RayConfig()
     debug: DebugConfig = DebugConfig()

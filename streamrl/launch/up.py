@@ -21,6 +21,7 @@ from streamrl.config.tree import Config
 from streamrl.errors import BusError, LaunchError
 from streamrl.launch.finished import finished_at
 from streamrl.launch.local import LOGS_EVERY_S, LocalLauncher, worker_logs
+from streamrl.launch.page import page_beside
 from streamrl.launch.prepare import NothingBinds, check_log, check_start, open_record, prepare
 from streamrl.launch.protocol import Launcher
 from streamrl.launch.shown import Shown
@@ -87,7 +88,9 @@ class Consent(msgspec.Struct, frozen=True, kw_only=True):
     """Code of the loss that has changed since the last start."""
 
 
-async def up(config: Config, display: Display, *, launcher: Launcher | None = None, consent: Consent | None = None) -> Outcome:
+async def up(
+    config: Config, display: Display, *, launcher: Launcher | None = None, consent: Consent | None = None, page: bool = False
+) -> Outcome:
     """Run `config` until it has finished, was stopped, or cannot go on. No process that it started outlives it.
 
     Args:
@@ -95,6 +98,7 @@ async def up(config: Config, display: Display, *, launcher: Launcher | None = No
         display: shows the run.
         launcher: starts the workers; None: the one that the configuration asks for.
         consent: None: nothing is accepted.
+        page: serve its page beside it, unless `page.enabled` is false.
 
     Raises:
         CannotResume: something is lost that has to be accepted.
@@ -134,7 +138,7 @@ async def up(config: Config, display: Display, *, launcher: Launcher | None = No
         if launcher is None:
             launcher, config = opened.enter_context(_launcher(config, run, note))
         opened.enter_context(stops.listening())
-        session = Session(config, run, display, stops, launcher, consent or Consent())
+        session = Session(config, run, display, stops, launcher, consent or Consent(), page=page)
         body = asyncio.create_task(session.run_to_end())
         at_once = asyncio.create_task(stops.now.wait())
         await asyncio.wait((body, at_once), return_when=asyncio.FIRST_COMPLETED)
@@ -177,11 +181,14 @@ def _launcher(config: Config, run: RunDir, note: Callable[[str], None]) -> Gener
 class Session:
     """One `up` of a run, from its preparation to its summary."""
 
-    def __init__(self, config: Config, run: RunDir, display: Display, stops: Stops, launcher: Launcher, consent: Consent) -> None:
+    def __init__(
+        self, config: Config, run: RunDir, display: Display, stops: Stops, launcher: Launcher, consent: Consent, *, page: bool
+    ) -> None:
         self._config = config
         self._run = run
         self._stops = stops
         self._consent = consent
+        self._page = page and config.page.enabled
         self._shown = Shown(config, run, display, gone=stops.drain.set)
         self._note = self._shown.note
         self._supervisor = Supervisor(launcher, config.supervise, note=self._note)
@@ -239,7 +246,10 @@ class Session:
     async def _follow(self, bus: Bus, server: BusServer) -> Outcome:
         metrics = self._config.metrics
         series = Series(window_s=metrics.window_s, after=written_version(self._run.metrics))
-        with contextlib.closing(RowWriter(MetricsFile(self._run.metrics, metrics))) as rows:
+        async with contextlib.AsyncExitStack() as opened:
+            rows = opened.enter_context(contextlib.closing(RowWriter(MetricsFile(self._run.metrics, metrics))))
+            if self._page:
+                await opened.enter_async_context(page_beside(self._run, self._config.page.port, self._note))
             return await self._follow_to_the_end(bus, server, series, rows)
 
     async def _follow_to_the_end(self, bus: Bus, server: BusServer, series: Series, rows: RowWriter) -> Outcome:

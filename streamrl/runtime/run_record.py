@@ -56,6 +56,7 @@ FREE_KEYS = (
     "bus",
     "supervise",
     "metrics",
+    "page",
     "ray",
     "debug.token_delay_s",
     "debug.token_delay_sigma",

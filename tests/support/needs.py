@@ -68,6 +68,18 @@ def _no_redis() -> str:
     return server or _no_package("redis", "orjson")
 
 
+BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
+
+
+def browser() -> str | None:
+    """A Chromium that can be run without a screen."""
+    return next(filter(None, map(shutil.which, BROWSERS)), None)
+
+
+def _no_browser() -> str:
+    return _no_package("playwright") or ("" if browser() else "no Chromium on PATH: apt install chromium-headless-shell")
+
+
 def _no_gpus(least: int) -> str:
     import torch
 
@@ -78,6 +90,7 @@ REASONS: dict[str, Callable[[], str]] = {
     "sglang": cache(_no_sglang),
     "hosts": cache(_no_hosts),
     "redis": cache(_no_redis),
+    "browser": cache(_no_browser),
     "zmq": cache(lambda: _no_package("zmq")),
     "ray": cache(lambda: _no_package("ray")),
     "gpu": lambda: _no_gpus(1),

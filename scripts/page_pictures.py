@@ -1,0 +1,65 @@
+"""The pictures of the page in docs/pictures, of a real run: `python scripts/page_pictures.py` trains the quickstart and looks at it.
+
+It needs a Chromium and playwright, as the tests of the page do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+
+from playwright.async_api import Browser, async_playwright
+
+from streamrl.page.serving import address_of
+from streamrl.runtime.rundir import RunDir
+from tests.support.needs import browser
+
+ROOT = Path(__file__).resolve().parents[1]
+PICTURES = ROOT / "docs" / "pictures"
+STEP = 150
+"""Of reinforcement learning, at which it is looked at."""
+
+
+async def picture(chromium: Browser, address: str, place: str, *, scheme: str, name: str, wait_for: str, height: int) -> None:
+    """One view."""
+    context = await chromium.new_context(color_scheme="dark" if scheme == "dark" else "light", viewport={"width": 1180, "height": height})
+    tab = await context.new_page()
+    await tab.goto(address)
+    await tab.goto(f"{address.partition('?')[0]}#{place}")
+    await tab.wait_for_selector(wait_for)
+    await asyncio.sleep(3)
+    await tab.screenshot(path=PICTURES / f"{name}.png")
+    await context.close()
+
+
+async def main() -> None:
+    """Train, look, stop."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunDir(Path(folder) / "quickstart")
+        words = ("up", "examples/quickstart/quickstart.toml", "--plain", "--set", f"run.dir={folder}", "--set", "metrics.window_s=2")
+        up = await asyncio.create_subprocess_exec(sys.executable, "-m", "streamrl", *words, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
+        assert up.stdout is not None
+        async for line in up.stdout:
+            if _step(line.decode()) >= STEP:
+                break
+        address = address_of(run)
+        async with async_playwright() as player:
+            chromium = await player.chromium.launch(executable_path=browser(), args=["--no-sandbox", "--disable-gpu"])
+            canvas = "section[aria-label=Reward] canvas"
+            await picture(chromium, address, "overview", scheme="light", name="page", wait_for=canvas, height=820)
+            await picture(chromium, address, "samples", scheme="dark", name="page-batch", wait_for="svg.lanes rect", height=620)
+            await chromium.close()
+        up.terminate()
+        await up.communicate()
+
+
+def _step(line: str) -> int:
+    """Of a line of `up --plain`; 0 for other lines."""
+    text = line.partition(" step=")[2].partition("/")[0]
+    return int(text) if text.isdigit() else 0
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

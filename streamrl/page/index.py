@@ -1,0 +1,250 @@
+"""What the page draws from, beside the run: rows of the metrics file, and what ledger and events say, as columns.
+
+| table | a row is | columns beside `time_s`, `version` (its number), `epoch` |
+|---|---|---|
+| `batch` | a trained batch | `step`, declared metrics |
+| `window`, `window:<worker>` | some seconds | the same |
+| `evaluation` | an evaluation | the same |
+| `ledger` | a ledger entry | `sequence`, `samples`, `tokens`, `digest_high`, `digest_low` |
+| `commits:<worker>` | a version that an engine began to serve | `lag_s`, `stage_s`, `commit_ms`, `digest_high`, `digest_low` |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from streamrl.errors import LaunchError, SchemaError
+from streamrl.monitor.metrics_file import LONGEST_BYTES, decoded, files
+from streamrl.monitor.series import BATCH, RUN, WINDOW, Row
+from streamrl.page.tables import Numbers, Tables, as_json, shrink
+from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.versions import Version
+from streamrl.telemetry.names import METRICS
+
+logger = logging.getLogger(__name__)
+
+LEDGER_TABLE = "ledger"
+COMMITS = "commits:"
+MOST_TABLES = 1024
+"""Workers beyond have no tables: names of engines change with each start."""
+MOST_POINTS = 2000
+_ROWS_AT_ONCE = 2000
+_FILE, _PLACE = "metrics_file", "metrics_place"
+_OWN = ("time_s", "step", "version", "epoch")
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """How much of what there is has been read."""
+
+    done: int
+    total: int
+
+
+class Series(msgspec.Struct, frozen=True, kw_only=True):
+    """Values of some metrics of one table, thinned."""
+
+    table: str
+    x: list[float | None]
+    values: dict[str, list[float | None]]
+    rows: int
+    """Rows behind them."""
+
+
+class Index:
+    """The tables of a run; use `open_index`. Methods may be called from any thread."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._tables = Tables(page_folder(run) / "tables")
+        self._lock = threading.Lock()
+        self._file, self._place = self._tables.mark(_FILE), self._tables.mark(_PLACE)
+        self._marks: dict[str, int] = {}
+        self.newest: dict[str, float] = {}
+        """The newest value of each metric of the run as a whole."""
+        self.changes = 0
+        """Rises whenever there are new rows."""
+        self._load_newest()
+
+    def read_rows(self) -> bool:
+        """Take in the next rows of the metrics files; False once there are none for now. Raises OSError."""
+        with self._lock:
+            self._commit()  # what a full disk has refused comes first, and nothing is read until it is written
+            count = 0
+            for line in self._lines():
+                row = decoded(line)
+                if row is not None:
+                    self._row(row)
+                count += 1
+                if count >= _ROWS_AT_ONCE:
+                    break
+            self._commit()
+            return count > 0
+
+    def progress(self) -> Progress:
+        """Bytes of the metrics files that were read, of how many."""
+        done = total = 0
+        known = [(path.stat().st_ino, path.stat().st_size) for path in files(self._run.metrics)]
+        before = self._file in {inode for inode, _ in known}
+        for inode, size in known:
+            if inode == self._file:
+                done, before = total + min(self._place, size), False
+            total += size
+        return Progress(0 if before else done, total)
+
+    def mark(self, source: str) -> int:
+        """How far a source of `add` was read."""
+        with self._lock:
+            return self._marks.get(source, self._tables.mark(source))
+
+    def add(self, table: str, row: Mapping[str, float], *, source: str, mark: int, forks: bool = False) -> None:
+        """A row of another source, and how far that was read for it; `forks`: a version that is there already is replaced."""
+        with self._lock:
+            if table not in self._tables.names() and len(self._tables.names()) >= MOST_TABLES:
+                return
+            if forks:
+                self._tables.drop_from(table, "version", row["version"])
+            self._tables.add(table, row)
+            self._marks[source] = mark
+
+    def forget(self, prefix: str, *, source: str) -> None:
+        """A source has begun anew: what it gave is void, and it is read from its beginning."""
+        with self._lock:
+            self._tables.forget(prefix)
+            self._marks[source] = 0
+
+    def reach(self, source: str, mark: int) -> None:
+        """A source was read up to here, and gave no row."""
+        with self._lock:
+            self._marks[source] = mark
+
+    def commit(self) -> None:
+        """Have what was added count. Raises OSError."""
+        with self._lock:
+            self._commit()
+
+    def tables(self, prefix: str = "") -> list[str]:
+        """Tables that have rows."""
+        with self._lock:
+            return self._tables.names(prefix)
+
+    def metrics(self) -> dict[str, list[str]]:
+        """By table of metrics, the metrics that it has values of."""
+        with self._lock:
+            tables = [name for name in self._tables.names() if name.partition(":")[0] in (BATCH, WINDOW, "evaluation")]
+            return {table: [name for name in self._tables.columns(table) if name not in _OWN] for table in tables}
+
+    def series(self, table: str, names: Sequence[str], *, x: str = "time_s", most: int = MOST_POINTS, last: int = 0) -> Series:
+        """Columns of a table over `x` (`time_s`, `step` or `version`), of its last rows or (0) all; at most `most` points each."""
+        with self._lock:
+            start = max(0, self._tables.rows(table) - last) if last else 0
+            places = self._tables.column(table, x, start=start)
+            columns = [self._tables.column(table, name, start=start) for name in names]
+        if x == "time_s":
+            places = np.maximum.accumulate(places) if len(places) else places  # a clock that was set back
+        thin_x, thin = shrink(places, columns, max(2, min(most, MOST_POINTS)))
+        values = {name: as_json(column.tolist()) for name, column in zip(names, thin, strict=True)}
+        return Series(table=table, x=as_json(thin_x.tolist()), values=values, rows=len(places))
+
+    def columns(self, table: str, names: Sequence[str], *, last: int = 0) -> dict[str, Numbers]:
+        """Columns of the last rows, or (0) of all."""
+        with self._lock:
+            start = max(0, self._tables.rows(table) - last) if last else 0
+            return {name: self._tables.column(table, name, start=start) for name in names}
+
+    def rows(self, table: str) -> int:
+        """Rows of a table."""
+        with self._lock:
+            return self._tables.rows(table)
+
+    def _commit(self) -> None:
+        marks = {**self._marks, _FILE: self._file, _PLACE: self._place}
+        if self._tables.commit(marks):
+            self.changes += 1
+        self._marks.clear()
+
+    def _row(self, row: Row) -> None:
+        try:
+            version = Version.parse(row.version) if row.version else Version(0, 0)
+        except SchemaError:
+            return
+        table = row.kind if row.of == RUN else f"{row.kind}:{row.of}"
+        if table not in self._tables.names() and len(self._tables.names()) >= MOST_TABLES:
+            return
+        if row.kind == BATCH:
+            self._tables.drop_from(table, "version", version.number)
+        values = {name: value for name, value in row.values.items() if name in METRICS}
+        own = {"time_s": row.time_s, "step": row.step, "version": version.number, "epoch": version.epoch}
+        try:
+            self._tables.add(table, values | own)
+        except ValueError:
+            logger.warning("event=row_passed_over table=%s", table)
+            return
+        if row.of == RUN:
+            self.newest |= values
+
+    def _lines(self) -> Generator[bytes]:
+        """Whole lines from the place that was read to; the place moves on as they are taken."""
+        found = files(self._run.metrics)
+        known = [(path, path.stat().st_ino) for path in found]
+        since = next((at for at, (_, inode) in enumerate(known) if inode == self._file), 0)
+        for path, inode in known[since:]:
+            if inode != self._file:
+                self._file, self._place = inode, 0
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < self._place:  # not the file that it was
+                    self._place = 0
+                file.seek(self._place)
+                while (line := file.readline(LONGEST_BYTES)).endswith(b"\n"):
+                    self._place += len(line)
+                    yield line
+
+    def _load_newest(self) -> None:
+        for table in (WINDOW, "evaluation", BATCH):
+            if rows := self._tables.rows(table):
+                for name in self._tables.columns(table):
+                    tail = self._tables.column(table, name, start=max(0, rows - 64))
+                    if name not in _OWN and len(tail := tail[~np.isnan(tail)]):
+                        self.newest[name] = float(tail[-1])
+
+
+def page_folder(run: RunDir) -> Path:
+    """Where the page's own files are."""
+    return run.path / "page"
+
+
+@contextlib.contextmanager
+def open_index(run: RunDir) -> Generator[Index]:
+    """The index of a run, made if there is none; one process at a time has it.
+
+    Raises:
+        LaunchError: another page has it, or it cannot be made.
+    """
+    folder = page_folder(run)
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise LaunchError(
+            f"the page's index cannot be made in {folder}: {error.strerror}", hint="is the disk full, or the run another user's?"
+        ) from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise LaunchError(
+                f"expected no other page of run {run.name!r}, got one that is served already",
+                hint="its address is that which `streamrl up` or `streamrl page` has printed",
+                run=run.name,
+            ) from error
+        yield Index(run)
+    finally:
+        os.close(descriptor)

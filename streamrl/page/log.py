@@ -1,0 +1,217 @@
+"""The log of a run for its page: ledger and events go into the index, and single entries are fetched when somebody looks at them.
+
+While the run is up its bus is read with the reader's login, which can store nothing. Of a run that is over the server is started on the
+run's store for as long as it is read or looked at, and stopped a while later, so that `up` can have it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Mapping
+
+import msgspec
+
+from streamrl.bus.permissions import READER
+from streamrl.bus.protocol import Bus, Message
+from streamrl.errors import BusError, ConfigError, LaunchError, LogTruncated, SchemaError, StreamRLError
+from streamrl.monitor.failures import Pace
+from streamrl.page.index import COMMITS, LEDGER_TABLE, Index
+from streamrl.runtime.lock import holder
+from streamrl.runtime.run_bus import open_bus
+from streamrl.runtime.rundir import RunDir
+from streamrl.runtime.worker import connected
+from streamrl.schemas.codec import decode
+from streamrl.schemas.events import FAILURES_EVENT, MOVING_EVENT, NOTICE_EVENT, STANDING_EVENT, Event
+from streamrl.schemas.subjects import EVENTS, LEDGER, source_of
+from streamrl.schemas.versions import Version
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 2.0
+_IDLE_S = 20.0
+"""So long after the last look the server of a run that is over is stopped."""
+_ANSWER_S = 15.0
+"""Somebody who looks waits at most this long for the bus."""
+_MOST_NOTES = 100
+_LOOK_BACK = 2000
+"""Events at the end that are read for their notices."""
+_CHARS = 1000
+_COMMIT_EVERY = 500
+"""Messages."""
+
+
+class _LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
+    version: Version
+    digest: str = ""
+    num_samples: int = 0
+    num_tokens: int = 0
+    time_s: float = 0.0
+    gap: msgspec.Raw | None = None
+
+
+class Note(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that a worker or the supervisor has said."""
+
+    time_s: float
+    worker: str
+    kind: str
+    text: str
+
+
+class RunLog:
+    """Reads a run's log for as long as `follow` runs.
+
+    Args:
+        run: its directory.
+        index: gets what is read.
+        trainer: whose ledger.
+    """
+
+    def __init__(self, run: RunDir, index: Index, trainer: str) -> None:
+        self.notes: deque[Note] = deque(maxlen=_MOST_NOTES)
+        self.trouble = ""
+        """Why the log cannot be read now."""
+        self.read_once = False
+        """Whether ledger and events have been read to where they ended at the start."""
+        self._run = run
+        self._index = index
+        self._trainer = trainer
+        self._bus: Bus | None = None
+        self._there = asyncio.Event()
+        self._wanted = asyncio.Event()
+        self._looked_s = 0.0
+        self._pace = Pace()
+
+    async def follow(self) -> None:
+        """Read until cancelled. Whatever the bus does, it is tried again."""
+        while True:
+            live = self._is_up()
+            if live or self._wanted.is_set() or not self.read_once:
+                try:
+                    async with self._opened(live=live) as bus:
+                        await self._read_all(bus, live=live)
+                except* (StreamRLError, OSError) as errors:
+                    self._said(errors)
+            self._wanted.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wanted.wait(), _RETRY_S)
+
+    async def bus(self) -> Bus:
+        """The log, to fetch something from; raises BusError when it is not there."""
+        self._looked_s = time.monotonic()
+        self._wanted.set()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._there.wait(), _ANSWER_S)
+        if self._bus is None:
+            raise BusError(f"the log of run {self._run.name!r} cannot be read now: {self.trouble or 'its server does not answer'}")
+        return self._bus
+
+    def _is_up(self) -> bool:
+        return holder(self._run) is not None or bool(self._run.load_config().bus.url)
+
+    @contextlib.asynccontextmanager
+    async def _opened(self, *, live: bool) -> AsyncGenerator[Bus]:
+        opening = connected(self._run, role=READER, name="page", patience_s=_RETRY_S) if live else open_bus(self._run)
+        async with opening as bus:
+            self._bus, self.trouble = bus, ""
+            self._there.set()
+            try:
+                yield bus
+            finally:
+                self._bus = None
+                self._there.clear()
+
+    async def _read_all(self, bus: Bus, *, live: bool) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            readers = [tasks.create_task(self._read(bus, LEDGER)), tasks.create_task(self._read(bus, EVENTS))]
+            ends = {stream: (await bus.state(stream)).last for stream in (LEDGER, EVENTS)}
+            while any(self._index.mark(stream) < end for stream, end in ends.items()):  # noqa: ASYNC110 - what reads it has other ends
+                await asyncio.sleep(0.1)
+            self._index.commit()
+            self.read_once = True
+            self._looked_s = max(self._looked_s, time.monotonic() - _IDLE_S + 1)
+            while self._is_up() if live else time.monotonic() - self._looked_s < _IDLE_S:
+                await asyncio.sleep(1.0)
+                self._index.commit()
+            for reader in readers:
+                reader.cancel()
+
+    async def _read(self, bus: Bus, stream: str) -> None:
+        state = await bus.state(stream)
+        if self._index.mark(stream) > state.last:  # it was made anew, or has lost its end
+            self._index.forget(LEDGER_TABLE if stream == LEDGER else COMMITS, source=stream)
+        known = self._index.mark(stream)
+        after = known if stream == LEDGER else min(known, max(0, state.last - _LOOK_BACK))
+        after = max(after, state.first - 1)
+        self._index.reach(stream, max(known, after))
+        count = 0
+        while True:
+            try:
+                async for message in bus.read(stream, after=after):
+                    after = message.sequence
+                    try:
+                        (self._ledger if stream == LEDGER else self._event)(message, new=after > known)
+                    except SchemaError as error:
+                        logger.warning("event=unreadable stream=%s seq=%d error=%s", stream, after, error.message)
+                    if after > known:
+                        self._index.reach(stream, after)
+                    count += 1
+                    if count % _COMMIT_EVERY == 0:
+                        self._index.commit()
+                        await asyncio.sleep(0)
+            except LogTruncated:
+                after = max(after, (await bus.state(stream)).first - 1)
+
+    def _ledger(self, message: Message, *, new: bool) -> None:
+        if not new or source_of(message.subject) != self._trainer:
+            return
+        line = decode(message.body, _LedgerLine, where=f"{message.subject} {message.sequence}")
+        if line.gap is not None:
+            return
+        row = {**_version(line.version), **_digest(line.digest), "time_s": line.time_s, "sequence": float(message.sequence)}
+        row |= {"samples": float(line.num_samples), "tokens": float(line.num_tokens)}
+        self._index.add(LEDGER_TABLE, row, source=LEDGER, mark=message.sequence, forks=True)
+
+    def _event(self, message: Message, *, new: bool) -> None:
+        event = decode(message.body, Event, where=f"{message.subject} {message.sequence}")
+        detail = event.detail
+        if event.kind == "weights" and "error" not in detail:
+            if new:
+                self._commit(event, message.sequence)
+        elif event.kind in (NOTICE_EVENT, STANDING_EVENT, FAILURES_EVENT, MOVING_EVENT, "weights", "finished"):
+            words = {"notice": "text", "standing": "what", "failures": "newest", "weights": "error"}.get(event.kind, "")
+            text = str(detail.get(words, ""))[:_CHARS]
+            if text or event.kind == "finished":
+                self.notes.append(Note(time_s=event.time_s, worker=event.worker, kind=event.kind, text=text))
+
+    def _commit(self, event: Event, sequence: int) -> None:
+        detail = event.detail
+        row = {**_version(Version.parse(str(detail.get("version", "")))), **_digest(str(detail.get("digest", "")))}
+        row |= {name: float(value) for name in ("lag_s", "stage_s", "commit_ms") if isinstance(value := detail.get(name), int | float)}
+        try:
+            self._index.add(COMMITS + event.worker, row | {"time_s": event.time_s}, source=EVENTS, mark=sequence)
+        except ValueError as error:
+            raise SchemaError(f"expected the name of a worker: {error}") from error
+
+    def _said(self, errors: BaseExceptionGroup) -> None:
+        error = errors.exceptions[0]
+        self.trouble = error.message if isinstance(error, BusError | ConfigError | LaunchError) else str(error)
+        if self._pace.due(time.monotonic()):
+            logger.warning("event=log_not_read error=%s", self.trouble)
+
+
+def _version(version: Version) -> Mapping[str, float]:
+    return {"version": float(version.number), "epoch": float(version.epoch)}
+
+
+def _digest(digest: str) -> Mapping[str, float]:
+    """64 bits in two numbers that hold 32 exactly."""
+    try:
+        bits = int(digest, 16)
+    except ValueError:
+        return {}
+    return {"digest_high": float(bits >> 32 & 0xFFFFFFFF), "digest_low": float(bits & 0xFFFFFFFF)}

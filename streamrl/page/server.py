@@ -1,0 +1,271 @@
+"""The page's server: files of the browser's part, and JSON of what the index and the log hold. On loopback, by GET only."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from streamrl.config.tree import Config
+from streamrl.errors import BusError, LaunchError, NotFound, StreamRLError
+from streamrl.monitor.run_state import RUNNING, read_state
+from streamrl.page.access import add_headers, guard
+from streamrl.page.index import COMMITS, LEDGER_TABLE, MOST_POINTS, Index, Progress
+from streamrl.page.log import RunLog
+from streamrl.page.samples import Samples
+from streamrl.runtime.lock import holder
+from streamrl.runtime.rundir import RunDir
+from streamrl.telemetry.names import METRICS
+
+logger = logging.getLogger(__name__)
+
+_STATIC = Path(__file__).with_name("static")
+_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_POLL_S = 0.5
+_SEND_S = 1.0
+_MOST_NAMES = 64
+_MOST_COMMITS = 200
+_LISTENERS = 32
+"""Pages that are open at once; those beyond are told to come later."""
+
+
+class Page:
+    """What the page of one run shows.
+
+    Args:
+        run: its directory.
+        config: of the run.
+        index: filled by `work`.
+        log: read by `work`.
+    """
+
+    def __init__(self, run: RunDir, config: Config, index: Index, log: RunLog) -> None:
+        self._run = run
+        self._config = config
+        self._index = index
+        self._log = log
+        self._samples = Samples(run, config, index, log)
+        self._listeners = 0
+        self.reading = True
+        """Whether rows that were there at the start are still being read."""
+
+    async def work(self) -> None:
+        """Keep the index up to date until cancelled. A disk that is full costs what is new, and a line in the log."""
+        following = asyncio.create_task(self._log.follow())
+        try:
+            while True:
+                try:
+                    self.reading = await asyncio.to_thread(self._index.read_rows)
+                except OSError as error:
+                    logger.warning("event=rows_not_read error=%s", error)
+                    await asyncio.sleep(5.0)
+                if not self.reading:
+                    await asyncio.sleep(_POLL_S)
+                if following.done():
+                    following.result()
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+    def progress(self) -> Progress:
+        """How much of the metrics files has been read."""
+        return self._index.progress()
+
+    def app(self, token: str) -> web.Application:
+        """The routes, for those who bring the token."""
+        app = web.Application(middlewares=[guard(token), _errors])
+        app.on_response_prepare.append(add_headers)
+        for name, file in _files().items():
+            app.router.add_get(f"/static/{name}" if name != "index.html" else "/", _sender(*file))
+        app.router.add_get("/api/run", self._get_run)
+        app.router.add_get("/api/live", self._live)
+        app.router.add_get("/api/series", self._get_series)
+        app.router.add_get("/api/versions", self._get_versions)
+        app.router.add_get("/api/notes", self._get_notes)
+        app.router.add_get("/api/drops", self._get_drops)
+        app.router.add_get("/api/letters", self._get_letters)
+        app.router.add_get(r"/api/batches/{number:\d{1,12}}", self._get_batch)
+        app.router.add_get(r"/api/batches/{number:\d{1,12}}/tasks/{task:\d{1,18}}", self._get_group)
+        return app
+
+    def _state(self) -> dict[str, Any]:
+        state = read_state(self._run)
+        known = state.state if state is not None else ""
+        if known == RUNNING and holder(self._run) is None:
+            known = "interrupted"
+        progress = self._index.progress()
+        newest = self._index.columns(LEDGER_TABLE, ["version", "epoch"], last=1)
+        return {
+            "run": self._run.name,
+            "state": known or "starting",
+            "step": state.step if state is not None else 0,
+            "steps": state.steps if state is not None and state.steps else self._config.run.steps,
+            "error": state.error if state is not None else "",
+            "batches": self._index.rows(LEDGER_TABLE),
+            "version": f"{newest['epoch'][-1]:.0f}.{newest['version'][-1]:.0f}" if len(newest["version"]) else "",
+            "changes": self._index.changes,
+            "reading": {"done": progress.done, "total": progress.total} if self.reading else None,
+            "trouble": self._log.trouble,
+            "newest": self._index.newest,
+            "time_s": time.time(),
+        }
+
+    async def _get_run(self, request: web.Request) -> web.Response:
+        tables = await asyncio.to_thread(self._index.metrics)
+        names = {name for columns in tables.values() for name in columns}
+        metrics = {name: {"unit": METRICS[name].unit, "meaning": METRICS[name].meaning} for name in METRICS if name in names}
+        return _json(
+            {**await asyncio.to_thread(self._state), "tables": tables, "metrics": metrics, "window_s": self._config.metrics.window_s}
+        )
+
+    async def _live(self, request: web.Request) -> web.StreamResponse:
+        """Server-sent events: the state whenever it has changed, at most once a second; a comment now and then keeps the line open."""
+        if self._listeners >= _LISTENERS:
+            return web.Response(status=503, text="too many pages of this run are open\n", headers={"Retry-After": "30"})
+        self._listeners += 1
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        before = b""
+        try:
+            await response.prepare(request)
+            while True:
+                state = await asyncio.to_thread(self._state)
+                body = msgspec.json.encode({name: value for name, value in state.items() if name != "time_s"})
+                await response.write(b": still there\n\n" if body == before else b"data: " + msgspec.json.encode(state) + b"\n\n")
+                before = body
+                await asyncio.sleep(_SEND_S)
+        except ConnectionError:
+            return response
+        finally:
+            self._listeners -= 1
+
+    async def _get_series(self, request: web.Request) -> web.Response:
+        """`?table=&names=a,b&x=time_s&points=&last=`: columns of one table, thinned."""
+        query = request.query
+        names = [name for name in query.get("names", "").split(",") if name][:_MOST_NAMES]
+        x = query.get("x", "time_s")
+        if unknown := [name for name in names if name not in METRICS]:
+            raise web.HTTPBadRequest(text=f"no metric is called {unknown[0][:100]!r}\n")
+        if x not in ("time_s", "step", "version"):
+            raise web.HTTPBadRequest(text=f"expected x to be time_s, step or version, got {x[:100]!r}\n")
+        table = query.get("table", "batch")
+        if table not in await asyncio.to_thread(self._index.tables):
+            return _json({"table": table, "x": [], "values": {name: [] for name in names}, "rows": 0})
+        most, last = _number(query, "points", MOST_POINTS), _number(query, "last", 0)
+        return _json(await asyncio.to_thread(lambda: self._index.series(table, names, x=x, most=most, last=last)))
+
+    async def _get_versions(self, request: web.Request) -> web.Response:
+        return _json(await asyncio.to_thread(versions_of, self._index))
+
+    async def _get_notes(self, request: web.Request) -> web.Response:
+        return _json(list(self._log.notes)[::-1])
+
+    async def _get_drops(self, request: web.Request) -> web.Response:
+        return _json(await self._samples.drops())
+
+    async def _get_letters(self, request: web.Request) -> web.Response:
+        return _json(await self._samples.letters())
+
+    async def _get_batch(self, request: web.Request) -> web.Response:
+        return _json(await self._samples.batch(int(request.match_info["number"])))
+
+    async def _get_group(self, request: web.Request) -> web.Response:
+        return _json(await self._samples.group(int(request.match_info["number"]), int(request.match_info["task"])))
+
+
+def versions_of(index: Index) -> dict[str, Any]:
+    """What each engine has served: how many versions, whether their digests are the ledger's, and the newest of them."""
+    ledger = index.columns(LEDGER_TABLE, ["version", "epoch", "digest_high", "digest_low"])
+    engines: list[dict[str, Any]] = []
+    for table in index.tables(COMMITS):
+        names = ["time_s", "version", "epoch", "digest_high", "digest_low", "lag_s", "stage_s", "commit_ms"]
+        commits = index.columns(table, names)
+        at = np.searchsorted(ledger["version"], commits["version"])
+        inside = at < len(ledger["version"])
+        at = np.where(inside, at, 0)
+        known = inside & ~np.isnan(commits["digest_high"])
+        same = known.copy()
+        if len(ledger["version"]):
+            known &= (ledger["version"][at] == commits["version"]) & (ledger["epoch"][at] == commits["epoch"])
+            same = known & (ledger["digest_high"][at] == commits["digest_high"]) & (ledger["digest_low"][at] == commits["digest_low"])
+        verdict = np.where(same, "same", np.where(known, "other", "unknown"))
+        last = slice(-_MOST_COMMITS, None)
+        rows = [
+            {"time_s": time_s, "version": f"{epoch:.0f}.{number:.0f}", "digest": digest, "lag_s": lag, "stage_s": stage, "commit_ms": took}
+            for time_s, epoch, number, digest, lag, stage, took in zip(
+                *(commits[name][last].tolist() for name in ("time_s", "epoch", "version")),
+                verdict[last].tolist(),
+                *(_nullable(commits[name][last]) for name in ("lag_s", "stage_s", "commit_ms")),
+                strict=True,
+            )
+        ]
+        counts = {word: int((verdict == word).sum()) for word in ("same", "other", "unknown")}
+        engines.append({"engine": table.removeprefix(COMMITS), "counts": counts, "commits": rows[::-1]})
+    newest = f"{ledger['epoch'][-1]:.0f}.{ledger['version'][-1]:.0f}" if len(ledger["version"]) else ""
+    return {"trained": newest, "engines": engines}
+
+
+def _nullable(values: Any) -> list[float | None]:
+    return [None if np.isnan(value) else value for value in values.tolist()]
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except NotFound as error:
+        return web.Response(status=404, text=f"{error}\n")
+    except BusError as error:
+        return web.Response(status=503, text=f"{error}\n")
+    except StreamRLError as error:
+        return web.Response(status=500, text=f"{error}\n")
+
+
+def _json(value: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+
+
+def _number(query: Mapping[str, str], name: str, otherwise: int) -> int:
+    text = query.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 12 else otherwise
+
+
+def _files() -> dict[str, tuple[bytes, str]]:
+    """The browser's files, by their place below `static/`; nothing else can be asked for."""
+    paths = sorted(path for path in _STATIC.rglob("*") if path.suffix in _TYPES)
+    return {path.relative_to(_STATIC).as_posix(): (path.read_bytes(), _TYPES[path.suffix]) for path in paths}
+
+
+def _sender(body: bytes, content_type: str) -> Handler:
+    async def send(request: web.Request) -> web.Response:
+        return web.Response(body=body, content_type=content_type, charset="utf-8")
+
+    return send
+
+
+@contextlib.asynccontextmanager
+async def served(app: web.Application, port: int) -> AsyncGenerator[int]:
+    """Serve on loopback while open; gives the port. Raises LaunchError when it cannot be had."""
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", port)
+        try:
+            await site.start()
+        except OSError as error:
+            raise LaunchError(
+                f"expected port {port} of 127.0.0.1 to be free for the page, got: {error.strerror}",
+                hint="take another one, or 0 for any free one: page.port, or --port",
+                port=port,
+            ) from error
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,111 @@
+"""The process that serves the page of a run: beside `up`, or of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from streamrl.config.files import write_private
+from streamrl.errors import LaunchError
+from streamrl.page.access import page_token
+from streamrl.page.index import open_index, page_folder
+from streamrl.page.log import RunLog
+from streamrl.page.server import Page, served
+from streamrl.runtime.rundir import RunDir
+
+logger = logging.getLogger(__name__)
+
+_LATER_S = 0.5
+
+
+async def serve(run: RunDir, *, port: int, say: Callable[[str], None]) -> None:
+    """Serve the page until SIGINT or SIGTERM.
+
+    Args:
+        run: prepared.
+        port: on 127.0.0.1; 0: the one that it had before, else any free one.
+        say: told the address, then how far reading is.
+
+    Raises:
+        LaunchError: another process serves the page of this run, or the port is taken.
+        ConfigError: the run has no configuration that can be read.
+    """
+    config = run.load_config()
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    with open_index(run) as index:
+        token = page_token(run)
+        page = Page(run, config, index, RunLog(run, index, config.trainer.name))
+        async with contextlib.AsyncExitStack() as opened:
+            try:
+                got = await opened.enter_async_context(served(page.app(token), port or _port_before(run)))
+            except LaunchError:
+                if port:
+                    raise
+                got = await opened.enter_async_context(served(page.app(token), 0))
+            address = f"http://127.0.0.1:{got}/?token={token}"
+            write_private(page_folder(run) / "port", str(got).encode())
+            write_private(_address_path(run), msgspec.json.encode(Address(pid=os.getpid(), address=address)))
+            opened.callback(_address_path(run).unlink, missing_ok=True)
+            say(address)
+            work = asyncio.create_task(page.work())
+            progress = asyncio.create_task(_tell_progress(page, say))
+            stopped = asyncio.create_task(stop.wait())
+            await asyncio.wait((work, stopped), return_when=asyncio.FIRST_COMPLETED)
+            for task in (work, progress, stopped):
+                task.cancel()
+            for ended in await asyncio.gather(work, progress, stopped, return_exceptions=True):
+                if isinstance(ended, Exception):
+                    raise ended
+
+
+class Address(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a page is served, and by which process."""
+
+    pid: int
+    address: str
+
+
+def address_of(run: RunDir, *, pid: int | None = None) -> str:
+    """Where the page is served, token included; empty if nobody says so, or (with `pid`) not that process."""
+    try:
+        found = msgspec.json.decode(_address_path(run).read_bytes(), type=Address)
+    except (OSError, msgspec.MsgspecError):
+        return ""
+    return found.address if pid in (None, found.pid) else ""
+
+
+def _address_path(run: RunDir) -> Path:
+    return page_folder(run) / "address.json"
+
+
+async def _tell_progress(page: Page, say: Callable[[str], None]) -> None:
+    """Reading that takes longer than a moment is said, in steps of a tenth."""
+    told = -1
+    await asyncio.sleep(_LATER_S)
+    while page.reading:
+        progress = page.progress()
+        tenth = 10 * progress.done // max(1, progress.total)
+        if tenth != told:
+            told = tenth
+            say(f"reading the run's metrics: {10 * tenth} % of {progress.total / 1e6:.0f} MB")
+        await asyncio.sleep(_LATER_S)
+    if told >= 0:
+        say("all of them are read")
+
+
+def _port_before(run: RunDir) -> int:
+    try:
+        port = int((page_folder(run) / "port").read_text())
+    except (OSError, ValueError):
+        return 0
+    return port if 0 < port < 65536 else 0

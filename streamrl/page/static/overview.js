@@ -1,0 +1,77 @@
+// What one looks at first: is it learning, how fast, how stale, what is lost.
+import { Chart, fill } from "/static/charts.js";
+import { box, clock, element, get, number, paced, table } from "/static/tools.js";
+
+const batch = (name, label) => ({ table: "batch", name, label });
+const since = (name, label, per) => ({ table: "window", name, label, per });
+
+function chartsOf(run) {
+  const per = run.window_s || 10;
+  const shares = (prefix) => (run.tables.window || []).filter((name) => name.startsWith(prefix)).map((name) => since(name, name.slice(prefix.length)));
+  const reasons = (run.tables.batch || []).filter((name) => name.startsWith("rollouts/dropped_total/"));
+  const all = [
+    ["Reward", "version", [batch("rollout/raw_reward", "mean of the batch"), { table: "evaluation", name: "eval/heldout", label: "held-out" }]],
+    ["Tokens a second", "time_s", [since("tokens/sampled_total", "sampled", per), since("tokens/trained_total", "trained", per)]],
+    ["Staleness of trained tokens, versions", "version", [batch("staleness/mean", "mean"), batch("staleness/p95", "p95"), batch("staleness/max", "max")]],
+    ["Where the age comes from, versions", "version", [batch("staleness/in_flight", "in flight"), batch("staleness/queued", "queued"), batch("staleness/publish_lag", "publish lag")]],
+    ["Behind the newest batch, seconds", "time_s", [since("lag/stream_s", "oldest message"), since("lag/publish_to_commit_s", "publish to commit")]],
+    ["Versions that engines are behind", "time_s", [since("lag/versions_behind", "worst engine")]],
+    ["Dropped rollouts a batch", "version", reasons.map((name) => batch(name, name.slice("rollouts/dropped_total/".length)))],
+    ["A batch's seconds", "version", [batch("perf/step_s", "step"), batch("perf/wait_s", "wait for samples")]],
+    ["Sampler against trainer, nats", "version", [batch("train/train_rollout_logprob_abs_diff", "distance"), batch("train/entropy_loss", "entropy"), batch("train/ppo_kl", "KL")]],
+    ["Answer lengths, tokens", "version", [batch("rollout/response_len/mean", "mean"), batch("rollout/response_len/max", "max")]],
+  ];
+  for (const who of ["trainer", "engine", "producer"]) {
+    const found = shares(`${who}/share/`);
+    if (found.length) all.push([`Shares of the ${who}'s time`, "time_s", found]);
+  }
+  return all;
+}
+
+export function overview(place, run) {
+  const cards = element("div", { class: "cards" });
+  const room = element("div", { class: "charts" });
+  const notes = element("div");
+  place.append(cards, room, notes);
+  const charts = [];
+  let known = "";
+
+  function tell() {
+    const newest = run.newest;
+    const rate = (name) => (name in newest ? number(newest[name] / (run.window_s || 10), 3) : "–");
+    const values = [
+      ["reward", number(newest["rollout/raw_reward"], 3)],
+      ["held-out", number(newest["eval/heldout"], 3)],
+      ["step", `${run.step} / ${run.steps}`],
+      ["tokens/s sampled", rate("tokens/sampled_total")],
+      ["tokens/s trained", rate("tokens/trained_total")],
+      ["staleness p95", number(newest["staleness/p95"], 3)],
+      ["stream lag, s", number(newest["lag/stream_s"], 3)],
+      ["versions behind", number(newest["lag/versions_behind"], 3)],
+    ];
+    cards.replaceChildren(...values.map(([name, value]) => element("div", { class: "card" }, element("b", {}, value), element("span", {}, name))));
+  }
+
+  async function draw() {
+    const names = JSON.stringify(run.tables);
+    if (names !== known) {
+      known = names;
+      for (const chart of charts.splice(0)) chart.close();
+      room.replaceChildren();
+      for (const [title, x, series] of chartsOf(run)) charts.push(new Chart(room, title, series, x));
+    }
+    await fill(charts, run);
+    const said = (await get("/api/notes")).slice(0, 20);
+    notes.replaceChildren(
+      ...(said.length ? [box("Said lately", table(["at", "by", "what"], said.map((one) => [clock(one.time_s), one.worker, one.text || one.kind])))] : []),
+    );
+  }
+
+  tell();
+  const drawing = paced(draw);
+  let seen = run.changes;
+  return {
+    update() { tell(); if (run.changes !== seen) { seen = run.changes; drawing.again(); } },
+    close() { drawing.close(); for (const chart of charts) chart.close(); },
+  };
+}

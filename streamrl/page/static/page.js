@@ -1,0 +1,77 @@
+// The frame: views by address, live state over server-sent events. Text from a run becomes text nodes only, never HTML.
+import { drops } from "/static/drops.js";
+import { metrics } from "/static/metrics.js";
+import { overview } from "/static/overview.js";
+import { samples } from "/static/samples.js";
+import { versions } from "/static/versions.js";
+import { element, get } from "/static/tools.js";
+
+const views = { overview, versions, drops, samples, metrics };
+const titles = { overview: "Overview", versions: "Versions", drops: "Drops", samples: "Samples", metrics: "All metrics" };
+const main = document.getElementById("main");
+const nav = document.querySelector("nav");
+let run = null; // what /api/run says; `newest` and others are kept up to date by events
+let shown = null; // { update(run), close() } of the view
+let place = null;
+
+for (const name of Object.keys(views)) nav.append(element("a", { href: `#${name}` }, titles[name]));
+
+function tellState() {
+  document.title = `${run.run} · streamrl`;
+  document.getElementById("run").textContent = run.run;
+  const parts = [run.state, `step ${run.step} of ${run.steps}`];
+  if (run.version) parts.push(`version ${run.version}`);
+  if (run.reading) parts.push(`reading ${Math.floor((100 * run.reading.done) / Math.max(1, run.reading.total))} %`);
+  if (run.error) parts.push(run.error);
+  document.getElementById("state").textContent = parts.join(" · ");
+}
+
+function tellTrouble(text) {
+  const line = document.getElementById("trouble");
+  line.hidden = !text;
+  line.textContent = text;
+}
+
+function show() {
+  if (location.hash === "#main") return; // the link that skips the head
+  const [name, ...rest] = (location.hash.slice(1) || "overview").split("/");
+  const known = views[name] ? name : "overview";
+  if (place === location.hash && shown) return;
+  place = location.hash;
+  for (const link of nav.children) {
+    if (link.hash === `#${known}`) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  if (shown) shown.close();
+  main.replaceChildren();
+  shown = views[known](main, run, rest);
+}
+
+async function listen() {
+  const events = new EventSource("/api/live");
+  let changes = run.changes;
+  events.onopen = () => tellTrouble("");
+  events.onmessage = async (event) => {
+    const state = JSON.parse(event.data);
+    if (state.changes !== changes) {
+      changes = state.changes;
+      const known = new Set(Object.keys(run.metrics));
+      Object.assign(run, Object.keys(state.newest).some((name) => !known.has(name)) ? await get("/api/run") : state);
+    }
+    Object.assign(run, state);
+    tellState();
+    tellTrouble(state.trouble ? `the log cannot be read now: ${state.trouble}` : "");
+    if (shown) shown.update(run);
+  };
+  events.onerror = () => tellTrouble("the page's server does not answer: has `streamrl up` ended? `streamrl page RUN` serves it again");
+}
+
+try {
+  run = await get("/api/run");
+  tellState();
+  show();
+  addEventListener("hashchange", show);
+  listen();
+} catch (error) {
+  tellTrouble(String(error.message || error));
+}

@@ -1,0 +1,55 @@
+// Small things that all views need.
+export function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "class") made.className = value;
+    else if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (value !== false && value !== null) made.setAttribute(name, value === true ? "" : value);
+  }
+  made.append(...children.map((child) => (child instanceof Node ? child : document.createTextNode(String(child)))));
+  return made;
+}
+
+export async function get(path) {
+  const answer = await fetch(path);
+  if (!answer.ok) throw new Error((await answer.text()).trim() || `status ${answer.status}`);
+  return answer.json();
+}
+
+export function number(value, digits = 4) {
+  if (value === null || value === undefined) return "–";
+  if (Number.isInteger(value) && Math.abs(value) < 1e15) return value.toLocaleString("en");
+  return String(Number(value.toPrecision(digits)));
+}
+
+export function clock(seconds) {
+  return seconds ? new Date(seconds * 1000).toLocaleTimeString() : "–";
+}
+
+export function table(heads, rows, numeric = []) {
+  const kind = (at) => (numeric.includes(at) ? "num" : "text");
+  const head = element("tr", {}, ...heads.map((text, at) => element("th", { scope: "col", class: kind(at) }, text)));
+  const body = rows.map((cells) => element("tr", {}, ...cells.map((cell, at) => element("td", { class: kind(at) }, cell ?? "–"))));
+  return element("table", {}, element("thead", {}, head), element("tbody", {}, ...body));
+}
+
+export function box(title, ...children) {
+  return element("section", { class: "box" }, element("h2", {}, title), ...children);
+}
+
+// Calls `work` at once and again when asked to, one at a time and at most every `every` milliseconds.
+export function paced(work, every = 2000) {
+  let running = false, again = false, closed = false, last = 0, timer = 0;
+  async function go() {
+    if (closed) return;
+    if (running) { again = true; return; }
+    const wait = last + every - Date.now();
+    if (wait > 0) { clearTimeout(timer); timer = setTimeout(go, wait); return; }
+    running = true;
+    last = Date.now();
+    try { await work(); } finally { running = false; }
+    if (again) { again = false; go(); }
+  }
+  go();
+  return { again: go, close() { closed = true; clearTimeout(timer); } };
+}

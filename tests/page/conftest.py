@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from streamrl.config.metrics import MetricsConfig
+from streamrl.config.tree import Config, RunConfig
+from streamrl.monitor.metrics_file import MetricsFile
+from streamrl.monitor.series import BATCH, Row
+from streamrl.page.access import page_token
+from streamrl.page.index import open_index
+from streamrl.page.log import RunLog
+from streamrl.page.server import Page, served
+from streamrl.runtime.rundir import RunDir
+
+Rows = Callable[..., list[Row]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A prepared run that has never been up: there are files, and no log."""
+    os.umask(0o077)
+    run = RunDir(tmp_path / "demo")
+    run.create()
+    run.write_config(Config(run=RunConfig(name="demo", dir=str(tmp_path))))
+    return run
+
+
+def batches(first: int, last: int, *, epoch: int = 0, reward: float = 0.5) -> list[Row]:
+    """Rows of trained batches."""
+    return [
+        Row(
+            time_s=1e9 + number,
+            kind=BATCH,
+            version=f"{epoch}.{number}",
+            step=number,
+            values={"rollout/raw_reward": reward, "staleness/max": float(number % 3)},
+        )
+        for number in range(first, last + 1)
+    ]
+
+
+def write(run: RunDir, rows: list[Row], **config: int) -> None:
+    """Append rows to the run's metrics."""
+    file = MetricsFile(run.metrics, MetricsConfig(**config))
+    file.write(rows)
+    file.close()
+
+
+@asynccontextmanager
+async def page(run: RunDir) -> AsyncIterator[tuple[str, str, aiohttp.ClientSession]]:
+    """The page of a run without a log: its address, its token, and a client that is let in."""
+    with open_index(run) as index:
+        while index.read_rows():
+            pass
+        token = page_token(run)
+        config = run.load_config()
+        app = Page(run, config, index, RunLog(run, index, config.trainer.name)).app(token)
+        async with served(app, 0) as port, aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as client:
+            base = f"http://127.0.0.1:{port}"
+            async with client.get(f"{base}/?token={token}") as answer:
+                assert answer.status == 200
+            yield base, token, client

@@ -1,0 +1,161 @@
+"""The page in a headless Chromium: it loads, goes on while a run trains, and asks nobody else for anything."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from streamrl.page.serving import address_of
+from streamrl.runtime.rundir import RunDir
+from tests.page.conftest import batches, page, write
+from tests.support.digits import TABLE, write_digits
+from tests.support.needs import browser
+from tests.support.processes import find, send, server_pid, until
+from tests.support.programs import STREAMRL, Start, said
+
+if TYPE_CHECKING:
+    from playwright.async_api import Page, Route
+
+pytestmark = [pytest.mark.needs("browser"), pytest.mark.process]
+PATIENCE_MS = 60_000
+HOSTILE = '<img src=x onerror="document.title=`owned`"><script>document.title="owned"</script>'
+ENDLESS = ("run.steps=100000", "tasks.drop_zero_variance=false", "metrics.window_s=1", "supervise.backoff_s=0.1")
+
+
+@asynccontextmanager
+async def opened(address: str, *, scheme: Any = "light", quiet: bool = True) -> AsyncIterator[Page]:
+    """A tab with the page. No other host may be asked, and (where it is to be `quiet`) nothing be written to the console."""
+    from playwright.async_api import async_playwright
+
+    async with async_playwright() as player:
+        chromium = await player.chromium.launch(executable_path=browser(), args=["--no-sandbox", "--disable-gpu"])
+        try:
+            tab = await chromium.new_page(color_scheme=scheme, viewport={"width": 1280, "height": 900})
+            tab.set_default_timeout(PATIENCE_MS)
+            told: list[str] = []
+            asked: list[str] = []
+            tab.on("console", lambda message: told.append(f"{message.type}: {message.text}"))
+            tab.on("pageerror", lambda error: told.append(str(error)))
+            tab.on("request", lambda request: asked.append(request.url))
+            await tab.goto(address)
+            yield tab
+            origin = address.partition("?")[0]
+            assert [url for url in asked if not url.startswith(origin)] == []
+            if quiet:
+                assert told == []
+        finally:
+            await chromium.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_charts_are_drawn_in_both_colour_schemes_and_by_keyboard_alone(run: RunDir, scheme: str) -> None:
+    write(run, batches(1, 300))
+    async with page(run) as (base, token, _), opened(f"{base}/?token={token}", scheme=scheme) as tab:
+        await tab.wait_for_selector("section[aria-label=Reward] canvas")
+        ground = await tab.evaluate("getComputedStyle(document.body).backgroundColor")
+        dark = sum(map(int, re.findall(r"\d+", ground)[:3])) < 3 * 128
+        assert dark is (scheme == "dark")
+        assert "token" not in tab.url
+        for name in ("Versions", "Drops", "Samples", "All metrics"):
+            link = tab.get_by_role("link", name=name)
+            await link.focus()
+            await tab.keyboard.press("Enter")
+            await tab.wait_for_selector(f"nav a[aria-current=page]:text-is('{name}')")
+        await tab.get_by_role("searchbox").fill("staleness")
+        await tab.wait_for_selector("section[aria-label^='staleness/max'] canvas")
+
+
+async def test_text_of_a_run_is_text(run: RunDir) -> None:
+    """Names of workers, notes, prompts and reasons come from a run, and anybody may have written them."""
+    write(run, batches(1, 3))
+    group = [
+        {"task": 1, "rollout": 0, "sample": 0, "reward": 1, "reward_parts": {HOSTILE: 1}, "status": HOSTILE, "num_tokens": 2}
+        | {"prompt": HOSTILE, "label": HOSTILE, "tokens": [HOSTILE, "x"], "ids": [1, 2], "versions": [None, "0.1"], "mask": [0, 1]}
+        | {"logprobs": [0, -0.5]}
+    ]
+    drop = {"version": HOSTILE, "sequence": 1, "task": 1, "rollouts": [0], "reason": HOSTILE, "detail": HOSTILE}
+    letter = {"time_s": 1, "sequence": 1, "subject": HOSTILE, "task": None, "num_bytes": 1, "reason": HOSTILE}
+    answers = {
+        "api/notes": [{"time_s": 1, "worker": HOSTILE, "kind": "notice", "text": HOSTILE}],
+        "api/drops": [drop],
+        "api/letters": [letter],
+        "api/batches/1/tasks/1": group,
+    }
+    async with page(run) as (base, token, _), opened(f"{base}/?token={token}") as tab:
+        for path, answer in answers.items():
+            await tab.route(f"{base}/{path}", partial(fulfil, answer))
+        for place, least in (("overview", 2), ("drops", 5), ("samples/1/1", 4)):
+            await tab.goto(f"{base}/#{place}")
+            await tab.reload()
+            await holds(tab, f"document.querySelector('main').textContent.split('<script>').length > {least}")
+            assert await tab.evaluate("document.querySelectorAll('main img, main script').length") == 0
+            assert await tab.title() == "demo · streamrl"
+
+
+@pytest.mark.nats
+@pytest.mark.timeout(400)
+async def test_it_goes_on_while_a_run_trains_and_its_trainer_and_server_are_killed(start: Start, tmp_path: Path) -> None:
+    write_digits(tmp_path, TABLE)
+    streamrl = partial(start, *STREAMRL)
+    run = RunDir(tmp_path / "runs" / "digits")
+    up = await streamrl("up", "run.toml", "--plain", *(word for key in ENDLESS for word in ("--set", key)))
+    await until(lambda: address_of(run), within_s=120)
+    async with opened(address_of(run)) as tab:
+        await tab.wait_for_selector("section[aria-label=Reward] canvas")
+        await later(tab)
+        (trainer,) = find("worker", "trainer", str(run.path))
+        send(trainer, signal.SIGKILL)
+        await later(tab)
+        server = server_pid(run)
+        assert server is not None
+        send(server, signal.SIGKILL)
+        await later(tab)
+        await tab.get_by_role("link", name="Versions").click()
+        await tab.wait_for_selector("td .good:text-matches('^all .* = ledger$')")
+        assert await tab.locator("td .bad").count() == 0
+        await tab.get_by_role("link", name="Samples").click()
+        await tab.wait_for_selector("svg.lanes rect")
+        await tab.locator("td a").first.click()
+        await tab.wait_for_selector(".tokens span[class^=v]")
+        assert await tab.locator("#trouble").is_hidden()
+    assert (await said(await streamrl("down", "digits")))[0] == 0
+    assert f"page: {'http://127.0.0.1:'}" in (await said(up))[1]
+    assert find("page", str(run.path)) == []
+
+    over = await streamrl("page", "digits")
+    assert over.stderr is not None
+    address = (await over.stderr.readline()).decode().strip()
+    async with opened(address) as tab:
+        await tab.wait_for_selector("section[aria-label=Reward] canvas")
+        await tab.get_by_role("link", name="Samples").click()
+        await tab.wait_for_selector("svg.lanes rect")
+    second = await said(await streamrl("page", "digits"))
+    assert (second[0], address in second[1]) == (0, True)
+    over.send_signal(signal.SIGINT)
+    assert (await said(over))[0] == 0
+
+
+async def fulfil(answer: Any, route: Route) -> None:
+    await route.fulfill(json=answer)
+
+
+async def later(tab: Page) -> None:
+    """Return once the page shows a later step, without having been loaded again."""
+    step = "Number(document.getElementById('state').textContent.match(/step (\\d+)/)[1])"
+    before = await tab.evaluate(step)
+    await holds(tab, f"{step} > {before} + 3")
+
+
+async def holds(tab: Page, condition: str) -> None:
+    """Return once it does. Playwright's own way evaluates text within the page, which the page does not allow."""
+    async with asyncio.timeout(PATIENCE_MS / 1000):
+        while not await tab.evaluate(condition):
+            await asyncio.sleep(0.1)

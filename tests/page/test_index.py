@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from streamrl.errors import LaunchError
+from streamrl.monitor.metrics_file import CURRENT
+from streamrl.page.index import Index, open_index
+from streamrl.runtime.rundir import RunDir
+from tests.page.conftest import batches, write
+
+
+def read(index: Index) -> None:
+    while index.read_rows():
+        pass
+
+
+def test_rows_are_taken_once_over_restarts_files_that_are_put_aside_and_torn_ends(run: RunDir) -> None:
+    # The least size of a file: these rows fill several.
+    for first in range(1, 2001, 100):
+        write(run, batches(first, first + 99), file_bytes=1 << 16)
+        if first % 500 == 1:
+            with open_index(run) as index:
+                read(index)
+    with (run.metrics / CURRENT).open("ab") as file:
+        file.write(b'{"time_s":1,"kind":"bat')
+    for _ in range(2):
+        with open_index(run) as index:
+            read(index)
+            assert index.columns("batch", ["version"])["version"].tolist() == list(range(1, 2001))
+            assert index.newest["rollout/raw_reward"] == 0.5
+            progress = index.progress()
+            assert 0 < progress.total - progress.done < 100  # the torn line
+
+
+def test_a_fork_replaces_the_batches_that_it_makes_void(run: RunDir) -> None:
+    write(run, [*batches(1, 9), *batches(5, 6, epoch=1, reward=1.0)])
+    with open_index(run) as index:
+        read(index)
+        series = index.series("batch", ["rollout/raw_reward"], x="version")
+    assert series.x == [1, 2, 3, 4, 5, 6]
+    assert series.values["rollout/raw_reward"] == [0.5] * 4 + [1.0] * 2
+
+
+def test_many_batches_are_thinned_and_no_extreme_is_lost(run: RunDir) -> None:
+    rows = batches(1, 10_000)
+    rows[7777] = batches(7778, 7778, reward=99.0)[0]
+    write(run, rows)
+    with open_index(run) as index:
+        read(index)
+        series = index.series("batch", ["rollout/raw_reward"], x="version", most=500)
+    assert len(series.x) == 500
+    assert series.rows == 10_000
+    assert max(value for value in series.values["rollout/raw_reward"] if value is not None) == 99.0
+
+
+def test_one_page_at_a_time_has_the_index(run: RunDir) -> None:
+    with open_index(run), pytest.raises(LaunchError, match="no other page"), open_index(run):
+        pass
+    with open_index(run):
+        pass
+
+
+def test_lines_that_are_no_rows_and_names_that_nobody_has_are_passed_over(run: RunDir) -> None:
+    write(run, batches(1, 1))
+    with (run.metrics / CURRENT).open("ab") as file:
+        file.write(b"\xff\xfe\n{}\n[1]\n" + b'{"time_s":1,"kind":"../../x","of":"","version":"0.1","step":1,"rollout/raw_reward":1}\n')
+        file.write(b'{"time_s":1,"kind":"window","of":"../../x","version":"0.1","step":1,"rollout/raw_reward":1}\n')
+        file.write(b'{"time_s":1,"kind":"window","of":"","version":"x","step":1,"rollout/raw_reward":1}\n')
+    before = set(Path(run.path).iterdir())
+    with open_index(run) as index:
+        read(index)
+        assert index.tables() == ["batch"]
+    assert set(Path(run.path).iterdir()) - before <= {run.path / "page"}
+
+
+def test_no_metrics_are_no_tables(run: RunDir) -> None:
+    with open_index(run) as index:
+        assert not index.read_rows()
+        assert (index.tables(), index.progress().total) == ([], 0)
+        assert index.series("batch", ["rollout/raw_reward"]).x == []

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.page.tables import Tables, as_json, shrink
+
+
+def test_rows_are_there_once_they_are_committed_and_columns_that_come_late_have_holes(tmp_path: Path) -> None:
+    tables = Tables(tmp_path / "t")
+    tables.add("batch", {"version": 1.0, "a/b": 0.5})
+    assert tables.rows("batch") == 0
+    assert tables.commit({"file": 10})
+    tables.add("batch", {"version": 2.0})
+    tables.add("batch", {"version": 3.0, "c": 7.0})
+    tables.commit({"file": 20})
+    assert not tables.commit({"file": 20})
+    for one in (tables, Tables(tmp_path / "t")):
+        assert one.column("batch", "version").tolist() == [1, 2, 3]
+        assert as_json(one.column("batch", "a/b").tolist()) == [0.5, None, None]
+        assert as_json(one.column("batch", "c").tolist()) == [None, None, 7.0]
+        assert as_json(one.column("batch", "nobody").tolist()) == [None] * 3
+        assert (one.mark("file"), one.names(), one.columns("batch")) == (20, ["batch"], ["a/b", "c", "version"])
+
+
+def test_what_a_crash_left_behind_the_rows_that_count_is_cut(tmp_path: Path) -> None:
+    tables = Tables(tmp_path)
+    tables.add("batch", {"version": 1.0})
+    tables.commit({"file": 1})
+    path = tmp_path / "batch" / "version"
+    path.write_bytes(path.read_bytes() + np.array([8.0, 9.0]).tobytes() + b"torn")
+    tables = Tables(tmp_path)
+    tables.add("batch", {"other": 5.0})
+    tables.commit({"file": 2})
+    assert as_json(tables.column("batch", "version").tolist()) == [1.0, None]
+
+
+def test_a_fork_takes_the_place_of_what_was_before(tmp_path: Path) -> None:
+    tables = Tables(tmp_path)
+    for number in range(1, 6):
+        tables.add("batch", {"version": float(number), "x": float(number)})
+    tables.commit({})
+    tables.add("batch", {"version": 6.0})
+    for least in (6.0, 4.0):
+        tables.drop_from("batch", "version", least)
+    tables.add("batch", {"version": 4.0})
+    tables.commit({})
+    assert tables.column("batch", "version").tolist() == [1, 2, 3, 4]
+    assert as_json(tables.column("batch", "x").tolist()) == [1, 2, 3, None]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"format":99}', b'{"rows":{"../x":3}}', b"\xff"])
+def test_a_state_that_cannot_be_read_begins_anew(tmp_path: Path, content: bytes) -> None:
+    tables = Tables(tmp_path)
+    tables.add("batch", {"version": 1.0})
+    tables.commit({"file": 1})
+    (tmp_path / "state.json").write_bytes(content)
+    tables = Tables(tmp_path)
+    assert (tables.names(), tables.mark("file")) == ([], 0)
+    tables.add("batch", {"version": 7.0})
+    tables.commit({})
+    assert tables.column("batch", "version").tolist() == [7.0]
+
+
+def test_names_that_lead_out_of_the_folder_are_refused(tmp_path: Path) -> None:
+    for name in ("../x", "a/b", "", ".x", "x" * 300):
+        with pytest.raises(ValueError, match="no name"):
+            Tables(tmp_path).add(name, {})
+
+
+@given(st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(math.nan)), min_size=1, max_size=300), st.integers(2, 60))
+def test_thinning_keeps_the_extremes_and_never_more_points_than_asked_for(values: list[float], most: int) -> None:
+    x, column = np.arange(len(values), dtype=np.float64), np.array(values)
+    places, (thin,) = shrink(x, [column], most)
+    assert len(places) == len(thin) <= max(most, 2)
+    assert (np.diff(places) >= 0).all()
+    assert set(thin[~np.isnan(thin)]) <= set(values)
+    if not np.isnan(column).all():
+        assert (np.nanmin(thin), np.nanmax(thin)) == (np.nanmin(column), np.nanmax(column))
