@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from streamrl.schemas.columns import SCALARS, TURNS, SampleBatch, arrow_schema
+from streamrl.schemas.columns import SCALARS, TURNS, arrow_schema
+from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.samples import LogprobMode, Status
 
 _SHA256 = re.compile("[0-9a-f]{64}")

@@ -16,13 +16,13 @@ from streamrl.schemas.columns import (
     OPTIONAL,
     SCHEMA_KEY,
     SCHEMA_NAME,
-    SampleBatch,
     arrow_schema,
     canonical,
     former_schema,
     schema_bytes,
     with_columns,
 )
+from streamrl.schemas.sample_batch import SampleBatch
 
 _LONGEST_SCHEMA = 1 << 16
 _UNREADABLE = (pa.ArrowException, StopIteration, EOFError, OSError, ValueError, OverflowError, MemoryError)

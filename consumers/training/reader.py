@@ -11,8 +11,8 @@ import msgspec
 
 from streamrl.bus.protocol import Log, Message
 from streamrl.core.records import Poison, Record, judge
-from streamrl.schemas.columns import SampleBatch
 from streamrl.schemas.decoding import decode_together
+from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_SCHEMA, HEADER_TASK, SAMPLES, kind_of
 
 WAKE_S = 0.05

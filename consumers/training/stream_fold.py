@@ -13,8 +13,8 @@ from streamrl.core.batches import TrainBatch
 from streamrl.core.fold import Batch, Effects, close, fold, is_warm, trained
 from streamrl.core.gaps import bridged
 from streamrl.core.state import FoldConfig, FoldState
-from streamrl.schemas.columns import SampleBatch
 from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.versions import Version
 
 POLL_S = 0.05

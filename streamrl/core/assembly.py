@@ -12,8 +12,8 @@ from streamrl.core.batches import STATUS_CODES, TrainBatch
 from streamrl.core.fold import Batch
 from streamrl.core.state import FoldConfig, FoldState
 from streamrl.errors import TrainingError
-from streamrl.schemas.columns import SampleBatch
 from streamrl.schemas.ledger import Used
+from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.samples import LogprobMode, Status
 
 

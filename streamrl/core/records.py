@@ -14,9 +14,10 @@ import numpy as np
 
 from streamrl.errors import SchemaError
 from streamrl.schemas.codec import decode
-from streamrl.schemas.columns import FORMER_NAME, SCHEMA_NAME, SampleBatch
+from streamrl.schemas.columns import FORMER_NAME, SCHEMA_NAME
 from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.digests import body_digest
+from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.samples import MARK_EPOCH, EpochMark, Mark, RewardUpdate, Status, Tombstone
 from streamrl.schemas.subjects import kind_of
 

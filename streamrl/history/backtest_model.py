@@ -19,8 +19,8 @@ from streamrl.core.records import Poison, Record, Rollouts
 from streamrl.core.state import FoldConfig, initial_state
 from streamrl.errors import TrainingError
 from streamrl.history.replay_log import PastLedger
-from streamrl.schemas.columns import SampleBatch
 from streamrl.schemas.ledger import LedgerEntry, decided_by
+from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.subjects import SAMPLES
 
 OUTLIER = 10.0

@@ -16,8 +16,8 @@ from streamrl.core.fold import Batch
 from streamrl.core.state import FoldConfig, FoldState
 from streamrl.errors import BatchDiffers
 from streamrl.history.branch_state import BranchState, own_batch, own_trained, parent_batch, parent_trained, take, translate
-from streamrl.schemas.columns import SampleBatch
 from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.versions import Version
 
 

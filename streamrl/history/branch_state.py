@@ -17,8 +17,8 @@ from streamrl.core.gaps import bridged
 from streamrl.core.records import Ended, Poison, Record, Rollouts, RolloutView
 from streamrl.core.state import FoldConfig, FoldState, initial_state
 from streamrl.errors import ConfigError, SchemaError
-from streamrl.schemas.columns import SampleBatch
 from streamrl.schemas.ledger import LedgerEntry, decided_by
+from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.versions import Version
 
 

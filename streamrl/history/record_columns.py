@@ -20,9 +20,10 @@ from streamrl.bus.protocol import Message
 from streamrl.core.records import Record, Rollouts
 from streamrl.errors import SchemaError
 from streamrl.schemas.codec import decode
-from streamrl.schemas.columns import OPTIONAL, SampleBatch, arrow_schema, with_columns
+from streamrl.schemas.columns import OPTIONAL, arrow_schema, with_columns
 from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.subjects import kind_of
 
 _IDENTITY = [("sequence", pa.int64()), ("subject", pa.utf8()), ("time_s", pa.float64())]

@@ -14,9 +14,9 @@ from streamrl.consumers.training.checkpoints import check_stream
 from streamrl.consumers.training.reader import open_samples
 from streamrl.core.state import FoldState
 from streamrl.schemas.codec import decode
-from streamrl.schemas.columns import SampleBatch
 from streamrl.schemas.events import NUMERICS_EVENT, Event
 from streamrl.schemas.ledger import LedgerEntry, ranges, take_entry
+from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.subjects import EVENTS, LEDGER, WEIGHTS, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest

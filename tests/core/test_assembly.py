@@ -15,9 +15,9 @@ from streamrl.core.fold import Batch, close, fold
 from streamrl.core.records import judge
 from streamrl.core.state import FoldConfig, FoldState, initial_state
 from streamrl.errors import TrainingError
-from streamrl.schemas.columns import SampleBatch
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.ledger import Used
+from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.samples import LogprobMode, Sample, TurnSpan, VersionSpan
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version

@@ -29,8 +29,8 @@ from streamrl.config.tree import (
 from streamrl.data.model import ensure_model
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
-from streamrl.schemas.columns import SampleBatch
 from streamrl.schemas.decoding import decode_samples
+from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.samples import Sample
 from streamrl.schemas.subjects import SAMPLES, WEIGHTS, Subjects, kind_of
 from streamrl.schemas.tasks import Sampling

@@ -9,7 +9,7 @@ from streamrl.config.tree import BusConfig
 from streamrl.consumers.training.reader import RecordReader
 from streamrl.consumers.training.stream_fold import FORGET_AT, StreamFold
 from streamrl.core.state import FoldConfig, initial_state
-from streamrl.schemas.columns import SampleBatch
+from streamrl.schemas.sample_batch import SampleBatch
 from tests.dead.messages import GROUP, RUN, SUBJECTS, patched, template
 
 TASKS = 400

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.errors import SchemaError
-from streamrl.schemas.columns import SampleBatch
 from streamrl.schemas.decoding import decode_samples, decode_together
 from streamrl.schemas.encoding import encode_samples
+from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.samples import TurnSpan
 from tests.schemas.rows import sample
 

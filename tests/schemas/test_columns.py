@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.errors import SchemaError
-from streamrl.schemas.columns import SampleBatch, arrow_schema
+from streamrl.schemas.columns import arrow_schema
 from streamrl.schemas.decoding import decode_samples, decode_together
 from streamrl.schemas.encoding import encode_samples
+from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.samples import BlobRef, LogprobMode, Sample, Status, TurnSpan, VersionSpan
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
