@@ -18,7 +18,7 @@ from tests.support.needs import browser
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"
-STEP = 150
+STEP = 110
 """Of reinforcement learning, at which it is looked at."""
 
 
@@ -45,6 +45,7 @@ async def main() -> None:
             if _step(line.decode()) >= STEP:
                 break
         address = address_of(run)
+        assert address, "the run has ended before it was looked at"
         async with async_playwright() as player:
             chromium = await player.chromium.launch(executable_path=browser(), args=["--no-sandbox", "--disable-gpu"])
             canvas = "section[aria-label=Reward] canvas"

@@ -38,7 +38,7 @@ def run_page(arguments: argparse.Namespace) -> int:
         print(text, file=sys.stderr, flush=True)
 
     try:
-        asyncio.run(serve(run, port=arguments.port, say=say))
+        asyncio.run(serve(run, port=arguments.port, say=say, supervised=bool(supervisor)))
     except LaunchError:
         known = address_of(run)
         if supervisor or not known or arguments.port:

@@ -18,8 +18,8 @@ export async function get(path) {
 
 export function number(value, digits = 4) {
   if (value === null || value === undefined) return "–";
-  if (Number.isInteger(value) && Math.abs(value) < 1e15) return value.toLocaleString("en");
-  return String(Number(value.toPrecision(digits)));
+  const rounded = Number.isInteger(value) ? value : Number(value.toPrecision(digits));
+  return Math.abs(rounded) >= 1000 && Math.abs(rounded) < 1e15 ? rounded.toLocaleString("en") : String(rounded);
 }
 
 export function clock(seconds) {
