@@ -38,7 +38,17 @@ async def main() -> None:
     """Train, look, stop."""
     with tempfile.TemporaryDirectory() as folder:
         run = RunDir(Path(folder) / "quickstart")
-        words = ("up", "examples/quickstart/quickstart.toml", "--plain", "--set", f"run.dir={folder}", "--set", "metrics.window_s=2")
+        words = (
+            "up",
+            "examples/quickstart/quickstart.toml",
+            "--plain",
+            "--set",
+            f"run.dir={folder}",
+            "--set",
+            "metrics.window_s=2",
+            "--set",
+            "run.max_seconds=0",
+        )
         up = await asyncio.create_subprocess_exec(sys.executable, "-m", "streamrl", *words, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
         assert up.stdout is not None
         async for line in up.stdout:
