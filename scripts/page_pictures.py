@@ -18,7 +18,7 @@ from tests.support.needs import browser
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"
-STEP = 150
+STEP = 110
 """Of reinforcement learning, at which it is looked at."""
 
 
@@ -38,13 +38,24 @@ async def main() -> None:
     """Train, look, stop."""
     with tempfile.TemporaryDirectory() as folder:
         run = RunDir(Path(folder) / "quickstart")
-        words = ("up", "examples/quickstart/quickstart.toml", "--plain", "--set", f"run.dir={folder}", "--set", "metrics.window_s=2")
+        words = (
+            "up",
+            "examples/quickstart/quickstart.toml",
+            "--plain",
+            "--set",
+            f"run.dir={folder}",
+            "--set",
+            "metrics.window_s=2",
+            "--set",
+            "run.max_seconds=0",
+        )
         up = await asyncio.create_subprocess_exec(sys.executable, "-m", "streamrl", *words, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
         assert up.stdout is not None
         async for line in up.stdout:
             if _step(line.decode()) >= STEP:
                 break
         address = address_of(run)
+        assert address, "the run has ended before it was looked at"
         async with async_playwright() as player:
             chromium = await player.chromium.launch(executable_path=browser(), args=["--no-sandbox", "--disable-gpu"])
             canvas = "section[aria-label=Reward] canvas"

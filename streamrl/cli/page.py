@@ -32,13 +32,16 @@ def run_page(arguments: argparse.Namespace) -> int:
         die_with_parent(supervisor)
         os.nice(10)  # the run comes first
     run = RunDir.find(arguments.run, base=arguments.dir)
-    configure_logging("page", file=None if supervisor else run.log_path("page"), stderr=bool(supervisor))
+    try:
+        configure_logging("page", file=None if supervisor else run.log_path("page"), stderr=bool(supervisor))
+    except OSError:  # a copy of a run without its logs
+        configure_logging("page")
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
     try:
-        asyncio.run(serve(run, port=arguments.port, say=say))
+        asyncio.run(serve(run, port=arguments.port, say=say, supervised=bool(supervisor)))
     except LaunchError:
         known = address_of(run)
         if supervisor or not known or arguments.port:

@@ -29,9 +29,9 @@ _SAID_BYTES = 4096
 
 
 @contextlib.asynccontextmanager
-async def page_beside(run: RunDir, port: int, note: Callable[[str], None]) -> AsyncGenerator[None]:
-    """Keep the page of `run` served while open; `note` is told its address, and once if there is none."""
-    keeping = asyncio.create_task(_keep(run, port, note))
+async def page_beside(run: RunDir, port: int, *, note: Callable[[str], None], tell: Callable[[str], None]) -> AsyncGenerator[None]:
+    """Keep the page of `run` served while open; `tell` gets its address, which is secret, and `note` hears once that there is none."""
+    keeping = asyncio.create_task(_keep(run, port, note, tell))
     try:
         yield
     finally:
@@ -39,7 +39,7 @@ async def page_beside(run: RunDir, port: int, note: Callable[[str], None]) -> As
         await asyncio.gather(keeping, return_exceptions=True)
 
 
-async def _keep(run: RunDir, port: int, note: Callable[[str], None]) -> None:
+async def _keep(run: RunDir, port: int, note: Callable[[str], None], tell: Callable[[str], None]) -> None:
     failures, told, complained = 0, "", False
     while True:
         began_s = time.monotonic()
@@ -53,7 +53,7 @@ async def _keep(run: RunDir, port: int, note: Callable[[str], None]) -> None:
                 while (exited := process.poll()) is None:
                     address = address_of(run, pid=process.pid)
                     if address and address != told:
-                        note(f"page: {address}")
+                        tell(f"page: {address}")
                         told = address
                     await asyncio.sleep(_LOOK_S)
                 code = exited

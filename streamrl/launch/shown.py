@@ -65,6 +65,10 @@ class Shown:
         logger.info("event=note text=%s", text)
         self._tell(partial(self._display.note, text))
 
+    def tell(self, text: str) -> None:
+        """A line for people that has a secret in it: no log gets it."""
+        self._tell(partial(self._display.note, text))
+
     async def follow(self, bus: Bus, view: RunView, follower: Follower, workers: Callable[[], Mapping[str, WorkerLine]]) -> None:
         """Show `view` until cancelled. What fails in here is said, and it is shown again; not for ever."""
         failures = FailureWindow(_WINDOW_S)

@@ -249,7 +249,7 @@ class Session:
         async with contextlib.AsyncExitStack() as opened:
             rows = opened.enter_context(contextlib.closing(RowWriter(MetricsFile(self._run.metrics, metrics))))
             if self._page:
-                await opened.enter_async_context(page_beside(self._run, self._config.page.port, self._note))
+                await opened.enter_async_context(page_beside(self._run, self._config.page.port, note=self._note, tell=self._shown.tell))
             return await self._follow_to_the_end(bus, server, series, rows)
 
     async def _follow_to_the_end(self, bus: Bus, server: BusServer, series: Series, rows: RowWriter) -> Outcome:

@@ -21,6 +21,7 @@ from streamrl.errors import BusError, ConfigError, LaunchError, LogTruncated, Sc
 from streamrl.monitor.failures import Pace
 from streamrl.page.index import COMMITS, LEDGER_TABLE, Index
 from streamrl.runtime.lock import holder
+from streamrl.runtime.retries import pause_s
 from streamrl.runtime.run_bus import open_bus
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import connected
@@ -31,7 +32,7 @@ from streamrl.schemas.versions import Version
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 2.0
+_RETRY_S, _MOST_RETRY_S = 2.0, 30.0
 _IDLE_S = 20.0
 """So long after the last look the server of a run that is over is stopped."""
 _ANSWER_S = 15.0
@@ -88,17 +89,20 @@ class RunLog:
 
     async def follow(self) -> None:
         """Read until cancelled. Whatever the bus does, it is tried again."""
+        failures = 0
         while True:
             live = self._is_up()
             if live or self._wanted.is_set() or not self.read_once:
                 try:
                     async with self._opened(live=live) as bus:
+                        failures = 0
                         await self._read_all(bus, live=live)
                 except* (StreamRLError, OSError) as errors:
+                    failures += 1
                     self._said(errors)
             self._wanted.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wanted.wait(), _RETRY_S)
+                await asyncio.wait_for(self._wanted.wait(), pause_s(failures + 1, first_s=_RETRY_S, most_s=_MOST_RETRY_S))
 
     async def bus(self) -> Bus:
         """The log, to fetch something from; raises BusError when it is not there."""

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _STATIC = Path(__file__).with_name("static")
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-_POLL_S = 0.5
+_POLL_S = 1.0
 _SEND_S = 1.0
 _MOST_NAMES = 64
 _MOST_COMMITS = 200

@@ -25,13 +25,14 @@ logger = logging.getLogger(__name__)
 _LATER_S = 0.5
 
 
-async def serve(run: RunDir, *, port: int, say: Callable[[str], None]) -> None:
+async def serve(run: RunDir, *, port: int, say: Callable[[str], None], supervised: bool = False) -> None:
     """Serve the page until SIGINT or SIGTERM.
 
     Args:
         run: prepared.
         port: on 127.0.0.1; 0: the one that it had before, else any free one.
         say: told the address, then how far reading is.
+        supervised: what is said goes to a log, which gets no secret: the supervisor knows the address from its file.
 
     Raises:
         LaunchError: another process serves the page of this run, or the port is taken.
@@ -56,7 +57,7 @@ async def serve(run: RunDir, *, port: int, say: Callable[[str], None]) -> None:
             write_private(page_folder(run) / "port", str(got).encode())
             write_private(_address_path(run), msgspec.json.encode(Address(pid=os.getpid(), address=address)))
             opened.callback(_address_path(run).unlink, missing_ok=True)
-            say(address)
+            say(address if not supervised else f"served on port {got}")
             work = asyncio.create_task(page.work())
             progress = asyncio.create_task(_tell_progress(page, say))
             stopped = asyncio.create_task(stop.wait())

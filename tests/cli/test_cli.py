@@ -26,6 +26,7 @@ VERBS = {"init", "config", "completion", "up", "down", "status", "logs", "metric
     "tap",
     "trace",
     "inspect",
+    "page",
     "bench",
 }
 

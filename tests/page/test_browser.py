@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from streamrl.page.access import page_token
 from streamrl.page.serving import address_of
 from streamrl.runtime.rundir import RunDir
 from tests.page.conftest import batches, page, write
@@ -129,6 +130,7 @@ async def test_it_goes_on_while_a_run_trains_and_its_trainer_and_server_are_kill
     assert (await said(await streamrl("down", "digits")))[0] == 0
     assert f"page: {'http://127.0.0.1:'}" in (await said(up))[1]
     assert find("page", str(run.path)) == []
+    assert [path for path in run.logs.iterdir() if page_token(run) in path.read_text()] == []
 
     over = await streamrl("page", "digits")
     assert over.stderr is not None

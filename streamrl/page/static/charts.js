@@ -52,7 +52,7 @@ export class Chart {
     const time = this.x === "time_s";
     const lines = labels.map((label, at) => ({
       label, stroke: style(`--s${at % 8}`), width: 1.5, spanGaps: sparse,
-      value: (plot, value) => number(value), points: { show: values[0].length < 30 },
+      value: (plot, value) => number(value), points: { show: values[at + 1].filter((one) => one !== null && one !== undefined).length < 40 },
     }));
     this.drawn = labels.join("\n");
     this.plot = new uPlot(

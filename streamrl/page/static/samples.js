@@ -40,7 +40,8 @@ function lanes(batch) {
     return [
       bar(claimed || started, finished, row, "wait", `${who}: waits, and tools: ${number(finished - (claimed || started), 3)} s in all`),
       ...turns.map(([asked, began, ended]) => bar(began || asked, ended, row, `f${at(one.first_version)}`, `${who}: generates ${number(ended - (began || asked), 3)} s, from version ${one.first_version}`)),
-      bar(finished, batch.time_s, row, "after", `${who}: ${scored > finished ? `reward ${number(scored - finished, 3)} s, ` : ""}in the queue and in the step ${number(batch.time_s - (scored || finished), 3)} s`),
+      ...(scored > finished ? [bar(finished, scored, row, "reward", `${who}: reward ${number(scored - finished, 3)} s`)] : []),
+      bar(Math.max(scored || 0, finished), batch.time_s, row, "after", `${who}: in the queue and in the step ${number(batch.time_s - Math.max(scored || 0, finished), 3)} s`),
     ];
   });
   const height = timed.length * LANE;
@@ -48,7 +49,7 @@ function lanes(batch) {
   drawing.setAttribute("aria-label", `${timed.length} rollouts over ${number(end - first, 3)} seconds`);
   const key = order.map((version) => element("span", { class: `key v${at(version)}` }, `generates, version ${version}`));
   const hidden = batch.samples.length - timed.length;
-  return element("div", {}, element("p", {}, ...key, element("span", { class: "soft" }, `light: waits and tools; grey: reward, queue and step; ${number(end - first, 3)} s in all${hidden ? `; ${hidden} more are not drawn` : ""}`)), drawing);
+  return element("div", {}, element("p", {}, ...key, element("span", { class: "soft" }, `faint: waits and tools; strongest: reward; grey: queue and step; ${number(end - first, 3)} s in all${hidden ? `; ${hidden} more are not drawn` : ""}`)), drawing);
 }
 
 function list(batch, place) {

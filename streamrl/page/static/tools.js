@@ -18,8 +18,8 @@ export async function get(path) {
 
 export function number(value, digits = 4) {
   if (value === null || value === undefined) return "–";
-  if (Number.isInteger(value) && Math.abs(value) < 1e15) return value.toLocaleString("en");
-  return String(Number(value.toPrecision(digits)));
+  const rounded = Number.isInteger(value) ? value : Number(value.toPrecision(digits));
+  return Math.abs(rounded) >= 1000 && Math.abs(rounded) < 1e15 ? rounded.toLocaleString("en") : String(rounded);
 }
 
 export function clock(seconds) {
@@ -38,7 +38,7 @@ export function box(title, ...children) {
 }
 
 // Calls `work` at once and again when asked to, one at a time and at most every `every` milliseconds.
-export function paced(work, every = 2000) {
+export function paced(work, every = 3000) {
   let running = false, again = false, closed = false, last = 0, timer = 0;
   async function go() {
     if (closed) return;
