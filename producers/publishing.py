@@ -17,6 +17,7 @@ import msgspec
 from streamrl.bus.protocol import Bus, Receipt
 from streamrl.errors import StreamFull
 from streamrl.producers.protocol import Claim, Failure
+from streamrl.producers.slots import phase
 from streamrl.runtime.retries import pause_s
 from streamrl.schemas.codec import encode
 from streamrl.schemas.columns import SCHEMA_NAME, TOKEN_BYTES
@@ -156,11 +157,12 @@ class Publisher:
         self._waiting(+1, error)
         try:
             attempt = 0
-            while True:
-                attempt += 1
-                await asyncio.sleep(pause_s(attempt, first_s=_FULL_FIRST_S, most_s=_FULL_MAX_S))
-                with contextlib.suppress(StreamFull):
-                    return await self._bus.publish(subject, body, id=id, headers=headers)
+            with phase("wait_room"):
+                while True:
+                    attempt += 1
+                    await asyncio.sleep(pause_s(attempt, first_s=_FULL_FIRST_S, most_s=_FULL_MAX_S))
+                    with contextlib.suppress(StreamFull):
+                        return await self._bus.publish(subject, body, id=id, headers=headers)
         finally:
             self._waiting(-1, error)
 
