@@ -107,6 +107,26 @@ def _of_states() -> Iterator[Metric]:
             yield Metric(share(kind, state), _LAST, "fraction", f"part of the window: {meaning}")
 
 
+AGE_PARTS = {
+    "in_flight": "passed while it was generated",
+    "queued": "passed between generation and training",
+    "publish_lag": "the weights took to reach the engine",
+}
+
+
+def staleness_part(beginning: str, part: str, quantile: str) -> str:
+    """The metric of a part of the ages of trained tokens (`beginning` is empty) or of samples' oldest trained tokens (`sample_`)."""
+    return f"staleness/{beginning}{part}_{quantile}"
+
+
+def _parts_of_ages() -> Iterator[Metric]:
+    quantiles = {"p50": (_MEAN, "median"), "p95": (_MEAN, "95th percentile"), "max": (_MAX, "greatest")}
+    for beginning, what in (("", "of the trained tokens' ages"), ("sample_", "of the ages of the samples' oldest trained tokens")):
+        for part, meaning in AGE_PARTS.items():
+            for quantile, (reduction, word) in quantiles.items():
+                yield Metric(staleness_part(beginning, part, quantile), reduction, "versions", f"{word} of the part {what} that {meaning}")
+
+
 _DECLARED = (
     # One value a batch; they also stand in the batch's ledger entry. Those of a loss are weighted as the loss is.
     Metric("rollout/raw_reward", _MEAN, "reward", "mean reward of the rollouts that arrived for the batch, dropped ones included"),
@@ -206,6 +226,7 @@ _DECLARED = (
     Metric("staleness/in_flight", _MEAN, "versions", "part of the age that passed while tokens were generated"),
     Metric("staleness/queued", _MEAN, "versions", "part of the age that passed between generation and training"),
     Metric("staleness/publish_lag", _MEAN, "versions", "part of the age that the weights took to reach the engine"),
+    *_parts_of_ages(),
     Metric("perf/step_s", _MEAN, "s", "time of the training step"),
     Metric("perf/wait_s", _MEAN, "s", "time the trainer waited for a batch"),
     Metric("perf/step_time", _MEAN, "s", "time of a batch, waiting for it included: `perf/wait_s` and `perf/step_s`"),

@@ -14,7 +14,20 @@ from streamrl.schemas.codec import decode
 from streamrl.schemas.events import MetricReport
 from streamrl.schemas.ledger import Drop
 from streamrl.telemetry.metrics import Fold, MetricsSink, report
-from streamrl.telemetry.names import DOWN, DROP_REASONS, METRICS, OTHER_REASON, STATES, Reduction, dropped, metric, seconds, share
+from streamrl.telemetry.names import (
+    AGE_PARTS,
+    DOWN,
+    DROP_REASONS,
+    METRICS,
+    OTHER_REASON,
+    STATES,
+    Reduction,
+    dropped,
+    metric,
+    seconds,
+    share,
+    staleness_part,
+)
 from tests.support.errors import raises
 
 ROOT = Path(__file__).parents[2]
@@ -132,6 +145,7 @@ def test_every_metric_name_in_the_source_is_declared() -> None:
         ("links.py", "weights/"),
         ("slime_loss.py", "train/"),
         ("names.py", "rollouts/dropped_total/"),
+        ("names.py", "staleness/"),
     }
     assert begun <= allowed, "names that are put together need a test of their own that they are declared"
 
@@ -173,6 +187,7 @@ UNREPORTED = {
 def test_what_is_declared_is_reported_by_somebody() -> None:
     reported: set[str] = {dropped(reason) for reason in (*DROP_REASONS, OTHER_REASON)}
     reported |= {f"rollout/{name}" for name in ("advantages", "returns", "values", "kl")}
+    reported |= {staleness_part(begin, part, of) for begin in ("", "sample_") for part in AGE_PARTS for of in ("p50", "p95", "max")}
     reported |= {make(kind, state) for kind, states in STATES.items() for state in (*states, DOWN) for make in (seconds, share)}
     for folder in ("streamrl", "producers", "consumers"):
         for path in (ROOT / folder).rglob("*.py"):
