@@ -24,7 +24,7 @@ from streamrl.schemas.columns import SCHEMA_NAME, TOKEN_BYTES
 from streamrl.schemas.digests import body_digest
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import RewardUpdate, Sample, Tombstone
-from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_SCHEMA, HEADER_TASK, Subjects
+from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_SCHEMA, HEADER_TASK, WARMUP_SOURCE, Subjects
 from streamrl.schemas.tasks import RolloutTask
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ class Part:
         self.first = samples[0].rollout
         self.last = samples[-1].rollout
         self.num_rollouts = len({sample.rollout for sample in samples})
+        self.num_tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
         self.body = body
 
 
@@ -66,6 +67,8 @@ class Published:
     def __init__(self) -> None:
         self.num_rollouts = 0
         """Rollouts stored."""
+        self.num_tokens = 0
+        """Their tokens that a model sampled."""
         self.num_full = 0
         """Records that had to wait for room."""
 
@@ -114,6 +117,7 @@ class Publisher:
                 id = f"s{task.index}.{part.first}" if len(parts) == 1 else f"s{task.index}.{part.first}-{part.last}"
                 await self._put(self._subjects.samples(task.source), part.body, id, task.index, SCHEMA_NAME)
                 self._counts.num_rollouts += part.num_rollouts
+                self._counts.num_tokens += part.num_tokens if task.source != WARMUP_SOURCE else 0
 
     async def end_task(self, index: int, source: str, reason: str, detail: str, *, group_size: int = 1, claim: Claim | None = None) -> None:
         """Store a tombstone for a whole task."""

@@ -192,6 +192,7 @@ async def _report(worker: Worker, runner: GroupRunner, claims: Sequence[Claims],
                 "producer/hung_tasks": len(hung_s),
                 "producer/hung_s": max(hung_s, default=0.0),
                 "producer/rollouts_total": published.num_rollouts,
+                "tokens/published_total": published.num_tokens,
                 "bus/redelivered_total": sum(count.num_redelivered for count in counts),
                 "bus/full_total": published.num_full,
             }

@@ -283,6 +283,7 @@ _DECLARED = (
     # Producers and the feeder.
     Metric("producer/tasks_total", _SUM, "tasks", "tasks ended by this producer"),
     Metric("producer/rollouts_total", _SUM, "rollouts", "rollouts published"),
+    Metric("tokens/published_total", _SUM, "tokens", "sampled tokens of the rollouts that producers have stored"),
     Metric("producer/failures_total", _SUM, "tasks", "tasks given back or ended as failed"),
     Metric("producer/in_flight_tasks", _MEAN, "tasks", "tasks being rolled out"),
     Metric("producer/hung_tasks", _MEAN, "tasks", "tasks whose code has had a third of its time limit without asking an engine"),
