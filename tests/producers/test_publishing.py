@@ -120,7 +120,7 @@ async def test_a_rollout_too_large_for_a_message_ends_as_failed(loop: Loop, monk
 
 
 async def test_the_tokens_of_what_is_stored_are_counted_but_not_those_of_demonstrations(loop: Loop) -> None:
-    task, samples = make_samples(loop.run, range(NUM_ROLLOUTS), length=10)
+    task, samples = make_samples(loop.config.run.name, range(NUM_ROLLOUTS), length=10)
     publisher = Publisher(loop.bus, loop.subjects)
     await publisher.task(task, samples, [])
     counts = publisher.take_counts()
