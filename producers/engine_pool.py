@@ -148,6 +148,11 @@ class EnginePool:
         finally:
             member.own -= count
 
+    async def found(self) -> None:
+        """Return once there is an engine to ask."""
+        while all(member.suspect for member in self._members.values()):
+            await self._wait_for_engine()
+
     async def _wait_for_engine(self) -> None:
         self._found.clear()
         self._num_waiting += 1

@@ -15,6 +15,7 @@ from streamrl.producers.children.jobs import NOTHING, Job, Keeping, job
 from streamrl.producers.children.pool import Children
 from streamrl.producers.episode import Episode
 from streamrl.producers.protocol import Context, Failure, Producer, Tokenizer
+from streamrl.producers.slots import asked, phase
 from streamrl.rewards.protocol import Reward, RewardValue
 from streamrl.schemas.tasks import RolloutTask
 
@@ -97,7 +98,8 @@ class GroupRunner:
         """
         if self._children is None:
             return await self._run(task, None, keeping)
-        async with job(self._children, task, engine=self._engine, keeping=keeping, max_deaths=self._max_deaths) as found:
+        engine = asked(self._engine)
+        async with job(self._children, task, engine=engine, keeping=keeping, max_deaths=self._max_deaths) as found:
             return await self._run(task, found, keeping)
 
     async def _run(self, task: RolloutTask, job: Job | None, keeping: Keeping) -> Group:
@@ -112,7 +114,7 @@ class GroupRunner:
 
     async def _in_process(self, producer: Producer, task: RolloutTask, keeping: Keeping) -> Sequence[Episode | Failure]:
         context = Context(
-            engine=self._engine,
+            engine=asked(self._engine),
             tokenizer=self._tokenizer,
             task=task,
             seed=task.seed,
@@ -129,7 +131,8 @@ class GroupRunner:
     async def _score(self, task: RolloutTask, job: Job | None, episodes: Sequence[Episode], failures: dict[int, Failure]) -> Group:
         rewarded = {episode.rollout for episode in episodes if episode.reward is not None}
         if any(episode.rollout not in rewarded for episode in episodes):
-            values = await self._values(task, job, episodes)
+            with phase("reward"):
+                values = await self._values(task, job, episodes)
             if isinstance(values, Failure):
                 return Group((), tuple({**{failure.rollout: failure for failure in _all_failed(task, values)}, **failures}.values()))
             for episode, value in zip(episodes, values, strict=True):

@@ -17,13 +17,14 @@ import msgspec
 from streamrl.bus.protocol import Bus, Receipt
 from streamrl.errors import StreamFull
 from streamrl.producers.protocol import Claim, Failure
+from streamrl.producers.slots import phase
 from streamrl.runtime.retries import pause_s
 from streamrl.schemas.codec import encode
 from streamrl.schemas.columns import SCHEMA_NAME, TOKEN_BYTES
 from streamrl.schemas.digests import body_digest
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import RewardUpdate, Sample, Tombstone
-from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_SCHEMA, HEADER_TASK, Subjects
+from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_SCHEMA, HEADER_TASK, WARMUP_SOURCE, Subjects
 from streamrl.schemas.tasks import RolloutTask
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Part:
         self.first = samples[0].rollout
         self.last = samples[-1].rollout
         self.num_rollouts = len({sample.rollout for sample in samples})
+        self.num_tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
         self.body = body
 
 
@@ -65,6 +67,8 @@ class Published:
     def __init__(self) -> None:
         self.num_rollouts = 0
         """Rollouts stored."""
+        self.num_tokens = 0
+        """Their tokens that a model sampled."""
         self.num_full = 0
         """Records that had to wait for room."""
 
@@ -113,6 +117,7 @@ class Publisher:
                 id = f"s{task.index}.{part.first}" if len(parts) == 1 else f"s{task.index}.{part.first}-{part.last}"
                 await self._put(self._subjects.samples(task.source), part.body, id, task.index, SCHEMA_NAME)
                 self._counts.num_rollouts += part.num_rollouts
+                self._counts.num_tokens += part.num_tokens if task.source != WARMUP_SOURCE else 0
 
     async def end_task(self, index: int, source: str, reason: str, detail: str, *, group_size: int = 1, claim: Claim | None = None) -> None:
         """Store a tombstone for a whole task."""
@@ -156,11 +161,12 @@ class Publisher:
         self._waiting(+1, error)
         try:
             attempt = 0
-            while True:
-                attempt += 1
-                await asyncio.sleep(pause_s(attempt, first_s=_FULL_FIRST_S, most_s=_FULL_MAX_S))
-                with contextlib.suppress(StreamFull):
-                    return await self._bus.publish(subject, body, id=id, headers=headers)
+            with phase("wait_room"):
+                while True:
+                    attempt += 1
+                    await asyncio.sleep(pause_s(attempt, first_s=_FULL_FIRST_S, most_s=_FULL_MAX_S))
+                    with contextlib.suppress(StreamFull):
+                        return await self._bus.publish(subject, body, id=id, headers=headers)
         finally:
             self._waiting(-1, error)
 

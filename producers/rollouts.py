@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,18 +23,20 @@ from streamrl.producers.episode import samples_of
 from streamrl.producers.factory import make_pool, make_runner, policy_tokenizer
 from streamrl.producers.protocol import Claim, Failure
 from streamrl.producers.publishing import Publisher
+from streamrl.producers.slots import FREE, phase, taken
 from streamrl.runtime.collection import keep_all
 from streamrl.schemas import encoding
 from streamrl.schemas.subjects import EVENTS, MAIN_SOURCE, WARMUP_SOURCE
 from streamrl.schemas.tasks import RolloutTask
+from streamrl.telemetry.clock import StateClock
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from streamrl.producers.groups import GroupRunner
     from streamrl.runtime.worker import Worker
 
 logger = logging.getLogger(__name__)
+
+Work = Callable[[RolloutTask, Claim], Awaitable[None]]
 
 _WARMUP_CONCURRENCY = 256
 """Demonstrations ask no engine; this many keep the bus busy."""
@@ -83,16 +85,20 @@ async def _leave_when_finished(worker: Worker) -> None:
 
 async def serve(worker: Worker, function: str, *, sources: Sequence[str]) -> int:
     """Claim and work on the tasks of `sources` until the worker drains; returns how many were finished."""
+    clock = StateClock("setup", slots=worker.config.producer.concurrency)
+    worker.timed("producer", clock)
     pool = make_pool(worker)
+    work = partial(_in_slot, clock, pool.found)
     runner = make_runner(worker, pool, function, key="producer.function")
     publisher = Publisher(worker.bus, worker.subjects, producer=worker.name)
-    claims = [_claims(worker, source, runner, publisher) for source in sources]
+    claims = [_claims(worker, source, runner, publisher, work) for source in sources]
     worker.detail = lambda: {"tasks": [task for claim in claims for task in claim.open_tasks][:_TASKS_SHOWN]}
     keep_all()
     try:
         await runner.start()
         # A worker that stands still with claims in its hands may lose them.
         await asyncio.to_thread(encoding.load)
+        clock.move("setup", FREE, slots=clock.slots)
         async with asyncio.TaskGroup() as group:
             background = [group.create_task(pool.run()), group.create_task(_report(worker, runner, claims, publisher))]
             await asyncio.wait([group.create_task(claim.run(worker.draining)) for claim in claims])
@@ -103,11 +109,11 @@ async def serve(worker: Worker, function: str, *, sources: Sequence[str]) -> int
     return sum(claim.num_done for claim in claims)
 
 
-def _claims(worker: Worker, source: str, runner: GroupRunner, publisher: Publisher) -> Claims:
+def _claims(worker: Worker, source: str, runner: GroupRunner, publisher: Publisher, in_slot: Callable[[Work], Work]) -> Claims:
     config = worker.config
     warmup = source == WARMUP_SOURCE
     kept = RolloutCheckpoints(worker.bus), Attempts(worker.bus)
-    work = _demonstrate(worker, publisher) if warmup else _roll_out(worker, runner, publisher, *kept)
+    work = _demonstrate(worker, publisher) if warmup else in_slot(_roll_out(worker, runner, publisher, *kept))
 
     async def let_go(task: int, ended: bool) -> None:
         for one in kept:
@@ -127,9 +133,7 @@ def _claims(worker: Worker, source: str, runner: GroupRunner, publisher: Publish
     )
 
 
-def _roll_out(
-    worker: Worker, runner: GroupRunner, publisher: Publisher, checkpoints: RolloutCheckpoints, attempts: Attempts
-) -> Callable[[RolloutTask, Claim], Awaitable[None]]:
+def _roll_out(worker: Worker, runner: GroupRunner, publisher: Publisher, checkpoints: RolloutCheckpoints, attempts: Attempts) -> Work:
     async def work(task: RolloutTask, claim: Claim) -> None:
         again = claim.deliveries > 1
         if not again:
@@ -143,12 +147,21 @@ def _roll_out(
         )
         group = await runner.run(task, keeping=keeping)
         samples = samples_of(task, group.episodes, producer=worker.name, more=claim.told)
-        await publisher.task(task, samples, group.failures, claim)
+        with phase("publish"):
+            await publisher.task(task, samples, group.failures, claim)
 
     return work
 
 
-def _demonstrate(worker: Worker, publisher: Publisher) -> Callable[[RolloutTask, Claim], Awaitable[None]]:
+def _in_slot(clock: StateClock, found: Callable[[], Awaitable[None]], work: Work) -> Work:
+    async def timed(task: RolloutTask, claim: Claim) -> None:
+        with taken(clock, found):
+            await work(task, claim)
+
+    return timed
+
+
+def _demonstrate(worker: Worker, publisher: Publisher) -> Work:
     tokenizer, end_token = policy_tokenizer(worker)
     max_len = worker.config.model.max_len
 
@@ -179,6 +192,7 @@ async def _report(worker: Worker, runner: GroupRunner, claims: Sequence[Claims],
                 "producer/hung_tasks": len(hung_s),
                 "producer/hung_s": max(hung_s, default=0.0),
                 "producer/rollouts_total": published.num_rollouts,
+                "tokens/published_total": published.num_tokens,
                 "bus/redelivered_total": sum(count.num_redelivered for count in counts),
                 "bus/full_total": published.num_full,
             }

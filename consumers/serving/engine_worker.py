@@ -26,6 +26,7 @@ from streamrl.schemas.codec import encode
 from streamrl.schemas.control import EVALUATION_ROLE, ROLLOUT_ROLE, EnginePresence
 from streamrl.schemas.subjects import PREFIX_PRESENCE
 from streamrl.schemas.versions import Version
+from streamrl.telemetry.clock import StateClock
 from streamrl.telemetry.names import Reduction, metric
 from streamrl.weights.factory import make_transports
 from streamrl.weights.pins import Pins
@@ -51,12 +52,15 @@ async def main(worker: Worker) -> None:
         BusError: the bus stayed away.
     """
     config = worker.config
+    clock = StateClock("setup")
+    if role_of(config, worker.index) != EVALUATION_ROLE:
+        worker.timed("engine", clock)
     # Off the loop: importing torch takes seconds, and the worker's heartbeats go on.
     model_dir = await asyncio.to_thread(ensure_model, config, worker.run_dir.model_dir)
     restarts = config.engine.sglang.restarts if config.engine.traits.server else 0
     for left in range(restarts, -1, -1):
         try:
-            return await _one_life(worker, model_dir)
+            return await _one_life(worker, model_dir, clock)
         except EngineDied as error:
             if not left or worker.draining.is_set():
                 raise
@@ -65,9 +69,10 @@ async def main(worker: Worker) -> None:
             await worker.event("engine", {"worker": worker.name, "died": error.message, "restarts_left": left})
 
 
-async def _one_life(worker: Worker, model_dir: Path) -> None:
+async def _one_life(worker: Worker, model_dir: Path, clock: StateClock) -> None:
     config = worker.config
     worker.state = LOADING
+    clock.enter("setup")
     engine = await asyncio.to_thread(
         make_engine,
         config.engine,
@@ -79,6 +84,7 @@ async def _one_life(worker: Worker, model_dir: Path) -> None:
         index=worker.index,
         log_path=worker.run_dir.log_path(f"{worker.name}-server"),
     )
+    engine.timed(clock)
     try:
         # A server takes minutes to start; a worker that is told to drain meanwhile does not wait for it.
         await until_drained(worker.draining, engine.start(), ends_with_work=True)

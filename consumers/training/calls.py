@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from streamrl.telemetry.clock import StateClock
+
 T = TypeVar("T")
 
 
@@ -15,9 +17,13 @@ class Caller:
     The bus keeps its own thread, so that a long step never holds up its heartbeats.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, clock: StateClock | None = None) -> None:
         self.loop = loop
+        self.clock = clock or StateClock("setup")
+        """Of the training thread; while it waits here it is in the state `wait_bus`."""
 
     def __call__(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The coroutine's result; raises what it raised."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        with self.clock.within("wait_bus"):
+            return future.result()

@@ -158,9 +158,9 @@ class LiveTrainer:
         ledger.forget(state.version.number)
         self._grant(state.grant)
         if ledger.last_number <= state.version.number:
-            self.publisher.offer(state.version, self.trainer.digest(), self.trainer.shards())
+            self._offer(state.version, self.trainer.digest())
         pending = carried | call(fetch_messages(self.bus, held(state) - carried.keys()))
-        reader = RecordReader(self.bus, call.loop, after=state.cursor, capacity=4 * self.config.tasks.batch_tasks)
+        reader = RecordReader(self.bus, call.loop, after=state.cursor, capacity=4 * self.config.tasks.batch_tasks, clock=call.clock)
         fold = StreamFold(
             reader=reader,
             config=self.fold_config,
@@ -177,7 +177,8 @@ class LiveTrainer:
         finally:
             reaping.cancel()
             reader.close()
-        saver.flush(fold.own)
+        with self.call.clock.within("checkpoint"):
+            saver.flush(fold.own)
         if finished:
             self.export(fold.own.version)
         return fold.own, finished
@@ -192,6 +193,7 @@ class LiveTrainer:
             appended=lambda stepped: self._appended(ledger, stepped),
         )
         divergence = Divergence()
+        self.call.clock.enter("compute")
         while True:
             if self._at_end(fold.own, ledger):
                 return True
@@ -213,12 +215,18 @@ class LiveTrainer:
                 self.export(state.version)
             self._grant(state.grant)
             if state.version.number >= ledger.last_number:
-                self.publisher.offer(state.version, stepped.result.digest, self.trainer.shards())
-            saver.after_step(state)
+                self._offer(state.version, stepped.result.digest)
+            with self.call.clock.within("checkpoint"):
+                saver.after_step(state)
 
     def _wait(self, saver: Checkpointer, state: FoldState) -> None:
         self._doing(f"waits for samples: {len(state.pending)} groups have begun to come, a batch is {self.config.tasks.batch_tasks}")
-        saver.while_waiting(state)
+        with self.call.clock.within("checkpoint"):
+            saver.while_waiting(state)
+
+    def _offer(self, version: Version, digest: str) -> None:
+        with self.call.clock.within("publish"):
+            self.publisher.offer(version, digest, self.trainer.shards())
 
     def _appended(self, ledger: Ledger, stepped: Stepped) -> None:
         self._mark_epochs(ledger, stepped.state)

@@ -14,6 +14,7 @@ from streamrl.core.records import Poison, Record, judge
 from streamrl.schemas.decoding import decode_together
 from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_SCHEMA, HEADER_TASK, SAMPLES, kind_of
+from streamrl.telemetry.clock import StateClock
 
 WAKE_S = 0.05
 """Longest time between two looks for room in a full queue."""
@@ -60,13 +61,14 @@ class RecordReader:
     """A bounded queue between the bus's event loop and the training thread.
 
     Messages that come while the training thread is busy are decoded several at a time. When it falls behind by `capacity` records the
-    reader stops fetching; `get` unblocks it.
+    reader stops fetching; `get` unblocks it. While the training thread waits for a record, `clock` is in the state `wait_samples`.
     """
 
-    def __init__(self, bus: Log, loop: asyncio.AbstractEventLoop, *, after: int, capacity: int) -> None:
+    def __init__(self, bus: Log, loop: asyncio.AbstractEventLoop, *, after: int, capacity: int, clock: StateClock | None = None) -> None:
         self._bus = bus
         self._after = after
         self._capacity = capacity
+        self._clock = clock or StateClock("compute")
         self._fetched: list[Message] = []
         """Not decoded yet."""
         self._queue: queue.SimpleQueue[Incoming | BaseException] = queue.SimpleQueue()
@@ -92,7 +94,8 @@ class RecordReader:
             try:
                 if self._fetched:
                     self._loop.call_soon_threadsafe(self._due.set)
-                item = self._queue.get(timeout=timeout_s)
+                with self._clock.within("wait_samples"):
+                    item = self._queue.get(timeout=timeout_s)
             except queue.Empty:
                 return None
             finally:

@@ -16,6 +16,7 @@ from streamrl.runtime.collection import keep_all
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.events import NUMERICS_EVENT
 from streamrl.schemas.versions import Version
+from streamrl.telemetry.clock import StateClock
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.fingerprint import fingerprint_digest, numerics_fingerprint
 from streamrl.weights.factory import make_publisher
@@ -31,9 +32,11 @@ async def main(worker: Worker) -> None:
     """
     if check_rank(worker):
         return await follow_rank_0(worker)
+    clock = StateClock("setup")
+    worker.timed("trainer", clock)
     trimming = asyncio.create_task(keep_trimmed(worker.bus))
     try:
-        result = await asyncio.to_thread(train, worker, asyncio.get_running_loop())
+        result = await asyncio.to_thread(train, worker, Caller(asyncio.get_running_loop(), clock))
     finally:
         trimming.cancel()
         await asyncio.gather(trimming, return_exceptions=True)
@@ -45,14 +48,13 @@ async def main(worker: Worker) -> None:
         await worker.event("finished", {"version": str(state.version), "steps": state.steps, "warmup_steps": state.warmup_steps})
 
 
-def train(worker: Worker, loop: asyncio.AbstractEventLoop) -> tuple[FoldState, bool] | None:
+def train(worker: Worker, call: Caller) -> tuple[FoldState, bool] | None:
     """Everything that happens in the training thread; None when the worker drains before all ranks have met.
 
     The backend is made in the thread that steps it: torch's thread count belongs to the thread that set it, and digits depend on it.
     """
     config, run_dir = worker.config, worker.run_dir
     model_dir = ensure_model(config, run_dir.model_dir)
-    call = Caller(loop)
     group = form_process_group(worker, call) if config.trainer.ranks > 1 else None
     if group is None and config.trainer.ranks > 1:
         return None
@@ -63,7 +65,13 @@ def train(worker: Worker, loop: asyncio.AbstractEventLoop) -> tuple[FoldState, b
     fingerprint = fingerprint_digest(numerics)
     call(worker.event(NUMERICS_EVENT, {"fingerprint": fingerprint, "values": numerics}))
     publisher = make_publisher(
-        config.weights, bus=worker.bus, subjects=worker.subjects, policy="policy", run_dir=run_dir.path, loop=loop, report=worker.metrics
+        config.weights,
+        bus=worker.bus,
+        subjects=worker.subjects,
+        policy="policy",
+        run_dir=run_dir.path,
+        loop=call.loop,
+        report=worker.metrics,
     )
 
     def export(version: Version) -> None:

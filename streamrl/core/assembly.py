@@ -48,6 +48,34 @@ def ages(batch: Batch, state: FoldState) -> dict[str, list[int]]:
     return parts
 
 
+PARTS = ("in_flight", "queued", "publish_lag")
+
+
+def parts_of_ages(batch: Batch, arrays: TrainBatch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Age in versions of each trained token, and of each sample's oldest one, in the `PARTS`: [3, tokens], [3, samples].
+
+    A token's age is the sum of its three parts. In flight: from its version to the newest one that its rollout was sampled with.
+    Samples without a trained token are left out.
+
+    Args:
+        batch: of which arrays were made.
+        arrays: what `assemble` gave.
+    """
+    pending = {group.task: group.rollouts for group in batch.groups}
+    found = [pending[task][rollout] for task, rollout in zip(arrays.tasks.tolist(), arrays.rollouts.tolist(), strict=True)]
+    now = arrays.version.number
+    queued = np.array([now - one.arrived for one in found], np.int64)
+    publish_lag = np.array([one.arrived - one.newest for one in found], np.int64)
+    sample = np.repeat(np.arange(arrays.num_samples), np.diff(arrays.offsets))[arrays.loss_mask]
+    ages = arrays.staleness[arrays.loss_mask].astype(np.int64)
+    of_tokens = np.stack([ages - queued[sample] - publish_lag[sample], queued[sample], publish_lag[sample]])
+    oldest = np.full(arrays.num_samples, -1, np.int64)
+    np.maximum.at(oldest, sample, ages)
+    rows = np.flatnonzero(oldest >= 0)
+    of_samples = np.stack([oldest[rows] - queued[rows] - publish_lag[rows], queued[rows], publish_lag[rows]])
+    return of_tokens, of_samples
+
+
 def assemble(batch: Batch, messages: Mapping[int, SampleBatch], state: FoldState, config: FoldConfig) -> TrainBatch:
     """Pack a batch, sorted by task, rollout, sample.
 

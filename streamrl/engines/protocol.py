@@ -10,6 +10,7 @@ import msgspec
 from streamrl.schemas.samples import LogprobMode, VersionSpan
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
+from streamrl.telemetry.clock import StateClock
 from streamrl.weights.protocol import WeightHost
 
 
@@ -94,6 +95,10 @@ class HostedEngine(Engine, WeightHost, Protocol):
     """The policy it serves."""
     detail: dict[str, Any]
     """What people may want to know about it once it runs."""
+
+    def timed(self, clock: StateClock) -> None:
+        """Before the start: have `clock` enter the engine's states (`streamrl.telemetry.names.STATES`)."""
+        ...
 
     async def start(self) -> None:
         """Once in its life; raises EngineError."""

@@ -11,6 +11,7 @@ import msgspec
 
 from streamrl.monitor.decoded import LedgerLine
 from streamrl.monitor.numbers import Evaluation
+from streamrl.monitor.shares import Attendance, shares
 from streamrl.monitor.trained import drops_of
 from streamrl.schemas.events import MetricReport
 from streamrl.schemas.ledger import FORMER_METRICS
@@ -66,7 +67,9 @@ class Series:
         self._after = after
         self._rows: deque[Row] = deque(maxlen=MOST_ROWS)
         self._folds: dict[str, Fold] = {RUN: Fold()}
+        self._attendance = Attendance()
         self._began_s: float | None = None
+        self._now_s = 0.0
 
     def batch(self, entry: LedgerLine, *, step: int, live: bool) -> None:
         """A trained batch; one that is not `live` is read from history and counts for no window."""
@@ -87,22 +90,29 @@ class Series:
 
     def report(self, one: MetricReport) -> None:
         """A worker's report."""
+        for part in self._attendance.taken(one, self._now_s):
+            self._add(part)
+
+    def _add(self, one: MetricReport) -> None:
         self._folds[RUN].add(one)
         if _NAME.fullmatch(one.worker) and (one.worker in self._folds or len(self._folds) <= MOST_WORKERS):
             self._folds.setdefault(one.worker, Fold()).add(one)
 
     def due(self, now_s: float) -> bool:
         """Whether the window is over at `now_s` (Unix seconds); one during which the clock went back begins anew."""
+        self._now_s = now_s
         if self._began_s is None or now_s < self._began_s:
             self._began_s = now_s
         return now_s - self._began_s >= self._window_s
 
     def close(self, now_s: float, now: Mapping[str, Mapping[str, float]], *, step: int) -> None:
         """End the window; `now` has what is known at its end beside the reports, by whose it is."""
+        for part in self._attendance.silent(now_s):
+            self._add(part)
         for of in dict.fromkeys([*self._folds, *now]):
             fold = self._folds.get(of)
             values = fold.values if fold else {}
-            if values := known({**values, **ratios(values), **now.get(of, {})}):
+            if values := known({**values, **ratios(values), **shares(values), **now.get(of, {})}):
                 self._append(Row(time_s=now_s, kind=WINDOW, of=of, version=self.newest, step=step, values=values))
         self._folds = {RUN: Fold()}
         self._began_s = now_s

@@ -28,6 +28,7 @@ from streamrl.schemas.codec import encode
 from streamrl.schemas.control import WorkerPresence
 from streamrl.schemas.events import NOTICE_EVENT, Event
 from streamrl.schemas.subjects import PREFIX_PRESENCE, Subjects
+from streamrl.telemetry.clock import REPORT_EVERY_S, ClockReports, StateClock
 from streamrl.telemetry.logs import configure_logging
 from streamrl.telemetry.metrics import MetricsSink
 
@@ -73,6 +74,7 @@ class Worker:
         self.detail: Callable[[], dict[str, Any]] = dict
         """Asked with each heartbeat: what else people may want to know of it."""
         self._besides, self._besides_since_s = "", 0.0
+        self._reports: ClockReports | None = None
         subject = self.subjects.metrics(self.name)
         self._sink = MetricsSink(self.name, lambda body: bus.publish(subject, body))
 
@@ -107,6 +109,15 @@ class Worker:
         if self._state == LOADING:
             self.state = "running"
         await self._sink.put(values)
+
+    def timed(self, kind: str, clock: StateClock) -> None:
+        """Have what `clock` counts reported from now on, as the states of a kind of worker; whether it is `loading` or not."""
+        self._reports = ClockReports(clock, kind, self._sink.put)
+
+    async def tell_times(self) -> None:
+        """Report what the worker's clock has counted, if it has one."""
+        if self._reports is not None:
+            await self._reports.report()
 
     async def event(self, kind: str, detail: dict[str, Any]) -> None:
         """Publish a lifecycle event for people; lost, and logged, while the bus is away."""
@@ -211,7 +222,8 @@ async def _serve(kind: str, run: RunDir, config: Config, index: int | None, main
         configure_logging(worker.name, file=None if supervisor else run.log_path(worker.name))
         with signals_drain(worker.draining):
             await worker.present()
-            hearts = [asyncio.create_task(_heartbeat(worker, supervisor)), asyncio.create_task(_beat(worker, pulse))]
+            tasks = (_heartbeat(worker, supervisor), _beat(worker, pulse), _tell_times(worker))
+            hearts = [asyncio.create_task(task) for task in tasks]
             logger.info("event=started run=%s worker=%s pid=%d", run.name, worker.name, os.getpid())
             try:
                 await main(worker)
@@ -222,6 +234,7 @@ async def _serve(kind: str, run: RunDir, config: Config, index: int | None, main
             # Where the bus is gone as well, the key lapses by itself.
             with contextlib.suppress(BusError, TimeoutError):
                 async with asyncio.timeout(_FAREWELL_S):
+                    await worker.tell_times()
                     await bus.kv.delete(f"{PREFIX_PRESENCE}workers/{worker.name}")
             logger.info("event=ended worker=%s drained=%s", worker.name, worker.draining.is_set())
 
@@ -293,6 +306,12 @@ async def _beat(worker: Worker, pulse: Pulse) -> None:
     while True:
         pulse.beat(loading=worker.state == LOADING)
         await asyncio.sleep(BEAT_S)
+
+
+async def _tell_times(worker: Worker) -> None:
+    while True:
+        await asyncio.sleep(REPORT_EVERY_S)
+        await worker.tell_times()
 
 
 async def _heartbeat(worker: Worker, supervisor: int) -> None:

@@ -44,14 +44,16 @@ class MetricsSink:
         self.num_lost = 0
         """Reports that the bus did not take."""
 
-    async def put(self, values: Mapping[str, float]) -> None:
-        """Publish one report; raises SchemaError for an undeclared name."""
+    async def put(self, values: Mapping[str, float]) -> bool:
+        """Publish one report and say whether the bus took it; raises SchemaError for an undeclared name."""
         body = encode(report(self._worker, values, time_s=time.time()))
         try:
             await self._publish(body)
         except BusError as error:
             self.num_lost += 1
             logger.warning("event=metrics_lost worker=%s lost=%d error=%s", self._worker, self.num_lost, error.message)
+            return False
+        return True
 
 
 class Fold:

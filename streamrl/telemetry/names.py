@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from types import MappingProxyType
 
@@ -32,6 +32,8 @@ class Metric(msgspec.Struct, frozen=True):
     reduction: Reduction
     unit: str
     meaning: str
+    when: str = ""
+    """The condition under which it exists, where that is not every run."""
 
 
 _MEAN, _SUM, _MAX, _LAST = Reduction.MEAN, Reduction.SUM, Reduction.MAX, Reduction.LAST
@@ -48,6 +50,81 @@ OTHER_REASON = "other"
 def dropped(reason: str) -> str:
     """The metric that counts the rollouts dropped for a reason."""
     return f"rollouts/dropped_total/{reason if reason in DROP_REASONS else OTHER_REASON}"
+
+
+STATES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "trainer": {
+            "setup": "before its first batch: model, checkpoint, what is pending",
+            "compute": "folds records, packs batches, trains",
+            "wait_samples": "waits for records of the sample stream",
+            "wait_bus": "waits for the bus to answer",
+            "publish": "takes the snapshot of a version for the engines",
+            "checkpoint": "takes the snapshot of a checkpoint, or waits for it",
+        },
+        "engine": {
+            "setup": "before its first version",
+            "decode": "has completions in its batch (`sglang`: at its server, their prefill included)",
+            "prefill": "takes prompts in (`sglang`: counted as `decode`)",
+            "idle": "has no requests",
+            "held": "has only requests that wait for a newer version",
+        },
+        "producer": {
+            "setup": "before it claims tasks",
+            "generate": "has requests at an engine",
+            "tools": "runs a producer's code between them",
+            "reward": "is scored",
+            "publish": "has its samples stored",
+            "wait_room": "waits for room on the sample stream",
+            "wait_engine": "waits for an engine to ask",
+            "wait_credit": "is free: there is no task to claim",
+        },
+    }
+)
+"""By kind of worker: states that exclude each other, of its thread (trainer, engine) or of each slot for a task (producer)."""
+DOWN = "down"
+"""State that the fold of a run adds: the time of which a worker has said nothing."""
+
+
+def seconds(kind: str, state: str) -> str:
+    """The metric that counts the seconds of a state."""
+    return f"{kind}/slot_{state}_s" if kind == "producer" else f"{kind}/{state}_s"
+
+
+def share(kind: str, state: str) -> str:
+    """The metric of a state's share of a window."""
+    return f"{kind}/share/{state}"
+
+
+def _of_states() -> Iterator[Metric]:
+    for kind, states in STATES.items():
+        unit, slot = ("slot s", "a slot for a task that ") if kind == "producer" else ("s", "")
+        for state, meaning in states.items():
+            yield Metric(seconds(kind, state), _SUM, unit, f"time of {slot or 'the thread that '}{meaning}")
+        for state, meaning in ({**states, DOWN: "was not there, or was not heard of"}).items():
+            if state == DOWN:
+                yield Metric(seconds(kind, state), _SUM, unit, f"time of a worker that {meaning}", when="a worker was away")
+            yield Metric(share(kind, state), _LAST, "fraction", f"part of the window: {meaning}")
+
+
+AGE_PARTS = {
+    "in_flight": "passed while it was generated",
+    "queued": "passed between generation and training",
+    "publish_lag": "the weights took to reach the engine",
+}
+
+
+def staleness_part(beginning: str, part: str, quantile: str) -> str:
+    """The metric of a part of the ages of trained tokens (`beginning` is empty) or of samples' oldest trained tokens (`sample_`)."""
+    return f"staleness/{beginning}{part}_{quantile}"
+
+
+def _parts_of_ages() -> Iterator[Metric]:
+    quantiles = {"p50": (_MEAN, "median"), "p95": (_MEAN, "95th percentile"), "max": (_MAX, "greatest")}
+    for beginning, what in (("", "of the trained tokens' ages"), ("sample_", "of the ages of the samples' oldest trained tokens")):
+        for part, meaning in AGE_PARTS.items():
+            for quantile, (reduction, word) in quantiles.items():
+                yield Metric(staleness_part(beginning, part, quantile), reduction, "versions", f"{word} of the part {what} that {meaning}")
 
 
 _DECLARED = (
@@ -149,6 +226,7 @@ _DECLARED = (
     Metric("staleness/in_flight", _MEAN, "versions", "part of the age that passed while tokens were generated"),
     Metric("staleness/queued", _MEAN, "versions", "part of the age that passed between generation and training"),
     Metric("staleness/publish_lag", _MEAN, "versions", "part of the age that the weights took to reach the engine"),
+    *_parts_of_ages(),
     Metric("perf/step_s", _MEAN, "s", "time of the training step"),
     Metric("perf/wait_s", _MEAN, "s", "time the trainer waited for a batch"),
     Metric("perf/step_time", _MEAN, "s", "time of a batch, waiting for it included: `perf/wait_s` and `perf/step_s`"),
@@ -174,6 +252,14 @@ _DECLARED = (
     Metric(
         "lag/versions_behind", _LAST, "versions", "versions between the newest and the one an engine serves; of the run: the worst engine's"
     ),
+    # Where time goes. The seconds come from workers, the shares from the fold; the shares of a kind add up to one.
+    *_of_states(),
+    Metric("producer/slots", _LAST, "slots", "tasks that a producer can have in hand"),
+    Metric("engine/saturated_s", _SUM, "s", "time in which all slots were busy and requests waited for one"),
+    Metric("starvation/trainer", _LAST, "fraction", "part of the window in which the trainer waited for samples"),
+    Metric("starvation/producers", _LAST, "fraction", "part of the slots' window in which they were free for want of credit"),
+    Metric("starvation/engines_idle", _LAST, "fraction", "part of the engines' window without requests"),
+    Metric("starvation/engines_saturated", _LAST, "fraction", "part of the engines' window with all slots busy and requests waiting"),
     # Engines.
     Metric("engine/tokens_total", _SUM, "tokens", "tokens sampled"),
     Metric("engine/running_requests", _MEAN, "requests", "completions being decoded"),
@@ -197,6 +283,7 @@ _DECLARED = (
     # Producers and the feeder.
     Metric("producer/tasks_total", _SUM, "tasks", "tasks ended by this producer"),
     Metric("producer/rollouts_total", _SUM, "rollouts", "rollouts published"),
+    Metric("tokens/published_total", _SUM, "tokens", "sampled tokens of the rollouts that producers have stored"),
     Metric("producer/failures_total", _SUM, "tasks", "tasks given back or ended as failed"),
     Metric("producer/in_flight_tasks", _MEAN, "tasks", "tasks being rolled out"),
     Metric("producer/hung_tasks", _MEAN, "tasks", "tasks whose code has had a third of its time limit without asking an engine"),

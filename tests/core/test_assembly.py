@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from streamrl.core.assembly import ages, assemble, used
+from streamrl.core.assembly import PARTS, ages, assemble, parts_of_ages, used
 from streamrl.core.batches import TrainBatch
 from streamrl.core.fold import Batch, close, fold
 from streamrl.core.records import judge
@@ -197,3 +197,23 @@ def test_each_turn_keeps_its_temperature() -> None:
     rows = [row(0, 1), row(0, 0, sampling=Sampling(temperature=0.5), turns=turns)]
     batch = assemble(*closed([rows, [row(1, 0, turns=turns), row(1, 1)]]), CONFIG)
     assert batch.temperature.tolist() == [0.5, 0.5, 0.25, 0.5, 1, 1, 1, 1, 1, 1, 0.25, 1, 1, 1, 1, 1]
+
+
+def test_ages_fall_into_parts_by_token_and_by_sample() -> None:
+    def spans(*numbers: int) -> tuple[VersionSpan, ...]:
+        return (VersionSpan(1, None), *(VersionSpan(1, Version(0, number)) for number in numbers))
+
+    mask = np.array([0, 1, 1, 1], np.uint8)
+    prompt_only = row(1, 1, spans=spans(6, 6, 6), loss_mask=np.array([0, 0, 0, 1], np.uint8))
+    messages = [[row(0, 0, spans=spans(3, 4, 5), loss_mask=mask), row(0, 1, spans=spans(5, 5, 5), loss_mask=mask)]]
+    messages += [[row(1, 0, spans=spans(6, 6, 6), loss_mask=mask), prompt_only]]
+    batch, decoded, state = closed(messages, replace(CONFIG, max_staleness=9))
+    rollouts = {group.task: group.rollouts for group in batch.groups}
+    assert all(one.arrived == 7 for of_task in rollouts.values() for one in of_task.values())
+    later = replace(state, version=Version(0, 8))
+    packed = assemble(batch, decoded, later, CONFIG)
+    of_tokens, of_samples = parts_of_ages(batch, packed)
+    assert PARTS == ("in_flight", "queued", "publish_lag")
+    assert of_tokens.tolist() == [[2, 1, 0, 0, 0, 0, 0, 0, 0, 0], [1] * 10, [2, 2, 2, 2, 2, 2, 1, 1, 1, 1]]
+    assert of_samples.tolist() == [[2, 0, 0, 0], [1, 1, 1, 1], [2, 2, 1, 1]]
+    assert (of_tokens.sum(axis=0) == packed.staleness[packed.loss_mask]).all()

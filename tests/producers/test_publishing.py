@@ -117,3 +117,14 @@ async def test_a_rollout_too_large_for_a_message_ends_as_failed(loop: Loop, monk
     [stone] = tombstones_in(records)
     assert (stone.rollout, stone.reason) == (3, "failed") and "at most 60000 fit" in stone.detail
     assert {sample.rollout for sample in samples_in(records)} == {0, 1, 2, 4, 5}
+
+
+async def test_the_tokens_of_what_is_stored_are_counted_but_not_those_of_demonstrations(loop: Loop) -> None:
+    task, samples = make_samples(loop.config.run.name, range(NUM_ROLLOUTS), length=10)
+    publisher = Publisher(loop.bus, loop.subjects)
+    await publisher.task(task, samples, [])
+    counts = publisher.take_counts()
+    assert (counts.num_rollouts, counts.num_tokens) == (NUM_ROLLOUTS, NUM_ROLLOUTS * 2 * 10)
+    await publisher.task(replace(task, index=5, source="warmup"), [replace(one, task=5, source="warmup") for one in samples], [])
+    counts = publisher.take_counts()
+    assert (counts.num_rollouts, counts.num_tokens) == (NUM_ROLLOUTS, 0)

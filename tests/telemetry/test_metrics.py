@@ -14,7 +14,20 @@ from streamrl.schemas.codec import decode
 from streamrl.schemas.events import MetricReport
 from streamrl.schemas.ledger import Drop
 from streamrl.telemetry.metrics import Fold, MetricsSink, report
-from streamrl.telemetry.names import DROP_REASONS, METRICS, OTHER_REASON, Reduction, dropped, metric
+from streamrl.telemetry.names import (
+    AGE_PARTS,
+    DOWN,
+    DROP_REASONS,
+    METRICS,
+    OTHER_REASON,
+    STATES,
+    Reduction,
+    dropped,
+    metric,
+    seconds,
+    share,
+    staleness_part,
+)
 from tests.support.errors import raises
 
 ROOT = Path(__file__).parents[2]
@@ -75,12 +88,14 @@ async def test_a_bus_that_is_away_costs_the_report_only(caplog: pytest.LogCaptur
         await sink.put({"no/such_name": 1.0})
 
 
+SPENT = {"engine/saturated_s", *(seconds(kind, state) for kind, states in STATES.items() for state in (*states, DOWN))}
+
+
 def test_names_follow_the_pattern_and_totals_add_up() -> None:
     for name, declared in METRICS.items():
         assert re.fullmatch(r"[a-z]+(/[a-z0-9_]+)+", name), name
-        assert (name.endswith("_total") or "_total/" in name or name == "train/nonfinite_tokens") == (
-            declared.reduction is Reduction.SUM
-        ), name
+        is_sum = name.endswith("_total") or "_total/" in name or name in {"train/nonfinite_tokens", *SPENT}
+        assert is_sum == (declared.reduction is Reduction.SUM), name
         assert name.endswith("max") <= (declared.reduction is Reduction.MAX), name
         assert declared.unit, name
         assert declared.meaning, name
@@ -130,6 +145,7 @@ def test_every_metric_name_in_the_source_is_declared() -> None:
         ("links.py", "weights/"),
         ("slime_loss.py", "train/"),
         ("names.py", "rollouts/dropped_total/"),
+        ("names.py", "staleness/"),
     }
     assert begun <= allowed, "names that are put together need a test of their own that they are declared"
 
@@ -171,9 +187,24 @@ UNREPORTED = {
 def test_what_is_declared_is_reported_by_somebody() -> None:
     reported: set[str] = {dropped(reason) for reason in (*DROP_REASONS, OTHER_REASON)}
     reported |= {f"rollout/{name}" for name in ("advantages", "returns", "values", "kl")}
+    reported |= {staleness_part(begin, part, of) for begin in ("", "sample_") for part in AGE_PARTS for of in ("p50", "p95", "max")}
+    reported |= {make(kind, state) for kind, states in STATES.items() for state in (*states, DOWN) for make in (seconds, share)}
     for folder in ("streamrl", "producers", "consumers"):
         for path in (ROOT / folder).rglob("*.py"):
             if path.name != "names.py":
                 reported |= names_in(path.read_text(encoding="utf-8"))[0]
     assert METRICS.keys() - reported == UNREPORTED
     assert UNREPORTED.isdisjoint(SAME), "what slime has too is not said to be here"
+
+
+ENTERED_IN = {
+    "trainer": ("consumers/training",),
+    "engine": ("consumers/serving", "streamrl/engines"),
+    "producer": ("producers",),
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_every_state_is_entered_by_somebody(kind: str) -> None:
+    source = "".join(path.read_text(encoding="utf-8") for folder in ENTERED_IN[kind] for path in (ROOT / folder).rglob("*.py"))
+    assert [state for state in STATES[kind] if f'"{state}"' not in source] == []

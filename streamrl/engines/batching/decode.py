@@ -26,6 +26,7 @@ from streamrl.engines.protocol import Chunk
 from streamrl.engines.requests import Completion, Job, Stage
 from streamrl.errors import EngineError, EngineUnavailable
 from streamrl.schemas.versions import Version
+from streamrl.telemetry.clock import StateClock
 from streamrl.weights.protocol import Commit
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,11 @@ class DecodeLoop:
         self._arrivals = itertools.count()
         self._out: list[Delivery] = []
         self._closing = False
+        self.clock = StateClock("setup")
+        """Of this thread; whoever reports it may put another one here before the thread starts."""
+        self._full_s = 0.0
+        self._full_since_s: float | None = None
+        """Since when all rows are taken and completions wait for one."""
         self.serving: Version | None = None
         self.waiting = 0
         self.tokens_total = 0
@@ -79,6 +85,11 @@ class DecodeLoop:
     def running(self) -> int:
         """Completions in the batch now."""
         return self._rows.running
+
+    def saturated_s(self) -> float:
+        """Seconds so far in which all rows were taken and completions waited for one; from any thread."""
+        since_s = self._full_since_s
+        return self._full_s + (0.0 if since_s is None else time.monotonic() - since_s)
 
     # Called from any thread.
 
@@ -120,6 +131,8 @@ class DecodeLoop:
     def _receive(self) -> None:
         timeout = self._idle_s()
         if timeout != 0.0:
+            if not self.running:
+                self.clock.enter("setup" if self.serving is None else "held" if self.waiting else "idle")
             try:
                 self._inbox.get(timeout=timeout)()
             except Empty:
@@ -188,13 +201,22 @@ class DecodeLoop:
             assert self.serving is not None
             self.waiting -= len(joiners)
             rows = self._rows.take(joiners, self.serving)
+            self.clock.enter("prefill")
             self._model.join(rows, [joiner.job.prompt for joiner in joiners])
+            self.clock.enter("decode")
             if self._delay is not None:
                 self._rows.wake_s[rows] = time.monotonic() + self._delay.seconds(self._rows.seeds[rows])
+        if (len(self._ready) > 0 and self.running == self._rows.slots) != (self._full_since_s is not None):
+            self._turn_full()
         if self._rows.holes:
             targets, sources = self._rows.compact()
             if targets:
                 self._model.move(targets, sources)
+
+    def _turn_full(self) -> None:
+        now_s = time.monotonic()
+        since_s, self._full_since_s = self._full_since_s, None if self._full_since_s is not None else now_s
+        self._full_s += 0.0 if since_s is None else now_s - since_s
 
     def _step(self) -> None:
         rows = self._rows

@@ -17,6 +17,7 @@ from streamrl.engines.requests import Job, check_request, check_room
 from streamrl.errors import EngineError, WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
+from streamrl.telemetry.clock import StateClock
 from streamrl.weights.protocol import Commit, Part, Slice
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,10 @@ class BatchingEngine:
         await self._gone.wait()
         await asyncio.to_thread(self._thread.join)
 
+    def timed(self, clock: StateClock) -> None:
+        """See `HostedEngine.timed`."""
+        self._decode.clock = clock
+
     # Engine
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
@@ -120,6 +125,7 @@ class BatchingEngine:
             tokens_total=self._decode.tokens_total,
             swaps_total=self._decode.swaps_total,
             last_swap_ms=self._decode.last_swap_ms,
+            counters={"engine/saturated_s": self._decode.saturated_s()},
         )
 
     # WeightHost

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from streamrl.engines.extras import INEXACT
 from streamrl.engines.protocol import Chunk
+from streamrl.telemetry.clock import StateClock
 
 _METRICS = {
     "cached_tokens": "engine/cached_tokens_total",
@@ -15,9 +16,17 @@ _METRICS = {
 
 
 class Counts:
-    """Counters since the engine's start, and its load now."""
+    """Counters since the engine's start, and its load now.
 
-    def __init__(self) -> None:
+    Args:
+        slots: completions that the server decodes at once.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.clock = StateClock("setup")
+        """Where the server's time goes, as far as its requests say it: prefill is part of `decode`."""
+        self._slots = slots
+        self._full_clock = StateClock("free")
         self.tokens = 0
         """Tokens sampled."""
         self.swaps = 0
@@ -28,6 +37,15 @@ class Counts:
         """Completions at the server, with those that nobody waits for and that it has not dropped yet."""
         self.totals: dict[str, float] = {}
         """By metric name."""
+
+    def moved(self) -> None:
+        """`swaps`, `waiting` or `sent` has changed."""
+        self.clock.enter("decode" if self.sent else "setup" if not self.swaps else "held" if self.waiting else "idle")
+        self._full_clock.enter("saturated" if self.sent > self._slots else "free")
+
+    def tick(self) -> None:
+        """Count the time that all slots were busy while requests waited."""
+        self._add("engine/saturated_s", self._full_clock.take().get("saturated", 0.0))
 
     def add(self, chunk: Chunk, prompt_tokens: int) -> None:
         """Count a chunk; the last one of a completion also says how it went."""

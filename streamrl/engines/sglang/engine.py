@@ -20,6 +20,7 @@ from streamrl.engines.sglang.server import SglangServer
 from streamrl.errors import ConfigError, EngineDied, EngineError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
+from streamrl.telemetry.clock import StateClock
 from streamrl.weights.protocol import Commit, CudaSource, FileSource, Part, Slice
 
 
@@ -70,7 +71,11 @@ class SglangEngine:
         """Jobs that nobody waits for any more, until the server has dropped them."""
         self._watch: asyncio.Task[None] | None = None
         self._ended: EngineError | None = EngineError(f"engine {engine_id} has not been started", hint="await engine.start() first")
-        self._counts = Counts()
+        self._counts = Counts(config.slots)
+
+    def timed(self, clock: StateClock) -> None:
+        """See `HostedEngine.timed`."""
+        self._counts.clock = clock
 
     async def start(self) -> None:
         """Start the server and find out how weights get into it; once in an engine's life.
@@ -158,6 +163,7 @@ class SglangEngine:
         if self._ended is not None:
             raise self._ended
         counts, slots = self._counts, self._config.slots
+        counts.tick()
         return EngineInfo(
             engine=self.engine_id,
             policy=self.policy,
@@ -211,6 +217,7 @@ class SglangEngine:
             self._serving = version
             self._counts.swaps += 1
             self._counts.last_swap_ms = commit.took_ms
+            self._counts.moved()
             self._swapped.set()
             self._swapped = asyncio.Event()
         return commit

@@ -80,6 +80,7 @@ class Job:
     def start(self) -> None:
         """Begin all completions."""
         self._counts.waiting += len(self.completions)
+        self._counts.moved()
         self._tasks = [asyncio.create_task(self._run(completion)) for completion in self.completions]
 
     def cut(self, index: int | None = None) -> None:
@@ -107,6 +108,7 @@ class Job:
         if stage is Stage.SENT:
             self._counts.sent += 1
         completion.stage = stage
+        self._counts.moved()
 
     async def _run(self, completion: Completion) -> None:
         try:

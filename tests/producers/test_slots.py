@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from streamrl.producers.slots import FREE, Slot, phase, taken
+from streamrl.telemetry.clock import StateClock
+
+
+class Hand:
+    """A clock that is set by hand."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+async def at_once() -> None:
+    pass
+
+
+def test_a_slot_with_a_request_generates_whatever_its_task_does() -> None:
+    hand = Hand()
+    clock = StateClock(FREE, slots=2, now=hand)
+    slot = Slot(clock, at_once)
+    hand.now_s = 1.0
+    slot.enter("tools")
+    slot.waits(+1)
+    hand.now_s = 3.0
+    slot.waits(-1)
+    slot.asks(+2)
+    hand.now_s = 6.0
+    slot.waits(+1)
+    slot.asks(-1)
+    hand.now_s = 10.0
+    slot.asks(-1)
+    hand.now_s = 11.0
+    slot.waits(-1)
+    hand.now_s = 13.0
+    slot.enter(FREE)
+    hand.now_s = 14.0
+    assert clock.take() == {FREE: 14.0 + 1.0 + 1.0, "tools": 2.0, "wait_engine": 2.0 + 1.0, "generate": 7.0}
+
+
+async def test_tasks_that_run_beside_each_other_have_slots_of_their_own() -> None:
+    hand = Hand()
+    clock = StateClock(FREE, slots=3, now=hand)
+    there, go = asyncio.Event(), asyncio.Event()
+
+    async def one(name: str) -> None:
+        with taken(clock, at_once), phase(name):
+            there.set()
+            await go.wait()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(one("reward"))
+        group.create_task(one("wait_room"))
+        await there.wait()
+        await asyncio.sleep(0)
+        hand.now_s = 5.0
+        go.set()
+    assert clock.take() == {FREE: 5.0, "reward": 5.0, "wait_room": 5.0, "tools": 0.0}
+    hand.now_s = 6.0
+    assert clock.take()[FREE] == 3.0, "all are free again"
+
+
+async def test_one_that_is_cancelled_is_free() -> None:
+    clock = StateClock(FREE)
+
+    async def one() -> None:
+        with taken(clock, at_once), phase("publish"):
+            await asyncio.Event().wait()
+
+    work = asyncio.create_task(one())
+    await asyncio.sleep(0)
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
+    clock.take()
+    await asyncio.sleep(0.001)
+    found = clock.take()
+    assert found[FREE] > 0.0 and sum(found.values()) == found[FREE]
+
+
+def test_phases_without_a_slot_are_nothing() -> None:
+    with phase("reward"), pytest.raises(KeyError):
+        raise KeyError
