@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from scripts.docs.configuration import configuration_page
 from scripts.docs.error_page import errors_page
+from scripts.docs.grafana import grafana_dashboard
 from scripts.docs.loop_picture import loop_picture
 from scripts.docs.metrics import metrics_table
 from scripts.docs.registry import registry_tables
@@ -18,6 +19,7 @@ WHOLE: Mapping[str, Callable[[], str]] = MappingProxyType(
     {
         "docs/configuration.md": configuration_page,
         "docs/errors.md": errors_page,
+        "docs/grafana.json": grafana_dashboard,
         "docs/pictures/loop.svg": loop_picture,
     }
 )

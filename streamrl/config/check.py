@@ -9,6 +9,7 @@ from streamrl.config.check_engine import check_sglang
 from streamrl.config.check_loss import check_loss
 from streamrl.config.check_ray import check_ray
 from streamrl.config.hosts import is_loopback, servers
+from streamrl.config.metrics import check_sinks
 from streamrl.config.paths import DATASETS, DIRECTORIES, FILES, FUNCTIONS, parse_dataset
 from streamrl.config.tree import BusConfig, Config, refuse
 from streamrl.errors import ConfigError
@@ -30,7 +31,8 @@ def check(config: Config) -> None:
 
 
 def check_files(config: Config) -> None:
-    """Raise ConfigError for the first file or directory that is named but not there."""
+    """Raise ConfigError for the first file, directory or sink's package that is named but not there."""
+    check_sinks(config.metrics)
     for key in (*DATASETS, *DIRECTORIES, *FILES, *FUNCTIONS):
         text: str = field(config, key)
         if key in DATASETS:

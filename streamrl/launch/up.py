@@ -25,6 +25,7 @@ from streamrl.launch.page import page_beside
 from streamrl.launch.prepare import NothingBinds, check_log, check_start, open_record, prepare
 from streamrl.launch.protocol import Launcher
 from streamrl.launch.shown import Shown
+from streamrl.launch.sinks import Sinks
 from streamrl.launch.supervisor import Supervisor
 from streamrl.monitor.follow import Follower, read_totals
 from streamrl.monitor.metrics_file import MetricsFile, written_version
@@ -192,6 +193,7 @@ class Session:
         self._shown = Shown(config, run, display, gone=stops.drain.set)
         self._note = self._shown.note
         self._supervisor = Supervisor(launcher, config.supervise, note=self._note)
+        self._sinks = Sinks(config, run, self._note)
         self._started_s = time.monotonic()
         self.prepared = False
         """Whether everything that can be known before the start was in order."""
@@ -264,17 +266,20 @@ class Session:
         async with Follower(bus, view, started_s=self._started_s, trainer=trainer, carry_totals=True, rows=rows) as follower:
             show = asyncio.create_task(self._shown.follow(bus, view, follower, self._supervisor.lines))
             bound = asyncio.create_task(self._bound_logs())
+            sinks = asyncio.create_task(self._sinks.keep_running())
             try:
                 state, failure = await self._supervise(view, server)
                 if server.failure is None:
                     await self._catch_up(follower)
+                    await self._sinks.drain()
             finally:
+                self._sinks.kill()
                 # After a drain nothing is left to kill; after a second Ctrl-C or an error, everything is.
                 await self._supervisor.kill_all()
                 free_weights(self._config.weights, self._run.name, self._run.path)
-                for task in (show, bound):
+                for task in (show, bound, sinks):
                     task.cancel()
-                await asyncio.gather(show, bound, self._shown.close(), return_exceptions=True)
+                await asyncio.gather(show, bound, sinks, self._shown.close(), return_exceptions=True)
             self._shown.write_state(state, view.trained.num_reinforced, failure.message if failure is not None else "")
             outcome = await conclude(self._run, view, state=state, wall_s=follower.elapsed_s)
         if failure is not None:

@@ -58,13 +58,15 @@ class Series:
     Args:
         window_s: length of a window.
         after: newest version that has its row already, written by an earlier session; its row and those before are not made again.
+        evaluated_s: evaluations of history that are newer than this (Unix seconds) get rows too; None: no such ones.
     """
 
-    def __init__(self, *, window_s: float = WINDOW_S, after: Version | None = None) -> None:
+    def __init__(self, *, window_s: float = WINDOW_S, after: Version | None = None, evaluated_s: float | None = None) -> None:
         self.num_lost = 0
         """Rows that nobody took in time."""
         self._window_s = window_s
         self._after = after
+        self._evaluated_s = math.inf if evaluated_s is None else evaluated_s
         self._rows: deque[Row] = deque(maxlen=MOST_ROWS)
         self._folds: dict[str, Fold] = {RUN: Fold()}
         self._attendance = Attendance()
@@ -83,8 +85,10 @@ class Series:
         if live and entry.source != "warmup":
             self._folds[RUN].add(MetricReport(worker=RUN, sum={"tokens/trained_total": values.get("rollout/tokens_trained", 0.0)}))
 
-    def evaluation(self, one: Evaluation, *, step: int) -> None:
-        """Held-out problems were asked."""
+    def evaluation(self, one: Evaluation, *, step: int, live: bool = True) -> None:
+        """Held-out problems were asked; not `live`: in an earlier session."""
+        if not live and one.time_s <= self._evaluated_s:
+            return
         if values := known({"eval/heldout": one.accuracy}):
             self._append(Row(time_s=one.time_s, kind=EVALUATION, version=str(one.version), step=step, values=values))
 

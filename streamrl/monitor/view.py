@@ -132,8 +132,9 @@ class RunView:
             case "evaluation":
                 found = evaluation_of(event)
                 self._evaluations.add(found, last_cold=self.trained.last_cold)
-                if self.series is not None and live:
-                    self.series.evaluation(found, step=self.trained.num_reinforced)
+                if self.series is not None:
+                    since = self._newest.version.number - found.version.number if self._newest and not live else 0
+                    self.series.evaluation(found, step=max(0, self.trained.num_reinforced - since), live=live)
             case "weights" if live and self.series is not None:
                 if isinstance(lag_s := event.detail.get("lag_s"), float):
                     mean, most = {"lag/publish_to_commit_s": lag_s}, {"lag/publish_to_commit_max_s": lag_s}

@@ -35,6 +35,10 @@ LOADING_S: Mapping[str, float] = MappingProxyType(
 
 USER_CODE = ("producer", "evaluator")
 """Kinds that run the user's functions, which may need keys of services they call."""
+SINK_KIND = "sink-{kind}"
+"""What the process of a sink is called: `sink-wandb`."""
+_OWN_SECRETS: Mapping[str, frozenset[str]] = MappingProxyType({"sink-wandb": frozenset({"WANDB_API_KEY"})})
+"""What a kind gets although it sounds like a secret."""
 _SECRET_WORDS = frozenset({"TOKEN", "SECRET", "PASSWORD", "PASSWD", "KEY", "CREDENTIALS", "APIKEY"})
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
@@ -84,4 +88,5 @@ def inherited(surroundings: Mapping[str, str], kind: str) -> dict[str, str]:
     """
     if kind in USER_CODE:
         return dict(surroundings)
-    return {name: value for name, value in surroundings.items() if _SECRET_WORDS.isdisjoint(name.upper().split("_"))}
+    own = _OWN_SECRETS.get(kind, frozenset())
+    return {name: value for name, value in surroundings.items() if name in own or _SECRET_WORDS.isdisjoint(name.upper().split("_"))}

@@ -53,6 +53,8 @@ class RunDir:
         """How far the run is, and how it ended."""
         self.metrics = self.path / "metrics"
         """Rows of the run's metrics; see `streamrl.monitor.metrics_file`."""
+        self.sinks = self.path / "sinks"
+        """Positions and files of sinks, one folder each; see `streamrl.monitor.sinks`."""
         self.plot_path = self.path / "plot.png"
         """Reward and lag over the run."""
 
@@ -60,6 +62,10 @@ class RunDir:
     def name(self) -> str:
         """The run id."""
         return self.path.name
+
+    def sink_dir(self, kind: str) -> Path:
+        """Folder of one sink."""
+        return self.sinks / kind
 
     def role_path(self, role: str) -> Path:
         """How to reach the bus with a role's credentials."""

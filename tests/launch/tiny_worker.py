@@ -1,7 +1,8 @@
 """A worker without torch: `tiny_worker.py KIND RUN MODE`.
 
 Any kind writes its process id to RUN/pids and, on SIGTERM, its kind to RUN/order. Mode `learn`: the trainer writes 30 ledger entries, two
-evaluations and the end of the run; the evaluator is soon done. Mode `endless`: it waits. Mode `stubborn`: SIGTERM is ignored.
+evaluations and the end of the run; the evaluator is soon done. Modes `learn-slowly`: so that it takes seconds; `learn-and-stay`: without
+the end. Mode `endless`: it waits. Mode `stubborn`: SIGTERM is ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
 
 
-async def learn(run: RunDir) -> None:
+async def learn(run: RunDir, mode: str) -> None:
     subjects = Subjects(run.name)
     async with connected(run) as bus:
         for number in range(1, 31):
@@ -42,11 +43,14 @@ async def learn(run: RunDir) -> None:
                 time_s=time.time(),
             )
             await bus.publish(subjects.ledger("main"), encode(entry), id=f"0.{number}")
+            await asyncio.sleep(0.3 if mode == "learn-slowly" else 0.0)
         for version, accuracy in (("0.0", 0.125), ("0.30", 0.875)):
             problems = [{"prompt": "1+1=", "expected": "2", "got": "2" if accuracy > 0.5 else "5"}]
             detail = {"version": version, "versions": [version, version], "accuracy": accuracy, "num": 8, "problems": problems}
             event = Event(kind="evaluation", worker="evaluator-0", detail=detail)
             await bus.publish(subjects.events("evaluation"), encode(event))
+        while mode == "learn-and-stay":
+            await asyncio.sleep(600)
         await bus.publish(subjects.events("finished"), encode(Event(kind="finished", worker="trainer-0", detail={"version": "0.30"})))
 
 
@@ -61,10 +65,10 @@ def main() -> int:
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN if mode == "stubborn" else end)
     append(run.path / "pids", str(os.getpid()))
-    if kind == "trainer" and mode == "learn":
-        asyncio.run(learn(run))
+    if kind == "trainer" and mode.startswith("learn"):
+        asyncio.run(learn(run, mode))
         return 0
-    if kind == "evaluator" and mode == "learn":
+    if kind == "evaluator" and mode.startswith("learn"):
         return 0
     while True:
         time.sleep(600)
