@@ -112,8 +112,10 @@ async def test_a_run_on_a_terminal_through_resize_keys_and_the_death_of_its_serv
     server = server_pid(run)
     assert server is not None
     os.kill(server, signal.SIGSTOP)
-    await until(terminal.shows("its bus does not answer"), within_s=60)
-    os.kill(server, signal.SIGCONT)
+    try:
+        await until(terminal.shows("its bus does not answer"), within_s=60)
+    finally:
+        os.kill(server, signal.SIGCONT)
     await until(lambda: not terminal.shows("does not answer")(), within_s=60)
 
     up.send_signal(signal.SIGTERM)
