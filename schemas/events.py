@@ -16,6 +16,8 @@ STANDING_EVENT = "standing"
 """Event by which the supervisor says what a run waits for in which nothing has moved for a while: {what, hint, since_s}."""
 FAILURES_EVENT = "failures"
 """Event by which it says what fails: {tasks, rollouts by reason, newest} since the newest batch."""
+SLO_EVENT = "slo"
+"""Event by which it says how the run meets its objectives, whenever that changes: {level, findings}."""
 MOVING_EVENT = "moving"
 """Event by which it says that it goes on."""
 

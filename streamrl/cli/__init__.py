@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from streamrl import __version__
-from streamrl.cli import bench, checks, dead, files, inspect, logs, metrics, page, records, reward, runs, trace, workers
+from streamrl.cli import bench, checks, dead, files, inspect, logs, metrics, page, records, reward, runs, top, trace, workers
 from streamrl.errors import StreamRLError
 
 _INTERRUPTED = 130
@@ -40,14 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    top = argparse.ArgumentParser(prog="streamrl", description="Reinforcement-learning post-training of LLMs as a stream.")
-    top.add_argument("--version", action="version", version=f"streamrl {__version__}")
-    verbs = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    whole = argparse.ArgumentParser(prog="streamrl", description="Reinforcement-learning post-training of LLMs as a stream.")
+    whole.add_argument("--version", action="version", version=f"streamrl {__version__}")
+    verbs = whole.add_subparsers(title="commands", metavar="COMMAND", required=True)
     files.add_verbs(verbs)
     runs.add_verbs(verbs)
     logs.add_verbs(verbs)
     metrics.add_verbs(verbs)
     page.add_verbs(verbs)
+    top.add_verbs(verbs)
     workers.add_verbs(verbs)
     checks.add_verbs(verbs)
     records.add_verbs(verbs)
@@ -56,4 +57,4 @@ def parser() -> argparse.ArgumentParser:
     trace.add_verbs(verbs)
     inspect.add_verbs(verbs)
     bench.add_verbs(verbs)
-    return top
+    return whole

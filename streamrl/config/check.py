@@ -28,6 +28,7 @@ def check(config: Config) -> None:
     check_sglang(config)
     check_ray(config)
     _check_bus(config)
+    _check_slo(config)
 
 
 def check_files(config: Config) -> None:
@@ -221,6 +222,22 @@ def _check_model(config: Config) -> None:
         f"model.max_len must hold data.max_prompt_tokens + sampling.max_new_tokens = {longest}, got {model.max_len}",
         hint="raise model.max_len, or lower one of the two",
         key="model.max_len",
+    )
+
+
+def _check_slo(config: Config) -> None:
+    scheme, _, rest = config.slo.webhook.partition("://")
+    refuse(
+        "@" in config.slo.webhook,
+        "slo.webhook must hold no user and password: the configuration is stored with the run, and others read it",
+        hint="use a URL that needs none",
+        key="slo.webhook",
+    )
+    refuse(
+        bool(config.slo.webhook) and (scheme not in ("http", "https") or not rest),
+        f"slo.webhook must be an http or https URL, got {config.slo.webhook!r}",
+        hint="for example https://hooks.example.org/streamrl",
+        key="slo.webhook",
     )
 
 

@@ -15,6 +15,7 @@ from streamrl.config.loss import LossConfig
 from streamrl.config.metrics import MetricsConfig
 from streamrl.config.page import PageConfig
 from streamrl.config.ray import RayConfig
+from streamrl.config.slo import SloConfig
 from streamrl.errors import ConfigError
 from streamrl.schemas.subjects import check_name
 from streamrl.schemas.tasks import Sampling
@@ -359,5 +360,6 @@ class Config(Section, frozen=True, kw_only=True):
     supervise: SuperviseConfig = SuperviseConfig()
     metrics: MetricsConfig = MetricsConfig()
     page: PageConfig = PageConfig()
+    slo: SloConfig = SloConfig()
     ray: RayConfig = RayConfig()
     debug: DebugConfig = DebugConfig()

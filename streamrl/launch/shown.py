@@ -14,17 +14,19 @@ from msgspec import to_builtins
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
 from streamrl.errors import BusError
+from streamrl.launch.objectives import Objectives
 from streamrl.monitor.failures import Pace
 from streamrl.monitor.follow import Follower
 from streamrl.monitor.numbers import WorkerLine
 from streamrl.monitor.run_state import RUNNING, RunState, write_state
 from streamrl.monitor.screen import Display, one_line
+from streamrl.monitor.slo import detail_of
 from streamrl.monitor.view import RunView
 from streamrl.monitor.waits import Watch, standing_line
 from streamrl.runtime.retries import FailureWindow
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import encode
-from streamrl.schemas.events import FAILURES_EVENT, MOVING_EVENT, STANDING_EVENT, Event
+from streamrl.schemas.events import FAILURES_EVENT, MOVING_EVENT, SLO_EVENT, STANDING_EVENT, Event
 from streamrl.schemas.subjects import Subjects
 
 logger = logging.getLogger(__name__)
@@ -59,6 +61,7 @@ class Shown:
         self._publishing: set[asyncio.Task[None]] = set()
         self._watch, self._failures = Watch(), Pace()
         self._warned = False
+        self._objectives: Objectives | None = None
 
     def note(self, text: str) -> None:
         """A line for people, which the log gets too."""
@@ -73,6 +76,8 @@ class Shown:
         """Show `view` until cancelled. What fails in here is said, and it is shown again; not for ever."""
         failures = FailureWindow(_WINDOW_S)
         self._report(bus, MOVING_EVENT, {})  # what the session before may have said last
+        self._report(bus, SLO_EVENT, detail_of(()))
+        self._objectives = Objectives(self._config, self.note, partial(self._report, bus, SLO_EVENT))
         while True:
             try:
                 self._show(bus, view, follower, workers())
@@ -87,6 +92,8 @@ class Shown:
 
     async def close(self) -> None:
         """Let go of what is still to be published."""
+        if self._objectives is not None:
+            await asyncio.to_thread(self._objectives.close)
         for task in self._publishing:
             task.cancel()
         await asyncio.gather(*self._publishing, return_exceptions=True)
@@ -117,6 +124,8 @@ class Shown:
             counts = dict(view.failures.reasons)
             self.note(f"{numbers.failed_tasks} tasks have failed since the newest batch; the newest: {one_line(numbers.newest_error)}")
             self._report(bus, FAILURES_EVENT, {"tasks": numbers.failed_tasks, "rollouts": counts, "newest": numbers.newest_error})
+        if self._objectives is not None:
+            self._objectives.look(view, numbers, now_s=now_s, over=self.draining or numbers.phase == "finished")
         self.write_state(RUNNING, numbers.step)
         barren = numbers.barren_tasks >= _BARREN_BATCHES * self._config.tasks.batch_tasks
         warned, self._warned = self._warned, barren

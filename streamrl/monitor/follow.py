@@ -18,7 +18,7 @@ from streamrl.monitor.series import Row
 from streamrl.monitor.view import RunView, Totals
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
-from streamrl.schemas.events import MOVING_EVENT, NOTICE_EVENT, STANDING_EVENT, Event, MetricReport
+from streamrl.schemas.events import MOVING_EVENT, NOTICE_EVENT, SLO_EVENT, STANDING_EVENT, Event, MetricReport
 from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.subjects import (
     EVENTS,
@@ -208,6 +208,8 @@ class Follower:
         if self._carry_totals and event.kind in (STANDING_EVENT, MOVING_EVENT):
             return  # the supervisor's own words, which its view has at once
         live = message.sequence > self._history_ends[EVENTS]
+        if self._carry_totals and live and event.kind == SLO_EVENT:
+            return
         if live or event.kind not in ("finished", NOTICE_EVENT):
             self.view.event(event, live=live)
 

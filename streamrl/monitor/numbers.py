@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
 from streamrl.schemas.versions import Version
@@ -16,6 +18,12 @@ class EngineLine(msgspec.Struct, frozen=True, kw_only=True):
     running: int
     waiting: int
     slots: int
+    behind: int | None = None
+    """Versions behind the newest one; None before the first weights, and of an engine that is pinned."""
+    tokens_per_s: float = 0.0
+    """Sampled, over the last ten seconds."""
+    prefix_hits: float | None = None
+    """Part of the prompt tokens that was in its prefix cache, over the window before; None: not known."""
     pinned: bool = False
     """It serves evaluations, at versions of theirs."""
     degraded: str = ""
@@ -31,6 +39,37 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """Unix seconds since when nothing has moved."""
     normal: bool = False
     """It is known to take long: a model that loads, a step."""
+
+
+class Level(StrEnum):
+    """How an objective is met."""
+
+    OK = "ok"
+    WARN = "warn"
+    BREACH = "breach"
+
+
+class Cause(msgspec.Struct, frozen=True):
+    """Why, and what to do."""
+
+    name: str
+    """For programs: `slow_engine`, `few_producers`, ..."""
+    what: str
+    hint: str
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """An objective that is not met, or not for long any more."""
+
+    objective: str
+    """Key of the section `slo`."""
+    level: Level
+    value: float
+    bound: float
+    causes: tuple[Cause, ...] = ()
+    """The likeliest first."""
+    since_s: float = 0.0
+    """Unix seconds."""
 
 
 class WorkerLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,6 +151,7 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     made_per_s: float
     trained_per_s: float
     staleness_p50: float
+    staleness_p95: float
     staleness_max: int
     staleness_in_flight: float | None
     staleness_queued: float | None
@@ -120,6 +160,8 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     """Versions that the engines are behind the newest one now, their mean."""
     stream_lag: int
     """Messages on the sample stream that came after the newest batch closed."""
+    stream_s: float
+    """Age of the oldest of them in seconds."""
     stream_bytes: int
     tasks_ended: int
     """Trained or dropped."""
@@ -147,6 +189,8 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     """Producers that wait for room on the sample stream."""
     standing: Standing | None
     """What the supervisor has found the run to wait for; None while it moves."""
+    slo: tuple[Finding, ...]
+    """Objectives that are not met, as the supervisor finds them."""
     engines: tuple[EngineLine, ...]
     workers: tuple[WorkerLine, ...]
     elapsed_s: float

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+import unicodedata
 from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
@@ -17,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.monitor.numbers import EngineLine, RunNumbers
+from streamrl.monitor.slo import line_of
 from streamrl.monitor.waits import credits_of, hung_line, standing_line
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -100,6 +102,14 @@ def choose_display(*, plain: bool) -> Display:
 
 def panel(numbers: RunNumbers) -> Panel:
     """The numbers of a run as a panel."""
+    rows = summary_rows(numbers)
+    rows.add_row("workers", workers_text(numbers))
+    title = f"[bold]streamrl[/bold] {numbers.run}   {numbers.phase}   {clock(numbers.elapsed_s)}"
+    return Panel(rows, title=title, title_align="left", border_style="blue", expand=False)
+
+
+def summary_rows(numbers: RunNumbers) -> Table:
+    """What the panel of `up` and `streamrl top` say of a run as a whole: a table of words and values, to which rows may be added."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="bold cyan", no_wrap=True)
     rows.add_column()
@@ -119,16 +129,22 @@ def panel(numbers: RunNumbers) -> Panel:
     rows.add_row("dropped", Text(drops_text(numbers)))  # reasons are words of user code: no markup
     if numbers.newest_error:
         rows.add_row("failure", Text(one_line(numbers.newest_error), style="red" if numbers.failed_tasks else "default"))
+    for word, said in warnings(numbers):
+        rows.add_row(word, Text(said, style="yellow"))
+    return rows
+
+
+def warnings(numbers: RunNumbers) -> list[tuple[str, str]]:
+    """What people should look at, each with the word that it stands behind."""
+    found: list[tuple[str, str]] = []
     if numbers.stalled:
-        said = f"the sample stream is full; {', '.join(numbers.stalled)} wait for the trainer to free room"
-        rows.add_row("full", Text(said, style="yellow"))
+        found.append(("full", f"the sample stream is full; {', '.join(numbers.stalled)} wait for the trainer to free room"))
     if held := hung_line(numbers):
-        rows.add_row("hung", Text(held, style="yellow"))
+        found.append(("hung", held))
     if numbers.standing:
-        rows.add_row("waits", Text(standing_line(numbers.standing), style="yellow"))
-    rows.add_row("workers", workers_text(numbers))
-    title = f"[bold]streamrl[/bold] {numbers.run}   {numbers.phase}   {clock(numbers.elapsed_s)}"
-    return Panel(rows, title=title, title_align="left", border_style="blue", expand=False)
+        found.append(("waits", standing_line(numbers.standing)))
+    found += [("slo", line_of(one)) for one in numbers.slo]
+    return found
 
 
 def progress(numbers: RunNumbers) -> str:
@@ -169,7 +185,7 @@ def staleness_text(numbers: RunNumbers) -> str:
 
 def drops_text(numbers: RunNumbers) -> str:
     """Number of rollouts dropped, and why."""
-    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(numbers.drops.items(), key=lambda item: -item[1]))
+    reasons = ", ".join(f"{visible(reason)} {count}" for reason, count in sorted(numbers.drops.items(), key=lambda item: -item[1]))
     return f"{numbers.dropped} ({reasons})" if reasons else "0"
 
 
@@ -248,6 +264,8 @@ def plain_line(numbers: RunNumbers) -> str:
         fields.append(f"workers={','.join(troubled)}")
     if degraded := [engine.engine for engine in numbers.engines if engine.degraded]:
         fields.append(f"degraded={','.join(degraded)}")
+    if numbers.slo:
+        fields.append(f"slo={','.join(f'{one.level}:{one.objective}' for one in numbers.slo)}")
     if numbers.standing:
         fields.append(f"waits-for={numbers.standing.what!r}")
     return f"[{clock(numbers.elapsed_s)}] " + " ".join(fields)
@@ -261,9 +279,14 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def one_line(text: str, *, most: int = 200) -> str:
-    """`text` without line breaks, cut to `most` characters."""
-    line = " ".join(text.split())
+    """`text` without line breaks and what a terminal takes for a command, cut to `most` characters."""
+    line = visible(" ".join(text.split()))
     return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
+def visible(text: str) -> str:
+    """`text` with a point for every character that has no shape of its own: controls, escapes, marks of direction."""
+    return "".join("\N{MIDDLE DOT}" if unicodedata.category(one)[0] == "C" else one for one in text)
 
 
 def decimal(value: float) -> str:

@@ -31,6 +31,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 BATCH = "batch"
 WINDOW = "window"
 EVALUATION = "evaluation"
+TRAINED = "trained"
 RUN = ""
 """Whose values are those of the run as a whole."""
 
@@ -64,6 +65,11 @@ class Series:
     def __init__(self, *, window_s: float = WINDOW_S, after: Version | None = None, evaluated_s: float | None = None) -> None:
         self.num_lost = 0
         """Rows that nobody took in time."""
+        self.window: dict[str, dict[str, float]] = {}
+        """Values of the newest window that is over, by whose they are."""
+        self.decided: Counter[str] = Counter()
+        """Of that window: groups trained, under `TRAINED`, and rollouts dropped, by metric."""
+        self._deciding: Counter[str] = Counter()
         self._window_s = window_s
         self._after = after
         self._evaluated_s = math.inf if evaluated_s is None else evaluated_s
@@ -82,7 +88,10 @@ class Series:
         values = {FORMER_METRICS.get(name, name): value for name, value in entry.metrics.items()}
         values |= drops_by_reason(entry) | times_of(values)
         self._append(Row(time_s=entry.time_s, kind=BATCH, version=str(entry.version), step=step, values=known(values)))
+        if live:
+            self._deciding.update({name: int(count) for name, count in drops_by_reason(entry).items()})
         if live and entry.source != "warmup":
+            self._deciding[TRAINED] += len(entry.staleness)
             self._folds[RUN].add(MetricReport(worker=RUN, sum={"tokens/trained_total": values.get("rollout/tokens_trained", 0.0)}))
 
     def evaluation(self, one: Evaluation, *, step: int, live: bool = True) -> None:
@@ -111,12 +120,14 @@ class Series:
 
     def close(self, now_s: float, now: Mapping[str, Mapping[str, float]], *, step: int) -> None:
         """End the window; `now` has what is known at its end beside the reports, by whose it is."""
+        self.window, self.decided, self._deciding = {}, self._deciding, Counter()
         for part in self._attendance.silent(now_s):
             self._add(part)
         for of in dict.fromkeys([*self._folds, *now]):
             fold = self._folds.get(of)
             values = fold.values if fold else {}
             if values := known({**values, **ratios(values), **shares(values), **now.get(of, {})}):
+                self.window[of] = values
                 self._append(Row(time_s=now_s, kind=WINDOW, of=of, version=self.newest, step=step, values=values))
         self._folds = {RUN: Fold()}
         self._began_s = now_s

@@ -19,6 +19,7 @@ from streamrl.monitor.follow import Follower, read_totals
 from streamrl.monitor.numbers import RunNumbers
 from streamrl.monitor.run_state import INTERRUPTED, RUNNING, read_state
 from streamrl.monitor.screen import clock, degraded_lines, panel, plain_line
+from streamrl.monitor.slo import line_of
 from streamrl.monitor.summary import Summary
 from streamrl.monitor.view import RunView
 from streamrl.monitor.waits import hung_line, standing_line
@@ -182,6 +183,8 @@ def print_status(status: RunStatus, *, as_json: bool) -> None:
             print(f"newest failure: {numbers.newest_error}")
         if numbers.standing:
             print(standing_line(numbers.standing))
+        for one in numbers.slo:
+            print(line_of(one))
     if status.checkpoints and not as_json:
         print(f"checkpoints: {', '.join(status.checkpoints)}; a restart can go back to {status.checkpoints[-1]}")
     if status.one_login and not as_json:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from streamrl.monitor.numbers import Evaluation, Problem
 from streamrl.monitor.screen import clock, decimal, short
-from streamrl.monitor.view import REWARD_WINDOW, RunView, counted_median
+from streamrl.monitor.view import REWARD_WINDOW, RunView, counted_quantile
 
 _NUM_PROBLEMS = 8
 _MAX_CELL = 48
@@ -42,6 +42,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The same by reason."""
     newest_error: str = ""
     """Why a rollout failed last, as far as the last session has seen it."""
+    slo: dict[str, str] = {}
+    """Objectives of the section `slo` that were not met at some time, with their worst level."""
     swaps: int
     """Weight versions that engines took while they ran."""
     wall_s: float
@@ -61,11 +63,12 @@ def summarize(view: RunView, *, wall_s: float) -> Summary:
         heldout_last=evaluations[-1].accuracy if evaluations else None,
         tokens_made=view.tokens_made,
         tokens_trained=view.tokens_trained,
-        staleness_p50=counted_median(trained.ages),
+        staleness_p50=counted_quantile(trained.ages, 0.5),
         staleness_max=max(trained.ages, default=0),
         dropped=view.all_drops.total(),
         drops=dict(view.all_drops),
         newest_error=view.failures.newest,
+        slo={objective: str(level) for objective, level in view.slo_worst.items()},
         swaps=view.swaps,
         wall_s=round(wall_s, 2),
     )
@@ -95,6 +98,8 @@ def summary_line(summary: Summary) -> str:
         f"{summary.dropped} dropped",
         f"{summary.swaps} swaps",
     ]
+    if summary.slo:
+        parts.append("slo " + ", ".join(f"{level} {objective}" for objective, level in summary.slo.items()))
     return ", ".join(parts)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -13,15 +14,17 @@ from msgspec.structs import replace
 
 from streamrl.monitor.arrivals import Arrivals
 from streamrl.monitor.decoded import LedgerLine, evaluation_of
+from streamrl.monitor.engine_lines import engine_line, worker_of
 from streamrl.monitor.evaluations import Evaluations
 from streamrl.monitor.failures import Failures
-from streamrl.monitor.numbers import EngineLine, Evaluation, Point, RunNumbers, Standing, WorkerLine
+from streamrl.monitor.numbers import EngineLine, Evaluation, Finding, Level, Point, RunNumbers, Standing, WorkerLine
 from streamrl.monitor.rates import Growing, Rate, left_s
 from streamrl.monitor.series import RUN, Row, Series
+from streamrl.monitor.slo import findings_of, worst_of
 from streamrl.monitor.trained import Trained, stretched_rewards
 from streamrl.monitor.waits import standing_of
-from streamrl.schemas.control import EVALUATION_ROLE, ROLLOUT_ROLE, EnginePresence, Grant, WorkerPresence
-from streamrl.schemas.events import MOVING_EVENT, STANDING_EVENT, Event, MetricReport
+from streamrl.schemas.control import ROLLOUT_ROLE, EnginePresence, Grant, WorkerPresence
+from streamrl.schemas.events import MOVING_EVENT, SLO_EVENT, STANDING_EVENT, Event, MetricReport
 from streamrl.schemas.samples import Tombstone
 
 REWARD_WINDOW = 20
@@ -82,12 +85,16 @@ class RunView:
         self.finished = False
         self.stalled: set[str] = set()
         self.standing: Standing | None = None
+        self.slo: tuple[Finding, ...] = ()
+        self.slo_worst: dict[str, Level] = {}
+        """Of objectives that were not met at some time, the worst level."""
         self._evaluations = Evaluations()
         self._notices: deque[str] = deque(maxlen=_MOST_NOTICES)
         self._engines: dict[str, EnginePresence] = {}
         self._workers: dict[str, WorkerLine] = {}
         self._made, self._swapped = Growing(late=joined), Growing(late=joined)
         self._made_rate, self._trained_rate = Rate(), Rate()
+        self._engine_rates: dict[str, Rate] = {}
         self._stream_last, self._stream_bytes = 0, 0
         self._arrivals = Arrivals()
         self._issued = 0
@@ -108,6 +115,12 @@ class RunView:
             self.series.batch(entry, step=self.trained.num_reinforced, live=self.live)
         return True
 
+    def judged(self, found: tuple[Finding, ...]) -> None:
+        """Objectives that are not met now."""
+        self.slo = found
+        for one in found:
+            self.slo_worst[one.objective] = worst_of(one.level, self.slo_worst.get(one.objective, Level.OK))
+
     def forget_ledger(self) -> None:
         """Before the ledger is read anew."""
         self.trained = Trained()
@@ -127,6 +140,8 @@ class RunView:
                 self.standing = standing_of(event)
             case kind if kind == MOVING_EVENT:
                 self.standing = None
+            case kind if kind == SLO_EVENT:
+                self.judged(findings_of(event))
             case "notice":
                 self._notices.append(f"{event.worker}: {event.detail.get('text', '')}")
             case "evaluation":
@@ -155,6 +170,7 @@ class RunView:
         """An engine announced itself, or (None) has not for too long."""
         if presence is None:
             self._engines.pop(engine, None)
+            self._engine_rates.pop(engine, None)
             return
         known = self._engines.get(engine)
         if known and known.serving and presence.serving and known.serving != presence.serving:
@@ -197,6 +213,13 @@ class RunView:
         self._made_rate.mark(now_s, self._made.total)
         self._trained_rate.mark(now_s, self.trained.num_tokens)
         self._arrivals.mark(now_s, self._stream_last)
+        for name, engine in self._engines.items():
+            self._engine_rates.setdefault(name, Rate()).mark(now_s, engine.tokens_total)
+
+    @property
+    def stream_last(self) -> int:
+        """Sequence of the newest message of the sample stream; 0: there is none, or it is not known."""
+        return self._stream_last
 
     @property
     def tokens_made(self) -> int:
@@ -297,6 +320,11 @@ class RunView:
             return "starting"
         return "warm-up" if self.trained.is_warming else "training"
 
+    def _engine_line(self, name: str, engine: EnginePresence) -> EngineLine:
+        rate, window = self._engine_rates.get(name), self.series.window.get(worker_of(name), {}) if self.series else {}
+        number = self._newest.version.number if self._newest else 0
+        return engine_line(name, engine, newest=number, tokens_per_s=rate.per_s if rate else 0.0, window=window)
+
     def numbers(self, *, elapsed_s: float, supervised: Mapping[str, WorkerLine] | None = None) -> RunNumbers:
         """Everything at this moment; `supervised` are workers whose state the caller knows better than their presence."""
         newest, drops = self._newest, self.all_drops
@@ -322,13 +350,15 @@ class RunView:
             tokens_trained=self.tokens_trained,
             made_per_s=self._made_rate.per_s,
             trained_per_s=self._trained_rate.per_s,
-            staleness_p50=counted_median(self.trained.ages),
+            staleness_p50=counted_quantile(self.trained.ages, 0.5),
+            staleness_p95=counted_quantile(self.trained.ages, 0.95),
             staleness_max=max(self.trained.ages, default=0),
             staleness_in_flight=measured.get("staleness/in_flight"),
             staleness_queued=measured.get("staleness/queued"),
             staleness_publish_lag=measured.get("staleness/publish_lag"),
             engines_behind=max(0.0, statistics.fmean(behind)) if behind else None,
             stream_lag=self._lag(),
+            stream_s=self._arrivals.age_s(newest.cursor if newest else 0),
             stream_bytes=self._stream_bytes,
             tasks_ended=self._grant.retired,
             tasks_granted=self._grant.granted,
@@ -344,39 +374,19 @@ class RunView:
             swaps=self.swaps,
             stalled=tuple(sorted(self.stalled & self._workers.keys())),
             standing=self.standing,
-            engines=tuple(engine_line(name, engine) for name, engine in sorted(self._engines.items())),
+            slo=self.slo,
+            engines=tuple(self._engine_line(name, engine) for name, engine in sorted(self._engines.items())),
             workers=tuple(self._doing(line) for _, line in sorted({**self._workers, **self._told(supervised or {})}.items())),
             elapsed_s=elapsed_s,
         )
 
 
-def engine_line(name: str, engine: EnginePresence) -> EngineLine:
-    """One engine for the table."""
-    serving = str(engine.serving) if engine.serving else "-"
-    if engine.role == EVALUATION_ROLE:
-        serving += " (pinned)"
-    degraded = "" if isinstance(engine.degraded, msgspec.UnsetType) else engine.degraded
-    return EngineLine(
-        engine=name,
-        serving=serving,
-        running=engine.running,
-        waiting=engine.waiting,
-        slots=engine.slots,
-        degraded=degraded,
-        pinned=engine.role == EVALUATION_ROLE,
-    )
-
-
-def worker_of(engine: str) -> str:
-    """The worker that runs an engine: its name is the beginning of the engine's id, `engine-0` of `engine-0-1f2e3d`."""
-    return "-".join(engine.split("-")[:2])
-
-
-def counted_median(counts: Counter[int]) -> float:
-    """Median of the values that `counts` counts; 0.0 if there are none."""
+def counted_quantile(counts: Counter[int], part: float) -> float:
+    """The value below which `part` of those lie that `counts` counts, the mean of two where it is between them; 0.0 if there are none."""
     if not counts:
         return 0.0
     values = sorted(counts)
     last_ranks = list(itertools.accumulate(counts[value] for value in values))
-    low, high = (values[bisect.bisect_right(last_ranks, rank)] for rank in ((last_ranks[-1] - 1) // 2, last_ranks[-1] // 2))
+    place = part * (last_ranks[-1] - 1)
+    low, high = (values[bisect.bisect_right(last_ranks, rank)] for rank in (math.floor(place), math.ceil(place)))
     return (low + high) / 2

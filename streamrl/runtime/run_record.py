@@ -57,6 +57,7 @@ FREE_KEYS = (
     "supervise",
     "metrics",
     "page",
+    "slo",
     "ray",
     "debug.token_delay_s",
     "debug.token_delay_sigma",

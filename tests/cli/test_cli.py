@@ -17,7 +17,7 @@ from streamrl.runtime.lock import lock_run
 from streamrl.runtime.rundir import RunDir
 
 ROOT = Path(__file__).parents[2]
-VERBS = {"init", "config", "completion", "up", "down", "status", "logs", "metrics", "worker", "attach", "doctor"} | {
+VERBS = {"init", "config", "completion", "up", "down", "status", "logs", "metrics", "page", "top", "worker", "attach", "doctor"} | {
     "replay",
     "dead",
     "reward",

@@ -221,6 +221,8 @@ def test_bad_slice(write):
         ("[bus]\nreplicas = 3\n", "bus.replicas must be 1 without bus.url, got 3"),
         ("[bus]\nurl = 'nats://127.0.0.1'\nreplicas = 6\n", "bus.replicas must be at most 5, got 6"),
         ("[bus]\nurl = 'nats://127.0.0.1'\nreplicas = 0\n", "bus.replicas must be at least 1, got 0"),
+        ("[slo]\nwebhook = 'https://u:secret@a/b'\n", "slo.webhook must hold no user and password: the"),
+        ("[slo]\nwebhook = 'hooks.example.org'\n", "slo.webhook must be an http or https URL"),
         ("[bus]\nurl = 'http://a'\n", "bus.url must begin with"),
         ("[bus]\nurl = 'nats://a'\ntoken_file = 'x'\nuser = 'y'\n", "expected one kind of credentials"),
         ("[bus]\nurl = 'nats://a'\nuser = 'y'\n", "go together"),

@@ -27,6 +27,7 @@ KEYS = [
     "dropped",
     "drops",
     "newest_error",
+    "slo",
     "swaps",
     "wall_s",
 ]

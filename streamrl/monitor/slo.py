@@ -1,0 +1,367 @@
+"""Objectives of a run: ok, warn or breach, with the likely cause and the key to turn. Plain functions over numbers; no clock, no bus.
+
+A cause is looked for along the path of a sample, where its time goes: shares of a window (`trainer/share/...`) say which part keeps the
+others waiting, and reasons of drops say what is made in vain.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from streamrl.config.slo import SloConfig
+from streamrl.errors import SchemaError
+from streamrl.monitor.engine_lines import worker_of
+from streamrl.monitor.numbers import Cause, Finding, Level, RunNumbers
+from streamrl.monitor.series import RUN, TRAINED
+from streamrl.schemas.events import SLO_EVENT, Event
+
+_FALLS_BELOW = 0.9
+"""A level is left below this part of its bound, lest it flap."""
+_MANY = 0.5
+"""More than half of the time, or of the drops, is what names a cause."""
+_SOME = 0.25
+_SICK = 0.4
+"""An engine that samples less than this part of what the others do, by request, is slow."""
+_MOST_CAUSES = 2
+
+
+_SEVERITY = {Level.OK: 0, Level.WARN: 1, Level.BREACH: 2}
+
+
+class Signs(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a run at one moment."""
+
+    numbers: RunNumbers
+    batch: Mapping[str, float] = {}
+    """Metrics of the newest batch."""
+    window: Mapping[str, Mapping[str, float]] = {}
+    """Values of the newest window, by whose they are; empty before the first."""
+    decided: Mapping[str, int] = {}
+    """Of the newest window: see `Series.decided`."""
+    still_s: float = 0.0
+    """Seconds since the newest batch."""
+    num_rollouts: int = 1
+    """Of a task."""
+    batch_tasks: int = 1
+    """Of a batch."""
+
+    def of_run(self, name: str) -> float | None:
+        """A value of the window for the run as a whole; None: not known."""
+        return self.window.get(RUN, {}).get(name)
+
+    def share(self, kind: str, state: str) -> float:
+        """Part of the window that workers of a kind spent so; 0 where not known."""
+        return self.of_run(f"{kind}/share/{state}") or 0.0
+
+    @property
+    def in_use(self) -> float:
+        """Part of the window that producers' slots had a task in hand."""
+        return sum(self.share("producer", state) for state in ("generate", "tools", "reward", "publish", "wait_engine"))
+
+    @property
+    def saturated(self) -> float:
+        """Part of the window that engines had no free slot and requests that waited for one; of this moment where windows do not say."""
+        if (share := self.of_run("starvation/engines_saturated")) is not None:
+            return share
+        engines = [engine for engine in self.numbers.engines if not engine.pinned]
+        full = [engine for engine in engines if engine.waiting and engine.running >= engine.slots]
+        return len(full) / len(engines) if engines else 0.0
+
+    @property
+    def dropped(self) -> dict[str, float]:
+        """Rollouts dropped in the window, by reason."""
+        return {name.rpartition("/")[2]: float(count) for name, count in self.decided.items() if name != TRAINED and count}
+
+    @property
+    def barren(self) -> int:
+        """Tasks that have ended since the newest batch beyond those that the next one is made of."""
+        return max(0, self.numbers.barren_tasks - self.batch_tasks)
+
+    @property
+    def drop_rate(self) -> float | None:
+        """Part of the rollouts decided on in the window that were dropped; None: none was. What has ended without a batch has been, too."""
+        dropped = sum(self.dropped.values()) + self.barren * self.num_rollouts
+        trained = self.decided.get(TRAINED, 0) * self.num_rollouts
+        return dropped / (dropped + trained) if dropped + trained > 0 else None
+
+    @property
+    def starved(self) -> float | None:
+        """Part of its time in which the trainer waits for samples; of the newest batch where windows do not say."""
+        if (share := self.of_run("trainer/share/wait_samples")) is not None:
+            return share
+        wait_s, step_s = self.batch.get("perf/wait_s"), self.batch.get("perf/step_s")
+        return None if wait_s is None or step_s is None or wait_s + step_s <= 0 else wait_s / (wait_s + step_s)
+
+
+def values(signs: Signs) -> dict[str, float]:
+    """What is held against the bounds, by objective; what is not known is not there."""
+    found: dict[str, float] = {"stream_lag_s": signs.numbers.stream_s, "no_progress_s": signs.still_s}
+    if (age := signs.batch.get("staleness/p95")) is not None:
+        found["p95_age"] = age
+    if behind := [engine.behind for engine in signs.numbers.engines if engine.behind is not None]:
+        found["versions_behind"] = float(max(behind))
+    if (starved := signs.starved) is not None:
+        found["starvation"] = starved
+    if (rate := signs.drop_rate) is not None:
+        found["drop_rate"] = rate
+    return found
+
+
+class Judge:
+    """Holds a run against its objectives; to be asked every second or so.
+
+    Args:
+        config: bounds.
+    """
+
+    def __init__(self, config: SloConfig) -> None:
+        self._config = config
+        self._held: dict[str, _Held] = {}
+
+    def look(self, signs: Signs, *, now_s: float, time_s: float) -> tuple[Finding, ...]:
+        """What is not met now, the worst first.
+
+        Args:
+            signs: of this moment.
+            now_s: on the monotonic clock.
+            time_s: Unix seconds.
+        """
+        known = values(signs)
+        found: list[Finding] = []
+        for objective in OBJECTIVES:
+            bound = float(getattr(self._config, objective))
+            if bound <= 0:
+                continue
+            held = self._held.setdefault(objective, _Held(now_s))
+            if objective in known:
+                held.value = known[objective]
+                held.see(_level(held.value, bound, self._config.warn, held.level), now_s, time_s, self._config.hold_s)
+            if held.level != Level.OK:
+                named = causes(objective, signs)[:_MOST_CAUSES]
+                one = Finding(objective=objective, level=held.level, value=held.value, bound=bound, causes=named, since_s=held.since_s)
+                found.append(one)
+        return tuple(sorted(found, key=lambda one: -_SEVERITY[one.level]))
+
+
+class _Held:
+    """A level, and the one that may follow it once it has held."""
+
+    def __init__(self, now_s: float) -> None:
+        self.level, self.since_s, self.value = Level.OK, 0.0, 0.0
+        self._coming, self._began_s = Level.OK, now_s
+
+    def see(self, seen: Level, now_s: float, time_s: float, hold_s: float) -> None:
+        if seen == self.level:
+            self._coming = seen
+            return
+        if self._coming == self.level or (_SEVERITY[seen] > _SEVERITY[self.level]) != (_SEVERITY[self._coming] > _SEVERITY[self.level]):
+            self._began_s = now_s
+        self._coming = seen
+        if now_s - self._began_s >= hold_s:
+            self.level, self.since_s = seen, time_s
+
+
+def _level(value: float, bound: float, warn: float, before: Level) -> Level:
+    """The level of a value; a level that there is already is only left well below where it begins."""
+    slack = {level: _FALLS_BELOW if _SEVERITY[before] >= _SEVERITY[level] else 1.0 for level in (Level.WARN, Level.BREACH)}
+    if value >= bound * slack[Level.BREACH]:
+        return Level.BREACH
+    return Level.WARN if warn > 0 and value >= bound * warn * slack[Level.WARN] else Level.OK
+
+
+def causes(objective: str, signs: Signs) -> tuple[Cause, ...]:
+    """Why an objective is not met, the likeliest first; never none."""
+    found = [cause for find in _SEARCHES[objective] if (cause := find(signs)) is not None]
+    return tuple({cause.name: cause for cause in found}.values()) or (
+        Cause("unknown", "nothing that is known", "`streamrl top` shows where time goes; the logs are in logs/"),
+    )
+
+
+def _standing(signs: Signs) -> Cause | None:
+    found = signs.numbers.standing
+    return None if found is None else Cause("standing", f"nothing moves: the run waits for {found.what}", found.hint)
+
+
+def _full(signs: Signs) -> Cause | None:
+    room = signs.share("producer", "wait_room")
+    if not signs.numbers.stalled and room < _SOME:
+        return None
+    return Cause(
+        "full_stream",
+        "the sample stream is full, and producers wait for room",
+        "raise bus.samples_bytes; does the trainer get on, or does a tap hold the stream?",
+    )
+
+
+def _hung(signs: Signs) -> Cause | None:
+    numbers = signs.numbers
+    hung = numbers.hung_tasks
+    timeouts = signs.dropped.get("timeout", 0.0)
+    if not (hung > _SOME * max(1, numbers.tasks_in_flight) or timeouts > _SOME * sum(signs.dropped.values())):
+        return None
+    said = f"{hung} tasks hang in user code, for up to {numbers.hung_s:.0f} s" if hung else "user code runs into its time limits"
+    return Cause("hung_tool", said, "does a tool hang? lower producer.idle_timeout_s, or mend the tool")
+
+
+def _vain(signs: Signs) -> Cause | None:
+    dropped, rate = signs.dropped, signs.drop_rate
+    total = sum(dropped.values())
+    if rate is None or rate < _MANY:
+        return None
+    if not total:  # no batch has said why
+        reason = "failed" if 2 * signs.numbers.failed_tasks > signs.numbers.barren_tasks else "zero_variance"
+        dropped, total = {reason: 1.0}, 1.0
+    for reasons, cause in _VAIN:
+        if sum(dropped.get(reason, 0.0) for reason in reasons) > _MANY * total:
+            return cause
+    return None
+
+
+_VAIN = (
+    (
+        ("zero_variance",),
+        Cause(
+            "zero_variance",
+            "most groups have rewards that are all equal, and are dropped",
+            "other problems, a longer warm-up, a larger tasks.num_rollouts, or tasks.drop_zero_variance = false",
+        ),
+    ),
+    (
+        ("stale", "expired"),
+        Cause("stale", "most rollouts are too old when their turn comes", "raise tasks.max_staleness, or lower producer.concurrency"),
+    ),
+    (
+        ("timeout",),
+        Cause("hung_tool", "user code runs into its time limits", "does a tool hang? raise producer.idle_timeout_s, or mend it"),
+    ),
+    (
+        ("failed", "poison", "deliveries"),
+        Cause("failing_code", "most rollouts fail", "`streamrl status` has the newest failure; mend the code"),
+    ),
+    (("unrewarded", "late"), Cause("late_rewards", "most rewards come too late", "raise reward.late_versions, or make rewards faster")),
+    (("truncated",), Cause("truncated", "most answers are cut by a length limit", "raise sampling.max_new_tokens and model.max_len")),
+)
+"""What is made in vain, by the reasons of drops."""
+
+
+def _sick(signs: Signs) -> Cause | None:
+    """One engine of several that does far less than the others, or serves far older weights."""
+    engines = [engine for engine in signs.numbers.engines if not engine.pinned]
+    if len(engines) < 2:
+        return None
+    for engine in engines:
+        others = [one for one in engines if one is not engine]
+        rate, usual = engine.tokens_per_s, statistics.median(one.tokens_per_s for one in others)
+        late = engine.behind is not None and engine.behind > 2 + 2 * max(one.behind or 0 for one in others)
+        if late or (engine.running + engine.waiting > 0 and usual > 0 and rate < _SICK * usual):
+            what = f"{engine.engine} samples {rate:.0f} tokens/s, others {usual:.0f}" + (
+                f"; it is {engine.behind} versions behind" if late else ""
+            )
+            return Cause("sick_engine", what, f"see logs/{worker_of(engine.engine)}.log, and its device; end it, and it is started anew")
+    return None
+
+
+def _user_code(signs: Signs) -> Cause | None:
+    """Rewards or tools that take most of the time that slots are in use."""
+    for state, name, what, hint in (
+        (
+            "reward",
+            "slow_reward",
+            "rewards take {:.0%} of the time of producers' slots",
+            "make the reward faster, or raise producer.children and producer.concurrency",
+        ),
+        ("tools", "slow_tool", "tools take {:.0%} of the time of producers' slots", "make the tools faster, or raise producer.concurrency"),
+    ):
+        share = signs.share("producer", state)
+        if share > _MANY * signs.in_use > 0:
+            return Cause(name, what.format(share), hint)
+    return None
+
+
+def _sampling(signs: Signs) -> Cause | None:
+    """Engines or producers: whoever has no room for more."""
+    engines = [engine for engine in signs.numbers.engines if not engine.pinned]
+    said = "" if signs.starved is None else f"the trainer waits for samples {signs.starved:.0%} of its time"
+    saturated, idle = signs.saturated, signs.share("engine", "idle")
+    if saturated > _SOME or signs.share("producer", "wait_credit") > _MANY:
+        at = f"engines are saturated {saturated:.0%} of the time" if saturated > _SOME else "slots are free, and answers take long"
+        return Cause(
+            "slow_engine",
+            f"{said}; {at}",
+            f"add engines (engine.workers: {len(engines)}), or make them faster: engine.slots, shorter answers",
+        )
+    if not engines:
+        return Cause("slow_engine", f"{said}; no engine serves a version", "see logs/engine-0.log")
+    return Cause(
+        "few_producers",
+        f"{said}; engines have free slots" + (f", and are idle {idle:.0%} of the time" if idle else ""),
+        "raise producer.concurrency or producer.workers",
+    )
+
+
+def _slow_trainer(signs: Signs) -> Cause | None:
+    if (starved := signs.starved) is None or starved > _MANY:
+        return None
+    return Cause(
+        "slow_trainer",
+        f"the trainer is what all wait for: it waits for samples only {starved:.0%} of its time",
+        "trainer.ranks or a faster trainer.device; fewer engines; lower tasks.max_staleness or set tasks.hold_ahead for younger samples",
+    )
+
+
+def _publishing(signs: Signs) -> Cause | None:
+    behind = [engine.behind for engine in signs.numbers.engines if engine.behind is not None]
+    if not behind or min(behind) < 2:
+        return None
+    return Cause(
+        "slow_weights",
+        f"all engines are {min(behind)} versions behind or more",
+        "weights.transport; does staging keep up? logs/engine-0.log",
+    )
+
+
+_Search = Callable[[Signs], Cause | None]
+_SUPPLY: Sequence[_Search] = (_standing, _full, _hung, _vain, _sick, _user_code, _sampling)
+_SEARCHES: Mapping[str, Sequence[_Search]] = {
+    "p95_age": (_standing, _sick, _publishing, _hung, _slow_trainer, _user_code, _sampling),
+    "stream_lag_s": (_standing, _full, _slow_trainer, *_SUPPLY),
+    "versions_behind": (_standing, _sick, _publishing),
+    "starvation": _SUPPLY,
+    "drop_rate": (_vain, _hung, _standing),
+    "no_progress_s": (_standing, _full, _slow_trainer, *_SUPPLY),
+}
+OBJECTIVES = tuple(_SEARCHES)
+
+
+def worst_of(*levels: Level) -> Level:
+    """The worst; ok of none."""
+    return max(levels, key=lambda level: _SEVERITY[level], default=Level.OK)
+
+
+def findings_of(event: Event) -> tuple[Finding, ...]:
+    """What a `slo` event says; raises SchemaError when it is none."""
+    try:
+        return msgspec.convert(event.detail, _Detail).findings
+    except msgspec.ValidationError as error:
+        raise SchemaError(f"an event {SLO_EVENT} of {event.worker} cannot be read: {error}") from error
+
+
+def detail_of(found: Sequence[Finding]) -> dict[str, Any]:
+    """What a `slo` event has as its detail."""
+    return msgspec.to_builtins(_Detail(level=worst_of(*(one.level for one in found)), findings=tuple(found)))
+
+
+class _Detail(msgspec.Struct, frozen=True, kw_only=True):
+    level: Level
+    """The worst."""
+    findings: tuple[Finding, ...] = ()
+
+
+def line_of(one: Finding) -> str:
+    """A finding in one line, with what to do."""
+    why = "; ".join(f"{cause.what}. hint: {cause.hint}" for cause in one.causes)
+    return f"{one.level}: slo.{one.objective} is {one.value:.3g}, bound {one.bound:g}: {why}"

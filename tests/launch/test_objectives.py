@@ -1,0 +1,272 @@
+"""Objectives of real runs: troubles are staged, and the cause that is named is the right one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from streamrl.errors import StreamFull
+from streamrl.launch.objectives import Webhook
+from streamrl.monitor.numbers import Finding
+from streamrl.monitor.slo import findings_of
+from streamrl.runtime.rundir import RunDir
+from streamrl.runtime.worker import connected
+from streamrl.schemas.codec import decode, encode
+from streamrl.schemas.control import Position
+from streamrl.schemas.events import SLO_EVENT, Event
+from streamrl.schemas.subjects import EVENTS, PREFIX_POSITIONS, SAMPLES, Subjects
+from streamrl.schemas.versions import Version
+from tests.support.digits import TABLE, write_digits
+from tests.support.processes import until, worker_pid
+from tests.support.programs import STREAMRL, Start, answer, said
+
+pytestmark = pytest.mark.nats
+
+CODE = """
+import asyncio
+import random
+
+
+async def rollout(task, engine, part):
+    chat = engine.chat(task)
+    await chat.generate()
+    if random.random() < part:
+        await asyncio.sleep(600)
+    return chat.episode()
+
+
+async def some_hang(task, engine):
+    return await rollout(task, engine, 0.1)
+
+
+async def most_hang(task, engine):
+    return await rollout(task, engine, 0.6)
+
+
+def equal(task, episode):
+    return 1.0
+
+
+def mostly_equal(task, episode):
+    return random.random() if task.prompt[-1] == "7" else 1.0
+"""
+EAGER = (
+    *("slo.hold_s=2", "metrics.window_s=2", "run.steps=1000000", "supervise.silent_s=600", "data.heldout=", "warmup.max_steps=0"),
+    *("tasks.drop_zero_variance=false", "tasks.max_staleness=4", "supervise.max_failed_batches=0"),
+)
+"""Objectives are judged within seconds; nothing ends the run, and rewards that are all equal keep it from nothing."""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    write_digits(tmp_path, TABLE)
+    (tmp_path / "mine.py").write_text(CODE)
+    return tmp_path
+
+
+@pytest.fixture
+def run(place: Path) -> RunDir:
+    return RunDir(place / "runs" / "digits")
+
+
+def sets(keys: Iterable[str]) -> list[str]:
+    return [word for key in keys for word in ("--set", key)]
+
+
+@contextlib.asynccontextmanager
+async def a_run(start: Start, run: RunDir, *keys: str) -> AsyncGenerator[asyncio.subprocess.Process]:
+    """A run that is up, and is ended in order."""
+    process = await start(*STREAMRL, "up", "run.toml", "--plain", *sets((*EAGER, *keys)), stdout=asyncio.subprocess.DEVNULL)
+    try:
+        await until(lambda: run.state_path.exists() and run.role_path("reader").exists(), within_s=90)
+        yield process
+    finally:
+        for _ in range(2):  # the second signal ends what does not drain
+            if process.returncode is None:
+                process.send_signal(signal.SIGINT)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(process.wait(), 30)
+
+
+async def finding(run: RunDir, objective: str, causes: set[str], *, within_s: float = 150.0) -> Finding:
+    """The first finding on an objective whose first causes are all of these; fails with what was found instead."""
+    seen: list[Finding] = []
+    try:
+        async with asyncio.timeout(within_s), connected(run, role="reader", patience_s=30) as bus:
+            async for message in bus.read(EVENTS, after=0, subject=Subjects("digits").events(SLO_EVENT)):
+                for one in findings_of(decode(message.body, Event)):
+                    seen.append(one)
+                    if one.objective == objective and causes <= {cause.name for cause in one.causes[: len(causes)]}:
+                        return one
+    except TimeoutError:
+        told = [(one.objective, str(one.level), round(one.value, 2), [cause.name for cause in one.causes]) for one in seen]
+        raise AssertionError(f"{objective}: {causes} was not found, but {told}") from None
+    raise AssertionError("the events ended")
+
+
+@contextlib.contextmanager
+def halting(pid: Callable[[], int | None], *, part: float) -> Generator[None]:
+    """Stop a process for this part of every half second."""
+    over = threading.Event()
+
+    def halt() -> None:
+        while not over.is_set():
+            number = pid()
+            for one, wait_s in ((signal.SIGSTOP, 0.5 * part), (signal.SIGCONT, 0.5 * (1 - part))):
+                with contextlib.suppress(ProcessLookupError):
+                    if number is not None:
+                        os.kill(number, one)
+                over.wait(wait_s)
+        if (number := pid()) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGCONT)
+
+    thread = threading.Thread(target=halt)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+STARVED = "slo.starvation=0.3"
+SATURATED = ("engine.slots=2", "producer.concurrency=32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("keys", "objective", "cause"),
+    [
+        ((STARVED, *SATURATED, "debug.token_delay_s=0.02"), "starvation", "slow_engine"),
+        ((STARVED, *SATURATED, "debug.token_delay_s=0.1"), "starvation", "slow_engine"),
+        ((STARVED, "producer.concurrency=1", "engine.slots=64", "debug.token_delay_s=0.02"), "starvation", "few_producers"),
+        ((STARVED, "producer.concurrency=2", "engine.slots=64", "debug.token_delay_s=0.1"), "starvation", "few_producers"),
+        ((STARVED, "producer.function=mine.py:some_hang", "producer.idle_timeout_s=9"), "starvation", "hung_tool"),
+        ((STARVED, "producer.function=mine.py:most_hang", "producer.idle_timeout_s=9"), "starvation", "hung_tool"),
+        (("slo.drop_rate=0.5", "reward.kind=mine.py:mostly_equal", "tasks.drop_zero_variance=true"), "drop_rate", "zero_variance"),
+        (("slo.drop_rate=0.5", "reward.kind=mine.py:equal", "tasks.drop_zero_variance=true"), "drop_rate", "zero_variance"),
+    ],
+    ids=["slow engine", "slower engine", "one slot", "two slots", "some hang", "most hang", "mostly equal", "all equal"],
+)
+async def test_the_cause_of_a_staged_trouble_is_named(start: Start, run: RunDir, keys: tuple[str, ...], objective: str, cause: str) -> None:
+    async with a_run(start, run, *keys):
+        await finding(run, objective, {cause})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [0.9, 0.97])
+async def test_one_sick_engine_of_several_is_named(start: Start, run: RunDir, part: float) -> None:
+    keys = ("slo.starvation=0.3", "engine.workers=3", "engine.slots=4", "producer.concurrency=32", "debug.token_delay_s=0.01")
+    async with a_run(start, run, *keys):
+        with halting(lambda: worker_pid(run, "engine", 1), part=part):
+            one = await finding(run, "starvation", {"sick_engine"})
+        assert "engine-1" in one.causes[0].what
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [0.9, 0.97])
+async def test_a_slow_trainer_is_named(start: Start, run: RunDir, part: float) -> None:
+    async with a_run(start, run, "slo.stream_lag_s=0.2", "tasks.max_staleness=16"):
+        with halting(lambda: worker_pid(run, "trainer"), part=part):
+            await finding(run, "stream_lag_s", {"slow_trainer"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("left", [1 << 16, 1 << 8])
+async def test_a_full_stream_is_named(start: Start, run: RunDir, left: int) -> None:
+    async with a_run(start, run, "slo.no_progress_s=5", "bus.samples_bytes=33554432") as process:
+        assert process.returncode is None
+        async with connected(run, patience_s=60) as bus:
+            position = Position(reader="tap", stream=SAMPLES, oldest_needed=1, version=Version(0, 0))
+            await bus.kv.put(f"{PREFIX_POSITIONS}tap", encode(position))
+            for size in (7 << 20, 1 << 20, left):
+                with contextlib.suppress(StreamFull):
+                    while True:
+                        await bus.publish(Subjects("digits").samples("main"), bytes(size))
+        await finding(run, "no_progress_s", {"full_stream"})
+
+
+@pytest.mark.slow
+async def test_of_two_troubles_at_once_both_are_named(start: Start, run: RunDir) -> None:
+    keys = ("reward.kind=mine.py:mostly_equal", "tasks.drop_zero_variance=true", *SATURATED, "debug.token_delay_s=0.02")
+    async with a_run(start, run, STARVED, *keys):
+        await finding(run, "starvation", {"zero_variance", "slow_engine"})
+
+
+class Hook:
+    """A server that keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.got: list[bytes] = []
+        hook = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                hook.got.append(self.rfile.read(int(self.headers["Content-Length"])))
+                self.send_response(204)
+                self.end_headers()
+
+            def log_message(self, format: str, *args: object) -> None:
+                return None
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/hook"
+        self._thread = threading.Thread(target=self.server.serve_forever)
+        self._thread.start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self._thread.join()
+        self.server.server_close()
+
+
+@pytest.fixture
+def hook() -> Generator[Hook]:
+    hook = Hook()
+    yield hook
+    hook.close()
+
+
+async def test_a_breach_is_told_everywhere_and_a_healthy_run_says_ok(start: Start, run: RunDir, hook: Hook) -> None:
+    streamrl = partial(start, *STREAMRL)
+    async with a_run(start, run, f"slo.webhook={hook.url}", STARVED, "producer.concurrency=1", "debug.token_delay_s=0.05") as process:
+        await finding(run, "starvation", {"few_producers"})
+        await until(lambda: any(b'"few_producers"' in body for body in hook.got), within_s=30)
+        assert msgspec.json.decode(hook.got[0])["run"] == "digits"
+        (one, *_) = (await answer(await streamrl("status", "digits", "--json")))["numbers"]["slo"]
+        assert one["objective"] == "starvation"
+        assert "raise producer.concurrency" in (await said(await streamrl("status", "digits")))[1]
+        assert "  slo " in (await said(await streamrl("top", "digits", "--once")))[1].splitlines()[0]
+        process.send_signal(signal.SIGINT)
+        await asyncio.wait_for(process.wait(), 60)
+    assert msgspec.json.decode(run.summary_path.read_bytes())["slo"]["starvation"] in ("warn", "breach")
+
+
+async def test_a_healthy_run_is_ok_at_the_defaults(start: Start, run: RunDir) -> None:
+    code, out, err = await said(await start(*STREAMRL, "up", "run.toml", "--plain", *sets(("slo.hold_s=0", "metrics.window_s=1"))))
+    assert (code, err) == (0, "")
+    assert "slo." not in out and "slo=" not in out
+    assert msgspec.json.decode(run.summary_path.read_bytes())["slo"] == {}
+
+
+def test_a_webhook_that_is_dead_or_slow_keeps_nobody_waiting(hook: Hook, caplog: pytest.LogCaptureFixture) -> None:
+    dead = Webhook("http://127.0.0.1:9/secret", timeout_s=1.0)
+    for number in range(40):
+        dead.send({"number": number})
+    dead.close()
+    assert "secret" not in caplog.text and "host=127.0.0.1:9" in caplog.text
+    live = Webhook(hook.url, timeout_s=10.0)
+    live.send({"a": 1})
+    live.close()
+    assert hook.got == [b'{"a":1}']

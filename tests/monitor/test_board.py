@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+from streamrl.monitor.board import Board, Look, Place, SampleLine, moved
+from streamrl.monitor.numbers import RunNumbers, Standing, WorkerLine
+from streamrl.monitor.terminal import keys_of
+from streamrl.monitor.view import RunView
+from streamrl.schemas.control import EnginePresence
+from streamrl.schemas.ledger import Drop
+from streamrl.schemas.versions import Version
+from tests.monitor.conftest import MakeEntry, as_line
+
+NASTY = "\x1b[2J\x1b]0;owned\x07[bold]日本語\u202e 😀\r\n" * 20
+
+
+@pytest.fixture
+def console() -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", width=7)
+
+
+@pytest.fixture
+def look(learned_run: RunView) -> Look:
+    sample = SampleLine(task=7, rollout=1, reward=0.5, prompt=NASTY, answer="4 [red]2")
+    return look_at(learned_run, notes=(f"engine-0: {NASTY}",), samples=(sample,))
+
+
+def look_at(view: RunView, **more: object) -> Look:
+    workers = {"engine-0": WorkerLine(worker="engine-0", state="running", pid=17, since_s=990.0)}
+    numbers = view.numbers(elapsed_s=65.0, supervised=workers)
+    return Look(run="demo", state="running", numbers=numbers, now_s=1000.0, samples_bytes=10**9, **more)  # type: ignore[arg-type]
+
+
+def plain(lines: list[str]) -> list[str]:
+    return [Text.from_ansi(line).plain for line in lines]
+
+
+@pytest.mark.parametrize("width", [20, 41, 80, 200])
+def test_no_line_is_wider_than_the_screen_and_none_holds_a_command_for_it(look: Look, console: Console, width: int) -> None:
+    board = Board(look, width, console)
+    for lines in (board.text(), board.frame(Place(), 24), board.frame(Place(line=10**6), 24)):
+        for line in plain(lines):
+            assert cell_len(line) <= width
+            assert "\x1b" not in line and "\n" not in line and "\x07" not in line and "\u202e" not in line
+    assert len(board.frame(Place(), 24)) == 24
+    assert len(board.frame(Place(), 3)) == 3
+
+
+def test_the_board_tells_everything(look: Look, console: Console) -> None:
+    text = "\n".join(plain(Board(look, 120, console).text()))
+    for words in (
+        "streamrl demo  training  1:05  version 0.100",
+        "80/80   warm-up 20   version 0.100",
+        "engine-0-ab",
+        "running  0:10",
+        "the oldest 0.0 s; 0B of 1.0GB",
+        "p50 1  p95 2  max 2 versions",
+        "zero_variance       160  100%",
+        "7/1 reward 0.500",
+        "> 4 [red]2",
+    ):
+        assert words in text, f"{words!r} is not in\n{text}"
+
+
+def test_an_engines_line_says_how_far_it_is_behind_and_how_fast(entry: MakeEntry, console: Console) -> None:
+    view = RunView("demo")
+    view.ledger(as_line(entry(5)))
+    for at_s, tokens in ((0.0, 0), (2.0, 500)):
+        presence = EnginePresence(
+            engine="engine-1-x", address="", serving=Version(0, 2), tokens_total=tokens, slots=8, running=3, waiting=2
+        )
+        view.engine("engine-1-x", presence)
+        view.mark(at_s)
+    (line,) = [line for line in plain(Board(look_at(view), 80, console).text()) if line.startswith("engine-1-x")]
+    assert line.split() == ["engine-1-x", "0.2", "3", "3/8", "2", "250"]
+    view.engine("engine-1-x", None)
+    assert not [line for line in plain(Board(look_at(view), 80, console).text()) if line.startswith("engine-1-x")]
+
+
+def test_a_reason_of_user_code_is_shown_as_it_is_but_for_commands(entry: MakeEntry, console: Console) -> None:
+    view = RunView("demo")
+    view.ledger(as_line(entry(1, drops=[Drop(sequence=1, task=1, rollouts=(0,), reason="[red]\x1b[31m")])))
+    assert any("[red]·[31m" in line for line in plain(Board(look_at(view), 80, console).text()))
+
+
+def test_a_run_that_is_not_known_yet_and_one_away_can_be_shown(look: Look, console: Console) -> None:
+    empty = Look(run="demo", state="stopped")
+    assert plain(Board(empty, 80, console).frame(Place(), 4))[:2] == ["streamrl demo  stopped", "nothing is known of it yet"]
+    away = Look(run="demo", state="running", away="its bus does not answer", numbers=look.numbers)
+    assert "its bus does not answer" in plain(Board(away, 80, console).text())[0]
+
+
+def test_colours_are_those_of_the_console(look: Look) -> None:
+    grey = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", no_color=True)
+    assert "\x1b[32m" not in "".join(Board(look, 80, grey).text())
+    pipe = Console(file=io.StringIO())
+    assert "\x1b" not in "".join(Board(look, 80, pipe).text())
+
+
+def test_what_waits_comes_before_the_tables(learned_run: RunView, console: Console) -> None:
+    learned_run.standing = Standing(what="credit", hint="see the log")
+    lines = plain(Board(look_at(learned_run), 80, console).text())
+    assert any("waits for credit" in line for line in lines[:12])
+
+
+def test_keys_move_and_never_beyond_the_ends(look: Look, console: Console) -> None:
+    board, height = Board(look, 80, console), 10
+    last = board.last_start(height)
+    assert last > 0
+    end = moved(Place(), "end", board, height)
+    assert end == Place(last) == moved(end, "down", board, height) == moved(end, "page down", board, height)
+    assert moved(end, "home", board, height) == Place(0) == moved(Place(), "up", board, height) == moved(Place(), "left", board, height)
+    assert moved(Place(), "tab", board, height) == Place(board.starts[1])
+    assert moved(Place(board.starts[1]), "back tab", board, height) == Place(0)
+    assert moved(Place(10**6), "x", board, height) == Place(last), "the screen has grown"
+    assert moved(Place(2), "p", board, height) == Place(2, paused=True)
+    small = Board(Look(run="demo", state="stopped"), 80, console)
+    assert moved(Place(), "tab", small, 24) == Place(0)
+
+
+def test_codes_of_keys_have_names() -> None:
+    assert keys_of("q\x1b[A\x1bOB\x1b[5~p\t\x1b[Z\x1b[99~") == ["q", "up", "down", "page up", "p", "tab", "back tab"]
+    assert keys_of("") == []
+
+
+def test_numbers_for_machines(look: Look) -> None:
+    numbers = look.numbers
+    assert isinstance(numbers, RunNumbers)
+    assert (numbers.engines[0].behind, numbers.staleness_p95, numbers.stream_s) == (1, 2.0, 0.0)

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from streamrl.config.slo import SloConfig
+from streamrl.errors import SchemaError
+from streamrl.monitor.numbers import Cause, EngineLine, Finding, Level, RunNumbers, Standing
+from streamrl.monitor.slo import Judge, Signs, causes, detail_of, findings_of, line_of, worst_of
+from streamrl.monitor.view import RunView
+from streamrl.schemas.events import SLO_EVENT, Event
+
+PREFIX = "rollouts/dropped_total/"
+
+
+def numbers(**more: Any) -> RunNumbers:
+    return replace(RunView("demo").numbers(elapsed_s=1.0), **more)
+
+
+def engine(index: int, *, rate: float = 100.0, running: int = 4, waiting: int = 0, slots: int = 8, behind: int = 0) -> EngineLine:
+    return EngineLine(
+        engine=f"engine-{index}-ab", serving="0.1", running=running, waiting=waiting, slots=slots, behind=behind, tokens_per_s=rate
+    )
+
+
+def signs(
+    *,
+    shares: Mapping[str, float] | None = None,
+    drops: Mapping[str, int] | None = None,
+    trained: int = 8,
+    batch: Mapping[str, float] | None = None,
+    **more: Any,
+) -> Signs:
+    """A window of a run with two engines: shares as `producer/reward`, rollouts dropped by reason, groups of four trained."""
+    named = {name.replace("/", "/share/", 1) if "starvation" not in name else name: value for name, value in (shares or {}).items()}
+    decided = {"trained": trained, **{PREFIX + reason: count for reason, count in (drops or {}).items()}}
+    engines = more.pop("engines", (engine(0), engine(1)))
+    return Signs(
+        numbers=numbers(engines=engines, tasks_in_flight=16, **more),
+        batch=batch or {},
+        window={"": named},
+        decided=decided,
+        num_rollouts=4,
+        batch_tasks=8,
+    )
+
+
+def starved(share: float = 0.9, **more: float) -> dict[str, float]:
+    """The trainer waits; slots are all at engines, unless said otherwise."""
+    return {"trainer/wait_samples": share, "producer/generate": 0.95, "starvation/engines_saturated": 0.0, **more}
+
+
+SATURATED = {"starvation/engines_saturated": 0.9}
+TROUBLES: dict[str, tuple[str, list[Signs], str]] = {
+    "slow engine": ("starvation", [signs(shares=starved(part, **SATURATED)) for part in (0.6, 0.95)], "slow_engine"),
+    "few producers": ("starvation", [signs(shares=starved(part)) for part in (0.6, 0.95)], "few_producers"),
+    "slow reward": (
+        "starvation",
+        [signs(shares=starved(0.8, **{"producer/generate": 0.9 - part, "producer/reward": part})) for part in (0.5, 0.85)],
+        "slow_reward",
+    ),
+    "slow trainer": (
+        "stream_lag_s",
+        [signs(shares={"trainer/wait_samples": part, "producer/wait_credit": 0.8}, stream_s=50.0) for part in (0.3, 0.0)],
+        "slow_trainer",
+    ),
+    "full stream": (
+        "stream_lag_s",
+        [
+            signs(shares={"trainer/wait_samples": 0.0, "producer/wait_room": 0.3}),
+            signs(shares={"trainer/wait_samples": 0.9, "producer/wait_room": 1.0}, stalled=("producer-0",)),
+        ],
+        "full_stream",
+    ),
+    "hung tool": (
+        "starvation",
+        [
+            signs(shares=starved(0.6, **{"producer/generate": 0.5, "producer/tools": 0.45}), hung_tasks=6, hung_s=12.0),
+            signs(shares=starved(0.9, **{"producer/generate": 0.0, "producer/tools": 0.9}), drops={"timeout": 90}, hung_tasks=16),
+        ],
+        "hung_tool",
+    ),
+    "zero variance": (
+        "drop_rate",
+        [signs(shares=starved(), drops={"zero_variance": 80}), signs(shares=starved(), trained=0, barren_tasks=60)],
+        "zero_variance",
+    ),
+    "a sick engine": (
+        "starvation",
+        [
+            signs(shares=starved(**SATURATED), engines=(engine(0), engine(1, rate=30.0), engine(2))),
+            signs(shares=starved(), engines=(engine(0), engine(1, rate=0.0, behind=9))),
+        ],
+        "sick_engine",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("trouble", "strength"), [(name, strength) for name, (_, staged, _) in TROUBLES.items() for strength in range(len(staged))]
+)
+def test_the_cause_of_each_trouble_is_named_first(trouble: str, strength: int) -> None:
+    objective, staged, cause = TROUBLES[trouble]
+    assert causes(objective, staged[strength])[0].name == cause
+
+
+def test_zero_variance_that_starves_the_trainer_is_named_there_too() -> None:
+    assert causes("starvation", signs(shares=starved(**SATURATED), drops={"zero_variance": 80}))[0].name == "zero_variance"
+
+
+@pytest.mark.parametrize(
+    ("staged", "both"),
+    [
+        (signs(shares=starved(**SATURATED), drops={"zero_variance": 80}), {"zero_variance", "slow_engine"}),
+        (signs(shares=starved(), engines=(engine(0), engine(1, rate=5.0)), hung_tasks=9), {"hung_tool", "sick_engine"}),
+        (
+            signs(shares=starved(**{"producer/generate": 0.2, "producer/reward": 0.7}), drops={"zero_variance": 80}),
+            {"zero_variance", "slow_reward"},
+        ),
+    ],
+)
+def test_of_two_troubles_both_are_named(staged: Signs, both: set[str]) -> None:
+    assert {one.name for one in causes("starvation", staged)[:2]} == both
+
+
+def test_without_shares_the_newest_batch_and_the_engines_of_now_say_it() -> None:
+    waits = {"perf/wait_s": 9.0, "perf/step_s": 1.0}
+    full = (engine(0, running=8, waiting=20), engine(1, running=8, waiting=3))
+    assert causes("starvation", signs(batch=waits, engines=full))[0].name == "slow_engine"
+    assert causes("starvation", signs(batch=waits))[0].name == "few_producers"
+    assert causes("no_progress_s", signs(standing=Standing(what="credit", hint="see there")))[0].what.endswith("waits for credit")
+    assert [one.name for one in causes("versions_behind", signs())] == ["unknown"]
+
+
+def look(judge: Judge, value: float, at_s: float) -> list[tuple[str, Level]]:
+    found = judge.look(signs(shares=starved(value)), now_s=at_s, time_s=1000.0 + at_s)
+    return [(one.objective, one.level) for one in found]
+
+
+def test_levels_hold_before_they_count_and_do_not_flap() -> None:
+    judge = Judge(SloConfig(starvation=0.8, hold_s=30.0))
+    warn, breach = [("starvation", Level.WARN)], [("starvation", Level.BREACH)]
+    assert look(judge, 0.9, 0.0) == look(judge, 0.9, 29.0) == []
+    assert look(judge, 0.1, 29.5) == look(judge, 0.9, 30.0) == look(judge, 0.9, 59.0) == [], "it has not held"
+    assert look(judge, 0.9, 60.0) == breach
+    for at_s in range(61, 200):
+        assert look(judge, 0.81 if at_s % 2 else 0.75, float(at_s)) == breach, "about its bound"
+    assert look(judge, 0.65, 200.0) == look(judge, 0.65, 229.0) == breach
+    assert look(judge, 0.65, 230.0) == warn
+    assert look(judge, 0.1, 231.0) == warn and look(judge, 0.1, 261.0) == []
+
+
+def test_what_is_off_or_not_known_is_not_judged() -> None:
+    assert Judge(SloConfig(hold_s=0.0)).look(signs(shares=starved(1.0)), now_s=0.0, time_s=0.0) == ()
+    judge = Judge(SloConfig(p95_age=1.0, drop_rate=0.5, versions_behind=1.0, starvation=0.5, hold_s=0.0))
+    nothing = Signs(numbers=numbers())
+    assert judge.look(nothing, now_s=0.0, time_s=0.0) == ()
+    assert [one.objective for one in judge.look(signs(drops={"stale": 99}), now_s=1.0, time_s=0.0)] == ["drop_rate"]
+    assert [one.objective for one in judge.look(nothing, now_s=2.0, time_s=0.0)] == ["drop_rate"], "a window without a batch says nothing"
+
+
+def test_a_healthy_run_is_ok_at_the_defaults_and_at_all_bounds() -> None:
+    bounds = SloConfig(p95_age=4.0, versions_behind=4.0, starvation=0.6, hold_s=0.0)
+    healthy = signs(
+        shares=starved(0.3, **{"trainer/compute": 0.65}), drops={"zero_variance": 8}, batch={"staleness/p95": 2.0}, stream_s=2.0
+    )
+    for config in (SloConfig(hold_s=0.0), bounds):
+        assert Judge(config).look(healthy, now_s=0.0, time_s=0.0) == ()
+
+
+def test_the_worst_comes_first_and_a_line_says_what_to_do() -> None:
+    judge = Judge(SloConfig(starvation=0.95, drop_rate=0.5, hold_s=0.0))
+    found = judge.look(signs(shares=starved(0.8), drops={"stale": 99}), now_s=0.0, time_s=0.0)
+    assert [(one.objective, one.level) for one in found] == [("drop_rate", Level.BREACH), ("starvation", Level.WARN)]
+    assert "hint: raise tasks.max_staleness" in line_of(found[0])
+    assert worst_of(*(one.level for one in found)) == Level.BREACH and worst_of() == Level.OK
+
+
+def test_an_event_carries_it_and_a_view_keeps_the_worst() -> None:
+    one = Finding(objective="drop_rate", level=Level.BREACH, value=0.9, bound=0.5, causes=(Cause("x", "y", "z"),))
+    event = msgspec.json.decode(msgspec.json.encode(Event(kind=SLO_EVENT, worker="supervisor", detail=detail_of((one,)))), type=Event)
+    assert findings_of(event) == (one,)
+    view = RunView("demo")
+    view.event(event)
+    assert view.numbers(elapsed_s=1.0).slo == (one,)
+    view.event(Event(kind=SLO_EVENT, worker="supervisor", detail=detail_of((replace(one, level=Level.WARN),))))
+    view.event(Event(kind=SLO_EVENT, worker="supervisor", detail=detail_of(())))
+    assert view.numbers(elapsed_s=1.0).slo == () and view.slo_worst == {"drop_rate": Level.BREACH}
+    with pytest.raises(SchemaError, match="cannot be read"):
+        view.event(Event(kind=SLO_EVENT, worker="supervisor", detail={"level": "purple"}))
