@@ -20,8 +20,8 @@ from streamrl.monitor.status import describe
 from streamrl.monitor.view import RunView
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import connected
-from streamrl.schemas.columns import SampleBatch
 from streamrl.schemas.decoding import decode_samples
+from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.subjects import SAMPLES, kind_of
 
 logger = logging.getLogger(__name__)
