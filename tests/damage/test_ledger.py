@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -156,6 +157,25 @@ async def test_a_sample_stream_that_lost_its_end_goes_on_from_what_it_still_has(
         assert any("sample stream" in text for text in await w.said())
         await known.look(w)
         assert known.twice == []
+
+
+async def test_a_hole_that_readers_had_passed_over_is_no_gap_at_the_next_start(tmp_path: Path) -> None:
+    """What was made after it was made without it."""
+    async with trained(tmp_path) as (w, known):
+        cursor = (await w.latest()).cursor
+        async with asyncio.timeout(60):
+            while (await w.bus.state(SAMPLES)).last == cursor:
+                await asyncio.sleep(0.01)
+        w.lose(SAMPLES, *range(cursor + 1, (await w.bus.state(SAMPLES)).last + 1), known_end=True)
+        made = len(await versions(w)) + 2
+        await w.train(until=made)
+        await known.look(w)
+        while int(w.kept[0].name[6:14]) > 8:
+            w.kept[0].rename(w.run.path / w.kept[0].name)
+        await w.train()
+        assert await versions(w) == [f"0.{number}" for number in range(1, END + 1)]
+        await known.look(w)
+        assert known.twice == [] and (await verified(w)).ok
 
 
 async def test_marks_in_the_place_of_lost_samples_are_not_taken_for_them(tmp_path: Path) -> None:
