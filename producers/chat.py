@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,7 +38,7 @@ from streamrl.producers.chat_saves import ChatSaves, SavedChat, Turn
 from streamrl.producers.completions import complete
 from streamrl.producers.episode import STATUS, Episode, Segment
 from streamrl.producers.protocol import Context
-from streamrl.schemas.samples import LogprobMode, Status
+from streamrl.schemas.samples import LogprobMode, Status, is_turn_temperature
 from streamrl.schemas.tasks import RolloutTask, Sampling
 
 _CHATS = 1 << 20
@@ -143,9 +142,9 @@ class Chat:
             EngineError: the engine refused or went away. Let it pass: the rollout is then repeated.
             SchemaError: a temperature that is not above 0.
         """
-        if temperature is not None and not 0 < temperature < math.inf:
+        if temperature is not None and not is_turn_temperature(temperature):
             raise SchemaError(
-                f"expected a temperature above 0 for a turn, got {temperature}",
+                f"expected a temperature above 0, and below 1e30, for a turn, got {temperature}",
                 hint="a greedy token has no log-prob to train on; leave temperature out for the chat's own",
             )
         sampling = self._room(max_new_tokens)

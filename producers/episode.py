@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from streamrl.errors import SchemaError
-from streamrl.schemas.samples import LogprobMode, Sample, Status, TurnSpan, VersionSpan
+from streamrl.schemas.samples import LogprobMode, Sample, Status, TurnSpan, VersionSpan, is_turn_temperature
 from streamrl.schemas.tasks import RolloutTask, Sampling
 
 STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
@@ -128,7 +128,7 @@ def _problem(episode: Episode) -> str:
     if episode.reward is not None and not math.isfinite(episode.reward):
         return f"its reward must be finite, got {episode.reward}"
     for position, segment in enumerate(episode.segments):
-        problem = _segment_problem(segment)
+        problem = _segment_problem(segment) or _temperature_problem(episode, segment)
         if problem:
             return f"segment {position}: {problem}"
     return ""
@@ -151,6 +151,13 @@ def _segment_problem(segment: Segment) -> str:
     if length and not (math.isfinite(sum(segment.logprobs)) and max(segment.logprobs) <= 1e-4):
         return "log-probs must be finite and at most 0"
     return ""
+
+
+def _temperature_problem(episode: Episode, segment: Segment) -> str:
+    """One turn that no trainer takes would cost its whole group."""
+    if not segment.is_model or not _own_temperature(episode, segment) or is_turn_temperature(segment.temperature or 0.0):
+        return ""
+    return f"a turn's temperature must be above 0 and finite, or None for the episode's own, got {segment.temperature}"
 
 
 def samples_of(task: RolloutTask, episodes: Sequence[Episode], *, producer: str, more: Mapping[str, Any] | None = None) -> list[Sample]:

@@ -57,6 +57,11 @@ class BlobRef(msgspec.Struct, frozen=True):
     num_rows: int = 0
 
 
+def is_turn_temperature(value: float) -> bool:
+    """Whether a turn may be drawn at it where its sample says another one: a trainer divides by it in single precision."""
+    return value is not True and 1e-30 < value < 1e30
+
+
 class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     """One turn of the model within a sample: what is known of its `length` tokens from token `start` on, beside their versions."""
 

@@ -17,9 +17,10 @@ from pathlib import Path
 from msgspec import UNSET
 
 from streamrl.bus.protocol import Bus, Log
-from streamrl.bus.reading import first_hole, read_key
+from streamrl.bus.reading import first_gone, read_key
 from streamrl.consumers.training.checkpoints import CHECKPOINTS, read_latest
 from streamrl.consumers.training.ledger import Ledger
+from streamrl.consumers.training.spilled_drops import whole
 from streamrl.core.state import FoldState
 from streamrl.errors import CannotResume, NotFound
 from streamrl.schemas.codec import decode
@@ -153,7 +154,7 @@ async def _readable(bus: Bus, entries: Mapping[int, LedgerEntry], start: int, cu
     """Last sequence of the sample stream up to which it is what the ledger was made of.
 
     A stream that lost its end may have grown again with other messages before anybody looked; all after the loss are others. Or its server
-    knew where the end had been, and left a hole.
+    knew where the end had been, and left a hole: what was made of messages in it is lost, not what was made once readers had passed it.
 
     Args:
         bus: connected.
@@ -161,18 +162,23 @@ async def _readable(bus: Bus, entries: Mapping[int, LedgerEntry], start: int, cu
         start: number of the version that is gone on from.
         cursor: what that version has read.
     """
-    through = max((entry.cursor for number, entry in entries.items() if number > start), default=cursor)
-    hole = await first_hole(bus, SAMPLES, after=cursor, through=through)
-    if hole is not None:
-        return hole - 1
     state = await bus.state(SAMPLES)
     number = start
     while (entry := entries.get(number + 1)) is not None and entry.cursor <= state.last:
+        if state.messages < state.last - state.first + 1 and await _lost_of(bus, entry, cursor):
+            return entry.cursor - 1
         number += 1
     newest = number
     while number > start and not await _is_there(bus, entries[number], state.first):
         number -= 1
     return state.last if number == newest else entries[number + 1].cursor - 1
+
+
+async def _lost_of(bus: Bus, entry: LedgerEntry, cursor: int) -> bool:
+    """Whether a message behind `cursor` that the entry names lies in a hole."""
+    drops = (await whole(bus.blobs, entry)).drops
+    named = {entry.cursor, *(drop.sequence for drop in drops), *(sequence for group in entry.used for sequence in group.sequences)}
+    return await first_gone(bus, SAMPLES, (sequence for sequence in named if sequence > cursor)) is not None
 
 
 async def _is_there(bus: Bus, entry: LedgerEntry, first: int) -> bool:

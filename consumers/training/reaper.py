@@ -108,13 +108,25 @@ class Reaper:
         if not gone:
             return ()
         end = (await self._bus.state(SAMPLES)).last
-        # It is another thread that folds.
-        while (state := self._state()).cursor < end and not await self._lost_end(state.cursor, end):  # noqa: ASYNC110
-            await asyncio.sleep(POLL_S)
+        state = await self._folded(end)
         lost = tuple(task for task in gone if state.is_open(task))
         if lost:
             await self._end(state, lost)
         return lost
+
+    async def _folded(self, end: int) -> FoldState:
+        """The state once another thread has folded up to `end`, or all that is left of the stream below it."""
+        cursor, since = -1, 0.0
+        while (state := self._state()).cursor < end:
+            now = time.monotonic()
+            if state.cursor != cursor:
+                cursor, since = state.cursor, now
+            elif now - since >= LOOK_EVERY_S:  # not at once: it is a whole message of samples that comes, and a step takes long
+                if await self._lost_end(cursor, end):
+                    break
+                since = time.monotonic()
+            await asyncio.sleep(POLL_S)
+        return state
 
     async def _lost_end(self, cursor: int, end: int) -> bool:
         """Whether nothing of the stream is left behind `cursor`, so that nobody can read up to its end."""

@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from streamrl.bus.protocol import Bus, Message
-from streamrl.bus.reading import first_hole, is_gone
+from streamrl.bus.reading import first_gone
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.carried import held, oldest_read_again, read_carried
 from streamrl.consumers.training.checkpoints import CHECKPOINTS, check_stream, hold, latest_key, point_to, read_latest
@@ -117,19 +117,17 @@ class Resuming:
         # The files may be newer than the key: a write under the same name was struck before the key was put.
         oldest = oldest_read_again(state, carried)
         found = self._call(check_stream(self._bus, cursor=state.cursor, oldest_needed=oldest, identity=identity))
-        self._check_pending(held(state) - carried.keys(), oldest, state.cursor)
+        self._check_pending(held(state) - carried.keys())
         return replace(one, cursor=state.cursor, oldest_needed=oldest, older=()), Resumed(state, None, carried, found)
 
-    def _check_pending(self, needed: set[int], oldest: int, cursor: int) -> None:
-        if self._call(first_hole(self._bus, SAMPLES, after=oldest - 1, through=cursor)) is None:
-            return
-        for sequence in sorted(needed):
-            if self._call(is_gone(self._bus, SAMPLES, sequence)):
-                raise LogTruncated(
-                    f"a group that waits in it needs the sample stream's message {sequence}, which is gone",
-                    hint="the bus lost messages (power loss?); `bus.sync_always = true` prevents it",
-                    needed=sequence,
-                )
+    def _check_pending(self, needed: set[int]) -> None:
+        gone = self._call(first_gone(self._bus, SAMPLES, needed))
+        if gone is not None:
+            raise LogTruncated(
+                f"a group that waits in it needs the sample stream's message {gone}, which is gone",
+                hint="the bus lost messages (power loss?); `bus.sync_always = true` prevents it",
+                needed=gone,
+            )
 
     def _check_ledger(self, version: Version) -> None:
         if version.number < self._ledger.last_number and not self._ledger.leads_on(version.number):

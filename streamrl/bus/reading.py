@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Iterable
 from typing import TypeVar
 
 from streamrl.bus.protocol import KeyValue, Log, Message
@@ -10,6 +11,8 @@ from streamrl.errors import NotFound
 from streamrl.schemas.codec import decode
 
 T = TypeVar("T")
+_AT_ONCE = 8
+"""Messages that are asked for together: each comes as a whole."""
 
 
 async def stretch(log: Log, stream: str, *, first: int, last: int, subject: str | None = None) -> AsyncIterator[Message]:
@@ -37,17 +40,20 @@ async def is_gone(log: Log, stream: str, sequence: int) -> bool:
     return False
 
 
-async def first_hole(log: Log, stream: str, *, after: int, through: int) -> int | None:
-    """The lowest sequence above `after`, up to `through`, whose message is gone although the stream begins before it and ends behind it.
+async def first_gone(log: Log, stream: str, sequences: Iterable[int]) -> int | None:
+    """The lowest of these sequences whose message is gone although the stream begins before it and ends behind it.
 
-    None where there is none: what was trimmed, or is beyond the end, is no hole.
+    None where there is none: what was trimmed, or is beyond the end, is no hole. Nothing is asked for in a stream without holes.
     """
     state = await log.state(stream)
     if state.messages == state.last - state.first + 1:
         return None
-    for sequence in range(max(after + 1, state.first), min(through, state.last) + 1):
-        if await is_gone(log, stream, sequence):
-            return sequence
+    asked = sorted({sequence for sequence in sequences if state.first <= sequence <= state.last})
+    for begin in range(0, len(asked), _AT_ONCE):
+        some = asked[begin : begin + _AT_ONCE]
+        gone = await asyncio.gather(*(is_gone(log, stream, sequence) for sequence in some))
+        if any(gone):
+            return some[gone.index(True)]
     return None
 
 

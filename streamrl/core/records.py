@@ -18,7 +18,7 @@ from streamrl.schemas.columns import FORMER_NAME, SCHEMA_NAME
 from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.digests import body_digest
 from streamrl.schemas.sample_batch import SampleBatch
-from streamrl.schemas.samples import MARK_EPOCH, EpochMark, Mark, RewardUpdate, Status, Tombstone
+from streamrl.schemas.samples import MARK_EPOCH, EpochMark, Mark, RewardUpdate, Status, Tombstone, is_turn_temperature
 from streamrl.schemas.subjects import kind_of
 
 
@@ -197,7 +197,7 @@ def _check_turns(batch: SampleBatch, where: str) -> None:
     """Refuse turns that are drawn otherwise than their sample in anything but the temperature: no trainer knows of more."""
     for text in {text for row in batch.optional("turn_sampling") or () for text in row or () if text is not None}:
         match msgspec.json.decode(text):
-            case {"temperature": float() | int() as value, **others} if not others and value is not True and 1e-30 < value < 1e30:
+            case {"temperature": float() | int() as value, **others} if not others and is_turn_temperature(value):
                 pass
             case _:
                 raise SchemaError(f"expected a turn to differ from its sample only in a temperature above 0 at {where}, got {text[:80]}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from streamrl.bus.protocol import Log
+from streamrl.bus.reading import is_gone
 from streamrl.config.tree import Config
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.reader import RecordReader, open_message
@@ -21,9 +21,10 @@ from streamrl.core.fold_config import fold_config
 from streamrl.core.records import Poison
 from streamrl.core.state import FoldState, initial_state
 from streamrl.data.model import vocab_size
-from streamrl.errors import BatchDiffers, BusError, ConfigError, NotFound, TrainingError
+from streamrl.errors import BatchDiffers, BusError, ConfigError, TrainingError
 from streamrl.history.replay_log import PastLedger, read_fingerprints, read_past, read_pending
 from streamrl.history.replay_report import Comparison, Difference, ReplayReport
+from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import SAMPLES, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.trainers.checkpoints import list_checkpoints
@@ -116,7 +117,7 @@ def replay(
         state=state,
         messages=pending.samples,
         gaps=past.gaps.values(),
-        waiting=lambda now: call(_check_next(log, now)),
+        waiting=lambda now: call(_check_next(log, now, past.at(now.version.number + 1))),
     )
 
     def enter(stepped: Stepped) -> Version:
@@ -155,13 +156,14 @@ def replay(
     )
 
 
-async def _check_next(log: Log, state: FoldState) -> None:
-    """A version of the ledger waits for its next record, which has been there: where it no longer is, none will come."""
-    with contextlib.suppress(NotFound):
-        await log.fetch(SAMPLES, state.cursor + 1)
-        return
+async def _check_next(log: Log, state: FoldState, entry: LedgerEntry | None) -> None:
+    """A version of the ledger waits for its next record, which has been there: where none up to `entry`'s last is left, none will come."""
+    begin = state.cursor + 1
+    for sequence in range(begin, max(begin, entry.cursor if entry else 0) + 1):
+        if not await is_gone(log, SAMPLES, sequence):
+            return
     raise TrainingError(
-        f"version {state.version.number + 1} needs the sample stream's message {state.cursor + 1}, which is gone",
+        f"version {state.version.number + 1} needs the sample stream's message {begin}, which is gone",
         hint="put a copy of the store back; the versions before it can be verified with --to",
     )
 

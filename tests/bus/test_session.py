@@ -13,7 +13,7 @@ from streamrl.bus import connect
 from streamrl.bus.jetstream import admin
 from streamrl.bus.jetstream.bus import JetStreamBus
 from streamrl.bus.jetstream.session import BATCH, WAITING, Session, opened
-from streamrl.bus.reading import first_hole, stretch
+from streamrl.bus.reading import first_gone, stretch
 from streamrl.bus.server import NatsServer
 from streamrl.config.tree import BusConfig
 from streamrl.errors import LogTruncated
@@ -123,8 +123,8 @@ async def test_what_is_gone_from_the_middle_is_passed_over(bus: JetStreamBus) ->
         await bus._connection.request(f"{bus._connection.api}.STREAM.MSG.DELETE.run-samples", {"seq": sequence})
     async with asyncio.timeout(30), aclosing(bus.read("samples", after=0)) as reader:
         assert [(await anext(reader)).sequence for _ in range(3)] == [1, 4, 5]
-    assert await first_hole(bus, "samples", after=0, through=5) == 2
-    assert await first_hole(bus, "samples", after=3, through=5) is None
+    assert await first_gone(bus, "samples", range(9, 0, -1)) == 2
+    assert await first_gone(bus, "samples", (1, 4, 5, 6)) is None
     await bus._connection.request(f"{bus._connection.api}.STREAM.MSG.DELETE.run-samples", {"seq": 5})
     assert [message.sequence async for message in stretch(bus, "samples", first=1, last=5)] == [1, 4]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec import UNSET
 
+from streamrl.bus.protocol import Message
 from streamrl.consumers.training.gaps import find_gap
 from streamrl.consumers.training.ledger import open_ledger
 from streamrl.errors import CannotResume
@@ -156,6 +158,37 @@ async def test_a_sample_stream_that_lost_its_end_goes_on_from_what_it_still_has(
         assert any("sample stream" in text for text in await w.said())
         await known.look(w)
         assert known.twice == []
+
+
+async def test_a_hole_that_readers_had_passed_over_is_no_gap_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was made after it was made without it."""
+    async with trained(tmp_path) as (w, known):
+        cursor = (await w.latest()).cursor
+        async with asyncio.timeout(60):
+            while (await w.bus.state(SAMPLES)).last == cursor:
+                await asyncio.sleep(0.01)
+        w.lose(SAMPLES, *range(cursor + 1, (await w.bus.state(SAMPLES)).last + 1), known_end=True)
+        made = len(await versions(w)) + 2
+        await w.train(until=made)
+        await known.look(w)
+        while int(w.kept[0].name[6:14]) > 8:
+            w.kept[0].rename(w.run.path / w.kept[0].name)
+        await w.train()
+        assert await versions(w) == [f"0.{number}" for number in range(1, END + 1)]
+        await known.look(w)
+        assert known.twice == [] and (await verified(w)).ok
+        read = w.bus.read
+
+        async def slow(stream: str, *, after: int, subject: str | None = None) -> AsyncGenerator[Message]:
+            async for message in read(stream, after=after, subject=subject):
+                if stream == SAMPLES and message.sequence > after + 1:
+                    await asyncio.sleep(0.5)  # at the hole, as a bus does that looks first whether it is one
+                after = message.sequence
+                yield message
+
+        monkeypatch.setattr(w.bus, "read", slow)
+        report = await verified(w)
+        assert report.ok and report.equal == END, report.lines
 
 
 async def test_marks_in_the_place_of_lost_samples_are_not_taken_for_them(tmp_path: Path) -> None:

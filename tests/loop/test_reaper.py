@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.bus.memory import MemoryBus
-from streamrl.bus.protocol import Bus
+from streamrl.bus.protocol import Bus, Message
 from streamrl.consumers.training import worker as trainer_service
 from streamrl.consumers.training.ledger import take_fence
 from streamrl.consumers.training.reaper import Reaper
@@ -124,6 +124,39 @@ async def test_records_that_are_not_folded_yet_are_waited_for(queue: Queue) -> N
     assert not looking.done()
     await queue.fold()
     assert await looking == (1,) and await queue.stones() == [(1, "lost", "main")]
+
+
+async def test_a_trainer_that_is_in_a_step_has_no_samples_fetched_meanwhile(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.consumers.training.reaper.LOOK_EVERY_S", 3600.0)
+    await queue.issue(2)
+    await queue.end(0)
+    await queue.take(0, 1)
+    asked: list[str] = []
+    fetch = queue.bus.fetch
+
+    async def counted(stream: str, sequence: int) -> Message:
+        asked.append(stream)
+        return await fetch(stream, sequence)
+
+    monkeypatch.setattr(queue.bus, "fetch", counted)
+    looking = asyncio.create_task((await queue.reaper()).look())
+    await asyncio.sleep(0.5)
+    assert not looking.done() and SAMPLES not in asked
+    await queue.fold()
+    assert await looking == (1,)
+
+
+async def test_an_end_that_is_gone_is_not_waited_for(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.consumers.training.reaper.LOOK_EVERY_S", 0.2)
+    bus = MemoryBus(run_id)
+    queue = Queue(bus, run_id)
+    await queue.issue(2)
+    await queue.end(0)
+    await queue.take(0, 1)
+    bus._logs[SAMPLES].remove(1)
+    async with asyncio.timeout(20):
+        assert await (await queue.reaper()).look() == (0, 1)
+    await bus.close()
 
 
 async def test_a_reaper_with_an_older_fence_ends_nothing(queue: Queue) -> None:

@@ -314,7 +314,7 @@ async def test_a_turn_has_a_temperature_of_its_own(engine: TableEngine, tokenize
     first = await chat.generate()
     chat.tool("7")
     second = await chat.generate(temperature=0.5)
-    for wrong in (0, -1.0, float("nan"), float("inf")):
+    for wrong in (0, -1.0, 1e-40, 1e300, float("nan"), float("inf")):
         with raises(SchemaError):
             await chat.generate(temperature=wrong)
     [row] = samples_of(task, [chat.episode()], producer="p")

@@ -4,13 +4,14 @@ import math
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from streamrl.errors import SchemaError
 from streamrl.producers.episode import Episode, Segment, samples_of
 from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import Status, VersionSpan
-from streamrl.schemas.tasks import RolloutTask
+from streamrl.schemas.tasks import RolloutTask, Sampling
 from streamrl.schemas.versions import Version
 
 PROMPT = Segment((1, 2))
@@ -74,6 +75,15 @@ def test_rows_survive_the_wire() -> None:
 def test_what_is_no_episode_is_refused(segments: tuple[Segment, ...], complaint: str) -> None:
     with pytest.raises(SchemaError, match=complaint):
         Episode(segments=segments, finish_reason="stop", rollout=2)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, 1e-40, 1e300, math.nan, math.inf])
+def test_a_turn_at_a_temperature_that_no_trainer_takes_is_refused(temperature: float) -> None:
+    turns = (PROMPT, TURN, TOOL, replace(LAST, temperature=temperature))
+    with pytest.raises(SchemaError, match="segment 3: a turn's temperature"):
+        Episode(segments=turns, finish_reason="stop")
+    if temperature == 0:
+        Episode(segments=turns, finish_reason="stop", sampling=Sampling(temperature=0.0))  # says nothing of its own
 
 
 def test_finish_reason_and_reward_are_checked() -> None:
