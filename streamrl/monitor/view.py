@@ -42,6 +42,9 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     tokens_made: int = 0
     swaps: int = 0
     wall_s: float = 0.0
+    tokens_by_engine: dict[str, int] = {}
+    """What of `tokens_made` engines have counted that may still report: they outlive the supervisor, and their presence outlives them."""
+    swaps_by_engine: dict[str, int] = {}
 
 
 class RunView:
@@ -86,7 +89,8 @@ class RunView:
         self._notices: deque[str] = deque(maxlen=_MOST_NOTICES)
         self._engines: dict[str, EnginePresence] = {}
         self._workers: dict[str, WorkerLine] = {}
-        self._made, self._swapped = Growing(late=joined), Growing(late=joined)
+        self._made = Growing(late=joined, seen=self.before.tokens_by_engine)
+        self._swapped = Growing(late=joined, seen=self.before.swaps_by_engine)
         self._made_rate, self._trained_rate = Rate(), Rate()
         self._stream_last, self._stream_bytes = 0, 0
         self._arrivals = Arrivals()
@@ -201,6 +205,16 @@ class RunView:
     def tokens_made(self) -> int:
         """Tokens sampled by the engines, earlier sessions included."""
         return self.before.tokens_made + self._made.total
+
+    def totals(self, *, wall_s: float) -> Totals:
+        """What the next session has to be told, `wall_s` seconds after the beginning of the run."""
+        return Totals(
+            tokens_made=self.tokens_made,
+            swaps=self.swaps,
+            wall_s=wall_s,
+            tokens_by_engine=self._made.seen,
+            swaps_by_engine=self._swapped.seen,
+        )
 
     @property
     def tokens_trained(self) -> int:
