@@ -77,7 +77,7 @@ class RunView:
         self.before = before or Totals()
         self.series = series
         self.live = True
-        """Whether what is fed happens now, and is not read from the history of earlier sessions."""
+        """Whether what is fed happens now, and is not read from history: until it is, no window ends and no task counts as barren."""
         self.trained = Trained()
         self.swap_numbers: set[int] = set()
         """Version numbers that an engine was seen to serve after its first; of many, a part."""
@@ -113,7 +113,8 @@ class RunView:
         return True
 
     def forget_ledger(self) -> None:
-        """Before the ledger is read anew."""
+        """Before the ledger is read anew; not live until it has been."""
+        self.live = False
         self.trained = Trained()
 
     def event(self, event: Event, *, live: bool = True) -> None:
@@ -233,7 +234,9 @@ class RunView:
 
     @property
     def num_barren_tasks(self) -> int:
-        """Tasks ended since the newest batch, however they did."""
+        """Tasks ended since the newest batch, however they did; none while it is not known which batch that is."""
+        if not self.live:
+            return 0
         return max(0, self._grant.retired - (self._newest.retired if self._newest else 0))
 
     @property
@@ -259,7 +262,7 @@ class RunView:
         """
         if self.series is None:
             return []
-        if self.series.due(now_s) or end:
+        if (self.series.due(now_s) or end) and self.live:
             self.series.close(now_s, self._now(), step=self.trained.num_reinforced)
         return self.series.take()
 

@@ -127,6 +127,7 @@ async def test_an_epoch_that_forks_far_back_is_read_from_the_ledger_again(
         for one in line[-2:]:
             await bus.publish(Subjects(run_id).ledger("main"), encode(one), id=str(one.version))
         await follower.catch_up()
+        assert view.live, "windows end again"
         rows = view.take_rows(0.0)
     for one in [*line[:2], *line[-5:]]:
         straight.ledger(as_line(one))

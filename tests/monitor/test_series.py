@@ -7,7 +7,7 @@ import pytest
 from streamrl.monitor.arrivals import MOST_MARKS, Arrivals
 from streamrl.monitor.series import MOST_ROWS, MOST_WORKERS, Row, Series
 from streamrl.monitor.view import RunView
-from streamrl.schemas.control import EnginePresence
+from streamrl.schemas.control import EnginePresence, Grant
 from streamrl.schemas.events import Event, MetricReport
 from streamrl.schemas.ledger import Drop
 from streamrl.schemas.versions import Version
@@ -148,6 +148,25 @@ def test_drops_stand_in_the_row_of_their_batch_by_reason(entry: MakeEntry) -> No
     (row,) = view.take_rows(1.0)
     counted = {name: value for name, value in row.values.items() if name.startswith("rollouts/")}
     assert counted == {"rollouts/dropped_total/stale": 4.0, "rollouts/dropped_total/other": 4.0}
+
+
+def test_no_window_ends_with_what_half_a_ledger_says(entry: MakeEntry) -> None:
+    view = RunView("demo", series=Series(window_s=1.0))
+    view.take_rows(0.0)
+    view.stream(last=50, num_bytes=1)
+    view.metric(report("engine-0", {"engine/tokens_total": 7}, time_s=0.0))
+    view.live = False
+    for again in (False, True):
+        view.grant(Grant(granted=24, version=0, retired=20))
+        if again:
+            view.forget_ledger()
+        view.ledger(as_line(entry(1)))
+        assert (windows(view, 5.0), windows(view, 5.5), view.take_rows(6.0, end=True)) == ({}, {}, []) and view.num_barren_tasks == 0
+        view.ledger(as_line(entry(20)))
+        view.live = True
+        assert windows(view, 7.0)[""].values["lag/stream_messages"] == 10.0 and view.num_barren_tasks == 0
+        view.grant(Grant(granted=24, version=0, retired=23))
+        assert view.num_barren_tasks == 3
 
 
 def test_batches_of_earlier_sessions_have_rows_and_count_for_no_window(entry: MakeEntry) -> None:
