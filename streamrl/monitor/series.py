@@ -68,17 +68,17 @@ class Series:
         self._folds: dict[str, Fold] = {RUN: Fold()}
         self._began_s: float | None = None
 
-    def batch(self, entry: LedgerLine, *, step: int, live: bool) -> None:
-        """A trained batch; one that is not `live` is read from history and counts for no window."""
+    def batch(self, entry: LedgerLine, *, step: int) -> None:
+        """A trained batch."""
         # Versions rise along the ledger, with forks too: what is no newer was read before.
         if self._after is not None and entry.version <= self._after:
             return
         self._after = entry.version
         values = {FORMER_METRICS.get(name, name): value for name, value in entry.metrics.items()}
         values |= drops_by_reason(entry) | times_of(values)
+        if entry.source != "warmup":
+            values["tokens/trained_total"] = values.get("rollout/tokens_trained", 0.0)
         self._append(Row(time_s=entry.time_s, kind=BATCH, version=str(entry.version), step=step, values=known(values)))
-        if live and entry.source != "warmup":
-            self._folds[RUN].add(MetricReport(worker=RUN, sum={"tokens/trained_total": values.get("rollout/tokens_trained", 0.0)}))
 
     def evaluation(self, one: Evaluation, *, step: int) -> None:
         """Held-out problems were asked."""

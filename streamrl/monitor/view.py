@@ -109,7 +109,7 @@ class RunView:
             return False
         self.failures.trained(entry.cursor)
         if self.series is not None and entry.gap is None:
-            self.series.batch(entry, step=self.trained.num_reinforced, live=self.live)
+            self.series.batch(entry, step=self.trained.num_reinforced)
         return True
 
     def forget_ledger(self) -> None:
