@@ -68,7 +68,8 @@ class Metrics:
             )
 
     def rows(self) -> Iterator[Row]:
-        """All rows in the order in which they were written, up to the file that is being written now."""
+        """All rows in the order in which they were written, up to the file that is being written now. Lines are counted anew."""
+        self.num_torn = 0
         aside, current = self._standing()
         with current or contextlib.nullcontext():
             for path in aside:

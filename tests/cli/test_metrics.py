@@ -127,6 +127,8 @@ def test_torn_lines_are_passed_over_and_counted(run: RunDir, capsys: pytest.Capt
     said = capsys.readouterr()
     assert json.loads(said.out)["train/loss"]["value"] == 2.5
     assert said.err == "1 lines that are no rows were passed over\n"
+    assert main(["metrics", "demo", "--export", "all.csv"]) == 0
+    assert capsys.readouterr().err == said.err
 
 
 def test_rows_that_come_are_followed_over_files_that_are_put_aside(run: RunDir) -> None:
