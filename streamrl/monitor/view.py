@@ -138,7 +138,7 @@ class RunView:
                 found = evaluation_of(event)
                 self._evaluations.add(found, last_cold=self.trained.last_cold)
                 if self.series is not None and live:
-                    self.series.evaluation(found, step=self.trained.num_reinforced)
+                    self.series.evaluation(found, step=self.trained.step_of(found.version.number))
             case "weights" if live and self.series is not None:
                 if isinstance(lag_s := event.detail.get("lag_s"), float):
                     mean, most = {"lag/publish_to_commit_s": lag_s}, {"lag/publish_to_commit_max_s": lag_s}

@@ -239,3 +239,12 @@ def test_evaluations_have_rows_but_those_of_earlier_sessions_have_theirs_already
     view.event(one)
     (row,) = view.take_rows(0.0)
     assert (row.kind, row.version, row.time_s, row.values) == ("evaluation", "0.3", 7.0, {"eval/heldout": 0.75})
+
+
+def test_an_evaluation_stands_at_the_step_of_its_version_however_late_it_comes(entry: MakeEntry) -> None:
+    view = RunView("demo", series=Series())
+    for number in range(1, 11):
+        view.ledger(as_line(entry(number, source="warmup" if number <= 3 else "main")))
+    for number in (7, 3, 0, 10, 12):
+        view.event(Event(kind="evaluation", worker="e", detail=evaluation(number, 0.75)))
+    assert [row.step for row in view.take_rows(0.0) if row.kind == "evaluation"] == [4, 0, 0, 7, 7]
