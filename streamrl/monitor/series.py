@@ -38,7 +38,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Values of one batch or window."""
 
     time_s: float
-    """Unix seconds: when the batch was trained, the window ended, the evaluation was done."""
+    """Unix seconds: when the batch was trained, the window ended, the evaluation was done; 0.0 where whoever did it gave no finite time."""
     kind: str
     """`batch`, `window` or `evaluation`."""
     of: str = RUN
@@ -125,7 +125,7 @@ class Series:
 
     def _append(self, row: Row) -> None:
         self.num_lost += len(self._rows) == MOST_ROWS
-        self._rows.append(row)
+        self._rows.append(row if math.isfinite(row.time_s) else msgspec.structs.replace(row, time_s=0.0))
 
 
 def drops_by_reason(entry: LedgerLine) -> dict[str, float]:

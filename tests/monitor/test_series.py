@@ -3,8 +3,10 @@ from __future__ import annotations
 import math
 
 import pytest
+from msgspec.structs import replace
 
 from streamrl.monitor.arrivals import MOST_MARKS, Arrivals
+from streamrl.monitor.metrics_file import decoded, encoded
 from streamrl.monitor.series import MOST_ROWS, MOST_WORKERS, Row, Series
 from streamrl.monitor.view import RunView
 from streamrl.schemas.control import EnginePresence, Grant
@@ -96,6 +98,16 @@ def test_only_declared_names_with_finite_values_reach_a_row(entry: MakeEntry) ->
     batch = next(row for row in rows if row.kind == "batch")
     assert batch.values.keys() <= METRICS.keys() and "train/loss" not in batch.values
     assert batch.values["rollout/zero_variance"] == 0.5, "a name of an earlier version is read as what it means now"
+
+
+@pytest.mark.parametrize("time_s", [math.nan, math.inf, -math.inf])
+def test_a_time_that_is_none_leaves_a_row_that_can_be_read(entry: MakeEntry, time_s: float) -> None:
+    view = RunView("demo", series=Series())
+    view.ledger(as_line(replace(entry(1), time_s=time_s)))
+    view.event(Event(kind="evaluation", worker="e", detail=evaluation(1, 0.75), time_s=time_s))
+    rows = view.take_rows(0.0)
+    assert [row.time_s for row in rows] == [0.0, 0.0]
+    assert [decoded(encoded(row)) for row in rows] == rows
 
 
 def test_rows_that_nobody_takes_and_workers_without_end_are_bounded_and_counted(entry: MakeEntry) -> None:
