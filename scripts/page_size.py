@@ -28,7 +28,7 @@ from tests.support.needs import browser
 
 SAMPLES = 10
 """Of a batch."""
-_NAMES = [name for name in METRICS if name.startswith(("rollout/", "train/", "staleness/", "perf/", "rollouts/"))]
+_NAMES = [name for name in METRICS if name.startswith(("rollout/", "train/", "staleness/", "perf/", "rollouts/", "tokens/trained"))]
 _ENGINES = 8
 
 
@@ -37,7 +37,7 @@ def rows(batches: int) -> Iterator[list[Row]]:
     for number in range(1, batches + 1):
         found = [row(BATCH, number, {name: (number * 31 + at) % 97 / 97 for at, name in enumerate(_NAMES)})]
         if number % 10 == 0:
-            lag = {"lag/stream_s": number % 7 / 7, "lag/versions_behind": 1.0, "tokens/sampled_total": 1e4, "tokens/trained_total": 9e3}
+            lag = {"lag/stream_s": number % 7 / 7, "lag/versions_behind": 1.0, "tokens/sampled_total": 1e4}
             found += [row(WINDOW, number, lag)] + [row(WINDOW, number, lag, of=f"engine-{index}") for index in range(_ENGINES)]
         yield found
 

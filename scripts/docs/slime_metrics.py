@@ -37,7 +37,7 @@ OTHERS = (
     ("rollout/top_p_kept_vocab_per_token", "none: the sampler's vocabulary is not kept; log-probabilities are those under its top-p"),
     ("perf/rollout_time", "none: generation never begins or ends; `perf/wait_s` is what a batch waited for"),
     ("perf/tokens_per_gpu_per_sec", "`tokens/sampled_total` over a row's seconds; GPUs may come and go, so divide by yours"),
-    ("perf/effective_tokens_per_gpu_per_sec", "`tokens/trained_total`, likewise"),
+    ("perf/effective_tokens_per_gpu_per_sec", "`tokens/trained_total` over `perf/step_time`, likewise"),
     ("perf/longest_sample_tokens_per_sec", "none: no batch waits for its longest sample"),
     ("perf/non_generation_time/*", "none yet; times of turns and tools come with agents"),
     ("perf/request/{e2e_latency,queue_time}/*, perf/decode/*, perf/prefill/*", "`engine/waiting_requests`; a SGLang server has its own"),

@@ -142,8 +142,7 @@ class Follower:
 
     async def store_totals(self) -> None:
         """Keep the counts that no stream holds for the next session of this run."""
-        totals = Totals(tokens_made=self.view.tokens_made, swaps=self.view.swaps, wall_s=self.elapsed_s)
-        await self._bus.kv.put(KEY_TOTALS, encode(totals))
+        await self._bus.kv.put(KEY_TOTALS, encode(self.view.totals(wall_s=self.elapsed_s)))
 
     async def _read(self, stream: str, fold: Callable[[Message], None], *, subject: str | None = None) -> None:
         key = subject or stream

@@ -59,9 +59,11 @@ class MetricsFile:
             while written < len(body):
                 written += os.write(descriptor, body[written:])
         except OSError:
-            if written:
-                os.ftruncate(descriptor, self._size)
-            self.close()
+            try:
+                if written:
+                    os.ftruncate(descriptor, self._size)
+            finally:
+                self.close()  # where that failed too, the next opening cuts what is torn
             raise
         self._size += written
 

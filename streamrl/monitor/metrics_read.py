@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import fnmatch
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -66,23 +68,33 @@ class Metrics:
             )
 
     def rows(self) -> Iterator[Row]:
-        """All rows in the order in which they were written."""
-        for path in files(self._folder):
-            yield from self._rows(path, 0)
+        """All rows in the order in which they were written, up to the file that is being written now. Lines are counted anew."""
+        self.num_torn = 0
+        aside, current = self._standing()
+        with current or contextlib.nullcontext():
+            for path in aside:
+                yield from self._rows(path, 0)
+            if current is not None:
+                yield from self._taken(_lines(current))
 
     def newest(self) -> dict[str, Newest]:
         """The newest values by metric, in the order of their declaration."""
         found: dict[str, Newest] = {}
-        room = _LOOK_BACK
-        starts: list[tuple[Path, int]] = []
-        for path in reversed(files(self._folder)):
-            size = path.stat().st_size
-            starts.append((path, max(0, size - room)))
-            room -= size
-            if room <= 0:
-                break
-        for path, start in reversed(starts):
-            for row in self._rows(path, start):
+        aside, current = self._standing()
+        room, rows = _LOOK_BACK, list[Iterator[Row]]()
+        with current or contextlib.nullcontext():
+            if current is not None:
+                size = os.fstat(current.fileno()).st_size
+                rows.append(self._rows_from(current, max(0, size - room)))
+                room -= size
+            for path in reversed(aside):
+                if room <= 0:
+                    break
+                with contextlib.suppress(FileNotFoundError):  # it was the oldest, and has gone
+                    size = path.stat().st_size
+                    rows.append(self._rows(path, max(0, size - room)))
+                    room -= size
+            for row in itertools.chain.from_iterable(reversed(rows)):
                 for name, value in row.values.items():
                     one = found.setdefault(name, Newest(unit=METRICS[name].unit))
                     one.time_s, one.version = row.time_s, row.version
@@ -94,7 +106,8 @@ class Metrics:
 
     def follow(self, over: Callable[[], bool]) -> Iterator[Row]:
         """The rows that come from now on, until `over`; across files that are put aside."""
-        file = _opened(files(self._folder)[-1])
+        aside, current = self._standing()
+        file = current or _opened(aside[-1])
         file.seek(0, os.SEEK_END)
         try:
             while True:
@@ -111,6 +124,21 @@ class Metrics:
         finally:
             file.close()
 
+    def _standing(self) -> tuple[list[Path], BinaryIO | None]:
+        """The files that were put aside, the oldest first, and the one behind them; None: it has just been put aside too.
+
+        The last is opened first: it may be put aside at any time, and then its name is another's.
+        """
+        path = self._folder / CURRENT
+        try:
+            current = _opened(path) if path.is_file() else None
+        except FileNotFoundError:
+            current = None
+        if current is None:
+            return list(numbered(self._folder).values()), None
+        inode = os.fstat(current.fileno()).st_ino
+        return list(itertools.takewhile(lambda path: _inode(path) != inode, numbered(self._folder).values())), current
+
     def _next(self, file: BinaryIO) -> BinaryIO | None:
         """The file behind this one; None while this is the newest. Files are put aside meanwhile, so the newest is opened first."""
         inode = os.fstat(file.fileno()).st_ino
@@ -122,10 +150,12 @@ class Metrics:
             newest.close()
             return None
         aside = list(numbered(self._folder).values())
-        place = next((at for at, path in enumerate(aside) if path.stat().st_ino == inode), -1)  # -1: it has gone, as the oldest
-        if place + 1 < len(aside):
-            newest.close()
-            return _opened(aside[place + 1])
+        place = next((at for at, path in enumerate(aside) if _inode(path) == inode), -1)  # -1: it has gone, as the oldest
+        for path in aside[place + 1 :]:
+            with contextlib.suppress(FileNotFoundError):  # the oldest go
+                file = _opened(path)
+                newest.close()
+                return file
         return newest
 
     def _rows(self, path: Path, start: int) -> Iterator[Row]:
@@ -134,10 +164,13 @@ class Metrics:
         except FileNotFoundError:
             return  # it was the oldest, and has gone
         with file:
-            file.seek(start)
-            if start:
-                file.readline(LONGEST_BYTES)  # which may be the end of one
-            yield from self._taken(_lines(file))
+            yield from self._rows_from(file, start)
+
+    def _rows_from(self, file: BinaryIO, start: int) -> Iterator[Row]:
+        file.seek(start)
+        if start:
+            file.readline(LONGEST_BYTES)  # which may be the end of one
+        yield from self._taken(_lines(file))
 
     def _taken(self, lines: Iterable[bytes]) -> Iterator[Row]:
         for line in lines:
@@ -153,6 +186,14 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
     while (line := file.readline(LONGEST_BYTES)).endswith(b"\n"):
         yield line
     file.seek(-len(line), os.SEEK_CUR)
+
+
+def _inode(path: Path) -> int | None:
+    """None: it has gone."""
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None
 
 
 def _opened(path: Path) -> BinaryIO:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 RATE_WINDOW_S = 10.0
 _LEFT_BATCHES = 20
@@ -15,6 +15,8 @@ _PAUSE = 10.0
 """So many times the median between two batches is a pause, as of a run that was down, which will not come again."""
 _MOST_SEEN = 4096
 """Processes whose counts are remembered; of those that have not reported for longest, none."""
+_MOST_CARRIED = 1024
+"""Of them, those that the next session is told."""
 
 
 class Growing:
@@ -22,12 +24,13 @@ class Growing:
 
     Args:
         late: what a process has counted before its first report is left out.
+        seen: counts of processes that an earlier session has in its total; those may report again.
     """
 
-    def __init__(self, *, late: bool) -> None:
+    def __init__(self, *, late: bool, seen: Mapping[str, int] | None = None) -> None:
         self.total = 0
         self._late = late
-        self._seen: dict[str, int] = {}
+        self._seen = dict(seen or {})
 
     def report(self, who: str, count: int) -> int:
         """`who` has counted to `count` since it started; returns by how much the total has grown."""
@@ -38,6 +41,11 @@ class Growing:
         if len(self._seen) > _MOST_SEEN:
             del self._seen[next(iter(self._seen))]
         return growth
+
+    @property
+    def seen(self) -> dict[str, int]:
+        """The last counts by process, of those that have reported last."""
+        return dict(list(self._seen.items())[-_MOST_CARRIED:])
 
 
 class Rate:

@@ -40,7 +40,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Values of one batch or window."""
 
     time_s: float
-    """Unix seconds: when the batch was trained, the window ended, the evaluation was done."""
+    """Unix seconds: when the batch was trained, the window ended, the evaluation was done; 0.0 where whoever did it gave no finite time."""
     kind: str
     """`batch`, `window` or `evaluation`."""
     of: str = RUN
@@ -80,19 +80,20 @@ class Series:
         self._now_s = 0.0
 
     def batch(self, entry: LedgerLine, *, step: int, live: bool) -> None:
-        """A trained batch; one that is not `live` is read from history and counts for no window."""
+        """A trained batch; one that is not `live` is read from history, and no window is judged by it."""
         # Versions rise along the ledger, with forks too: what is no newer was read before.
         if self._after is not None and entry.version <= self._after:
             return
         self._after = entry.version
         values = {FORMER_METRICS.get(name, name): value for name, value in entry.metrics.items()}
         values |= drops_by_reason(entry) | times_of(values)
+        if entry.source != "warmup":
+            values["tokens/trained_total"] = values.get("rollout/tokens_trained", 0.0)
         self._append(Row(time_s=entry.time_s, kind=BATCH, version=str(entry.version), step=step, values=known(values)))
         if live:
             self._deciding.update({name: int(count) for name, count in drops_by_reason(entry).items()})
-        if live and entry.source != "warmup":
-            self._deciding[TRAINED] += len(entry.staleness)
-            self._folds[RUN].add(MetricReport(worker=RUN, sum={"tokens/trained_total": values.get("rollout/tokens_trained", 0.0)}))
+            if entry.source != "warmup":
+                self._deciding[TRAINED] += len(entry.staleness)
 
     def evaluation(self, one: Evaluation, *, step: int, live: bool = True) -> None:
         """Held-out problems were asked; not `live`: in an earlier session."""
@@ -150,7 +151,7 @@ class Series:
 
     def _append(self, row: Row) -> None:
         self.num_lost += len(self._rows) == MOST_ROWS
-        self._rows.append(row)
+        self._rows.append(row if math.isfinite(row.time_s) else msgspec.structs.replace(row, time_s=0.0))
 
 
 def drops_by_reason(entry: LedgerLine) -> dict[str, float]:

@@ -107,6 +107,11 @@ class Trained:
         if point.reward is not None and len(self._first_rewards) < _FIRST_REWARDS:
             self._first_rewards.append(point.reward)
 
+    def step_of(self, number: int) -> int:
+        """Batches of reinforcement learning up to version `number`; of one from before the newest `TAIL`, up to the oldest of those."""
+        later = itertools.takewhile(lambda batch: batch.point.number > number, reversed(self._tail))
+        return self.num_reinforced - sum(not batch.point.warmup for batch in later)
+
     @property
     def is_warming(self) -> bool:
         """Whether the newest batch is of the warm-up."""

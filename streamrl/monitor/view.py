@@ -45,6 +45,9 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     tokens_made: int = 0
     swaps: int = 0
     wall_s: float = 0.0
+    tokens_by_engine: dict[str, int] = {}
+    """What of `tokens_made` engines have counted that may still report: they outlive the supervisor, and their presence outlives them."""
+    swaps_by_engine: dict[str, int] = {}
 
 
 class RunView:
@@ -77,7 +80,7 @@ class RunView:
         self.before = before or Totals()
         self.series = series
         self.live = True
-        """Whether what is fed happens now, and is not read from the history of earlier sessions."""
+        """Whether what is fed happens now, and is not read from history: until it is, no window ends and no task counts as barren."""
         self.trained = Trained()
         self.swap_numbers: set[int] = set()
         """Version numbers that an engine was seen to serve after its first; of many, a part."""
@@ -92,7 +95,8 @@ class RunView:
         self._notices: deque[str] = deque(maxlen=_MOST_NOTICES)
         self._engines: dict[str, EnginePresence] = {}
         self._workers: dict[str, WorkerLine] = {}
-        self._made, self._swapped = Growing(late=joined), Growing(late=joined)
+        self._made = Growing(late=joined, seen=self.before.tokens_by_engine)
+        self._swapped = Growing(late=joined, seen=self.before.swaps_by_engine)
         self._made_rate, self._trained_rate = Rate(), Rate()
         self._engine_rates: dict[str, Rate] = {}
         self._stream_last, self._stream_bytes = 0, 0
@@ -122,7 +126,8 @@ class RunView:
             self.slo_worst[one.objective] = worst_of(one.level, self.slo_worst.get(one.objective, Level.OK))
 
     def forget_ledger(self) -> None:
-        """Before the ledger is read anew."""
+        """Before the ledger is read anew; not live until it has been."""
+        self.live = False
         self.trained = Trained()
 
     def event(self, event: Event, *, live: bool = True) -> None:
@@ -148,8 +153,7 @@ class RunView:
                 found = evaluation_of(event)
                 self._evaluations.add(found, last_cold=self.trained.last_cold)
                 if self.series is not None:
-                    since = self._newest.version.number - found.version.number if self._newest and not live else 0
-                    self.series.evaluation(found, step=max(0, self.trained.num_reinforced - since), live=live)
+                    self.series.evaluation(found, step=self.trained.step_of(found.version.number), live=live)
             case "weights" if live and self.series is not None:
                 if isinstance(lag_s := event.detail.get("lag_s"), float):
                     mean, most = {"lag/publish_to_commit_s": lag_s}, {"lag/publish_to_commit_max_s": lag_s}
@@ -226,6 +230,16 @@ class RunView:
         """Tokens sampled by the engines, earlier sessions included."""
         return self.before.tokens_made + self._made.total
 
+    def totals(self, *, wall_s: float) -> Totals:
+        """What the next session has to be told, `wall_s` seconds after the beginning of the run."""
+        return Totals(
+            tokens_made=self.tokens_made,
+            swaps=self.swaps,
+            wall_s=wall_s,
+            tokens_by_engine=self._made.seen,
+            swaps_by_engine=self._swapped.seen,
+        )
+
     @property
     def tokens_trained(self) -> int:
         """Tokens of all batches, warm-up and prompts included."""
@@ -243,7 +257,9 @@ class RunView:
 
     @property
     def num_barren_tasks(self) -> int:
-        """Tasks ended since the newest batch, however they did."""
+        """Tasks ended since the newest batch, however they did; none while it is not known which batch that is."""
+        if not self.live:
+            return 0
         return max(0, self._grant.retired - (self._newest.retired if self._newest else 0))
 
     @property
@@ -269,7 +285,7 @@ class RunView:
         """
         if self.series is None:
             return []
-        if self.series.due(now_s) or end:
+        if (self.series.due(now_s) or end) and self.live:
             self.series.close(now_s, self._now(), step=self.trained.num_reinforced)
         return self.series.take()
 

@@ -240,7 +240,7 @@ _DECLARED = (
     # What the fold of a run makes of its ledger, events and presence (`streamrl.monitor`); no worker reports these.
     Metric("eval/heldout", _MEAN, "fraction", "held-out problems answered right, by version"),
     Metric("tokens/sampled_total", _SUM, "tokens", "tokens that engines for rollouts have sampled"),
-    Metric("tokens/trained_total", _SUM, "tokens", "tokens under the loss mask of the batches trained, warm-up left out"),
+    Metric("tokens/trained_total", _SUM, "tokens", "tokens under the loss mask of the batch; none of the warm-up"),
     *(Metric(dropped(reason), _SUM, "rollouts", f"rollouts decided against: `{reason}`") for reason in (*DROP_REASONS, OTHER_REASON)),
     Metric("rollout/spec_accept_rate", _MEAN, "fraction", "drafted tokens that were accepted (speculative decoding)"),
     Metric("rollout/spec_accept_length", _MEAN, "tokens", "tokens of a pass that verified drafts: the accepted ones and its own"),

@@ -127,6 +127,8 @@ def test_torn_lines_are_passed_over_and_counted(run: RunDir, capsys: pytest.Capt
     said = capsys.readouterr()
     assert json.loads(said.out)["train/loss"]["value"] == 2.5
     assert said.err == "1 lines that are no rows were passed over\n"
+    assert main(["metrics", "demo", "--export", "all.csv"]) == 0
+    assert capsys.readouterr().err == said.err
 
 
 def test_rows_that_come_are_followed_over_files_that_are_put_aside(run: RunDir) -> None:
@@ -150,6 +152,40 @@ def test_rows_that_come_are_followed_over_files_that_are_put_aside(run: RunDir) 
     followed = list(metrics.follow(over))
     writer.join()
     assert [row.step for row in followed] == list(range(10, 30))
+
+
+def test_files_that_are_put_aside_while_all_are_read_cost_no_row(run: RunDir) -> None:
+    rows, file = Metrics(run).rows(), MetricsFile(run.metrics, MetricsConfig(file_bytes=300))
+    found = [next(rows)]
+    for number in range(10, 30):
+        file.write([batch(number)])
+    file.close()
+    found += rows
+    assert [row.step for row in found if row.kind == "batch"] == list(range(1, len(found) - 2)), "those of the windows stand among them"
+    assert sum(row.kind == "window" for row in found) == 3 and len(found) >= 12
+
+
+def test_newest_values_are_found_while_the_oldest_files_go(run: RunDir) -> None:
+    file, done = MetricsFile(run.metrics, MetricsConfig(file_bytes=100, keep_bytes=1000)), threading.Event()
+
+    def write() -> None:
+        number = 10
+        while not done.is_set():
+            file.write([batch(number)])
+            number += 1
+        file.close()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        metrics = Metrics(run, "train/loss")
+        for _ in range(200):
+            assert metrics.newest().keys() <= {"train/loss"}
+            steps = [row.step for row in metrics.rows()]
+            assert steps == sorted(steps)
+    finally:
+        done.set()
+        writer.join()
 
 
 def test_a_run_that_is_down_is_not_followed(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

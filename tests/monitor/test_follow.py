@@ -89,6 +89,9 @@ async def test_totals_are_carried_to_the_next_session(bus: Bus, run_id: str) -> 
     totals = await read_totals(bus)
     assert (totals.tokens_made, totals.swaps) == (111, 5)
     assert 57.0 <= totals.wall_s < 1000.0
+    after = RunView(run_id, before=totals)
+    after.engine("engine-0", EnginePresence(engine="engine-0", address="", tokens_total=12, swaps_total=2))
+    assert (after.tokens_made, after.swaps) == (112, 5), "its presence outlives the session that it was counted in"
 
 
 async def test_reading_history_does_not_count_as_training_speed(bus: Bus, run_id: str, entry: MakeEntry) -> None:
@@ -124,6 +127,7 @@ async def test_an_epoch_that_forks_far_back_is_read_from_the_ledger_again(
         for one in line[-2:]:
             await bus.publish(Subjects(run_id).ledger("main"), encode(one), id=str(one.version))
         await follower.catch_up()
+        assert view.live, "windows end again"
         rows = view.take_rows(0.0)
     for one in [*line[:2], *line[-5:]]:
         straight.ledger(as_line(one))

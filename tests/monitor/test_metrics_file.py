@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -176,6 +177,21 @@ def test_no_room_in_the_middle_of_a_row_leaves_whole_rows_and_writing_goes_on_wh
             with pytest.raises(OSError):
                 file.write([row(2)])
             assert (tmp_path / "metrics.jsonl").read_bytes() == encoded(row(1))
+    file.write([row(3)])
+    file.close()
+    assert [one["version"] for one in written(tmp_path)] == ["0.1", "0.3"]
+
+
+def test_a_torn_row_that_cannot_be_cut_at_once_is_cut_before_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = MetricsFile(tmp_path, CONFIG)
+    file.write([row(1)])
+
+    def refuse(descriptor: int, size: int) -> None:
+        raise OSError(errno.EIO, "no")
+
+    with files_of_at_most(len(encoded(row(1))) + 20), monkeypatch.context() as patched, pytest.raises(OSError):
+        patched.setattr(os, "ftruncate", refuse)
+        file.write([row(2)])
     file.write([row(3)])
     file.close()
     assert [one["version"] for one in written(tmp_path)] == ["0.1", "0.3"]

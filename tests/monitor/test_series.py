@@ -3,11 +3,13 @@ from __future__ import annotations
 import math
 
 import pytest
+from msgspec.structs import replace
 
 from streamrl.monitor.arrivals import MOST_MARKS, Arrivals
+from streamrl.monitor.metrics_file import decoded, encoded
 from streamrl.monitor.series import MOST_ROWS, MOST_WORKERS, Row, Series
 from streamrl.monitor.view import RunView
-from streamrl.schemas.control import EnginePresence
+from streamrl.schemas.control import EnginePresence, Grant
 from streamrl.schemas.events import Event, MetricReport
 from streamrl.schemas.ledger import Drop
 from streamrl.schemas.versions import Version
@@ -98,6 +100,16 @@ def test_only_declared_names_with_finite_values_reach_a_row(entry: MakeEntry) ->
     assert batch.values["rollout/zero_variance"] == 0.5, "a name of an earlier version is read as what it means now"
 
 
+@pytest.mark.parametrize("time_s", [math.nan, math.inf, -math.inf])
+def test_a_time_that_is_none_leaves_a_row_that_can_be_read(entry: MakeEntry, time_s: float) -> None:
+    view = RunView("demo", series=Series())
+    view.ledger(as_line(replace(entry(1), time_s=time_s)))
+    view.event(Event(kind="evaluation", worker="e", detail=evaluation(1, 0.75), time_s=time_s))
+    rows = view.take_rows(0.0)
+    assert [row.time_s for row in rows] == [0.0, 0.0]
+    assert [decoded(encoded(row)) for row in rows] == rows
+
+
 def test_rows_that_nobody_takes_and_workers_without_end_are_bounded_and_counted(entry: MakeEntry) -> None:
     view = RunView("demo", series=Series(window_s=1.0))
     for number in range(1, MOST_ROWS + 101):
@@ -136,9 +148,11 @@ def test_tokens_are_counted_where_they_are_sampled_and_where_they_are_trained(en
     for line in (cold, first):
         line.metrics["rollout/tokens_trained"] = 60.0
         view.ledger(line)
-    rows = {row.of: row.values for row in view.take_rows(1.0) if row.kind == "window"}
+    made = view.take_rows(1.0)
+    rows = {row.of: row.values for row in made if row.kind == "window"}
     assert [rows[of]["tokens/sampled_total"] for of in ("engine-0", "engine-1", "")] == [100.0, 7.0, 107.0]
-    assert rows[""]["tokens/trained_total"] == 60.0, "of demonstrations none was sampled"
+    trained = [row.values.get("tokens/trained_total") for row in made if row.kind == "batch"]
+    assert trained == [None, 60.0], "of demonstrations none was sampled"
 
 
 def test_drops_stand_in_the_row_of_their_batch_by_reason(entry: MakeEntry) -> None:
@@ -150,7 +164,26 @@ def test_drops_stand_in_the_row_of_their_batch_by_reason(entry: MakeEntry) -> No
     assert counted == {"rollouts/dropped_total/stale": 4.0, "rollouts/dropped_total/other": 4.0}
 
 
-def test_batches_of_earlier_sessions_have_rows_and_count_for_no_window(entry: MakeEntry) -> None:
+def test_no_window_ends_with_what_half_a_ledger_says(entry: MakeEntry) -> None:
+    view = RunView("demo", series=Series(window_s=1.0))
+    view.take_rows(0.0)
+    view.stream(last=50, num_bytes=1)
+    view.metric(report("engine-0", {"engine/tokens_total": 7}, time_s=0.0))
+    view.live = False
+    for again in (False, True):
+        view.grant(Grant(granted=24, version=0, retired=20))
+        if again:
+            view.forget_ledger()
+        view.ledger(as_line(entry(1)))
+        assert (windows(view, 5.0), windows(view, 5.5), view.take_rows(6.0, end=True)) == ({}, {}, []) and view.num_barren_tasks == 0
+        view.ledger(as_line(entry(20)))
+        view.live = True
+        assert windows(view, 7.0)[""].values["lag/stream_messages"] == 10.0 and view.num_barren_tasks == 0
+        view.grant(Grant(granted=24, version=0, retired=23))
+        assert view.num_barren_tasks == 3
+
+
+def test_trained_tokens_add_up_over_batches_of_earlier_sessions_and_of_this(entry: MakeEntry) -> None:
     view = RunView("demo", series=Series(window_s=1.0))
     view.take_rows(0.0)
     view.live = False
@@ -160,7 +193,8 @@ def test_batches_of_earlier_sessions_have_rows_and_count_for_no_window(entry: Ma
         view.ledger(line)
         view.live = True
     first, second, window = view.take_rows(1.0)
-    assert (first.version, second.version, window.values["tokens/trained_total"]) == ("0.1", "0.2", 60.0)
+    assert [row.values.get("tokens/trained_total") for row in (first, second, window)] == [60.0, 60.0, None]
+    assert (first.version, second.version) == ("0.1", "0.2")
     assert [first.values[f"perf/{name}"] for name in ("train_wait_time", "train_time", "step_time")] == [0.25, 0.5, 0.75]
     assert first.values["perf/wait_time_ratio"] == pytest.approx(1 / 3)
 
@@ -217,3 +251,12 @@ def test_evaluations_have_rows_but_those_of_earlier_sessions_have_theirs_already
     view.event(one)
     (row,) = view.take_rows(0.0)
     assert (row.kind, row.version, row.time_s, row.values) == ("evaluation", "0.3", 7.0, {"eval/heldout": 0.75})
+
+
+def test_an_evaluation_stands_at_the_step_of_its_version_however_late_it_comes(entry: MakeEntry) -> None:
+    view = RunView("demo", series=Series())
+    for number in range(1, 11):
+        view.ledger(as_line(entry(number, source="warmup" if number <= 3 else "main")))
+    for number in (7, 3, 0, 10, 12):
+        view.event(Event(kind="evaluation", worker="e", detail=evaluation(number, 0.75)))
+    assert [row.step for row in view.take_rows(0.0) if row.kind == "evaluation"] == [4, 0, 0, 7, 7]

@@ -10,7 +10,9 @@ from msgspec.structs import replace
 
 from streamrl.errors import SchemaError
 from streamrl.monitor.rates import RATE_WINDOW_S
+from streamrl.monitor.series import Series
 from streamrl.monitor.view import RunView, Totals, counted_quantile
+from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
 from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import Drop, Gap
@@ -77,6 +79,21 @@ def test_a_view_that_joins_counts_from_the_first_report_on() -> None:
     for tokens in (950, 30):
         view.engine("engine-0", presence(number=1, tokens=tokens, swaps=9))
     assert (view.tokens_made, view.swaps) == (1080, 10)
+
+
+def test_an_engine_whose_presence_outlives_the_session_is_not_counted_again() -> None:
+    first = RunView("demo", before=Totals(tokens_made=1000))
+    first.engine("engine-0-aa", presence(number=1, tokens=200, swaps=3))
+    carried = decode(encode(first.totals(wall_s=1.0)), Totals)
+    for joined in (False, True):
+        view = RunView("demo", before=carried, joined=joined, series=Series(window_s=1.0))
+        view.take_rows(0.0)
+        for engine, tokens in (("engine-0-aa", 200), ("engine-0-aa", 205), ("engine-1-bb", 7)):
+            view.engine(engine, presence(number=1, tokens=tokens, swaps=3))
+        assert view.tokens_made == 1205 + (0 if joined else 7)
+        sampled = {row.of: row.values["tokens/sampled_total"] for row in view.take_rows(1.0) if row.of}
+        assert sampled == {"engine-0": 5.0, "engine-1": 0.0 if joined else 7.0}
+    assert decode(encode({"tokens_made": 5, "swaps": 1, "wall_s": 2.0}), Totals).tokens_by_engine == {}, "as earlier versions wrote it"
 
 
 def test_an_engine_that_vanishes_leaves_the_lines_but_not_the_totals() -> None:

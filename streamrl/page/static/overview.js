@@ -11,7 +11,8 @@ function chartsOf(run) {
   const reasons = (run.tables.batch || []).filter((name) => name.startsWith("rollouts/dropped_total/"));
   const all = [
     ["Reward", "version", [batch("rollout/raw_reward", "mean of the batch"), { table: "evaluation", name: "eval/heldout", label: "held-out" }]],
-    ["Tokens a second", "time_s", [since("tokens/sampled_total", "sampled", per), since("tokens/trained_total", "trained", per)]],
+    ["Tokens a second", "time_s", [since("tokens/sampled_total", "sampled", per)]],
+    ["Tokens trained a batch", "version", [batch("tokens/trained_total", "under the loss mask")]],
     ["Staleness of trained tokens, versions", "version", [batch("staleness/mean", "mean"), batch("staleness/p95", "p95"), batch("staleness/max", "max")]],
     ["Where the age comes from, versions", "version", [batch("staleness/in_flight", "in flight"), batch("staleness/queued", "queued"), batch("staleness/publish_lag", "publish lag")]],
     ["Behind the newest batch, seconds", "time_s", [since("lag/stream_s", "oldest message"), since("lag/publish_to_commit_s", "publish to commit")]],
@@ -39,12 +40,14 @@ export function overview(place, run) {
   function tell() {
     const newest = run.newest;
     const rate = (name) => (name in newest ? number(newest[name] / (run.window_s || 10), 3) : "–");
+    const seconds = newest["perf/step_time"];
+    const trained = seconds > 0 ? number((newest["tokens/trained_total"] || 0) / seconds, 3) : "–";
     const values = [
       ["reward", number(newest["rollout/raw_reward"], 3)],
       ["held-out", number(newest["eval/heldout"], 3)],
       ["step", `${run.step} / ${run.steps}`],
       ["tokens/s sampled", rate("tokens/sampled_total")],
-      ["tokens/s trained", rate("tokens/trained_total")],
+      ["tokens/s trained", trained],
       ["staleness p95", number(newest["staleness/p95"], 3)],
       ["stream lag, s", number(newest["lag/stream_s"], 3)],
       ["versions behind", number(newest["lag/versions_behind"], 3)],
