@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
+import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 RATE_WINDOW_S = 10.0
@@ -77,3 +79,14 @@ def left_s(times_s: Sequence[float], num_left: int) -> float | None:
         return None
     longest = _PAUSE * statistics.median(steps)
     return max(0, num_left) * statistics.fmean(step for step in steps if step <= longest)
+
+
+def counted_quantile(counts: Counter[int], part: float) -> float:
+    """The value below which `part` of those lie that `counts` counts, the mean of two where it is between them; 0.0 if there are none."""
+    if not counts:
+        return 0.0
+    values = sorted(counts)
+    last_ranks = list(itertools.accumulate(counts[value] for value in values))
+    place = part * (last_ranks[-1] - 1)
+    low, high = (values[bisect.bisect_right(last_ranks, rank)] for rank in (math.floor(place), math.ceil(place)))
+    return (low + high) / 2

@@ -10,8 +10,9 @@ import msgspec
 from rich.table import Table
 
 from streamrl.monitor.numbers import Evaluation, Problem
+from streamrl.monitor.rates import counted_quantile
 from streamrl.monitor.screen import clock, decimal, short
-from streamrl.monitor.view import REWARD_WINDOW, RunView, counted_quantile
+from streamrl.monitor.view import REWARD_WINDOW, RunView
 
 _NUM_PROBLEMS = 8
 _MAX_CELL = 48

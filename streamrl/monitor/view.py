@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
-import itertools
-import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -18,7 +15,7 @@ from streamrl.monitor.engine_lines import engine_line, worker_of
 from streamrl.monitor.evaluations import Evaluations
 from streamrl.monitor.failures import Failures
 from streamrl.monitor.numbers import EngineLine, Evaluation, Finding, Level, Point, RunNumbers, Standing, WorkerLine
-from streamrl.monitor.rates import Growing, Rate, left_s
+from streamrl.monitor.rates import Growing, Rate, counted_quantile, left_s
 from streamrl.monitor.series import RUN, Row, Series
 from streamrl.monitor.slo import findings_of, worst_of
 from streamrl.monitor.trained import Trained, stretched_rewards
@@ -395,14 +392,3 @@ class RunView:
             workers=tuple(self._doing(line) for _, line in sorted({**self._workers, **self._told(supervised or {})}.items())),
             elapsed_s=elapsed_s,
         )
-
-
-def counted_quantile(counts: Counter[int], part: float) -> float:
-    """The value below which `part` of those lie that `counts` counts, the mean of two where it is between them; 0.0 if there are none."""
-    if not counts:
-        return 0.0
-    values = sorted(counts)
-    last_ranks = list(itertools.accumulate(counts[value] for value in values))
-    place = part * (last_ranks[-1] - 1)
-    low, high = (values[bisect.bisect_right(last_ranks, rank)] for rank in (math.floor(place), math.ceil(place)))
-    return (low + high) / 2
