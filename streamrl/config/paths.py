@@ -78,9 +78,7 @@ def resolve(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
 
 
 def without_folder(key: str, value: str) -> str:
-    """What the key's value names, without where it lies: `file.py:name` of `folder/file.py:name`, `model` of `folder/model`."""
-    if key in DIRECTORIES:
-        return Path(value).name
+    """What the key's value names, without where it lies: `file.py:name` of `folder/file.py:name`."""
     file, name = _file_and_name(value) if key in FUNCTIONS else ("", "")
     return f"{Path(file).name}:{name}" if file else value
 

@@ -278,6 +278,8 @@ class FollowedLedger:
                     if entry.version.epoch > self._epoch:
                         raise gap_in_the_way(entry, Version(self._epoch, self._done), self._hint)
                     continue
+                if entry.version.epoch < self._epoch:  # before a gap that is behind: done, or void
+                    continue
                 await self._room(entry.version.number)
                 if entry.version.number > self._done:
                     self._entries[entry.version.number] = entry

@@ -15,6 +15,7 @@ from streamrl import __version__
 from streamrl.bus.protocol import Bus
 from streamrl.config.code import code_digests, loss_code, rollout_code
 from streamrl.config.load import dump
+from streamrl.config.model_digests import model_digests
 from streamrl.config.tree import Config
 from streamrl.consumers.training.checkpoints import read_latest
 from streamrl.consumers.training.gaps import NEED_CONSENT, find_gap, refusal, versions_made
@@ -64,6 +65,7 @@ async def prepare(config: Config, run: RunDir, note: Callable[[str], None] = lam
         fingerprint=machine(),
         created_s=time.time(),
         code=code_digests({**rollout_code(config), **loss_code(config)}) or UNSET,
+        models=await asyncio.to_thread(model_digests, config) or UNSET,
     )
 
 

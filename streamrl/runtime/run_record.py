@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from msgspec import UNSET, UnsetType
@@ -12,7 +13,7 @@ from msgspec.structs import replace
 from streamrl.bus.protocol import Bus
 from streamrl.config.former import LATER_DECISIONS
 from streamrl.config.load import dump, from_json, override
-from streamrl.config.paths import without_folder
+from streamrl.config.paths import DIRECTORIES, without_folder
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError, Conflict
 from streamrl.runtime.rundir import RunDir
@@ -65,8 +66,8 @@ FREE_KEYS = (
 """Keys and sections that may differ when a run is resumed: how fast and where, not what is learned.
 
 The paths are free because their content is what counts: rows are compared by digest, and a checkpoint replaces the initial weights. Of
-functions in a file, and of folders of models (the reference, the critic, the teacher), where they lie is free: a run that was moved with
-them goes on.
+functions in a file where they lie is free, and so it is of folders of models (the reference, the critic, the teacher) of the same content,
+or that lie in the run's own directory: a run that was moved with them goes on.
 """
 
 
@@ -149,7 +150,9 @@ def check_resume(old: RunRecord, new: RunRecord) -> None:
     before = flat_keys(json.loads(dump(from_json(old.config, where=f"the record of run {old.run!r}"))))
     after = flat_keys(json.loads(new.config))
     for key in sorted(before.keys() | after.keys()):
-        if not _is_free(key) and _what(key, before.get(key)) != _what(key, after.get(key)):
+        if not _is_free(key) and before.get(key) != after.get(key) and _what(old, key, before.get(key)) != _what(new, key, after.get(key)):
+            if (model := _model(old, key)) and model == _model(new, key):
+                continue
             raise ConfigError(
                 f"{key} changed on resume: run {old.run!r} was started with {before.get(key)!r}, got {after.get(key)!r}",
                 hint=f"set {key} back, or start a new run with --name NAME",
@@ -157,9 +160,19 @@ def check_resume(old: RunRecord, new: RunRecord) -> None:
             )
 
 
-def _what(key: str, value: Any) -> Any:
-    """The value without where it is found."""
-    return without_folder(key, value) if isinstance(value, str) else value
+def _what(record: RunRecord, key: str, value: Any) -> Any:
+    """The value without where it is found; of a folder of a model, which may be another by the same name, without where the run is."""
+    if not isinstance(value, str):
+        return value
+    if key not in DIRECTORIES:
+        return without_folder(key, value)
+    base = Path(from_json(record.config, where=f"the record of run {record.run!r}").run.dir) / record.run
+    _, inside, rest = value.rpartition(f"/{str(base).strip('/')}/")
+    return rest if inside else value
+
+
+def _model(record: RunRecord, key: str) -> str:
+    return "" if isinstance(record.models, UnsetType) else record.models.get(key, "")
 
 
 def _is_free(key: str) -> bool:

@@ -8,16 +8,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from streamrl.bus.memory import MemoryBus
-from streamrl.core.state import FoldState
+from streamrl.core.state import Epoch, FoldState
 from streamrl.errors import CheckpointDamaged, ConfigError
 from streamrl.history.branch_run import train_branch
 from streamrl.history.compare import config_differences
 from streamrl.history.replay import Range
 from streamrl.history.source import Source, read_config
-from streamrl.history.tap import FollowedLedger, TapSettings, tap
+from streamrl.history.tap import AHEAD, FollowedLedger, TapSettings, tap
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.codec import encode
 from streamrl.schemas.ledger import Gap, LedgerEntry
@@ -97,5 +97,26 @@ async def test_a_gap_that_comes_while_a_tap_reads_is_an_error_and_no_silence(run
         with raises(ConfigError, gap="1.2"):
             while parent.at(1) is None:
                 await asyncio.sleep(0.01)
+    parent.close()
+    await bus.close()
+
+
+async def test_a_tap_behind_a_gap_is_given_none_of_the_entries_that_the_gap_made_void(run_id: str) -> None:
+    bus, subjects = MemoryBus(run_id), Subjects(run_id)
+
+    async def write(version: Version, gap: Gap | UnsetType = UNSET) -> None:
+        entry = LedgerEntry(run=run_id, trainer="main", version=version, source="", used=(), cursor=0, granted=9, retired=0, gap=gap)
+        await bus.publish(subjects.ledger("main"), encode(entry))
+
+    for number in (1, 2, 3, 4, 4 + AHEAD):
+        await write(Version(0, number))
+    await write(Version(1, 2), LOST)
+    await write(Version(1, 3))
+    state = FoldState(version=Version(1, 2), granted=9, grants=((9, 0),), epochs=(Epoch(0, 0, 4 + AHEAD), Epoch(1, 3)))
+    parent = FollowedLedger(bus, asyncio.get_running_loop(), subjects, "main", after=state, hint="so")
+    async with asyncio.timeout(20):
+        while (entry := parent.at(3)) is None:
+            await asyncio.sleep(0.01)
+    assert entry.version == Version(1, 3) and parent.at(4) is None
     parent.close()
     await bus.close()

@@ -11,6 +11,7 @@ from streamrl.bus.protocol import Bus
 from streamrl.config.engines import SglangConfig
 from streamrl.config.load import dump, override
 from streamrl.config.loss import CorrectionConfig, CriticConfig, DistillationConfig, KLConfig, LossConfig, RejectionConfig
+from streamrl.config.model_digests import model_digests
 from streamrl.config.tree import Config, DataConfig, EngineConfig, ProducerConfig, RewardConfig, RunConfig, TasksConfig, TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.runtime.run_record import FREE_KEYS, check_resume, continued, write_or_check
@@ -83,11 +84,40 @@ def test_models_that_were_moved_with_their_run_are_the_same_and_others_are_not()
         sglang = SglangConfig(python=f"{folder}/bin/python", gpus=(len(folder),))
         return record(Config(loss=loss, engine=EngineConfig(sglang=sglang)))
 
-    check_resume(placed("/there"), placed("/here/too"))
-    with raises(ConfigError, key="loss.kl.reference"):
-        check_resume(placed("/there"), placed("/there", "other"))
+    check_resume(placed("/there/runs/demo"), placed("/here/too/runs/demo"))
+    for other, key in ((placed("/there", "other"), "loss.kl.reference"), (placed("/here/too"), "loss.critic.path")):
+        with raises(ConfigError, key=key):
+            check_resume(placed("/there"), other)
     with raises(ConfigError, key="loss.critic.path"):
         check_resume(placed("/there"), record(Config()))
+
+
+def test_a_model_elsewhere_goes_on_by_its_content_and_not_by_its_name(tmp_path: Path) -> None:
+    def placed(name: str, weights: bytes, settings: str = "{}") -> RunRecord:
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(settings)
+        (folder / "model.safetensors").write_bytes(weights)
+        (folder / "README.md").write_text(name)
+        config = Config(loss=LossConfig(kl=KLConfig(reference=str(folder))))
+        return msgspec.structs.replace(record(config), models=model_digests(config))
+
+    weights = bytes(range(256)) * (80 << 12)
+    first = placed("a/model", weights)
+    check_resume(first, placed("b/model", weights))
+    check_resume(first, placed("c/renamed", weights))
+    others = [
+        placed("d/model", weights[:-1] + b"x"),
+        placed("e/model", b"x" + weights[1:]),
+        placed("f/model", weights + b"x"),
+        placed("g/model", weights, "{} "),
+    ]
+    for other in others:
+        with raises(ConfigError, key="loss.kl.reference"):
+            check_resume(first, other)
+        check_resume(first, first)
+    with raises(ConfigError, key="loss.kl.reference"):
+        check_resume(msgspec.structs.replace(first, models=msgspec.UNSET), others[0])
 
 
 def test_a_key_that_came_later_is_off() -> None:
