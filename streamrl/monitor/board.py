@@ -220,7 +220,7 @@ def _alerts(look: Look, numbers: RunNumbers) -> list[RenderableType]:
 
 
 def _engines(engines: Sequence[EngineLine]) -> Table:
-    table = _table("engine", "serves", "behind", "slots", "waiting", "tokens/s", "prefix hits", numeric=("behind", "waiting", "tokens/s"))
+    table = _table("engine", "serves", "behind", "slots", "waiting", "tok/s", "prefix hits", numeric=("behind", "waiting", "tok/s"))
     for one in engines:
         behind = "" if one.behind is None else str(one.behind)
         hits = "" if one.prefix_hits is None else f"{one.prefix_hits:.0%}"
