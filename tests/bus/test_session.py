@@ -129,6 +129,17 @@ async def test_what_is_gone_from_the_middle_is_passed_over(bus: JetStreamBus) ->
     assert [message.sequence async for message in stretch(bus, "samples", first=1, last=5)] == [1, 4]
 
 
+async def test_a_stretch_that_was_trimmed_is_an_error_and_not_empty(bus: JetStreamBus) -> None:
+    await store(bus, 6)
+    await bus.trim("samples", through=5)
+    for last in (3, 5):
+        with pytest.raises(LogTruncated):
+            async with asyncio.timeout(30):
+                [message async for message in stretch(bus, "samples", first=1, last=last)]
+    assert [message.sequence async for message in stretch(bus, "samples", first=6, last=6)] == [6]
+    assert [message async for message in stretch(bus, "samples", first=1, last=0)] == []
+
+
 async def test_a_stream_that_repeats_nothing_is_read_too(bus: JetStreamBus) -> None:
     """One that an earlier version made, and nobody who may has brought up to date."""
     config = (await admin.info(bus._connection, "run-samples")).config
