@@ -21,7 +21,10 @@ async def stretch(log: Log, stream: str, *, first: int, last: int, subject: str 
     Raises:
         LogTruncated: see `Log.read`.
     """
-    while last >= first and await is_gone(log, stream, last):  # a reader would wait for it
+    if last < first:
+        return
+    begin = max(first, (await log.state(stream)).first)  # below it all was trimmed, which the reader says
+    while last >= begin and await is_gone(log, stream, last):  # a reader would wait for it
         last -= 1
     if last < first:
         return

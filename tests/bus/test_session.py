@@ -13,10 +13,11 @@ from streamrl.bus import connect
 from streamrl.bus.jetstream import admin
 from streamrl.bus.jetstream.bus import JetStreamBus
 from streamrl.bus.jetstream.session import BATCH, WAITING, Session, opened
+from streamrl.bus.jetstream.wire import Stored
 from streamrl.bus.reading import first_gone, stretch
 from streamrl.bus.server import NatsServer
 from streamrl.config.tree import BusConfig
-from streamrl.errors import LogTruncated
+from streamrl.errors import BusError, LogTruncated
 from streamrl.schemas.subjects import Subjects
 
 pytestmark = pytest.mark.nats
@@ -127,6 +128,34 @@ async def test_what_is_gone_from_the_middle_is_passed_over(bus: JetStreamBus) ->
     assert await first_gone(bus, "samples", (1, 4, 5, 6)) is None
     await bus._connection.request(f"{bus._connection.api}.STREAM.MSG.DELETE.run-samples", {"seq": 5})
     assert [message.sequence async for message in stretch(bus, "samples", first=1, last=5)] == [1, 4]
+
+
+async def test_what_is_there_is_not_passed_over_with_what_is_gone(bus: JetStreamBus, monkeypatch: pytest.MonkeyPatch) -> None:
+    await store(bus, 5)
+    await bus._connection.request(f"{bus._connection.api}.STREAM.MSG.DELETE.run-samples", {"seq": 2})
+    following = Session.next
+
+    async def skipping(session: Session, until: float | None = None) -> Stored | None:
+        """A session that leaves out a message behind the hole."""
+        message = await following(session, until)
+        return await following(session, until) if message is not None and message.sequence == 3 else message
+
+    monkeypatch.setattr(Session, "next", skipping)
+    async with asyncio.timeout(30), aclosing(bus.read("samples", after=0)) as reader:
+        assert (await anext(reader)).sequence == 1
+        with pytest.raises(BusError, match="expected message 3 of stream samples"):
+            await anext(reader)
+
+
+async def test_a_stretch_that_was_trimmed_is_an_error_and_not_empty(bus: JetStreamBus) -> None:
+    await store(bus, 6)
+    await bus.trim("samples", through=5)
+    for last in (3, 5):
+        with pytest.raises(LogTruncated):
+            async with asyncio.timeout(30):
+                [message async for message in stretch(bus, "samples", first=1, last=last)]
+    assert [message.sequence async for message in stretch(bus, "samples", first=6, last=6)] == [6]
+    assert [message async for message in stretch(bus, "samples", first=1, last=0)] == []
 
 
 async def test_a_stream_that_repeats_nothing_is_read_too(bus: JetStreamBus) -> None:

@@ -127,7 +127,7 @@ class JetStreamBus:
                 while (message := await session.next()) is not None:
                     if subject is None and message.sequence != position + 1:
                         await self._require(stream, position + 1)
-                        await self._require_gone(stream, position + 1)
+                        await self._require_gone(stream, position + 1, message.sequence)
                         logger.warning("event=messages_lost stream=%s first=%d last=%d", name, position + 1, message.sequence - 1)
                     position = message.sequence
                     yield _read(message)
@@ -142,11 +142,12 @@ class JetStreamBus:
         if first > needed:
             raise _truncated(stream, needed, first)
 
-    async def _require_gone(self, stream: str, sequence: int) -> None:
-        """Raise BusError when a message that a reader was not given is there."""
-        if await self._stored(stream, {"seq": sequence}) is not None:
+    async def _require_gone(self, stream: str, sequence: int, given: int) -> None:
+        """Raise BusError when a message that a reader was not given, from `sequence` to below `given`, is there."""
+        found = await self._stored(stream, {"seq": sequence, "next_by_subj": ">"})
+        if found is not None and found.seq < given:
             raise BusError(
-                f"expected message {sequence} of stream {stream} next, got a later one, and it is there",
+                f"expected message {found.seq} of stream {stream} next, got a later one, and it is there",
                 hint="nothing was lost: start the worker again",
                 stream=stream,
             )
