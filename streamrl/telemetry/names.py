@@ -233,10 +233,6 @@ _DECLARED = (
     Metric("perf/train_time", _MEAN, "s", "slime's name of `perf/step_s`"),
     Metric("perf/train_wait_time", _MEAN, "s", "slime's name of `perf/wait_s`"),
     Metric("perf/wait_time_ratio", _MEAN, "fraction", "part of a batch's time in which the trainer waited for it"),
-    Metric("perf/log_probs_time", _MEAN, "s", "time in which the proximal policy's log-probabilities were computed"),
-    Metric("perf/ref_log_probs_time", _MEAN, "s", "time in which the reference's log-probabilities were computed"),
-    Metric("perf/actor_train_time", _MEAN, "s", "time of the batch's optimizer steps"),
-    Metric("perf/actor_train_tok_per_s", _MEAN, "tokens/s", "tokens of the batch over that time"),
     # What the fold of a run makes of its ledger, events and presence (`streamrl.monitor`); no worker reports these.
     Metric("eval/heldout", _MEAN, "fraction", "held-out problems answered right, by version"),
     Metric("tokens/sampled_total", _SUM, "tokens", "tokens that engines for rollouts have sampled"),
@@ -291,7 +287,6 @@ _DECLARED = (
     Metric("feeder/issued_total", _SUM, "tasks", "tasks issued"),
     # The message bus.
     Metric("bus/redelivered_total", _SUM, "messages", "tasks delivered more than once"),
-    Metric("bus/reconnects_total", _SUM, "reconnects", "connections made anew"),
     Metric("bus/full_total", _SUM, "messages", "publications that waited for room"),
 )
 
