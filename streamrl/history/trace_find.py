@@ -1,7 +1,8 @@
-"""Finds what a run's log says of one task, without reading the log from its beginning.
+"""Finds what a run's log says of one task, and reads as little as it can.
 
 ```text
-ledger    bisected for the first entry that grants the task (`granted` > its index); read on from there until it has ended
+ledger    bisected for the first entry that grants the task (`granted` > its index); read on from there until it has ended;
+          read from its beginning where there is a later epoch, which may have trained the task again
 samples   what is the task's lies above the cursor of the entry before that one, and up to the cursor of its end
 dead      the letters among its drops
 presence  who has it in hand now
@@ -207,6 +208,10 @@ async def first_entry(log: Log, ledger: str, last: int, past: Callable[[LedgerEn
         past: false for the first entries, true from one on.
     """
     low, high, below = (await log.state(LEDGER)).first, last + 1, None
+    # A tap begins late: everything before is of others, and looking for an entry there would go through all of it.
+    async for message in stretch(log, LEDGER, first=low, last=last, subject=ledger):
+        low = message.sequence
+        break
     while low < high:
         place = middle = (low + high) // 2
         while (entry := await _entry_at(log, ledger, place)) is None and place < high - 1:

@@ -15,7 +15,7 @@ from streamrl.bus.reading import stretch
 from streamrl.cli import main
 from streamrl.errors import ConfigError
 from streamrl.history.record_log import RecordedLog
-from streamrl.history.trace_find import TaskFinder, ends, names
+from streamrl.history.trace_find import TaskFinder, ends, first_entry, names
 from streamrl.history.trace_life import Life
 from streamrl.history.trace_task import life_of
 from streamrl.history.trace_text import WIDTH, life_text
@@ -268,6 +268,30 @@ async def test_an_entry_between_those_of_a_tap_is_found() -> None:
         found = await TaskFinder(bus, None, SUBJECTS, "main").find(task)
         assert found.end is not None and found.end.version.number == task - 1
         assert found.credit is None if task < 4 else found.credit is not None and found.credit.granted == task
+
+
+class CountedFetches(MemoryBus):
+    """Counts what is fetched one by one."""
+
+    num = 0
+
+    async def fetch(self, stream: str, sequence: int) -> Message:
+        self.num += 1
+        return await super().fetch(stream, sequence)
+
+
+async def test_the_ledger_of_a_tap_that_began_late_is_not_looked_for_where_it_cannot_be() -> None:
+    bus = CountedFetches("made")
+    for number in range(1, 501):
+        await bus.publish(SUBJECTS.ledger("main"), encode(entry(number, cursor=number, granted=number + 3)))
+    for number in range(1, 9):
+        await bus.publish(SUBJECTS.ledger("tap"), encode(entry(number, cursor=number, granted=number + 3)))
+    for granted in range(3, 13):
+        bus.num = 0
+        begin, below = await first_entry(bus, SUBJECTS.ledger("tap"), 508, lambda one, most=granted: one.granted > most)
+        assert begin == min(509, 501 + max(0, granted - 3))
+        assert (None if below is None else below.granted) == (None if granted == 3 else min(11, granted))
+        assert bus.num < 20
 
 
 async def test_a_task_that_was_issued_before_a_gap_of_the_ledger() -> None:
