@@ -129,6 +129,7 @@ async def test_a_scrape_is_read_by_prometheus_own_parser(up: Start, run: RunDir)
         return {(one.name, one.labels.get("worker", "")): one.value for family in families for one in family.samples}
 
     await until(lambda: scraped().get(("streamrl_version", "")) == 30, within_s=120)
+    await until(lambda: bool(batches(run)) and batches(run)[-1].version.endswith(".30"), within_s=60)  # the file is written by itself
     found = scraped()
     assert found["streamrl_rollout_raw_reward", ""] == batches(run)[-1].values["rollout/raw_reward"] == 1.0
     assert all(math.isfinite(value) for value in found.values())
