@@ -67,7 +67,7 @@ async def producer(task, engine):
     if task.index == 40:
         tell("deaths")
         os._exit(3)
-    while task.index > 47 and len(told("deaths")) < 5:
+    while task.index > 47 and (len(told("deaths")) < 5 or len({worker for worker, _ in told("held")}) < 2):
         await a_moment(task, engine)
     return chat.episode()
 
