@@ -137,6 +137,9 @@ class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | msgspec.UnsetType = msgspec.UNSET
     """Mean reward of the rollouts that arrived for the batch, dropped ones too, which `run.until_reward` looks at. Read it with
     `decided_by`; not on the wire when unset."""
+    cursor_s: float | msgspec.UnsetType = msgspec.UNSET
+    """Unix seconds at which the bus stored the record at `cursor`, which tells it from another that has its sequence after a loss. Not on
+    the wire when unset."""
     gap: Gap | msgspec.UnsetType = msgspec.UNSET
     """Set on an entry that says what was lost, and has no batch; see `take_entry`. Not on the wire when unset."""
 

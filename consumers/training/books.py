@@ -89,6 +89,7 @@ def entry_of(stepped: Stepped, version: Version, config: Config, fingerprint: st
         used=used(stepped.batch),
         drops=before.drops,
         cursor=before.cursor,
+        cursor_s=before.cursor_s or UNSET,
         granted=state.granted if beside is None else beside.granted,
         retired=state.retired,
         seed=run_seed(config.run.name, config.run.seed),

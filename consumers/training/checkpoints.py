@@ -15,7 +15,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from streamrl.bus.protocol import Bus, Log, Message
-from streamrl.bus.reading import read_key
+from streamrl.bus.reading import is_another, read_key
 from streamrl.config.tree import TrainerConfig
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.carried import carried_files, fetch_messages, held, oldest_read_again
@@ -227,8 +227,8 @@ async def read_latest(bus: Bus, trainer: str) -> Latest | None:
     return await read_key(bus.kv, latest_key(trainer), Latest)
 
 
-async def check_stream(bus: Log, *, cursor: int, oldest_needed: int, identity: str) -> str:
-    """Return the sample stream's identity if a reader may go on from `cursor`.
+async def check_stream(bus: Log, *, cursor: int, oldest_needed: int, identity: str, cursor_s: float = 0.0) -> str:
+    """Return the sample stream's identity if a reader may go on from `cursor`, whose record was stored at `cursor_s` (0.0: not known).
 
     Raises:
         LogTruncated: it is another stream, lost its end (power loss), or was trimmed above what is needed.
@@ -239,9 +239,11 @@ async def check_stream(bus: Log, *, cursor: int, oldest_needed: int, identity: s
             f"expected sample stream {identity}, got {state.identity}: it was deleted and made again",
             hint="restore the bus's storage, or begin a new run with --name",
         )
-    if state.last < cursor:
+    another = state.last >= cursor and await is_another(bus, SAMPLES, cursor, cursor_s)
+    if state.last < cursor or another:
+        ends = "has lost its end and grown again" if another else f"ends at sequence {state.last}"
         raise LogTruncated(
-            f"the sample stream ends at sequence {state.last}, the checkpoint has read up to {cursor}",
+            f"the sample stream {ends}, the checkpoint has read up to {cursor}",
             hint="the bus lost messages (power loss?); restore its storage or begin a new run; `bus.sync_always = true` prevents it",
             needed=cursor,
             first=state.first,

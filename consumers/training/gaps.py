@@ -17,16 +17,16 @@ from pathlib import Path
 from msgspec import UNSET
 
 from streamrl.bus.protocol import Bus, Log
-from streamrl.bus.reading import first_gone, read_key
+from streamrl.bus.reading import first_gone, is_another, read_key
 from streamrl.consumers.training.checkpoints import CHECKPOINTS, read_latest
 from streamrl.consumers.training.ledger import Ledger
 from streamrl.consumers.training.spilled_drops import whole
 from streamrl.core.state import FoldState
-from streamrl.errors import CannotResume, NotFound
+from streamrl.errors import CannotResume
 from streamrl.schemas.codec import decode
 from streamrl.schemas.control import Grant, Latest
 from streamrl.schemas.ledger import Gap, LedgerEntry, ranges
-from streamrl.schemas.subjects import HEADER_TASK, KEY_ACCEPTED_GAP, KEY_GRANTED, SAMPLES, Subjects, kind_of
+from streamrl.schemas.subjects import KEY_ACCEPTED_GAP, KEY_GRANTED, SAMPLES, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
 from streamrl.trainers.checkpoints import list_checkpoints
@@ -169,7 +169,7 @@ async def _readable(bus: Bus, entries: Mapping[int, LedgerEntry], start: int, cu
             return entry.cursor - 1
         number += 1
     newest = number
-    while number > start and not await _is_there(bus, entries[number], state.first):
+    while number > start and await is_another(bus, SAMPLES, entries[number].cursor, entries[number].cursor_s or 0.0):
         number -= 1
     return state.last if number == newest else entries[number + 1].cursor - 1
 
@@ -179,16 +179,3 @@ async def _lost_of(bus: Bus, entry: LedgerEntry, cursor: int) -> bool:
     drops = (await whole(bus.blobs, entry)).drops
     named = {entry.cursor, *(drop.sequence for drop in drops), *(sequence for group in entry.used for sequence in group.sequences)}
     return await first_gone(bus, SAMPLES, (sequence for sequence in named if sequence > cursor)) is not None
-
-
-async def _is_there(bus: Bus, entry: LedgerEntry, first: int) -> bool:
-    """Whether the messages of an entry's groups are of their tasks; those that were trimmed are carried, or the start has failed."""
-    for group in entry.used:
-        for sequence in {sequence for sequence in group.sequences if sequence >= first}:
-            try:
-                message = await bus.fetch(SAMPLES, sequence)
-            except NotFound:
-                return False
-            if kind_of(message.subject) != "samples" or message.headers.get(HEADER_TASK, str(group.task)) != str(group.task):
-                return False
-    return True

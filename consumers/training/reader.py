@@ -32,6 +32,8 @@ class Incoming(msgspec.Struct, frozen=True):
     record: Record
     samples: SampleBatch | None
     message: Message | None
+    stored_s: float = 0.0
+    """See `streamrl.bus.protocol.Message.time_s`."""
 
 
 def open_messages(messages: Sequence[Message]) -> list[Incoming]:
@@ -54,7 +56,7 @@ def open_message(message: Message, decoded: SampleBatch | None = None) -> Incomi
         schema=headers.get(HEADER_SCHEMA),
         decoded=decoded,
     )
-    return Incoming(record, samples, message if isinstance(record, Poison) else None)
+    return Incoming(record, samples, message if isinstance(record, Poison) else None, message.time_s)
 
 
 class RecordReader:

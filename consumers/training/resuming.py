@@ -116,7 +116,8 @@ class Resuming:
         state, carried = FoldState.decode(extra), read_carried(path)
         # The files may be newer than the key: a write under the same name was struck before the key was put.
         oldest = oldest_read_again(state, carried)
-        found = self._call(check_stream(self._bus, cursor=state.cursor, oldest_needed=oldest, identity=identity))
+        stream = check_stream(self._bus, cursor=state.cursor, oldest_needed=oldest, identity=identity, cursor_s=state.cursor_s)
+        found = self._call(stream)
         self._check_pending(held(state) - carried.keys())
         return replace(one, cursor=state.cursor, oldest_needed=oldest, older=()), Resumed(state, None, carried, found)
 

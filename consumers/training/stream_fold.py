@@ -135,7 +135,8 @@ class StreamFold:
         self._state = replace(self._state, version=version)
 
     def _take(self, incoming: Incoming) -> None:
-        self._state, effects = fold(self._state, incoming.record, self._config)
+        state, effects = fold(self._state, incoming.record, self._config)
+        self._state = replace(state, cursor_s=incoming.stored_s)
         self._held.take(incoming, self._state)
         if self._effects is not None:
             self._effects(effects, incoming)

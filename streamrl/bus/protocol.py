@@ -27,7 +27,8 @@ class Message(msgspec.Struct, frozen=True):
     body: bytes
     headers: Mapping[str, str] = {}
     time_s: float = 0.0
-    """Unix seconds at which the server stored it; for people and metrics only, never for a decision."""
+    """Unix seconds at which the server stored it: for people, for metrics, and to tell it from another that has its sequence after a loss;
+    never for a decision of the fold."""
 
 
 class StreamState(msgspec.Struct, frozen=True):

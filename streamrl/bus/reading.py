@@ -43,6 +43,17 @@ async def is_gone(log: Log, stream: str, sequence: int) -> bool:
     return False
 
 
+async def is_another(log: Log, stream: str, sequence: int, stored_s: float) -> bool:
+    """Whether a stream that lost its end has grown again: the message `sequence` is there, and not the one that was stored at `stored_s`.
+
+    False where that is not known (0.0).
+    """
+    try:
+        return stored_s != 0.0 and (await log.fetch(stream, sequence)).time_s != stored_s
+    except NotFound:
+        return False
+
+
 async def first_gone(log: Log, stream: str, sequences: Iterable[int]) -> int | None:
     """The lowest of these sequences whose message is gone although the stream begins before it and ends behind it.
 

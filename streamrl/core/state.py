@@ -116,6 +116,9 @@ class FoldState(msgspec.Struct, frozen=True, kw_only=True, rename={"newest_drops
     """The version the next batch is trained from."""
     cursor: int = 0
     """Sequence of the last folded record of the sample stream."""
+    cursor_s: float = 0.0
+    """Unix seconds at which the bus stored that record, set by whoever reads it: after a loss another may have its sequence. 0.0: not
+    known. No decision looks at it."""
     watermark: int = 0
     retired_above: frozenset[int] = frozenset()
     pending: dict[int, PendingTask] = {}

@@ -121,7 +121,9 @@ class BranchFold:
 
     def _take(self, incoming: Incoming) -> None:
         numbers = self._state.numbers
-        self._state = take(self._state, incoming.record, self._config, self._parent_config)
+        state = take(self._state, incoming.record, self._config, self._parent_config)
+        own, parent = (replace(one, cursor_s=incoming.stored_s) for one in (state.own, state.parent))
+        self._state = replace(state, own=own, parent=parent)
         self._held.take(incoming, self.own, lambda samples: translate(samples, numbers))
 
 

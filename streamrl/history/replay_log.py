@@ -119,6 +119,7 @@ async def read_pending(log: Log, state: FoldState, checkpoint: Path | None, *, i
         LogTruncated: it is another stream, or it does not hold what is needed any more.
     """
     carried = read_carried(checkpoint) if checkpoint is not None else {}
-    found = await check_stream(log, cursor=state.cursor, oldest_needed=oldest_read_again(state, carried), identity=identity)
+    oldest = oldest_read_again(state, carried)
+    found = await check_stream(log, cursor=state.cursor, oldest_needed=oldest, identity=identity, cursor_s=state.cursor_s)
     messages = carried | await fetch_messages(log, held(state) - carried.keys())
     return Pending(found, carried, open_samples(messages[sequence] for sequence in sorted(held(state))))

@@ -53,8 +53,10 @@ async def test_a_run_that_fell_as_a_whole_comes_out_as_it_would_have(tmp_path: P
     assert disturbed_digests == undisturbed
 
 
-async def test_ends_of_streams_that_are_torn_off_are_named_and_the_rest_is_as_it_was(tmp_path: Path) -> None:
-    async with disturbed(tmp_path, DAMAGED, steps=60, stop_s=0.0, away_s=0.0) as run:
+@pytest.mark.parametrize("attach", [True, False], ids=["attached producers live on", "everybody falls"])
+async def test_ends_of_streams_that_are_torn_off_are_named_and_the_rest_is_as_it_was(tmp_path: Path, attach: bool) -> None:
+    """A producer that was attached fills the place of what was lost before anybody of the new start has looked."""
+    async with disturbed(tmp_path, DAMAGED, steps=60, stop_s=0.0, away_s=0.0, attach=attach) as run:
         await strike_all(run, [Fault(WHOLE, "damage", damage=damage) for damage in STREAMS], random.Random(7))
         verdict = await judge(run.run, DAMAGED, run.made)
     assert verdict.problems == []

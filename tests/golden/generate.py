@@ -193,6 +193,17 @@ def records() -> dict[str, Any]:
             score=0.75,
             reward=0.25,
         ),
+        "ledger_cursor": LedgerEntry(
+            run="golden",
+            trainer="main",
+            version=version,
+            source="main",
+            used=(Used(40, (0,), (100,)),),
+            cursor=104,
+            cursor_s=1_700_000_000.25,
+            granted=68,
+            retired=36,
+        ),
         "ledger_gap": LedgerEntry(
             run="golden",
             trainer="main",
