@@ -7,6 +7,7 @@ Files put aside are `metrics-000001.jsonl` and so on, the oldest first. Other fi
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -15,6 +16,7 @@ import re
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -47,6 +49,8 @@ class MetricsFile:
         self._config = config
         self._descriptor: int | None = None
         self._size = 0
+        self._last = 0
+        """Number of the file put aside last: it is no other's, also where that has gone."""
 
     def write(self, rows: Sequence[Row]) -> None:
         """Append rows; all of them or, with OSError, none."""
@@ -91,7 +95,7 @@ class MetricsFile:
     def _put_aside(self) -> None:
         self.close()
         aside = numbered(self._folder)
-        number = max(aside, default=0) + 1
+        self._last = number = max(self._last, *aside, 0) + 1
         aside[number] = (self._folder / CURRENT).rename(self._folder / f"metrics-{number:06d}.jsonl")
         total = sum(path.stat().st_size for path in aside.values())
         for _, path in sorted(aside.items()):
@@ -118,18 +122,66 @@ def decoded(line: bytes) -> Row | None:
 
 
 def numbered(folder: Path) -> dict[int, Path]:
-    """The files that were put aside, by number."""
-    found = {int(match[1]): path for path in folder.iterdir() if (match := _ASIDE.match(path.name)) and path.is_file()}
+    """The files that were put aside, by number; none if there is no folder. The oldest may have gone since."""
+    try:
+        found = {int(match[1]): path for path in folder.iterdir() if (match := _ASIDE.match(path.name)) and not _is_other(path)}
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
     return dict(sorted(found.items()))
 
 
+def _is_other(path: Path) -> bool:
+    """Whether it is there and no file."""
+    return not path.is_file() and os.path.lexists(path)
+
+
 def files(folder: Path) -> list[Path]:
-    """All files with rows, the oldest first; none if there is no folder."""
+    """All files with rows, the oldest first; none if there is no folder. For who writes them: see `files_before`."""
+    current = folder / CURRENT
+    return [*numbered(folder).values(), *([current] if current.is_file() else [])]
+
+
+def newest_file(folder: Path) -> BinaryIO | None:
+    """The file that is being written, or where that has just been put aside, the one put aside last; None: there are none.
+
+    Raises OSError for a file that is there and cannot be read.
+    """
+    path = folder / CURRENT
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_file():
+                return path.open("rb")
+        aside = list(numbered(folder).values())
+        if not aside:
+            return None
+        with contextlib.suppress(FileNotFoundError):  # it has gone since, so there are newer ones
+            return aside[-1].open("rb")
+
+
+def files_before(folder: Path, file: BinaryIO) -> list[Path]:
+    """The files that were put aside before an open one, the oldest first.
+
+    A listing may lack a file that gets its name meanwhile, and have those that get theirs after it. So it counts up to `file` only, or
+    as a whole while `file` is the one being written. Where it is neither, a second listing has it, unless it has gone, as have all
+    before it then.
+    """
+    inode = os.fstat(file.fileno()).st_ino
+    for _ in range(2):
+        aside = list(numbered(folder).values())
+        inodes = [inode_of(path) for path in aside]
+        if inode in inodes:
+            return aside[: inodes.index(inode)]
+        if inode_of(folder / CURRENT) == inode:
+            return aside
+    return []
+
+
+def inode_of(path: Path) -> int | None:
+    """None: it has gone."""
     try:
-        current = folder / CURRENT
-        return [*numbered(folder).values(), *([current] if current.is_file() else [])]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None
 
 
 def written_version(folder: Path) -> Version | None:

@@ -15,7 +15,7 @@ from typing import BinaryIO
 import msgspec
 
 from streamrl.errors import ConfigError
-from streamrl.monitor.metrics_file import CURRENT, LONGEST_BYTES, decoded, files, numbered
+from streamrl.monitor.metrics_file import LONGEST_BYTES, decoded, files_before, inode_of, newest_file
 from streamrl.monitor.series import RUN, Row
 from streamrl.runtime.rundir import RunDir
 from streamrl.telemetry.names import METRICS
@@ -60,12 +60,14 @@ class Metrics:
             raise ConfigError(
                 f"expected the name of a metric, or a pattern of names, got {pattern!r}", hint=f"{hint}docs/metrics.md has them all"
             )
-        if not files(self._folder):
+        newest = self._newest()
+        if newest is None:
             raise ConfigError(
                 f"run {run.name} has no metrics yet",
                 hint=f"`streamrl status {run.name}` says whether it is up; runs of earlier versions get them once they are resumed",
                 run=run.name,
             )
+        newest.close()
 
     def rows(self) -> Iterator[Row]:
         """All rows in the order in which they were written, up to the file that is being written now. Lines are counted anew."""
@@ -106,8 +108,9 @@ class Metrics:
 
     def follow(self, over: Callable[[], bool]) -> Iterator[Row]:
         """The rows that come from now on, until `over`; across files that are put aside."""
-        aside, current = self._standing()
-        file = current or _opened(aside[-1])
+        file = self._newest()
+        if file is None:
+            return
         file.seek(0, os.SEEK_END)
         try:
             while True:
@@ -125,32 +128,29 @@ class Metrics:
             file.close()
 
     def _standing(self) -> tuple[list[Path], BinaryIO | None]:
-        """The files that were put aside, the oldest first, and the one behind them; None: it has just been put aside too.
+        """The files that were put aside, the oldest first, and the one behind them; None: there are none at all.
 
         The last is opened first: it may be put aside at any time, and then its name is another's.
         """
-        path = self._folder / CURRENT
+        newest = self._newest()
+        return ([], None) if newest is None else (files_before(self._folder, newest), newest)
+
+    def _newest(self) -> BinaryIO | None:
         try:
-            current = _opened(path) if path.is_file() else None
-        except FileNotFoundError:
-            current = None
-        if current is None:
-            return list(numbered(self._folder).values()), None
-        inode = os.fstat(current.fileno()).st_ino
-        return list(itertools.takewhile(lambda path: _inode(path) != inode, numbered(self._folder).values())), current
+            return newest_file(self._folder)
+        except OSError as error:
+            raise _unreadable(self._folder, error) from error
 
     def _next(self, file: BinaryIO) -> BinaryIO | None:
         """The file behind this one; None while this is the newest. Files are put aside meanwhile, so the newest is opened first."""
         inode = os.fstat(file.fileno()).st_ino
-        try:
-            newest = _opened(self._folder / CURRENT)
-        except FileNotFoundError:
-            return None  # it has just been put aside
-        if os.fstat(newest.fileno()).st_ino == inode:
-            newest.close()
+        newest = self._newest()
+        if newest is None or os.fstat(newest.fileno()).st_ino == inode:
+            if newest is not None:
+                newest.close()
             return None
-        aside = list(numbered(self._folder).values())
-        place = next((at for at, path in enumerate(aside) if _inode(path) == inode), -1)  # -1: it has gone, as the oldest
+        aside = files_before(self._folder, newest)
+        place = next((at for at, path in enumerate(aside) if inode_of(path) == inode), -1)  # -1: it has gone, as the oldest
         for path in aside[place + 1 :]:
             with contextlib.suppress(FileNotFoundError):  # the oldest go
                 file = _opened(path)
@@ -188,14 +188,6 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
     file.seek(-len(line), os.SEEK_CUR)
 
 
-def _inode(path: Path) -> int | None:
-    """None: it has gone."""
-    try:
-        return path.stat().st_ino
-    except FileNotFoundError:
-        return None
-
-
 def _opened(path: Path) -> BinaryIO:
     """Raises FileNotFoundError, and ConfigError for a file that is there and cannot be read."""
     try:
@@ -203,6 +195,8 @@ def _opened(path: Path) -> BinaryIO:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise ConfigError(
-            f"expected a file of metrics that can be read, got {error.strerror}: {path}", hint="is the run another user's?"
-        ) from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"expected a file of metrics that can be read, got {error.strerror}: {path}", hint="is the run another user's?")

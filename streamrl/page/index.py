@@ -18,12 +18,13 @@ import os
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import numpy as np
 
 from streamrl.errors import LaunchError, SchemaError
-from streamrl.monitor.metrics_file import LONGEST_BYTES, decoded, files
+from streamrl.monitor.metrics_file import LONGEST_BYTES, decoded, files, files_before, inode_of, newest_file
 from streamrl.monitor.series import BATCH, RUN, WINDOW, Row
 from streamrl.page.tables import Numbers, Tables, as_json, shrink
 from streamrl.runtime.rundir import RunDir
@@ -92,7 +93,11 @@ class Index:
     def progress(self) -> Progress:
         """Bytes of the metrics files that were read, of how many."""
         done = total = 0
-        known = [(path.stat().st_ino, path.stat().st_size) for path in files(self._run.metrics)]
+        known = list[tuple[int, int]]()
+        for path in files(self._run.metrics):
+            with contextlib.suppress(FileNotFoundError):  # the oldest go
+                state = path.stat()
+                known.append((state.st_ino, state.st_size))
         before = self._file in {inode for inode, _ in known}
         for inode, size in known:
             if inode == self._file:
@@ -193,19 +198,25 @@ class Index:
 
     def _lines(self) -> Generator[bytes]:
         """Whole lines from the place that was read to; the place moves on as they are taken."""
-        found = files(self._run.metrics)
-        known = [(path, path.stat().st_ino) for path in found]
-        since = next((at for at, (_, inode) in enumerate(known) if inode == self._file), 0)
-        for path, inode in known[since:]:
-            if inode != self._file:
-                self._file, self._place = inode, 0
-            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size < self._place:  # not the file that it was
-                    self._place = 0
-                file.seek(self._place)
-                while (line := file.readline(LONGEST_BYTES)).endswith(b"\n"):
-                    self._place += len(line)
-                    yield line
+        newest = newest_file(self._run.metrics)
+        if newest is None:
+            return
+        with newest:
+            aside = files_before(self._run.metrics, newest)
+            known = [*map(inode_of, aside), os.fstat(newest.fileno()).st_ino]
+            for path in aside[known.index(self._file) if self._file in known else 0 :]:
+                with contextlib.suppress(FileNotFoundError), path.open("rb") as file:  # the oldest go
+                    yield from self._lines_of(file)
+            yield from self._lines_of(newest)
+
+    def _lines_of(self, file: BinaryIO) -> Generator[bytes]:
+        state = os.fstat(file.fileno())
+        if state.st_ino != self._file or state.st_size < self._place:  # another, or not the file that it was
+            self._file, self._place = state.st_ino, 0
+        file.seek(self._place)
+        while (line := file.readline(LONGEST_BYTES)).endswith(b"\n"):
+            self._place += len(line)
+            yield line
 
     def _load_newest(self) -> None:
         for table in (WINDOW, "evaluation", BATCH):

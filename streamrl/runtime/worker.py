@@ -53,9 +53,12 @@ class Worker:
         kind: one of `streamrl.runtime.kinds.MAINS`.
         index: number within the kind.
         bus_url: where the bus is, without secrets; empty for one in process.
+        pulse: of this process; None: nobody listens.
     """
 
-    def __init__(self, *, config: Config, run_dir: RunDir, bus: Bus, kind: str, index: int, bus_url: str = "") -> None:
+    def __init__(
+        self, *, config: Config, run_dir: RunDir, bus: Bus, kind: str, index: int, bus_url: str = "", pulse: Pulse | None = None
+    ) -> None:
         self.config = config
         self.run_dir = run_dir
         self.bus = bus
@@ -66,6 +69,7 @@ class Worker:
         self.subjects = Subjects(config.run.name)
         self.draining = asyncio.Event()
         """Set on the first SIGTERM or SIGINT: finish what must be finished, then return."""
+        self._pulse = pulse or Pulse(None)
         self._state, self._since_s = LOADING, time.time()
         self.wait: Callable[[], str] = str
         """Asked with each heartbeat while `state` names no wait itself: what it waits for; empty: nothing."""
@@ -91,7 +95,14 @@ class Worker:
     def state(self, state: str) -> None:
         if state.partition(":")[0] != self._state.partition(":")[0]:
             self._since_s = time.time()
+        loaded = (state == LOADING) != (self._state == LOADING)
         self._state = state
+        if loaded:
+            self.beat()  # at once: one that hangs before its next would count as loading, for which there is an hour
+
+    def beat(self) -> None:
+        """Say to who has started this process that its loop turns."""
+        self._pulse.beat(loading=self._state == LOADING)
 
     def _trouble(self) -> str:
         return "" if self._state.startswith((LOADING, "stalled")) else self.trouble()
@@ -217,12 +228,12 @@ async def _serve(kind: str, run: RunDir, config: Config, index: int | None, main
         if index is None:
             index = await free_index(bus, kind, num_workers(config, kind))
         url = BusAddress.load(run.bus_path_of(kind)).url
-        worker = Worker(config=config, run_dir=run, bus=bus, kind=kind, index=index, bus_url=url)
+        worker = Worker(config=config, run_dir=run, bus=bus, kind=kind, index=index, bus_url=url, pulse=pulse)
         # The supervisor has pointed stderr of its workers at their log files.
         configure_logging(worker.name, file=None if supervisor else run.log_path(worker.name))
         with signals_drain(worker.draining):
             await worker.present()
-            tasks = (_heartbeat(worker, supervisor), _beat(worker, pulse), _tell_times(worker))
+            tasks = (_heartbeat(worker, supervisor), _beat(worker), _tell_times(worker))
             hearts = [asyncio.create_task(task) for task in tasks]
             logger.info("event=started run=%s worker=%s pid=%d", run.name, worker.name, os.getpid())
             try:
@@ -301,10 +312,10 @@ def signals_drain(draining: asyncio.Event) -> Generator[None]:
             signal.signal(number, handler)
 
 
-async def _beat(worker: Worker, pulse: Pulse) -> None:
+async def _beat(worker: Worker) -> None:
     """Apart from the presence, which waits for the bus."""
     while True:
-        pulse.beat(loading=worker.state == LOADING)
+        worker.beat()
         await asyncio.sleep(BEAT_S)
 
 

@@ -13,11 +13,12 @@ from streamrl.cli import main
 from streamrl.config.metrics import MetricsConfig
 from streamrl.config.tree import Config, RunConfig
 from streamrl.errors import ConfigError
-from streamrl.monitor import metrics_export
+from streamrl.monitor import metrics_export, metrics_read
 from streamrl.monitor.metrics_file import MetricsFile, encoded
 from streamrl.monitor.metrics_read import Metrics
 from streamrl.monitor.series import Row
 from streamrl.runtime.rundir import RunDir
+from tests.support.rotation import EACH_LISTING, Rotation
 
 
 def batch(number: int, **values: float) -> Row:
@@ -186,6 +187,38 @@ def test_newest_values_are_found_while_the_oldest_files_go(run: RunDir) -> None:
     finally:
         done.set()
         writer.join()
+
+
+@EACH_LISTING
+@pytest.mark.parametrize("keep_bytes", [0, 1000, 1 << 20])
+def test_rows_are_in_order_whatever_a_listing_has(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, rows: int, listing: str, keep_bytes: int
+) -> None:
+    metrics = Metrics(run, "train/loss")
+    files = Rotation(run.metrics, monkeypatch, batch, last=9, keep_bytes=keep_bytes, rows=rows, listing=listing)
+    files.write(1)
+    for _ in range(3):
+        before = files.number
+        steps = [row.step for row in metrics.rows()]
+        assert steps == list(range(steps[0], steps[-1] + 1)) and steps[-1] >= before
+        assert steps[0] == 1 or keep_bytes < 1 << 20
+        before = files.number
+        assert (metrics.newest()["train/loss"].value or 0) * 4 >= before
+
+
+@EACH_LISTING
+def test_rows_are_followed_whatever_a_listing_has(run: RunDir, monkeypatch: pytest.MonkeyPatch, rows: int, listing: str) -> None:
+    metrics = Metrics(run, "train/loss")
+    monkeypatch.setattr(metrics_read, "_POLL_S", 0.0)
+    files = Rotation(run.metrics, monkeypatch, batch, last=9, keep_bytes=1 << 20, rows=rows, listing=listing)
+    files.room, looks = 0, [0, 2, 1, 3, 2]
+
+    def over() -> bool:
+        files.write(looks.pop(0))
+        files.room = 35
+        return not looks
+
+    assert [row.step for row in metrics.follow(over)] == list(range(10, files.number + 1))
 
 
 def test_a_run_that_is_down_is_not_followed(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,11 @@ def compute() -> None:
 async def main(worker: Worker, how: str) -> None:
     if how == "loads":
         hold_the_loop(HANGS_S)
+    if how == "blocks at once":
+        await asyncio.sleep(0.1)
     worker.state = "running"
+    if how == "blocks at once":
+        hold_the_loop(600)
     if how == "steps":
         await asyncio.to_thread(compute)
     if how == "blocks":

@@ -90,8 +90,10 @@ async def test_a_stopped_worker_is_killed_and_restarted_and_its_stacks_are_in_it
     assert "most recent call first" in watched.log
 
 
-async def test_a_worker_whose_loop_is_blocked_is_restarted_and_its_log_says_where(watched: Watched) -> None:
-    watched.start("blocks")
+@pytest.mark.parametrize("how", ["blocks", "blocks at once"])
+async def test_a_worker_whose_loop_is_blocked_is_restarted_and_its_log_says_where(watched: Watched, how: str) -> None:
+    """Also one that blocks before its next beat: it has loaded, and what counts is the time that it may be silent."""
+    watched.start(how)
     await watched.restarted()
     assert "silent for 3 s" in watched.notes[0]
     assert "in hold_the_loop" in watched.log

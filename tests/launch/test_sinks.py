@@ -18,28 +18,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from streamrl.monitor.metrics_file import decoded, files
 from streamrl.monitor.series import Row
 from streamrl.runtime.rundir import RunDir
-from tests.launch.test_up import TOML
 from tests.support.processes import alive, descendants, until
 from tests.support.programs import Start, said
-from tests.support.tiny import tiny_up, write_tiny
 
 pytestmark = pytest.mark.nats
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    write_tiny(tmp_path, TOML)
-    return tmp_path
-
-
-@pytest.fixture
-def run(place: Path) -> RunDir:
-    return RunDir(place / "runs" / "demo")
-
-
-@pytest.fixture
-def up(place: Path, start: Start) -> Start:
-    return tiny_up(start)
 
 
 def free_port() -> int:

@@ -15,42 +15,8 @@ from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import RunDir
 from tests.support.processes import alive, read_pids, server_pid, until
 from tests.support.programs import Start, said
-from tests.support.tiny import tiny_up, write_tiny
 
 pytestmark = pytest.mark.nats
-
-TOML = """
-[run]
-name = "demo"
-[data]
-train = "train.jsonl"
-heldout = "train.jsonl"
-[engine]
-kind = "table"
-[trainer]
-backend = "table"
-[supervise]
-drain_s = 5
-backoff_s = 0.05
-"""
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A directory with a run file and four problems."""
-    write_tiny(tmp_path, TOML)
-    return tmp_path
-
-
-@pytest.fixture
-def run(place: Path) -> RunDir:
-    return RunDir(place / "runs" / "demo")
-
-
-@pytest.fixture
-def up(place: Path, start: Start) -> Start:
-    """Starts `tiny_up.py` in `place`: the mode, then overrides."""
-    return tiny_up(start)
 
 
 def nothing_runs(run: RunDir) -> bool:

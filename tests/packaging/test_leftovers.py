@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 
 from streamrl.config.tree import WeightsConfig
+from streamrl.runtime.rundir import RunDir
 from streamrl.weights.factory import weights_directory
 from tests.support.leftovers import FAILED, Leftovers, held, of_another_session
+from tests.support.processes import read_pids, until
+from tests.support.programs import programs
+from tests.support.tiny import tiny_up, write_tiny
 
 pytestmark = pytest.mark.process
 
@@ -50,6 +54,20 @@ def test_what_is_cleaned_up_does_not(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text(CLEANS)
     done = session(tmp_path)
     assert (done.returncode, "left in" in done.stdout) == (0, False)
+
+
+async def test_a_run_that_a_failed_test_leaves_up_frees_its_memory(tmp_path: Path) -> None:
+    write_tiny(tmp_path)
+    run = RunDir(tmp_path / "runs" / "demo")
+    memory = weights_directory(WeightsConfig(), "demo", run.path)
+    with pytest.raises(ZeroDivisionError):
+        async with programs(tmp_path) as start:
+            process = await tiny_up(start)("endless")
+            await until(lambda: len(read_pids(run.path / "pids")) == 5, within_s=60)
+            memory.mkdir()
+            raise ZeroDivisionError
+    assert process.returncode == 130
+    assert not memory.exists()
 
 
 def test_versions_of_a_run_elsewhere_are_another_sessions(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from streamrl.monitor.metrics_file import CURRENT
 from streamrl.page.index import Index, open_index
 from streamrl.runtime.rundir import RunDir
 from tests.page.conftest import batches, write
+from tests.support.rotation import EACH_LISTING, Rotation
 
 
 def read(index: Index) -> None:
@@ -32,6 +33,20 @@ def test_rows_are_taken_once_over_restarts_files_that_are_put_aside_and_torn_end
             assert index.newest["rollout/raw_reward"] == 0.5
             progress = index.progress()
             assert 0 < progress.total - progress.done < 100  # the torn line
+
+
+@EACH_LISTING
+def test_rows_are_taken_once_whatever_a_listing_has(run: RunDir, monkeypatch: pytest.MonkeyPatch, rows: int, listing: str) -> None:
+    write(run, batches(1, 9))
+    files = Rotation(
+        run.metrics, monkeypatch, lambda number: batches(number, number)[0], last=9, keep_bytes=1 << 20, rows=rows, listing=listing
+    )
+    with open_index(run) as index:
+        for written in (0, 2, 1, 3, 2):
+            files.write(written)
+            files.room = 35
+            read(index)
+        assert index.columns("batch", ["version"])["version"].tolist() == list(range(1, files.number + 1))
 
 
 def test_a_fork_replaces_the_batches_that_it_makes_void(run: RunDir) -> None:

@@ -21,6 +21,11 @@ def alive(pid: int) -> bool:
     return _stat(pid)[0] not in ("Z", "")
 
 
+def stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal."""
+    return _stat(pid)[0] == "T"
+
+
 def parent(pid: int) -> int:
     """The process that started another; 0 once that one is gone."""
     return int(_stat(pid)[1])

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+
+from tests.support.processes import stopped
 
 Start = Callable[..., Awaitable[asyncio.subprocess.Process]]
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +31,8 @@ def surroundings(more: Mapping[str, str] | None = None) -> dict[str, str]:
 async def programs(place: Path, *, patience_s: float = 20.0) -> AsyncIterator[Start]:
     """`await start(*words)`: a Python program in `place`, whose output is read, or goes where keywords of `create_subprocess_exec` say.
 
-    At the end the last is ended first: one that has a standard input when that closes, within `patience_s`; any other is killed.
+    At the end the last is ended first: one that has a standard input when that closes, any other by SIGINT and SIGTERM, on which `up`
+    stops at once and leaves no shared memory. What has not ended within `patience_s`, or is stopped, is killed.
     """
     started: list[asyncio.subprocess.Process] = []
 
@@ -49,12 +54,15 @@ async def programs(place: Path, *, patience_s: float = 20.0) -> AsyncIterator[St
 async def _end(process: asyncio.subprocess.Process, patience_s: float) -> None:
     if process.stdin is not None:
         process.stdin.close()
-        try:
-            await asyncio.wait_for(process.communicate(), patience_s)
-            return
-        except TimeoutError:
-            pass
-    process.kill()
+    elif not stopped(process.pid):
+        for number in (signal.SIGINT, signal.SIGTERM):  # two of one kind may arrive as one
+            process.send_signal(number)
+    else:
+        patience_s = 0.0
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(process.communicate(), patience_s)
+    if process.returncode is None:
+        process.kill()
 
 
 async def said(process: asyncio.subprocess.Process, within_s: float = 120) -> tuple[int, str, str]:

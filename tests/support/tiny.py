@@ -8,10 +8,24 @@ from pathlib import Path
 
 from tests.support.programs import Start
 
+TOML = """
+[run]
+name = "demo"
+[data]
+train = "train.jsonl"
+heldout = "train.jsonl"
+[engine]
+kind = "table"
+[trainer]
+backend = "table"
+[supervise]
+drain_s = 5
+backoff_s = 0.05
+"""
 TINY_UP = Path(__file__).parents[1] / "launch" / "tiny_up.py"
 
 
-def write_tiny(place: Path, toml: str) -> None:
+def write_tiny(place: Path, toml: str = TOML) -> None:
     """Put `demo.toml` with the text `toml`, and four problems, into a directory."""
     (place / "demo.toml").write_text(toml)
     rows = [{"prompt": f"{a}+{a}=", "label": str(a + a)} for a in range(4)]

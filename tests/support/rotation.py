@@ -1,0 +1,58 @@
+"""Metrics files that are put aside while somebody lists them: every listing that a file system may give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from streamrl.config.metrics import MetricsConfig
+from streamrl.monitor.metrics_file import MetricsFile
+from streamrl.monitor.series import Row
+
+EACH_LISTING = pytest.mark.parametrize(("rows", "listing"), [(rows, listing) for rows in (1, 3, 30) for listing in ("old", "new", "torn")])
+
+
+class Rotation:
+    """Writes rows, one a file; `rows` of them during each listing of the folder that another makes.
+
+    Args:
+        folder: of the files.
+        patch: for the time of a test.
+        row: makes a row of its number.
+        last: number of the row that is there already.
+        keep_bytes: as the configuration has it.
+        rows: written during a listing.
+        listing: which names it has: those from before ("old"), those from after ("new"), or of the new ones the newest only ("torn").
+    """
+
+    def __init__(
+        self, folder: Path, patch: pytest.MonkeyPatch, row: Callable[[int], Row], *, last: int, keep_bytes: int, rows: int, listing: str
+    ) -> None:
+        self.number = last
+        """Of the newest row."""
+        self.room = 100
+        """How many rows more listings write."""
+        self._file = MetricsFile(folder, MetricsConfig(file_bytes=100, keep_bytes=keep_bytes))
+        self._row, self._rows, self._listing, self._writing = row, rows, listing, False
+        self._names = Path.iterdir
+        patch.setattr(Path, "iterdir", lambda path: self._list(path) if path == folder and not self._writing else self._names(path))
+
+    def write(self, rows: int) -> None:
+        """Write the next rows."""
+        self._writing = True
+        for _ in range(rows):
+            self.number += 1
+            self._file.write([self._row(self.number)])
+        self._file.close()
+        self._writing = False
+
+    def _list(self, path: Path) -> Iterator[Path]:
+        before = list(self._names(path))
+        rows = min(self._rows, self.room)
+        self.room -= rows
+        self.write(rows)
+        after = list(self._names(path))
+        new = sorted(set(after) - set(before))
+        return iter({"old": before, "new": after, "torn": [*before, *new[-1:]]}[self._listing])
