@@ -23,15 +23,26 @@ async def stretch(log: Log, stream: str, *, first: int, last: int, subject: str 
     """
     if last < first:
         return
-    begin = max(first, (await log.state(stream)).first)  # below it all was trimmed, which the reader says
-    while last >= begin and await is_gone(log, stream, last):  # a reader would wait for it
-        last -= 1
-    if last < first:
-        return
+    if await log.first_from(stream, last, subject=subject) is None:  # a reader would wait for it
+        begin = max(first, (await log.state(stream)).first)  # below it all was trimmed, which the reader says
+        last = await _newest(log, stream, begin, last, subject)
+        if last < first:
+            return
     async for message in log.read(stream, after=first - 1, subject=subject):
-        yield message
+        if message.sequence <= last:
+            yield message
         if message.sequence >= last:
             return
+
+
+async def _newest(log: Log, stream: str, first: int, last: int, subject: str | None) -> int:
+    """Sequence of the newest message from `first` on where there is none from `last` on; `first` - 1 where there is none at all."""
+    newest = first - 1
+    while newest + 1 < last:
+        middle = (newest + 1 + last) // 2
+        found = await log.first_from(stream, middle, subject=subject)
+        newest, last = (newest, middle) if found is None else (found.sequence, last)
+    return newest
 
 
 async def is_gone(log: Log, stream: str, sequence: int) -> bool:

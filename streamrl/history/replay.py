@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 
 from streamrl.bus.protocol import Log
-from streamrl.bus.reading import is_gone
 from streamrl.config.tree import Config
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.reader import RecordReader, open_message
@@ -159,9 +158,9 @@ def replay(
 async def _check_next(log: Log, state: FoldState, entry: LedgerEntry | None) -> None:
     """A version of the ledger waits for its next record, which has been there: where none up to `entry`'s last is left, none will come."""
     begin = state.cursor + 1
-    for sequence in range(begin, max(begin, entry.cursor if entry else 0) + 1):
-        if not await is_gone(log, SAMPLES, sequence):
-            return
+    found = await log.first_from(SAMPLES, begin)
+    if found is not None and found.sequence <= max(begin, entry.cursor if entry else 0):
+        return
     raise TrainingError(
         f"version {state.version.number + 1} needs the sample stream's message {begin}, which is gone",
         hint="put a copy of the store back; the versions before it can be verified with --to",
