@@ -71,6 +71,23 @@ async def first_gone(log: Log, stream: str, sequences: Iterable[int]) -> int | N
     return None
 
 
+async def holes(log: Log, stream: str, *, first: int, last: int) -> list[tuple[int, int]]:
+    """First and last of each row of sequences, `first` to `last`, whose messages are gone from the middle of a stream.
+
+    What was trimmed, or is beyond the end, is no hole. A stream that has some is read from `first` to `last`.
+    """
+    state = await log.state(stream)
+    if state.messages == state.last - state.first + 1:
+        return []
+    found: list[tuple[int, int]] = []
+    following, last = max(first, state.first), min(last, state.last)
+    async for message in stretch(log, stream, first=following, last=last):
+        if message.sequence > following:
+            found.append((following, message.sequence - 1))
+        following = message.sequence + 1
+    return [*found, (following, last)] if following <= last else found
+
+
 async def read_key(keys: KeyValue, key: str, kind: type[T]) -> T | None:
     """The value of a key; None where there is none, or an empty one. Raises SchemaError for a value that is no `kind`."""
     entry = await keys.get(key)

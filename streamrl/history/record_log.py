@@ -139,7 +139,8 @@ class RecordedLog:
     async def state(self, stream: str) -> StreamState:
         """See `Log.state`; a stream that is not recorded is empty."""
         facts = self._facts(stream)
-        return StreamState(facts.identity, facts.first, facts.last, 0, max(0, facts.last - facts.first + 1))
+        rows = self._file(_FILES[stream]).metadata.num_rows if stream in self.recording.streams else 0
+        return StreamState(facts.identity, facts.first, facts.last, 0, rows)
 
     def _facts(self, stream: str) -> StreamFacts:
         return self.recording.streams.get(stream, StreamFacts("", 1, 0))
