@@ -17,12 +17,13 @@ from pathlib import Path
 from msgspec import UNSET
 
 from streamrl.bus.protocol import Bus, Log
-from streamrl.bus.reading import first_gone, is_another, read_key
+from streamrl.bus.reading import is_another, read_key
 from streamrl.consumers.training.checkpoints import CHECKPOINTS, read_latest
 from streamrl.consumers.training.ledger import Ledger
-from streamrl.consumers.training.spilled_drops import whole
-from streamrl.core.state import FoldState
+from streamrl.consumers.training.refold import last_agreed
+from streamrl.core.state import FoldConfig, FoldState
 from streamrl.errors import CannotResume
+from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
 from streamrl.schemas.control import Grant, Latest
 from streamrl.schemas.ledger import Gap, LedgerEntry, ranges
@@ -74,7 +75,7 @@ def find_gap(
 def describe_gap(gap: Gap, trainer: str) -> str:
     """What is missing, in words."""
     if gap.lost == "samples":
-        return f"the sample stream has lost its end: what version {gap.highest} and those before it were made of is not there"
+        return f"the sample stream has lost messages: what version {gap.highest} and those before it were made of is not there"
     rows = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in gap.missing)
     what = {"end": "its end", "middle": "entries in its middle", "all": "all of its entries"}[gap.lost]
     return f"the ledger of {trainer!r} has lost {what}: there is none for version {rows}, and by the {gap.known_by} {gap.highest} was made"
@@ -102,7 +103,7 @@ def refusal(gap: Gap, trainer: str) -> CannotResume:
     )
 
 
-async def enter_gap(bus: Bus, subjects: Subjects, ledger: Ledger, state: FoldState, *, run: str, run_path: Path) -> str:
+async def enter_gap(bus: Bus, subjects: Subjects, ledger: Ledger, state: FoldState, config: FoldConfig, run: RunDir) -> str:
     """Compare ledger, checkpoint, newest manifest and sample stream; where versions are missing, write that into the ledger.
 
     Args:
@@ -110,8 +111,8 @@ async def enter_gap(bus: Bus, subjects: Subjects, ledger: Ledger, state: FoldSta
         subjects: of the run.
         ledger: loaded, with this trainer's fence.
         state: what the trainer goes on from.
-        run: run id.
-        run_path: directory of the run.
+        config: the decisions.
+        run: its directory.
 
     Returns:
         What was lost and how it goes on, in words; empty where nothing was.
@@ -121,8 +122,8 @@ async def enter_gap(bus: Bus, subjects: Subjects, ledger: Ledger, state: FoldSta
         Fenced: another trainer has taken over.
     """
     latest = await read_latest(bus, ledger.trainer)
-    made = await versions_made(bus, subjects, latest, trainer=ledger.trainer, run_path=run_path)
-    readable = await _readable(bus, ledger.entries, state.version.number, state.cursor)
+    made = await versions_made(bus, subjects, latest, trainer=ledger.trainer, run_path=run.path)
+    readable = await _readable(bus, ledger, state, config)
     found = find_gap(ledger.entries, ledger.gaps, start=state.version.number, made=made, readable=readable)
     if found is None:
         return ""
@@ -134,7 +135,7 @@ async def enter_gap(bus: Bus, subjects: Subjects, ledger: Ledger, state: FoldSta
     grant = await read_key(bus.kv, KEY_GRANTED, Grant)
     epoch = 1 + max(ledger.max_epoch, state.epochs[-1].epoch, *(version.epoch for version in made.values()), 0)
     entry = LedgerEntry(
-        run=run,
+        run=run.name,
         trainer=ledger.trainer,
         version=Version(epoch, last),
         source="",
@@ -150,7 +151,7 @@ async def enter_gap(bus: Bus, subjects: Subjects, ledger: Ledger, state: FoldSta
     return f"{describe_gap(gap, ledger.trainer)}; goes on from version {last} in epoch {epoch}"
 
 
-async def _readable(bus: Bus, entries: Mapping[int, LedgerEntry], start: int, cursor: int) -> int:
+async def _readable(bus: Bus, ledger: Ledger, resumed: FoldState, config: FoldConfig) -> int:
     """Last sequence of the sample stream up to which it is what the ledger was made of.
 
     A stream that lost its end may have grown again with other messages before anybody looked; all after the loss are others. Or its server
@@ -158,24 +159,18 @@ async def _readable(bus: Bus, entries: Mapping[int, LedgerEntry], start: int, cu
 
     Args:
         bus: connected.
-        entries: the line of versions.
-        start: number of the version that is gone on from.
-        cursor: what that version has read.
+        ledger: its line of versions.
+        resumed: what is gone on from.
+        config: the decisions.
     """
-    state = await bus.state(SAMPLES)
-    number = start
-    while (entry := entries.get(number + 1)) is not None and entry.cursor <= state.last:
-        if state.messages < state.last - state.first + 1 and await _lost_of(bus, entry, cursor):
-            return entry.cursor - 1
-        number += 1
-    newest = number
+    entries, state = ledger.entries, await bus.state(SAMPLES)
+    newest = start = resumed.version.number
+    while (entry := entries.get(newest + 1)) is not None and entry.cursor <= state.last:
+        newest += 1
+    number = newest
     while number > start and await is_another(bus, SAMPLES, entries[number].cursor, entries[number].cursor_s or 0.0):
         number -= 1
+    if number > start and state.messages < state.last - state.first + 1:
+        gaps = [gap for _, gap in sorted(ledger.gaps.items())]
+        number = min(number, await last_agreed(bus, resumed, entries, gaps, config))
     return state.last if number == newest else entries[number + 1].cursor - 1
-
-
-async def _lost_of(bus: Bus, entry: LedgerEntry, cursor: int) -> bool:
-    """Whether a message behind `cursor` that the entry names lies in a hole."""
-    drops = (await whole(bus.blobs, entry)).drops
-    named = {entry.cursor, *(drop.sequence for drop in drops), *(sequence for group in entry.used for sequence in group.sequences)}
-    return await first_gone(bus, SAMPLES, (sequence for sequence in named if sequence > cursor)) is not None

@@ -150,7 +150,7 @@ class LiveTrainer:
         )
         if resumed.latest:
             saver.resumed(resumed.latest, carried)
-        lost = call(enter_gap(self.bus, self.subjects, ledger, state, run=self.config.run.name, run_path=self.run_dir.path))
+        lost = call(enter_gap(self.bus, self.subjects, ledger, state, self.fold_config, self.run_dir))
         if lost:
             self.say(lost)
         self._mark_epochs(ledger, state)

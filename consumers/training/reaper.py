@@ -130,10 +130,8 @@ class Reaper:
 
     async def _lost_end(self, cursor: int, end: int) -> bool:
         """Whether nothing of the stream is left behind `cursor`, so that nobody can read up to its end."""
-        for sequence in range(cursor + 1, end + 1):
-            if not await is_gone(self._bus, SAMPLES, sequence):
-                return False
-        return True
+        found = await self._bus.first_from(SAMPLES, cursor + 1)
+        return found is None or found.sequence > end
 
     async def _is_there(self, task: int) -> bool:
         return not await is_gone(self._bus, TASKS, task + 1)

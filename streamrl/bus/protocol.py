@@ -183,6 +183,10 @@ class Bus(Protocol):
         """One message by its sequence; raises NotFound."""
         ...
 
+    async def first_from(self, stream: str, sequence: int, *, subject: str | None = None) -> Message | None:
+        """The first message that is there at or above a sequence, of `subject` if that is given; None where there is none."""
+        ...
+
     async def last(self, subject: str) -> Message | None:
         """The newest message of a subject, or None."""
         ...
@@ -222,6 +226,10 @@ class Log(Protocol):
 
     async def fetch(self, stream: str, sequence: int) -> Message:
         """One message; raises NotFound."""
+        ...
+
+    async def first_from(self, stream: str, sequence: int, *, subject: str | None = None) -> Message | None:
+        """The first message at or above a sequence, of `subject` if that is given; None where there is none."""
         ...
 
     async def last(self, subject: str) -> Message | None:

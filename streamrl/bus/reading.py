@@ -23,15 +23,26 @@ async def stretch(log: Log, stream: str, *, first: int, last: int, subject: str 
     """
     if last < first:
         return
-    begin = max(first, (await log.state(stream)).first)  # below it all was trimmed, which the reader says
-    while last >= begin and await is_gone(log, stream, last):  # a reader would wait for it
-        last -= 1
-    if last < first:
-        return
+    if await log.first_from(stream, last, subject=subject) is None:  # a reader would wait for it
+        begin = max(first, (await log.state(stream)).first)  # below it all was trimmed, which the reader says
+        last = await _newest(log, stream, begin, last, subject)
+        if last < first:
+            return
     async for message in log.read(stream, after=first - 1, subject=subject):
-        yield message
+        if message.sequence <= last:
+            yield message
         if message.sequence >= last:
             return
+
+
+async def _newest(log: Log, stream: str, first: int, last: int, subject: str | None) -> int:
+    """Sequence of the newest message from `first` on where there is none from `last` on; `first` - 1 where there is none at all."""
+    newest = first - 1
+    while newest + 1 < last:
+        middle = (newest + 1 + last) // 2
+        found = await log.first_from(stream, middle, subject=subject)
+        newest, last = (newest, middle) if found is None else (found.sequence, last)
+    return newest
 
 
 async def is_gone(log: Log, stream: str, sequence: int) -> bool:
@@ -69,6 +80,23 @@ async def first_gone(log: Log, stream: str, sequences: Iterable[int]) -> int | N
         if any(gone):
             return some[gone.index(True)]
     return None
+
+
+async def holes(log: Log, stream: str, *, first: int, last: int) -> list[tuple[int, int]]:
+    """First and last of each row of sequences, `first` to `last`, whose messages are gone from the middle of a stream.
+
+    What was trimmed, or is beyond the end, is no hole. A stream that has some is read from `first` to `last`.
+    """
+    state = await log.state(stream)
+    if state.messages == state.last - state.first + 1:
+        return []
+    found: list[tuple[int, int]] = []
+    following, last = max(first, state.first), min(last, state.last)
+    async for message in stretch(log, stream, first=following, last=last):
+        if message.sequence > following:
+            found.append((following, message.sequence - 1))
+        following = message.sequence + 1
+    return [*found, (following, last)] if following <= last else found
 
 
 async def read_key(keys: KeyValue, key: str, kind: type[T]) -> T | None:

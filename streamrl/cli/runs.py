@@ -23,6 +23,7 @@ def add_verbs(verbs: Any) -> None:
     up.add_argument("--plain", action="store_true", help="lines instead of the live panel")
     up.add_argument("--accept-gap", action="store_true", help="go on although the ledger has lost more than its end")
     up.add_argument("--accept-code", action="store_true", help="go on although the code of the loss has changed since the last start")
+    up.add_argument("--accept-model", action="store_true", help="go on although files of a model have changed since the last start")
     up.add_argument("--json", action="store_true", help="print the summary as JSON; everything else goes to stderr")
     up.set_defaults(run_verb=run_up)
 
@@ -53,7 +54,7 @@ def run_up(arguments: argparse.Namespace) -> int:
     overrides = [*arguments.overrides, *([] if arguments.name is None else [f"run.name={arguments.name}"])]
     config = load(arguments.config, overrides)
     display = PlainLines(sys.stderr) if arguments.json else choose_display(plain=arguments.plain)
-    consent = Consent(gap=arguments.accept_gap, code=arguments.accept_code)
+    consent = Consent(gap=arguments.accept_gap, code=arguments.accept_code, model=arguments.accept_model)
     outcome = asyncio.run(up(config, display, consent=consent, page=True))
     if arguments.json:
         print(outcome.summary_json)

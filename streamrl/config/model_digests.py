@@ -3,40 +3,94 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
+
+from streamrl.config.files import write_private
 from streamrl.config.tree import Config
+from streamrl.errors import ConfigError
 
-SETTINGS = ("config.json", "table.json")
-WEIGHTS = (".safetensors", ".bin", ".pt", ".npz", ".npy")
-BLOCK = 1 << 20
-"""Bytes that are read at a time."""
-BLOCKS = 16
-"""A file of more is not read as a whole: its beginning, which has the header of safetensors, its end, and blocks evenly between them."""
+FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py", ".safetensors", ".bin", ".pt", ".npz", ".npy")
+"""Settings, tokenizer, templates and weights; what is for people (README.md, pictures) may change."""
+READERS = 4
+"""Files that are read at a time: hashing one is the work of one processor."""
+SAID_BYTES = 4 << 30
+"""From so many on it is said that files are read, which then takes seconds."""
 
 
-def model_digests(config: Config) -> dict[str, str]:
-    """By key, the SHA-256 (hex) of the folders that are there: settings, and names, sizes and sampled blocks of the weights' files."""
+class Known(msgspec.Struct, frozen=True, array_like=True):
+    """A file's SHA-256 (hex), and what the file system says of it: after a change of any of these it is read again."""
+
+    size: int
+    modified_ns: int
+    changed_ns: int
+    inode: int
+    device: int
+    digest: str = ""
+
+
+def model_digests(config: Config, policy: Path, cache: Path, note: Callable[[str], None] = lambda _: None) -> dict[str, str]:
+    """By configuration key, the SHA-256 (hex) of a model's folder: names and contents of its `FILES`, those of its sub-folders not.
+
+    Args:
+        config: names the reference, the critic and the teacher. A folder that is not there is left out.
+        policy: the folder of the initial policy, whose key is `model.path` also where it was built for the run.
+        cache: digests of files that were read before, by path; written again. One that cannot be read counts as empty.
+        note: is told when much has to be read.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
     loss = config.loss
     named = {
+        "model.path": str(policy),
         "loss.kl.reference": loss.kl.reference,
         "loss.critic.path": loss.critic.path,
         "loss.distillation.teacher": loss.distillation.teacher,
     }
-    return {key: _digest(Path(folder)) for key, folder in named.items() if folder and Path(folder).is_dir()}
+    folders = {key: _files(Path(folder)) for key, folder in named.items() if folder and Path(folder).is_dir()}
+    before = _read(cache)
+    now = {str(path): _looked_at(path) for paths in folders.values() for path in paths}
+    known = {path: file for path, file in before.items() if msgspec.structs.replace(file, digest="") == now.get(path)}
+    new = {path: file for path, file in now.items() if path not in known}
+    if (size := sum(file.size for file in new.values())) >= SAID_BYTES:
+        note(f"reading {size / 1e9:.0f} GB of model files once, to tell them from others at the next start")
+    with ThreadPoolExecutor(READERS) as readers:
+        for (path, file), digest in zip(new.items(), readers.map(_digest, new), strict=True):
+            known[path] = msgspec.structs.replace(file, digest=digest)
+    if known != before:
+        write_private(cache, msgspec.json.encode(known))
+    return {key: _together((path.name, known[str(path)]) for path in paths) for key, paths in folders.items()}
 
 
-def _digest(folder: Path) -> str:
-    found = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if not path.is_file() or (path.name not in SETTINGS and path.suffix not in WEIGHTS):
-            continue
-        size = path.stat().st_size
-        found.update(f"{path.name} {size}\n".encode())
-        count = -(-size // BLOCK)
-        places = range(count) if count <= BLOCKS else sorted({place * (count - 1) // (BLOCKS - 1) for place in range(BLOCKS)})
-        with path.open("rb") as file:
-            for place in places:
-                file.seek(place * BLOCK)
-                found.update(file.read(BLOCK))
-    return found.hexdigest()
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix in FILES and path.is_file())
+
+
+def _read(cache: Path) -> dict[str, Known]:
+    try:
+        return msgspec.json.decode(cache.read_bytes(), type=dict[str, Known])
+    except (OSError, msgspec.DecodeError):
+        return {}
+
+
+def _looked_at(path: Path) -> Known:
+    stat = path.stat()
+    return Known(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev)
+
+
+def _digest(path: str) -> str:
+    try:
+        with Path(path).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ConfigError(
+            f"expected a file of a model that can be read: {path}: {error.strerror}", hint="give its modes back, or move it away", path=path
+        ) from error
+
+
+def _together(files: Iterable[tuple[str, Known]]) -> str:
+    return hashlib.sha256("".join(f"{name} {file.size} {file.digest}\n" for name, file in files).encode()).hexdigest()

@@ -120,6 +120,11 @@ class RecordedLog:
             raise NotFound(f"expected message {sequence} of stream {stream} in the recording {self.path}, got none", stream=stream)
         return found
 
+    async def first_from(self, stream: str, sequence: int, *, subject: str | None = None) -> Message | None:
+        """See `Log.first_from`."""
+        messages = self._messages(stream, sequence - 1) if stream in self.recording.streams else iter(())
+        return next((message for message in messages if subject in (None, message.subject)), None)
+
     async def last(self, subject: str) -> Message | None:
         """See `Log.last`; of ledgers and events."""
         stream = {"ledger": LEDGER, "events": EVENTS}.get(kind_of(subject), SAMPLES)
@@ -134,7 +139,8 @@ class RecordedLog:
     async def state(self, stream: str) -> StreamState:
         """See `Log.state`; a stream that is not recorded is empty."""
         facts = self._facts(stream)
-        return StreamState(facts.identity, facts.first, facts.last, 0, max(0, facts.last - facts.first + 1))
+        rows = self._file(_FILES[stream]).metadata.num_rows if stream in self.recording.streams else 0
+        return StreamState(facts.identity, facts.first, facts.last, 0, rows)
 
     def _facts(self, stream: str) -> StreamFacts:
         return self.recording.streams.get(stream, StreamFacts("", 1, 0))

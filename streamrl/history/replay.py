@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from streamrl.bus.protocol import Log
-from streamrl.bus.reading import is_gone
+from streamrl.bus.reading import holes
 from streamrl.config.tree import Config
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.reader import RecordReader, open_message
@@ -137,6 +137,9 @@ def replay(
         first = call(_explain(log, error, known_cause)) if isinstance(error, BatchDiffers) else None
     finally:
         reader.close()
+    difference = comparison.first or first
+    if difference is not None and difference.cause in ("data", "unknown"):
+        lost += call(_lost_of(log, state.cursor, past, difference))
     done = entries[comparison.versions - 1].version if comparison.versions else start.version
     return ReplayReport(
         run=config.run.name,
@@ -144,7 +147,7 @@ def replay(
         equal=comparison.equal,
         began=str(start.version),
         ended=str(done),
-        first_difference=comparison.first or first,
+        first_difference=difference,
         same_fingerprint=not others,
         fingerprint_lines=_fingerprint_lines(numerics, others, call(read_fingerprints(log, subjects))),
         deviation=comparison.deviation,
@@ -159,13 +162,21 @@ def replay(
 async def _check_next(log: Log, state: FoldState, entry: LedgerEntry | None) -> None:
     """A version of the ledger waits for its next record, which has been there: where none up to `entry`'s last is left, none will come."""
     begin = state.cursor + 1
-    for sequence in range(begin, max(begin, entry.cursor if entry else 0) + 1):
-        if not await is_gone(log, SAMPLES, sequence):
-            return
+    found = await log.first_from(SAMPLES, begin)
+    if found is not None and found.sequence <= max(begin, entry.cursor if entry else 0):
+        return
     raise TrainingError(
         f"version {state.version.number + 1} needs the sample stream's message {begin}, which is gone",
         hint="put a copy of the store back; the versions before it can be verified with --to",
     )
+
+
+async def _lost_of(log: Log, after: int, past: PastLedger, difference: Difference) -> list[str]:
+    """What is gone from the middle of the stream, so that the version of a difference may have been made of it: no entry names a reward."""
+    entry = past.at(Version.parse(difference.version).number)
+    gone = await holes(log, SAMPLES, first=after + 1, last=entry.cursor if entry is not None else 0)
+    rows = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in gone)
+    return [f"the sample stream has lost message {rows}, and version {difference.version} may have been made of that"] if gone else []
 
 
 def check_span(past: PastLedger, span: Range, where: str) -> None:

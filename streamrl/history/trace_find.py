@@ -207,28 +207,16 @@ async def first_entry(log: Log, ledger: str, last: int, past: Callable[[LedgerEn
         last: sequence of its newest entry.
         past: false for the first entries, true from one on.
     """
-    low, high, below = (await log.state(LEDGER)).first, last + 1, None
-    # A tap begins late: everything before is of others, and looking for an entry there would go through all of it.
-    async for message in stretch(log, LEDGER, first=low, last=last, subject=ledger):
-        low = message.sequence
-        break
+    found = await log.first_from(LEDGER, (await log.state(LEDGER)).first, subject=ledger)
+    low, high, below = last + 1 if found is None else found.sequence, last + 1, None
     while low < high:
-        place = middle = (low + high) // 2
-        while (entry := await _entry_at(log, ledger, place)) is None and place < high - 1:
-            place += 1
-        if entry is None or past(entry):
+        middle = (low + high) // 2
+        message = await log.first_from(LEDGER, middle, subject=ledger)
+        if message is None or message.sequence >= high or past(entry := read_entry(message)):
             high = middle
         else:
-            low, below = place + 1, entry
+            low, below = message.sequence + 1, entry
     return low, below
-
-
-async def _entry_at(log: Log, ledger: str, sequence: int) -> LedgerEntry | None:
-    try:
-        message = await log.fetch(LEDGER, sequence)
-    except NotFound:
-        return None
-    return read_entry(message) if message.subject == ledger else None
 
 
 def _is_of(message: Message, task: int) -> bool:

@@ -138,11 +138,8 @@ class WindowReader:
         low, high = state.first, newest.sequence
         while low < high:
             middle = (low + high) // 2
-            try:
-                early = (await self._log.fetch(stream, middle)).time_s < start_s
-            except NotFound:
-                early = True
-            low, high = (middle + 1, high) if early else (low, middle)
+            found = await self._log.first_from(stream, middle, subject=subject)
+            low, high = (found.sequence + 1, high) if found is not None and found.time_s < start_s else (low, middle)
         try:
             async for message in stretch(self._log, stream, first=low, last=newest.sequence, subject=subject):
                 if message.time_s > end_s:

@@ -28,7 +28,7 @@ from streamrl.errors import ConfigError, LaunchError, StreamFull
 from streamrl.history.replay_log import read_past
 from streamrl.launch.build_model import build_model
 from streamrl.launch.code_check import check_code
-from streamrl.runtime.run_record import renew_code, write_or_check
+from streamrl.runtime.run_record import renew_digests, write_or_check
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.control import RunRecord
 from streamrl.schemas.samples import MARK_START, Mark
@@ -65,11 +65,13 @@ async def prepare(config: Config, run: RunDir, note: Callable[[str], None] = lam
         fingerprint=machine(),
         created_s=time.time(),
         code=code_digests({**rollout_code(config), **loss_code(config)}) or UNSET,
-        models=await asyncio.to_thread(model_digests, config) or UNSET,
+        models=await asyncio.to_thread(model_digests, config, model, run.model_files_path, note),
     )
 
 
-async def open_record(bus: Bus, config: Config, run: RunDir, record: RunRecord, *, accept_code: bool) -> tuple[bool, list[str]]:
+async def open_record(
+    bus: Bus, config: Config, run: RunDir, record: RunRecord, *, accept_code: bool, accept_model: bool
+) -> tuple[bool, list[str]]:
     """Write the record of a new run, or hold it against the one that is there; user code's digests go onto the stream as a mark.
 
     Args:
@@ -77,7 +79,8 @@ async def open_record(bus: Bus, config: Config, run: RunDir, record: RunRecord, 
         config: the whole tree.
         run: its directory.
         record: what `prepare` gave.
-        accept_code: see `renew_code`.
+        accept_code: see `renew_digests`.
+        accept_model: the same.
 
     Returns:
         Whether the run is resumed, and what people should know.
@@ -90,7 +93,7 @@ async def open_record(bus: Bus, config: Config, run: RunDir, record: RunRecord, 
     code = {} if isinstance(record.code, UnsetType) else record.code
     try:
         resumed = await write_or_check(bus, record)
-        changed = await renew_code(bus, code, accepted=accept_code)
+        changed = await renew_digests(bus, record, accept_code=accept_code, accept_model=accept_model)
     except ConfigError as error:
         if await _has_trained(bus, config, run):
             raise

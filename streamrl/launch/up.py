@@ -87,6 +87,8 @@ class Consent(msgspec.Struct, frozen=True, kw_only=True):
     """A ledger that has lost more than its end."""
     code: bool = False
     """Code of the loss that has changed since the last start."""
+    model: bool = False
+    """Files of a model that have changed since the last start."""
 
 
 async def up(
@@ -213,13 +215,13 @@ class Session:
             bus = await self._connect(server)
             try:
                 try:
-                    resumed, notes = await open_record(bus, self._config, self._run, record, accept_code=self._consent.code)
+                    resumed, notes = await self._open_record(bus, record, self._consent)
                 except NothingBinds as first:
                     if self._config.bus.url:  # there the run may be somebody else's, whose trainer has not come to its first version
                         raise
                     self._note(f"nothing was trained yet, so the run begins anew: {first}")
                     bus, record = await self._begin_anew(bus, server)
-                    resumed, notes = await open_record(bus, self._config, self._run, record, accept_code=True)
+                    resumed, notes = await self._open_record(bus, record, Consent(code=True, model=True))
                 self._run.write_config(self._config)
                 self._note("resuming" if resumed else "starting")
                 for text in [*notes, *await check_log(bus, self._config, self._run, accept_gap=self._consent.gap)]:
@@ -233,6 +235,9 @@ class Session:
                 return await self._follow(bus, server)
             finally:
                 await bus.close()
+
+    async def _open_record(self, bus: Bus, record: RunRecord, consent: Consent) -> tuple[bool, list[str]]:
+        return await open_record(bus, self._config, self._run, record, accept_code=consent.code, accept_model=consent.model)
 
     async def _connect(self, server: BusServer) -> JetStreamBus:
         return await connect(server.address, self._run.name, self._config.bus, name="supervisor")

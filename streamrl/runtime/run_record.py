@@ -65,9 +65,9 @@ FREE_KEYS = (
 )
 """Keys and sections that may differ when a run is resumed: how fast and where, not what is learned.
 
-The paths are free because their content is what counts: rows are compared by digest, and a checkpoint replaces the initial weights. Of
-functions in a file where they lie is free, and so it is of folders of models (the reference, the critic, the teacher) of the same content,
-or that lie in the run's own directory: a run that was moved with them goes on.
+The paths are free because their content is what counts: rows and the model's files are compared by digest. Of functions in a file where
+they lie is free, and so it is of folders of models (the reference, the critic, the teacher) of the same content, or that lie in the run's
+own directory: a run that was moved with them goes on.
 """
 
 
@@ -103,36 +103,60 @@ async def write_or_check(bus: Bus, record: RunRecord) -> bool:
     return True
 
 
-async def renew_code(bus: Bus, code: Mapping[str, str], *, accepted: bool) -> list[str]:
-    """Compare the digests of user code with those of the last start, and keep the new ones; returns what has changed, in words.
+async def renew_digests(bus: Bus, new: RunRecord, *, accept_code: bool, accept_model: bool) -> list[str]:
+    """Compare digests of user code and of models with those of the last start, and keep the new ones; returns what has changed, in words.
 
     A run of an earlier build has none to compare with.
 
     Args:
         bus: connected; the record is there.
-        code: digests by configuration key, see `streamrl.config.code.code_digests`.
-        accepted: changed code of the loss may go on; that of producers and rewards may always.
+        new: what this start has found, see `streamrl.config.code.code_digests` and `streamrl.config.model_digests`.
+        accept_code: changed code of the loss may go on; that of producers and rewards may always.
+        accept_model: changed files of a model may go on.
 
     Raises:
-        ConfigError: code of the loss has changed, and that was not accepted.
+        ConfigError: code of the loss or a model has changed, and that was not accepted.
         Conflict: somebody else has written the record meanwhile.
     """
     entry = await bus.kv.get(KEY_RUN)
     assert entry is not None and entry.value is not None
     record = decode(entry.value, RunRecord, where=KEY_RUN)
-    if record.code == code or (not code and record.code is UNSET):
-        return []
-    before = {} if isinstance(record.code, UnsetType) else record.code
-    changed = [key for key in sorted(code) if key in before and before[key] != code[key]]
-    refused = [key for key in changed if key.startswith("loss.")]
-    if refused and not accepted:
+    code, models = _changed(record.code, new.code), _changed(record.models, new.models)
+    if (refused := [key for key in code if key.startswith("loss.")]) and not accept_code:
         raise ConfigError(
             f"the code of {' and '.join(refused)} is not what run {record.run!r} was trained with so far",
             hint="put the old code back, or go on with the new one by `streamrl up --accept-code`; a replay of the past needs the old one",
             key=refused[0],
         )
-    await bus.kv.put(KEY_RUN, encode(replace(record, code=dict(code))), expect=entry.revision)
-    return [f"the code of {key} has changed since the last start" for key in changed]
+    if models and not accept_model:
+        found = ", ".join(f"{key}: expected files with digest {was[:16]}, got {now[:16]}" for key, (was, now) in models.items())
+        raise ConfigError(
+            f"a model is not what run {record.run!r} was trained with so far: {found}",
+            hint="put the old files back, or go on with the new ones by `streamrl up --accept-model`; a replay of the past needs the old",
+            key=next(iter(models)),
+        )
+    # What this start has none of stays known, for it may come back.
+    renewed = replace(
+        record,
+        code={**_known(record.code), **_known(new.code)} or UNSET,
+        models={**_known(record.models), **_known(new.models)} or UNSET,
+    )
+    if renewed != record:
+        await bus.kv.put(KEY_RUN, encode(renewed), expect=entry.revision)
+    return [
+        *(f"the code of {key} has changed since the last start" for key in code),
+        *(f"the files of {key} have changed since the last start" for key in models),
+    ]
+
+
+def _changed(old: dict[str, str] | UnsetType, new: dict[str, str] | UnsetType) -> dict[str, tuple[str, str]]:
+    """By key, both digests where both are known and differ."""
+    before, now = _known(old), _known(new)
+    return {key: (before[key], now[key]) for key in sorted(now) if before.get(key, now[key]) != now[key]}
+
+
+def _known(digests: dict[str, str] | UnsetType) -> dict[str, str]:
+    return {} if isinstance(digests, UnsetType) else digests
 
 
 def check_resume(old: RunRecord, new: RunRecord) -> None:
@@ -151,7 +175,7 @@ def check_resume(old: RunRecord, new: RunRecord) -> None:
     after = flat_keys(json.loads(new.config))
     for key in sorted(before.keys() | after.keys()):
         if not _is_free(key) and before.get(key) != after.get(key) and _what(old, key, before.get(key)) != _what(new, key, after.get(key)):
-            if (model := _model(old, key)) and model == _model(new, key):
+            if (model := _known(old.models).get(key)) and model == _known(new.models).get(key):
                 continue
             raise ConfigError(
                 f"{key} changed on resume: run {old.run!r} was started with {before.get(key)!r}, got {after.get(key)!r}",
@@ -169,10 +193,6 @@ def _what(record: RunRecord, key: str, value: Any) -> Any:
     base = Path(from_json(record.config, where=f"the record of run {record.run!r}").run.dir) / record.run
     _, inside, rest = value.rpartition(f"/{str(base).strip('/')}/")
     return rest if inside else value
-
-
-def _model(record: RunRecord, key: str) -> str:
-    return "" if isinstance(record.models, UnsetType) else record.models.get(key, "")
 
 
 def _is_free(key: str) -> bool:

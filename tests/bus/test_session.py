@@ -130,6 +130,27 @@ async def test_what_is_gone_from_the_middle_is_passed_over(bus: JetStreamBus) ->
     assert [message.sequence async for message in stretch(bus, "samples", first=1, last=5)] == [1, 4]
 
 
+@pytest.mark.parametrize("there", [(1, 300), (1,), (1, 2), (1, 100), ()], ids=str)
+async def test_a_long_hole_is_not_gone_through_message_by_message(
+    bus: JetStreamBus, monkeypatch: pytest.MonkeyPatch, there: tuple[int, ...]
+) -> None:
+    await store(bus, 300)
+    gone = (sequence for sequence in range(1, 301) if sequence not in there)
+    await asyncio.gather(*(bus._connection.request(f"{bus._connection.api}.STREAM.MSG.DELETE.run-samples", {"seq": one}) for one in gone))
+    asked = list[str]()
+    request = bus._connection.request
+
+    async def counted(subject: str, *given: object) -> object:
+        asked.append(subject)
+        return await request(subject, *given)
+
+    monkeypatch.setattr(bus._connection, "request", counted)
+    first = (await bus.state("samples")).first
+    async with asyncio.timeout(30):
+        assert [message.sequence async for message in stretch(bus, "samples", first=first, last=299)] == [one for one in there if one < 300]
+        assert len(asked) < 40, "about two for each time that it is halved"
+
+
 async def test_what_is_there_is_not_passed_over_with_what_is_gone(bus: JetStreamBus, monkeypatch: pytest.MonkeyPatch) -> None:
     await store(bus, 5)
     await bus._connection.request(f"{bus._connection.api}.STREAM.MSG.DELETE.run-samples", {"seq": 2})

@@ -164,6 +164,26 @@ async def test_fetch_and_last(bus: Bus, to: Subjects) -> None:
         await bus.fetch("weights", 4)
 
 
+async def test_the_first_message_from_a_sequence_on(bus: Bus, to: Subjects) -> None:
+    assert await bus.first_from("weights", 0) is None
+    for body in (b"1", b"2", b"3", b"4"):
+        await bus.publish(to.weights("other" if body == b"2" else "policy"), body, headers={"A": body.decode()})
+    for sequence, subject, expected in (
+        (0, None, 1),
+        (2, None, 2),
+        (2, "policy", 3),
+        (3, "other", None),
+        (4, "policy", 4),
+        (5, None, None),
+    ):
+        found = await bus.first_from("weights", sequence, subject=subject and to.weights(subject))
+        assert (None if found is None else found.sequence) == expected
+        assert found is None or (found.body, found.headers["A"]) == (b"%d" % expected, str(expected))
+    await bus.trim("weights", through=2)
+    found = await bus.first_from("weights", 1)
+    assert found is not None and found.sequence == 3 and await bus.first_from("weights", 1, subject=to.weights("other")) is None
+
+
 async def test_wrong_subjects_streams_headers_and_sizes_are_refused_before_they_are_sent(bus: Bus, to: Subjects) -> None:
     for subject in ("elsewhere.samples.main", f"{to.run}.unknown.main", f"{to.run}.samples.", to.run):
         with pytest.raises(SchemaError):

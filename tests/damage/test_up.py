@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
+import msgspec
 import nats
 import pytest
 
@@ -14,6 +16,7 @@ from streamrl.bus import BusAddress
 from streamrl.bus.jetstream.bus import JetStreamBus
 from streamrl.bus.reading import read_key
 from streamrl.config.load import load
+from streamrl.data.model import write_table
 from streamrl.errors import LaunchError
 from streamrl.launch import up as launch
 from streamrl.launch.local import LocalLauncher
@@ -21,7 +24,7 @@ from streamrl.launch.prepare import prepare
 from streamrl.monitor.screen import PlainLines
 from streamrl.runtime.run_bus import open_bus
 from streamrl.runtime.rundir import RunDir
-from streamrl.schemas.codec import decode
+from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import RunRecord
 from streamrl.schemas.samples import Mark
 from streamrl.schemas.subjects import KEY_RUN, SAMPLES
@@ -146,6 +149,35 @@ async def test_a_changed_loss_asks_for_consent(up: Start, run: RunDir, place: Pa
     code, out, _ = await said(await up("learn", "--accept-code", own))
     assert code == 0 and "the code of loss.advantage has changed" in out
     assert (await said(await up("learn", own)))[0] == 0, "it is what the run is trained with now"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "table.json"])
+async def test_another_model_in_the_same_folder_asks_for_consent(up: Start, run: RunDir, place: Path, name: str) -> None:
+    write_table(place / "mine", max_position=4)
+    own = f"model.path={place / 'mine'}"
+    assert (await said(await up("learn", own)))[0] == 0
+    async with open_bus(run) as bus:
+        first = await read_key(bus.kv, KEY_RUN, RunRecord)
+    shutil.move(place / "mine", place / "yours")
+    own = f"model.path={place / 'yours'}"
+    assert (await said(await up("learn", own)))[0] == 0, "it is the same, wherever it lies"
+    with (place / "yours" / name).open("a") as file:
+        file.write("\n")
+    for _ in range(2):
+        code, _, err = await said(await up("learn", own))
+        assert code == 1 and "a model is not what run 'demo' was trained with so far: model.path: expected files with digest" in err
+        assert "--accept-model" in err
+    code, out, _ = await said(await up("learn", "--accept-model", own))
+    assert code == 0 and "the files of model.path have changed since the last start" in out
+    assert (await said(await up("learn", own)))[0] == 0, "it is what the run is trained with now"
+    async with open_bus(run) as bus:
+        last = await read_key(bus.kv, KEY_RUN, RunRecord)
+        assert first is not None and last is not None and last.models != first.models
+        # A run of a build that wrote no digests.
+        await bus.kv.put(KEY_RUN, encode(msgspec.structs.replace(last, models=msgspec.UNSET)))
+    with (place / "yours" / name).open("a") as file:
+        file.write("\n")
+    assert (await said(await up("learn", own)))[0] == 0
 
 
 async def test_a_ledger_without_its_middle_is_refused_before_anything_starts(up: Start, run: RunDir) -> None:

@@ -279,6 +279,10 @@ class CountedFetches(MemoryBus):
         self.num += 1
         return await super().fetch(stream, sequence)
 
+    async def first_from(self, stream: str, sequence: int, *, subject: str | None = None) -> Message | None:
+        self.num += 1
+        return await super().first_from(stream, sequence, subject=subject)
+
 
 async def test_the_ledger_of_a_tap_that_began_late_is_not_looked_for_where_it_cannot_be() -> None:
     bus = CountedFetches("made")

@@ -96,6 +96,9 @@ class FusedBus(Wrapped):
     async def fetch(self, stream: str, sequence: int) -> Any:
         return await self._awaited(_of("fetch", stream), lambda: self._inner.fetch(stream, sequence))
 
+    async def first_from(self, stream: str, sequence: int, **options: Any) -> Any:
+        return await self._awaited(_of("fetch", stream), lambda: self._inner.first_from(stream, sequence, **options))
+
     async def state(self, stream: str) -> Any:
         return await self._awaited(_of("state", stream), lambda: self._inner.state(stream))
 

@@ -1,4 +1,4 @@
-"""`streamrl up` with workers that are `tiny_worker.py`: `tiny_up.py TOML MODE [--accept-gap] [--accept-code] [SECTION.KEY=VALUE ...]`.
+"""`streamrl up` with workers that are `tiny_worker.py`: `tiny_up.py TOML MODE [--accept-gap|code|model ...] [SECTION.KEY=VALUE ...]`.
 
 With `--screen-fails=N` the display raises an error N times.
 """
@@ -36,7 +36,7 @@ class Failing(PlainLines):
 def main() -> int:
     toml, mode, *more = sys.argv[1:]
     config = load(toml, [text for text in more if not text.startswith("--")])
-    consent = Consent(gap="--accept-gap" in more, code="--accept-code" in more)
+    consent = Consent(gap="--accept-gap" in more, code="--accept-code" in more, model="--accept-model" in more)
     run = RunDir(Path(config.run.dir) / config.run.name)
     fails = [int(text.partition("=")[2]) for text in more if text.startswith("--screen-fails=")]
     display = Failing(*fails) if fails else PlainLines()

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +103,7 @@ def test_a_model_elsewhere_goes_on_by_its_content_and_not_by_its_name(tmp_path: 
         (folder / "model.safetensors").write_bytes(weights)
         (folder / "README.md").write_text(name)
         config = Config(loss=LossConfig(kl=KLConfig(reference=str(folder))))
-        return msgspec.structs.replace(record(config), models=model_digests(config))
+        return msgspec.structs.replace(record(config), models=model_digests(config, tmp_path / "none", tmp_path / "cache"))
 
     weights = bytes(range(256)) * (80 << 12)
     first = placed("a/model", weights)
@@ -118,6 +121,48 @@ def test_a_model_elsewhere_goes_on_by_its_content_and_not_by_its_name(tmp_path: 
         check_resume(first, first)
     with raises(ConfigError, key="loss.kl.reference"):
         check_resume(msgspec.structs.replace(first, models=msgspec.UNSET), others[0])
+
+
+def test_files_of_a_model_are_read_as_a_whole_and_again_only_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, cache = tmp_path / "model", tmp_path / "model-files.json"
+    folder.mkdir()
+    weights = folder / "model.safetensors"
+    weights.write_bytes(bytes(24 << 20))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "README.md").write_text("a model")
+    read = list[str]()
+
+    def digests() -> dict[str, str]:
+        read.clear()
+        return model_digests(Config(), folder, cache)
+
+    real = hashlib.file_digest
+
+    def reading(file: BufferedReader, kind: str) -> object:
+        read.append(Path(file.name).name)
+        return real(file, kind)
+
+    monkeypatch.setattr(hashlib, "file_digest", reading)
+    first = digests()
+    assert first.keys() == {"model.path"} and sorted(read) == ["model.safetensors", "tokenizer.json"]
+    assert digests() == first and read == []
+    (folder / "README.md").write_text("another word")
+    assert digests() == first and read == []
+    before = weights.stat()
+    with weights.open("r+b") as file:
+        file.seek((2 << 20) - 5)
+        file.write(b"x")
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    second = digests()
+    assert second != first and read == ["model.safetensors"], "one byte anywhere, with the old time"
+    (folder / "tokenizer.json").write_text("{ }")
+    third = digests()
+    assert third != second and read == ["tokenizer.json"]
+    for damaged in (b"", b"[]", b'{"a": 3}', cache.read_bytes()[:-9]):
+        cache.write_bytes(damaged)
+        assert digests() == third and len(read) == 2
+    (folder / "vocab.txt").touch()
+    assert digests() != third
 
 
 def test_a_key_that_came_later_is_off() -> None:

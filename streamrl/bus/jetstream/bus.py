@@ -153,17 +153,23 @@ class JetStreamBus:
             )
 
     async def fetch(self, stream: str, sequence: int) -> Message:
+        message = await self._get(stream, {"seq": sequence}) if sequence >= 1 else None
+        if message is None:
+            raise NotFound(f"expected message {sequence} of stream {stream}, got none", stream=stream, sequence=sequence)
+        return message
+
+    async def first_from(self, stream: str, sequence: int, *, subject: str | None = None) -> Message | None:
+        return await self._get(stream, {"seq": max(1, sequence), "next_by_subj": subject or ">"})
+
+    async def _get(self, stream: str, selector: Mapping[str, object]) -> Message | None:
         name = self._name(self._topology.spec(stream).name)
-        if sequence >= 1:
-            # The message as it is, which spares the server its encoding.
-            answer = await self._connection.request(f"{self._connection.api}.DIRECT.GET.{name}", {"seq": sequence})
-            if (message := stored(name, answer.data, answer.headers)) is not None:
-                return _read(message)
-            # Direct answers may come from a replica that lags; the stream's leader knows.
-            single = await self._stored(stream, {"seq": sequence})
-            if single is not None:
-                return _message(single)
-        raise NotFound(f"expected message {sequence} of stream {stream}, got none", stream=stream, sequence=sequence)
+        # The message as it is, which spares the server its encoding.
+        answer = await self._connection.request(f"{self._connection.api}.DIRECT.GET.{name}", selector)
+        if (message := stored(name, answer.data, answer.headers)) is not None:
+            return _read(message)
+        # Direct answers may come from a replica that lags; the stream's leader knows.
+        single = await self._stored(stream, selector)
+        return None if single is None else _message(single)
 
     async def last(self, subject: str) -> Message | None:
         found = await self._stored(self._topology.stream_of(subject).name, {"last_by_subj": subject})

@@ -77,6 +77,14 @@ class MemoryBus:
             raise NotFound(f"expected message {sequence} of stream {stream}, got none", stream=stream, sequence=sequence)
         return message
 
+    async def first_from(self, stream: str, sequence: int, *, subject: str | None = None) -> Message | None:
+        log = self._logs[self._topology.spec(stream).name]
+        for number in range(max(sequence, log.first), log.last + 1):
+            message = log.get(number)
+            if message is not None and subject in (None, message.subject):
+                return message
+        return None
+
     async def last(self, subject: str) -> Message | None:
         return self._logs[self._topology.stream_of(subject).name].newest(subject)
 
