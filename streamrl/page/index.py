@@ -25,7 +25,7 @@ import numpy as np
 from streamrl.errors import LaunchError, SchemaError
 from streamrl.monitor.metrics_file import LONGEST_BYTES, decoded, files
 from streamrl.monitor.series import BATCH, RUN, WINDOW, Row
-from streamrl.page.tables import Numbers, Tables, as_json, shrink
+from streamrl.page.tables import Numbers, Tables, as_json, shrink, shrink_to_means
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.names import METRICS
@@ -142,15 +142,20 @@ class Index:
             tables = [name for name in self._tables.names() if name.partition(":")[0] in (BATCH, WINDOW, "evaluation")]
             return {table: [name for name in self._tables.columns(table) if name not in _OWN] for table in tables}
 
-    def series(self, table: str, names: Sequence[str], *, x: str = "time_s", most: int = MOST_POINTS, last: int = 0) -> Series:
-        """Columns of a table over `x` (`time_s`, `step` or `version`), of its last rows or (0) all; at most `most` points each."""
+    def series(
+        self, table: str, names: Sequence[str], *, x: str = "time_s", most: int = MOST_POINTS, last: int = 0, mean: bool = False
+    ) -> Series:
+        """Columns of a table over `x` (`time_s`, `step` or `version`), of its last rows or (0) all; at most `most` points each.
+
+        Where there are more rows, points are extremes, or with `mean` means.
+        """
         with self._lock:
             start = max(0, self._tables.rows(table) - last) if last else 0
             places = self._tables.column(table, x, start=start)
             columns = [self._tables.column(table, name, start=start) for name in names]
         if x == "time_s":
             places = np.maximum.accumulate(places) if len(places) else places  # a clock that was set back
-        thin_x, thin = shrink(places, columns, max(2, min(most, MOST_POINTS)))
+        thin_x, thin = (shrink_to_means if mean else shrink)(places, columns, max(2, min(most, MOST_POINTS)))
         values = {name: as_json(column.tolist()) for name, column in zip(names, thin, strict=True)}
         return Series(table=table, x=as_json(thin_x.tolist()), values=values, rows=len(places))
 

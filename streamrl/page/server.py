@@ -17,10 +17,11 @@ from aiohttp.typedefs import Handler
 
 from streamrl.config.tree import Config
 from streamrl.errors import BusError, LaunchError, NotFound, StreamRLError
-from streamrl.monitor.run_state import RUNNING, read_state
+from streamrl.monitor.run_state import INTERRUPTED, RUNNING, read_state
 from streamrl.page.access import add_headers, guard
 from streamrl.page.index import COMMITS, LEDGER_TABLE, MOST_POINTS, Index, Progress
 from streamrl.page.log import RunLog
+from streamrl.page.objectives import objectives_of, worst_over
 from streamrl.page.samples import Samples
 from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import RunDir
@@ -100,8 +101,9 @@ class Page:
     def _state(self) -> dict[str, Any]:
         state = read_state(self._run)
         known = state.state if state is not None else ""
-        if known == RUNNING and holder(self._run) is None:
-            known = "interrupted"
+        running = holder(self._run) is not None
+        if known == RUNNING and not running:
+            known = INTERRUPTED
         progress = self._index.progress()
         newest = self._index.columns(LEDGER_TABLE, ["version", "epoch"], last=1)
         return {
@@ -116,6 +118,8 @@ class Page:
             "reading": {"done": progress.done, "total": progress.total} if self.reading else None,
             "trouble": self._log.trouble,
             "newest": self._index.newest,
+            "objectives": objectives_of(self._config.slo, self._log.findings if running else None, self._index.newest),
+            "worst": {} if running else worst_over(self._run, self._config.slo),
             "time_s": time.time(),
         }
 
@@ -148,7 +152,7 @@ class Page:
             self._listeners -= 1
 
     async def _get_series(self, request: web.Request) -> web.Response:
-        """`?table=&names=a,b&x=time_s&points=&last=`: columns of one table, thinned."""
+        """`?table=&names=a,b&x=time_s&points=&last=&thin=mean`: columns of one table, thinned to their extremes or means."""
         query = request.query
         names = [name for name in query.get("names", "").split(",") if name][:_MOST_NAMES]
         x = query.get("x", "time_s")
@@ -156,11 +160,11 @@ class Page:
             raise web.HTTPBadRequest(text=f"no metric is called {unknown[0][:100]!r}\n")
         if x not in ("time_s", "step", "version"):
             raise web.HTTPBadRequest(text=f"expected x to be time_s, step or version, got {x[:100]!r}\n")
-        table = query.get("table", "batch")
+        table, mean = query.get("table", "batch"), query.get("thin") == "mean"
         if table not in await asyncio.to_thread(self._index.tables):
             return _json({"table": table, "x": [], "values": {name: [] for name in names}, "rows": 0})
         most, last = _number(query, "points", MOST_POINTS), _number(query, "last", 0)
-        return _json(await asyncio.to_thread(lambda: self._index.series(table, names, x=x, most=most, last=last)))
+        return _json(await asyncio.to_thread(lambda: self._index.series(table, names, x=x, most=most, last=last, mean=mean)))
 
     async def _get_versions(self, request: web.Request) -> web.Response:
         return _json(await asyncio.to_thread(versions_of, self._index))

@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.needs("browser"), pytest.mark.process]
 PATIENCE_MS = 60_000
 HOSTILE = '<img src=x onerror="document.title=`owned`"><script>document.title="owned"</script>'
 ENDLESS = ("run.steps=100000", "tasks.drop_zero_variance=false", "metrics.window_s=1", "supervise.backoff_s=0.1")
+HELD = ("slo.hold_s=1", "slo.starvation=0.001", "slo.p95_age=1000")
 
 
 @asynccontextmanager
@@ -107,11 +108,16 @@ async def test_it_goes_on_while_a_run_trains_and_its_trainer_and_server_are_kill
     write_digits(tmp_path, TABLE)
     streamrl = partial(start, *STREAMRL)
     run = RunDir(tmp_path / "runs" / "digits")
-    up = await streamrl("up", "run.toml", "--plain", *(word for key in ENDLESS for word in ("--set", key)))
+    up = await streamrl("up", "run.toml", "--plain", *(word for key in (*ENDLESS, *HELD) for word in ("--set", key)))
     await until(lambda: address_of(run), within_s=120)
     async with opened(address_of(run)) as tab:
         await tab.wait_for_selector("section[aria-label=Reward] canvas")
         await later(tab)
+        await tab.wait_for_selector("td:has(span:text-is('starvation')) + td .bad:text-is('breach')")
+        assert await tab.locator("tr:has(span:text-is('starvation')) td").last.inner_text() != ""
+        assert await tab.locator("td:has(span:text-is('p95_age')) + td").inner_text() == "ok"
+        for title in ("Where the trainer\\'s time goes", "Where the time of producers\\' slots goes", "Where the engines\\' time goes"):
+            await tab.wait_for_selector(f"section[aria-label='{title}'] canvas")
         (trainer,) = find("worker", "trainer", str(run.path))
         send(trainer, signal.SIGKILL)
         await later(tab)

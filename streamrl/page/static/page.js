@@ -22,6 +22,7 @@ function tellState() {
   const parts = [run.state, `step ${run.step} of ${run.steps}`];
   if (run.version) parts.push(`version ${run.version}`);
   if (run.reading) parts.push(`reading ${Math.floor((100 * run.reading.done) / Math.max(1, run.reading.total))} %`);
+  if (run.objectives.level) parts.push(`objectives: ${run.objectives.level}`);
   if (run.error) parts.push(run.error);
   document.getElementById("state").textContent = parts.join(" · ");
 }
