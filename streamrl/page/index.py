@@ -60,11 +60,18 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Index:
-    """The tables of a run; use `open_index`. Methods may be called from any thread."""
+    """The tables of a run; use `open_index`. Methods may be called from any thread.
 
-    def __init__(self, run: RunDir) -> None:
+    Args:
+        run: its directory; nothing is written there but `folder`.
+        folder: of the tables.
+        only: the one table of metrics that is wanted; None: all of them.
+    """
+
+    def __init__(self, run: RunDir, folder: Path, *, only: str | None = None) -> None:
         self._run = run
-        self._tables = Tables(page_folder(run) / "tables")
+        self._only = only
+        self._tables = Tables(folder)
         self._lock = threading.Lock()
         self._file, self._place = self._tables.mark(_FILE), self._tables.mark(_PLACE)
         self._marks: dict[str, int] = {}
@@ -182,6 +189,8 @@ class Index:
         except SchemaError:
             return
         table = row.kind if row.of == RUN else f"{row.kind}:{row.of}"
+        if self._only not in (None, table):
+            return
         if table not in self._tables.names() and len(self._tables.names()) >= MOST_TABLES:
             return
         if row.kind == BATCH:
@@ -250,6 +259,6 @@ def open_index(run: RunDir) -> Generator[Index]:
                 hint="its address is that which `streamrl up` or `streamrl page` has printed",
                 run=run.name,
             ) from error
-        yield Index(run)
+        yield Index(run, folder / "tables")
     finally:
         os.close(descriptor)

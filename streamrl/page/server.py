@@ -7,8 +7,9 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -22,10 +23,13 @@ from streamrl.page.access import add_headers, guard
 from streamrl.page.index import COMMITS, LEDGER_TABLE, MOST_POINTS, Index, Progress
 from streamrl.page.log import RunLog
 from streamrl.page.objectives import objectives_of, worst_over
-from streamrl.page.samples import Samples
+from streamrl.page.others import AXES, Others, newest_rate
 from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import RunDir
 from streamrl.telemetry.names import METRICS
+
+if TYPE_CHECKING:
+    from streamrl.page.samples import Samples
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +58,7 @@ class Page:
         self._config = config
         self._index = index
         self._log = log
-        self._samples = Samples(run, config, index, log)
+        self._others = Others(run, config, index)
         self._listeners = 0
         self.reading = True
         """Whether rows that were there at the start are still being read."""
@@ -94,9 +98,18 @@ class Page:
         app.router.add_get("/api/notes", self._get_notes)
         app.router.add_get("/api/drops", self._get_drops)
         app.router.add_get("/api/letters", self._get_letters)
+        app.router.add_get("/api/others", self._get_others)
+        app.router.add_get(r"/api/compare/{name:[A-Za-z0-9_-]{1,255}}", self._get_comparison)
         app.router.add_get(r"/api/batches/{number:\d{1,12}}", self._get_batch)
         app.router.add_get(r"/api/batches/{number:\d{1,12}}/tasks/{task:\d{1,18}}", self._get_group)
         return app
+
+    @cached_property
+    def _samples(self) -> Samples:
+        # Imported when somebody looks: Arrow and the tokenizer are half of what a page costs that nobody looks at.
+        from streamrl.page.samples import Samples
+
+        return Samples(self._run, self._config, self._index, self._log)
 
     def _state(self) -> dict[str, Any]:
         state = read_state(self._run)
@@ -118,6 +131,7 @@ class Page:
             "reading": {"done": progress.done, "total": progress.total} if self.reading else None,
             "trouble": self._log.trouble,
             "newest": self._index.newest,
+            "trained_per_s": newest_rate(self._index),
             "objectives": objectives_of(self._config.slo, self._log.findings if running else None, self._index.newest),
             "worst": {} if running else worst_over(self._run, self._config.slo),
             "time_s": time.time(),
@@ -178,6 +192,16 @@ class Page:
     async def _get_letters(self, request: web.Request) -> web.Response:
         return _json(await self._samples.letters())
 
+    async def _get_others(self, request: web.Request) -> web.Response:
+        return _json(await asyncio.to_thread(self._others.names))
+
+    async def _get_comparison(self, request: web.Request) -> web.Response:
+        """`?x=version` or `x=elapsed_s`: this run and another one of its directory of runs."""
+        x = request.query.get("x", AXES[0])
+        if x not in AXES:
+            raise web.HTTPBadRequest(text=f"expected x to be {' or '.join(AXES)}, got {x[:100]!r}\n")
+        return _json(await self._others.compare(request.match_info["name"], x))
+
     async def _get_batch(self, request: web.Request) -> web.Response:
         return _json(await self._samples.batch(int(request.match_info["number"])))
 
@@ -229,7 +253,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return web.Response(status=404, text=f"{error}\n")
     except BusError as error:
         return web.Response(status=503, text=f"{error}\n")
-    except StreamRLError as error:
+    except (StreamRLError, OSError) as error:
         return web.Response(status=500, text=f"{error}\n")
 
 

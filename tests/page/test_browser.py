@@ -17,6 +17,7 @@ from streamrl.page.access import page_token
 from streamrl.page.serving import address_of
 from streamrl.runtime.rundir import RunDir
 from tests.page.conftest import batches, page, write
+from tests.page.test_others import beside
 from tests.support.digits import TABLE, write_digits
 from tests.support.needs import browser
 from tests.support.processes import find, send, server_pid, until
@@ -73,6 +74,21 @@ async def test_charts_are_drawn_in_both_colour_schemes_and_by_keyboard_alone(run
             await tab.wait_for_selector(f"nav a[aria-current=page]:text-is('{name}')")
         await tab.get_by_role("searchbox").fill("staleness")
         await tab.wait_for_selector("section[aria-label^='staleness/max'] canvas")
+
+
+async def test_two_runs_are_drawn_beside_each_other_by_version_and_by_time(run: RunDir) -> None:
+    write(run, batches(1, 300))
+    beside(run, "other")
+    async with page(run) as (base, token, _), opened(f"{base}/?token={token}") as tab:
+        await tab.get_by_role("link", name="Compare").click()
+        await tab.get_by_label("The other run").select_option("other")
+        await tab.wait_for_selector("section[aria-label=Reward] canvas")
+        legend = tab.locator("section[aria-label=Reward] .u-legend")
+        assert [name in await legend.inner_text() for name in ("demo", "other", "version")] == [True] * 3
+        await tab.get_by_label("Over").select_option("elapsed_s")
+        await tab.wait_for_selector("section[aria-label=Reward] .u-legend:has-text('seconds since')")
+        assert await tab.locator("tr:has-text('batches') td").all_inner_texts() == ["batches", "300", "40"]
+        assert await tab.locator("td:text-is('tasks.batch_tasks')").count() == 1
 
 
 async def test_text_of_a_run_is_text(run: RunDir) -> None:

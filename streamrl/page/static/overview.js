@@ -65,14 +65,12 @@ export function overview(place, run) {
     judged = told;
     const newest = run.newest;
     const rate = (name) => (name in newest ? number(newest[name] / (run.window_s || 10), 3) : "–");
-    const seconds = newest["perf/step_time"];
-    const trained = seconds > 0 ? number((newest["tokens/trained_total"] || 0) / seconds, 3) : "–";
     const values = [
       ["reward", number(newest["rollout/raw_reward"], 3)],
       ["held-out", number(newest["eval/heldout"], 3)],
       ["step", `${run.step} / ${run.steps}`],
       ["tokens/s sampled", rate("tokens/sampled_total")],
-      ["tokens/s trained", trained],
+      ["tokens/s trained", number(run.trained_per_s, 3)],
       ["staleness p95", number(newest["staleness/p95"], 3)],
       ["stream lag, s", number(newest["lag/stream_s"], 3)],
       ["versions behind", number(newest["lag/versions_behind"], 3)],
