@@ -26,7 +26,7 @@ from streamrl.page.objectives import objectives_of, worst_over
 from streamrl.page.others import AXES, Others, newest_rate
 from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import RunDir
-from streamrl.telemetry.names import METRICS
+from streamrl.telemetry.names import DROP_REASONS, METRICS
 
 if TYPE_CHECKING:
     from streamrl.page.samples import Samples
@@ -39,6 +39,8 @@ _POLL_S = 1.0
 _SEND_S = 1.0
 _MOST_NAMES = 64
 _MOST_COMMITS = 200
+_MOST_BATCHES = 1000
+"""In which one request looks for samples."""
 _LISTENERS = 32
 """Pages that are open at once; those beyond are told to come later."""
 
@@ -98,6 +100,7 @@ class Page:
         app.router.add_get("/api/notes", self._get_notes)
         app.router.add_get("/api/drops", self._get_drops)
         app.router.add_get("/api/letters", self._get_letters)
+        app.router.add_get("/api/samples", self._get_samples)
         app.router.add_get("/api/others", self._get_others)
         app.router.add_get(r"/api/compare/{name:[A-Za-z0-9_-]{1,255}}", self._get_comparison)
         app.router.add_get(r"/api/batches/{number:\d{1,12}}", self._get_batch)
@@ -142,7 +145,13 @@ class Page:
         names = {name for columns in tables.values() for name in columns}
         metrics = {name: {"unit": METRICS[name].unit, "meaning": METRICS[name].meaning} for name in METRICS if name in names}
         return _json(
-            {**await asyncio.to_thread(self._state), "tables": tables, "metrics": metrics, "window_s": self._config.metrics.window_s}
+            {
+                **await asyncio.to_thread(self._state),
+                "tables": tables,
+                "metrics": metrics,
+                "window_s": self._config.metrics.window_s,
+                "reasons": DROP_REASONS,
+            }
         )
 
     async def _live(self, request: web.Request) -> web.StreamResponse:
@@ -204,6 +213,19 @@ class Page:
 
     async def _get_batch(self, request: web.Request) -> web.Response:
         return _json(await self._samples.batch(int(request.match_info["number"])))
+
+    async def _get_samples(self, request: web.Request) -> web.Response:
+        """`?upto=&batches=&...`, and the fields of `streamrl.page.search.Wanted`: samples of several batches, the newest first."""
+        from streamrl.page.search import Wanted
+
+        query = {name: value for name, value in request.query.items() if value}
+        upto, batches = _number(query, "upto", -1), _number(query, "batches", 1)
+        try:
+            fields = {name: value for name, value in query.items() if name not in ("upto", "batches")}
+            wanted = msgspec.convert(fields, Wanted, strict=False)
+        except msgspec.ValidationError as error:
+            raise web.HTTPBadRequest(text=f"{error}\n") from error
+        return _json(await self._samples.search(wanted, upto=None if upto < 0 else upto, batches=min(batches, _MOST_BATCHES)))
 
     async def _get_group(self, request: web.Request) -> web.Response:
         return _json(await self._samples.group(int(request.match_info["number"]), int(request.match_info["task"])))

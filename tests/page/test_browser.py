@@ -94,10 +94,12 @@ async def test_two_runs_are_drawn_beside_each_other_by_version_and_by_time(run: 
 async def test_text_of_a_run_is_text(run: RunDir) -> None:
     """Names of workers, notes, prompts and reasons come from a run, and anybody may have written them."""
     write(run, batches(1, 3))
+    said = {"role": HOSTILE, "text": HOSTILE, "sampled": True, "start": 0, "num_tokens": 2, "engine": HOSTILE, "finish_reason": HOSTILE}
     group = [
         {"task": 1, "rollout": 0, "sample": 0, "reward": 1, "reward_parts": {HOSTILE: 1}, "status": HOSTILE, "num_tokens": 2}
         | {"prompt": HOSTILE, "label": HOSTILE, "tokens": [HOSTILE, "x"], "ids": [1, 2], "versions": [None, "0.1"], "mask": [0, 1]}
-        | {"logprobs": [0, -0.5]}
+        | {"logprobs": [0, -0.5], "became": HOSTILE, "metadata": HOSTILE, "engine": HOSTILE, "producer": HOSTILE, "finish_reason": HOSTILE}
+        | {"conversation": [{**said, "seconds": 1}]}
     ]
     drop = {"version": HOSTILE, "sequence": 1, "task": 1, "rollouts": [0], "reason": HOSTILE, "detail": HOSTILE}
     letter = {"time_s": 1, "sequence": 1, "subject": HOSTILE, "task": None, "num_bytes": 1, "reason": HOSTILE}
@@ -105,7 +107,7 @@ async def test_text_of_a_run_is_text(run: RunDir) -> None:
         "api/notes": [{"time_s": 1, "worker": HOSTILE, "kind": "notice", "text": HOSTILE}],
         "api/drops": [drop],
         "api/letters": [letter],
-        "api/batches/1/tasks/1": group,
+        "api/batches/1/tasks/1": {"samples": group, "weights": {}},
     }
     async with page(run) as (base, token, _), opened(f"{base}/?token={token}") as tab:
         for path, answer in answers.items():
@@ -116,6 +118,10 @@ async def test_text_of_a_run_is_text(run: RunDir) -> None:
             await holds(tab, f"document.querySelector('main').textContent.split('<script>').length > {least}")
             assert await tab.evaluate("document.querySelectorAll('main img, main script').length") == 0
             assert await tab.title() == "demo · streamrl"
+        for way in ("version", "logprob", "weight", "mask"):
+            await tab.get_by_label("Shown").select_option(way)
+            await holds(tab, "document.querySelector('.group').textContent.split('<script>').length > 4")
+            assert await tab.evaluate("document.querySelectorAll('main img, main script').length") == 0
 
 
 @pytest.mark.nats
@@ -146,7 +152,12 @@ async def test_it_goes_on_while_a_run_trains_and_its_trainer_and_server_are_kill
         assert await tab.locator("td .bad").count() == 0
         await tab.get_by_role("link", name="Samples").click()
         await tab.wait_for_selector("svg.lanes rect")
-        await tab.locator("td a").first.click()
+        await tab.get_by_label("batches to look at").fill("20")
+        await tab.get_by_label("status").select_option("completed")
+        await tab.wait_for_selector("p:text-matches('samples of [0-9]+ batches')")
+        await tab.locator("td:nth-child(2) a").first.click()
+        await tab.wait_for_selector(".said.sampled")
+        await tab.get_by_label("Shown").select_option("version")
         await tab.wait_for_selector(".tokens span[class^=v]")
         assert await tab.locator("#trouble").is_hidden()
     assert (await said(await streamrl("down", "digits")))[0] == 0
