@@ -26,7 +26,7 @@ import numpy as np
 from streamrl.errors import LaunchError, SchemaError
 from streamrl.monitor.metrics_file import LONGEST_BYTES, decoded, files, files_before, inode_of, newest_file
 from streamrl.monitor.series import BATCH, RUN, WINDOW, Row
-from streamrl.page.tables import Numbers, Tables, as_json, shrink
+from streamrl.page.tables import Numbers, Tables, as_json, shrink, shrink_to_means
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.names import METRICS
@@ -61,11 +61,18 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Index:
-    """The tables of a run; use `open_index`. Methods may be called from any thread."""
+    """The tables of a run; use `open_index`. Methods may be called from any thread.
 
-    def __init__(self, run: RunDir) -> None:
+    Args:
+        run: its directory; nothing is written there but `folder`.
+        folder: of the tables.
+        only: the one table of metrics that is wanted; None: all of them.
+    """
+
+    def __init__(self, run: RunDir, folder: Path, *, only: str | None = None) -> None:
         self._run = run
-        self._tables = Tables(page_folder(run) / "tables")
+        self._only = only
+        self._tables = Tables(folder)
         self._lock = threading.Lock()
         self._file, self._place = self._tables.mark(_FILE), self._tables.mark(_PLACE)
         self._marks: dict[str, int] = {}
@@ -147,15 +154,20 @@ class Index:
             tables = [name for name in self._tables.names() if name.partition(":")[0] in (BATCH, WINDOW, "evaluation")]
             return {table: [name for name in self._tables.columns(table) if name not in _OWN] for table in tables}
 
-    def series(self, table: str, names: Sequence[str], *, x: str = "time_s", most: int = MOST_POINTS, last: int = 0) -> Series:
-        """Columns of a table over `x` (`time_s`, `step` or `version`), of its last rows or (0) all; at most `most` points each."""
+    def series(
+        self, table: str, names: Sequence[str], *, x: str = "time_s", most: int = MOST_POINTS, last: int = 0, mean: bool = False
+    ) -> Series:
+        """Columns of a table over `x` (`time_s`, `step` or `version`), of its last rows or (0) all; at most `most` points each.
+
+        Where there are more rows, points are extremes, or with `mean` means.
+        """
         with self._lock:
             start = max(0, self._tables.rows(table) - last) if last else 0
             places = self._tables.column(table, x, start=start)
             columns = [self._tables.column(table, name, start=start) for name in names]
         if x == "time_s":
             places = np.maximum.accumulate(places) if len(places) else places  # a clock that was set back
-        thin_x, thin = shrink(places, columns, max(2, min(most, MOST_POINTS)))
+        thin_x, thin = (shrink_to_means if mean else shrink)(places, columns, max(2, min(most, MOST_POINTS)))
         values = {name: as_json(column.tolist()) for name, column in zip(names, thin, strict=True)}
         return Series(table=table, x=as_json(thin_x.tolist()), values=values, rows=len(places))
 
@@ -182,6 +194,8 @@ class Index:
         except SchemaError:
             return
         table = row.kind if row.of == RUN else f"{row.kind}:{row.of}"
+        if self._only not in (None, table):
+            return
         if table not in self._tables.names() and len(self._tables.names()) >= MOST_TABLES:
             return
         if row.kind == BATCH:
@@ -256,6 +270,6 @@ def open_index(run: RunDir) -> Generator[Index]:
                 hint="its address is that which `streamrl up` or `streamrl page` has printed",
                 run=run.name,
             ) from error
-        yield Index(run)
+        yield Index(run, folder / "tables")
     finally:
         os.close(descriptor)

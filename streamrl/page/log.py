@@ -19,6 +19,8 @@ from streamrl.bus.permissions import READER
 from streamrl.bus.protocol import Bus, Message
 from streamrl.errors import BusError, ConfigError, LaunchError, LogTruncated, SchemaError, StreamRLError
 from streamrl.monitor.failures import Pace
+from streamrl.monitor.numbers import Finding
+from streamrl.monitor.slo import findings_of
 from streamrl.page.index import COMMITS, LEDGER_TABLE, Index
 from streamrl.runtime.lock import holder
 from streamrl.runtime.retries import pause_s
@@ -26,8 +28,8 @@ from streamrl.runtime.run_bus import open_bus
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import connected
 from streamrl.schemas.codec import decode
-from streamrl.schemas.events import FAILURES_EVENT, MOVING_EVENT, NOTICE_EVENT, STANDING_EVENT, Event
-from streamrl.schemas.subjects import EVENTS, LEDGER, source_of
+from streamrl.schemas.events import FAILURES_EVENT, MOVING_EVENT, NOTICE_EVENT, SLO_EVENT, STANDING_EVENT, Event
+from streamrl.schemas.subjects import EVENTS, LEDGER, Subjects, source_of
 from streamrl.schemas.versions import Version
 
 logger = logging.getLogger(__name__)
@@ -74,10 +76,13 @@ class RunLog:
 
     def __init__(self, run: RunDir, index: Index, trainer: str) -> None:
         self.notes: deque[Note] = deque(maxlen=_MOST_NOTES)
+        self.findings: tuple[Finding, ...] | None = None
+        """Objectives that are not met, as the supervisor has said last; None: it has said nothing."""
         self.trouble = ""
         """Why the log cannot be read now."""
         self.read_once = False
         """Whether ledger and events have been read to where they ended at the start."""
+        self._judged = 0
         self._run = run
         self._index = index
         self._trainer = trainer
@@ -130,6 +135,10 @@ class RunLog:
                 self._there.clear()
 
     async def _read_all(self, bus: Bus, *, live: bool) -> None:
+        # It may stand far before what is read of the events.
+        if (newest := await bus.last(Subjects(self._run.name).events(SLO_EVENT))) is not None:
+            with contextlib.suppress(SchemaError):
+                self._event(newest, new=False)
         async with asyncio.TaskGroup() as tasks:
             readers = [tasks.create_task(self._read(bus, LEDGER)), tasks.create_task(self._read(bus, EVENTS))]
             ends = {stream: (await bus.state(stream)).last for stream in (LEDGER, EVENTS)}
@@ -148,6 +157,8 @@ class RunLog:
         state = await bus.state(stream)
         if self._index.mark(stream) > state.last:  # it was made anew, or has lost its end
             self._index.forget(LEDGER_TABLE if stream == LEDGER else COMMITS, source=stream)
+            if stream == EVENTS:
+                self._judged = 0
         known = self._index.mark(stream)
         after = known if stream == LEDGER else min(known, max(0, state.last - _LOOK_BACK))
         after = max(after, state.first - 1)
@@ -183,7 +194,10 @@ class RunLog:
     def _event(self, message: Message, *, new: bool) -> None:
         event = decode(message.body, Event, where=f"{message.subject} {message.sequence}")
         detail = event.detail
-        if event.kind == "weights" and "error" not in detail:
+        if event.kind == SLO_EVENT:
+            if message.sequence >= self._judged:
+                self.findings, self._judged = findings_of(event), message.sequence
+        elif event.kind == "weights" and "error" not in detail:
             if new:
                 self._commit(event, message.sequence)
         elif event.kind in (NOTICE_EVENT, STANDING_EVENT, FAILURES_EVENT, MOVING_EVENT, "weights", "finished"):

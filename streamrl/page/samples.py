@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,8 +17,11 @@ from streamrl.config.tree import Config
 from streamrl.consumers.training.spilled_drops import whole
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer
 from streamrl.errors import ConfigError, LogTruncated, NotFound, SchemaError
+from streamrl.history.inspect_samples import versions_of
+from streamrl.page.conversation import Marks, conversation, marks_of
 from streamrl.page.index import LEDGER_TABLE, Index
 from streamrl.page.log import RunLog
+from streamrl.page.search import MOST_HITS, TRAINED, Ends, Found, Hit, Line, Wanted, around
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
 from streamrl.schemas.dead import DeadRecord
@@ -30,32 +34,24 @@ MOST_TOKENS = 4096
 """Of one sample that are sent; the page says when there are more."""
 MOST_MESSAGES = 256
 """Messages of a batch that are read for its samples."""
+MOST_SEARCHED = 65_536
+"""Tokens of one sample in which a text is looked for."""
+MOST_PARTS = 256
+"""Messages of one conversation that are sent."""
 MOST_DROPS = 500
+_SEARCH_S = 3.0
+_EXCERPT = 64
 _ENTRIES = 20
 _LETTERS = 200
 _PATIENCE_S = 10.0
 _CHARS = 2000
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """A sample in a list."""
-
-    task: int
-    rollout: int
-    sample: int
-    sequence: int
-    reward: float | None
-    status: str
-    finish_reason: str
-    num_tokens: int
-    num_trained: int
-    first_version: str
-    last_version: str
-    engine: str
-    times: dict[str, float]
-    """Unix seconds of what happened to it, as far as is known: claimed, started, finished, scored."""
-    turns: tuple[tuple[float, float, float], ...]
-    """Asked, begun, finished."""
+WEIGHTS = (
+    *("train/tis", "train/tis_abs", "train/tis_clipfrac"),
+    *("train/train_rollout_logprob_abs_diff", "train/train_rollout_logprob_abs_diff_max", "train/ppo_kl"),
+)
+"""What a batch's ledger entry says of its importance weights; what the trainer gave each token is not on the log."""
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +66,14 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     missing: int
     """Messages that the stream has no more, or that were too many to be read."""
     drops: list[dict[str, Any]]
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """The samples of one task."""
+
+    samples: list[dict[str, Any]]
+    weights: dict[str, float]
+    """Of the batch as a whole."""
 
 
 class Samples:
@@ -91,15 +95,10 @@ class Samples:
     async def batch(self, number: int) -> Batch:
         """The batch that made version `number`; raises NotFound, BusError."""
         bus = await self._log.bus()
-        entry = await self._entry(bus, number)
-        sequences = list(dict.fromkeys(sequence for group in entry.used for sequence in group.sequences))
-        used = {
-            (group.task, rollout, sequence)
-            for group in entry.used
-            for rollout, sequence in zip(group.rollouts, group.sequences, strict=True)
-        }
-        found, missing = await self._messages(bus, sequences[:MOST_MESSAGES])
-        lines = [_line(one, sequence) for sequence, one in found if (one.task, one.rollout, sequence) in used]
+        entry = await self.entry(bus, number)
+        ends = Ends(entry)
+        found, missing = await self.messages(bus, ends.sequences()[:MOST_MESSAGES])
+        lines = [_line(one, sequence, TRAINED, entry) for sequence, one in found if ends.of(one, sequence) == TRAINED]
         entry = await whole(bus.blobs, entry)
         return Batch(
             version=str(entry.version),
@@ -108,21 +107,82 @@ class Samples:
             source=entry.source,
             num_groups=len(entry.used),
             samples=lines,
-            missing=missing + max(0, len(sequences) - MOST_MESSAGES),
+            missing=missing + max(0, len(ends.sequences()) - MOST_MESSAGES),
             drops=[_drop(drop, str(entry.version)) for drop in entry.drops[:MOST_DROPS]],
         )
 
-    async def group(self, number: int, task: int) -> list[dict[str, Any]]:
-        """The samples of one task of a batch, token by token; raises NotFound, BusError."""
+    async def group(self, number: int, task: int) -> Group:
+        """The samples of one task of a batch, or dropped before it, token by token; raises NotFound, BusError."""
         bus = await self._log.bus()
-        entry = await self._entry(bus, number)
-        group = next((one for one in entry.used if one.task == task), None)
-        if group is None:
+        entry = await whole(bus.blobs, await self.entry(bus, number))
+        ends = Ends(entry, task=task)
+        if not ends.sequences():
             raise NotFound(f"expected a task of the batch of version {entry.version}, got {task}")
-        wanted = set(zip(group.rollouts, group.sequences, strict=True))
-        found, _ = await self._messages(bus, list(dict.fromkeys(group.sequences)))
-        samples = [(sequence, one) for sequence, one in found if (one.rollout, sequence) in wanted and one.task == task]
-        return await asyncio.to_thread(lambda: [self._whole(one, sequence) for sequence, one in samples])
+        found, _ = await self.messages(bus, ends.sequences()[:MOST_MESSAGES])
+        samples = [(one, sequence, end) for sequence, one in found if one.task == task and (end := ends.of(one, sequence))]
+        return Group(
+            samples=await asyncio.to_thread(lambda: [self._whole(*sample, entry) for sample in samples]),
+            weights={name: entry.metrics[name] for name in WEIGHTS if name in entry.metrics},
+        )
+
+    async def search(self, wanted: Wanted, *, upto: int | None, batches: int) -> Found:
+        """Samples of several batches, the newest first.
+
+        Args:
+            wanted: which.
+            upto: number of the version whose batch is looked at first; None: the newest.
+            batches: to look at, at most; fewer where they hold much.
+
+        Raises:
+            BusError: the log cannot be read.
+        """
+        bus = await self._log.bus()
+        known = self._index.columns(LEDGER_TABLE, ["version", "sequence"])
+        end = len(known["version"]) if upto is None else int(np.searchsorted(known["version"], upto, side="right"))
+        until_s = time.monotonic() + _SEARCH_S
+        lines: list[Hit] = []
+        looked = num_samples = missing = num_messages = 0
+        at = end
+        while at > 0 and looked < batches and len(lines) < MOST_HITS and num_messages < MOST_MESSAGES and time.monotonic() < until_s:
+            at -= 1
+            entry = await _fetched(bus, int(known["sequence"][at]))
+            if wanted.became != TRAINED:
+                entry = await whole(bus.blobs, entry)
+            ends = Ends(entry, task=wanted.task, became=wanted.became)
+            found, gone = await self.messages(bus, ends.sequences()[:MOST_MESSAGES])
+            hits, seen = await asyncio.to_thread(self._hits, wanted, found, ends, entry)
+            lines += hits
+            looked, num_samples, num_messages = looked + 1, num_samples + seen, num_messages + len(ends.sequences())
+            missing += gone + max(0, len(ends.sequences()) - MOST_MESSAGES)
+        first = int(known["version"][at]) if looked else 0
+        return Found(
+            samples=lines[:MOST_HITS],
+            batches=looked,
+            num_samples=num_samples,
+            missing=missing,
+            first=first,
+            more=int(known["version"][at - 1]) if at > 0 else None,
+        )
+
+    def _hits(self, wanted: Wanted, found: Iterable[tuple[int, Sample]], ends: Ends, entry: LedgerEntry) -> tuple[list[Hit], int]:
+        """What is wanted of the samples of an entry's messages, and how many were looked at."""
+        hits: list[Hit] = []
+        count = 0
+        for sequence, one in found:
+            if not (end := ends.of(one, sequence)):
+                continue
+            count += 1
+            line = _line(one, sequence, end, entry)
+            if len(hits) < MOST_HITS and wanted.takes(line) and (text := self._excerpt(one, wanted.text)) is not None:
+                hits.append(Hit(line=line, text=text))
+        return hits, count
+
+    def _excerpt(self, one: Sample, text: str) -> str | None:
+        """Of a sample's text what stands around `text`, None where it does not; without one, the beginning of what was sampled."""
+        if text:
+            return around(self._text(one.tokens[:MOST_SEARCHED].tolist()), text)
+        start = next((at for at, version in enumerate(versions_of(one)) if version is not None), 0)
+        return self._text(one.tokens[start : start + _EXCERPT].tolist())[:_CHARS]
 
     async def drops(self) -> list[dict[str, Any]]:
         """What was dropped with the newest batches, the newest first."""
@@ -156,14 +216,16 @@ class Samples:
                         after = max(after, (await bus.state(DEAD)).first - 1)
         return found[::-1]
 
-    async def _entry(self, bus: Bus, number: int) -> LedgerEntry:
+    async def entry(self, bus: Bus, number: int) -> LedgerEntry:
+        """What made version `number`; raises NotFound, BusError."""
         known = self._index.columns(LEDGER_TABLE, ["version", "sequence"])
         at = int(np.searchsorted(known["version"], number))
         if at >= len(known["version"]) or known["version"][at] != number:
             raise NotFound(f"expected the number of a version that was trained, got {number}", hint="it may not be in the index yet")
         return await _fetched(bus, int(known["sequence"][at]))
 
-    async def _messages(self, bus: Bus, sequences: Iterable[int]) -> tuple[list[tuple[int, Sample]], int]:
+    async def messages(self, bus: Bus, sequences: Iterable[int]) -> tuple[list[tuple[int, Sample]], int]:
+        """Sequence and sample of what is in these messages, and how many are gone or cannot be read."""
         found: list[tuple[int, Sample]] = []
         missing = 0
         for sequence in sequences:
@@ -175,18 +237,20 @@ class Samples:
                 missing += 1
         return found, missing
 
-    def _whole(self, one: Sample, sequence: int) -> dict[str, Any]:
+    def _whole(self, one: Sample, sequence: int, became: str, entry: LedgerEntry) -> dict[str, Any]:
         count = min(len(one.tokens), MOST_TOKENS)
         ids = one.tokens[:count].tolist()
-        versions = [None if span.version is None else str(span.version) for span in one.spans for _ in range(span.length)][:count]
+        versions = versions_of(one)[:count]
         prompt = int(np.argmax([version is not None for version in versions])) if any(versions) else count
         return {
-            **msgspec.to_builtins(_line(one, sequence)),
+            **msgspec.to_builtins(_line(one, sequence, became, entry)),
             "prompt": self._text(ids[:prompt]),
-            "answer": self._text(ids[prompt:]),
+            "conversation": msgspec.to_builtins(conversation(one, self._text, self._marks)[:MOST_PARTS]),
             "label": None if one.label is None else str(one.label)[:_CHARS],
             "reward_parts": one.reward_parts,
             "producer": one.producer,
+            "seed": one.seed,
+            "metadata": msgspec.json.encode(one.metadata).decode(errors="replace")[:_CHARS] if one.metadata else "",
             "tokens": [self._text([id]) for id in ids],
             "ids": ids,
             "versions": versions,
@@ -201,18 +265,24 @@ class Samples:
         except ConfigError:
             return None
 
-    def _text(self, ids: list[int]) -> str:
-        return " ".join(map(str, ids)) if self._tokenizer is None else self._tokenizer.decode(ids)
+    @cached_property
+    def _marks(self) -> Marks:
+        return marks_of(self._tokenizer if self._config.data.chat_template else None)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids)) if self._tokenizer is None else self._tokenizer.decode(list(ids))
 
 
 async def _fetched(bus: Bus, sequence: int) -> LedgerEntry:
     return decode((await bus.fetch(LEDGER, sequence)).body, LedgerEntry, where=f"{LEDGER} {sequence}")
 
 
-def _line(one: Sample, sequence: int) -> Line:
+def _line(one: Sample, sequence: int, became: str, entry: LedgerEntry) -> Line:
     versions = [str(span.version) for span in one.spans if span.version is not None]
     times = {"claimed": one.claimed_s, "started": one.started_s, "finished": one.finished_s, "scored": one.scored_s}
     return Line(
+        batch=str(entry.version),
+        became=became,
         task=one.task,
         rollout=one.rollout,
         sample=one.sample,

@@ -7,8 +7,9 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -17,14 +18,18 @@ from aiohttp.typedefs import Handler
 
 from streamrl.config.tree import Config
 from streamrl.errors import BusError, LaunchError, NotFound, StreamRLError
-from streamrl.monitor.run_state import RUNNING, read_state
+from streamrl.monitor.run_state import INTERRUPTED, RUNNING, read_state
 from streamrl.page.access import add_headers, guard
 from streamrl.page.index import COMMITS, LEDGER_TABLE, MOST_POINTS, Index, Progress
 from streamrl.page.log import RunLog
-from streamrl.page.samples import Samples
+from streamrl.page.objectives import objectives_of, worst_over
+from streamrl.page.others import AXES, Others, newest_rate
 from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import RunDir
-from streamrl.telemetry.names import METRICS
+from streamrl.telemetry.names import DROP_REASONS, METRICS
+
+if TYPE_CHECKING:
+    from streamrl.page.samples import Samples
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +39,8 @@ _POLL_S = 1.0
 _SEND_S = 1.0
 _MOST_NAMES = 64
 _MOST_COMMITS = 200
+_MOST_BATCHES = 1000
+"""In which one request looks for samples."""
 _LISTENERS = 32
 """Pages that are open at once; those beyond are told to come later."""
 
@@ -53,7 +60,7 @@ class Page:
         self._config = config
         self._index = index
         self._log = log
-        self._samples = Samples(run, config, index, log)
+        self._others = Others(run, config, index)
         self._listeners = 0
         self.reading = True
         """Whether rows that were there at the start are still being read."""
@@ -93,15 +100,26 @@ class Page:
         app.router.add_get("/api/notes", self._get_notes)
         app.router.add_get("/api/drops", self._get_drops)
         app.router.add_get("/api/letters", self._get_letters)
+        app.router.add_get("/api/samples", self._get_samples)
+        app.router.add_get("/api/others", self._get_others)
+        app.router.add_get(r"/api/compare/{name:[A-Za-z0-9_-]{1,255}}", self._get_comparison)
         app.router.add_get(r"/api/batches/{number:\d{1,12}}", self._get_batch)
         app.router.add_get(r"/api/batches/{number:\d{1,12}}/tasks/{task:\d{1,18}}", self._get_group)
         return app
 
+    @cached_property
+    def _samples(self) -> Samples:
+        # Imported when somebody looks: Arrow and the tokenizer are half of what a page costs that nobody looks at.
+        from streamrl.page.samples import Samples
+
+        return Samples(self._run, self._config, self._index, self._log)
+
     def _state(self) -> dict[str, Any]:
         state = read_state(self._run)
         known = state.state if state is not None else ""
-        if known == RUNNING and holder(self._run) is None:
-            known = "interrupted"
+        running = holder(self._run) is not None
+        if known == RUNNING and not running:
+            known = INTERRUPTED
         progress = self._index.progress()
         newest = self._index.columns(LEDGER_TABLE, ["version", "epoch"], last=1)
         return {
@@ -116,6 +134,9 @@ class Page:
             "reading": {"done": progress.done, "total": progress.total} if self.reading else None,
             "trouble": self._log.trouble,
             "newest": self._index.newest,
+            "trained_per_s": newest_rate(self._index),
+            "objectives": objectives_of(self._config.slo, self._log.findings if running else None, self._index.newest),
+            "worst": {} if running else worst_over(self._run, self._config.slo),
             "time_s": time.time(),
         }
 
@@ -124,7 +145,13 @@ class Page:
         names = {name for columns in tables.values() for name in columns}
         metrics = {name: {"unit": METRICS[name].unit, "meaning": METRICS[name].meaning} for name in METRICS if name in names}
         return _json(
-            {**await asyncio.to_thread(self._state), "tables": tables, "metrics": metrics, "window_s": self._config.metrics.window_s}
+            {
+                **await asyncio.to_thread(self._state),
+                "tables": tables,
+                "metrics": metrics,
+                "window_s": self._config.metrics.window_s,
+                "reasons": DROP_REASONS,
+            }
         )
 
     async def _live(self, request: web.Request) -> web.StreamResponse:
@@ -148,7 +175,7 @@ class Page:
             self._listeners -= 1
 
     async def _get_series(self, request: web.Request) -> web.Response:
-        """`?table=&names=a,b&x=time_s&points=&last=`: columns of one table, thinned."""
+        """`?table=&names=a,b&x=time_s&points=&last=&thin=mean`: columns of one table, thinned to their extremes or means."""
         query = request.query
         names = [name for name in query.get("names", "").split(",") if name][:_MOST_NAMES]
         x = query.get("x", "time_s")
@@ -156,11 +183,11 @@ class Page:
             raise web.HTTPBadRequest(text=f"no metric is called {unknown[0][:100]!r}\n")
         if x not in ("time_s", "step", "version"):
             raise web.HTTPBadRequest(text=f"expected x to be time_s, step or version, got {x[:100]!r}\n")
-        table = query.get("table", "batch")
+        table, mean = query.get("table", "batch"), query.get("thin") == "mean"
         if table not in await asyncio.to_thread(self._index.tables):
             return _json({"table": table, "x": [], "values": {name: [] for name in names}, "rows": 0})
         most, last = _number(query, "points", MOST_POINTS), _number(query, "last", 0)
-        return _json(await asyncio.to_thread(lambda: self._index.series(table, names, x=x, most=most, last=last)))
+        return _json(await asyncio.to_thread(lambda: self._index.series(table, names, x=x, most=most, last=last, mean=mean)))
 
     async def _get_versions(self, request: web.Request) -> web.Response:
         return _json(await asyncio.to_thread(versions_of, self._index))
@@ -174,8 +201,31 @@ class Page:
     async def _get_letters(self, request: web.Request) -> web.Response:
         return _json(await self._samples.letters())
 
+    async def _get_others(self, request: web.Request) -> web.Response:
+        return _json(await asyncio.to_thread(self._others.names))
+
+    async def _get_comparison(self, request: web.Request) -> web.Response:
+        """`?x=version` or `x=elapsed_s`: this run and another one of its directory of runs."""
+        x = request.query.get("x", AXES[0])
+        if x not in AXES:
+            raise web.HTTPBadRequest(text=f"expected x to be {' or '.join(AXES)}, got {x[:100]!r}\n")
+        return _json(await self._others.compare(request.match_info["name"], x))
+
     async def _get_batch(self, request: web.Request) -> web.Response:
         return _json(await self._samples.batch(int(request.match_info["number"])))
+
+    async def _get_samples(self, request: web.Request) -> web.Response:
+        """`?upto=&batches=&...`, and the fields of `streamrl.page.search.Wanted`: samples of several batches, the newest first."""
+        from streamrl.page.search import Wanted
+
+        query = {name: value for name, value in request.query.items() if value}
+        upto, batches = _number(query, "upto", -1), _number(query, "batches", 1)
+        try:
+            fields = {name: value for name, value in query.items() if name not in ("upto", "batches")}
+            wanted = msgspec.convert(fields, Wanted, strict=False)
+        except msgspec.ValidationError as error:
+            raise web.HTTPBadRequest(text=f"{error}\n") from error
+        return _json(await self._samples.search(wanted, upto=None if upto < 0 else upto, batches=min(batches, _MOST_BATCHES)))
 
     async def _get_group(self, request: web.Request) -> web.Response:
         return _json(await self._samples.group(int(request.match_info["number"]), int(request.match_info["task"])))
@@ -225,7 +275,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return web.Response(status=404, text=f"{error}\n")
     except BusError as error:
         return web.Response(status=503, text=f"{error}\n")
-    except StreamRLError as error:
+    except (StreamRLError, OSError) as error:
         return web.Response(status=500, text=f"{error}\n")
 
 

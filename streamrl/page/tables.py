@@ -171,6 +171,22 @@ def shrink(x: Numbers, columns: Sequence[Numbers], most: int) -> tuple[Numbers, 
     return places, [_extremes(column, starts) for column in columns]
 
 
+def shrink_to_means(x: Numbers, columns: Sequence[Numbers], most: int) -> tuple[Numbers, list[Numbers]]:
+    """The same with the mean of each stretch of rows, at its end: shares that add up to one still do."""
+    if len(x) <= most:
+        return x, list(columns)
+    starts = np.linspace(0, len(x), most + 1).astype(np.int64)[:-1]
+    ends = np.append(starts[1:], len(x)) - 1
+    return x[ends], [_means(column, starts) for column in columns]
+
+
+def _means(column: Numbers, starts: npt.NDArray[np.int64]) -> Numbers:
+    known = ~np.isnan(column)
+    counts = np.add.reduceat(known.astype(np.float64), starts)
+    sums = np.add.reduceat(np.where(known, column, 0.0), starts)
+    return np.divide(sums, counts, out=np.full(len(starts), np.nan), where=counts > 0)
+
+
 def _extremes(column: Numbers, starts: npt.NDArray[np.int64]) -> Numbers:
     least, most = np.fmin.reduceat(column, starts), np.fmax.reduceat(column, starts)
     # Rising or falling: what came first is drawn first.

@@ -17,6 +17,7 @@ from streamrl.page.access import page_token
 from streamrl.page.serving import address_of
 from streamrl.runtime.rundir import RunDir
 from tests.page.conftest import batches, page, write
+from tests.page.test_others import beside
 from tests.support.digits import TABLE, write_digits
 from tests.support.needs import browser
 from tests.support.processes import find, send, server_pid, until
@@ -29,6 +30,7 @@ pytestmark = [pytest.mark.needs("browser"), pytest.mark.process]
 PATIENCE_MS = 60_000
 HOSTILE = '<img src=x onerror="document.title=`owned`"><script>document.title="owned"</script>'
 ENDLESS = ("run.steps=100000", "tasks.drop_zero_variance=false", "metrics.window_s=1", "supervise.backoff_s=0.1")
+HELD = ("slo.hold_s=1", "slo.starvation=0.001", "slo.p95_age=1000")
 
 
 @asynccontextmanager
@@ -74,13 +76,30 @@ async def test_charts_are_drawn_in_both_colour_schemes_and_by_keyboard_alone(run
         await tab.wait_for_selector("section[aria-label^='staleness/max'] canvas")
 
 
+async def test_two_runs_are_drawn_beside_each_other_by_version_and_by_time(run: RunDir) -> None:
+    write(run, batches(1, 300))
+    beside(run, "other")
+    async with page(run) as (base, token, _), opened(f"{base}/?token={token}") as tab:
+        await tab.get_by_role("link", name="Compare").click()
+        await tab.get_by_label("The other run").select_option("other")
+        await tab.wait_for_selector("section[aria-label=Reward] canvas")
+        legend = tab.locator("section[aria-label=Reward] .u-legend")
+        assert [name in await legend.inner_text() for name in ("demo", "other", "version")] == [True] * 3
+        await tab.get_by_label("Over").select_option("elapsed_s")
+        await tab.wait_for_selector("section[aria-label=Reward] .u-legend:has-text('seconds since')")
+        assert await tab.locator("tr:has-text('batches') td").all_inner_texts() == ["batches", "300", "40"]
+        assert await tab.locator("td:text-is('tasks.batch_tasks')").count() == 1
+
+
 async def test_text_of_a_run_is_text(run: RunDir) -> None:
     """Names of workers, notes, prompts and reasons come from a run, and anybody may have written them."""
     write(run, batches(1, 3))
+    said = {"role": HOSTILE, "text": HOSTILE, "sampled": True, "start": 0, "num_tokens": 2, "engine": HOSTILE, "finish_reason": HOSTILE}
     group = [
         {"task": 1, "rollout": 0, "sample": 0, "reward": 1, "reward_parts": {HOSTILE: 1}, "status": HOSTILE, "num_tokens": 2}
         | {"prompt": HOSTILE, "label": HOSTILE, "tokens": [HOSTILE, "x"], "ids": [1, 2], "versions": [None, "0.1"], "mask": [0, 1]}
-        | {"logprobs": [0, -0.5]}
+        | {"logprobs": [0, -0.5], "became": HOSTILE, "metadata": HOSTILE, "engine": HOSTILE, "producer": HOSTILE, "finish_reason": HOSTILE}
+        | {"conversation": [{**said, "seconds": 1}]}
     ]
     drop = {"version": HOSTILE, "sequence": 1, "task": 1, "rollouts": [0], "reason": HOSTILE, "detail": HOSTILE}
     letter = {"time_s": 1, "sequence": 1, "subject": HOSTILE, "task": None, "num_bytes": 1, "reason": HOSTILE}
@@ -88,7 +107,7 @@ async def test_text_of_a_run_is_text(run: RunDir) -> None:
         "api/notes": [{"time_s": 1, "worker": HOSTILE, "kind": "notice", "text": HOSTILE}],
         "api/drops": [drop],
         "api/letters": [letter],
-        "api/batches/1/tasks/1": group,
+        "api/batches/1/tasks/1": {"samples": group, "weights": {}},
     }
     async with page(run) as (base, token, _), opened(f"{base}/?token={token}") as tab:
         for path, answer in answers.items():
@@ -99,6 +118,10 @@ async def test_text_of_a_run_is_text(run: RunDir) -> None:
             await holds(tab, f"document.querySelector('main').textContent.split('<script>').length > {least}")
             assert await tab.evaluate("document.querySelectorAll('main img, main script').length") == 0
             assert await tab.title() == "demo · streamrl"
+        for way in ("version", "logprob", "weight", "mask"):
+            await tab.get_by_label("Shown").select_option(way)
+            await holds(tab, "document.querySelector('.group').textContent.split('<script>').length > 4")
+            assert await tab.evaluate("document.querySelectorAll('main img, main script').length") == 0
 
 
 @pytest.mark.nats
@@ -107,11 +130,16 @@ async def test_it_goes_on_while_a_run_trains_and_its_trainer_and_server_are_kill
     write_digits(tmp_path, TABLE)
     streamrl = partial(start, *STREAMRL)
     run = RunDir(tmp_path / "runs" / "digits")
-    up = await streamrl("up", "run.toml", "--plain", *(word for key in ENDLESS for word in ("--set", key)))
+    up = await streamrl("up", "run.toml", "--plain", *(word for key in (*ENDLESS, *HELD) for word in ("--set", key)))
     await until(lambda: address_of(run), within_s=120)
     async with opened(address_of(run)) as tab:
         await tab.wait_for_selector("section[aria-label=Reward] canvas")
         await later(tab)
+        await tab.wait_for_selector("td:has(span:text-is('starvation')) + td .bad:text-is('breach')")
+        assert await tab.locator("tr:has(span:text-is('starvation')) td").last.inner_text() != ""
+        assert await tab.locator("td:has(span:text-is('p95_age')) + td").inner_text() == "ok"
+        for title in ("Where the trainer\\'s time goes", "Where the time of producers\\' slots goes", "Where the engines\\' time goes"):
+            await tab.wait_for_selector(f"section[aria-label='{title}'] canvas")
         (trainer,) = find("worker", "trainer", str(run.path))
         send(trainer, signal.SIGKILL)
         await later(tab)
@@ -124,7 +152,12 @@ async def test_it_goes_on_while_a_run_trains_and_its_trainer_and_server_are_kill
         assert await tab.locator("td .bad").count() == 0
         await tab.get_by_role("link", name="Samples").click()
         await tab.wait_for_selector("svg.lanes rect")
-        await tab.locator("td a").first.click()
+        await tab.get_by_label("batches to look at").fill("20")
+        await tab.get_by_label("status").select_option("completed")
+        await tab.wait_for_selector("p:text-matches('samples of [0-9]+ batches')")
+        await tab.locator("td:nth-child(2) a").first.click()
+        await tab.wait_for_selector(".said.sampled")
+        await tab.get_by_label("Shown").select_option("version")
         await tab.wait_for_selector(".tokens span[class^=v]")
         assert await tab.locator("#trouble").is_hidden()
     assert (await said(await streamrl("down", "digits")))[0] == 0

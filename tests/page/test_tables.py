@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.page.tables import Tables, as_json, shrink
+from streamrl.page.tables import Tables, as_json, shrink, shrink_to_means
 
 
 def test_rows_are_there_once_they_are_committed_and_columns_that_come_late_have_holes(tmp_path: Path) -> None:
@@ -82,3 +82,17 @@ def test_thinning_keeps_the_extremes_and_never_more_points_than_asked_for(values
     assert set(thin[~np.isnan(thin)]) <= set(values)
     if not np.isnan(column).all():
         assert (np.nanmin(thin), np.nanmax(thin)) == (np.nanmin(column), np.nanmax(column))
+
+
+def test_shares_that_add_up_to_one_still_do_when_thinned_and_what_is_missing_is_in_no_mean() -> None:
+    first = np.linspace(0.0, 1.0, 1000)
+    first[100:120] = math.nan
+    second = 1.0 - first
+    places, (a, b, none) = shrink_to_means(np.arange(1000.0), [first, second, np.full(1000, math.nan)], 37)
+    assert len(places) == 37
+    assert places[-1] == 999
+    np.testing.assert_allclose(a + b, 1.0)
+    assert np.isnan(none).all()
+    assert a[0] < a[-1]
+    x, (same,) = shrink_to_means(np.arange(3.0), [np.array([1.0, math.nan, 3.0])], 3)
+    assert (x.tolist(), as_json(same.tolist())) == ([0, 1, 2], [1, None, 3])

@@ -13,11 +13,19 @@ function range(plot, least, most) {
   return [least - room, most + room];
 }
 
+// Each line with those before it below; where one is missing all are.
+function onTop([x, ...lines]) {
+  const sums = x.map(() => 0);
+  return [x, ...lines.map((line) => line.map((value, at) => (value === null ? null : (sums[at] += value))))];
+}
+
 // series: [{ table, name, label, per }] - `per` divides by seconds, for amounts of a window.
+// `stacked`: shares that add up to one, drawn on top of each other, thinned to their means.
 export class Chart {
-  constructor(place, title, series, x = "version") {
+  constructor(place, title, series, x = "version", { stacked = false } = {}) {
     this.series = series;
     this.x = x;
+    this.stacked = stacked;
     this.plot = null;
     this.room = element("div", { class: "plot" });
     this.none = element("p", { class: "none" }, "no values yet");
@@ -33,31 +41,40 @@ export class Chart {
   // `answers`: by table, what /api/series says.
   show(answers) {
     const parts = this.series.map((one) => answers[one.table] && { ...one, x: answers[one.table].x, y: answers[one.table].values[one.name] });
-    const present = parts.filter((part) => part && part.y && part.y.some((value) => value !== null));
+    const present = parts.filter((part) => part && part.y && part.y.some((value) => (this.stacked ? value > 0 : value !== null)));
     this.none.hidden = present.length > 0;
     this.room.hidden = present.length === 0;
     if (!present.length) return;
     const tables = new Set(present.map((part) => part.table));
     const scaled = (part) => (part.per ? part.y.map((value) => (value === null ? null : value / part.per)) : part.y);
-    const joined = tables.size === 1
+    let joined = tables.size === 1
       ? [present[0].x, ...present.map(scaled)]
       : uPlot.join(present.map((part) => [part.x, scaled(part)]));
-    this.data = { values: joined, labels: present.map((part) => part.label), sparse: tables.size > 1 };
+    if (this.stacked) {
+      const known = joined[0].map((_, at) => joined.slice(1).some((line) => line[at] !== null)); // a short window may have no report
+      joined = joined.map((line) => line.filter((_, at) => known[at]));
+    }
+    const raw = joined;
+    if (this.stacked) joined = onTop(joined);
+    this.data = { values: joined, raw, labels: present.map((part) => part.label), sparse: tables.size > 1 };
     if (this.plot && this.drawn === this.data.labels.join("\n")) this.plot.setData(joined);
     else { this.#end(); this.#draw(this.data); }
   }
 
   #draw({ values, labels, sparse }) {
+    const stacked = this.stacked;
     const axis = { stroke: style("--soft"), grid: { stroke: style("--line"), width: 1 }, ticks: { stroke: style("--line") } };
     const time = this.x === "time_s";
     const lines = labels.map((label, at) => ({
-      label, stroke: style(`--s${at % 8}`), width: 1.5, spanGaps: sparse,
-      value: (plot, value) => number(value), points: { show: values[at + 1].filter((one) => one !== null && one !== undefined).length < 40 },
+      label, stroke: style(`--s${at % 9}`), width: stacked ? 0.5 : 1.5, spanGaps: sparse, fill: stacked ? style(`--s${at % 9}`) : undefined,
+      value: (plot, value, series, row) => number(stacked && row !== null ? this.data.raw[series][row] : stacked ? null : value, stacked ? 3 : 4),
+      points: { show: !stacked && values[at + 1].filter((one) => one !== null && one !== undefined).length < 40 },
     }));
     this.drawn = labels.join("\n");
     this.plot = new uPlot(
       {
-        width: this.room.clientWidth || 400, height: HEIGHT, scales: { x: { time }, y: { range } },
+        width: this.room.clientWidth || 400, height: HEIGHT, scales: { x: { time }, y: { range: stacked ? [0, 1] : range } },
+        bands: stacked ? labels.slice(1).map((_, at) => ({ series: [at + 2, at + 1] })) : [],
         series: [{ label: time ? "time" : this.x, value: time ? "{HH}:{mm}:{ss}" : (plot, value) => number(value) }, ...lines],
         axes: [axis, { ...axis, size: 58, values: (plot, ticks) => ticks.map((tick) => number(tick)) }],
         cursor: { sync: { key: this.x } },
@@ -84,12 +101,12 @@ export async function fill(charts, run, last = 0) {
   const wanted = {};
   for (const chart of charts)
     for (const one of chart.series)
-      if ((run.tables[one.table] || []).includes(one.name)) (wanted[`${chart.x}|${one.table}`] ||= new Set()).add(one.name);
+      if ((run.tables[one.table] || []).includes(one.name)) (wanted[JSON.stringify([chart.x, chart.stacked, one.table])] ||= new Set()).add(one.name);
   const answers = {};
   await Promise.all(Object.entries(wanted).map(async ([key, names]) => {
-    const [x, table] = [key.slice(0, key.indexOf("|")), key.slice(key.indexOf("|") + 1)];
-    const query = new URLSearchParams({ table, x, names: [...names].join(","), points: 1000, last });
-    (answers[x] ||= {})[table] = await get(`/api/series?${query}`);
+    const [x, stacked, table] = JSON.parse(key);
+    const query = new URLSearchParams({ table, x, names: [...names].join(","), points: stacked ? 250 : 1000, last, thin: stacked ? "mean" : "extremes" });
+    (answers[[x, stacked]] ||= {})[table] = await get(`/api/series?${query}`);
   }));
-  for (const chart of charts) chart.show(answers[chart.x] || {});
+  for (const chart of charts) chart.show(answers[[chart.x, chart.stacked]] || {});
 }

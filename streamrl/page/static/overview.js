@@ -7,7 +7,9 @@ const since = (name, label, per) => ({ table: "window", name, label, per });
 
 function chartsOf(run) {
   const per = run.window_s || 10;
-  const shares = (prefix) => (run.tables.window || []).filter((name) => name.startsWith(prefix)).map((name) => since(name, name.slice(prefix.length)));
+  // In the order in which the states are declared: what is work comes first.
+  const known = new Set(run.tables.window || []);
+  const shares = (prefix) => Object.keys(run.metrics).filter((name) => name.startsWith(prefix) && known.has(name)).map((name) => since(name, name.slice(prefix.length)));
   const reasons = (run.tables.batch || []).filter((name) => name.startsWith("rollouts/dropped_total/"));
   const all = [
     ["Reward", "version", [batch("rollout/raw_reward", "mean of the batch"), { table: "evaluation", name: "eval/heldout", label: "held-out" }]],
@@ -22,32 +24,53 @@ function chartsOf(run) {
     ["Sampler against trainer, nats", "version", [batch("train/train_rollout_logprob_abs_diff", "distance"), batch("train/entropy_loss", "entropy"), batch("train/ppo_kl", "KL")]],
     ["Answer lengths, tokens", "version", [batch("rollout/response_len/mean", "mean"), batch("rollout/response_len/max", "max")]],
   ];
-  for (const who of ["trainer", "engine", "producer"]) {
+  const times = [];
+  for (const [who, title] of [["trainer", "Where the trainer's time goes"], ["producer", "Where the time of producers' slots goes"], ["engine", "Where the engines' time goes"]]) {
     const found = shares(`${who}/share/`);
-    if (found.length) all.push([`Shares of the ${who}'s time`, "time_s", found]);
+    if (found.length) times.push([title, "time_s", found, { stacked: true }]);
   }
+  all.splice(6, 0, ...times);
   return all;
+}
+
+const signs = { ok: "good", warn: "warn", breach: "bad" };
+const level = (word) => element("span", { class: `name ${signs[word] || "soft"}` }, word || "not judged yet");
+
+// While a run is up, what it is held to and how it does; of one that is over, the worst of each objective.
+function objectives(run) {
+  const worst = Object.entries(run.worst);
+  if (worst.length) return box("Objectives, their worst over the run", table(["objective", "worst"], worst.map(([name, word]) => [name, level(word)])));
+  const { lines } = run.objectives;
+  if (!lines.length) return "";
+  const cells = lines.map((one) => [
+    element("span", { class: "name" }, one.objective), level(one.level), number(one.value, 3), number(one.bound), one.since_s ? clock(one.since_s) : "–",
+    (one.causes || []).map((cause) => cause.what).join("\n"), (one.causes || []).map((cause) => cause.hint).join("\n"),
+  ]);
+  return box("Objectives", table(["objective", "state", "value", "bound", "since", "likely cause", "what to turn"], cells, [2, 3]));
 }
 
 export function overview(place, run) {
   const cards = element("div", { class: "cards" });
+  const held = element("div", { role: "status" });
   const room = element("div", { class: "charts" });
   const notes = element("div");
-  place.append(cards, room, notes);
+  place.append(cards, held, room, notes);
   const charts = [];
   let known = "";
 
+  let judged = "";
   function tell() {
+    const told = JSON.stringify([run.worst, run.objectives]);
+    if (told !== judged) held.replaceChildren(objectives(run));
+    judged = told;
     const newest = run.newest;
     const rate = (name) => (name in newest ? number(newest[name] / (run.window_s || 10), 3) : "–");
-    const seconds = newest["perf/step_time"];
-    const trained = seconds > 0 ? number((newest["tokens/trained_total"] || 0) / seconds, 3) : "–";
     const values = [
       ["reward", number(newest["rollout/raw_reward"], 3)],
       ["held-out", number(newest["eval/heldout"], 3)],
       ["step", `${run.step} / ${run.steps}`],
       ["tokens/s sampled", rate("tokens/sampled_total")],
-      ["tokens/s trained", trained],
+      ["tokens/s trained", number(run.trained_per_s, 3)],
       ["staleness p95", number(newest["staleness/p95"], 3)],
       ["stream lag, s", number(newest["lag/stream_s"], 3)],
       ["versions behind", number(newest["lag/versions_behind"], 3)],
@@ -61,7 +84,7 @@ export function overview(place, run) {
       known = names;
       for (const chart of charts.splice(0)) chart.close();
       room.replaceChildren();
-      for (const [title, x, series] of chartsOf(run)) charts.push(new Chart(room, title, series, x));
+      for (const [title, x, series, options] of chartsOf(run)) charts.push(new Chart(room, title, series, x, options));
     }
     await fill(charts, run);
     const said = (await get("/api/notes")).slice(0, 20);

@@ -1,4 +1,5 @@
 // The frame: views by address, live state over server-sent events. Text from a run becomes text nodes only, never HTML.
+import { compare } from "/static/compare.js";
 import { drops } from "/static/drops.js";
 import { metrics } from "/static/metrics.js";
 import { overview } from "/static/overview.js";
@@ -6,8 +7,8 @@ import { samples } from "/static/samples.js";
 import { versions } from "/static/versions.js";
 import { element, get } from "/static/tools.js";
 
-const views = { overview, versions, drops, samples, metrics };
-const titles = { overview: "Overview", versions: "Versions", drops: "Drops", samples: "Samples", metrics: "All metrics" };
+const views = { overview, versions, drops, samples, compare, metrics };
+const titles = { overview: "Overview", versions: "Versions", drops: "Drops", samples: "Samples", compare: "Compare", metrics: "All metrics" };
 const main = document.getElementById("main");
 const nav = document.querySelector("nav");
 let run = null; // what /api/run says; `newest` and others are kept up to date by events
@@ -22,6 +23,7 @@ function tellState() {
   const parts = [run.state, `step ${run.step} of ${run.steps}`];
   if (run.version) parts.push(`version ${run.version}`);
   if (run.reading) parts.push(`reading ${Math.floor((100 * run.reading.done) / Math.max(1, run.reading.total))} %`);
+  if (run.objectives.level) parts.push(`objectives: ${run.objectives.level}`);
   if (run.error) parts.push(run.error);
   document.getElementById("state").textContent = parts.join(" · ");
 }

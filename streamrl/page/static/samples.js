@@ -1,5 +1,5 @@
 // A batch: its rollouts as lanes over time and as a list; a group of it side by side, token by token.
-import { box, element, get, number, table } from "/static/tools.js";
+import { box, cells, element, get, number, table } from "/static/tools.js";
 
 const MOST_LANES = 128, LANE = 9;
 
@@ -52,62 +52,146 @@ function lanes(batch) {
   return element("div", {}, element("p", {}, ...key, element("span", { class: "soft" }, `faint: waits and tools; strongest: reward; grey: queue and step; ${number(end - first, 3)} s in all${hidden ? `; ${hidden} more are not drawn` : ""}`)), drawing);
 }
 
-function list(batch, place) {
-  const least = element("input", { type: "number", step: "any", "aria-label": "Reward at least", placeholder: "reward ≥" });
-  const most = element("input", { type: "number", step: "any", "aria-label": "Reward at most", placeholder: "reward ≤" });
-  const all = (name) => [...new Set(batch.samples.map((one) => one[name]))].sort();
-  const choice = (label, values) => element("select", { "aria-label": label }, element("option", { value: "" }, `any ${label}`), ...values.map((value) => element("option", { value }, value)));
-  const status = choice("status", all("status")), version = choice("version", all("first_version"));
-  const rows = element("div");
-  function filter() {
-    const found = batch.samples.filter((one) =>
-      (least.value === "" || (one.reward !== null && one.reward >= Number(least.value))) &&
-      (most.value === "" || (one.reward !== null && one.reward <= Number(most.value))) &&
-      (!status.value || one.status === status.value) && (!version.value || one.first_version === version.value));
-    const cells = found.slice(0, 500).map((one) => [
-      element("a", { href: path(batch.version.split(".")[1], one.task) }, `${one.task}`), one.sample ? `${one.rollout}.${one.sample}` : one.rollout,
-      number(one.reward, 3), one.status, one.first_version === one.last_version ? one.first_version : `${one.first_version} – ${one.last_version}`,
-      number(one.num_tokens), number(one.num_trained), one.engine,
-    ]);
-    rows.replaceChildren(element("p", { class: "soft", role: "status" }, `${found.length} of ${batch.samples.length} samples`),
-      table(["task", "rollout", "reward", "status", "versions", "tokens", "trained", "engine"], cells, [1, 2, 5, 6]));
+// What is looked for stays while one walks through batches.
+const asked = { batches: "1" };
+
+// Samples of one or several batches, up to a version, that pass the filters.
+function list(place, upto, versions, run) {
+  const field = (name, label, attributes) => element("input", { name, "aria-label": label, placeholder: label, value: asked[name] || "", ...attributes });
+  const choice = (name, label, values) => element("select", { name, "aria-label": label },
+    element("option", { value: "" }, `any ${label}`), ...values.map((value) => element("option", { value, selected: asked[name] === value }, value)));
+  const numeric = { type: "number", step: "any", class: "short" };
+  const fields = [
+    field("batches", "batches to look at", { type: "number", min: 1, max: 1000, class: "short", title: "how many batches are looked at, from this one back" }),
+    field("least_reward", "reward ≥", numeric), field("most_reward", "reward ≤", numeric),
+    field("least_tokens", "tokens ≥", { ...numeric, step: 1 }), field("most_tokens", "tokens ≤", { ...numeric, step: 1 }), field("task", "task", { ...numeric, step: 1 }),
+    choice("became", "end", ["trained", "dropped", ...(run.reasons || [])]), choice("status", "status", ["completed", "truncated", "aborted", "failed"]),
+    choice("version", "version", versions), field("text", "text in prompt or answer", { type: "search" }),
+  ];
+  const told = element("p", { class: "soft", role: "status" }), on = element("button", { type: "button", hidden: true }, "Look further back");
+  const heads = ["batch", "task", "rollout", "reward", "end", "status", "versions", "tokens", "trained", "engine", "text"];
+  const done = table(heads, [], [2, 3, 7, 8]);
+  const body = done.querySelector("tbody");
+  let sums = null, turn = 0, next = null;
+
+  async function look(from) {
+    const mine = ++turn;
+    told.textContent = "looking …";
+    on.hidden = true;
+    const query = new URLSearchParams(Object.entries(asked).filter(([, value]) => value));
+    query.set("upto", from);
+    let found;
+    try {
+      found = await get(`/api/samples?${query}`);
+    } catch (error) {
+      if (mine === turn) told.textContent = error.message;
+      return;
+    }
+    if (mine !== turn) return;
+    sums = { hits: sums.hits + found.samples.length, samples: sums.samples + found.num_samples, batches: sums.batches + found.batches, missing: sums.missing + found.missing };
+    body.append(...cells(found.samples.map(({ line, text }) => [
+      element("a", { href: path(line.batch.split(".")[1]) }, line.batch), element("a", { href: path(line.batch.split(".")[1], line.task) }, `${line.task}`),
+      line.sample ? `${line.rollout}.${line.sample}` : line.rollout, number(line.reward, 3), line.became, line.status,
+      line.first_version === line.last_version ? line.first_version : `${line.first_version} – ${line.last_version}`,
+      number(line.num_tokens), number(line.num_trained), line.engine, text,
+    ]), [2, 3, 7, 8]));
+    const missing = sums.missing ? `; ${sums.missing} messages are not there any more, or are too many to be read` : "";
+    told.textContent = `${number(sums.hits)} of ${number(sums.samples)} samples of ${number(sums.batches)} ${sums.batches === 1 ? "batch" : "batches"}, down to version ${found.first}${missing}`;
+    next = found.more;
+    on.hidden = next === null;
   }
-  for (const one of [least, most, status, version]) one.addEventListener("input", filter);
-  place.append(box("Samples", element("div", { class: "bar" }, least, most, status, version), rows));
-  filter();
+  function anew() {
+    for (const one of fields) asked[one.name] = one.value;
+    sums = { hits: 0, samples: 0, batches: 0, missing: 0 };
+    body.replaceChildren();
+    look(upto);
+  }
+  let timer = 0;
+  for (const one of fields) one.addEventListener("input", () => { clearTimeout(timer); timer = setTimeout(anew, 300); });
+  on.addEventListener("click", () => look(next));
+  place.append(box("Samples", element("div", { class: "bar" }, element("label", {}, "batches ", fields[0]), ...fields.slice(1)), told, done, on));
+  anew();
 }
 
-function side(one, at) {
+// How a token is coloured: by the version that sampled it, by how likely it was to the sampler, or by whether it is trained on.
+const LIKELY = [0.9, 0.5, 0.1, 0.01];
+const likely = (logprob) => { const at = LIKELY.findIndex((least) => Math.exp(logprob) >= least); return at < 0 ? LIKELY.length : at; };
+const kinds = {
+  version: (one, index, at) => (one.versions[index] === null ? "" : `v${at(one.versions[index])}`),
+  logprob: (one, index) => (one.versions[index] === null ? "" : `p${likely(one.logprobs[index])}`),
+  mask: (one, index) => (one.mask[index] ? "v2" : ""),
+  weight: () => "",
+};
+
+function side(one, kind, at) {
   const spans = one.tokens.map((text, index) => {
     const version = one.versions[index];
-    const kind = [version === null ? "" : `v${at(version)}`, one.mask[index] ? "" : "masked"].filter(Boolean).join(" ");
-    const told = version === null ? "no model sampled it" : `version ${version}, log-probability ${one.logprobs[index]}`;
-    return element("span", { class: kind, title: `${told}${one.mask[index] ? "" : "; not trained"}; id ${one.ids[index]}` }, text);
+    const told = version === null ? "no model sampled it" : `version ${version}, log-probability ${one.logprobs[index]} (sampler)`;
+    return element("span", { class: `${kinds[kind](one, index, at)}${one.mask[index] ? "" : " masked"}`.trim(), title: `${told}${one.mask[index] ? "" : "; not trained"}; id ${one.ids[index]}` }, text);
   });
   const parts = Object.entries(one.reward_parts).map(([name, value]) => `${name} ${number(value, 3)}`).join(", ");
-  const head = `rollout ${one.rollout}${one.sample ? `.${one.sample}` : ""}: reward ${number(one.reward, 3)}${parts ? ` (${parts})` : ""}, ${one.status}, ${number(one.num_tokens)} tokens`;
+  const head = `rollout ${one.rollout}${one.sample ? `.${one.sample}` : ""}: reward ${number(one.reward, 3)}${parts ? ` (${parts})` : ""}, ${one.became}, ${one.status}, ${number(one.num_tokens)} tokens`;
   const more = one.num_tokens > one.tokens.length ? [element("p", { class: "soft" }, `the first ${number(one.tokens.length)} tokens are shown`)] : [];
-  return element("section", { class: "box" }, element("h2", {}, head), element("div", { class: "tokens" }, ...spans), ...more);
+  const by = [one.engine && `engine ${one.engine}`, one.producer, `finished by ${one.finish_reason}`, one.metadata].filter(Boolean).join(" · ");
+  return element("section", { class: "box" }, element("h2", {}, head), element("p", { class: "soft" }, by), element("div", { class: "tokens" }, ...spans), ...more);
 }
+
+function talk(one) {
+  const said = one.conversation.map((part) => {
+    const facts = [part.sampled ? "sampled" : "", part.num_tokens ? `${number(part.num_tokens)} tokens` : "", part.seconds !== null ? `${number(part.seconds, 3)} s` : "", part.sampled ? part.engine : "", part.finish_reason].filter(Boolean).join(", ");
+    return element("div", { class: `said ${part.sampled ? "sampled" : ""}` }, element("p", {}, element("b", {}, part.role), " ", element("span", { class: "soft" }, facts)), element("div", { class: "tokens" }, part.text));
+  });
+  return element("section", { class: "box" }, element("h2", {}, `rollout ${one.rollout}${one.sample ? `.${one.sample}` : ""}: reward ${number(one.reward, 3)}, ${one.became}`), ...said);
+}
+
+const WEIGHTS = {
+  "train/tis": "mean importance weight", "train/tis_abs": "mean distance from 1", "train/tis_clipfrac": "part that met a bound",
+  "train/train_rollout_logprob_abs_diff": "mean distance of log-probabilities", "train/train_rollout_logprob_abs_diff_max": "greatest distance", "train/ppo_kl": "KL",
+};
+
+// What there is of importance weights: numbers of the batch, none of a token.
+function weights(found) {
+  const rows = Object.entries(WEIGHTS).filter(([name]) => name in found.weights).map(([name, said]) => [said, number(found.weights[name]), name]);
+  return box("Importance weights", element("p", { class: "soft" }, "The log has the sampler's log-probability of each token and not the trainer's, so a token's weight is not known. Of the batch as a whole:"),
+    rows.length ? table(["", "value", "metric"], rows, [1]) : element("p", { class: "soft" }, "its ledger entry has no numbers of weights"));
+}
+
+let shownAs = "conversation";
 
 async function group(place, number_, task) {
   const found = await get(`/api/batches/${number_}/tasks/${task}`);
-  const { order, at } = colours(found.flatMap((one) => one.versions));
+  const { order, at } = colours(found.samples.flatMap((one) => one.versions));
+  const ways = { conversation: "as a conversation", version: "tokens by version", logprob: "tokens by log-probability", weight: "tokens by importance weight", mask: "tokens by loss mask" };
+  const way = element("select", { "aria-label": "Shown" }, ...Object.entries(ways).map(([value, said]) => element("option", { value, selected: value === shownAs }, said)));
+  const key = element("p"), room = element("div");
+  function draw() {
+    shownAs = way.value;
+    const keys = {
+      version: order.map((version) => element("span", { class: `key v${at(version)}` }, `version ${version}`)),
+      logprob: [...LIKELY.map((least, kind) => element("span", { class: `key p${kind}` }, `probability ≥ ${least}`)), element("span", { class: `key p${LIKELY.length}` }, "less")],
+      mask: [element("span", { class: "key v2" }, "trained on")],
+    };
+    key.replaceChildren(...(keys[shownAs] || []), ...(shownAs === "conversation" ? [] : [element("span", { class: "soft" }, "pale: not trained on")]));
+    room.replaceChildren(...(shownAs === "weight" ? [weights(found)] : []),
+      element("div", { class: "group" }, ...found.samples.map((one) => (shownAs === "conversation" ? talk(one) : side(one, shownAs, at)))));
+  }
+  way.addEventListener("change", draw);
+  const first = found.samples[0];
   place.append(
     element("p", {}, element("a", { href: path(number_) }, `← batch of version ${number_}`)),
-    ...(found.length ? [box(`Task ${task}`, element("div", { class: "tokens" }, found[0].prompt), ...(found[0].label === null ? [] : [element("p", { class: "soft" }, `label: ${found[0].label}`)]))] : []),
-    element("p", {}, ...order.map((version) => element("span", { class: `key v${at(version)}` }, `version ${version}`)), element("span", { class: "soft" }, "pale: not trained")),
-    element("div", { class: "group" }, ...found.map((one) => side(one, at))),
+    ...(first ? [box(`Task ${task}`, element("div", { class: "tokens" }, first.prompt), ...(first.label === null ? [] : [element("p", { class: "soft" }, `label: ${first.label}`)]))] : []),
+    element("div", { class: "bar" }, element("label", {}, "Shown ", way)), key, room,
   );
+  draw();
 }
 
-async function batchView(place, wanted) {
+async function batchView(place, wanted, run) {
   const batch = await get(`/api/batches/${wanted}`);
   const missing = batch.missing ? ` ${batch.missing} of its messages are not there any more, or are too many to be read.` : "";
   place.append(
     box(`Batch of version ${batch.version}`, element("p", { class: "soft" }, `${batch.source}, ${batch.num_groups} groups, ${batch.samples.length} samples, digest ${batch.digest || "–"}.${missing}`), lanes(batch)),
   );
-  list(batch, place);
+  list(place, wanted, [...new Set(batch.samples.map((one) => one.first_version))].sort(), run);
   if (batch.drops.length) place.append(box("Dropped before it", table(["reason", "task", "rollouts", "sequence", "detail"], batch.drops.map((one) => [one.reason, one.task, one.rollouts.join(", "), one.sequence || "–", one.detail]), [1, 3])));
 }
 
@@ -124,7 +208,7 @@ export function samples(place, run, [wanted, task]) {
   const room = element("div", { "aria-busy": "true" }, element("p", { class: "soft" }, "reading …"));
   place.append(form, room);
   const body = document.createDocumentFragment();
-  const work = chosen < 1 ? Promise.reject(new Error("no batch was trained yet")) : /^\d{1,18}$/.test(task || "") ? group(body, chosen, task) : batchView(body, chosen);
+  const work = chosen < 1 ? Promise.reject(new Error("no batch was trained yet")) : /^\d{1,18}$/.test(task || "") ? group(body, chosen, task) : batchView(body, chosen, run);
   work.then(() => room.replaceChildren(body), (error) => room.replaceChildren(element("p", { class: "bad" }, error.message))).finally(() => room.removeAttribute("aria-busy"));
   return { update() {}, close() {} };
 }

@@ -26,11 +26,15 @@ export function clock(seconds) {
   return seconds ? new Date(seconds * 1000).toLocaleTimeString() : "–";
 }
 
+const kind = (numeric, at) => (numeric.includes(at) ? "num" : "text");
+
+export function cells(rows, numeric = []) {
+  return rows.map((row) => element("tr", {}, ...row.map((cell, at) => element("td", { class: kind(numeric, at) }, cell ?? "–"))));
+}
+
 export function table(heads, rows, numeric = []) {
-  const kind = (at) => (numeric.includes(at) ? "num" : "text");
-  const head = element("tr", {}, ...heads.map((text, at) => element("th", { scope: "col", class: kind(at) }, text)));
-  const body = rows.map((cells) => element("tr", {}, ...cells.map((cell, at) => element("td", { class: kind(at) }, cell ?? "–"))));
-  return element("table", {}, element("thead", {}, head), element("tbody", {}, ...body));
+  const head = element("tr", {}, ...heads.map((text, at) => element("th", { scope: "col", class: kind(numeric, at) }, text)));
+  return element("table", {}, element("thead", {}, head), element("tbody", {}, ...cells(rows, numeric)));
 }
 
 export function box(title, ...children) {

@@ -1,0 +1,209 @@
+"""Another run of the same directory of runs beside this one, from its metrics file alone; nothing of the other run is changed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import stat
+import time
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from streamrl.config.tree import Config
+from streamrl.errors import ConfigError, NotFound
+from streamrl.monitor.metrics_file import files
+from streamrl.monitor.series import BATCH
+from streamrl.page.index import Index, Progress, page_folder
+from streamrl.page.tables import Numbers, as_json, shrink_to_means
+from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.subjects import RUN_ID
+
+MOST_RUNS = 1000
+"""That are listed, the newest ones."""
+MOST_KEPT = 8
+"""Runs whose rows are kept beside this run's; of more, the one that was looked at the longest ago is read anew when it is wanted."""
+ROLLING = 20
+"""Batches that a throughput is taken over, and that the last values are means of."""
+_POINTS = 600
+_READ_S = 0.5
+_MOST_DIFFERENCES = 200
+_CHARS = 500
+AXES = ("version", "elapsed_s")
+_CURVES = {
+    "reward": "rollout/raw_reward",
+    "loss": "train/loss",
+    "staleness": "staleness/mean",
+    "staleness_p95": "staleness/p95",
+}
+
+
+class Curves(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the two runs."""
+
+    name: str
+    batches: int
+    seconds: float
+    """From its first batch to its newest, pauses included."""
+    x: list[float | None]
+    """Versions, or seconds since the first batch."""
+    values: dict[str, list[float | None]]
+    """`reward`, `loss`, `staleness`, `staleness_p95` (means of neighbouring batches where there are many) and `throughput`."""
+    last: dict[str, float | None]
+    """Of the same, the means of the newest batches."""
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Two runs."""
+
+    runs: tuple[Curves, Curves]
+    reading: Progress | None
+    """How far the other one has been read; None: to its end."""
+    differences: list[tuple[str, str, str]]
+    """Keys of the configuration, and what either run has."""
+    trouble: str
+    """Why the configurations are not compared."""
+
+
+class Others:
+    """The runs beside one.
+
+    Args:
+        run: whose page it is.
+        config: its own.
+        index: its own.
+    """
+
+    def __init__(self, run: RunDir, config: Config, index: Index) -> None:
+        self._run, self._config, self._index = run, config, index
+        self._folder = page_folder(run) / "others"
+        self._opened: dict[str, tuple[int, Index]] = {}
+        """By name, the number of the run's directory, and its rows; the one that was looked at last at the end."""
+        self._fresh = True
+        self._one_at_a_time = asyncio.Lock()
+
+    def names(self) -> list[str]:
+        """Runs of the same directory that can be compared, the most recently started first."""
+        found: list[tuple[float, str]] = []
+        try:
+            with os.scandir(self._run.path.parent) as entries:
+                for entry in entries:
+                    if entry.name != self._run.name and (began_s := _began_s(entry)) is not None:
+                        found.append((began_s, entry.name))
+        except OSError:
+            return []
+        return [name for _, name in sorted(found, reverse=True)[:MOST_RUNS]]
+
+    async def compare(self, name: str, x: str) -> Comparison:
+        """This run and the one called `name`, over `x` of `AXES`. Reads a stretch of the other one's rows, so it is to be called again.
+
+        Raises:
+            NotFound: there is no such run.
+            OSError: there is no room for its rows.
+        """
+        async with self._one_at_a_time:
+            return await asyncio.to_thread(self._compare, name, x)
+
+    def _compare(self, name: str, x: str) -> Comparison:
+        other = RunDir(self._run.path.parent / name)
+        if name not in self.names() or any(path.is_symlink() for path in files(other.metrics)):
+            self._forget(name)
+            raise NotFound(f"expected a run beside {self._run.name!r}, got {name!r}", hint="was it deleted?")
+        index = self._index_of(other)
+        until_s = time.monotonic() + _READ_S
+        while (more := index.read_rows()) and time.monotonic() < until_s:
+            pass
+        differences, trouble = self._differences(other)
+        return Comparison(
+            runs=(_curves(self._run.name, self._index, x), _curves(name, index, x)),
+            reading=index.progress() if more else None,
+            differences=differences,
+            trouble=trouble,
+        )
+
+    def _index_of(self, other: RunDir) -> Index:
+        if self._fresh:  # what an earlier page has left: the runs may have been made anew since
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._fresh = False
+        inode = other.path.stat().st_ino
+        known = self._opened.get(other.name)
+        if known is not None and known[0] != inode:
+            self._forget(other.name)
+            known = None
+        index = Index(other, self._folder / other.name, only=BATCH) if known is None else known[1]
+        self._opened.pop(other.name, None)
+        self._opened[other.name] = (inode, index)
+        while len(self._opened) > MOST_KEPT:
+            self._forget(next(iter(self._opened)))
+        return index
+
+    def _forget(self, name: str) -> None:
+        if self._opened.pop(name, None) is not None:
+            shutil.rmtree(self._folder / name, ignore_errors=True)
+
+    def _differences(self, other: RunDir) -> tuple[list[tuple[str, str, str]], str]:
+        # Imported here: few look at it, and it takes a tenth of the page's memory.
+        from streamrl.history.compare import config_differences
+
+        try:
+            found = config_differences(self._config, other.load_config())
+        except ConfigError as error:
+            return [], error.message
+        return [(one.key, _text(one.a), _text(one.b)) for one in found[:_MOST_DIFFERENCES]], ""
+
+
+def _began_s(entry: os.DirEntry[str]) -> float | None:
+    """When a run was started last; None for what is no run, or leads elsewhere."""
+    try:
+        if not RUN_ID.fullmatch(entry.name) or not entry.is_dir(follow_symlinks=False):
+            return None
+        config = os.lstat(os.path.join(entry.path, "config.json"))
+        metrics = os.lstat(os.path.join(entry.path, "metrics"))
+    except OSError:
+        return None
+    return config.st_mtime if stat.S_ISREG(config.st_mode) and stat.S_ISDIR(metrics.st_mode) else None
+
+
+def _curves(name: str, index: Index, x: str) -> Curves:
+    columns = index.columns(BATCH, ["version", "time_s", "tokens/trained_total", "perf/step_time", *_CURVES.values()])
+    times = columns["time_s"]
+    # A clock that was set back takes no time away.
+    elapsed = np.maximum.accumulate(times - times[0]) if len(times) else times
+    values = {curve: columns[metric] for curve, metric in _CURVES.items()}
+    values["throughput"] = rolling_rate(columns["tokens/trained_total"], columns["perf/step_time"], ROLLING)
+    places, thin = shrink_to_means(columns["version"] if x == "version" else elapsed, list(values.values()), _POINTS)
+    return Curves(
+        name=name,
+        batches=len(times),
+        seconds=float(elapsed[-1]) if len(times) else 0.0,
+        x=as_json(places.tolist()),
+        values={curve: as_json(column.tolist()) for curve, column in zip(values, thin, strict=True)},
+        last={curve: _last(column, 1 if curve == "throughput" else ROLLING) for curve, column in values.items()},
+    )
+
+
+def newest_rate(index: Index) -> float | None:
+    """Tokens trained a second over the newest batches of a run; None where there is none."""
+    columns = index.columns(BATCH, ["tokens/trained_total", "perf/step_time"], last=ROLLING)
+    return _last(rolling_rate(columns["tokens/trained_total"], columns["perf/step_time"], ROLLING), 1)
+
+
+def rolling_rate(amounts: Numbers, seconds: Numbers, most: int) -> Numbers:
+    """[rows] amount a second over up to `most` rows that end with each; NaN where there is none."""
+    there = ~np.isnan(amounts) & (seconds > 0)
+    sums = [np.concatenate([[0.0], np.cumsum(np.where(there, column, 0.0))]) for column in (amounts, seconds)]
+    ends = np.arange(1, len(amounts) + 1)
+    starts = np.maximum(0, ends - most)
+    amount, taken = (column[ends] - column[starts] for column in sums)
+    return np.divide(amount, taken, out=np.full(len(amounts), np.nan), where=there & (taken > 0))
+
+
+def _last(column: Numbers, most: int) -> float | None:
+    known = column[~np.isnan(column)][-most:]
+    return float(known.mean()) if len(known) else None
+
+
+def _text(value: Any) -> str:
+    return msgspec.json.encode(value).decode(errors="replace")[:_CHARS]

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from streamrl.bus.memory.bus import MemoryBus
+from streamrl.bus.protocol import Bus
+from streamrl.data.characters import write_tokenizer
+from streamrl.data.tokenizer import Tokenizer, load_tokenizer
+from streamrl.errors import NotFound
+from streamrl.page.index import LEDGER_TABLE, open_index
+from streamrl.page.log import RunLog
+from streamrl.page.samples import Samples
+from streamrl.page.search import Ends, Found, Wanted, around
+from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.codec import encode
+from streamrl.schemas.encoding import encode_samples
+from streamrl.schemas.ledger import Drop, LedgerEntry, Used
+from streamrl.schemas.samples import Sample, Status, VersionSpan
+from streamrl.schemas.subjects import SAMPLES, Subjects
+from streamrl.schemas.versions import Version
+
+SUBJECTS = Subjects("demo")
+HOSTILE = "<script>alert(1)</script>"
+
+
+def sample(tokenizer: Tokenizer, task: int, rollout: int, *, reward: float, answer: str, version: int) -> Sample:
+    prompt, said = tokenizer.encode(f"<|user|>{task}+0<|end|><|assistant|>"), tokenizer.encode(answer + "<|end|>")
+    return Sample(
+        **{"run": "demo", "policy": "policy", "source": "main", "task": task, "rollout": rollout, "group_size": 2, "reward": reward},
+        tokens=np.array(prompt + said, np.int32),
+        loss_mask=np.array([0] * len(prompt) + [1] * len(said), np.uint8),
+        logprobs=np.array([0.0] * len(prompt) + [-0.5] * len(said), np.float32),
+        spans=(VersionSpan(len(prompt), None), VersionSpan(len(said), Version(0, version))),
+        status=Status.TRUNCATED if rollout else Status.COMPLETED,
+    )
+
+
+class Log(RunLog):
+    """A log that is there."""
+
+    there: Bus
+
+    async def bus(self) -> Bus:
+        return self.there
+
+
+@asynccontextmanager
+async def samples(run: RunDir) -> AsyncGenerator[tuple[Samples, MemoryBus]]:
+    """Five batches of two groups each, which task 100 + version was dropped before."""
+    write_tokenizer(run.model_dir)
+    tokenizer = load_tokenizer(run.model_dir)
+    bus = MemoryBus("demo")
+    config = run.load_config()
+
+    async def group(task: int, version: int, reward: float) -> int:
+        pair = [sample(tokenizer, task, at, reward=reward + at, answer=f"{task} is it" + "!" * at, version=version - 1) for at in range(2)]
+        return (await bus.publish(SUBJECTS.samples("main"), encode_samples(pair))).sequence
+
+    with open_index(run) as index:
+        for version in range(1, 6):
+            tasks = (10 * version, 10 * version + 1)
+            stands = {task: await group(task, version, version / 10) for task in tasks}
+            used = tuple(Used(task, (0, 1), (sequence, sequence)) for task, sequence in stands.items())
+            lost = await group(100 + version, version, 0.0)
+            drops = (Drop(lost, 100 + version, (0, 1), "stale"), Drop(0, 999, (), "expired"))
+            entry = LedgerEntry(
+                **{"run": "demo", "trainer": config.trainer.name, "source": "main", "cursor": lost, "granted": 0, "retired": 0},
+                version=Version(0, version),
+                used=used,
+                drops=drops,
+                metrics={"train/tis": 1.25, "rollout/raw_reward": 1.0},
+            )
+            stored = (await bus.publish(SUBJECTS.ledger(config.trainer.name), encode(entry))).sequence
+            index.add(LEDGER_TABLE, {"version": version, "epoch": 0, "sequence": stored}, source="ledger", mark=stored, forks=True)
+        index.commit()
+        log = Log(run, index, config.trainer.name)
+        log.there = bus
+        yield Samples(run, config, index, log), bus
+
+
+async def found(some: Samples, wanted: Mapping[str, Any], *, upto: int | None = None, batches: int = 100) -> Found:
+    return await some.search(msgspec.convert(wanted, Wanted, strict=False), upto=upto, batches=batches)
+
+
+async def test_filters_go_over_several_batches_and_say_how_far_they_looked(run: RunDir) -> None:
+    async with samples(run) as (some, _):
+        every = await found(some, {})
+        assert (every.batches, every.num_samples, len(every.samples), every.first, every.more) == (5, 30, 30, 1, None)
+        assert [hit.line.batch for hit in every.samples[:6]] == ["0.5"] * 6
+        two = await found(some, {"became": "trained"}, upto=4, batches=2)
+        assert ({hit.line.batch for hit in two.samples}, two.first, two.more) == ({"0.4", "0.3"}, 3, 2)
+        assert len((await found(some, {}, upto=two.more)).samples) == 12
+        for wanted, count in (
+            ({"became": "trained"}, 20),
+            ({"became": "dropped"}, 10),
+            ({"became": "stale"}, 10),
+            ({"became": "expired"}, 0),
+            ({"least_reward": "1.3"}, 6),
+            ({"most_reward": "0.1"}, 7),
+            ({"task": "31"}, 2),
+            ({"task": "103", "status": "truncated"}, 1),
+            ({"version": "0.2"}, 6),
+            ({"least_tokens": "18"}, 10),
+            ({"text": "31 IS it!"}, 1),
+            ({"text": "31+0"}, 2),
+            ({"text": "nobody said"}, 0),
+        ):
+            assert len((await found(some, wanted)).samples) == count, wanted
+        assert (await found(some, {"text": "31 is it!"})).samples[0].text.startswith("<|user|>31+0")
+        assert every.samples[0].text == "50 is it<|end|>"
+
+
+async def test_messages_that_are_gone_are_counted_and_the_others_found(run: RunDir) -> None:
+    async with samples(run) as (some, bus):
+        await bus.trim(SAMPLES, through=4)
+        every = await found(some, {})
+        assert (len(every.samples), every.missing, every.batches) == (22, 4, 5)
+
+
+async def test_a_group_has_its_conversations_and_the_weights_that_are_known(run: RunDir) -> None:
+    async with samples(run) as (some, _):
+        group = await some.group(3, 31)
+        assert group.weights == {"train/tis": 1.25}
+        assert [(part["role"], part["text"]) for part in group.samples[1]["conversation"]] == [
+            ("user", "31+0"),
+            ("assistant", "31 is it!<|end|>"),
+        ]
+        assert [one["became"] for one in group.samples] == ["trained"] * 2
+        assert [one["became"] for one in (await some.group(3, 103)).samples] == ["stale"] * 2
+        for task in (999, 1, 41):
+            with pytest.raises(NotFound, match=str(task)):
+                await some.group(3, task)
+        batch = await some.batch(3)
+        assert (len(batch.samples), len(batch.drops), batch.missing) == (4, 2, 0)
+
+
+@pytest.mark.parametrize("wanted", [{"least_reward": "x"}, {"task": "1.5"}, {"nobody": "1"}, {"text": "x" * 2000}])
+def test_filters_that_say_nothing_are_refused(wanted: dict[str, str]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(wanted, Wanted, strict=False)
+
+
+def test_a_drop_of_a_whole_message_is_that_of_each_sample_in_it() -> None:
+    kind = {"run": "r", "trainer": "t", "source": "main", "cursor": 9, "granted": 0, "retired": 0, "version": Version(0, 1)}
+    entry = LedgerEntry(
+        **kind, used=(Used(1, (0,), (5,)),), drops=(Drop(6, 2, (), "poison"), Drop(5, 1, (0,), "late"), Drop(7, 3, (1,), "mine"))
+    )
+    tokens = np.zeros(0, np.int32)
+
+    def one(task: int, rollout: int) -> Sample:
+        kind = {"run": "r", "policy": "p", "source": "main", "task": task, "rollout": rollout}
+        return Sample(**kind, tokens=tokens, loss_mask=tokens.astype(np.uint8), logprobs=tokens.astype(np.float32), spans=())
+
+    ends = Ends(entry)
+    assert [ends.of(one(1, 0), 5), ends.of(one(2, 3), 6), ends.of(one(3, 1), 7), ends.of(one(3, 0), 7)] == ["trained", "poison", "mine", ""]
+    assert ends.sequences() == [5, 7, 6]
+    assert Ends(entry, became="other").sequences() == [7]
+    assert Ends(entry, became="trained").sequences() == [5]
+
+
+def test_what_stands_around_words_is_cut() -> None:
+    text = "x" * 500 + HOSTILE + "y" * 500
+    found = around(text, HOSTILE.upper())
+    assert found == "…" + "x" * 80 + HOSTILE + "y" * 80 + "…"
+    assert around("abc", "abc") == "abc"
+    assert around("", "abc") is None
