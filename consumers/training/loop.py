@@ -171,12 +171,15 @@ class LiveTrainer:
             waiting=partial(self._wait, saver),
         )
         logger.info("event=training version=%s cursor=%d ledger=%d fence=%d", state.version, state.cursor, ledger.last_number, fence)
-        reaping = Reaper(self.bus, self.subjects, name, fence, lambda: fold.own).start(call.loop)
+        reaper = Reaper(self.bus, self.subjects, name, fence, lambda: fold.own, self.fold_config)
+        reaping = reaper.start(call.loop)
         try:
             finished = self._train(fold, ledger, saver, stop)
         finally:
             reaping.cancel()
             reader.close()
+        if finished:
+            call(reaper.last_look())
         with self.call.clock.within("checkpoint"):
             saver.flush(fold.own)
         if finished:

@@ -9,7 +9,8 @@ lost      what of the gone is still open: a tombstone with the message id `lost-
 ```
 
 Every look may be cut short anywhere, and is made again: a tombstone is stored once, and one that came behind a real record would be a
-`late` drop. A task that somebody holds is in `tasks`, however long it is held: what hangs is ended by its holder's limits.
+`late` drop. A run that has trained its last version is looked at once more, by whoever trained it: what came since its last record is
+folded for that look only. A task that somebody holds is in `tasks`, however long it is held: what hangs is ended by its holder's limits.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from streamrl.bus.protocol import Bus
-from streamrl.bus.reading import is_gone
+from streamrl.bus.reading import is_gone, stretch
 from streamrl.consumers.training.checkpoints import trim_if_full
-from streamrl.core.state import FoldState
+from streamrl.consumers.training.reader import open_message
+from streamrl.core.fold import fold
+from streamrl.core.state import FoldConfig, FoldState
 from streamrl.errors import BusError, Fenced, StreamFull
 from streamrl.runtime.task_keys import remove_task_keys
 from streamrl.schemas.codec import encode
@@ -62,14 +65,16 @@ class Reaper:
         trainer: whose fence is held.
         fence: under which it looks; once there is a higher one it ends nothing more.
         state: the fold's state as it is now.
+        config: the decisions.
     """
 
-    def __init__(self, bus: Bus, subjects: Subjects, trainer: str, fence: int, state: Callable[[], FoldState]) -> None:
+    def __init__(self, bus: Bus, subjects: Subjects, trainer: str, fence: int, state: Callable[[], FoldState], config: FoldConfig) -> None:
         self._bus = bus
         self._subjects = subjects
         self._trainer = trainer
         self._fence = fence
         self._state = state
+        self._config = config
 
     def start(self, loop: asyncio.AbstractEventLoop) -> Future[None]:
         """Look again and again until the future is cancelled; called from the training thread."""
@@ -89,8 +94,24 @@ class Reaper:
                 logger.warning("event=reaper_failed error=%s", error.message)
             await asyncio.sleep(min(MOST_S, max(LOOK_EVERY_S, REST * (time.monotonic() - began))))
 
-    async def look(self) -> tuple[int, ...]:
+    async def last_look(self) -> None:
+        """The look after the run's last version, when nobody folds any more. What the bus refuses then is said and costs no version.
+
+        Raises:
+            Fenced: another trainer has taken over.
+        """
+        try:
+            await self.look(over=True)
+        except Fenced:
+            raise
+        except BusError as error:
+            logger.warning("event=reaper_failed at=end error=%s", error.message)
+
+    async def look(self, *, over: bool = False) -> tuple[int, ...]:
         """One look; returns the tasks that were ended.
+
+        Args:
+            over: the run has trained its last version, and nobody folds any more.
 
         Raises:
             Fenced: another trainer has taken over; nothing was ended.
@@ -108,7 +129,7 @@ class Reaper:
         if not gone:
             return ()
         end = (await self._bus.state(SAMPLES)).last
-        state = await self._folded(end)
+        state = await (self._rest_folded(end) if over else self._folded(end))
         lost = tuple(task for task in gone if state.is_open(task))
         if lost:
             await self._end(state, lost)
@@ -126,6 +147,12 @@ class Reaper:
                     break
                 since = time.monotonic()
             await asyncio.sleep(POLL_S)
+        return state
+
+    async def _rest_folded(self, end: int) -> FoldState:
+        state = self._state()
+        async for message in stretch(self._bus, SAMPLES, first=state.cursor + 1, last=end):
+            state, _ = fold(state, open_message(message).record, self._config)
         return state
 
     async def _lost_end(self, cursor: int, end: int) -> bool:

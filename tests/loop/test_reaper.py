@@ -69,7 +69,7 @@ class Queue:
             self.state, _ = fold(self.state, record, CONFIG)
 
     async def reaper(self) -> Reaper:
-        return Reaper(self.bus, self.subjects, "main", await take_fence(self.bus, "main"), lambda: self.state)
+        return Reaper(self.bus, self.subjects, "main", await take_fence(self.bus, "main"), lambda: self.state, CONFIG)
 
 
 @pytest.fixture
@@ -101,6 +101,23 @@ async def test_a_task_that_nobody_holds_ends_as_lost_once(queue: Queue) -> None:
     await queue.fold()
     assert (queue.state.retired, queue.state.granted) == (2, 6)
     assert await reaper.look() == ()
+
+
+async def test_at_the_run_s_end_what_nobody_folds_any_more_counts(queue: Queue) -> None:
+    await queue.issue(4)
+    await queue.take(0, 1, 2)
+    await queue.end(0)
+    await queue.fold()
+    await queue.end(1)
+    await queue.end(2, 1)
+    reaper, state = await queue.reaper(), queue.state
+    await reaper.last_look()
+    assert await queue.stones() == [(2, "lost", "main")], "1 has ended behind the cursor, half of 2 has, 3 is in the queue"
+    assert queue.state is state
+    await queue.reaper()
+    with pytest.raises(Fenced):
+        await queue.take(3)
+        await reaper.last_look()
 
 
 async def test_what_is_stored_of_a_lost_task_goes_with_it(queue: Queue) -> None:
