@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import os
 import sys
 from typing import Any
@@ -23,13 +24,16 @@ def add_verbs(verbs: Any) -> None:
 def run_page(arguments: argparse.Namespace) -> int:
     """Serve the page of a run until Ctrl-C, or say where it is served already."""
     from streamrl.page.serving import address_of, serve
+    from streamrl.runtime.beats import Pulse
     from streamrl.runtime.rundir import RunDir
-    from streamrl.runtime.service import SUPERVISOR_VARIABLE, die_with_parent
+    from streamrl.runtime.service import STACKS_SIGNAL, SUPERVISOR_VARIABLE, die_with_parent
     from streamrl.telemetry.logs import configure_logging
 
     supervisor = int(os.environ.get(SUPERVISOR_VARIABLE, "0"))
+    pulse = Pulse.of(os.environ)
     if supervisor:
         die_with_parent(supervisor)
+        faulthandler.register(STACKS_SIGNAL, all_threads=True)
         os.nice(10)  # the run comes first
     run = RunDir.find(arguments.run, base=arguments.dir)
     try:
@@ -41,7 +45,7 @@ def run_page(arguments: argparse.Namespace) -> int:
         print(text, file=sys.stderr, flush=True)
 
     try:
-        asyncio.run(serve(run, port=arguments.port, say=say, supervised=bool(supervisor)))
+        asyncio.run(serve(run, port=arguments.port, say=say, supervised=bool(supervisor), pulse=pulse))
     except LaunchError:
         known = address_of(run)
         if supervisor or not known or arguments.port:

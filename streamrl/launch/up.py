@@ -25,7 +25,7 @@ from streamrl.launch.page import page_beside
 from streamrl.launch.prepare import NothingBinds, check_log, check_start, open_record, prepare
 from streamrl.launch.protocol import Launcher
 from streamrl.launch.shown import Shown
-from streamrl.launch.sinks import Sinks
+from streamrl.launch.sinks import sinks_beside
 from streamrl.launch.supervisor import Supervisor
 from streamrl.monitor.follow import Follower, read_totals
 from streamrl.monitor.metrics_file import MetricsFile, written_version
@@ -36,7 +36,7 @@ from streamrl.monitor.series import Series
 from streamrl.monitor.status import read_summary
 from streamrl.monitor.view import RunView
 from streamrl.runtime.bus_server import BusServer, run_bus_server
-from streamrl.runtime.kinds import num_workers
+from streamrl.runtime.kinds import SINK_KIND, num_workers
 from streamrl.runtime.lock import lock_run
 from streamrl.runtime.run_record import continued
 from streamrl.runtime.rundir import RunDir
@@ -195,7 +195,7 @@ class Session:
         self._shown = Shown(config, run, display, gone=stops.drain.set)
         self._note = self._shown.note
         self._supervisor = Supervisor(launcher, config.supervise, note=self._note)
-        self._sinks = Sinks(config, run, self._note)
+        self._sinks = sinks_beside(config, run, self._note)
         self._started_s = time.monotonic()
         self.prepared = False
         """Whether everything that can be known before the start was in order."""
@@ -256,7 +256,7 @@ class Session:
         async with contextlib.AsyncExitStack() as opened:
             rows = opened.enter_context(contextlib.closing(RowWriter(MetricsFile(self._run.metrics, metrics))))
             if self._page:
-                await opened.enter_async_context(page_beside(self._run, self._config.page.port, note=self._note, tell=self._shown.tell))
+                await opened.enter_async_context(page_beside(self._config, self._run, note=self._note, tell=self._shown.tell).kept())
             return await self._follow_to_the_end(bus, server, series, rows)
 
     async def _follow_to_the_end(self, bus: Bus, server: BusServer, series: Series, rows: RowWriter) -> Outcome:
@@ -340,7 +340,8 @@ class Session:
             self._note(f"the last numbers may be missing: {error.message}")
 
     async def _bound_logs(self) -> None:
-        """Workers' output goes straight to their files, so who opened these bounds them; on other nodes the actors do."""
-        while not self._config.ray.address:
+        """Output goes straight to files, so who opened these bounds them; those of workers under Ray their actors do."""
+        ours = ("page-", SINK_KIND.format(kind="")) if self._config.ray.address else ("",)
+        while True:
             await asyncio.sleep(LOGS_EVERY_S)
-            await asyncio.to_thread(bound_logs, worker_logs(self._run))
+            await asyncio.to_thread(bound_logs, [path for name in ours for path in worker_logs(self._run, name)])

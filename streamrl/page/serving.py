@@ -18,6 +18,7 @@ from streamrl.page.access import page_token
 from streamrl.page.index import open_index, page_folder
 from streamrl.page.log import RunLog
 from streamrl.page.server import Page, served
+from streamrl.runtime.beats import BEAT_S, Pulse
 from streamrl.runtime.rundir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 _LATER_S = 0.5
 
 
-async def serve(run: RunDir, *, port: int, say: Callable[[str], None], supervised: bool = False) -> None:
+async def serve(run: RunDir, *, port: int, say: Callable[[str], None], supervised: bool = False, pulse: Pulse | None = None) -> None:
     """Serve the page until SIGINT or SIGTERM.
 
     Args:
@@ -33,16 +34,19 @@ async def serve(run: RunDir, *, port: int, say: Callable[[str], None], supervise
         port: on 127.0.0.1; 0: the one that it had before, else any free one.
         say: told the address, then how far reading is.
         supervised: what is said goes to a log, which gets no secret: the supervisor knows the address from its file.
+        pulse: of this process; None: nobody listens.
 
     Raises:
         LaunchError: another process serves the page of this run, or the port is taken.
         ConfigError: the run has no configuration that can be read.
     """
     config = run.load_config()
+    pulse = pulse or Pulse(None)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
+    pulse.beat(loading=True)
     with open_index(run) as index:
         token = page_token(run)
         page = Page(run, config, index, RunLog(run, index, config.trainer.name))
@@ -61,12 +65,20 @@ async def serve(run: RunDir, *, port: int, say: Callable[[str], None], supervise
             work = asyncio.create_task(page.work())
             progress = asyncio.create_task(_tell_progress(page, say))
             stopped = asyncio.create_task(stop.wait())
+            beats = asyncio.create_task(_beat(pulse))
             await asyncio.wait((work, stopped), return_when=asyncio.FIRST_COMPLETED)
-            for task in (work, progress, stopped):
+            tasks = (work, progress, stopped, beats)
+            for task in tasks:
                 task.cancel()
-            for ended in await asyncio.gather(work, progress, stopped, return_exceptions=True):
+            for ended in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(ended, Exception):
                     raise ended
+
+
+async def _beat(pulse: Pulse) -> None:
+    while True:
+        pulse.beat(loading=False)
+        await asyncio.sleep(BEAT_S)
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,11 +4,15 @@ import asyncio
 import os
 import signal
 import socket
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from streamrl.config.page import PageConfig
 from streamrl.config.tree import Config, RunConfig
+from streamrl.launch import sidecars
 from streamrl.launch.page import page_beside
 from streamrl.page.access import page_token
 from streamrl.page.index import open_index
@@ -27,13 +31,18 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
+def beside(run: RunDir, notes: list[str], port: int = 0) -> AbstractAsyncContextManager[None]:
+    config = msgspec.structs.replace(run.load_config(), page=PageConfig(port=port))
+    return page_beside(config, run, note=notes.append, tell=notes.append).kept()
+
+
 def pages(run: RunDir) -> list[int]:
     return [pid for pid in find("page", str(run.path)) if alive(pid)]
 
 
 async def test_a_page_that_is_killed_comes_again_under_the_same_address_and_goes_with_the_run(run: RunDir) -> None:
     notes: list[str] = []
-    async with page_beside(run, 0, note=notes.append, tell=notes.append):
+    async with beside(run, notes):
         await until(lambda: notes, within_s=60)
         address = address_of(run)
         assert notes == [f"page: {address}"]
@@ -43,8 +52,21 @@ async def test_a_page_that_is_killed_comes_again_under_the_same_address_and_goes
         assert address_of(run) == address
     assert pages(run) == []
     assert address_of(run) == ""
-    assert notes == [f"page: {address}"]
-    assert page_token(run) not in run.log_path("page").read_text()
+    assert notes[0] == f"page: {address}" and notes[1].startswith("the page ended with signal SIGKILL")
+    assert len(notes) == 2
+    assert page_token(run) not in run.log_path("page-0").read_text()
+
+
+async def test_a_page_that_hangs_writes_its_stacks_and_comes_again(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sidecars, "_SILENT_S", 3.0)
+    notes: list[str] = []
+    async with beside(run, notes):
+        await until(lambda: notes, within_s=60)
+        (first,) = pages(run)
+        os.kill(first, signal.SIGSTOP)
+        await until(lambda: pages(run) not in ([], [first]) and address_of(run, pid=pages(run)[0]), within_s=90)
+    assert notes[1].startswith("the page ended with signal SIGKILL (silent for 3 s)")
+    assert "most recent call first" in run.log_path("page-0").read_text()
 
 
 @pytest.mark.parametrize("why", ["port", "index"])
@@ -53,14 +75,14 @@ async def test_a_page_that_cannot_be_served_is_said_once_and_the_run_goes_on(run
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         if why == "port":
-            async with page_beside(run, port, note=notes.append, tell=notes.append):
+            async with beside(run, notes, port):
                 await until(lambda: notes, within_s=60)
                 await asyncio.sleep(0)
         else:
             with open_index(run):
-                async with page_beside(run, 0, note=notes.append, tell=notes.append):
+                async with beside(run, notes):
                     await until(lambda: notes, within_s=60)
     expected = f"expected port {port} of 127.0.0.1 to be free" if why == "port" else "expected no other page of run 'demo'"
-    assert notes[0].startswith(f"the page is not there: {expected}")
+    assert notes[0].startswith(f"the page ended with exit code 1; {expected}")
     assert len(notes) == 1
     assert pages(run) == []
