@@ -105,6 +105,8 @@ class Chat:
         self._number = number
         self._saves = saves
         self._segments = [Segment(prompt_ids)]
+        self._num_tokens = len(prompt_ids)
+        """In all segments; counted along, for a chat may have thousands."""
         self._turns: list[Turn] = []
         self._finish_reason = ""
         self._mode = LogprobMode.SAMPLED
@@ -172,7 +174,7 @@ class Chat:
                 f"expected log-probs of mode {self._mode} in every turn, got {completion.logprob_mode} from {completion.engine}"
             )
         turn = Turn(completion.text(context.tokenizer), tuple(completion.token_ids), completion.finish_reason)
-        self._segments.append(completion.segment)
+        self._add(completion.segment)
         self._turns.append(turn)
         self._finish_reason, self._mode, self._engine = completion.finish_reason, completion.logprob_mode, completion.engine
         return turn
@@ -211,10 +213,11 @@ class Chat:
 
     def _restore(self, saved: SavedChat) -> None:
         self._segments = [msgspec.structs.replace(s, token_ids=tuple(s.token_ids), logprobs=tuple(s.logprobs)) for s in saved.segments]
+        self._num_tokens = sum(len(segment.token_ids) for segment in self._segments)
         self._turns = list(saved.turns)
         self._finish_reason, self._mode, self._engine = saved.finish_reason, saved.mode, saved.engine
         self._started_s, self.state = saved.started_s, saved.state
-        self._context.log.info("event=chat_resumed chat=%d turns=%d tokens=%d", self._number, len(self._turns), len(self.token_ids))
+        self._context.log.info("event=chat_resumed chat=%d turns=%d tokens=%d", self._number, len(self._turns), self._num_tokens)
 
     def _room(self, max_new_tokens: int | None) -> Sampling | None:
         wanted = self._sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
@@ -224,9 +227,9 @@ class Chat:
             return None
         return msgspec.structs.replace(self._sampling, max_new_tokens=wanted)
 
-    @property
-    def _num_tokens(self) -> int:
-        return sum(len(segment.token_ids) for segment in self._segments)
+    def _add(self, segment: Segment) -> None:
+        self._segments.append(segment)
+        self._num_tokens += len(segment.token_ids)
 
     def _seed(self) -> int:
         # The first turn of the first chat has the rollout's own seed, so one turn here equals the built-in producer.
@@ -256,7 +259,7 @@ class Chat:
         if self._context.max_len and self._num_tokens + len(token_ids) > self._context.max_len:
             self._end_full()
         if token_ids and not self._full:
-            self._segments.append(Segment(tuple(token_ids)))
+            self._add(Segment(tuple(token_ids)))
 
     def episode(
         self,

@@ -6,11 +6,13 @@ context.checkpoint(data) --> key checkpoints/<task>/<rollout> --> context.resume
 ```
 
 A checkpoint saves work and decides nothing: one that cannot be stored is logged and left out, and the episode begins again without it.
-The keys share their stream with the grants and the presence of workers, so their size is bounded, for one and for all of a process.
+The keys share their stream with the grants and the presence of workers, which a run lives by, so their size is bounded: for one, for all of
+a process, and for all of the run.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 from streamrl.bus.protocol import Bus
@@ -23,6 +25,10 @@ MAX_BYTES = 1 << 20
 """Largest checkpoint of one rollout, the turns that are stored with it included."""
 BUDGET_BYTES = 16 << 20
 """Most that the open tasks of one process keep stored."""
+RUN_BYTES = 32 << 20
+"""With so much under keys, whoever's it is, no process stores another one: half of the keys' stream is the run's."""
+AT_ONCE = 2
+"""Checkpoints that one process stores at a time: as many more may come to lie there before others see them."""
 KEPT_S = 7 * 86400.0
 """One that nobody came back for vanishes after a week."""
 
@@ -34,6 +40,7 @@ class RolloutCheckpoints:
         self._bus = bus
         self._sizes: dict[int, dict[int, int]] = {}
         """Bytes stored by task and rollout, of the tasks of which this process knows all that is stored."""
+        self._room = asyncio.Semaphore(AT_ONCE)
         self._behind: set[int] = set()
         """Tasks that have ended and of which something could not be removed; it counts until it is."""
 
@@ -88,7 +95,15 @@ class RolloutCheckpoints:
         sizes = self._sizes.setdefault(task, {})
         sizes[rollout] = max(before, len(data))
         try:
-            await self._bus.kv.put(checkpoint_key(task, rollout), data, ttl_s=KEPT_S)
+            async with self._room:
+                there = await self._bus.kv.size() - before
+                if there + len(data) > RUN_BYTES:
+                    sizes[rollout] = before
+                    if not before:
+                        del sizes[rollout]
+                    logger.warning("event=checkpoint_lost task=%d rollout=%d reason=run_budget stored_bytes=%d", task, rollout, there)
+                    return
+                await self._bus.kv.put(checkpoint_key(task, rollout), data, ttl_s=KEPT_S)
         except BusError as error:
             logger.warning("event=checkpoint_lost task=%d rollout=%d error=%s", task, rollout, error.message)
             return

@@ -100,6 +100,10 @@ class KeyValue(Protocol):
         """Names of the live keys that begin with `prefix`, sorted."""
         ...
 
+    async def size(self) -> int:
+        """Bytes that the stored values take, those of all keys together; a server counts what it stores beside them too."""
+        ...
+
     def watch(self, prefix: str) -> AsyncIterator[KeyEntry]:
         """The present values of the keys that begin with `prefix`, then every change, for ever; survives reconnects.
 

@@ -1,8 +1,8 @@
 """Finds what a run's log says of one task, and reads as little as it can.
 
 ```text
-ledger    bisected for the first entry that grants the task (`granted` > its index); read on from there until it has ended;
-          read from its beginning where there is a later epoch, which may have trained the task again
+ledger    bisected for the first entry that grants the task (`granted` > its index); read on from there until it has ended; the
+          same for each epoch, for a later one may have trained the task again
 samples   what is the task's lies above the cursor of the entry before that one, and up to the cursor of its end
 dead      the letters among its drops
 presence  who has it in hand now
@@ -21,7 +21,7 @@ from streamrl.consumers.training.spilled_drops import whole
 from streamrl.core.records import judge
 from streamrl.errors import ConfigError, LogTruncated, NotFound
 from streamrl.history.dead_letters import DeadLetters, task_of
-from streamrl.schemas.codec import decode
+from streamrl.history.ledger_search import EpochSpan, epochs, first_entry, read_entry
 from streamrl.schemas.control import WorkerPresence
 from streamrl.schemas.dead import DeadRecord
 from streamrl.schemas.ledger import NO_MESSAGE, LedgerEntry
@@ -128,12 +128,22 @@ class TaskFinder:
         newest = await self._log.last(self._ledger)
         if newest is None:
             return 0
-        epoch = read_entry(newest).version.epoch
-        begin, found.credit = await first_entry(self._log, self._ledger, newest.sequence, lambda entry: entry.granted > found.task)
-        if epoch:  # a later epoch may have trained it again
-            begin = (await self._log.state(LEDGER)).first
-        ended = later = 0
-        async for message in stretch(self._log, LEDGER, first=begin, last=newest.sequence, subject=self._ledger):
+        granted, before = False, None
+        for span in await epochs(self._log, self._ledger, newest.sequence):  # a later one may have trained it again
+            found.gap = found.gap or span.entry.gap is not msgspec.UNSET
+            begin, below = await first_entry(self._log, self._ledger, span.last, lambda entry: entry.granted > found.task, first=span.first)
+            if not granted:
+                granted, before = begin <= span.last, below or before
+            await self._read_epoch(found, span, begin)
+        if granted and not found.gap:  # behind a gap fewer tasks may be granted than had been: this one may have been issued long before
+            found.credit = before
+        return 0 if found.credit is None else found.credit.cursor
+
+    async def _read_epoch(self, found: TaskLog, span: EpochSpan, begin: int) -> None:
+        """The entries of an epoch from `begin` on, until the task has ended and what came too late has been seen."""
+        ended = any(ends(entry, found.task) and entry.version.number < span.entry.version.number for entry in found.entries)
+        later = 0
+        async for message in stretch(self._log, LEDGER, first=begin, last=span.last, subject=self._ledger):
             entry = read_entry(message)
             found.closes.append(Close(entry.cursor, entry.version, entry.time_s))
             if not isinstance(entry.spilled, msgspec.UnsetType):
@@ -142,14 +152,10 @@ class TaskFinder:
                 found.entries.append(entry)
                 ended = ended or ends(entry, found.task)
             later += ended
-            found.gap = found.gap or entry.gap is not msgspec.UNSET
-            if later > LATER and entry.version.epoch == epoch:
-                break
+            if later > LATER:
+                return
             if len(found.closes) % _SAY_EVERY == 0:
                 self._say(f"reading the ledger: version {entry.version}")
-        if found.gap:  # behind it fewer tasks may be granted than had been: this one may have been issued long before
-            found.credit = None
-        return 0 if found.credit is None else found.credit.cursor
 
     async def _read_samples(self, found: TaskLog, after: int, through: int | None) -> None:
         """The task's messages above `after`, up to `through` (None: the end) and what the ledger names beyond."""
@@ -191,32 +197,6 @@ class TaskFinder:
             worker = await read_key(bus.kv, key, WorkerPresence)
             if worker is not None and found.task in (worker.detail.get("tasks") or ()):
                 found.holders.append(worker.worker)
-
-
-def read_entry(message: Message) -> LedgerEntry:
-    """A stored entry of a ledger; raises SchemaError."""
-    return decode(message.body, LedgerEntry, where=f"{message.subject} sequence {message.sequence}")
-
-
-async def first_entry(log: Log, ledger: str, last: int, past: Callable[[LedgerEntry], bool]) -> tuple[int, LedgerEntry | None]:
-    """The sequence from which on entries are `past` (beyond `last`: none is), and the entry before; by bisection.
-
-    Args:
-        log: the log.
-        ledger: subject of the ledger; entries of others, such as a tap's, lie between.
-        last: sequence of its newest entry.
-        past: false for the first entries, true from one on.
-    """
-    found = await log.first_from(LEDGER, (await log.state(LEDGER)).first, subject=ledger)
-    low, high, below = last + 1 if found is None else found.sequence, last + 1, None
-    while low < high:
-        middle = (low + high) // 2
-        message = await log.first_from(LEDGER, middle, subject=ledger)
-        if message is None or message.sequence >= high or past(entry := read_entry(message)):
-            high = middle
-        else:
-            low, below = message.sequence + 1, entry
-    return low, below
 
 
 def _is_of(message: Message, task: int) -> bool:

@@ -11,7 +11,7 @@ from streamrl.bus.reading import stretch
 from streamrl.consumers.training.carried import fetch_messages
 from streamrl.consumers.training.spilled_drops import whole
 from streamrl.errors import ConfigError, LogTruncated, NotFound, SchemaError
-from streamrl.history.trace_find import first_entry, read_entry
+from streamrl.history.ledger_search import epochs, first_entry, read_entry
 from streamrl.schemas.codec import decode
 from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.events import Event, MetricReport
@@ -74,16 +74,16 @@ class WindowReader:
             )
         if last - first >= MOST_VERSIONS:
             raise ConfigError(f"expected a window of at most {MOST_VERSIONS} versions, got {last - first + 1}", hint="choose fewer")
-        begin, state = 1, await self._log.state(LEDGER)
-        if made.epoch == 0:
-            begin, _ = await first_entry(self._log, subject, newest.sequence, lambda entry: entry.version.number >= first)
         found: dict[int, LedgerEntry] = {}
         gaps: dict[int, LedgerEntry] = {}
-        async for message in stretch(self._log, LEDGER, first=max(begin, state.first), last=newest.sequence, subject=subject):
-            entry = read_entry(message)
-            take_entry(found, gaps, entry)
-            if made.epoch == 0 and entry.version.number >= last:
-                break
+        for span in await epochs(self._log, subject, newest.sequence):
+            take_entry(found, gaps, span.entry)
+            begin, _ = await first_entry(self._log, subject, span.last, lambda one: one.version.number >= first, first=span.first)
+            async for message in stretch(self._log, LEDGER, first=begin, last=span.last, subject=subject):
+                entry = read_entry(message)
+                if entry.version.number > last:
+                    break
+                take_entry(found, gaps, entry)
         return [await whole(self._log.blobs, found[number]) for number in range(first, last + 1) if number in found]
 
     async def arrivals(self, entry: LedgerEntry) -> list[Arrival]:

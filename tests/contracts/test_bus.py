@@ -271,6 +271,7 @@ async def test_a_cancelled_claim_loses_no_task(bus: Bus, to: Subjects) -> None:
 
 async def test_key_compare_and_set(bus: Bus) -> None:
     kv = bus.kv
+    assert await kv.size() == 0
     assert await kv.get("granted") is None
     first = await kv.put("granted", b"1", expect=0)
     with pytest.raises(Conflict):
@@ -285,6 +286,11 @@ async def test_key_compare_and_set(bus: Bus) -> None:
     await kv.delete("never-there")
     assert await kv.get("granted") is None
     await kv.put("granted", b"4", expect=0)
+    before = await kv.size()
+    await kv.put("checkpoints/1/0", bytes(10_000))
+    assert 10_000 <= await kv.size() - before <= 10_500
+    await kv.put("checkpoints/1/0", bytes(20_000))
+    assert 20_000 <= await kv.size() - before <= 20_500, "it is in place of the one before"
     for key in ("", "a//b", "a.b", "/a", "a*"):
         with pytest.raises(SchemaError):
             await kv.put(key, b"x")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 import msgspec
@@ -14,11 +14,13 @@ from streamrl.bus.protocol import Message
 from streamrl.bus.reading import stretch
 from streamrl.cli import main
 from streamrl.errors import ConfigError
+from streamrl.history.ledger_search import first_entry
 from streamrl.history.record_log import RecordedLog
-from streamrl.history.trace_find import TaskFinder, ends, first_entry, names
+from streamrl.history.trace_find import TaskFinder, ends, names
 from streamrl.history.trace_life import Life
 from streamrl.history.trace_task import life_of
 from streamrl.history.trace_text import WIDTH, life_text
+from streamrl.history.trace_window import WindowReader
 from streamrl.producers.protocol import Claim
 from streamrl.producers.publishing import Publisher
 from streamrl.schemas.codec import decode, encode
@@ -296,6 +298,45 @@ async def test_the_ledger_of_a_tap_that_began_late_is_not_looked_for_where_it_ca
         assert begin == min(509, 501 + max(0, granted - 3))
         assert (None if below is None else below.granted) == (None if granted == 3 else min(11, granted))
         assert bus.num < 20
+
+
+class CountedEntries(MemoryBus):
+    """Counts entries of the ledger that are read one behind the other."""
+
+    num = 0
+
+    async def read(self, stream: str, *, after: int, subject: str | None = None) -> AsyncGenerator[Message]:
+        async for message in super().read(stream, after=after, subject=subject):
+            self.num += stream == LEDGER
+            yield message
+
+
+async def test_after_restarts_with_other_digits_the_ledger_is_not_read_from_its_beginning() -> None:
+    """Epoch 0 has the versions 1 to 500, epoch 1 those from 401 to 900, and epoch 2 those from 701 on."""
+    bus = CountedEntries("made")
+    for epoch, first, last in ((0, 1, 500), (1, 401, 900), (2, 701, 1200)):
+        for number in range(first, last + 1):
+            used = (Used(number, (0,), (1,)),)
+            made = entry(number, cursor=number, granted=number + 3, used=used)
+            await bus.publish(SUBJECTS.ledger("main"), encode(msgspec.structs.replace(made, version=Version(epoch, number))))
+    for task, versions in ((5, ["0.5"]), (450, ["0.450", "1.450"]), (800, ["1.800", "2.800"]), (1190, ["2.1190"])):
+        bus.num = 0
+        found = await TaskFinder(bus, None, SUBJECTS, "main").find(task)
+        assert [str(one.version) for one in found.entries] == versions
+        assert found.end is not None and str(found.end.version) == versions[-1]
+        assert found.credit is not None and found.credit.granted == task
+        assert bus.num < 150, "some behind its end in each epoch"
+    bus.num = 0
+    window = await WindowReader(bus, SUBJECTS, "main").entries(399, 410)
+    assert [str(one.version) for one in window] == ["0.399", "0.400", *(f"1.{number}" for number in range(401, 411))]
+    assert bus.num < 50
+    lost = Gap(lost="end", missing=((1190, 1200),), highest=Version(2, 1200), known_by="manifest")
+    gap = msgspec.structs.replace(entry(1195, cursor=1195, granted=1198), version=Version(3, 1195), gap=lost)
+    await bus.publish(SUBJECTS.ledger("main"), encode(gap))
+    made = msgspec.structs.replace(entry(1196, cursor=1300, granted=1199), version=Version(3, 1196))
+    await bus.publish(SUBJECTS.ledger("main"), encode(made))
+    window = await WindowReader(bus, SUBJECTS, "main").entries(1194, 1196)
+    assert [str(one.version) for one in window] == ["2.1194", "2.1195", "3.1196"]
 
 
 async def test_a_task_that_was_issued_before_a_gap_of_the_ledger() -> None:

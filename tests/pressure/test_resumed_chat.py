@@ -16,7 +16,7 @@ from streamrl.bus.memory import MemoryBus
 from streamrl.bus.protocol import Bus
 from streamrl.bus.server import NatsServer
 from streamrl.errors import BusError, SchemaError
-from streamrl.producers.checkpoints import MAX_BYTES, RolloutCheckpoints
+from streamrl.producers.checkpoints import MAX_BYTES, RUN_BYTES, RolloutCheckpoints
 from streamrl.runtime.lock import lock_run
 from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.samples import Sample
@@ -139,6 +139,23 @@ async def test_a_process_stores_no_more_than_its_budget(bus: Bus) -> None:
     await mine.forget(1)
     await mine.save(2, 0, b"room again")
     assert await mine.load(2) == {0: b"room again"}
+
+
+async def test_many_processes_leave_room_for_the_keys_that_a_run_lives_by(bus: Bus) -> None:
+    """Each within its own budget, they had filled the stream of keys: no grant could be put, and the run stood still."""
+    producers = [RolloutCheckpoints(bus) for _ in range(5)]
+    each = [mine.save(task, rollout, bytes([1]) * MAX_BYTES) for rollout in range(16) for task, mine in enumerate(producers)]
+    await asyncio.gather(*each)
+    for number in range(8):
+        await bus.kv.put("granted", bytes(MAX_BYTES - number))
+    stored = [len(await mine.load(task)) for task, mine in enumerate(producers)]
+    assert RUN_BYTES // MAX_BYTES - 1 <= sum(stored) <= RUN_BYTES // MAX_BYTES + 2 * len(producers), stored
+    await asyncio.gather(*(mine.forget(task) for task, mine in enumerate(producers)))
+    async with asyncio.timeout(60):
+        while (await bus.kv.size()) > 2 * MAX_BYTES:  # what was removed goes within a second or two
+            await asyncio.sleep(0.1)
+    await producers[0].save(9, 0, b"room again")
+    assert await producers[1].load(9) == {0: b"room again"}
 
 
 async def test_what_could_not_be_removed_counts_and_goes_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

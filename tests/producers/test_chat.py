@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import msgspec
@@ -15,7 +15,7 @@ from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import EngineError, SchemaError
 from streamrl.producers.chat import RolloutEngine
 from streamrl.producers.chat_format import ChatFormat
-from streamrl.producers.episode import Episode, samples_of
+from streamrl.producers.episode import Episode, Segment, samples_of
 from streamrl.producers.functions import FunctionProducer
 from streamrl.producers.protocol import Context, Failure
 from streamrl.producers.single_turn import SingleTurn
@@ -188,6 +188,24 @@ async def test_a_loop_of_turns_never_grows_beyond_the_longest_sequence(engine: T
             chat.tool("7")
         episode = chat.episode()
         assert episode.num_tokens <= longest and chat.is_full and episode.status is Status.TRUNCATED
+
+
+async def test_a_long_chat_is_not_counted_again_for_each_of_its_messages(engine: TableEngine, tokenizer: Tokenizer) -> None:
+    class Counted(list[Segment]):
+        seen = 0
+
+        def __iter__(self) -> Iterator[Segment]:
+            for segment in super().__iter__():
+                Counted.seen += 1
+                yield segment
+
+    task = make_task(tokenizer, max_new_tokens=8)
+    chat = rollout_engine(make_context(engine, tokenizer, task, max_len=0x400)).chat(task)
+    chat._segments = Counted(chat._segments)
+    for _ in range(2000):
+        chat.append([5])
+    assert chat.is_full and len(chat.token_ids) == 0x400
+    assert Counted.seen <= 0x400, "by token_ids, once"
 
 
 async def test_a_turn_that_the_engine_has_no_room_for_ends_the_chat_as_truncated(tokenizer: Tokenizer, tmp_path: Path) -> None:

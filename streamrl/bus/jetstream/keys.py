@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
+from streamrl.bus.jetstream import admin
 from streamrl.bus.jetstream.connection import Connection, Interrupted
 from streamrl.bus.jetstream.outbox import Outbox
 from streamrl.bus.jetstream.session import opened
@@ -69,6 +70,9 @@ class JetStreamKeys:
         finally:
             await session.close()
         return sorted(key for key, live in found.items() if live and key.startswith(prefix))
+
+    async def size(self) -> int:
+        return (await admin.info(self._connection, self._stream)).state.bytes
 
     def watch(self, prefix: str) -> AsyncIterator[KeyEntry]:
         return self._watch(self._selection(prefix), lambda key: key.startswith(prefix))

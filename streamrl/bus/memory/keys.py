@@ -45,6 +45,9 @@ class MemoryKeys:
     async def keys(self, prefix: str = "") -> Sequence[str]:
         return sorted(key for key in self._entries if key.startswith(prefix))
 
+    async def size(self) -> int:
+        return sum(len(entry.value or b"") for entry in self._entries.values())
+
     def watch(self, prefix: str) -> AsyncIterator[KeyEntry]:
         return self._watch(lambda key: key.startswith(prefix))
 
