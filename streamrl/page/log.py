@@ -1,7 +1,8 @@
 """The log of a run for its page: ledger and events go into the index, and single entries are fetched when somebody looks at them.
 
-While the run is up its bus is read with the reader's login, which can store nothing. Of a run that is over the server is started on the
-run's store for as long as it is read or looked at, and stopped a while later, so that `up` can have it.
+While the run is up its bus is read with the reader's login, which can store nothing: for as long as somebody looks at the page, and else
+now and then. Of a run that is over the server is started on the run's store for as long as it is read or fetched from, and stopped a
+while later, so that `up` can have it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping
@@ -21,6 +23,7 @@ from streamrl.errors import BusError, ConfigError, LaunchError, LogTruncated, Sc
 from streamrl.monitor.failures import Pace
 from streamrl.monitor.numbers import Finding
 from streamrl.monitor.slo import findings_of
+from streamrl.page.attention import Attention
 from streamrl.page.index import COMMITS, LEDGER_TABLE, Index
 from streamrl.runtime.lock import holder
 from streamrl.runtime.retries import pause_s
@@ -35,10 +38,16 @@ from streamrl.schemas.versions import Version
 logger = logging.getLogger(__name__)
 
 _RETRY_S, _MOST_RETRY_S = 2.0, 30.0
+_REST_S = 120.0
+"""So long at most it lies behind a run that is up and that nobody looks at."""
+_LOOK_S = 10.0
+_COMMIT_S = 2.0
 _IDLE_S = 20.0
 """So long after the last look the server of a run that is over is stopped."""
 _ANSWER_S = 15.0
 """Somebody who looks waits at most this long for the bus."""
+_AGAIN_S = 1.0
+"""Between two tries at least, however often somebody asks."""
 _MOST_NOTES = 100
 _LOOK_BACK = 2000
 """Events at the end that are read for their notices."""
@@ -72,9 +81,10 @@ class RunLog:
         run: its directory.
         index: gets what is read.
         trainer: whose ledger.
+        attention: whether somebody looks.
     """
 
-    def __init__(self, run: RunDir, index: Index, trainer: str) -> None:
+    def __init__(self, run: RunDir, index: Index, trainer: str, attention: Attention) -> None:
         self.notes: deque[Note] = deque(maxlen=_MOST_NOTES)
         self.findings: tuple[Finding, ...] | None = None
         """Objectives that are not met, as the supervisor has said last; None: it has said nothing."""
@@ -83,13 +93,16 @@ class RunLog:
         self.read_once = False
         """Whether ledger and events have been read to where they ended at the start."""
         self._judged = 0
+        self._at: dict[str, int] = {}
+        """By stream, the newest message that was read."""
         self._run = run
         self._index = index
         self._trainer = trainer
+        self._attention = attention
         self._bus: Bus | None = None
         self._there = asyncio.Event()
-        self._wanted = asyncio.Event()
-        self._looked_s = 0.0
+        self._fetched_s = -math.inf
+        self._read_s, self._read_live = -math.inf, False
         self._pace = Pace()
 
     async def follow(self) -> None:
@@ -97,7 +110,7 @@ class RunLog:
         failures = 0
         while True:
             live = self._is_up()
-            if live or self._wanted.is_set() or not self.read_once:
+            if self._due(live=live):
                 try:
                     async with self._opened(live=live) as bus:
                         failures = 0
@@ -105,14 +118,26 @@ class RunLog:
                 except* (StreamRLError, OSError) as errors:
                     failures += 1
                     self._said(errors)
-            self._wanted.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wanted.wait(), pause_s(failures + 1, first_s=_RETRY_S, most_s=_MOST_RETRY_S))
+            await self._attention.wait(pause_s(failures, first_s=_RETRY_S, most_s=_MOST_RETRY_S) if failures else _LOOK_S)
+            if failures:
+                await asyncio.sleep(_AGAIN_S)
+
+    def _due(self, *, live: bool) -> bool:
+        """Whether the log is to be read now."""
+        if not self.read_once or self._wanted:
+            return True
+        if self._attention.there:
+            return live or self._read_live  # of a run that has ended since, the end
+        return live and time.monotonic() - self._read_s > _REST_S
+
+    @property
+    def _wanted(self) -> bool:
+        return time.monotonic() - self._fetched_s < _IDLE_S
 
     async def bus(self) -> Bus:
         """The log, to fetch something from; raises BusError when it is not there."""
-        self._looked_s = time.monotonic()
-        self._wanted.set()
+        self._fetched_s = time.monotonic()
+        self._attention.seen()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._there.wait(), _ANSWER_S)
         if self._bus is None:
@@ -142,14 +167,16 @@ class RunLog:
         async with asyncio.TaskGroup() as tasks:
             readers = [tasks.create_task(self._read(bus, LEDGER)), tasks.create_task(self._read(bus, EVENTS))]
             ends = {stream: (await bus.state(stream)).last for stream in (LEDGER, EVENTS)}
-            while any(self._index.mark(stream) < end for stream, end in ends.items()):  # noqa: ASYNC110 - what reads it has other ends
+            while any(self._at.get(stream, -1) < end for stream, end in ends.items()):  # noqa: ASYNC110 - what reads it has other ends
                 await asyncio.sleep(0.1)
             self._index.commit()
             self.read_once = True
-            self._looked_s = max(self._looked_s, time.monotonic() - _IDLE_S + 1)
-            while self._is_up() if live else time.monotonic() - self._looked_s < _IDLE_S:
-                await asyncio.sleep(1.0)
+            while self._wanted or (live and self._attention.there):
+                await asyncio.sleep(_COMMIT_S)
                 self._index.commit()
+                if live and not self._is_up():
+                    break
+            self._read_s, self._read_live = time.monotonic(), live
             for reader in readers:
                 reader.cancel()
 
@@ -159,9 +186,11 @@ class RunLog:
             self._index.forget(LEDGER_TABLE if stream == LEDGER else COMMITS, source=stream)
             if stream == EVENTS:
                 self._judged = 0
+            self._at.pop(stream, None)
         known = self._index.mark(stream)
         after = known if stream == LEDGER else min(known, max(0, state.last - _LOOK_BACK))
-        after = max(after, state.first - 1)
+        after = max(after, state.first - 1, self._at.get(stream, 0))
+        self._at[stream] = after
         self._index.reach(stream, max(known, after))
         count = 0
         while True:
@@ -172,6 +201,7 @@ class RunLog:
                         (self._ledger if stream == LEDGER else self._event)(message, new=after > known)
                     except SchemaError as error:
                         logger.warning("event=unreadable stream=%s seq=%d error=%s", stream, after, error.message)
+                    self._at[stream] = after
                     if after > known:
                         self._index.reach(stream, after)
                     count += 1

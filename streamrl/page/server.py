@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncGenerator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +19,7 @@ from streamrl.config.tree import Config
 from streamrl.errors import BusError, LaunchError, NotFound, StreamRLError
 from streamrl.monitor.run_state import INTERRUPTED, RUNNING, read_state
 from streamrl.page.access import add_headers, guard
+from streamrl.page.attention import Attention
 from streamrl.page.index import COMMITS, LEDGER_TABLE, MOST_POINTS, Index, Progress
 from streamrl.page.log import RunLog
 from streamrl.page.objectives import objectives_of, worst_over
@@ -35,8 +35,11 @@ logger = logging.getLogger(__name__)
 
 _STATIC = Path(__file__).with_name("static")
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-_POLL_S = 1.0
+_POLL_S, _REST_S = 2.0, 30.0
+"""Between two looks at the metrics files, while somebody looks at the page and else."""
 _SEND_S = 1.0
+_STILL_THERE = 15
+"""Looks without news after which a line is kept open with a comment."""
 _MOST_NAMES = 64
 _MOST_COMMITS = 200
 _MOST_BATCHES = 1000
@@ -53,15 +56,18 @@ class Page:
         config: of the run.
         index: filled by `work`.
         log: read by `work`.
+        attention: is told of every request that was let in.
     """
 
-    def __init__(self, run: RunDir, config: Config, index: Index, log: RunLog) -> None:
+    def __init__(self, run: RunDir, config: Config, index: Index, log: RunLog, attention: Attention) -> None:
         self._run = run
         self._config = config
         self._index = index
         self._log = log
+        self._attention = attention
         self._others = Others(run, config, index)
         self._listeners = 0
+        self._seen: tuple[tuple[object, ...], bytes] = ((), b"")
         self.reading = True
         """Whether rows that were there at the start are still being read."""
 
@@ -75,8 +81,10 @@ class Page:
                 except OSError as error:
                     logger.warning("event=rows_not_read error=%s", error)
                     await asyncio.sleep(5.0)
-                if not self.reading:
+                if not self.reading and self._attention.there:
                     await asyncio.sleep(_POLL_S)
+                elif not self.reading:
+                    await self._attention.wait(_REST_S)
                 if following.done():
                     following.result()
         finally:
@@ -89,7 +97,7 @@ class Page:
 
     def app(self, token: str) -> web.Application:
         """The routes, for those who bring the token."""
-        app = web.Application(middlewares=[guard(token), _errors])
+        app = web.Application(middlewares=[guard(token), self._looked, _errors])
         app.on_response_prepare.append(add_headers)
         for name, file in _files().items():
             app.router.add_get(f"/static/{name}" if name != "index.html" else "/", _sender(*file))
@@ -107,6 +115,11 @@ class Page:
         app.router.add_get(r"/api/batches/{number:\d{1,12}}/tasks/{task:\d{1,18}}", self._get_group)
         return app
 
+    @web.middleware
+    async def _looked(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        self._attention.seen()
+        return await handler(request)
+
     @cached_property
     def _samples(self) -> Samples:
         # Imported when somebody looks: Arrow and the tokenizer are half of what a page costs that nobody looks at.
@@ -120,7 +133,7 @@ class Page:
         running = holder(self._run) is not None
         if known == RUNNING and not running:
             known = INTERRUPTED
-        progress = self._index.progress()
+        progress = self._index.progress() if self.reading else None
         newest = self._index.columns(LEDGER_TABLE, ["version", "epoch"], last=1)
         return {
             "run": self._run.name,
@@ -131,14 +144,30 @@ class Page:
             "batches": self._index.rows(LEDGER_TABLE),
             "version": f"{newest['epoch'][-1]:.0f}.{newest['version'][-1]:.0f}" if len(newest["version"]) else "",
             "changes": self._index.changes,
-            "reading": {"done": progress.done, "total": progress.total} if self.reading else None,
+            "reading": progress,
             "trouble": self._log.trouble,
             "newest": self._index.newest,
             "trained_per_s": newest_rate(self._index),
             "objectives": objectives_of(self._config.slo, self._log.findings if running else None, self._index.newest),
             "worst": {} if running else worst_over(self._run, self._config.slo),
-            "time_s": time.time(),
         }
+
+    async def _told(self) -> bytes:
+        """The state as it is sent; the same object while it is the same."""
+        signs = await asyncio.to_thread(self._signs)
+        if signs != self._seen[0]:
+            state = await asyncio.to_thread(self._state)
+            self._seen = signs, msgspec.json.encode(state)
+        return self._seen[1]
+
+    def _signs(self) -> tuple[object, ...]:
+        """What the state is made of, as far as it takes next to nothing to tell whether it is another one."""
+        try:
+            written = self._run.state_path.stat().st_mtime_ns
+        except OSError:
+            written = 0
+        progress = self._index.progress() if self.reading else None
+        return self._index.changes, written, progress, self._log.trouble, self._log.findings, holder(self._run) is not None
 
     async def _get_run(self, request: web.Request) -> web.Response:
         tables = await asyncio.to_thread(self._index.metrics)
@@ -160,19 +189,24 @@ class Page:
             return web.Response(status=503, text="too many pages of this run are open\n", headers={"Retry-After": "30"})
         self._listeners += 1
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        before = b""
+        before, quiet = b"", 0
         try:
             await response.prepare(request)
-            while True:
-                state = await asyncio.to_thread(self._state)
-                body = msgspec.json.encode({name: value for name, value in state.items() if name != "time_s"})
-                await response.write(b": still there\n\n" if body == before else b"data: " + msgspec.json.encode(state) + b"\n\n")
-                before = body
+            while request.transport is not None and not request.transport.is_closing():
+                self._attention.seen()
+                sent = await self._told()
+                quiet = 0 if sent is not before else quiet + 1
+                if sent is not before:
+                    await response.write(b"data: " + sent + b"\n\n")
+                elif quiet % _STILL_THERE == 0:
+                    await response.write(b": still there\n\n")
+                before = sent
                 await asyncio.sleep(_SEND_S)
         except ConnectionError:
-            return response
+            pass  # the page was closed
         finally:
             self._listeners -= 1
+        return response
 
     async def _get_series(self, request: web.Request) -> web.Response:
         """`?table=&names=a,b&x=time_s&points=&last=&thin=mean`: columns of one table, thinned to their extremes or means."""

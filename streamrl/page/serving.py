@@ -15,6 +15,7 @@ import msgspec
 from streamrl.config.files import write_private
 from streamrl.errors import LaunchError
 from streamrl.page.access import page_token
+from streamrl.page.attention import Attention
 from streamrl.page.index import open_index, page_folder
 from streamrl.page.log import RunLog
 from streamrl.page.server import Page, served
@@ -48,8 +49,8 @@ async def serve(run: RunDir, *, port: int, say: Callable[[str], None], supervise
         loop.add_signal_handler(number, stop.set)
     pulse.beat(loading=True)
     with open_index(run) as index:
-        token = page_token(run)
-        page = Page(run, config, index, RunLog(run, index, config.trainer.name))
+        token, attention = page_token(run), Attention()
+        page = Page(run, config, index, RunLog(run, index, config.trainer.name, attention), attention)
         async with contextlib.AsyncExitStack() as opened:
             try:
                 got = await opened.enter_async_context(served(page.app(token), port or _port_before(run)))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ from streamrl.config.tree import Config, RunConfig
 from streamrl.monitor.metrics_file import MetricsFile
 from streamrl.monitor.series import BATCH, Row
 from streamrl.page.access import page_token
+from streamrl.page.attention import Attention
 from streamrl.page.index import open_index
 from streamrl.page.log import RunLog
 from streamrl.page.server import Page, served
@@ -53,16 +55,22 @@ def write(run: RunDir, rows: list[Row], **config: int) -> None:
 
 
 @asynccontextmanager
-async def page(run: RunDir) -> AsyncIterator[tuple[str, str, aiohttp.ClientSession]]:
-    """The page of a run without a log: its address, its token, and a client that is let in."""
+async def page(run: RunDir, *, works: bool = False) -> AsyncIterator[tuple[str, str, aiohttp.ClientSession]]:
+    """The page of a run without a log: its address, its token, and a client that is let in. It reads later rows where it `works`."""
     with open_index(run) as index:
         while index.read_rows():
             pass
         token = page_token(run)
         config = run.load_config()
-        app = Page(run, config, index, RunLog(run, index, config.trainer.name)).app(token)
+        attention = Attention()
+        shown = Page(run, config, index, RunLog(run, index, config.trainer.name, attention), attention)
+        app = shown.app(token)
         async with served(app, 0) as port, aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as client:
             base = f"http://127.0.0.1:{port}"
             async with client.get(f"{base}/?token={token}") as answer:
                 assert answer.status == 200
+            working = asyncio.create_task(shown.work()) if works else None
             yield base, token, client
+            if working is not None:
+                working.cancel()
+                await asyncio.gather(working, return_exceptions=True)

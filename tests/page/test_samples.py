@@ -13,6 +13,7 @@ from streamrl.bus.protocol import Bus
 from streamrl.data.characters import write_tokenizer
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer
 from streamrl.errors import NotFound
+from streamrl.page.attention import Attention
 from streamrl.page.index import LEDGER_TABLE, open_index
 from streamrl.page.log import RunLog
 from streamrl.page.samples import Samples
@@ -79,7 +80,7 @@ async def samples(run: RunDir) -> AsyncGenerator[tuple[Samples, MemoryBus]]:
             stored = (await bus.publish(SUBJECTS.ledger(config.trainer.name), encode(entry))).sequence
             index.add(LEDGER_TABLE, {"version": version, "epoch": 0, "sequence": stored}, source="ledger", mark=stored, forks=True)
         index.commit()
-        log = Log(run, index, config.trainer.name)
+        log = Log(run, index, config.trainer.name, Attention())
         log.there = bus
         yield Samples(run, config, index, log), bus
 

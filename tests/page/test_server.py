@@ -69,6 +69,23 @@ async def test_series_are_what_the_rows_say(run: RunDir) -> None:
                 assert answer.status == status
 
 
+async def test_a_page_that_nobody_looks_at_rests_until_somebody_does(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.page.server._REST_S", 3600.0)
+    write(run, batches(1, 3))
+
+    async def rows() -> int:
+        async with client.get(f"{base}/api/series?names=rollout/raw_reward") as answer:
+            return (await answer.json())["rows"]
+
+    async with page(run, works=True) as (base, _, client):
+        monkeypatch.setattr("streamrl.page.attention.LOOKED_AT_S", 0.0)  # nobody is there from now on but at the moment of asking
+        await asyncio.sleep(3.0)  # it has looked for the last time
+        write(run, batches(4, 6))
+        async with asyncio.timeout(60):
+            while await rows() != 6:
+                await asyncio.sleep(0.05)
+
+
 async def test_live_events_come_at_once_and_pages_beyond_the_most_are_told_so(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrl.page.server._LISTENERS", 1)
     async with page(run) as (base, _, client), client.get(f"{base}/api/live") as answer:

@@ -42,7 +42,7 @@ export function box(title, ...children) {
 }
 
 // Calls `work` at once and again when asked to, one at a time and at most every `every` milliseconds.
-export function paced(work, every = 3000) {
+export function paced(work, every = 5000) {
   let running = false, again = false, closed = false, last = 0, timer = 0;
   async function go() {
     if (closed) return;
