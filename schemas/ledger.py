@@ -137,6 +137,9 @@ class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | msgspec.UnsetType = msgspec.UNSET
     """Mean reward of the rollouts that arrived for the batch, dropped ones too, which `run.until_reward` looks at. Read it with
     `decided_by`; not on the wire when unset."""
+    histograms: dict[str, tuple[int, ...]] | msgspec.UnsetType = msgspec.UNSET
+    """Lengths of the answers that were trained and of those that were dropped, by name (`streamrl.core.lengths`); for people and metrics
+    only. Not on the wire when unset, as in entries of earlier builds."""
     gap: Gap | msgspec.UnsetType = msgspec.UNSET
     """Set on an entry that says what was lost, and has no batch; see `take_entry`. Not on the wire when unset."""
 
