@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
 
 from streamrl.bus.protocol import Bus, Receipt
+from streamrl.core.lengths import added, histogram
 from streamrl.errors import StreamFull
 from streamrl.producers.protocol import Claim, Failure
 from streamrl.producers.slots import phase
@@ -44,7 +46,10 @@ class Part:
         self.first = samples[0].rollout
         self.last = samples[-1].rollout
         self.num_rollouts = len({sample.rollout for sample in samples})
-        self.num_tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
+        self.lengths = Counter[int]()
+        """Tokens that a model sampled, by rollout."""
+        for sample in samples:
+            self.lengths[sample.rollout] += int(sample.loss_mask.sum())
         self.body = body
 
 
@@ -69,6 +74,8 @@ class Published:
         """Rollouts stored."""
         self.num_tokens = 0
         """Their tokens that a model sampled."""
+        self.lengths: tuple[int, ...] = ()
+        """The same of each rollout (`streamrl.core.lengths`)."""
         self.num_full = 0
         """Records that had to wait for room."""
 
@@ -94,7 +101,9 @@ class Publisher:
         counts, self._counts = self._counts, Published()
         return counts
 
-    async def task(self, task: RolloutTask, samples: Sequence[Sample], failures: Sequence[Failure], claim: Claim | None = None) -> None:
+    async def task(
+        self, task: RolloutTask, samples: Sequence[Sample], failures: Sequence[Failure], claim: Claim | None = None
+    ) -> frozenset[int]:
         """Store everything a task gave; returns once all of it is stored.
 
         Args:
@@ -102,22 +111,35 @@ class Publisher:
             samples: its samples, sorted by rollout, whole rollouts only.
             failures: the rollouts that gave none.
             claim: of the task, for those.
+
+        Returns:
+            The rollouts whose samples were stored: none that another delivery of the task had stored before.
         """
+        stored: set[int] = set()
         parts = split(samples, part_bytes=self._part_bytes) if samples else []
         large = [part for part in parts if len(part.body) > MAX_BYTES]
         failures = [*failures, *(Failure(p.first, "failed", f"{len(p.body)} bytes, at most {MAX_BYTES} fit a message") for p in large)]
         if len(failures) == task.num_rollouts and len({(f.reason, f.detail) for f in failures}) == 1:
             first = failures[0]
             await self.end_task(task.index, task.source, first.reason, first.detail, group_size=task.num_rollouts, claim=claim)
-            return
+            return frozenset()
         for failure in failures:
             await self._end_rollout(task, failure, claim)
         for part in parts:
             if len(part.body) <= MAX_BYTES:
                 id = f"s{task.index}.{part.first}" if len(parts) == 1 else f"s{task.index}.{part.first}-{part.last}"
-                await self._put(self._subjects.samples(task.source), part.body, id, task.index, SCHEMA_NAME)
-                self._counts.num_rollouts += part.num_rollouts
-                self._counts.num_tokens += part.num_tokens if task.source != WARMUP_SOURCE else 0
+                receipt = await self._put(self._subjects.samples(task.source), part.body, id, task.index, SCHEMA_NAME)
+                # At a first delivery a repeat is this publisher's own, after a broken connection.
+                if not receipt.duplicate or claim is None or claim.deliveries <= 1:
+                    self._count(part, is_sampled=task.source != WARMUP_SOURCE)
+                    stored.update(part.lengths)
+        return frozenset(stored)
+
+    def _count(self, part: Part, *, is_sampled: bool) -> None:
+        self._counts.num_rollouts += part.num_rollouts
+        if is_sampled:
+            self._counts.num_tokens += part.lengths.total()
+            self._counts.lengths = added(self._counts.lengths, histogram(part.lengths.values()))
 
     async def end_task(self, index: int, source: str, reason: str, detail: str, *, group_size: int = 1, claim: Claim | None = None) -> None:
         """Store a tombstone for a whole task."""

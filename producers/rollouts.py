@@ -23,7 +23,7 @@ from streamrl.producers.episode import samples_of
 from streamrl.producers.factory import make_pool, make_runner, policy_tokenizer
 from streamrl.producers.protocol import Claim, Failure
 from streamrl.producers.publishing import Publisher
-from streamrl.producers.slots import FREE, phase, taken
+from streamrl.producers.slots import FREE, Cut, phase, stored, taken
 from streamrl.runtime.collection import keep_all
 from streamrl.schemas import encoding
 from streamrl.schemas.subjects import EVENTS, MAIN_SOURCE, WARMUP_SOURCE
@@ -88,11 +88,13 @@ async def serve(worker: Worker, function: str, *, sources: Sequence[str]) -> int
     clock = StateClock("setup", slots=worker.config.producer.concurrency)
     worker.timed("producer", clock)
     pool = make_pool(worker)
-    work = partial(_in_slot, clock, pool.found)
+    cut = Cut()
+    work = partial(_in_slot, clock, pool.found, cut)
     runner = make_runner(worker, pool, function, key="producer.function")
     publisher = Publisher(worker.bus, worker.subjects, producer=worker.name)
     claims = [_claims(worker, source, runner, publisher, work) for source in sources]
     worker.detail = lambda: {"tasks": [task for claim in claims for task in claim.open_tasks][:_TASKS_SHOWN]}
+    report = partial(_report, worker, runner, claims, publisher, cut)
     keep_all()
     try:
         await runner.start()
@@ -100,10 +102,11 @@ async def serve(worker: Worker, function: str, *, sources: Sequence[str]) -> int
         await asyncio.to_thread(encoding.load)
         clock.move("setup", FREE, slots=clock.slots)
         async with asyncio.TaskGroup() as group:
-            background = [group.create_task(pool.run()), group.create_task(_report(worker, runner, claims, publisher))]
+            background = [group.create_task(pool.run()), group.create_task(_keep_reporting(worker, publisher, report))]
             await asyncio.wait([group.create_task(claim.run(worker.draining)) for claim in claims])
             for task in background:
                 task.cancel()
+        await report()
     finally:
         await runner.close()
     return sum(claim.num_done for claim in claims)
@@ -148,14 +151,16 @@ def _roll_out(worker: Worker, runner: GroupRunner, publisher: Publisher, checkpo
         group = await runner.run(task, keeping=keeping)
         samples = samples_of(task, group.episodes, producer=worker.name, more=claim.told)
         with phase("publish"):
-            await publisher.task(task, samples, group.failures, claim)
+            rollouts = await publisher.task(task, samples, group.failures, claim)
+        segments = (segment for episode in group.episodes if episode.rollout in rollouts for segment in episode.segments)
+        stored(len(segment.token_ids) for segment in segments if segment.is_model)
 
     return work
 
 
-def _in_slot(clock: StateClock, found: Callable[[], Awaitable[None]], work: Work) -> Work:
+def _in_slot(clock: StateClock, found: Callable[[], Awaitable[None]], cut: Cut, work: Work) -> Work:
     async def timed(task: RolloutTask, claim: Claim) -> None:
-        with taken(clock, found):
+        with taken(clock, found, cut):
             await work(task, claim)
 
     return timed
@@ -177,27 +182,36 @@ def _demonstrate(worker: Worker, publisher: Publisher) -> Work:
     return work
 
 
-async def _report(worker: Worker, runner: GroupRunner, claims: Sequence[Claims], publisher: Publisher) -> None:
-    """Publish the worker's metrics, and say when a full stream stalls it and when it goes on, and what blocks in user code."""
+async def _keep_reporting(worker: Worker, publisher: Publisher, report: Callable[[], Awaitable[None]]) -> None:
+    """Publish the worker's metrics, and say when a full stream stalls it and when it goes on."""
     stalled = False
     while True:
         await asyncio.sleep(_REPORT_EVERY_S)
-        counts = [claim.take_counts() for claim in claims]
-        published, hung_s = publisher.take_counts(), runner.hung_s()
-        await worker.metrics(
-            {
-                "producer/tasks_total": sum(count.num_done for count in counts),
-                "producer/failures_total": sum(count.num_failures for count in counts),
-                "producer/in_flight_tasks": sum(claim.num_open for claim in claims),
-                "producer/hung_tasks": len(hung_s),
-                "producer/hung_s": max(hung_s, default=0.0),
-                "producer/rollouts_total": published.num_rollouts,
-                "tokens/published_total": published.num_tokens,
-                "bus/redelivered_total": sum(count.num_redelivered for count in counts),
-                "bus/full_total": published.num_full,
-            }
-        )
+        await report()
         worker.state = "stalled: stream full" if publisher.stalled else "running"
         if publisher.stalled != stalled:
             stalled = publisher.stalled
             await worker.event("stalled" if stalled else "resumed", {"reason": "the sample stream is full"})
+
+
+async def _report(worker: Worker, runner: GroupRunner, claims: Sequence[Claims], publisher: Publisher, cut: Cut) -> None:
+    """Publish what has happened since the last report, and what blocks in user code."""
+    counts = [claim.take_counts() for claim in claims]
+    published, hung_s = publisher.take_counts(), runner.hung_s()
+    cut_tokens, cut_lengths = cut.take()
+    lengths = {"lengths/finished": published.lengths, "lengths/cut": cut_lengths}
+    await worker.metrics(
+        {
+            "producer/tasks_total": sum(count.num_done for count in counts),
+            "producer/failures_total": sum(count.num_failures for count in counts),
+            "producer/in_flight_tasks": sum(claim.num_open for claim in claims),
+            "producer/hung_tasks": len(hung_s),
+            "producer/hung_s": max(hung_s, default=0.0),
+            "producer/rollouts_total": published.num_rollouts,
+            "tokens/published_total": published.num_tokens,
+            "tokens/cut_total": cut_tokens,
+            "bus/redelivered_total": sum(count.num_redelivered for count in counts),
+            "bus/full_total": published.num_full,
+        },
+        {name: one for name, one in lengths.items() if one},
+    )

@@ -6,10 +6,12 @@ engine in `wait_engine`, else in the phase of its task: `tools` (a producer's co
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable
 from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 
+from streamrl.core.lengths import added, histogram
 from streamrl.engines.protocol import Chunk, Engine, EngineInfo, GenerateRequest
 from streamrl.telemetry.clock import StateClock
 
@@ -27,6 +29,10 @@ class Slot:
 
     def __init__(self, clock: StateClock, found: Callable[[], Awaitable[None]]) -> None:
         self.found = found
+        self.heard: list[int] = []
+        """Tokens of each completion that its task was given."""
+        self.stored: list[int] = []
+        """Those of them that lie on the sample stream."""
         self._clock = clock
         self._phase = self._state = FREE
         self._asking = self._waiting = 0
@@ -54,8 +60,29 @@ class Slot:
             self._state = state
 
 
+class Cut:
+    """Tokens that engines have given tasks and that were never stored: of rollouts that failed, timed out or were given up."""
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._lengths: tuple[int, ...] = ()
+
+    def add(self, slot: Slot) -> None:
+        """A task has left its slot. One that has gone on from a checkpoint may have stored more than it was given here."""
+        self._tokens += sum(slot.heard) - sum(slot.stored)
+        left = Counter(slot.heard)
+        left.subtract(slot.stored)
+        self._lengths = added(self._lengths, histogram(length for length in left.elements() if length))
+
+    def take(self) -> tuple[int, tuple[int, ...]]:
+        """Tokens, and lengths of completions (`streamrl.core.lengths`), since the last call. A surplus of stored ones is kept back."""
+        tokens, lengths = max(0, self._tokens), self._lengths
+        self._tokens, self._lengths = self._tokens - tokens, ()
+        return tokens, lengths
+
+
 @contextmanager
-def taken(clock: StateClock, found: Callable[[], Awaitable[None]]) -> Generator[Slot]:
+def taken(clock: StateClock, found: Callable[[], Awaitable[None]], cut: Cut) -> Generator[Slot]:
     """A slot with a task, also for `phase` in everything that is awaited meanwhile."""
     slot = Slot(clock, found)
     slot.enter("tools")
@@ -65,6 +92,13 @@ def taken(clock: StateClock, found: Callable[[], Awaitable[None]]) -> Generator[
     finally:
         _current.reset(token)
         slot.enter(FREE)
+        cut.add(slot)
+
+
+def stored(completions: Iterable[int]) -> None:
+    """The task that is worked on has these completions, of so many tokens each, on the stream, where there is a slot for it."""
+    if (slot := _current.get()) is not None:
+        slot.stored += completions
 
 
 @contextmanager
@@ -95,9 +129,12 @@ class SlotEngine:
         finally:
             slot.waits(-1)
         slot.asks(+1)
+        first = len(slot.heard)
+        slot.heard += [0] * len(request.seeds)
         try:
             async with aclosing(self._engine.generate(request)) as chunks:  # type: ignore[type-var]  # every adapter is an async generator
                 async for chunk in chunks:
+                    slot.heard[first + chunk.completion] += len(chunk.token_ids)
                     yield chunk
         finally:
             slot.asks(-1)

@@ -41,5 +41,7 @@ class MetricReport(msgspec.Struct, frozen=True, kw_only=True):
     """Amounts since the worker's previous report."""
     max: dict[str, float] = {}
     last: dict[str, float] = {}
+    histograms: dict[str, tuple[int, ...]] | msgspec.UnsetType = msgspec.UNSET
+    """Lengths of answers since the worker's previous report (`streamrl.core.lengths`); not on the wire when unset."""
     time_s: float = 0.0
     """Unix seconds."""

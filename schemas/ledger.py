@@ -140,6 +140,9 @@ class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
     cursor_s: float | msgspec.UnsetType = msgspec.UNSET
     """Unix seconds at which the bus stored the record at `cursor`, which tells it from another that has its sequence after a loss. Not on
     the wire when unset."""
+    histograms: dict[str, tuple[int, ...]] | msgspec.UnsetType = msgspec.UNSET
+    """Lengths of the answers that were trained and of those that were dropped, by name (`streamrl.core.lengths`); for people and metrics
+    only. Not on the wire when unset, as in entries of earlier builds."""
     gap: Gap | msgspec.UnsetType = msgspec.UNSET
     """Set on an entry that says what was lost, and has no batch; see `take_entry`. Not on the wire when unset."""
 

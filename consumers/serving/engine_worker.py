@@ -224,10 +224,14 @@ class Presence:
             "engine/waiting_requests": float(info.waiting),
             **info.counters,
         }
+        lost, lengths = self._engine.lost, {}
+        if self.role == ROLLOUT_ROLE:
+            values["tokens/cut_total"] = float(lost.tokens)
+            lengths = {"lengths/cut": cut} if (cut := lost.take_lengths()) else {}
         totals = {name: value for name, value in values.items() if metric(name).reduction is Reduction.SUM}
         made = {name: value - self._reported.get(name, 0.0) for name, value in totals.items()}
         self._reported = totals
-        await self._worker.metrics(values | made)
+        await self._worker.metrics(values | made, lengths)
 
 
 def state_of(info: EngineInfo) -> str:

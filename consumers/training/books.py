@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import reduce
 
 from msgspec import UNSET
 
@@ -13,6 +14,7 @@ from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.ledger import Ledger
 from streamrl.consumers.training.steps import Books, Stepped
 from streamrl.core.assembly import ages, used
+from streamrl.core.lengths import added, histogram
 from streamrl.core.seeds import run_seed
 from streamrl.errors import Diverged
 from streamrl.schemas.ledger import LedgerEntry
@@ -102,6 +104,13 @@ def entry_of(stepped: Stepped, version: Version, config: Config, fingerprint: st
         num_samples=stepped.arrays.num_samples,
         num_tokens=stepped.arrays.num_tokens,
         metrics=metrics,
+        histograms=_lengths(stepped) or UNSET,
         fence=fence,
         time_s=time.time(),
     )
+
+
+def _lengths(stepped: Stepped) -> dict[str, tuple[int, ...]]:
+    trained = histogram(one.length for group in stepped.batch.groups for one in group.rollouts.values() if not one.demonstration)
+    dropped = reduce(added, (tally.lengths for tally in stepped.before.dropped.values()), ())
+    return {name: counts for name, counts in (("lengths/trained", trained), ("lengths/dropped", dropped)) if counts}

@@ -13,6 +13,8 @@ later is dropped and counted: credits never leak.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 from msgspec.structs import replace
 
@@ -80,11 +82,14 @@ def fold(state: FoldState, record: Record, config: FoldConfig) -> tuple[FoldStat
     dead: tuple[DeadLetter, ...] = ()
     match record:
         case Rollouts():
+            lengths = [view.length for view in record.rollouts]
+            state = replace(state, stored_tokens=state.stored_tokens + sum(lengths))
             problem = _impossible(state, record, config)
             if problem:
-                state, dead = _poison(state, record.sequence, record.task, problem)
+                state, dead = _poison(state, record.sequence, record.task, problem, lengths=lengths)
             elif max(r.highest for r in record.rollouts) > state.version.number:
-                state = _take_end(state, Ended(record.sequence, record.source, record.task, None, record.group_size, LOST_VERSION), config)
+                end = Ended(record.sequence, record.source, record.task, None, record.group_size, LOST_VERSION)
+                state = _take_end(state, end, config, lengths=lengths)
             else:
                 state = _take_rollouts(state, record, config)
         case Ended():
@@ -156,7 +161,16 @@ def trained(state: FoldState, batch: Batch, config: FoldConfig, *, warm: bool, s
         state = replace(state, warmup_score=smoothed, warmup_steps=state.warmup_steps + 1, warmup_end=end)
     elif state.in_warmup(batch.groups[0].task):
         state = replace(state, warmup_steps=state.warmup_steps + 1)
-    state = replace(state, version=state.version.next(), newest_drops=(), older_drops=(), reward_sum=0.0, reward_count=0)
+    state = replace(
+        state,
+        version=state.version.next(),
+        newest_drops=(),
+        older_drops=(),
+        reward_sum=0.0,
+        reward_count=0,
+        stored_tokens=0,
+        dropped={},
+    )
     if config.stale != "wait":
         for task in [t for t in state.pending.values() if t.ready and _too_old(state, t, config)]:
             state = _drop_group(state, task, "stale")
@@ -234,16 +248,17 @@ def _impossible_task(state: FoldState, task: int, group_size: int | None, config
 
 
 def _take_rollouts(state: FoldState, record: Rollouts, config: FoldConfig) -> FoldState:
-    names = tuple(r.rollout for r in record.rollouts)
+    lengths = {r.rollout: r.length for r in record.rollouts}
+    names = tuple(lengths)
     if state.is_retired(record.task):
-        return _drop(state, Drop(record.sequence, record.task, names, "late"))
+        return state.with_drop(Drop(record.sequence, record.task, names, "late"), tuple(lengths.values()))
     task = state.pending.get(record.task) or PendingTask(record.task, record.source, record.group_size, {})
     repeats = tuple(k for k in names if k in task.rollouts or k in task.ended)
     if repeats:
-        state = _drop(state, Drop(record.sequence, record.task, repeats, "duplicate"))
+        state = state.with_drop(Drop(record.sequence, record.task, repeats, "duplicate"), [lengths[k] for k in repeats])
     task, drops, views = admit(task, record.sequence, [view for view in record.rollouts if view.rollout not in repeats], config)
     for drop in drops:
-        state = _drop(state, drop)
+        state = state.with_drop(drop, [lengths[k] for k in drop.rollouts])
     if len(task.ended) == task.group_size:
         return _retire(state, record.task)
     fresh = {}
@@ -259,6 +274,7 @@ def _take_rollouts(state: FoldState, record: Rollouts, config: FoldConfig) -> Fo
             reward=reward,
             revision=revision,
             arrived=state.version.number,
+            sampled=lengths[view.rollout],
         )
     if not fresh and not drops:
         return state
@@ -266,54 +282,56 @@ def _take_rollouts(state: FoldState, record: Rollouts, config: FoldConfig) -> Fo
     return _settle(replace(state, early_rewards=early), task, config)
 
 
-def _take_end(state: FoldState, record: Ended, config: FoldConfig) -> FoldState:
+def _take_end(state: FoldState, record: Ended, config: FoldConfig, *, lengths: Sequence[int] = ()) -> FoldState:
+    """`lengths` are those of answers that came with it."""
     if state.is_retired(record.task):
-        return _drop(state, Drop(record.sequence, record.task, (), "late", record.detail))
+        return state.with_drop(Drop(record.sequence, record.task, (), "late", record.detail), lengths)
     known = state.pending.get(record.task)
     if record.rollout is None:
         if known is not None:
             state = _drop_group(state, known, record.reason, retires=False)
-        return _retire(_drop(state, Drop(record.sequence, record.task, (), record.reason, record.detail, retires=True)), record.task)
+        drop = Drop(record.sequence, record.task, (), record.reason, record.detail, retires=True)
+        return _retire(state.with_drop(drop, lengths), record.task)
     task = known or PendingTask(record.task, record.source, record.group_size, {})
     if record.rollout in task.rollouts or record.rollout in task.ended:
-        return _drop(state, Drop(record.sequence, record.task, (record.rollout,), "duplicate"))
+        return state.with_drop(Drop(record.sequence, record.task, (record.rollout,), "duplicate"))
     task = replace(task, ended=(*task.ended, record.rollout))
     finishes = len(task.ended) == task.group_size
-    state = _drop(state, Drop(record.sequence, record.task, (record.rollout,), record.reason, record.detail, retires=finishes))
+    state = state.with_drop(Drop(record.sequence, record.task, (record.rollout,), record.reason, record.detail, retires=finishes))
     return _retire(state, record.task) if finishes else _settle(state, task, config)
 
 
 def _take_reward(state: FoldState, record: Rewarded, config: FoldConfig) -> FoldState:
     if state.is_retired(record.task):
-        return _drop(state, Drop(record.sequence, record.task, (record.rollout,), "superseded_reward"))
+        return state.with_drop(Drop(record.sequence, record.task, (record.rollout,), "superseded_reward"))
     task = state.pending.get(record.task)
     rollout = task.rollouts.get(record.rollout) if task else None
     if task is not None and record.rollout in task.ended:
-        return _drop(state, Drop(record.sequence, record.task, (record.rollout,), "superseded_reward"))
+        return state.with_drop(Drop(record.sequence, record.task, (record.rollout,), "superseded_reward"))
     if task is None or rollout is None:
         key = f"{record.task}/{record.rollout}"
         known = state.early_rewards.get(key)
         if known is not None and known[0] >= record.revision:
-            return _drop(state, Drop(record.sequence, record.task, (record.rollout,), "superseded_reward"))
+            return state.with_drop(Drop(record.sequence, record.task, (record.rollout,), "superseded_reward"))
         return replace(state, early_rewards={**state.early_rewards, key: (record.revision, record.reward)})
     if record.revision <= rollout.revision:
-        return _drop(state, Drop(record.sequence, record.task, (record.rollout,), "superseded_reward"))
+        return state.with_drop(Drop(record.sequence, record.task, (record.rollout,), "superseded_reward"))
     rollout = replace(rollout, reward=record.reward, revision=record.revision)
     return _settle(state, replace(task, rollouts={**task.rollouts, record.rollout: rollout}), config)
 
 
 def _poison(
-    state: FoldState, sequence: int, task: int | None, reason: str, *, retires: bool = True
+    state: FoldState, sequence: int, task: int | None, reason: str, *, retires: bool = True, lengths: Sequence[int] = ()
 ) -> tuple[FoldState, tuple[DeadLetter, ...]]:
-    """Quarantine a message; its task, when known and open, ends here (unless told not to)."""
+    """Quarantine a message with answers of these `lengths`; its task, when known and open, ends here (unless told not to)."""
     dead = (DeadLetter(sequence, reason, task),)
     open_task = retires and task is not None and task < state.granted and not state.is_retired(task)
     if task is None or not open_task:
-        return _drop(state, Drop(sequence, -1 if task is None else task, (), "poison", reason)), dead
+        return state.with_drop(Drop(sequence, -1 if task is None else task, (), "poison", reason), lengths), dead
     known = state.pending.get(task)
     if known is not None:
         state = _drop_group(state, known, "poison", retires=False)
-    return _retire(_drop(state, Drop(sequence, task, (), "poison", reason, retires=True)), task), dead
+    return _retire(state.with_drop(Drop(sequence, task, (), "poison", reason, retires=True), lengths), task), dead
 
 
 def _settle(state: FoldState, task: PendingTask, config: FoldConfig) -> FoldState:
@@ -350,7 +368,7 @@ def _expire(state: FoldState, task: int, config: FoldConfig) -> FoldState:
     if known is not None:
         state = _drop_group(state, known, "expired", retires=False)
     detail = f"it has rollouts that have not ended {config.expire_versions} versions after its grant"
-    return _retire(_drop(state, Drop(NO_MESSAGE, task, (), "expired", detail, retires=True)), task)
+    return _retire(state.with_drop(Drop(NO_MESSAGE, task, (), "expired", detail, retires=True)), task)
 
 
 def _drop_group(state: FoldState, task: PendingTask, reason: str, *, retires: bool = True) -> FoldState:
@@ -359,13 +377,10 @@ def _drop_group(state: FoldState, task: PendingTask, reason: str, *, retires: bo
     for index, rollout in sorted(task.rollouts.items()):
         by_sequence.setdefault(rollout.sequence, []).append(index)
     last = max(by_sequence, default=0)
-    for sequence in sorted(by_sequence):
-        state = _drop(state, Drop(sequence, task.task, tuple(by_sequence[sequence]), reason, retires=retires and sequence == last))
+    for sequence, rollouts in sorted(by_sequence.items()):
+        drop = Drop(sequence, task.task, tuple(rollouts), reason, retires=retires and sequence == last)
+        state = state.with_drop(drop, [task.rollouts[k].length for k in rollouts])
     return _retire(state, task.task) if retires else state
-
-
-def _drop(state: FoldState, drop: Drop) -> FoldState:
-    return state.with_drop(drop)
 
 
 def _retire(state: FoldState, *tasks: int) -> FoldState:

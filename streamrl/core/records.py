@@ -58,6 +58,11 @@ class RolloutView(msgspec.Struct, frozen=True):
         return self.num_tokens > 0 and self.oldest < 0
 
     @property
+    def length(self) -> int:
+        """Tokens that a model has sampled for it, of which none has been left out yet (`without`); a demonstration has none."""
+        return 0 if self.demonstration else self.num_tokens
+
+    @property
     def inexact(self) -> bool:
         """Whether the versions of some trained tokens are guesses."""
         return any(share.inexact for share in self.shares)

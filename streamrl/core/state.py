@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import msgspec
 from msgspec.structs import replace
 
+from streamrl.core.lengths import added, histogram
 from streamrl.errors import SchemaError
 from streamrl.schemas.control import Grant
 from streamrl.schemas.ledger import Drop
@@ -61,11 +63,18 @@ class PendingRollout(msgspec.Struct, frozen=True):
     revision: int = 0
     arrived: int = 0
     """Version number of the state when it was folded."""
+    sampled: int = -1
+    """Tokens that a model has sampled for it, those that are masked here included; -1 where an earlier build has not said. See `length`."""
 
     @property
     def demonstration(self) -> bool:
         """Whether it is trained on and no model sampled what is trained."""
         return self.num_tokens > 0 and self.oldest < 0
+
+    @property
+    def length(self) -> int:
+        """Tokens that a model has sampled for it."""
+        return self.sampled if self.sampled >= 0 else 0 if self.demonstration else self.num_tokens
 
 
 class PendingTask(msgspec.Struct, frozen=True):
@@ -96,6 +105,15 @@ class PendingTask(msgspec.Struct, frozen=True):
     def oldest(self) -> int:
         """Lowest version number of its trained tokens; -1 for demonstrations."""
         return min((r.oldest for r in self.rollouts.values() if r.oldest >= 0), default=-1)
+
+
+class Tally(msgspec.Struct, frozen=True):
+    """Answers that were dropped."""
+
+    tokens: int = 0
+    """That a model had sampled for them."""
+    lengths: tuple[int, ...] = ()
+    """See `streamrl.core.lengths`."""
 
 
 class Epoch(msgspec.Struct, frozen=True):
@@ -140,6 +158,10 @@ class FoldState(msgspec.Struct, frozen=True, kw_only=True, rename={"newest_drops
     reward_sum: float = 0.0
     """Sum of the rewards of all rollouts whose group was complete since the last batch, dropped ones too."""
     reward_count: int = 0
+    stored_tokens: int = 0
+    """Sampled tokens of the messages folded since the last batch; like the next for people and metrics only."""
+    dropped: dict[str, Tally] = {}
+    """What was dropped since the last batch, by reason."""
     warmup_end: int | None = 0
     """First task after the warm-up; None while the warm-up goes on."""
     warmup_steps: int = 0
@@ -169,8 +191,12 @@ class FoldState(msgspec.Struct, frozen=True, kw_only=True, rename={"newest_drops
             begin -= len(chunk)
         return tuple(itertools.chain.from_iterable(reversed(chunks)))[number - begin :]
 
-    def with_drop(self, drop: Drop) -> FoldState:
-        """One more of `drops`."""
+    def with_drop(self, drop: Drop, lengths: Sequence[int] = ()) -> FoldState:
+        """One more of `drops`; `lengths` are those of the answers that it drops."""
+        if lengths:
+            known = self.dropped.get(drop.reason, Tally())
+            tally = Tally(known.tokens + sum(lengths), added(known.lengths, histogram(lengths)))
+            self = replace(self, dropped={**self.dropped, drop.reason: tally})
         if len(self.newest_drops) < DROPS_CHUNK:
             return replace(self, newest_drops=(*self.newest_drops, drop))
         return replace(self, newest_drops=(drop,), older_drops=(*self.older_drops, self.newest_drops))
@@ -207,6 +233,11 @@ class FoldState(msgspec.Struct, frozen=True, kw_only=True, rename={"newest_drops
     def grant(self) -> Grant:
         """What the feeder may issue."""
         return Grant(self.granted, self.version.number, self.retired, self.warmup_end, self.first_open)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Sampled tokens of what waits for its group or its batch."""
+        return sum(r.length for task in self.pending.values() for r in task.rollouts.values())
 
     @property
     def first_open(self) -> int:

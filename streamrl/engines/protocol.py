@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from streamrl.engines.lost import Lost
 from streamrl.schemas.samples import LogprobMode, VersionSpan
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
@@ -95,6 +96,8 @@ class HostedEngine(Engine, WeightHost, Protocol):
     """The policy it serves."""
     detail: dict[str, Any]
     """What people may want to know about it once it runs."""
+    lost: Lost
+    """What it has sampled for nobody."""
 
     def timed(self, clock: StateClock) -> None:
         """Before the start: have `clock` enter the engine's states (`streamrl.telemetry.names.STATES`)."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Container
 from enum import Enum
 
-from streamrl.engines.protocol import Chunk, GenerateRequest
+from streamrl.engines.handover import Handover
+from streamrl.engines.lost import Lost
+from streamrl.engines.protocol import GenerateRequest
 from streamrl.errors import EngineError
 
 MAX_WAITING = 1 << 16
@@ -39,14 +40,11 @@ class Completion:
 
 
 class Job:
-    """One request with the queue its chunks are handed back through.
-
-    The queue is written by the event loop only; it holds at most one chunk a token, and is drained by `generate`.
-    """
+    """One request with the queue its chunks are handed back through, which belongs to the event loop."""
 
     __slots__ = ("completions", "limit", "prompt", "queue", "request", "seeds", "stops")
 
-    def __init__(self, request: GenerateRequest, *, eos_ids: tuple[int, ...], max_len: int) -> None:
+    def __init__(self, request: GenerateRequest, *, eos_ids: tuple[int, ...], max_len: int, lost: Lost) -> None:
         self.request = request
         self.prompt = tuple(request.prompt_ids)
         sampling = request.sampling
@@ -54,7 +52,7 @@ class Job:
         self.limit = min(sampling.max_new_tokens, max_len - len(self.prompt))
         """Most new tokens: asked for, and what fits in `max_len`."""
         self.seeds = tuple(seed & 0xFFFFFFFFFFFFFFFF for seed in request.seeds)
-        self.queue: asyncio.Queue[Chunk | EngineError] = asyncio.Queue()
+        self.queue = Handover(len(self.seeds), stream=request.stream, lost=lost)
         self.completions = tuple(Completion(self, index) for index in range(len(self.seeds)))
 
 

@@ -12,15 +12,18 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from streamrl.monitor.lengths import quantiles, side_by_side
 from streamrl.monitor.numbers import EngineLine, RunNumbers, WorkerLine
-from streamrl.monitor.screen import clock, decimal, is_normal, one_line, short, summary_rows, visible, warnings
+from streamrl.monitor.screen import clock, decimal, distance_text, is_normal, one_line, short, sparkline, summary_rows, visible, warnings
 from streamrl.monitor.slo import worst_of
 from streamrl.monitor.summary import Summary, summary_line
+from streamrl.telemetry.names import LENGTHS, length_quantile
 
 _FEWEST_LINES = 3
 """Head, one line of what is below it, foot."""
 _TITLE = Style(bold=True, reverse=True)
 _MOST_NOTES = 3
+_MOST_BARS = 40
 _SYSTEMS = {
     "standard": ColorSystem.STANDARD,
     "256": ColorSystem.EIGHT_BIT,
@@ -194,6 +197,7 @@ def _sections(look: Look) -> list[tuple[str, Sequence[RenderableType]]]:
         ("workers", [_workers(numbers.workers, look.now_s)] if numbers.workers else [Text("none")]),
         ("lag", [_lag(look, numbers)]),
         ("dropped", [_drops(numbers)] if numbers.drops else [Text("nothing")]),
+        *([("lengths", _lengths(numbers))] if numbers.lengths else []),
         ("samples", [line for one in look.samples for line in _sample(one)] or [Text("none was read")]),
     ]
     return sections
@@ -264,6 +268,18 @@ def _drops(numbers: RunNumbers) -> Table:
     for reason, count in sorted(numbers.drops.items(), key=lambda item: -item[1]):
         table.add_row(Text(visible(reason)), str(count), f"{count / max(1, numbers.dropped):.0%}")
     return table
+
+
+def _lengths(numbers: RunNumbers) -> list[RenderableType]:
+    """A bar for lengths of a certain ratio; each row against its own greatest."""
+    shortest, longest, counts = side_by_side(numbers.lengths, _MOST_BARS)
+    values = quantiles(numbers.lengths)
+    table = _table("answers", "p50", "p95", f"{shortest} to {longest} tokens", numeric=("p50", "p95"))
+    for name in LENGTHS:
+        of = counts.get(name, [])
+        cells = [f"{values[key]:.0f}" if (key := length_quantile(name, word)) in values else "-" for word in ("p50", "p95")]
+        table.add_row(name.partition("/")[2], *cells, sparkline([count / max(1, *of) for count in of]) if any(of) else "-")
+    return [table, Text(distance_text(numbers))]
 
 
 def _sample(one: SampleLine) -> list[RenderableType]:

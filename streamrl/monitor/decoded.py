@@ -50,6 +50,7 @@ class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
     spilled: SpilledLine | None = None
     score: float | msgspec.UnsetType = msgspec.UNSET
     reward: float | msgspec.UnsetType = msgspec.UNSET
+    histograms: dict[str, tuple[int, ...]] | msgspec.UnsetType = msgspec.UNSET
     gap: GapLine | None = None
 
 

@@ -180,6 +180,10 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     """Rollouts decided against."""
     drops: dict[str, int]
     """The same by reason."""
+    lengths: dict[str, tuple[int, ...]] = {}
+    """Histograms of answer lengths (`streamrl.core.lengths`): finished, cut, trained, dropped; the newest weigh most."""
+    length_distance: float | None = None
+    """`lengths/distance`; None: too few answers to say."""
     failed_tasks: int
     """Tasks of which every rollout has failed since the newest batch."""
     newest_error: str

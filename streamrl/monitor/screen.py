@@ -189,6 +189,13 @@ def drops_text(numbers: RunNumbers) -> str:
     return f"{numbers.dropped} ({reasons})" if reasons else "0"
 
 
+def distance_text(numbers: RunNumbers) -> str:
+    """How far the lengths of trained answers are from those of all that were decided on."""
+    if numbers.length_distance is None:
+        return "too few answers to say whether long ones are trained as often as short ones"
+    return f"distance {numbers.length_distance:.2f} of the lengths trained from those trained, dropped or cut"
+
+
 def workers_text(numbers: RunNumbers) -> Text:
     """Workers with their states; engines with the version they serve and their load."""
     unnamed = list(numbers.engines)
@@ -251,6 +258,7 @@ def plain_line(numbers: RunNumbers) -> str:
         f"lag={numbers.stream_lag}",
         f"tasks={numbers.tasks_ended}/{numbers.tasks_granted}",
         f"dropped={numbers.dropped}",
+        *([] if numbers.length_distance is None else [f"lengths={numbers.length_distance:.2f}"]),
         f"swaps={numbers.swaps}",
     ]
     if numbers.failed_tasks:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 import msgspec
 
 from streamrl.monitor.decoded import LedgerLine
+from streamrl.monitor.lengths import known as known_lengths
+from streamrl.monitor.lengths import quantiles
 from streamrl.monitor.numbers import Evaluation
 from streamrl.monitor.shares import Attendance, shares
 from streamrl.monitor.trained import drops_of
@@ -87,6 +89,8 @@ class Series:
         self._after = entry.version
         values = {FORMER_METRICS.get(name, name): value for name, value in entry.metrics.items()}
         values |= drops_by_reason(entry) | times_of(values)
+        if not isinstance(entry.histograms, msgspec.UnsetType):
+            values |= quantiles(known_lengths(entry.histograms))
         if entry.source != "warmup":
             values["tokens/trained_total"] = values.get("rollout/tokens_trained", 0.0)
         self._append(Row(time_s=entry.time_s, kind=BATCH, version=str(entry.version), step=step, values=known(values)))

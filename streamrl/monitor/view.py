@@ -7,19 +7,20 @@ from collections import Counter, deque
 from collections.abc import Mapping
 
 import msgspec
-from msgspec.structs import replace
 
 from streamrl.monitor.arrivals import Arrivals
 from streamrl.monitor.decoded import LedgerLine, evaluation_of
 from streamrl.monitor.engine_lines import engine_line, worker_of
 from streamrl.monitor.evaluations import Evaluations
 from streamrl.monitor.failures import Failures
+from streamrl.monitor.lengths import Lengths
 from streamrl.monitor.numbers import EngineLine, Evaluation, Finding, Level, Point, RunNumbers, Standing, WorkerLine
 from streamrl.monitor.rates import Growing, Rate, counted_quantile, left_s
 from streamrl.monitor.series import RUN, Row, Series
 from streamrl.monitor.slo import findings_of, worst_of
 from streamrl.monitor.trained import Trained, stretched_rewards
 from streamrl.monitor.waits import standing_of
+from streamrl.monitor.worker_lines import worker_lines
 from streamrl.schemas.control import ROLLOUT_ROLE, EnginePresence, Grant, WorkerPresence
 from streamrl.schemas.events import MOVING_EVENT, SLO_EVENT, STANDING_EVENT, Event, MetricReport
 from streamrl.schemas.samples import Tombstone
@@ -82,6 +83,7 @@ class RunView:
         self.swap_numbers: set[int] = set()
         """Version numbers that an engine was seen to serve after its first; of many, a part."""
         self.failures = Failures()
+        self.lengths = Lengths()
         self.finished = False
         self.stalled: set[str] = set()
         self.standing: Standing | None = None
@@ -112,6 +114,7 @@ class RunView:
         if not self.trained.add(entry):
             return False
         self.failures.trained(entry.cursor)
+        self.lengths.add(entry.histograms)
         if self.series is not None and entry.gap is None:
             self.series.batch(entry, step=self.trained.num_reinforced, live=self.live)
         return True
@@ -126,6 +129,7 @@ class RunView:
         """Before the ledger is read anew; not live until it has been."""
         self.live = False
         self.trained = Trained()
+        self.lengths.forget_ledger()
 
     def event(self, event: Event, *, live: bool = True) -> None:
         """A lifecycle event, of this session or (not `live`) an earlier one. Raises SchemaError when it cannot be read."""
@@ -160,6 +164,7 @@ class RunView:
 
     def metric(self, one: MetricReport) -> None:
         """One worker's report."""
+        self.lengths.add(one.histograms)
         if self.series is not None:
             self.series.report(one)
         if _IN_FLIGHT in one.mean:
@@ -291,7 +296,7 @@ class RunView:
         behind = self._behind()
         now = {of: {"lag/versions_behind": float(one)} for of, one in behind.items()}
         cursor = self._newest.cursor if self._newest else 0
-        now[RUN] = {"lag/stream_messages": float(self._lag()), "lag/stream_s": self._arrivals.age_s(cursor)}
+        now[RUN] = {"lag/stream_messages": float(self._lag()), "lag/stream_s": self._arrivals.age_s(cursor), **self.lengths.values}
         if behind:
             now[RUN]["lag/versions_behind"] = float(max(behind.values()))
         return now
@@ -309,21 +314,6 @@ class RunView:
     @property
     def _newest(self) -> LedgerLine | None:
         return self.trained.newest
-
-    def _told(self, supervised: Mapping[str, WorkerLine]) -> dict[str, WorkerLine]:
-        """The supervisor knows whether a process runs; what one does that runs, it says itself."""
-        told: dict[str, WorkerLine] = {}
-        for name, line in supervised.items():
-            own = self._workers.get(name)
-            if line.state == "running" and own is not None and own.pid == line.pid:
-                line = replace(line, state=own.state, since_s=own.since_s)
-            told[name] = line
-        return told
-
-    def _doing(self, line: WorkerLine) -> WorkerLine:
-        """A producer that holds no task waits for one, which its reports say."""
-        idle = line.state == "running" and self._held.get(line.worker, (1.0,))[0] == 0
-        return replace(line, state="waits for tasks", since_s=0.0) if idle else line
 
     def phase(self) -> str:
         """Where the run is."""
@@ -382,6 +372,8 @@ class RunView:
             barren_tasks=self.num_barren_tasks,
             dropped=drops.total(),
             drops=dict(drops),
+            lengths=self.lengths.counts,
+            length_distance=self.lengths.distance,
             failed_tasks=self.failures.num_tasks,
             newest_error=self.failures.newest,
             swaps=self.swaps,
@@ -389,6 +381,6 @@ class RunView:
             standing=self.standing,
             slo=self.slo,
             engines=tuple(self._engine_line(name, engine) for name, engine in sorted(self._engines.items())),
-            workers=tuple(self._doing(line) for _, line in sorted({**self._workers, **self._told(supervised or {})}.items())),
+            workers=worker_lines(self._workers, supervised or {}, {name: held for name, (held, _, _) in self._held.items()}),
             elapsed_s=elapsed_s,
         )

@@ -30,7 +30,7 @@ from streamrl.schemas.events import NOTICE_EVENT, Event
 from streamrl.schemas.subjects import PREFIX_PRESENCE, Subjects
 from streamrl.telemetry.clock import REPORT_EVERY_S, ClockReports, StateClock
 from streamrl.telemetry.logs import configure_logging
-from streamrl.telemetry.metrics import MetricsSink
+from streamrl.telemetry.metrics import Histograms, MetricsSink
 
 logger = logging.getLogger(__name__)
 
@@ -115,11 +115,11 @@ class Worker:
             self._besides, self._besides_since_s = kind, time.time()
         return (besides, self._besides_since_s) if besides else (self._state, self._since_s)
 
-    async def metrics(self, values: Mapping[str, float]) -> None:
+    async def metrics(self, values: Mapping[str, float], histograms: Histograms | None = None) -> None:
         """Publish values whose names `streamrl.telemetry.names` declares (SchemaError otherwise); lost while the bus is away."""
         if self._state == LOADING:
             self.state = "running"
-        await self._sink.put(values)
+        await self._sink.put(values, histograms)
 
     def timed(self, kind: str, clock: StateClock) -> None:
         """Have what `clock` counts reported from now on, as the states of a kind of worker; whether it is `loading` or not."""

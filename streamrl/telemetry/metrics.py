@@ -7,6 +7,8 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 
+import msgspec
+
 from streamrl.errors import BusError
 from streamrl.schemas.codec import encode
 from streamrl.schemas.events import MetricReport
@@ -15,7 +17,11 @@ from streamrl.telemetry.names import METRICS, Reduction, metric
 logger = logging.getLogger(__name__)
 
 
-def report(worker: str, values: Mapping[str, float], *, time_s: float) -> MetricReport:
+Histograms = Mapping[str, tuple[int, ...]]
+"""Counts of lengths by name (`streamrl.telemetry.names.LENGTHS`)."""
+
+
+def report(worker: str, values: Mapping[str, float], *, time_s: float, histograms: Histograms | None = None) -> MetricReport:
     """Group `values` by the reductions their names are declared with; raises SchemaError for an undeclared name.
 
     Values that are not finite are left out: they would spoil every mean they enter.
@@ -31,6 +37,7 @@ def report(worker: str, values: Mapping[str, float], *, time_s: float) -> Metric
         sum=groups[Reduction.SUM],
         max=groups[Reduction.MAX],
         last=groups[Reduction.LAST],
+        histograms=dict(histograms) if histograms else msgspec.UNSET,
         time_s=time_s,
     )
 
@@ -44,9 +51,9 @@ class MetricsSink:
         self.num_lost = 0
         """Reports that the bus did not take."""
 
-    async def put(self, values: Mapping[str, float]) -> bool:
+    async def put(self, values: Mapping[str, float], histograms: Histograms | None = None) -> bool:
         """Publish one report and say whether the bus took it; raises SchemaError for an undeclared name."""
-        body = encode(report(self._worker, values, time_s=time.time()))
+        body = encode(report(self._worker, values, time_s=time.time(), histograms=histograms))
         try:
             await self._publish(body)
         except BusError as error:

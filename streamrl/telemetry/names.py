@@ -47,6 +47,28 @@ OTHER_REASON = "other"
 """Stands for a producer's own words."""
 
 
+LENGTHS: Mapping[str, str] = MappingProxyType(
+    {
+        "lengths/finished": "of the answers that producers have stored",
+        "lengths/cut": "that completions had reached which were never stored: their rollout failed, timed out, expired or was given back",
+        "lengths/trained": "of the answers in trained batches",
+        "lengths/dropped": "of the answers that were stored and then decided against",
+    }
+)
+"""Histograms of lengths in sampled tokens, by name (`streamrl.core.lengths`), and whose lengths they are."""
+
+
+def length_quantile(name: str, quantile: str) -> str:
+    """The metric of a quantile (`p50`, `p95`) of a histogram of lengths."""
+    return f"{name}_{quantile}"
+
+
+def _of_lengths() -> Iterator[Metric]:
+    for name, whose in LENGTHS.items():
+        for quantile, word in (("p50", "median"), ("p95", "95th percentile")):
+            yield Metric(length_quantile(name, quantile), _LAST, "tokens", f"{word} of the newest lengths {whose}")
+
+
 def dropped(reason: str) -> str:
     """The metric that counts the rollouts dropped for a reason."""
     return f"rollouts/dropped_total/{reason if reason in DROP_REASONS else OTHER_REASON}"
@@ -236,6 +258,10 @@ _DECLARED = (
     # What the fold of a run makes of its ledger, events and presence (`streamrl.monitor`); no worker reports these.
     Metric("eval/heldout", _MEAN, "fraction", "held-out problems answered right, by version"),
     Metric("tokens/sampled_total", _SUM, "tokens", "tokens that engines for rollouts have sampled"),
+    Metric(
+        *("tokens/cut_total", _SUM, "tokens"),
+        "tokens sampled and never stored: of rollouts that failed, timed out, expired or were given back",
+    ),
     Metric("tokens/trained_total", _SUM, "tokens", "tokens under the loss mask of the batch; none of the warm-up"),
     *(Metric(dropped(reason), _SUM, "rollouts", f"rollouts decided against: `{reason}`") for reason in (*DROP_REASONS, OTHER_REASON)),
     Metric("rollout/spec_accept_rate", _MEAN, "fraction", "drafted tokens that were accepted (speculative decoding)"),
@@ -247,6 +273,12 @@ _DECLARED = (
     Metric("lag/stream_messages", _LAST, "messages", "messages on the sample stream behind the newest batch's cursor"),
     Metric(
         "lag/versions_behind", _LAST, "versions", "versions between the newest and the one an engine serves; of the run: the worst engine's"
+    ),
+    # Whether long answers are trained as often as short ones.
+    *_of_lengths(),
+    Metric(
+        *("lengths/distance", _LAST, "fraction"),
+        "Kolmogorov-Smirnov distance of the newest lengths trained from those trained, dropped or cut; 0: none is treated otherwise",
     ),
     # Where time goes. The seconds come from workers, the shares from the fold; the shares of a kind add up to one.
     *_of_states(),

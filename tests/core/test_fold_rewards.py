@@ -60,8 +60,8 @@ def test_what_waits_of_a_rollout() -> None:
     s.rollouts(1, view(0, oldest=0, newest=1, tokens=5, samples=2), view(1, oldest=1, reward=0.75), group=3)
     assert s.state.early_rewards == {}, "it has found its rollout"
     assert s.state.pending[1].rollouts == {
-        0: PendingRollout(sequence=3, num_samples=2, num_tokens=5, oldest=0, newest=1, reward=None, revision=0, arrived=1),
-        1: PendingRollout(sequence=3, num_samples=1, num_tokens=3, oldest=1, newest=1, reward=0.25, revision=4, arrived=1),
+        0: PendingRollout(sequence=3, num_samples=2, num_tokens=5, oldest=0, newest=1, reward=None, revision=0, arrived=1, sampled=5),
+        1: PendingRollout(sequence=3, num_samples=1, num_tokens=3, oldest=1, newest=1, reward=0.25, revision=4, arrived=1, sampled=3),
     }
 
 

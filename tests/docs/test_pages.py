@@ -23,7 +23,7 @@ from streamrl.config.tree import Config
 from streamrl.monitor.metrics_file import MetricsFile, decoded
 from streamrl.monitor.series import Row
 from streamrl.producers.late import LateRewards
-from streamrl.telemetry.names import METRICS
+from streamrl.telemetry.names import LENGTHS, METRICS
 from tests.docs.blocks import Block, blocks
 from tests.history.conftest import FIXED, make_recorded
 from tests.kill.world import table_config
@@ -173,7 +173,7 @@ def test_files_and_tests_that_a_page_names_are_there(page: Path) -> None:
 def test_metrics_and_keys_that_a_page_names_are_there(page: Path) -> None:
     areas = {name.partition("/")[0] for name in METRICS}
     named = re.findall(r"`([a-z]+)/([a-z0-9_]+)`", page.read_text())
-    assert [f"{area}/{name}" for area, name in named if area in areas and f"{area}/{name}" not in METRICS] == []
+    assert [f"{area}/{name}" for area, name in named if area in areas and f"{area}/{name}" not in {*METRICS, *LENGTHS}] == []
     trees = dict(sections(Config()))
     for section, key in re.findall(r"`((?:[a-z]+\.)+)([a-z_]+)(?: = [^`]*)?`", page.read_text()):
         if page.name == "agents.md" and section == "engine.":

@@ -7,6 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from streamrl.engines.batching.rows import Rows
+from streamrl.engines.lost import Lost
 from streamrl.engines.protocol import GenerateRequest
 from streamrl.engines.requests import Completion, Job
 from streamrl.schemas.samples import VersionSpan
@@ -23,7 +24,7 @@ def a_completion(seed: int) -> Completion:
         seeds=(seed,),
         sampling=Sampling(stop_token_ids=(1000 + seed,) * (seed % 4)),
     )
-    return Job(request, eos_ids=(), max_len=64).completions[0]
+    return Job(request, eos_ids=(), max_len=64, lost=Lost()).completions[0]
 
 
 @settings(max_examples=150, deadline=None)

@@ -204,6 +204,17 @@ def records() -> dict[str, Any]:
             granted=68,
             retired=36,
         ),
+        "ledger_lengths": LedgerEntry(
+            run="golden",
+            trainer="main",
+            version=version,
+            source="main",
+            used=(Used(40, (0,), (100,)),),
+            cursor=104,
+            granted=68,
+            retired=36,
+            histograms={"lengths/trained": (0, 0, 2), "lengths/dropped": (1,)},
+        ),
         "ledger_gap": LedgerEntry(
             run="golden",
             trainer="main",
@@ -289,6 +300,7 @@ def records() -> dict[str, Any]:
             worker="trainer-0", kind="trainer", state="waits for samples: 3 groups", pid=12, host="host-1", since_s=1234.5
         ),
         "event": Event(kind="swap", worker="engine-0", detail={"ms": 0.5}, time_s=4.5),
+        "metrics-lengths": MetricReport(worker="producer-0", sum={"b": 2.0}, histograms={"lengths/finished": (0, 3, 1)}, time_s=5.5),
         "metrics": MetricReport(worker="engine-0", mean={"a": 1.0}, sum={"b": 2.0}, max={"c": 3.0}, last={"d": 4.0}, time_s=5.5),
         "dead": DeadRecord(stream="samples", sequence=102, subject="golden.samples.main", reason="no Arrow data", body=b"\x00\xff"),
     }

@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from streamrl.producers.slots import FREE, Slot, phase, taken
+from streamrl.core.lengths import histogram
+from streamrl.producers.slots import FREE, Cut, Slot, phase, stored, taken
 from streamrl.telemetry.clock import StateClock
 
 
@@ -50,7 +51,7 @@ async def test_tasks_that_run_beside_each_other_have_slots_of_their_own() -> Non
     there, go = asyncio.Event(), asyncio.Event()
 
     async def one(name: str) -> None:
-        with taken(clock, at_once), phase(name):
+        with taken(clock, at_once, Cut()), phase(name):
             there.set()
             await go.wait()
 
@@ -70,7 +71,7 @@ async def test_one_that_is_cancelled_is_free() -> None:
     clock = StateClock(FREE)
 
     async def one() -> None:
-        with taken(clock, at_once), phase("publish"):
+        with taken(clock, at_once, Cut()), phase("publish"):
             await asyncio.Event().wait()
 
     work = asyncio.create_task(one())
@@ -86,3 +87,26 @@ async def test_one_that_is_cancelled_is_free() -> None:
 def test_phases_without_a_slot_are_nothing() -> None:
     with phase("reward"), pytest.raises(KeyError):
         raise KeyError
+
+
+def spent(cut: Cut, heard: list[int], kept: list[int]) -> None:
+    with taken(StateClock(FREE), at_once, cut) as slot:
+        slot.heard += heard
+        stored(kept)
+
+
+def test_tokens_that_a_task_was_given_and_did_not_store_are_cut() -> None:
+    cut = Cut()
+    spent(cut, [5, 90, 7, 5], [7, 5])
+    assert cut.take() == (95, histogram([5, 90]))
+    assert cut.take() == (0, ())
+
+
+def test_a_task_that_went_on_from_a_checkpoint_stores_what_an_earlier_attempt_has_cut() -> None:
+    cut = Cut()
+    spent(cut, [30], [])
+    assert cut.take() == (30, histogram([30]))
+    spent(cut, [10], [30, 10])
+    assert cut.take() == (0, ())
+    spent(cut, [50], [])
+    assert cut.take() == (20, histogram([50])), "30 have been stored after all"

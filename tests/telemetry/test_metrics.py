@@ -17,11 +17,13 @@ from streamrl.telemetry.names import (
     AGE_PARTS,
     DOWN,
     DROP_REASONS,
+    LENGTHS,
     METRICS,
     OTHER_REASON,
     STATES,
     Reduction,
     dropped,
+    length_quantile,
     metric,
     seconds,
     share,
@@ -136,7 +138,7 @@ def test_every_metric_name_in_the_source_is_declared() -> None:
         for path in (ROOT / folder).rglob("*.py"):
             whole, parts = names_in(path.read_text(encoding="utf-8"))
             used, begun = used | whole, begun | {(path.name, part) for part in parts}
-    assert used - METRICS.keys() == set()
+    assert used - METRICS.keys() == LENGTHS.keys()
     assert {"rollout/raw_reward", "train/mis_kl", "rollout/response_len/max"} <= used
     # Advantages, drops: see below. Links: names of blobs. A loss with slime's signature names its metrics itself.
     allowed = {
@@ -181,6 +183,7 @@ def test_what_is_declared_is_reported_by_somebody() -> None:
     reported |= {f"rollout/{name}" for name in ("advantages", "returns", "values", "kl")}
     reported |= {staleness_part(begin, part, of) for begin in ("", "sample_") for part in AGE_PARTS for of in ("p50", "p95", "max")}
     reported |= {make(kind, state) for kind, states in STATES.items() for state in (*states, DOWN) for make in (seconds, share)}
+    reported |= {length_quantile(name, word) for name in LENGTHS for word in ("p50", "p95")}
     for folder in ("streamrl", "producers", "consumers"):
         for path in (ROOT / folder).rglob("*.py"):
             if path.name != "names.py":

@@ -271,7 +271,7 @@ class DecodeLoop:
             self._out.append((job.queue.put_nowait, error))
             for completion in job.completions:
                 if completion.stage is Stage.RUNNING:
-                    self._rows.leave(completion.row)
+                    self._finish(completion.row, "abort")
                 elif completion.stage is Stage.WAITING:
                     completion.stage = Stage.ENDED
                     self.waiting -= 1

@@ -12,6 +12,7 @@ from streamrl.engines.batching.buffers import WeightBuffers
 from streamrl.engines.batching.decode import DecodeLoop, Delivery
 from streamrl.engines.batching.delays import TokenDelay
 from streamrl.engines.batching.model import DecodeModel
+from streamrl.engines.lost import Lost
 from streamrl.engines.protocol import Chunk, EngineInfo, GenerateRequest
 from streamrl.engines.requests import Job, check_request, check_room
 from streamrl.errors import EngineError, WeightSyncError
@@ -41,6 +42,7 @@ class BatchingEngine:
         self.engine_id = engine_id
         self.policy = policy
         self.detail: dict[str, Any] = {}
+        self.lost = Lost()
         self._model = model
         self._slots = slots
         self._buffers = WeightBuffers(model.layout)
@@ -84,21 +86,21 @@ class BatchingEngine:
         if self._ended is not None:
             raise self._ended
         check_room(request, engine=self.engine_id, running=self._jobs, waiting=self._decode.waiting)
-        job = Job(request, eos_ids=self._model.eos_ids, max_len=self._model.max_len)
+        job = Job(request, eos_ids=self._model.eos_ids, max_len=self._model.max_len, lost=self.lost)
         self._jobs[request.request_id] = job
         unfinished = len(job.completions)
         try:
             self._decode.submit(job)
             while unfinished:
                 item = await job.queue.get()
-                if isinstance(item, EngineError):
-                    unfinished = 0
+                if not isinstance(item, Chunk):
                     raise item
                 unfinished -= item.finish_reason is not None
                 yield item
         finally:
             del self._jobs[request.request_id]
             if unfinished:
+                job.queue.leave()
                 self._decode.abort(job)
 
     async def abort(self, request_id: str) -> None:

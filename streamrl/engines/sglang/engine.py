@@ -10,6 +10,7 @@ from typing import Any
 
 from streamrl.config.engines import EngineConfig
 from streamrl.engines.experts import read_routing
+from streamrl.engines.lost import Lost
 from streamrl.engines.protocol import Chunk, EngineInfo, GenerateRequest
 from streamrl.engines.requests import check_request, check_room
 from streamrl.engines.sglang.answers import Style
@@ -55,6 +56,7 @@ class SglangEngine:
         self.policy = policy
         self.detail: dict[str, Any] = {}
         """What people may want to know about it, once it runs."""
+        self.lost = Lost()
         self._config = config
         self._model_dir = model_dir
         self._server = server
@@ -133,7 +135,7 @@ class SglangEngine:
         assert self._style is not None
         check_room(request, engine=self.engine_id, running=self._jobs, waiting=self._counts.waiting)
         limit = min(request.sampling.max_new_tokens, self._max_len - len(request.prompt_ids))
-        job = Job(request, limit=limit, client=self._server.client, style=self._style, turn=self._turn, counts=self._counts)
+        job = Job(request, limit=limit, client=self._server.client, style=self._style, turn=self._turn, counts=self._counts, lost=self.lost)
         self._jobs[request.request_id] = job
         unfinished = len(job.completions)
         try:
@@ -147,6 +149,7 @@ class SglangEngine:
         finally:
             del self._jobs[request.request_id]
             if unfinished:
+                job.queue.leave()
                 self._leave(job)
 
     async def abort(self, request_id: str) -> None:

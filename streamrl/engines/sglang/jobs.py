@@ -10,6 +10,8 @@ from contextlib import aclosing
 from enum import Enum
 from typing import Any
 
+from streamrl.engines.handover import Handover
+from streamrl.engines.lost import Lost
 from streamrl.engines.protocol import Chunk, GenerateRequest
 from streamrl.engines.sglang.answers import Row, Style, aborted, body_of, joined, must_cut
 from streamrl.engines.sglang.client import SglangClient
@@ -53,6 +55,7 @@ class Job:
         style: of the server.
         turn: awaited before anything is sent; gives the version served then.
         counts: of the engine; told everything, also when nobody waits for it any more.
+        lost: of the engine; told what nobody gets.
     """
 
     def __init__(
@@ -64,10 +67,10 @@ class Job:
         style: Style,
         turn: Callable[[int], Coroutine[Any, Any, Version]],
         counts: Counts,
+        lost: Lost,
     ) -> None:
         self.request = request
-        self.queue: asyncio.Queue[Chunk | StreamRLError] = asyncio.Queue()
-        """At most one chunk a token; drained by `generate`."""
+        self.queue = Handover(len(request.seeds), stream=request.stream, lost=lost)
         self.completions = tuple(Completion(index) for index in range(len(request.seeds)))
         self._limit = limit
         self._client = client

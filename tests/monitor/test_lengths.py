@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from streamrl.core.lengths import distance, histogram
+from streamrl.monitor.lengths import FEWEST, MOST_DECIDED, Lengths, side_by_side
+from streamrl.monitor.series import Series
+from streamrl.monitor.view import RunView
+from streamrl.schemas.events import MetricReport
+from streamrl.telemetry.metrics import report
+from tests.monitor.conftest import MakeEntry, as_line
+
+SHORT, LONG = histogram([10] * 100), histogram([200] * 100)
+
+
+def test_answers_that_are_cut_or_dropped_make_a_distance() -> None:
+    lengths = Lengths()
+    lengths.add({"lengths/trained": SHORT})
+    assert lengths.distance == 0.0
+    lengths.add({"lengths/dropped": LONG})
+    lengths.add({"lengths/cut": LONG, "lengths/finished": LONG})
+    assert lengths.distance == pytest.approx(2 / 3)
+    assert lengths.values["lengths/cut_p50"] == pytest.approx(200, rel=0.19)
+
+
+def test_of_few_answers_there_is_no_distance() -> None:
+    lengths = Lengths()
+    lengths.add({"lengths/trained": histogram([1] * (FEWEST - 1)), "lengths/dropped": LONG})
+    assert lengths.distance is None and "lengths/distance" not in lengths.values
+    assert Lengths().values == {}
+
+
+def test_the_newest_answers_weigh_most_and_memory_is_bounded() -> None:
+    lengths = Lengths()
+    for _ in range(1000):
+        lengths.add({"lengths/trained": SHORT, "lengths/dropped": LONG})
+    assert lengths.distance == pytest.approx(0.5, abs=0.01)
+    for _ in range(1000):
+        lengths.add({"lengths/trained": LONG})
+    assert lengths.distance is not None and lengths.distance < 0.01
+    assert sum(map(sum, lengths.counts.values())) <= 2 * MOST_DECIDED
+
+
+def test_what_is_no_histogram_of_ours_is_passed_over() -> None:
+    lengths = Lengths()
+    lengths.add({"lengths/trained": [1, -1], "lengths/other": [1], "lengths/cut": [1] * 100_000})
+    assert lengths.counts == {}
+
+
+def test_rows_have_quantiles_of_the_batch_and_of_the_window(entry: MakeEntry) -> None:
+    view = RunView("demo", series=Series(window_s=10.0))
+    view.take_rows(1000.0)
+    lengths = {"lengths/trained": SHORT, "lengths/dropped": LONG}
+    view.ledger(as_line(replace(entry(1), histograms=lengths)))
+    view.metric(report("engine-0", {"tokens/cut_total": 9.0}, time_s=0.0, histograms={"lengths/cut": LONG}))
+    batch, *rows = view.take_rows(1010.0)
+    assert batch.values["lengths/trained_p95"] == pytest.approx(10, rel=0.19) and "lengths/cut_p50" not in batch.values
+    (of_run,) = [row for row in rows if row.of == ""]
+    assert of_run.values["lengths/distance"] == pytest.approx(2 / 3) and of_run.values["lengths/cut_p50"] > 150
+    assert view.numbers(elapsed_s=1.0).length_distance == pytest.approx(2 / 3)
+
+
+def test_a_ledger_that_is_read_anew_counts_once(entry: MakeEntry) -> None:
+    view = RunView("demo")
+    view.metric(MetricReport(worker="p", histograms={"lengths/cut": LONG}))
+    for _ in range(2):
+        view.ledger(as_line(replace(entry(1), histograms={"lengths/trained": SHORT})))
+        view.forget_ledger()
+    assert view.lengths.counts == {"lengths/cut": LONG}
+
+
+def test_stretches_side_by_side_are_of_the_same_lengths() -> None:
+    shortest, longest, counts = side_by_side({"a": histogram([10, 11, 3000]), "b": histogram([90])}, 8)
+    assert shortest <= 10 and longest >= 3000 and {len(one) for one in counts.values()} <= set(range(1, 9))
+    assert (sum(counts["a"]), counts["a"][0], sum(counts["b"])) == (3, 2, 1)
+    assert side_by_side({}, 8)[2] == {} and distance(SHORT, LONG) == 1.0
