@@ -140,6 +140,8 @@ class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
     cursor_s: float | msgspec.UnsetType = msgspec.UNSET
     """Unix seconds at which the bus stored the record at `cursor`, which tells it from another that has its sequence after a loss. Not on
     the wire when unset."""
+    reference: str | msgspec.UnsetType = msgspec.UNSET
+    """Digest of the reference's parameters at this batch, where the reference is renewed. Not on the wire when unset."""
     gap: Gap | msgspec.UnsetType = msgspec.UNSET
     """Set on an entry that says what was lost, and has no batch; see `take_entry`. Not on the wire when unset."""
 

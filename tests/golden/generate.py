@@ -204,6 +204,18 @@ def records() -> dict[str, Any]:
             granted=68,
             retired=36,
         ),
+        "ledger_reference": LedgerEntry(
+            run="golden",
+            trainer="main",
+            version=version,
+            source="main",
+            used=(Used(40, (0,), (100,)),),
+            cursor=104,
+            granted=68,
+            retired=36,
+            digest="d1430de7c9a85298",
+            reference="98529adc9e7d0341",
+        ),
         "ledger_gap": LedgerEntry(
             run="golden",
             trainer="main",
