@@ -143,6 +143,8 @@ class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
     histograms: dict[str, tuple[int, ...]] | msgspec.UnsetType = msgspec.UNSET
     """Lengths of the answers that were trained and of those that were dropped, by name (`streamrl.core.lengths`); for people and metrics
     only. Not on the wire when unset, as in entries of earlier builds."""
+    reference: str | msgspec.UnsetType = msgspec.UNSET
+    """Digest of the reference's parameters at this batch, where the reference is renewed. Not on the wire when unset."""
     gap: Gap | msgspec.UnsetType = msgspec.UNSET
     """Set on an entry that says what was lost, and has no batch; see `take_entry`. Not on the wire when unset."""
 

@@ -12,7 +12,7 @@ from msgspec import UNSET
 from streamrl.config.tree import Config
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.ledger import Ledger
-from streamrl.consumers.training.steps import Books, Stepped
+from streamrl.consumers.training.steps import Books, Stepped, same_result
 from streamrl.core.assembly import ages, used
 from streamrl.core.lengths import added, histogram
 from streamrl.core.seeds import run_seed
@@ -54,7 +54,7 @@ def ledger_books(
     def enter(stepped: Stepped) -> Version:
         past, version = stepped.past, stepped.state.version
         if past is not None and past.version.epoch >= version.epoch:
-            if past.digest == stepped.result.digest:
+            if same_result(stepped.result, past):
                 return past.version
             if config.run.numerics == "bitwise":
                 raise Diverged(
@@ -101,6 +101,7 @@ def entry_of(stepped: Stepped, version: Version, config: Config, fingerprint: st
         score=UNSET if score is None else score,
         reward=UNSET if reward is None else reward,
         staleness=tuple(ages(stepped.batch, before)["total"]),
+        reference=stepped.result.reference or UNSET,
         num_samples=stepped.arrays.num_samples,
         num_tokens=stepped.arrays.num_tokens,
         metrics=metrics,

@@ -155,6 +155,7 @@ class LiveTrainer:
             self.say(lost)
         self._mark_epochs(ledger, state)
         self._remember_rewards(ledger)
+        self._say_if_over(state, ledger)
         ledger.forget(state.version.number)
         self._grant(state.grant)
         if ledger.last_number <= state.version.number:
@@ -250,6 +251,12 @@ class LiveTrainer:
             return True
         full = len(self.rewards) == REWARD_WINDOW
         return bool(limits.until_reward) and full and sum(self.rewards) / REWARD_WINDOW >= limits.until_reward
+
+    def _say_if_over(self, state: FoldState, ledger: Ledger) -> None:
+        """Where `run.steps` was lowered below what has been trained."""
+        later = [entry for number, entry in ledger.entries.items() if number > state.version.number and entry.source != WARMUP_SOURCE]
+        if (steps := state.steps + len(later)) > self.config.run.steps:
+            self.say(f"run.steps is {self.config.run.steps}, but {steps} batches have been trained: the run ends at once")
 
     def _take_effects(self, effects: Effects, incoming: Incoming) -> None:
         for letter in effects.dead:

@@ -18,6 +18,7 @@ from typing import Protocol
 
 import msgspec
 import numpy as np
+from msgspec import UnsetType
 from msgspec.structs import replace
 
 from streamrl.algorithms.batch_metrics import staleness_metrics
@@ -50,6 +51,11 @@ class Stepped(msgspec.Struct, frozen=True, kw_only=True):
     """What the books had for the same version number: it was trained before."""
     beside: LedgerEntry | None = None
     """For a branch or a tap, the parent's entry at which the batch was closed."""
+
+
+def same_result(result: StepResult, entry: LedgerEntry) -> bool:
+    """Whether a step gave the parameters that an entry has: the policy's, and the reference's where that is renewed."""
+    return (result.digest, result.reference) == (entry.digest, "" if isinstance(entry.reference, UnsetType) else entry.reference)
 
 
 class Entries(Protocol):

@@ -22,6 +22,7 @@ _MIN_SAMPLES_BYTES = 32 << 20
 def check(config: Config) -> None:
     """Raise ConfigError for the first rule across sections that does not hold. Looks at no file."""
     _check_work(config)
+    _check_schedule(config)
     _check_debug(config)
     _check_model(config)
     check_loss(config)
@@ -131,6 +132,23 @@ def _check_work(config: Config) -> None:
         "weights.keep = 0 keeps every version, but weights.transport = ipc has room for weights.ring of them",
         hint="set weights.keep to 1 or more, or weights.transport to shm or bus",
         key="weights.keep",
+    )
+
+
+def _check_schedule(config: Config) -> None:
+    optimizer = config.trainer.optimizer
+    refuse(
+        0 < optimizer.decay_steps <= optimizer.warmup_steps,
+        f"trainer.optimizer.decay_steps must be above warmup_steps = {optimizer.warmup_steps}, got {optimizer.decay_steps}: "
+        "the rise is a part of it",
+        hint="raise it, or set it to 0 for run.steps",
+        key="trainer.optimizer.decay_steps",
+    )
+    refuse(
+        optimizer.schedule == "inverse_sqrt" and optimizer.warmup_steps == 0,
+        "trainer.optimizer.schedule = inverse_sqrt needs warmup_steps >= 1, got 0: the rate falls as sqrt(warmup_steps / step)",
+        hint="set trainer.optimizer.warmup_steps: the more, the slower the rate falls",
+        key="trainer.optimizer.warmup_steps",
     )
 
 

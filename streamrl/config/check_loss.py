@@ -143,6 +143,12 @@ def _check_kl(config: Config) -> None:
         key="loss.kl.reference",
     )
     refuse(
+        kl.reference_every > 0 and kl.reward_coef == 0 and kl.loss_coef == 0,
+        "loss.kl.reference_every renews the reference, but neither loss.kl.reward_coef nor loss.kl.loss_coef uses it",
+        hint="set one of the two coefficients, or leave it out",
+        key="loss.kl.reference_every",
+    )
+    refuse(
         bool(kl.reference) and kl.reward_coef == 0 and kl.loss_coef == 0,
         "loss.kl.reference names a model, but neither loss.kl.reward_coef nor loss.kl.loss_coef uses it",
         hint="set one of the two coefficients, or leave it out",

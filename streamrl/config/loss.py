@@ -71,6 +71,9 @@ class KLConfig(Section, frozen=True, kw_only=True):
     """Multiply the loss's KL by pi / pi_proximal, which makes its gradient that of the KL (arXiv 2512.02556)."""
     reference: str = ""
     """Model directory of the reference; empty: the initial policy."""
+    reference_every: NonNegativeInt = 0
+    """After every so many batches of reinforcement learning the policy as it is then becomes the reference, and a part of the checkpoints;
+    0: never."""
 
 
 class CriticConfig(Section, frozen=True, kw_only=True):

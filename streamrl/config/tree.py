@@ -173,14 +173,22 @@ class RewardConfig(Section, frozen=True, kw_only=True):
 
 
 class OptimizerConfig(Section, frozen=True, kw_only=True):
-    """AdamW with a linear schedule."""
+    """AdamW with a schedule of its rate over the batches of reinforcement learning (that of the warm-up is warmup.learning_rate)."""
 
     learning_rate: NonNegativeFloat = 6e-4
     """Peak rate."""
+    schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "linear"
+    """After the rise the rate stays (`constant`), falls in equal parts (`linear`), along half a cosine (`cosine`) or in equal parts at the
+    end alone (`wsd`, arXiv 2404.06395), or is the peak times sqrt(warmup_steps / step) (`inverse_sqrt`)."""
     final_fraction: Fraction = 0.3
-    """The rate falls linearly to this fraction of the peak over run.steps."""
+    """The rate falls to this fraction of the peak, and never lower; not with `constant`."""
     warmup_steps: NonNegativeInt = 0
     """Steps of linear rise from 0."""
+    decay_steps: NonNegativeInt = 0
+    """Length of the schedule in batches, rise included; then the rate stays at final_fraction. 0: run.steps. Not with `constant` and
+    `inverse_sqrt`, which have no end."""
+    cooldown_fraction: Fraction = 0.2
+    """`wsd`: the last part of decay_steps, in which the rate falls."""
     beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     """Decay of the mean of the gradients."""
     beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.95
@@ -363,3 +371,9 @@ class Config(Section, frozen=True, kw_only=True):
     slo: SloConfig = SloConfig()
     ray: RayConfig = RayConfig()
     debug: DebugConfig = DebugConfig()
+
+
+def schedule_steps(config: Config) -> int:
+    """Length of the learning rate's schedule in batches: `trainer.optimizer.decay_steps`, else `run.steps`, or the rise and one more."""
+    optimizer = config.trainer.optimizer
+    return optimizer.decay_steps or max(config.run.steps, optimizer.warmup_steps + 1)

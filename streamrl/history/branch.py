@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from streamrl.bus.protocol import Log
-from streamrl.config.load import override_keys
+from streamrl.config.load import override, override_keys
 from streamrl.config.tree import Config
 from streamrl.consumers.training.books import entry_of
 from streamrl.consumers.training.calls import Caller
@@ -66,6 +66,19 @@ def check_overrides(overrides: Sequence[str]) -> None:
                 hint=f"a branch may change {', '.join(known)}; for anything else start a run",
                 key=key,
             )
+
+
+def changed_config(config: Config, overrides: Sequence[str]) -> Config:
+    """A parent's configuration with overrides; `run.steps` among them is the length of the learning rate's schedule, unless that is, too.
+
+    Raises:
+        ConfigError: an override that a branch or a tap cannot have.
+    """
+    check_overrides(overrides)
+    keys = override_keys(overrides)
+    if "run.steps" in keys and "trainer.optimizer.decay_steps" not in keys:
+        overrides = [*overrides, "trainer.optimizer.decay_steps=0"]
+    return override(config, overrides)
 
 
 def branch(

@@ -10,11 +10,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from streamrl.config.load import override
 from streamrl.consumers.training.calls import Caller
 from streamrl.data.model import vocab_size
 from streamrl.errors import ConfigError, StreamRLError
-from streamrl.history.branch import branch, check_overrides, ledger_size
+from streamrl.history.branch import branch, changed_config, ledger_size
 from streamrl.history.replay import Range
 from streamrl.history.source import Source
 from streamrl.monitor.decoded import LedgerLine
@@ -50,8 +49,7 @@ async def train_branch(
         ConfigError: an override that a branch cannot have, a name that is taken, or no versions in the span.
         LogTruncated: the parent's stream does not go back far enough.
     """
-    check_overrides(overrides)
-    changed = override(source.config, overrides)
+    changed = changed_config(source.config, overrides)
     run = _new_directory(base, name, source.config.run.name)
     config = replace(changed, run=replace(changed.run, name=run.name, dir=str(base)))
     run.write_config(config)

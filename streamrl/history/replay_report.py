@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from streamrl.consumers.training.steps import Stepped
+from streamrl.consumers.training.steps import Stepped, same_result
 from streamrl.core.assembly import ages
 from streamrl.schemas.ledger import LedgerEntry
 
@@ -113,10 +113,11 @@ class Comparison:
         self._scale = {name: _magnitude(entries, name) for name in COMPARED}
 
     def add(self, stepped: Stepped, past: LedgerEntry) -> bool:
-        """One more version; returns whether its digest, and its critic where it has one, are the ledger's."""
+        """One more version; returns whether its digest, and its reference and critic where it has them, are the ledger's."""
         same_policy = stepped.result.digest == past.digest
+        same_reference = same_result(stepped.result, past) or not same_policy
         ours, theirs = stepped.metrics.get(CRITIC), past.metrics.get(CRITIC)
-        same = same_policy and ours == theirs
+        same = same_policy and same_reference and ours == theirs
         self.versions += 1
         self.equal += same
         for name, distance in self._deviations(stepped.metrics, past.metrics).items():
@@ -127,6 +128,9 @@ class Comparison:
             what = books
             if not same_policy:
                 what = f"the ledger has digest {past.digest}, the replay {stepped.result.digest}"
+            elif not same_reference:
+                digests = f"{past.reference or 'none'} in the ledger, {stepped.result.reference or 'none'} in the replay"
+                what = f"the reference has digest {digests}; the policy's are the same"
             elif not same:
                 what = f"the critic's parameters have norm {theirs!r} in the ledger, {ours!r} in the replay; the policy's are the same"
             self.first = Difference(str(past.version), what, *self._cause(stepped, past, books))

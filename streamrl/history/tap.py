@@ -15,7 +15,6 @@ import msgspec
 from msgspec.structs import replace
 
 from streamrl.bus.protocol import Bus, Log
-from streamrl.config.load import override
 from streamrl.config.tree import Config
 from streamrl.consumers.training.books import ledger_books
 from streamrl.consumers.training.calls import Caller
@@ -27,7 +26,7 @@ from streamrl.core.fold_config import fold_config
 from streamrl.core.state import FoldState
 from streamrl.data.model import ensure_model, vocab_size
 from streamrl.errors import CheckpointDamaged, ConfigError
-from streamrl.history.branch import check_overrides
+from streamrl.history.branch import changed_config
 from streamrl.history.branch_fold import BranchFold
 from streamrl.history.branch_state import BranchState, begin, gap_in_the_way, past_gaps, translate
 from streamrl.history.replay import find_start
@@ -62,7 +61,6 @@ class TapSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 def tap_config(config: Config, settings: TapSettings) -> Config:
     """The tap's configuration; raises ConfigError for a name or an override that a tap cannot have."""
-    check_overrides(settings.overrides)
     main = config.trainer.name
     if settings.name == main or settings.name.startswith(f"{main}-"):
         raise ConfigError(
@@ -71,7 +69,7 @@ def tap_config(config: Config, settings: TapSettings) -> Config:
         )
     if settings.lease_s < 3:
         raise ConfigError(f"the lease of a tap must be at least 3 seconds, got {settings.lease_s}", hint="it is renewed every third of it")
-    changed = override(config, settings.overrides)
+    changed = changed_config(config, settings.overrides)
     return replace(changed, trainer=replace(changed.trainer, name=settings.name))
 
 

@@ -38,7 +38,7 @@ from streamrl.monitor.view import RunView
 from streamrl.runtime.bus_server import BusServer, run_bus_server
 from streamrl.runtime.kinds import SINK_KIND, num_workers
 from streamrl.runtime.lock import lock_run
-from streamrl.runtime.run_record import continued
+from streamrl.runtime.run_record import continued, with_decay_steps
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.control import RunRecord
 from streamrl.telemetry.logs import bound_logs, configure_logging
@@ -133,6 +133,9 @@ async def up(
         config, settings = continued(config, run)
         for setting in settings:
             note(f"this run was begun before there was {setting.partition('=')[0]}: it goes on without, as with --set {setting}")
+        config, text = with_decay_steps(config, run)
+        if text:
+            note(text)
         config, secret_options = without_secrets(config)
         run.write_secret_options(secret_options)
         for section, options in secret_options.items():
@@ -229,7 +232,8 @@ class Session:
                 if resumed and (version := await finished_at(bus, self._config)) and (summary := read_summary(self._run)) is not None:
                     self._note(
                         f"nothing is left to do: the run has reached run.steps = {self._config.run.steps} with version {version}; "
-                        f"train another with --name NAME, or a branch of it with `streamrl replay {self._run.name} --set ...`"
+                        "raise it to go on, train another with --name NAME, or a branch of it with "
+                        f"`streamrl replay {self._run.name} --set ...`"
                     )
                     return Outcome(run=self._run, state="finished", summary=summary)
                 return await self._follow(bus, server)

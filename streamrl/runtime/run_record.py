@@ -14,7 +14,7 @@ from streamrl.bus.protocol import Bus
 from streamrl.config.former import LATER_DECISIONS
 from streamrl.config.load import dump, from_json, override
 from streamrl.config.paths import DIRECTORIES, without_folder
-from streamrl.config.tree import Config
+from streamrl.config.tree import Config, schedule_steps
 from streamrl.errors import ConfigError, Conflict
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode, encode
@@ -23,6 +23,7 @@ from streamrl.schemas.subjects import KEY_RUN
 
 FREE_KEYS = (
     "run.dir",
+    "run.steps",
     "run.max_seconds",
     "run.until_reward",
     "run.numerics",
@@ -68,7 +69,10 @@ FREE_KEYS = (
 The paths are free because their content is what counts: rows and the model's files are compared by digest. Of functions in a file where
 they lie is free, and so it is of folders of models (the reference, the critic, the teacher) of the same content, or that lie in the run's
 own directory: a run that was moved with them goes on.
+
+`run.steps` is free because the learning rate's schedule has a length of its own, which is not: see `with_decay_steps`.
 """
+_DECAY_STEPS = "trainer.optimizer.decay_steps"
 
 
 def continued(config: Config, run: RunDir) -> tuple[Config, list[str]]:
@@ -84,6 +88,27 @@ def continued(config: Config, run: RunDir) -> tuple[Config, list[str]]:
         if name in now[section] and name not in before[section]:
             settings.append(f"{key}={json.dumps(off)}")
     return override(config, settings), settings
+
+
+def with_decay_steps(config: Config, run: RunDir) -> tuple[Config, str]:
+    """The configuration with the length of the learning rate's schedule, and what is to be said of that, or an empty string.
+
+    Unless it is set, it is `run.steps` of the first start, and stays that when the run is resumed with other steps.
+    """
+    if config.trainer.optimizer.decay_steps:
+        return config, ""
+    try:
+        steps = schedule_steps(run.load_config() if run.exists else config)
+    except ConfigError:  # see `continued`
+        steps = schedule_steps(config)
+    optimizer = replace(config.trainer.optimizer, decay_steps=steps)
+    text = ""
+    if schedule_steps(config) != steps and optimizer.schedule not in ("constant", "inverse_sqrt"):
+        text = (
+            f"run.steps is {config.run.steps}, the learning rate's schedule still that of the first start, over {steps} batches: "
+            f"its length is {_DECAY_STEPS}, which cannot change once the run has trained"
+        )
+    return replace(config, trainer=replace(config.trainer, optimizer=optimizer)), text
 
 
 async def write_or_check(bus: Bus, record: RunRecord) -> bool:
@@ -171,8 +196,8 @@ def check_resume(old: RunRecord, new: RunRecord) -> None:
             hint="put the old rows back, or start a new run with --name NAME",
             key="data.train",
         )
-    before = flat_keys(json.loads(dump(from_json(old.config, where=f"the record of run {old.run!r}"))))
-    after = flat_keys(json.loads(new.config))
+    before = _decisions(from_json(old.config, where=f"the record of run {old.run!r}"))
+    after = _decisions(from_json(new.config))
     for key in sorted(before.keys() | after.keys()):
         if not _is_free(key) and before.get(key) != after.get(key) and _what(old, key, before.get(key)) != _what(new, key, after.get(key)):
             if (model := _known(old.models).get(key)) and model == _known(new.models).get(key):
@@ -182,6 +207,11 @@ def check_resume(old: RunRecord, new: RunRecord) -> None:
                 hint=f"set {key} back, or start a new run with --name NAME",
                 key=key,
             )
+
+
+def _decisions(config: Config) -> dict[str, Any]:
+    """By dotted key; the schedule's length is said, for the record of a run of an earlier build does not say it."""
+    return flat_keys(json.loads(dump(config))) | {_DECAY_STEPS: schedule_steps(config)}
 
 
 def _what(record: RunRecord, key: str, value: Any) -> Any:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from streamrl.config.tree import Config
+from streamrl.config.tree import Config, schedule_steps
 from streamrl.core.batches import TrainBatch
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.schedule import learning_rate
@@ -63,8 +63,8 @@ def make_trainer(config: Config, model_dir: Path) -> Trainer:
 
 
 def learning_rates(config: Config) -> Callable[[TrainBatch], float]:
-    """The rate of a batch: constant in the warm-up, `trainer.optimizer`'s schedule over `run.steps` afterwards."""
-    optimizer = config.trainer.optimizer
+    """The rate of a batch: constant in the warm-up, `trainer.optimizer`'s schedule afterwards."""
+    optimizer, total_steps = config.trainer.optimizer, schedule_steps(config)
 
     def rate(batch: TrainBatch) -> float:
         if batch.kind == "sft":
@@ -73,8 +73,10 @@ def learning_rates(config: Config) -> Callable[[TrainBatch], float]:
             batch.stage_step,
             peak=optimizer.learning_rate,
             warmup_steps=optimizer.warmup_steps,
-            total_steps=config.run.steps,
+            total_steps=total_steps,
             final_fraction=optimizer.final_fraction,
+            kind=optimizer.schedule,
+            cooldown_fraction=optimizer.cooldown_fraction,
         )
 
     return rate

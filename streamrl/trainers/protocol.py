@@ -31,6 +31,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """False when a gradient was not finite and the update was skipped, or when no trained token had finite log-probs and advantage."""
     score: float | None = None
     """For a batch of the warm-up, which ends by it: mean probability of whole answers under the policy that the batch was trained from."""
+    reference: str = ""
+    """Digest of the reference's parameters, where it is renewed (`loss.kl.reference_every`)."""
 
 
 def not_finite(norm: float, learning_rate: float) -> WeightsDiverged:

@@ -147,6 +147,7 @@ BAD = [
     (("loss.kl.reward_coef=0.1",), "knows rewards of whole rollouts only"),
     (("loss.kl.loss_coef=0.1", "warmup.max_steps=5"), "leaves that behind on purpose"),
     (("loss.kl.unbiased=true",), "loss.kl.loss_coef is 0"),
+    (("loss.kl.reference_every=4",), "loss.kl.reference_every renews the reference, but neither"),
     (("loss.kl.loss_coef=0.1",), "the gradient of log pi alone"),
     (("loss.kl.reference=somewhere",), "neither loss.kl.reward_coef nor loss.kl.loss_coef uses it"),
     # models

@@ -215,6 +215,18 @@ def records() -> dict[str, Any]:
             retired=36,
             histograms={"lengths/trained": (0, 0, 2), "lengths/dropped": (1,)},
         ),
+        "ledger_reference": LedgerEntry(
+            run="golden",
+            trainer="main",
+            version=version,
+            source="main",
+            used=(Used(40, (0,), (100,)),),
+            cursor=104,
+            granted=68,
+            retired=36,
+            digest="d1430de7c9a85298",
+            reference="98529adc9e7d0341",
+        ),
         "ledger_gap": LedgerEntry(
             run="golden",
             trainer="main",

@@ -6,8 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from streamrl.config.tree import Config, DataConfig, OptimizerConfig, RunConfig, TrainerConfig, schedule_steps
 from streamrl.errors import ConfigError
-from streamrl.history.branch import BRANCH_FILE, BranchFile, read_branch_ledger
+from streamrl.history.branch import BRANCH_FILE, BranchFile, changed_config, read_branch_ledger
 from streamrl.history.branch_run import train_branch
 from streamrl.history.replay import Range
 from streamrl.history.source import open_source, read_entries
@@ -16,6 +17,7 @@ from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.trainers.checkpoints import list_checkpoints
 from tests.history.conftest import Recorded
+from tests.support.errors import raises
 
 
 def contents(path: Path) -> dict[str, str]:
@@ -107,3 +109,17 @@ async def test_what_has_no_part_in_it_is_refused(recorded: Recorded, tmp_path: P
     async with open_source(str(recorded.path)) as source:
         with pytest.raises(ConfigError, match="no run has"):
             await train_branch(source, overrides=["loss.clip_low=0.1"], name=run.name, base=tmp_path, span=Range())
+
+
+def test_the_steps_of_a_branch_are_the_length_of_its_schedule() -> None:
+    def length(*overrides: str) -> int:
+        parent = Config(
+            run=RunConfig(steps=40), data=DataConfig(train="x"), trainer=TrainerConfig(optimizer=OptimizerConfig(decay_steps=30))
+        )
+        return schedule_steps(changed_config(parent, overrides))
+
+    assert length("trainer.optimizer.learning_rate=1") == 30
+    assert length("run.steps=70") == 70
+    assert length("run.steps=70", "trainer.optimizer.decay_steps=50") == 50
+    with raises(ConfigError, key="run.seed"):
+        changed_config(Config(data=DataConfig(train="x")), ["run.seed=1"])

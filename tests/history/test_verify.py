@@ -191,6 +191,15 @@ async def test_changed_samples_are_named_as_data(recorded: Recorded, copy: Path)
     assert "raw_reward" in report.first_difference.detail
 
 
+async def test_another_reference_is_told(recorded: Recorded, copy: Path) -> None:
+    edited_entries(copy, lambda entry: replace(entry, reference="ab" * 8) if entry.version.number == 3 else entry)
+    report = await replayed(copy)
+    first = report.first_difference
+    assert (report.ok, report.equal) == (False, len(recorded.ledger) - 1)
+    assert first is not None and first.version == "0.3"
+    assert f"the reference has digest {'ab' * 8} in the ledger, none in the replay" in first.what
+
+
 async def test_a_lost_group_is_named(recorded: Recorded, copy: Path) -> None:
     entry = recorded.ledger[12]
     group = entry.used[0]

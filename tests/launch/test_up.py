@@ -59,6 +59,17 @@ def rows_of(path: Path) -> list[Row]:
     return [row for line in path.read_bytes().splitlines() if (row := decoded(line)) is not None]
 
 
+async def test_a_run_that_is_over_goes_on_with_more_steps_and_its_schedule_is_recorded(up: Start, run: RunDir) -> None:
+    code, out, err = await said(await up("learn", "--set", "run.steps=30"))
+    assert (code, err) == (0, "") and "schedule" not in out
+    assert run.load_config().trainer.optimizer.decay_steps == 30
+    code, out, err = await said(await up("learn", "--set", "run.steps=50"))
+    assert (code, err) == (0, "")
+    assert "run.steps is 50, the learning rate's schedule still that of the first start, over 30 batches" in out
+    config = run.load_config()
+    assert (config.run.steps, config.trainer.optimizer.decay_steps) == (50, 30)
+
+
 async def test_ctrl_c_drains_in_order_and_exits_with_0(up: Start, run: RunDir) -> None:
     process = await up("endless")
     await until(lambda: len(read_pids(run.path / "pids")) == 5)

@@ -15,9 +15,19 @@ from streamrl.config.engines import SglangConfig
 from streamrl.config.load import dump, override
 from streamrl.config.loss import CorrectionConfig, CriticConfig, DistillationConfig, KLConfig, LossConfig, RejectionConfig
 from streamrl.config.model_digests import model_digests
-from streamrl.config.tree import Config, DataConfig, EngineConfig, ProducerConfig, RewardConfig, RunConfig, TasksConfig, TrainerConfig
+from streamrl.config.tree import (
+    Config,
+    DataConfig,
+    EngineConfig,
+    OptimizerConfig,
+    ProducerConfig,
+    RewardConfig,
+    RunConfig,
+    TasksConfig,
+    TrainerConfig,
+)
 from streamrl.errors import ConfigError
-from streamrl.runtime.run_record import FREE_KEYS, check_resume, continued, write_or_check
+from streamrl.runtime.run_record import FREE_KEYS, check_resume, continued, with_decay_steps, write_or_check
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.control import RunRecord
 from tests.support.errors import raises
@@ -48,7 +58,8 @@ async def test_the_record_is_written_once_and_checked_afterwards(bus: Bus) -> No
     [
         (Config(tasks=TasksConfig(max_staleness=3)), "tasks.max_staleness"),
         (Config(run=RunConfig(seed=5)), "run.seed"),
-        (Config(run=RunConfig(steps=5)), "run.steps"),
+        (Config(run=RunConfig(steps=5)), "trainer.optimizer.decay_steps"),
+        (Config(trainer=TrainerConfig(optimizer=OptimizerConfig(schedule="cosine"))), "trainer.optimizer.schedule"),
         (Config(trainer=TrainerConfig(minibatches=2)), "trainer.minibatches"),
     ],
 )
@@ -224,3 +235,38 @@ def test_a_run_that_was_begun_without_a_decision_goes_on_without_it(tmp_path: Pa
     assert continued(Config(data=DataConfig(train="x")), run)[1] == []
     run.config_path.write_text("{")
     assert continued(Config(), run) == (Config(), [])
+
+
+def test_the_schedule_keeps_the_length_of_the_first_start(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "demo")
+    begun, text = with_decay_steps(Config(run=RunConfig(steps=40)), run)
+    assert (begun.trainer.optimizer.decay_steps, text) == (40, "")
+    run.create()
+    run.write_config(begun)
+    for steps in (5, 90):
+        grown, text = with_decay_steps(Config(run=RunConfig(steps=steps)), run)
+        assert (grown.run.steps, grown.trainer.optimizer.decay_steps) == (steps, 40)
+        assert f"run.steps is {steps}" in text and "over 40 batches" in text
+        check_resume(record(begun), record(grown))
+    assert with_decay_steps(Config(run=RunConfig(steps=40)), run) == (begun, "")
+    constant = Config(run=RunConfig(steps=90), trainer=TrainerConfig(optimizer=OptimizerConfig(schedule="constant")))
+    assert with_decay_steps(constant, run)[1] == "", "there is nothing to say of a schedule without a length"
+    asked = Config(trainer=TrainerConfig(optimizer=OptimizerConfig(decay_steps=7)))
+    assert with_decay_steps(asked, run) == (asked, "")
+    with raises(ConfigError, key="trainer.optimizer.decay_steps"):
+        check_resume(record(begun), record(asked))
+
+
+def test_a_run_of_an_earlier_build_keeps_its_schedule_when_it_grows(tmp_path: Path) -> None:
+    tree = json.loads(dump(Config(run=RunConfig(steps=40))))
+    for key in ("schedule", "decay_steps", "cooldown_fraction"):
+        del tree["trainer"]["optimizer"][key]
+    run = RunDir(tmp_path / "demo")
+    run.create()
+    run.config_path.write_text(json.dumps(tree))
+    old = msgspec.structs.replace(record(Config()), config=json.dumps(tree))
+    for steps in (40, 90):
+        grown, _ = with_decay_steps(Config(run=RunConfig(steps=steps)), run)
+        assert grown.trainer.optimizer == OptimizerConfig(decay_steps=40)
+        check_resume(old, record(grown))
+        run.write_config(grown)

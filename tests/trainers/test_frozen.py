@@ -13,7 +13,8 @@ from streamrl.config.loss import CorrectionConfig, DistillationConfig, KLConfig,
 from streamrl.config.registry import Role
 from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
-from streamrl.errors import ConfigError, TrainingError
+from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError
+from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from tests.support.errors import raises
@@ -93,6 +94,63 @@ def test_distillation_draws_the_policy_to_its_teacher(model_dir: Path, other_dir
     found = [trainer.step(batch).metrics["train/opd_reverse_kl"] for _ in range(10)]
     assert abs(found[-1]) < abs(found[0])
     assert distance() < 0.8 * before
+
+
+def test_a_reference_is_renewed_after_every_so_many_batches(model_dir: Path, rollouts: Rollouts, tmp_path: Path) -> None:
+    teach = DistillationConfig(coef=0.1, teacher=str(model_dir))
+    loss = LossConfig(kl=KLConfig(loss_coef=0.5, estimator="k2", reference_every=2), distillation=teach)
+    trainer, probe = make(model_dir, loss), rollouts(99)
+    initial, teacher = trainer.digest(), score(trainer, probe, Role.TEACHER)
+    digests: list[str] = []
+    references: list[str] = []
+    for step in range(5):
+        if step == 3:
+            trainer.save(tmp_path / "at", b"", version=Version(0, 3)).result()
+        policy = score(trainer, probe, Role.POLICY)
+        result = trainer.step(rollouts(step))
+        digests.append(result.digest)
+        references.append(result.reference)
+        if step in (2, 4):
+            assert np.array_equal(score(trainer, probe, Role.REFERENCE), policy)
+    assert references == [initial, initial, digests[1], digests[1], digests[3]]
+    assert np.array_equal(score(trainer, probe, Role.TEACHER), teacher), "it has the reference's directory, and stays as it was"
+    held = make(model_dir, LossConfig(kl=KLConfig(loss_coef=0.5, estimator="k2"), distillation=teach))
+    others = [held.step(rollouts(step)) for step in range(5)]
+    assert [other.digest == ours for other, ours in zip(others, digests, strict=True)] == [True, True, False, False, False]
+    assert {other.reference for other in others} == {""}
+    again = make(model_dir, loss)
+    again.load(tmp_path / "at")
+    found = [again.step(rollouts(step)) for step in (3, 4)]
+    assert [(one.digest, one.reference) for one in found] == list(zip(digests[3:], references[3:], strict=True))
+
+
+def test_a_warm_up_renews_no_reference(model_dir: Path, demonstrations: Callable[..., TrainBatch]) -> None:
+    trainer = make(model_dir, LossConfig(kl=KLConfig(loss_coef=0.5, estimator="k2", reference_every=1)))
+    initial = trainer.digest()
+    assert [trainer.step(demonstrations(step)).reference for step in range(3)] == [initial] * 3
+
+
+def test_a_damaged_reference_is_not_restored(model_dir: Path, rollouts: Rollouts, tmp_path: Path) -> None:
+    loss = LossConfig(kl=KLConfig(loss_coef=0.5, estimator="k2", reference_every=1))
+    trainer = make(model_dir, loss)
+    trainer.step(rollouts(0))
+    trainer.step(rollouts(1))
+    trainer.save(tmp_path / "at", b"", version=Version(0, 2)).result()
+    file = tmp_path / "at" / "reference.safetensors"
+    (tmp_path / "at" / "files.json").unlink()  # so that the digest in it has to tell
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-8] + bytes(8))
+    with pytest.raises(CheckpointDamaged, match="a reference"):
+        make(model_dir, loss).load(tmp_path / "at")
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointDamaged):
+        make(model_dir, loss).load(tmp_path / "at")
+
+
+def test_a_reference_of_another_architecture_is_not_renewed(model_dir: Path, make_model: MakeModel) -> None:
+    wider = KLConfig(loss_coef=0.5, reference=str(make_model(intermediate_size=48)), reference_every=2)
+    with raises(ConfigError, key="loss.kl.reference_every"):
+        make(model_dir, LossConfig(kl=wider))
 
 
 def test_one_directory_is_loaded_once(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

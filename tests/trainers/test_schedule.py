@@ -1,10 +1,27 @@
-"""The learning rate at the corners of its schedule."""
+"""The learning rate at the corners of its schedules, and against torch's and transformers' schedulers."""
 
 from __future__ import annotations
 
-import pytest
+import warnings
+from collections.abc import Callable
+from functools import partial
 
-from streamrl.trainers.schedule import learning_rate
+import pytest
+import torch
+from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
+from transformers import get_scheduler
+
+from streamrl.config.check import check
+from streamrl.config.load import convert
+from streamrl.config.tree import Config, OptimizerConfig, RunConfig, TrainerConfig, schedule_steps
+from streamrl.errors import ConfigError
+from streamrl.trainers.factory import learning_rates
+from streamrl.trainers.schedule import ScheduleKind, learning_rate
+from tests.support.batches import train_batch
+from tests.support.errors import raises
+
+PEAK, WARMUP, TOTAL, FLOOR = 2.0, 5, 40, 0.25
+Make = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 def test_rises_then_falls_to_the_final_fraction() -> None:
@@ -16,3 +33,144 @@ def test_rises_then_falls_to_the_final_fraction() -> None:
 def test_without_warmup_it_begins_at_the_peak() -> None:
     assert learning_rate(0, peak=3.0, warmup_steps=0, total_steps=1, final_fraction=0.1) == 3.0
     assert learning_rate(5, peak=3.0, warmup_steps=0, total_steps=1, final_fraction=1.0) == 3.0
+
+
+def rates_of(make: Make, steps: int) -> list[float]:
+    """The rates that a scheduler gives."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SequentialLR gives `epoch` to its own schedulers, which torch has deprecated
+        scheduler, found = make(optimizer), []
+        for _ in range(steps):
+            found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+    return found
+
+
+FALL = TOTAL - 1 - WARMUP
+COOLDOWN = 10
+
+
+def ours(kind: ScheduleKind, step: int) -> float:
+    return learning_rate(
+        step,
+        peak=PEAK,
+        warmup_steps=WARMUP,
+        total_steps=TOTAL,
+        final_fraction=FLOOR,
+        kind=kind,
+        cooldown_fraction=COOLDOWN / TOTAL,
+    )
+
+
+TORCH: dict[ScheduleKind, Callable[[torch.optim.Optimizer], list[LRScheduler]]] = {
+    "constant": lambda o: [ConstantLR(o, factor=1.0)],
+    "linear": lambda o: [LinearLR(o, start_factor=1.0, end_factor=FLOOR, total_iters=FALL)],
+    "cosine": lambda o: [CosineAnnealingLR(o, T_max=FALL, eta_min=FLOOR * PEAK)],
+    "wsd": lambda o: [ConstantLR(o, factor=1.0), LinearLR(o, start_factor=1.0, end_factor=FLOOR, total_iters=COOLDOWN)],
+}
+
+
+def torchs(kind: ScheduleKind) -> Make:
+    """A rise of `WARMUP` steps, the first of them PEAK / WARMUP, then the schedule."""
+
+    def make(optimizer: torch.optim.Optimizer) -> LRScheduler:
+        rise = LinearLR(optimizer, start_factor=1 / WARMUP, total_iters=WARMUP - 1)
+        return SequentialLR(optimizer, [rise, *(then := TORCH[kind](optimizer))], milestones=[WARMUP, TOTAL - 1 - COOLDOWN][: len(then)])
+
+    return make
+
+
+@pytest.mark.parametrize("kind", sorted(TORCH))
+def test_every_schedule_with_an_end_is_that_of_torch(kind: ScheduleKind) -> None:
+    assert [ours(kind, step) for step in range(TOTAL)] == pytest.approx(rates_of(torchs(kind), TOTAL))
+    later = [ours(kind, step) for step in (TOTAL, 10 * TOTAL)]
+    assert later == pytest.approx([PEAK if kind == "constant" else FLOOR * PEAK] * 2), "it stays where the schedule ends"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "options"),
+    [
+        ("constant", "constant_with_warmup", {}),
+        ("inverse_sqrt", "inverse_sqrt", {}),
+        ("cosine", "cosine_with_min_lr", {"num_training_steps": TOTAL - 1, "scheduler_specific_kwargs": {"min_lr_rate": FLOOR}}),
+        (
+            "wsd",
+            "warmup_stable_decay",
+            {
+                "scheduler_specific_kwargs": {
+                    "num_stable_steps": FALL - COOLDOWN,
+                    "num_decay_steps": COOLDOWN,
+                    "min_lr_ratio": FLOOR,
+                    "decay_type": "linear",
+                },
+            },
+        ),
+    ],
+)
+def test_after_the_rise_it_is_that_of_transformers(kind: ScheduleKind, name: str, options: dict[str, object]) -> None:
+    """Whose own rise begins at 0."""
+    theirs = rates_of(lambda o: get_scheduler(name, o, num_warmup_steps=WARMUP, **options), TOTAL)  # type: ignore[arg-type]
+    for step in range(WARMUP, TOTAL):
+        assert ours(kind, step) == pytest.approx(theirs[step]), step
+
+
+def test_the_inverse_root_never_falls_below_its_floor() -> None:
+    rate = learning_rate(10_000, peak=PEAK, warmup_steps=4, total_steps=9, final_fraction=0.3, kind="inverse_sqrt")
+    assert rate == pytest.approx(0.3 * PEAK)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_a_fall_of_all_and_of_nothing(fraction: float, warmup: int) -> None:
+    """The whole of it is the linear schedule; none of it is the peak to the last step, and the floor from there on."""
+    rate = partial(learning_rate, peak=PEAK, warmup_steps=warmup, total_steps=8, final_fraction=0.5)
+    for step in range(9):
+        wsd, linear, constant = rate(step, kind="wsd", cooldown_fraction=fraction), rate(step), rate(step, kind="constant")
+        assert wsd == pytest.approx(linear if fraction else constant if step < 8 else PEAK / 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"warmup_steps": 9, "decay_steps": 9}, "trainer.optimizer.decay_steps"),
+        ({"schedule": "inverse_sqrt"}, "trainer.optimizer.warmup_steps"),
+    ],
+)
+def test_schedules_that_cannot_be_are_refused(values: dict[str, object], key: str) -> None:
+    with raises(ConfigError, key=key):
+        check(convert({"data": {"train": "x"}, "trainer": {"optimizer": values}}, where="test"))
+
+
+@pytest.mark.parametrize("values", [{"schedule": "cosines"}, {"decay_steps": -1}, {"cooldown_fraction": 1.5}])
+def test_values_out_of_their_bounds_are_refused(values: dict[str, object]) -> None:
+    with raises(ConfigError, key=f"trainer.optimizer.{next(iter(values))}"):
+        convert({"trainer": {"optimizer": values}}, where="test")
+
+
+def test_the_length_is_that_of_the_run_unless_it_is_said() -> None:
+    def steps(optimizer: OptimizerConfig) -> int:
+        return schedule_steps(Config(run=RunConfig(steps=70), trainer=TrainerConfig(optimizer=optimizer)))
+
+    assert steps(OptimizerConfig()) == 70
+    assert steps(OptimizerConfig(decay_steps=30)) == 30
+    assert steps(OptimizerConfig(warmup_steps=90)) == 91
+
+
+@pytest.mark.parametrize("warmup", [0, 2, 9, 10, 11, 30])
+def test_an_old_configuration_means_what_it_meant(warmup: int) -> None:
+    """The formula of the builds that had no other schedule."""
+
+    def former(step: int) -> float:
+        if step < warmup:
+            return 6e-4 * (step + 1) / warmup
+        fall = max(10 - 1 - warmup, 1)
+        done = min((step - warmup) / fall, 1.0)
+        return 6e-4 * (1.0 - (1.0 - 0.3) * done)
+
+    config = Config(run=RunConfig(steps=10), trainer=TrainerConfig(optimizer=OptimizerConfig(warmup_steps=warmup)))
+    rate = learning_rates(config)
+    for step in range(40):
+        batch = train_batch([{"prompt": [1], "answer": [2]}], stage_step=step)
+        assert rate(batch) == former(step)

@@ -31,6 +31,8 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     critic: str = ""
     """Digest of the critic's parameters; empty where there is none."""
+    reference: str = ""
+    """Digest of the reference's parameters; empty where it is never renewed."""
 
 
 class ModelState(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +52,8 @@ class TorchState(msgspec.Struct, frozen=True, kw_only=True):
     random: dict[str, Tensor]
     stage: str
     version: str
+    reference: ModelState | None = None
+    """Without an optimizer; None where it is never renewed."""
 
 
 def host_copy(tensor: Tensor) -> Tensor:
@@ -64,10 +68,21 @@ def write_checkpoint(directory: Path, state: TorchState, extra: bytes) -> None:
     if state.critic is not None:
         save_file(state.critic.parameters, directory / "critic.safetensors")
         save_file(state.critic.optimizer, directory / "critic_optimizer.safetensors")
+    if state.reference is not None:
+        save_file(state.reference.parameters, directory / "reference.safetensors", metadata={"format": "pt"})
     save_file(state.random, directory / "random.safetensors")
     (directory / "extra.bin").write_bytes(extra)
     critic = state.critic.digest if state.critic is not None else ""
-    meta = Meta(format=FORMAT, backend="torch", version=state.version, stage=state.stage, digest=state.policy.digest, critic=critic)
+    reference = state.reference.digest if state.reference is not None else ""
+    meta = Meta(
+        format=FORMAT,
+        backend="torch",
+        version=state.version,
+        stage=state.stage,
+        digest=state.policy.digest,
+        critic=critic,
+        reference=reference,
+    )
     (directory / "meta.json").write_bytes(msgspec.json.format(msgspec.json.encode(meta)))
 
 
@@ -85,6 +100,7 @@ def read_checkpoint(path: Path) -> tuple[TorchState, bytes]:
             random=load_file(path / "random.safetensors"),
             stage=meta.stage,
             version=meta.version,
+            reference=_read(path / "reference.safetensors", None, meta.reference) if meta.reference else None,
         )
         return state, (path / "extra.bin").read_bytes()
     except OSError as error:
@@ -93,8 +109,8 @@ def read_checkpoint(path: Path) -> tuple[TorchState, bytes]:
         raise damaged(path, str(error)) from error
 
 
-def _read(parameters: Path, optimizer: Path, digest: str) -> ModelState:
-    return ModelState(parameters=load_file(parameters), optimizer=load_file(optimizer), digest=digest)
+def _read(parameters: Path, optimizer: Path | None, digest: str) -> ModelState:
+    return ModelState(parameters=load_file(parameters), optimizer=load_file(optimizer) if optimizer else {}, digest=digest)
 
 
 def check_state(state: ModelState, parameters: Mapping[str, Tensor], where: Path, what: str) -> None:

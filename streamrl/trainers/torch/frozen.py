@@ -1,7 +1,11 @@
-"""Models that are looked at and never trained: the reference of a KL, the teacher of a distillation."""
+"""Models that are looked at and never trained: the reference of a KL, the teacher of a distillation.
+
+A reference may be renewed: then it takes over the policy's parameters now and again (`Reference`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -9,14 +13,16 @@ import torch
 
 from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig
+from streamrl.core.batches import TrainBatch
 from streamrl.errors import ConfigError
 from streamrl.trainers.torch.causal_lm import CausalLM
+from streamrl.trainers.torch.checkpoint import ModelState, check_state, digest_of, host_copy
 
 
 def load_frozen(
     loss: LossConfig, model_dir: Path, dtype: torch.dtype, device: torch.device, *, attention: Literal["sdpa", "flash"], vocab_size: int
 ) -> dict[Role, CausalLM]:
-    """The models that `loss` looks at, each directory loaded once.
+    """The models that `loss` looks at, each directory loaded once; a reference that is renewed is a model of its own.
 
     Args:
         loss: names the directories; without `loss.kl.reference` the reference is the initial policy.
@@ -34,9 +40,13 @@ def load_frozen(
         wanted[Role.REFERENCE] = ("loss.kl.reference", Path(loss.kl.reference or model_dir))
     if loss.distillation.coef > 0:
         wanted[Role.TEACHER] = ("loss.distillation.teacher", Path(loss.distillation.teacher))
-    loaded: dict[Path, CausalLM] = {}
-    for key, path in wanted.values():
-        if path.resolve() in loaded:
+    loaded: dict[tuple[Path, bool], CausalLM] = {}
+
+    def place(role: Role, path: Path) -> tuple[Path, bool]:
+        return path.resolve(), role == Role.REFERENCE and loss.kl.reference_every > 0
+
+    for role, (key, path) in wanted.items():
+        if place(role, path) in loaded:
             continue
         model = load_named(key, path, dtype, device, attention=attention)
         if model.vocab_size != vocab_size:
@@ -48,8 +58,58 @@ def load_frozen(
                 got=model.vocab_size,
             )
         model.module.requires_grad_(False)
-        loaded[path.resolve()] = model
-    return {role: loaded[path.resolve()] for role, (_, path) in wanted.items()}
+        loaded[place(role, path)] = model
+    return {role: loaded[place(role, path)] for role, (_, path) in wanted.items()}
+
+
+class Reference:
+    """A reference that becomes the policy as it is after every so many batches. When that is, the batch says, so a restart need not know.
+
+    Args:
+        model: the reference.
+        policy: the policy's parameters, name and tensor.
+        every: batches of reinforcement learning from one renewal to the next.
+
+    Raises:
+        ConfigError: the model is not of the policy's architecture.
+    """
+
+    def __init__(self, model: CausalLM, policy: Sequence[tuple[str, torch.nn.Parameter]], *, every: int) -> None:
+        self._parameters = dict(model.parameters())
+        self._policy = policy
+        self._every = every
+        ours = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        if ours != {name: tuple(parameter.shape) for name, parameter in policy}:
+            raise ConfigError(
+                "loss.kl.reference_every puts the policy in the place of loss.kl.reference, which is a model of another architecture",
+                hint="leave one of the two out",
+                key="loss.kl.reference_every",
+            )
+        self.digest = digest_of(self._parameters.items())
+        """Of its parameters."""
+
+    def due(self, batch: TrainBatch) -> bool:
+        """Whether it is renewed before this batch is trained."""
+        return batch.kind == "rl" and batch.stage_step > 0 and batch.stage_step % self._every == 0
+
+    @torch.no_grad()
+    def renew(self, digest: str) -> None:
+        """Take over the policy's parameters, which have this digest."""
+        for name, parameter in self._policy:
+            self._parameters[name].copy_(parameter)
+        self.digest = digest
+
+    def state(self) -> ModelState:
+        """A copy of its parameters."""
+        return ModelState(parameters={name: host_copy(p) for name, p in self._parameters.items()}, optimizer={}, digest=self.digest)
+
+    @torch.no_grad()
+    def restore(self, state: ModelState, where: Path) -> None:
+        """Take what `state` gave; raises TrainingError where it is of another model, or was damaged."""
+        check_state(state, self._parameters, where, "a reference")
+        for name, parameter in self._parameters.items():
+            parameter.copy_(state.parameters[name])
+        self.digest = state.digest
 
 
 def load_named(

@@ -38,7 +38,7 @@ from streamrl.trainers.torch.checkpoint import (
     write_checkpoint,
 )
 from streamrl.trainers.torch.critic import Critic
-from streamrl.trainers.torch.frozen import load_frozen
+from streamrl.trainers.torch.frozen import Reference, load_frozen
 from streamrl.trainers.torch.optimizer import ClippedAdamW
 from streamrl.trainers.torch.parallel import DataParallel
 from streamrl.trainers.torch.recheck import Recheck
@@ -101,12 +101,16 @@ class TorchTrainer:
         self._snapshots = SnapshotRing(self._parameters, device, slots=snapshots) if cuda else None
         self._digester = NamedDigester(dict(self._parameters)) if cuda else None
         self._optimizer = ClippedAdamW(self._parameters, trainer.optimizer)
+        frozen = load_frozen(loss, model_dir, dtype, device, attention=attention, vocab_size=self._policy.vocab_size)
+        self._reference: Reference | None = None
+        if loss.kl.reference_every:
+            self._reference = Reference(frozen[Role.REFERENCE], self._parameters, every=loss.kl.reference_every)
         self._update = Update(
             loss,
             trainer,
             policy=self._policy,
             optimizer=self._optimizer,
-            frozen=load_frozen(loss, model_dir, dtype, device, attention=attention, vocab_size=self._policy.vocab_size),
+            frozen=frozen,
             critic=self._critic,
             parallel=self._parallel,
             deterministic=deterministic,
@@ -122,8 +126,10 @@ class TorchTrainer:
 
     def step(self, batch: TrainBatch) -> StepResult:
         """See `Trainer.step`. Metrics are means over the batch's optimizer steps, weighted as the loss is."""
-        self._known = None
         check_batch(batch)
+        if self._reference is not None and self._reference.due(batch):
+            self._reference.renew(self.digest())
+        self._known = None
         objective = self._update.prepare(batch)
         if batch.kind != self._stage:
             self._optimizer.reset()
@@ -139,7 +145,8 @@ class TorchTrainer:
             metrics |= self._batch_metrics(batch, objective, done)
         dropped = done.metrics[DROPPED]
         finite = done.finite and (dropped == 0 or dropped < batch.loss_mask.sum())
-        return StepResult(digest=self.digest(), metrics=metrics, finite=bool(finite), score=score)
+        reference = self._reference.digest if self._reference is not None else ""
+        return StepResult(digest=self.digest(), metrics=metrics, finite=bool(finite), score=score, reference=reference)
 
     def digest(self) -> str:
         """See `Trainer.digest`."""
@@ -183,6 +190,7 @@ class TorchTrainer:
             random=_random_state(self._policy.device),
             stage=self._stage,
             version=str(version),
+            reference=self._reference.state() if self._reference is not None else None,
         )
         return self._writer.submit(path, lambda directory: write_checkpoint(directory, state, extra), beside)
 
@@ -199,6 +207,8 @@ class TorchTrainer:
                     what="a critic",
                 )
             self._critic.restore(state.critic, path)
+        if self._reference is not None and state.reference is not None:  # a branch's parent may never have renewed it
+            self._reference.restore(state.reference, path)
         self._settle()
         self._known = None
         with torch.no_grad():

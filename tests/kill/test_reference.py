@@ -1,0 +1,54 @@
+"""The trainer is ended between the renewal of its reference and the checkpoint that has it: the run goes on with the same reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from streamrl.bus.server import NatsServer
+from streamrl.config.loss import KLConfig, LossConfig
+from streamrl.config.tree import Config
+from streamrl.history.replay import Range, verify
+from tests.history.test_critic import ppo_config
+from tests.kill.fuse import Spot
+from tests.kill.nursery import Nursery
+from tests.kill.world import world
+
+pytestmark = pytest.mark.nats
+
+SPOTS = (
+    Spot("step", "after", 3),  # renewed, and not in the ledger
+    Spot("publish ledger", "after", 3),  # and not in a checkpoint
+    Spot("saved", "after", 1),  # in a checkpoint that nothing points to
+    Spot("step", "after", 2),  # the next one, behind a checkpoint that has the one before
+)
+
+
+def renewing(base: Path) -> Config:
+    config = ppo_config(base)
+    return replace(
+        config,
+        run=replace(config.run, name="renews"),
+        tasks=replace(config.tasks, num_rollouts=2),
+        trainer=replace(config.trainer, checkpoint_every=3, minibatches=1),
+        loss=LossConfig(kl=KLConfig(loss_coef=0.5, estimator="k2", reference_every=2)),
+    )
+
+
+async def test_a_run_goes_on_with_the_reference_that_it_had(tmp_path: Path, own_server: NatsServer, children: Nursery) -> None:
+    async with world(renewing(tmp_path), own_server, children) as w:
+        async with w.around("engine", "producer", "feeder"):
+            await w.kill("trainer", SPOTS)
+            assert await w.child("trainer") == 0
+        entries = await w.ledger()
+        assert [entry.version.number for entry in entries] == list(range(1, 7))
+        assert {entry.version.epoch for entry in entries} == {0}, "trained again it gave the same digits"
+        digests = [entry.digest for entry in entries]
+        first = entries[0].reference
+        assert [entry.reference for entry in entries] == [first, first, digests[1], digests[1], digests[3], digests[3]]
+        assert len({first, *digests}) == 7
+        for span in (Range(), Range(first=3)):
+            report = await verify(w.config, w.bus, w.run.model_dir, checkpoints=w.run.checkpoints, span=span)
+            assert report.ok and report.same_fingerprint and report.equal == report.versions > 0, report.lines

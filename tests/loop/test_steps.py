@@ -1,0 +1,73 @@
+"""A run that is resumed with more steps goes on, and one with fewer ends; its schedule stays that of the first start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from streamrl.bus.memory import MemoryBus
+from streamrl.config.load import dump
+from streamrl.config.tree import Config
+from streamrl.data.model import ensure_model
+from streamrl.history.replay import Range, verify
+from streamrl.launch.prepare import prepare
+from streamrl.runtime.run_record import with_decay_steps, write_or_check
+from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.codec import decode
+from streamrl.schemas.events import Event
+from streamrl.schemas.subjects import EVENTS, Subjects
+from streamrl.trainers.schedule import learning_rate
+from tests.kill.world import table_config
+from tests.loop.harness import make_run, read_ledger, run_to_end
+
+
+async def train(config: Config, run: RunDir, bus: MemoryBus, steps: int) -> tuple[Config, str]:
+    """One `up` of the run: first start or resumed; gives what it ran with and what is said of its schedule."""
+    config, text = with_decay_steps(replace(config, run=replace(config.run, steps=steps)), run)
+    await write_or_check(bus, await prepare(config, run))
+    run.write_config(config)
+    await run_to_end(config, run, bus)
+    return config, text
+
+
+async def notices(bus: MemoryBus, run: str) -> list[str]:
+    last = (await bus.state(EVENTS)).last
+    found = [await bus.fetch(EVENTS, sequence) for sequence in range(1, last + 1)]
+    said = [decode(message.body, Event).detail for message in found if message.subject == Subjects(run).events("notice")]
+    return [str(detail) for detail in said]
+
+
+@pytest.mark.process
+async def test_a_run_grows_and_shrinks(tmp_path: Path) -> None:
+    optimizer = {"schedule": "cosine", "warmup_steps": 2, "final_fraction": 0.1}
+    base = table_config(tmp_path, run={"name": "grows"}, data={"max_prompt_tokens": 16}, trainer={"keep_checkpoints": 100})
+    base = replace(base, trainer=replace(base.trainer, optimizer=replace(base.trainer.optimizer, **optimizer)))
+    run, base = make_run(tmp_path, base)
+    run.config_path.unlink()  # as before the first `up`
+    ensure_model(base, run.model_dir)
+    bus = MemoryBus("grows", base.bus)
+    try:
+        first, text = await train(base, run, bus, 6)
+        assert (len(await read_ledger(bus, "grows")), text) == (6, "")
+        grown, text = await train(base, run, bus, 12)
+        assert "over 6 batches" in text
+        assert replace(grown, run=first.run) == first, "of what decides only the end is another"
+        entries = await read_ledger(bus, "grows")
+        peak = base.trainer.optimizer.learning_rate
+        expected = [learning_rate(step, peak=peak, warmup_steps=2, total_steps=6, final_fraction=0.1, kind="cosine") for step in range(12)]
+        assert [entry.metrics["train/lr"] for entry in entries] == pytest.approx(expected)
+        assert expected[6:] == pytest.approx([0.1 * peak] * 6)
+        for span in (Range(), Range(first=6), Range(last=6), Range(first=4, last=8)):
+            report = await verify(grown, bus, run.model_dir, checkpoints=run.checkpoints, span=span)
+            assert report.ok and report.equal == report.versions, report.lines
+        assert not any("ends at once" in text for text in await notices(bus, "grows"))
+        shrunk, _ = await train(base, run, bus, 3)
+        assert [entry.version for entry in await read_ledger(bus, "grows")] == [entry.version for entry in entries]
+        assert any("run.steps is 3, but 12 batches have been trained: the run ends at once" in text for text in await notices(bus, "grows"))
+        report = await verify(shrunk, bus, run.model_dir)
+        assert report.ok and report.equal == 12, report.lines
+        assert "decay_steps" in dump(shrunk)
+    finally:
+        await bus.close()
