@@ -43,3 +43,5 @@ class MetricReport(msgspec.Struct, frozen=True, kw_only=True):
     last: dict[str, float] = {}
     time_s: float = 0.0
     """Unix seconds."""
+    left: bool | msgspec.UnsetType = msgspec.UNSET
+    """True: the worker was told to end, and this is its last report."""

@@ -7,6 +7,8 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 
+from msgspec import UNSET
+
 from streamrl.errors import BusError
 from streamrl.schemas.codec import encode
 from streamrl.schemas.events import MetricReport
@@ -15,8 +17,8 @@ from streamrl.telemetry.names import METRICS, Reduction, metric
 logger = logging.getLogger(__name__)
 
 
-def report(worker: str, values: Mapping[str, float], *, time_s: float) -> MetricReport:
-    """Group `values` by the reductions their names are declared with; raises SchemaError for an undeclared name.
+def report(worker: str, values: Mapping[str, float], *, time_s: float, left: bool = False) -> MetricReport:
+    """Group `values` by the reductions their names are declared with; raises SchemaError for an undeclared name. `left`: it is the last.
 
     Values that are not finite are left out: they would spoil every mean they enter.
     """
@@ -32,6 +34,7 @@ def report(worker: str, values: Mapping[str, float], *, time_s: float) -> Metric
         max=groups[Reduction.MAX],
         last=groups[Reduction.LAST],
         time_s=time_s,
+        left=left or UNSET,
     )
 
 
@@ -43,10 +46,12 @@ class MetricsSink:
         self._publish = publish
         self.num_lost = 0
         """Reports that the bus did not take."""
+        self.left = False
+        """Whether a report from now on is the worker's last."""
 
     async def put(self, values: Mapping[str, float]) -> bool:
         """Publish one report and say whether the bus took it; raises SchemaError for an undeclared name."""
-        body = encode(report(self._worker, values, time_s=time.time()))
+        body = encode(report(self._worker, values, time_s=time.time(), left=self.left))
         try:
             await self._publish(body)
         except BusError as error:
