@@ -45,3 +45,5 @@ class MetricReport(msgspec.Struct, frozen=True, kw_only=True):
     """Lengths of answers since the worker's previous report (`streamrl.core.lengths`); not on the wire when unset."""
     time_s: float = 0.0
     """Unix seconds."""
+    left: bool | msgspec.UnsetType = msgspec.UNSET
+    """True: the worker was told to end, and this is its last report."""

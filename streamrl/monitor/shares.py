@@ -40,6 +40,7 @@ class Attendance:
     """Follows the workers' reports of their time, so that no second counts twice and none is left out.
 
     What lies between two reports and is in neither is `down`: the process was away, or a report got lost that no later one makes good.
+    One that was told to end is not away: its time ends with its last report.
     """
 
     def __init__(self) -> None:
@@ -47,6 +48,12 @@ class Attendance:
 
     def taken(self, one: MetricReport, now_s: float) -> list[MetricReport]:
         """What is to be counted of a report that has come at `now_s`, and the time before it that its worker was away."""
+        found = self._taken(one, now_s)
+        if one.left is True:
+            self._timed.pop(one.worker, None)
+        return found
+
+    def _taken(self, one: MetricReport, now_s: float) -> list[MetricReport]:
         kind = next((kind for kind, states in STATES.items() if any(seconds(kind, state) in one.sum for state in states)), "")
         if not kind:
             return [one]

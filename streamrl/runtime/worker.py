@@ -125,8 +125,9 @@ class Worker:
         """Have what `clock` counts reported from now on, as the states of a kind of worker; whether it is `loading` or not."""
         self._reports = ClockReports(clock, kind, self._sink.put)
 
-    async def tell_times(self) -> None:
-        """Report what the worker's clock has counted, if it has one."""
+    async def tell_times(self, *, left: bool = False) -> None:
+        """Report what the worker's clock has counted, if it has one; `left`: for the last time, since it was told to end."""
+        self._sink.left = left
         if self._reports is not None:
             await self._reports.report()
 
@@ -245,7 +246,7 @@ async def _serve(kind: str, run: RunDir, config: Config, index: int | None, main
             # Where the bus is gone as well, the key lapses by itself.
             with contextlib.suppress(BusError, TimeoutError):
                 async with asyncio.timeout(_FAREWELL_S):
-                    await worker.tell_times()
+                    await worker.tell_times(left=worker.draining.is_set())
                     await bus.kv.delete(f"{PREFIX_PRESENCE}workers/{worker.name}")
             logger.info("event=ended worker=%s drained=%s", worker.name, worker.draining.is_set())
 

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 
-import msgspec
+from msgspec import UNSET
 
 from streamrl.errors import BusError
 from streamrl.schemas.codec import encode
@@ -21,8 +21,10 @@ Histograms = Mapping[str, tuple[int, ...]]
 """Counts of lengths by name (`streamrl.telemetry.names.LENGTHS`)."""
 
 
-def report(worker: str, values: Mapping[str, float], *, time_s: float, histograms: Histograms | None = None) -> MetricReport:
-    """Group `values` by the reductions their names are declared with; raises SchemaError for an undeclared name.
+def report(
+    worker: str, values: Mapping[str, float], *, time_s: float, histograms: Histograms | None = None, left: bool = False
+) -> MetricReport:
+    """Group `values` by the reductions their names are declared with; raises SchemaError for an undeclared name. `left`: it is the last.
 
     Values that are not finite are left out: they would spoil every mean they enter.
     """
@@ -37,8 +39,9 @@ def report(worker: str, values: Mapping[str, float], *, time_s: float, histogram
         sum=groups[Reduction.SUM],
         max=groups[Reduction.MAX],
         last=groups[Reduction.LAST],
-        histograms=dict(histograms) if histograms else msgspec.UNSET,
+        histograms=dict(histograms) if histograms else UNSET,
         time_s=time_s,
+        left=left or UNSET,
     )
 
 
@@ -50,10 +53,12 @@ class MetricsSink:
         self._publish = publish
         self.num_lost = 0
         """Reports that the bus did not take."""
+        self.left = False
+        """Whether a report from now on is the worker's last."""
 
     async def put(self, values: Mapping[str, float], histograms: Histograms | None = None) -> bool:
         """Publish one report and say whether the bus took it; raises SchemaError for an undeclared name."""
-        body = encode(report(self._worker, values, time_s=time.time(), histograms=histograms))
+        body = encode(report(self._worker, values, time_s=time.time(), histograms=histograms, left=self.left))
         try:
             await self._publish(body)
         except BusError as error:

@@ -118,11 +118,19 @@ def share(kind: str, state: str) -> str:
     return f"{kind}/share/{state}"
 
 
+_TIMED = {
+    "trainer": ("s", "rank 0's thread"),
+    "engine": ("s", "the thread of an engine for rollouts"),
+    "producer": ("slot s", "a slot for a task"),
+}
+"""By kind of worker: the unit of its seconds, and whose they are."""
+
+
 def _of_states() -> Iterator[Metric]:
     for kind, states in STATES.items():
-        unit, slot = ("slot s", "a slot for a task that ") if kind == "producer" else ("s", "")
+        unit, who = _TIMED[kind]
         for state, meaning in states.items():
-            yield Metric(seconds(kind, state), _SUM, unit, f"time of {slot or 'the thread that '}{meaning}")
+            yield Metric(seconds(kind, state), _SUM, unit, f"time of {who}: {meaning}")
         for state, meaning in ({**states, DOWN: "was not there, or was not heard of"}).items():
             if state == DOWN:
                 yield Metric(seconds(kind, state), _SUM, unit, f"time of a worker that {meaning}", when="a worker was away")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import signal
 import socket
 import struct
+import threading
 import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -168,6 +171,29 @@ async def test_a_sink_whose_folder_cannot_be_written_is_one_line(up: Start, plac
     assert out.count("the sink tensorboard ended with exit code 1") == 1 and "demo finished: 30 steps" in out
 
 
+@pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
+async def test_a_disk_that_is_full_under_a_sink_costs_lines_and_never_the_run(up: Start, run: RunDir, kind: str) -> None:
+    """Full for its processes alone, by the kernel's limit of a file's size; one that is started again has room."""
+    process = await up("learn-and-stay", f'metrics.sinks=["{kind}"]', "metrics.wandb.mode=offline")
+    await until(lambda: any(path.stat().st_size for path in written(run, kind)), within_s=120)
+    (pid,) = sink_pids(kind, process.pid)
+    for each in (pid, *descendants(pid)):
+        resource.prlimit(each, resource.RLIMIT_FSIZE, (64, 64))
+    os.kill(pid, 0)
+    await until(lambda: not alive(pid), within_s=120)
+    await until(lambda: sink_pids(kind, process.pid), within_s=120)
+    process.send_signal(signal.SIGINT)
+    code, out, err = await said(process)
+    assert (code, err) == (0, "")
+    assert out.count(f"the sink {kind} ended with") == 1
+    assert run.log_path(f"sink-{kind}-0").stat().st_size < 100_000
+    assert [row.step for row in batches(run)] == list(range(1, 31))
+
+
+def written(run: RunDir, kind: str) -> list[Path]:
+    return list(run.path.glob("tensorboard/batches/*" if kind == "tensorboard" else "sinks/wandb/wandb/offline-run-*/run-*.wandb"))
+
+
 async def test_a_package_that_is_missing_is_said_before_anything_starts(up: Start, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     from streamrl.config import metrics
     from streamrl.config.metrics import MetricsConfig, check_sinks
@@ -198,6 +224,52 @@ def wandb_history(path: Path) -> list[dict[str, float]]:
                 items = record.history.item
                 found.append({one.key or "/".join(one.nested_key): json.loads(one.value_json) for one in items})
     return found
+
+
+class Refuses(BaseHTTPRequestHandler):
+    """A service that knows no key."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(401)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("key", "why"), [("a" * 40, "returned error 401"), ("too-short", "WANDB_API_KEY invalid"), ("b" * 40, "connection refused")]
+)
+async def test_a_wrong_key_or_no_service_is_one_line_and_the_rows_are_kept_offline(
+    up: Start, run: RunDir, key: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = ThreadingHTTPServer(("127.0.0.1", 0), Refuses)
+    answering = threading.Thread(target=service.serve_forever)
+    if why == "returned error 401":
+        answering.start()
+    else:
+        service.server_close()
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{service.server_port}")
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    monkeypatch.setenv("HOME", str(run.path.parent.parent))
+    try:
+        process = await up("learn-and-stay", 'metrics.sinks=["wandb"]')
+        await until(lambda: any(path.stat().st_size for path in written(run, "wandb")), within_s=100)
+        await until(lambda: len(batches(run)) == 30, within_s=60)
+        process.send_signal(signal.SIGINT)
+        code, out, err = await said(process)
+    finally:
+        if answering.ident is not None:
+            service.shutdown()
+            answering.join()
+            service.server_close()
+    assert (code, err) == (0, ""), out
+    assert "the sink" not in out
+    log = run.log_path("sink-wandb-0").read_text()
+    assert log.count("event=wandb_offline") == 1 and why in log and key not in log
+    assert len(log) < 5000
+    assert len([one for path in written(run, "wandb") for one in wandb_history(path) if "rollout/raw_reward" in one]) == 30
 
 
 @pytest.mark.parametrize("mode", ["offline", "online"])

@@ -21,8 +21,8 @@ class Reader:
         self.series.due(self.now_s)
         self.rows: list[dict[str, dict[str, float]]] = []
 
-    def hear(self, worker: str, values: dict[str, float], *, time_s: float | None = None) -> None:
-        self.series.report(report(worker, values, time_s=self.now_s if time_s is None else time_s))
+    def hear(self, worker: str, values: dict[str, float], *, time_s: float | None = None, left: bool = False) -> None:
+        self.series.report(report(worker, values, time_s=self.now_s if time_s is None else time_s, left=left))
 
     def go(self, to_s: float) -> None:
         self.now_s = to_s
@@ -125,6 +125,18 @@ def test_one_that_has_left_is_forgotten() -> None:
             break
     assert "producer-3" not in reader.rows[-1] and "producer-3" in reader.rows[5]
     assert reader.rows[5]["producer-3"]["producer/slot_down_s"] == pytest.approx(80.0), "of all its slots"
+
+
+def test_one_that_was_told_to_end_is_not_down_and_may_come_again() -> None:
+    reader = Reader()
+    for second in range(2, 62, 2):
+        reader.go(START_S + second)
+        reader.hear("engine-0", {"engine/decode_s": 2.0})
+        if second in (2, 4, 52, 54):
+            reader.hear("engine-1", {"engine/decode_s": 2.0}, left=second == 4)
+    assert "engine-1" in reader.rows[0] and "engine-1" in reader.rows[-1]
+    assert all("engine-1" not in row for row in reader.rows[1:4])
+    assert [down(row[""], "engine") for row in reader.rows[:5]] == [0.0] * 5
 
 
 @pytest.mark.parametrize("step_s", [-3600.0, 3600.0])

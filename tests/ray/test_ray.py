@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from streamrl.launch.placed import PlacedWorker
+from streamrl.monitor.metrics_file import decoded, files
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import Exit
 from streamrl.weights.factory import weights_directory
@@ -63,6 +65,20 @@ async def test_a_silent_worker_is_restarted_and_the_screen_says_why(start: Start
     process.send_signal(signal.SIGINT)
     assert (await said(process))[0] == 0
     assert "most recent call first" in log.read_text()
+
+
+async def test_sinks_and_the_page_run_beside_a_run_on_ray(start: Start, run: RunDir) -> None:
+    process = await up(start, "local", 'metrics.sinks=["tensorboard"]')
+    code, _, err = await said(process)
+    assert code == 0, err
+    rows = [row for path in files(run.metrics) for line in path.read_bytes().splitlines() if (row := decoded(line)) is not None]
+    trained = [int(row.version.partition(".")[2]) for row in rows if row.kind == "batch"]
+    assert trained == list(range(1, len(trained) + 1)) and len(trained) >= 15
+    (path,) = run.path.glob("tensorboard/batches/*")
+    read = EventAccumulator(str(path.parent), size_guidance={"scalars": 0})
+    read.Reload()
+    assert [one.step for one in read.Scalars("train/loss")] == trained
+    assert "served on port" in run.log_path("page-0").read_text()
 
 
 async def test_engines_on_another_node_get_their_weights_over_the_bus(start: Start, run: RunDir) -> None:

@@ -8,12 +8,18 @@ import sys
 from streamrl.errors import BusError, ConfigError, Fenced
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import Worker, run_worker
+from streamrl.telemetry.clock import StateClock
 
 
 async def wait_for_drain(worker: Worker) -> None:
     print(worker.name, flush=True)
     await worker.draining.wait()
     print("drained", flush=True)
+
+
+async def be_timed(worker: Worker) -> None:
+    worker.timed("producer", StateClock("setup"))
+    await wait_for_drain(worker)
 
 
 async def ignore_drain(worker: Worker) -> None:
@@ -51,6 +57,7 @@ async def crash(worker: Worker) -> None:
 
 BEHAVIOURS = {
     "wait": wait_for_drain,
+    "timed": be_timed,
     "ignore": ignore_drain,
     "report": report,
     "fail": fail,

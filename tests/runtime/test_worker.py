@@ -86,6 +86,15 @@ async def test_the_first_signal_drains(behave: Start, nats_bus: Bus) -> None:
     assert gone is None or gone.value is None
 
 
+async def test_a_worker_that_is_told_to_end_says_that_it_has_left(behave: Start, nats_bus: Bus, run: RunDir) -> None:
+    process = await behave("timed")
+    await line(process)
+    process.send_signal(signal.SIGTERM)
+    assert (await said(process))[0] == 0
+    report = await nats_bus.last(Subjects(run.name).metrics("producer-0"))
+    assert report is not None and decode(report.body, MetricReport).left is True
+
+
 async def test_the_second_signal_ends_the_process_at_once(behave: Start) -> None:
     process = await behave("ignore")
     await line(process)

@@ -51,7 +51,9 @@ class WandbRun:
         except wandb.Error as error:
             if mode == "offline":
                 raise OSError(str(error)) from error
-            logger.warning("event=wandb_offline reason=%s; `wandb sync` sends what is kept in %s", error, folder)
+            reason = " ".join(str(error).split())
+            logger.warning("event=wandb_offline reason=%s; `wandb sync` sends what is kept in %s", reason, folder)
+            wandb.teardown()  # its service holds the run's id otherwise
             self._run = self._open(config, folder, "offline")
         self._run.define_metric("version", hidden=True)
         self._run.define_metric("*", step_metric="version")
