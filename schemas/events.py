@@ -45,3 +45,5 @@ class MetricReport(msgspec.Struct, frozen=True, kw_only=True):
     """Lengths of answers since the worker's previous report (`streamrl.core.lengths`); not on the wire when unset."""
     time_s: float = 0.0
     """Unix seconds."""
+    tasks: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Indices of tasks that a producer has in hand: some of them where they are many. Not on the wire when unset."""

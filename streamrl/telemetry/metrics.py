@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -21,10 +21,12 @@ Histograms = Mapping[str, tuple[int, ...]]
 """Counts of lengths by name (`streamrl.telemetry.names.LENGTHS`)."""
 
 
-def report(worker: str, values: Mapping[str, float], *, time_s: float, histograms: Histograms | None = None) -> MetricReport:
+def report(
+    worker: str, values: Mapping[str, float], *, time_s: float, histograms: Histograms | None = None, tasks: Sequence[int] = ()
+) -> MetricReport:
     """Group `values` by the reductions their names are declared with; raises SchemaError for an undeclared name.
 
-    Values that are not finite are left out: they would spoil every mean they enter.
+    Values that are not finite are left out: they would spoil every mean they enter. `tasks`: see `MetricReport`.
     """
     groups: dict[Reduction, dict[str, float]] = {reduction: {} for reduction in Reduction}
     for name, value in values.items():
@@ -39,6 +41,7 @@ def report(worker: str, values: Mapping[str, float], *, time_s: float, histogram
         last=groups[Reduction.LAST],
         histograms=dict(histograms) if histograms else msgspec.UNSET,
         time_s=time_s,
+        tasks=tuple(tasks) or msgspec.UNSET,
     )
 
 
@@ -51,9 +54,9 @@ class MetricsSink:
         self.num_lost = 0
         """Reports that the bus did not take."""
 
-    async def put(self, values: Mapping[str, float], histograms: Histograms | None = None) -> bool:
+    async def put(self, values: Mapping[str, float], histograms: Histograms | None = None, tasks: Sequence[int] = ()) -> bool:
         """Publish one report and say whether the bus took it; raises SchemaError for an undeclared name."""
-        body = encode(report(self._worker, values, time_s=time.time(), histograms=histograms))
+        body = encode(report(self._worker, values, time_s=time.time(), histograms=histograms, tasks=tasks))
         try:
             await self._publish(body)
         except BusError as error:
