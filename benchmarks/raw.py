@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -88,6 +88,12 @@ def write(out: Path, header: Header, records: Iterable[msgspec.Struct]) -> None:
     for record in records:
         append(out, [*before, record])
         before = []
+
+
+def write_measured(out: Path, header: Header, measured: Callable[[Path], Iterable[msgspec.Struct]]) -> None:
+    """Write what `measured` gives, in a directory that is removed afterwards, into the new directory `out`; see `new_directory`."""
+    with tempfile.TemporaryDirectory(prefix="streamrl-bench-") as scratch:
+        write(new_directory(out), header, measured(Path(scratch)))
 
 
 def append(out: Path, records: Iterable[msgspec.Struct]) -> None:

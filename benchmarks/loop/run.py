@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from benchmarks.loop.report import CPU
 from benchmarks.loop.sampler import Sampler
 from benchmarks.loop.ways import ASYNCHRONOUS, LOCKSTEP, OVERHEAD, TAIL, LoopSpec, Way, heavy_tail, quickstart, warm, write_problems
 from benchmarks.processes import child
-from benchmarks.raw import Round, header, new_directory, write
+from benchmarks.raw import Round, header, write_measured
 from benchmarks.report import turn
 from streamrl.config.load import dump
 from streamrl.config.tree import Config
@@ -38,8 +37,7 @@ def measure(spec: LoopSpec, out: Path, command: str) -> None:
         ConfigError: `out` holds another run.
         LaunchError: a contender failed.
     """
-    with tempfile.TemporaryDirectory(prefix="streamrl-bench-") as scratch:
-        write(new_directory(out), header("loop", command, spec, PACKAGES), _rounds(spec, Path(scratch)))
+    write_measured(out, header("loop", command, spec, PACKAGES), lambda scratch: _rounds(spec, scratch))
 
 
 def _rounds(spec: LoopSpec, directory: Path) -> Iterator[Round]:

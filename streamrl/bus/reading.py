@@ -45,6 +45,29 @@ async def _newest(log: Log, stream: str, first: int, last: int, subject: str | N
     return newest
 
 
+async def stored_between(log: Log, stream: str, start_s: float, end_s: float, *, subject: str | None = None) -> AsyncIterator[Message]:
+    """Messages that were stored between two times (Unix seconds of the server), of `subject` if that is given; found by bisection.
+
+    Raises:
+        LogTruncated: the oldest of them went while they were read.
+    """
+    state = await log.state(stream)
+    newest = state.last
+    if subject is not None:
+        found = await log.last(subject)
+        newest = found.sequence if found is not None else 0
+    low, high = state.first, newest
+    while low < high:
+        middle = (low + high) // 2
+        found = await log.first_from(stream, middle, subject=subject)
+        low, high = (found.sequence + 1, high) if found is not None and found.time_s < start_s else (low, middle)
+    async for message in stretch(log, stream, first=low, last=newest, subject=subject):
+        if message.time_s > end_s:
+            return
+        if message.time_s >= start_s:
+            yield message
+
+
 async def is_gone(log: Log, stream: str, sequence: int) -> bool:
     """Whether a message up to the end of a stream is no longer there."""
     try:

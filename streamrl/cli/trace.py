@@ -74,6 +74,7 @@ def say(text: str) -> None:
 
 
 async def _trace(arguments: argparse.Namespace, task: int, rollout: int | None) -> Life:
+    from streamrl.history.trace_deliveries import with_deliveries
     from streamrl.history.trace_find import TaskFinder
     from streamrl.history.trace_source import open_trace
     from streamrl.history.trace_task import life_of
@@ -82,6 +83,7 @@ async def _trace(arguments: argparse.Namespace, task: int, rollout: int | None) 
         finder = TaskFinder(source.log, source.bus, source.subjects, source.trainer, say=say)
         await finder.check_issued(task)
         life = life_of(await finder.find(task), source.subjects.run, group_size=source.config.tasks.num_rollouts, rollout=rollout)
+        life = await with_deliveries(life, source.log)
     if rollout is not None and rollout >= life.group_size:
         raise ConfigError(f"expected a rollout from 0 to {life.group_size - 1} of task {task}, got {rollout}", hint="count from 0")
     return life

@@ -98,48 +98,31 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
             >>> batch.tokens.tolist(), batch.offsets.tolist(), batch.loss_mask.tolist()
             ([5, 6, 7, 8, 5, 6, 9], [0, 4, 7], [False, False, True, True, False, False, True])
         """
-        lengths = [len(answer) for answer in answers]
-
-        def tokens(values: Sequence[Sequence[Any]] | None, name: str, default: Any, dtype: Any) -> npt.NDArray[Any]:
-            values = [[default] * n for n in lengths] if values is None else values
-            _same(name, [len(row) for row in values], lengths)
-            outside = False if dtype is np.bool_ else 0
-            rows = [np.array([*([outside] * len(prompt)), *row], dtype) for prompt, row in zip(prompts, values, strict=True)]
-            return np.concatenate([np.zeros(0, dtype), *rows])
-
-        def samples(values: Any, name: str, dtype: Any) -> npt.NDArray[Any]:
-            found = np.asarray(values, dtype)
-            found = np.full(len(answers), found) if found.ndim == 0 else found
-            _same(name, [len(found)], [len(answers)])
-            return found
-
         _same("prompts", [len(prompts)], [len(answers)])
-        of_task = samples(range(len(answers)) if tasks is None else tasks, "tasks", np.int64)
-        _, begins, count = np.unique(of_task, return_index=True, return_counts=True)
-        if (np.diff(of_task) != 0).sum() >= max(1, len(begins)):
-            raise TrainingError(
-                f"expected samples of one task side by side, got tasks {of_task.tolist()[:16]}", hint="sort the samples", field="tasks"
-            )
+        shape = _Shape([len(prompt) for prompt in prompts], [len(answer) for answer in answers])
+        of_task = shape.of_samples(range(len(answers)) if tasks is None else tasks, "tasks", np.int64)
+        begins = _groups(of_task)
         if rollouts is None:
-            rollouts = (np.arange(len(of_task)) - np.repeat(np.sort(begins), count[np.argsort(begins)])).tolist()
+            rollouts = (np.arange(len(of_task)) - begins).tolist()
+        ids = [np.array([*prompt, *answer], np.int32) for prompt, answer in zip(prompts, answers, strict=True)]
         return cls(
             kind=kind,
             version=version or Version(),
             stage_step=stage_step,
-            tokens=np.concatenate([np.zeros(0, np.int32), *(np.array([*p, *a], np.int32) for p, a in zip(prompts, answers, strict=True))]),
-            offsets=np.cumsum([0, *(len(p) + n for p, n in zip(prompts, lengths, strict=True))]).astype(np.int64),
-            loss_mask=tokens(loss_mask, "loss_mask", True, np.bool_),
-            sampler_logprobs=tokens(sampler_logprobs, "sampler_logprobs", 0.0, np.float32),
-            staleness=tokens(staleness, "staleness", 0, np.int32),
-            temperature=np.repeat(
-                samples(temperature, "temperature", np.float32), [len(p) + n for p, n in zip(prompts, lengths, strict=True)]
-            ),
-            top_p=samples(top_p, "top_p", np.float32),
-            top_k=samples(top_k, "top_k", np.int32),
-            rewards=samples(np.nan if rewards is None else rewards, "rewards", np.float64),
+            tokens=np.concatenate([np.zeros(0, np.int32), *ids]),
+            offsets=np.cumsum([0, *shape.lengths]).astype(np.int64),
+            loss_mask=shape.of_tokens(loss_mask, "loss_mask", True, np.bool_),
+            sampler_logprobs=shape.of_tokens(sampler_logprobs, "sampler_logprobs", 0.0, np.float32),
+            staleness=shape.of_tokens(staleness, "staleness", 0, np.int32),
+            temperature=np.repeat(shape.of_samples(temperature, "temperature", np.float32), shape.lengths),
+            top_p=shape.of_samples(top_p, "top_p", np.float32),
+            top_k=shape.of_samples(top_k, "top_k", np.int32),
+            rewards=shape.of_samples(np.nan if rewards is None else rewards, "rewards", np.float64),
             tasks=of_task,
-            rollouts=samples(rollouts, "rollouts", np.int64),
-            status=samples(STATUS_CODES[status] if isinstance(status, str) else [STATUS_CODES[s] for s in status], "status", np.int8),
+            rollouts=shape.of_samples(rollouts, "rollouts", np.int64),
+            status=shape.of_samples(
+                STATUS_CODES[status] if isinstance(status, str) else [STATUS_CODES[s] for s in status], "status", np.int8
+            ),
         )
 
     @property
@@ -156,6 +139,42 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     def lengths(self) -> npt.NDArray[np.int64]:
         """[N] tokens of each sample."""
         return np.diff(self.offsets)
+
+
+class _Shape(msgspec.Struct, frozen=True):
+    """How many tokens the prompts and the answers of a batch have; makes arrays of lists that fit."""
+
+    prompts: list[int]
+    answers: list[int]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [prompt + answer for prompt, answer in zip(self.prompts, self.answers, strict=True)]
+
+    def of_tokens(self, values: Sequence[Sequence[Any]] | None, name: str, default: Any, dtype: Any) -> npt.NDArray[Any]:
+        """[T] of what the answers' tokens have; 0, or False, at the prompts'."""
+        values = [[default] * number for number in self.answers] if values is None else values
+        _same(name, [len(row) for row in values], self.answers)
+        outside = False if dtype is np.bool_ else 0
+        rows = [np.array([*([outside] * number), *row], dtype) for number, row in zip(self.prompts, values, strict=True)]
+        return np.concatenate([np.zeros(0, dtype), *rows])
+
+    def of_samples(self, values: Any, name: str, dtype: Any) -> npt.NDArray[Any]:
+        """[N]; a single value is that of all."""
+        found = np.asarray(values, dtype)
+        found = np.full(len(self.answers), found) if found.ndim == 0 else found
+        _same(name, [len(found)], [len(self.answers)])
+        return found
+
+
+def _groups(of_task: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """[N] the first sample of each sample's group; raises TrainingError where one is not in one piece."""
+    _, begins, count = np.unique(of_task, return_index=True, return_counts=True)
+    if (np.diff(of_task) != 0).sum() >= max(1, len(begins)):
+        raise TrainingError(
+            f"expected samples of one task side by side, got tasks {of_task.tolist()[:16]}", hint="sort the samples", field="tasks"
+        )
+    return np.repeat(np.sort(begins), count[np.argsort(begins)])
 
 
 def _same(name: str, got: list[int], expected: list[int]) -> None:

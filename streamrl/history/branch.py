@@ -23,7 +23,7 @@ from streamrl.core.fold_config import fold_config
 from streamrl.core.state import FoldState
 from streamrl.errors import ConfigError, SchemaError
 from streamrl.history.branch_fold import BranchFold
-from streamrl.history.branch_state import begin, past_gaps, translate
+from streamrl.history.branch_state import begin, check_gaps, translate
 from streamrl.history.replay import Range, check_span, find_start
 from streamrl.history.replay_log import PastLedger, read_past, read_pending
 from streamrl.schemas.ledger import LedgerEntry
@@ -119,8 +119,10 @@ def branch(
     start = find_start(past, checkpoints, parent.trainer.name, span.first)
     before = FoldState.decode(trainer.load(start.path)) if start.path else None
     mine, theirs = fold_config(config, num_tokens), fold_config(parent, num_tokens)
+    state = begin(mine, theirs, before)
     across = "end before it with --to, or begin at the checkpoint that it went on from, or a later one, with --from"
-    state = past_gaps(begin(mine, theirs, before), past.gaps, through=span.last, hint=across)
+    check_gaps(state, past.entries, past.gaps, through=span.last, hint=across)
+    gaps = [gap for _, gap in sorted(past.gaps.items())]
     stretch = past.between(start.version.number, span.last)
     pending = call(read_pending(log, state.own, start.path))
     note = BranchFile(
@@ -140,6 +142,7 @@ def branch(
         parent_config=theirs,
         state=state,
         messages={sequence: translate(samples, state.numbers) for sequence, samples in pending.samples.items()},
+        gaps=lambda: gaps,
     )
     entries: list[LedgerEntry] = []
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
@@ -15,7 +15,7 @@ from streamrl.core.batches import TrainBatch
 from streamrl.core.fold import Batch
 from streamrl.core.state import FoldConfig, FoldState
 from streamrl.errors import BatchDiffers
-from streamrl.history.branch_state import BranchState, own_batch, own_trained, parent_batch, parent_trained, take, translate
+from streamrl.history.branch_state import BranchState, own_batch, own_trained, parent_batch, parent_trained, past_gaps, take, translate
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.versions import Version
@@ -35,6 +35,7 @@ class BranchFold:
         parent_config: the parent's decisions.
         state: where to go on from.
         messages: decoded and translated messages by sequence that `state.own` holds pending.
+        gaps: entries of the parent's gaps, in the order of their epochs; asked for before each of its entries.
         waiting: called with the state while nothing comes.
     """
 
@@ -47,6 +48,7 @@ class BranchFold:
         parent_config: FoldConfig,
         state: BranchState,
         messages: dict[int, SampleBatch],
+        gaps: Callable[[], Iterable[LedgerEntry]] = tuple,
         waiting: Callable[[BranchState], None] | None = None,
     ) -> None:
         self._reader = reader
@@ -56,6 +58,7 @@ class BranchFold:
         self._same = config == parent_config
         self._state = state
         self._held = HeldMessages(messages)
+        self._gaps = gaps
         self._waiting = waiting
         self._beside: LedgerEntry | None = None
 
@@ -78,6 +81,7 @@ class BranchFold:
         """See `Folding.next`. `stop` is asked only when the parent has no further entry, and while a record is awaited."""
         while True:
             entry = self._parent.at(self._state.parent.version.number + 1)
+            self._state = past_gaps(self._state, self._gaps())
             if entry is None:
                 if self._stops(stop):
                     return None

@@ -6,7 +6,7 @@ is translated: the parent's version n becomes the branch's number at the moment 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 
 import msgspec
 import numpy as np
@@ -68,30 +68,34 @@ def begin(config: FoldConfig, parent_config: FoldConfig, parent: FoldState | Non
     return BranchState(own=own, parent=state, numbers=tuple(range(state.version.number + 1)))
 
 
-def past_gaps(state: BranchState, gaps: Mapping[int, LedgerEntry], *, through: int | None, hint: str) -> BranchState:
-    """The state with the gap at which it stands behind it, if it stands at one.
+def past_gaps(state: BranchState, gaps: Iterable[LedgerEntry]) -> BranchState:
+    """The state with the gaps at which it stands behind it, as the parent's own fold has them (`streamrl.core.gaps.bridged`)."""
+    for gap in gaps:
+        parent = bridged(state.parent, gap)
+        if parent is not state.parent:
+            state = follow(replace(state, parent=parent))
+    return state
 
-    What was trained between a gap and what is before it may be lost, so nobody trains across one.
+
+def check_gaps(state: BranchState, entries: Container[int], gaps: Mapping[int, LedgerEntry], *, through: int | None, hint: str) -> None:
+    """Raise ConfigError where the way of somebody who goes on from a state leads to a gap whose beginning is lost.
+
+    A gap is passed where every entry up to the version that was gone on from is there. Where some of these are lost, nobody knows what
+    that version was made of.
 
     Args:
         state: where somebody goes on from.
+        entries: numbers of the versions whose entries are there.
         gaps: the parent's, by the epoch that begins with them.
         through: the parent's version number that is the last one wanted; None: all.
         hint: what to do where a gap is in the way.
-
-    Raises:
-        ConfigError: one is.
     """
+    number = state.parent.version.number
     for epoch, gap in sorted(gaps.items()):
-        number = state.parent.version.number
-        if state.parent.epochs[-1].epoch >= epoch:
+        if state.parent.epochs[-1].epoch >= epoch or (through is not None and number <= through <= gap.version.number):
             continue
-        if gap.version.number != number:
-            if through is not None and number <= through <= gap.version.number:
-                break
+        if any(lost not in entries for lost in range(number + 1, gap.version.number + 1)) or gap.version.number < number:
             raise gap_in_the_way(gap, state.parent.version, hint)
-        state = follow(replace(state, parent=bridged(state.parent, gap)))
-    return state
 
 
 def gap_in_the_way(gap: LedgerEntry, version: Version, hint: str) -> ConfigError:

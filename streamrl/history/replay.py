@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -100,16 +101,11 @@ def replay(
         known_cause = _other_weights(trainer, initial_digest)
     rules = fold_config(config, num_tokens)
     state = FoldState.decode(trainer.load(start.path)) if start.path else initial_state(rules)
-    entries = past.between(state.version.number, span.last)
-    lost = past.lost(state.version.number, span.last, highest)
-    end = call(log.state(SAMPLES)).last
-    if entries and entries[-1].cursor > end:
-        lost.append(f"the sample stream ends at sequence {end}, version {entries[-1].version} was closed at {entries[-1].cursor}")
-        entries = [entry for entry in entries if entry.cursor <= end]
-    pending = call(read_pending(log, state, start.path))
+    entries, lost = _there(past, state.version.number, span.last, highest, end=call(log.state(SAMPLES)).last)
     ours = fingerprint_digest(numerics)
     others = sorted({entry.fingerprint for entry in entries} - {ours})
     comparison = Comparison(entries, same_fingerprint=not others, known_cause=known_cause)
+    pending = call(read_pending(log, state, start.path))
     reader = RecordReader(log, call.loop, after=state.cursor, capacity=4 * config.tasks.batch_tasks)
     fold = StreamFold(
         reader=reader,
@@ -119,25 +115,17 @@ def replay(
         gaps=past.gaps.values(),
         waiting=lambda now: call(_check_next(log, now, past.at(now.version.number + 1))),
     )
-
-    def enter(stepped: Stepped) -> Version:
-        assert stepped.past is not None
-        entry = call(whole(log.blobs, stepped.past))
-        comparison.add(stepped, entry)
-        return entry.version
-
-    problem, digest, first = "", "", None
+    problem, digest, difference = "", "", None
     try:
-        for _ in entries:
-            stepped = train_version(fold, trainer, Books(past.at, enter), lambda: False)
-            assert stepped is not None
-            digest = stepped.result.digest
+        again = _train_again(fold, trainer, past, comparison, lambda entry: call(whole(log.blobs, entry)))
+        for digest in itertools.islice(again, len(entries)):  # noqa: B007
+            pass
     except TrainingError as error:
         problem = error.message
-        first = call(_explain(log, error, known_cause)) if isinstance(error, BatchDiffers) else None
+        difference = call(_explain(log, error, known_cause)) if isinstance(error, BatchDiffers) else None
     finally:
         reader.close()
-    difference = comparison.first or first
+    difference = comparison.first or difference
     if difference is not None and difference.cause in ("data", "unknown"):
         lost += call(_lost_of(log, state.cursor, past, difference))
     done = entries[comparison.versions - 1].version if comparison.versions else start.version
@@ -157,6 +145,36 @@ def replay(
         lost=tuple(lost),
         digest=digest,
     )
+
+
+def _there(past: PastLedger, above: int, through: int | None, highest: Version, *, end: int) -> tuple[list[LedgerEntry], list[str]]:
+    """The entries that can be trained again, where the sample stream ends at sequence `end`; and what is lost of the others, in words."""
+    entries, lost = past.between(above, through), past.lost(above, through, highest)
+    if entries and entries[-1].cursor > end:
+        lost.append(f"the sample stream ends at sequence {end}, version {entries[-1].version} was closed at {entries[-1].cursor}")
+        entries = [entry for entry in entries if entry.cursor <= end]
+    return entries, lost
+
+
+def _train_again(
+    fold: StreamFold, trainer: Trainer, past: PastLedger, comparison: Comparison, whole: Callable[[LedgerEntry], LedgerEntry]
+) -> Iterator[str]:
+    """Train version after version of the ledger into a comparison; gives the digest after each.
+
+    Raises:
+        TrainingError: it could not go on; BatchDiffers where the stream gives another batch.
+    """
+
+    def enter(stepped: Stepped) -> Version:
+        assert stepped.past is not None
+        entry = whole(stepped.past)
+        comparison.add(stepped, entry)
+        return entry.version
+
+    while True:
+        stepped = train_version(fold, trainer, Books(past.at, enter), lambda: False)
+        assert stepped is not None
+        yield stepped.result.digest
 
 
 async def _check_next(log: Log, state: FoldState, entry: LedgerEntry | None) -> None:

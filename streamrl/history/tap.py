@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 from msgspec.structs import replace
@@ -28,7 +30,7 @@ from streamrl.data.model import ensure_model, vocab_size
 from streamrl.errors import CheckpointDamaged, ConfigError
 from streamrl.history.branch import changed_config
 from streamrl.history.branch_fold import BranchFold
-from streamrl.history.branch_state import BranchState, begin, gap_in_the_way, past_gaps, translate
+from streamrl.history.branch_state import BranchState, begin, check_gaps, gap_in_the_way, translate
 from streamrl.history.replay import find_start
 from streamrl.history.replay_log import PastLedger, read_past, read_pending
 from streamrl.history.tap_position import hold_stream, keeping_position
@@ -137,7 +139,7 @@ class Tap:
             Diverged: with run.numerics = "bitwise", a step gave other digits than the tap's own ledger.
             LogTruncated: the stream no longer goes back to where the tap stood.
             CheckpointDamaged: its checkpoint cannot be gone on from.
-            ConfigError: the run has lost versions, and goes on after a gap that the tap has yet to come to.
+            ConfigError: the run has lost versions that the tap has yet to come to, or has trained already, and goes on after a gap.
         """
         call, name = self.call, self.settings.name
         fence = call(take_fence(self.bus, name))
@@ -151,7 +153,8 @@ class Tap:
             state = self._saved_state(path)
         else:
             state, path = self._first_state()
-        state = past_gaps(state, self._past().gaps, through=None, hint=self._another)
+        past = self._past()
+        check_gaps(state, past.entries, past.gaps, through=None, hint=self._another)
         pending = call(read_pending(self.bus, state.own, path, identity=latest.stream_identity if latest else ""))
         saver = Checkpointer(
             bus=self.bus,
@@ -168,7 +171,9 @@ class Tap:
         else:
             # Whatever happens from here on, the tap goes on from this version: its ledger has no gap, and its position has moved up.
             saver.flush(state)
-        parent = FollowedLedger(self.bus, call.loop, self.subjects, self.parent.trainer.name, after=state.parent, hint=self._another)
+        parent = FollowedLedger(
+            self.bus, call.loop, self.subjects, self.parent.trainer.name, after=state.parent, gaps=past.gaps, hint=self._another
+        )
         reader = RecordReader(self.bus, call.loop, after=state.cursor, capacity=4 * self.config.tasks.batch_tasks)
         fold = BranchFold(
             reader=reader,
@@ -177,6 +182,7 @@ class Tap:
             parent_config=self.parent_rules,
             state=state,
             messages={sequence: translate(samples, state.numbers) for sequence, samples in pending.samples.items()},
+            gaps=parent.gaps,
             waiting=saver.while_waiting,  # a full stream may wait for this very position
         )
         other = "was it started with other --set values? a tap with others needs another --name"
@@ -234,18 +240,31 @@ class FollowedLedger:
         subjects: of the run.
         trainer: whose ledger.
         after: the parent's state that the first entry follows; gaps up to its epoch are behind it.
-        hint: what to do about one that comes.
+        gaps: those that are known to lie ahead, by epoch; what they made void is not given.
+        hint: what to do about one that comes and cannot be passed.
     """
 
     def __init__(
-        self, log: Log, loop: asyncio.AbstractEventLoop, subjects: Subjects, trainer: str, *, after: FoldState, hint: str = ""
+        self,
+        log: Log,
+        loop: asyncio.AbstractEventLoop,
+        subjects: Subjects,
+        trainer: str,
+        *,
+        after: FoldState,
+        gaps: Mapping[int, LedgerEntry] = MappingProxyType({}),
+        hint: str = "",
     ) -> None:
         self._log = log
         self._subject = subjects.ledger(trainer)
         self._done = after.version.number
         self._epoch = after.epochs[-1].epoch
         self._hint = hint
+        self._gaps = dict(gaps)
         self._entries: dict[int, LedgerEntry] = {}
+        self._given = self._done
+        """The highest number whose entry was given away."""
+        self._lock = threading.Lock()
         self._failure: BaseException | None = None
         self._task = asyncio.run_coroutine_threadsafe(self._follow(), loop)
 
@@ -254,9 +273,17 @@ class FollowedLedger:
         if self._failure is not None and number not in self._entries:
             raise self._failure
         self._done = max(self._done, number - 1)
-        for old in [n for n in list(self._entries) if n < number]:
-            del self._entries[old]
-        return self._entries.get(number)
+        with self._lock:
+            for old in [n for n in self._entries if n < number]:
+                del self._entries[old]
+            entry = self._entries.get(number)
+            self._given = number if entry is not None else self._given
+        return entry
+
+    def gaps(self) -> list[LedgerEntry]:
+        """Entries of the gaps that there are, in the order of their epochs."""
+        with self._lock:
+            return [gap for _, gap in sorted(self._gaps.items())]
 
     def close(self) -> None:
         """Stop reading."""
@@ -267,20 +294,36 @@ class FollowedLedger:
         while number > self._done + AHEAD:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
+    def _is_void(self, version: Version) -> bool:
+        return any(version.epoch < epoch and version.number > gap.version.number for epoch, gap in self._gaps.items())
+
+    def _take_gap(self, gap: LedgerEntry) -> None:
+        """One that comes may be passed unless what it made void was given away, or what it follows is lost."""
+        epoch, number = gap.version.epoch, gap.version.number
+        if epoch <= self._epoch or epoch in self._gaps:
+            return
+        with self._lock:
+            there = all(one in self._entries for one in range(max(self._given, self._done) + 1, number + 1))
+            if self._given > number or not there:
+                raise gap_in_the_way(gap, Version(self._epoch, self._done), self._hint)
+            self._gaps[epoch] = gap
+            for void in [one for one in self._entries if one > number]:
+                del self._entries[void]
+
     async def _follow(self) -> None:
         try:
             first = (await self._log.state(LEDGER)).first
             async for message in self._log.read(LEDGER, after=first - 1, subject=self._subject):
                 entry = decode(message.body, LedgerEntry, where=f"{self._subject} sequence {message.sequence}")
                 if entry.gap is not msgspec.UNSET:
-                    if entry.version.epoch > self._epoch:
-                        raise gap_in_the_way(entry, Version(self._epoch, self._done), self._hint)
+                    self._take_gap(entry)
                     continue
-                if entry.version.epoch < self._epoch:  # before a gap that is behind: done, or void
+                if entry.version.epoch < self._epoch or self._is_void(entry.version):  # before a gap that is behind: done, or void
                     continue
                 await self._room(entry.version.number)
                 if entry.version.number > self._done:
-                    self._entries[entry.version.number] = entry
+                    with self._lock:
+                        self._entries[entry.version.number] = entry
         except asyncio.CancelledError:
             raise
         except Exception as error:  # handed to the training thread, which raises it

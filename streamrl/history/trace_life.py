@@ -28,6 +28,16 @@ class TurnLife(msgspec.Struct, frozen=True, kw_only=True):
     finished_s: float | None
 
 
+class Earlier(msgspec.Struct, frozen=True, kw_only=True):
+    """A producer that had the task in hand before, as its reports say."""
+
+    producer: str
+    first_s: float
+    """Of its first report with the task, by its clock."""
+    last_s: float
+    """Of the last."""
+
+
 class Claimed(msgspec.Struct, frozen=True, kw_only=True):
     """A task in the hands of a producer; times are None where they were not recorded."""
 
@@ -36,6 +46,8 @@ class Claimed(msgspec.Struct, frozen=True, kw_only=True):
     claimed_s: float | None = None
     deliveries: int = 1
     """How often it had been handed out; 1 where more were not recorded."""
+    earlier: tuple[Earlier, ...] = ()
+    """Who had it before, as far as their reports are there."""
 
 
 class SampleLife(msgspec.Struct, frozen=True, kw_only=True):

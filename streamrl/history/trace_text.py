@@ -28,8 +28,12 @@ def _lines(life: Life) -> Iterator[str]:
     yield from _row("issued", f"{_day(start) if start else _NOT_RECORDED}  {life.credit}")
     claim = life.claim
     if claim is not None:
-        again = f"; delivery {claim.deliveries}, those before it left no record" if claim.deliveries > 1 else ""
+        again = f"; delivery {claim.deliveries}" if claim.deliveries > 1 else ""
+        if again and len(claim.earlier) < claim.deliveries - 1:
+            again += f", {'those' if not claim.earlier else 'some'} before it left no record"
         who = f"by {claim.producer}" if claim.producer else "by whom was not recorded"
+        for one in claim.earlier:
+            yield from _row("had by", f"{one.producer}, by its reports from {_after(one.first_s, start)} to {_after(one.last_s, start)}")
         yield from _row("claimed", f"{_after(claim.claimed_s, start)}  {who}{again}")
     for one in life.messages:
         about = f"rollouts {_ranges(one.rollouts)}: " if one.rollouts else ""

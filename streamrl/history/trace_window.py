@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 
 from streamrl.bus.protocol import Log, Message
-from streamrl.bus.reading import stretch
+from streamrl.bus.reading import stored_between, stretch
 from streamrl.consumers.training.carried import fetch_messages
 from streamrl.consumers.training.spilled_drops import whole
 from streamrl.errors import ConfigError, LogTruncated, NotFound, SchemaError
@@ -132,20 +132,9 @@ class WindowReader:
 
     async def _during(self, stream: str, subject: str, start_s: float, end_s: float) -> AsyncIterator[Message]:
         """Messages of a subject that were stored between two times."""
-        state, newest = await self._log.state(stream), await self._log.last(subject)
-        if newest is None or state.last < state.first:
-            return
-        low, high = state.first, newest.sequence
-        while low < high:
-            middle = (low + high) // 2
-            found = await self._log.first_from(stream, middle, subject=subject)
-            low, high = (found.sequence + 1, high) if found is not None and found.time_s < start_s else (low, middle)
         try:
-            async for message in stretch(self._log, stream, first=low, last=newest.sequence, subject=subject):
-                if message.time_s > end_s:
-                    return
-                if message.time_s >= start_s:
-                    yield message
+            async for message in stored_between(self._log, stream, start_s, end_s, subject=subject):
+                yield message
         except LogTruncated:  # the oldest go while they are read
             self._say(f"the stream {stream} was trimmed while it was read: some of the window is missing")
 

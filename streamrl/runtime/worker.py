@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -115,11 +115,14 @@ class Worker:
             self._besides, self._besides_since_s = kind, time.time()
         return (besides, self._besides_since_s) if besides else (self._state, self._since_s)
 
-    async def metrics(self, values: Mapping[str, float], histograms: Histograms | None = None) -> None:
-        """Publish values whose names `streamrl.telemetry.names` declares (SchemaError otherwise); lost while the bus is away."""
+    async def metrics(self, values: Mapping[str, float], histograms: Histograms | None = None, *, tasks: Sequence[int] = ()) -> None:
+        """Publish values whose names `streamrl.telemetry.names` declares (SchemaError otherwise); lost while the bus is away.
+
+        `tasks`: what a producer has in hand.
+        """
         if self._state == LOADING:
             self.state = "running"
-        await self._sink.put(values, histograms)
+        await self._sink.put(values, histograms, tasks)
 
     def timed(self, kind: str, clock: StateClock) -> None:
         """Have what `clock` counts reported from now on, as the states of a kind of worker; whether it is `loading` or not."""

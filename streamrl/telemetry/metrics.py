@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 from msgspec import UNSET
 
@@ -22,11 +22,17 @@ Histograms = Mapping[str, tuple[int, ...]]
 
 
 def report(
-    worker: str, values: Mapping[str, float], *, time_s: float, histograms: Histograms | None = None, left: bool = False
+    worker: str,
+    values: Mapping[str, float],
+    *,
+    time_s: float,
+    histograms: Histograms | None = None,
+    tasks: Sequence[int] = (),
+    left: bool = False,
 ) -> MetricReport:
     """Group `values` by the reductions their names are declared with; raises SchemaError for an undeclared name. `left`: it is the last.
 
-    Values that are not finite are left out: they would spoil every mean they enter.
+    Values that are not finite are left out: they would spoil every mean they enter. `tasks`: see `MetricReport`.
     """
     groups: dict[Reduction, dict[str, float]] = {reduction: {} for reduction in Reduction}
     for name, value in values.items():
@@ -41,6 +47,7 @@ def report(
         last=groups[Reduction.LAST],
         histograms=dict(histograms) if histograms else UNSET,
         time_s=time_s,
+        tasks=tuple(tasks) or UNSET,
         left=left or UNSET,
     )
 
@@ -56,9 +63,9 @@ class MetricsSink:
         self.left = False
         """Whether a report from now on is the worker's last."""
 
-    async def put(self, values: Mapping[str, float], histograms: Histograms | None = None) -> bool:
+    async def put(self, values: Mapping[str, float], histograms: Histograms | None = None, tasks: Sequence[int] = ()) -> bool:
         """Publish one report and say whether the bus took it; raises SchemaError for an undeclared name."""
-        body = encode(report(self._worker, values, time_s=time.time(), histograms=histograms, left=self.left))
+        body = encode(report(self._worker, values, time_s=time.time(), histograms=histograms, tasks=tasks, left=self.left))
         try:
             await self._publish(body)
         except BusError as error:

@@ -315,6 +315,7 @@ def records() -> dict[str, Any]:
         "metrics-lengths": MetricReport(worker="producer-0", sum={"b": 2.0}, histograms={"lengths/finished": (0, 3, 1)}, time_s=5.5),
         "metrics": MetricReport(worker="engine-0", mean={"a": 1.0}, sum={"b": 2.0}, max={"c": 3.0}, last={"d": 4.0}, time_s=5.5),
         "metrics-left": MetricReport(worker="producer-2", sum={"producer/slot_generate_s": 2.0}, time_s=6.5, left=True),
+        "metrics-tasks": MetricReport(worker="producer-0", sum={"producer/tasks_total": 2.0}, time_s=5.5, tasks=(7, 11)),
         "dead": DeadRecord(stream="samples", sequence=102, subject="golden.samples.main", reason="no Arrow data", body=b"\x00\xff"),
     }
 

@@ -1,4 +1,4 @@
-"""Taps and branches of a run that has lost versions: nothing leads across the gap, which is said at once; from behind it they go on."""
+"""Taps and branches of a run that has lost versions: a gap whose beginning is there is passed; across another nothing leads."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from msgspec import UNSET, UnsetType
 from streamrl.bus.memory import MemoryBus
 from streamrl.core.state import Epoch, FoldState
 from streamrl.errors import CheckpointDamaged, ConfigError
+from streamrl.history.branch import read_branch_ledger
 from streamrl.history.branch_run import train_branch
 from streamrl.history.compare import config_differences
 from streamrl.history.replay import Range
@@ -86,6 +87,59 @@ async def test_a_branch_of_a_run_with_a_gap(tmp_path: Path) -> None:
         _, early = await train_branch(source(w), overrides=[ELSEWHERE], name="early", base=tmp_path / "b", span=Range(last=9))
         _, late = await train_branch(source(w), overrides=[ELSEWHERE], name="late", base=tmp_path / "b", span=Range(first=number))
         assert (early.steps, late.steps) == (9, END - number)
+
+
+@pytest.mark.process
+async def test_a_gap_whose_beginning_is_there_is_passed(tmp_path: Path) -> None:
+    """The run went on from the last version whose entry is there: what it was made of is known, as a replay of it shows."""
+    async with place(tmp_path, trainer={"checkpoint_every": 4, "keep_checkpoints": 100}, data={"max_prompt_tokens": 16}) as w:
+        await w.train(until=14)
+        while int(w.kept[0].name[6:14]) > 8:
+            w.kept[0].rename(w.run.path / w.kept[0].name)
+        w.lose(LEDGER, *range(11, (await w.bus.state(LEDGER)).last + 1))
+        await w.train()
+        main = {entry.version.number: entry for entry in await read_ledger(w.bus, w.config.run.name) if entry.gap is UNSET}
+        assert [str(main[number].version) for number in (10, 11, END)] == ["0.10", "1.11", f"1.{END}"]
+        async with asyncio.timeout(120):
+            tapped_whole = await tapped(w, "whole")
+            run, summary = await train_branch(source(w), overrides=[ELSEWHERE], name="branch", base=tmp_path / "b", span=Range())
+            _, early = await train_branch(source(w), overrides=[ELSEWHERE], name="early", base=tmp_path / "b", span=Range(last=10))
+        assert (summary.steps, early.steps) == (END, 10)
+        for entries in (tapped_whole, read_branch_ledger(run.path)):
+            assert [entry.used for entry in entries] == [main[number].used for number in range(1, END + 1)]
+
+
+@pytest.mark.parametrize(("given", "passed"), [(3, True), (4, False)])
+async def test_a_gap_that_comes_beside_a_tap_is_passed_unless_what_it_made_void_was_given(run_id: str, given: int, passed: bool) -> None:
+    bus, subjects = MemoryBus(run_id), Subjects(run_id)
+
+    async def write(version: Version, gap: Gap | UnsetType = UNSET) -> None:
+        entry = LedgerEntry(run=run_id, trainer="main", version=version, source="", used=(), cursor=0, granted=9, retired=0, gap=gap)
+        await bus.publish(subjects.ledger("main"), encode(entry))
+
+    async def next_of(number: int) -> Version:
+        while (entry := parent.at(number)) is None:
+            await asyncio.sleep(0.01)
+        return entry.version
+
+    for number in range(1, 6):
+        await write(Version(0, number))
+    state = FoldState(granted=2, grants=((2, 0),))
+    parent = FollowedLedger(bus, asyncio.get_running_loop(), subjects, "main", after=state, hint="so")
+    async with asyncio.timeout(20):
+        assert [await next_of(number) for number in range(1, given + 1)] == [Version(0, number) for number in range(1, given + 1)]
+        await write(Version(1, 3), LOST)
+        await write(Version(1, 4))
+        if passed:
+            while not parent.gaps():
+                await asyncio.sleep(0.01)
+            assert [gap.version for gap in parent.gaps()] == [Version(1, 3)]
+            assert await next_of(4) == Version(1, 4) and parent.at(5) is None
+        else:
+            with raises(ConfigError, gap="1.3"):
+                await next_of(6)
+    parent.close()
+    await bus.close()
 
 
 async def test_a_gap_that_comes_while_a_tap_reads_is_an_error_and_no_silence(run_id: str) -> None:

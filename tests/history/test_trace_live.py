@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from streamrl.bus.permissions import READER
+from streamrl.bus.reading import read_key
 from streamrl.runtime.lock import holder
+from streamrl.runtime.run_bus import open_bus
 from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.codec import decode
+from streamrl.schemas.control import WorkerPresence
+from streamrl.schemas.events import MetricReport
+from streamrl.schemas.subjects import METRICS
 from tests.history.test_trace_window import check_format, named, written
 from tests.support.digits import TABLE, write_digits
 from tests.support.processes import until
@@ -44,6 +52,21 @@ def place(tmp_path: Path) -> Path:
 @pytest.fixture
 def streamrl(start: Start) -> Start:
     return partial(start, *STREAMRL)
+
+
+HANGING = """
+import asyncio
+from pathlib import Path
+
+async def mine(task, engine):
+    seen = Path("seen")
+    if (task.source, task.index) == ("main", 3) and not seen.exists():
+        seen.touch()
+        await asyncio.sleep(600)
+    chat = engine.chat(task)
+    await chat.generate()
+    return chat.episode()
+"""
 
 
 def without_operator(run: RunDir) -> None:
@@ -110,3 +133,27 @@ async def test_a_run_of_two_turns_up_and_over(streamrl: Start, place: Path) -> N
     code, _, err = await said(await streamrl("inspect", "digits", "--prompt", "7"))
     assert code == 1 and "expected a run that is up" in err
     assert json.loads((place / "w.json").read_text())["otherData"]["batches"] == 3
+
+
+async def test_a_task_whose_producer_was_killed_tells_who_had_it(streamrl: Start, place: Path) -> None:
+    (place / "mine.py").write_text(HANGING)
+    run = RunDir(place / "runs" / "digits")
+    options = ("run.max_seconds=600", "run.steps=100000", "tasks.drop_zero_variance=false", "producer.function=mine.py:mine")
+    options += ("tasks.num_rollouts=2", "tasks.batch_tasks=1", "warmup.max_steps=0", "producer.workers=2", "bus.ack_wait_s=2")
+    up = await streamrl("up", "run.toml", "--plain", *(word for option in options for word in ("--set", option)))
+    await until(lambda: (place / "seen").exists(), within_s=90)
+    async with open_bus(run, role=READER) as bus, asyncio.timeout(120):
+        reports = bus.read(METRICS, after=0)
+        while 3 not in ((one := decode((await anext(reports)).body, MetricReport)).tasks or ()):
+            pass
+        presence = await read_key(bus.kv, f"presence/workers/{one.worker}", WorkerPresence)
+    assert presence is not None
+    os.kill(presence.pid, signal.SIGKILL)
+    async with asyncio.timeout(120):
+        while (life := await answer(await streamrl("trace", "digits", "3", "--json")))["state"] == "open":
+            await asyncio.sleep(0.5)
+    assert life["claim"]["deliveries"] == 2 and [had["producer"] for had in life["claim"]["earlier"]] == [one.worker]
+    text = (await said(await streamrl("trace", "digits", "3")))[1]
+    assert f"had by    {one.worker}, by its reports from +" in text and "left no record" not in text
+    up.send_signal(signal.SIGINT)
+    assert (await said(up))[0] == 0
