@@ -111,6 +111,8 @@ class Others:
 
     def _compare(self, name: str, x: str) -> Comparison:
         other = RunDir(self._run.path.parent / name)
+        if not self._folder.parent.is_dir():
+            raise NotFound(f"expected run {self._run.name!r} in {self._run.path.parent}, got nothing", hint="was it deleted?")
         if name not in self.names() or any(path.is_symlink() for path in files(other.metrics)):
             self._forget(name)
             raise NotFound(f"expected a run beside {self._run.name!r}, got {name!r}", hint="was it deleted?")
