@@ -22,13 +22,21 @@ STEP = 110
 """Of reinforcement learning, at which it is looked at."""
 
 
-async def picture(chromium: Browser, address: str, place: str, *, scheme: str, name: str, wait_for: str, height: int) -> None:
-    """One view."""
+async def picture(
+    chromium: Browser, address: str, place: str, *, scheme: str, name: str, wait_for: str, height: int, group: bool = False
+) -> None:
+    """One view; `group`: of the first task with a rollout that got it wrong, its tokens by log-probability."""
     context = await chromium.new_context(color_scheme="dark" if scheme == "dark" else "light", viewport={"width": 1180, "height": height})
     tab = await context.new_page()
     await tab.goto(address)
     await tab.goto(f"{address.partition('?')[0]}#{place}")
     await tab.wait_for_selector(wait_for)
+    if group:
+        await tab.get_by_label("reward ≤").fill("0.5")
+        await tab.get_by_label("batches to look at").fill("4")
+        await tab.wait_for_selector("td:nth-child(4):text-is('0')")
+        await tab.locator("td:nth-child(2) a").first.click()
+        await tab.get_by_label("Shown").select_option("logprob")
     await asyncio.sleep(3)
     await tab.screenshot(path=PICTURES / f"{name}.png")
     await context.close()
@@ -59,8 +67,11 @@ async def main() -> None:
         async with async_playwright() as player:
             chromium = await player.chromium.launch(executable_path=browser(), args=["--no-sandbox", "--disable-gpu"])
             canvas = "section[aria-label=Reward] canvas"
-            await picture(chromium, address, "overview", scheme="light", name="page", wait_for=canvas, height=820)
-            await picture(chromium, address, "samples", scheme="dark", name="page-batch", wait_for="svg.lanes rect", height=620)
+            await picture(chromium, address, "overview", scheme="light", name="page", wait_for=canvas, height=1160)
+            await picture(chromium, address, "overview", scheme="dark", name="page-dark", wait_for=canvas, height=1160)
+            await picture(chromium, address, "samples", scheme="light", name="page-batch", wait_for="svg.lanes rect", height=620)
+            link = "td:nth-child(2) a"
+            await picture(chromium, address, "samples", scheme="dark", name="page-group", wait_for=link, height=960, group=True)
             await chromium.close()
         up.terminate()
         await up.communicate()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -70,8 +71,13 @@ def make(folder: Path, batches: int) -> RunDir:
             entry = {"version": number, "epoch": 0, "sequence": number, "samples": SAMPLES, "tokens": 1e3, "time_s": 1.7e9 + number}
             index.add(LEDGER_TABLE, entry | {"digest_high": 1.0, "digest_low": number}, source="ledger", mark=number)
         index.commit()
+    took_s = time.perf_counter() - began_s
+    other = RunDir(folder / "other")  # the same once more, to be compared with
+    other.create()
+    shutil.copy(run.config_path, other.config_path)
+    shutil.copytree(run.metrics, other.metrics)
     size = sum(path.stat().st_size for path in (run.path / "page").rglob("*") if path.is_file())
-    print(f"the index: {time.perf_counter() - began_s:.1f} s, {size / 1e6:.0f} MB")
+    print(f"the index: {took_s:.1f} s, {size / 1e6:.0f} MB")
     return run
 
 
@@ -91,6 +97,14 @@ async def look(run: RunDir) -> None:
                 began_s = time.perf_counter()
                 body = await (await client.get(base + path)).read()
                 print(f"{path.partition('?')[0]}: {1e3 * (time.perf_counter() - began_s):.0f} ms, {len(body) / 1e3:.0f} kB")
+            began_s, reading = time.perf_counter(), True
+            while reading:
+                compared = await (await client.get(f"{base}/api/compare/other?x=elapsed_s")).json()
+                reading = compared["reading"] is not None
+            print(f"another run of {compared['runs'][1]['batches']} batches: read after {time.perf_counter() - began_s:.1f} s")
+            began_s = time.perf_counter()
+            body = await (await client.get(f"{base}/api/compare/other?x=version")).read()
+            print(f"/api/compare: {1e3 * (time.perf_counter() - began_s):.0f} ms, {len(body) / 1e3:.0f} kB")
         async with async_playwright() as player:
             chromium = await player.chromium.launch(executable_path=browser(), args=["--no-sandbox", "--disable-gpu"])
             for attempt in range(3):

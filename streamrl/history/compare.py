@@ -6,24 +6,21 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
-from streamrl.config.tree import Config
 from streamrl.errors import ConfigError
+from streamrl.history.differences import Difference, config_differences
 from streamrl.history.source import read_config, read_entries
 from streamrl.monitor.plot import smooth
-from streamrl.runtime.run_record import flat_keys
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import WARMUP_SOURCE
 
 WINDOW = 20
 """Batches in `first` and `last`."""
-_OWN_KEYS = {"run.name", "run.dir", "trainer.name"}
 
 ROWS = (
     ("reward", "rollout/raw_reward"),
@@ -65,14 +62,6 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     """Dropped for their age."""
     curves: dict[str, Curve]
     """By metric name."""
-
-
-class Difference(msgspec.Struct, frozen=True):
-    """A key of the configuration whose value is not the same."""
-
-    key: str
-    a: Any
-    b: Any
 
 
 class CompareReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,18 +107,6 @@ async def compare_runs(a: str, b: str, *, base: Path | str = "runs") -> CompareR
     name_b, entries_b = await read_entries(b, base=base)
     report = compare(name_a, entries_a, name_b, entries_b)
     return replace(report, differences=config_differences(read_config(a, base=base), read_config(b, base=base)))
-
-
-def config_differences(a: Config, b: Config) -> tuple[Difference, ...]:
-    """Where two configurations differ, by key. The run's or tap's own name and place do not count, nor do the folders of files."""
-    first, second = flat_keys(msgspec.to_builtins(a)), flat_keys(msgspec.to_builtins(b))
-    keys = sorted((first.keys() | second.keys()) - _OWN_KEYS)
-    return tuple(Difference(key, first.get(key), second.get(key)) for key in keys if _what(first.get(key)) != _what(second.get(key)))
-
-
-def _what(value: Any) -> Any:
-    """The value; of a path only its last part: a recording lies elsewhere than its run."""
-    return Path(value).name if isinstance(value, str) and value.startswith("/") else value
 
 
 def print_comparison(report: CompareReport) -> None:

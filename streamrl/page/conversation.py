@@ -21,8 +21,9 @@ PROMPT, ENVIRONMENT = "prompt", "environment"
 """Roles of what no model sampled where the template tells none: what stands before the first turn, and after it."""
 _ROLES = ("system", "user", ASSISTANT, "tool")
 _STAND_IN = "0123456789"
-_CHARS = 20_000
-"""Of one message."""
+_CHARS, _ALL_CHARS = 20_000, 200_000
+"""Of one message, and of a conversation."""
+_NAME_CHARS = 200
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -77,7 +78,7 @@ def marks_of(tokenizer: Tokenizer | None) -> Marks:
 
 
 def conversation(sample: Sample, decode: Decode, marks: Marks) -> list[Message]:
-    """The messages of a sample in order.
+    """The messages of a sample in order, long ones cut; those beyond a limit are left out.
 
     Args:
         sample: as stored.
@@ -87,8 +88,12 @@ def conversation(sample: Sample, decode: Decode, marks: Marks) -> list[Message]:
     found: list[Message] = []
     turns = {turn.start: turn for turn in sample.turns}
     ended: TurnSpan | None = None
+    left = _ALL_CHARS
     for start, end, sampled in _stretches(sample):
+        if left <= 0:
+            break
         text = decode(sample.tokens[start:end].tolist())
+        left -= min(len(text), _CHARS)
         turn = turns.get(start)
         if sampled:
             seconds = turn.finished_s - turn.asked_s if turn is not None and turn.asked_s and turn.finished_s else None
@@ -100,8 +105,8 @@ def conversation(sample: Sample, decode: Decode, marks: Marks) -> list[Message]:
                     text=text[:_CHARS],
                     start=start,
                     num_tokens=end - start,
-                    engine=engine or sample.engine,
-                    finish_reason=reason or (sample.finish_reason if end == len(sample.tokens) else ""),
+                    engine=(engine or sample.engine)[:_NAME_CHARS],
+                    finish_reason=(reason or (sample.finish_reason if end == len(sample.tokens) else ""))[:_NAME_CHARS],
                     seconds=seconds,
                 )
             )

@@ -136,10 +136,13 @@ class RunLog:
 
     async def bus(self) -> Bus:
         """The log, to fetch something from; raises BusError when it is not there."""
-        self._fetched_s = time.monotonic()
-        self._attention.seen()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._there.wait(), _ANSWER_S)
+            async with asyncio.timeout(_ANSWER_S):
+                while self._bus is None:  # it may be let go of between the call that woke this one and now
+                    self._fetched_s = time.monotonic()
+                    self._attention.seen()
+                    await self._there.wait()
+        self._fetched_s = time.monotonic()
         if self._bus is None:
             raise BusError(f"the log of run {self._run.name!r} cannot be read now: {self.trouble or 'its server does not answer'}")
         return self._bus

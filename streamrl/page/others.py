@@ -14,6 +14,7 @@ import numpy as np
 
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError, NotFound
+from streamrl.history.differences import config_differences
 from streamrl.monitor.metrics_file import files
 from streamrl.monitor.series import BATCH
 from streamrl.page.index import Index, Progress, page_folder
@@ -38,6 +39,8 @@ _CURVES = {
     "staleness": "staleness/mean",
     "staleness_p95": "staleness/p95",
 }
+_AMOUNT, _SECONDS = "tokens/trained_total", "perf/step_time"
+_METRICS = frozenset({_AMOUNT, _SECONDS, *_CURVES.values()})
 
 
 class Curves(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +111,8 @@ class Others:
 
     def _compare(self, name: str, x: str) -> Comparison:
         other = RunDir(self._run.path.parent / name)
+        if not self._folder.parent.is_dir():
+            raise NotFound(f"expected run {self._run.name!r} in {self._run.path.parent}, got nothing", hint="was it deleted?")
         if name not in self.names() or any(path.is_symlink() for path in files(other.metrics)):
             self._forget(name)
             raise NotFound(f"expected a run beside {self._run.name!r}, got {name!r}", hint="was it deleted?")
@@ -132,7 +137,7 @@ class Others:
         if known is not None and known[0] != inode:
             self._forget(other.name)
             known = None
-        index = Index(other, self._folder / other.name, only=BATCH) if known is None else known[1]
+        index = Index(other, self._folder / other.name, only=_METRICS) if known is None else known[1]
         self._opened.pop(other.name, None)
         self._opened[other.name] = (inode, index)
         while len(self._opened) > MOST_KEPT:
@@ -144,9 +149,6 @@ class Others:
             shutil.rmtree(self._folder / name, ignore_errors=True)
 
     def _differences(self, other: RunDir) -> tuple[list[tuple[str, str, str]], str]:
-        # Imported here: few look at it, and it takes a tenth of the page's memory.
-        from streamrl.history.compare import config_differences
-
         try:
             found = config_differences(self._config, other.load_config())
         except ConfigError as error:
@@ -167,12 +169,12 @@ def _began_s(entry: os.DirEntry[str]) -> float | None:
 
 
 def _curves(name: str, index: Index, x: str) -> Curves:
-    columns = index.columns(BATCH, ["version", "time_s", "tokens/trained_total", "perf/step_time", *_CURVES.values()])
+    columns = index.columns(BATCH, ["version", "time_s", *_METRICS])
     times = columns["time_s"]
     # A clock that was set back takes no time away.
     elapsed = np.maximum.accumulate(times - times[0]) if len(times) else times
     values = {curve: columns[metric] for curve, metric in _CURVES.items()}
-    values["throughput"] = rolling_rate(columns["tokens/trained_total"], columns["perf/step_time"], ROLLING)
+    values["throughput"] = rolling_rate(columns[_AMOUNT], columns[_SECONDS], ROLLING)
     places, thin = shrink_to_means(columns["version"] if x == "version" else elapsed, list(values.values()), _POINTS)
     return Curves(
         name=name,
@@ -186,8 +188,8 @@ def _curves(name: str, index: Index, x: str) -> Curves:
 
 def newest_rate(index: Index) -> float | None:
     """Tokens trained a second over the newest batches of a run; None where there is none."""
-    columns = index.columns(BATCH, ["tokens/trained_total", "perf/step_time"], last=ROLLING)
-    return _last(rolling_rate(columns["tokens/trained_total"], columns["perf/step_time"], ROLLING), 1)
+    columns = index.columns(BATCH, [_AMOUNT, _SECONDS], last=ROLLING)
+    return _last(rolling_rate(columns[_AMOUNT], columns[_SECONDS], ROLLING), 1)
 
 
 def rolling_rate(amounts: Numbers, seconds: Numbers, most: int) -> Numbers:

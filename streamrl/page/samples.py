@@ -34,11 +34,14 @@ MOST_TOKENS = 4096
 """Of one sample that are sent; the page says when there are more."""
 MOST_MESSAGES = 256
 """Messages of a batch that are read for its samples."""
+MOST_SIDES = 32
+"""Samples of one task that are sent token by token."""
 MOST_SEARCHED = 65_536
 """Tokens of one sample in which a text is looked for."""
 MOST_PARTS = 256
-"""Messages of one conversation that are sent."""
+"""Messages of one conversation, and parts of one reward, that are sent."""
 MOST_DROPS = 500
+_NAME_CHARS = 200
 _SEARCH_S = 3.0
 _EXCERPT = 64
 _ENTRIES = 20
@@ -72,6 +75,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     """The samples of one task."""
 
     samples: list[dict[str, Any]]
+    more: int
+    """Samples beside them that are not sent."""
     weights: dict[str, float]
     """Of the batch as a whole."""
 
@@ -121,7 +126,8 @@ class Samples:
         found, _ = await self.messages(bus, ends.sequences()[:MOST_MESSAGES])
         samples = [(one, sequence, end) for sequence, one in found if one.task == task and (end := ends.of(one, sequence))]
         return Group(
-            samples=await asyncio.to_thread(lambda: [self._whole(*sample, entry) for sample in samples]),
+            samples=await asyncio.to_thread(lambda: [self._whole(*sample, entry) for sample in samples[:MOST_SIDES]]),
+            more=max(0, len(samples) - MOST_SIDES),
             weights={name: entry.metrics[name] for name in WEIGHTS if name in entry.metrics},
         )
 
@@ -247,8 +253,8 @@ class Samples:
             "prompt": self._text(ids[:prompt]),
             "conversation": msgspec.to_builtins(conversation(one, self._text, self._marks)[:MOST_PARTS]),
             "label": None if one.label is None else str(one.label)[:_CHARS],
-            "reward_parts": one.reward_parts,
-            "producer": one.producer,
+            "reward_parts": {name[:_NAME_CHARS]: value for name, value in list(one.reward_parts.items())[:MOST_PARTS]},
+            "producer": one.producer[:_NAME_CHARS],
             "seed": one.seed,
             "metadata": msgspec.json.encode(one.metadata).decode(errors="replace")[:_CHARS] if one.metadata else "",
             "tokens": [self._text([id]) for id in ids],
@@ -282,19 +288,19 @@ def _line(one: Sample, sequence: int, became: str, entry: LedgerEntry) -> Line:
     times = {"claimed": one.claimed_s, "started": one.started_s, "finished": one.finished_s, "scored": one.scored_s}
     return Line(
         batch=str(entry.version),
-        became=became,
+        became=became[:_NAME_CHARS],
         task=one.task,
         rollout=one.rollout,
         sample=one.sample,
         sequence=sequence,
         reward=one.reward,
         status=one.status.value,
-        finish_reason=one.finish_reason,
+        finish_reason=one.finish_reason[:_NAME_CHARS],
         num_tokens=len(one.tokens),
         num_trained=int(one.loss_mask.sum()),
         first_version=versions[0] if versions else "",
         last_version=versions[-1] if versions else "",
-        engine=one.engine,
+        engine=one.engine[:_NAME_CHARS],
         times={name: time_s for name, time_s in times.items() if time_s},
         turns=tuple((turn.asked_s, turn.began_s, turn.finished_s) for turn in one.turns if turn.finished_s),
     )

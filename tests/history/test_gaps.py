@@ -15,7 +15,7 @@ from streamrl.core.state import Epoch, FoldState
 from streamrl.errors import CheckpointDamaged, ConfigError
 from streamrl.history.branch import read_branch_ledger
 from streamrl.history.branch_run import train_branch
-from streamrl.history.compare import config_differences
+from streamrl.history.differences import config_differences
 from streamrl.history.replay import Range
 from streamrl.history.source import Source, read_config
 from streamrl.history.tap import AHEAD, FollowedLedger, TapSettings, tap

@@ -103,3 +103,10 @@ def test_turns_of_one_version_that_follow_each_other_are_two_messages(tokenizer:
     one = sample(tokenizer, ("", "a"), ("model", "bc"))
     one = msgspec.structs.replace(one, turns=(TurnSpan(start=1, length=1), TurnSpan(start=2, length=1)))
     assert [text for _, _, text in said(one, tokenizer, Marks({}))] == ["a", "b", "c"]
+
+
+def test_a_conversation_without_end_is_cut(tokenizer: Tokenizer) -> None:
+    one = sample(tokenizer, *[part for _ in range(40) for part in (("", "a" * 9_000), ("model", "b" * 30_000))])
+    found = conversation(one, tokenizer.decode, Marks({}))
+    assert max(len(message.text) for message in found) == 20_000
+    assert sum(len(message.text) for message in found) < 230_000

@@ -29,7 +29,7 @@ function chartsOf(run) {
     const found = shares(`${who}/share/`);
     if (found.length) times.push([title, "time_s", found, { stacked: true }]);
   }
-  all.splice(6, 0, ...times);
+  all.splice(2, 0, ...times);
   return all;
 }
 

@@ -173,7 +173,8 @@ async function group(place, number_, task) {
     };
     key.replaceChildren(...(keys[shownAs] || []), ...(shownAs === "conversation" ? [] : [element("span", { class: "soft" }, "pale: not trained on")]));
     room.replaceChildren(...(shownAs === "weight" ? [weights(found)] : []),
-      element("div", { class: "group" }, ...found.samples.map((one) => (shownAs === "conversation" ? talk(one) : side(one, shownAs, at)))));
+      element("div", { class: "group" }, ...found.samples.map((one) => (shownAs === "conversation" ? talk(one) : side(one, shownAs, at)))),
+      ...(found.more ? [element("p", { class: "soft" }, `${number(found.more)} more samples are not shown`)] : []));
   }
   way.addEventListener("change", draw);
   const first = found.samples[0];
