@@ -74,6 +74,11 @@ def dropped(reason: str) -> str:
     return f"rollouts/dropped_total/{reason if reason in DROP_REASONS else OTHER_REASON}"
 
 
+def dropped_tokens(reason: str) -> str:
+    """The metric that counts the sampled tokens of the rollouts dropped for a reason."""
+    return f"tokens/dropped_total/{reason if reason in DROP_REASONS else OTHER_REASON}"
+
+
 STATES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "trainer": {
@@ -264,6 +269,18 @@ _DECLARED = (
     ),
     Metric("tokens/trained_total", _SUM, "tokens", "tokens under the loss mask of the batch; none of the warm-up"),
     *(Metric(dropped(reason), _SUM, "rollouts", f"rollouts decided against: `{reason}`") for reason in (*DROP_REASONS, OTHER_REASON)),
+    *(
+        Metric(dropped_tokens(reason), _SUM, "tokens", f"sampled tokens of the rollouts dropped as `{reason}`")
+        for reason in (*DROP_REASONS, OTHER_REASON)
+    ),
+    Metric("tokens/stored_total", _SUM, "tokens", "sampled tokens that the trainer found on the sample stream since the batch before"),
+    Metric("tokens/masked_total", _SUM, "tokens", "sampled tokens of the batch that are not under its loss mask"),
+    Metric("tokens/waiting", _LAST, "tokens", "sampled tokens that waited for their group or their batch when this one was closed"),
+    Metric("tokens/evaluated_total", _SUM, "tokens", "tokens that engines for rollouts have sampled for evaluations"),
+    Metric(
+        *("tokens/open", _LAST, "tokens"),
+        "tokens sampled since the start of `up` and not stored, cut or evaluated yet: being made, or gone with a killed process",
+    ),
     Metric("rollout/spec_accept_rate", _MEAN, "fraction", "drafted tokens that were accepted (speculative decoding)"),
     Metric("rollout/spec_accept_length", _MEAN, "tokens", "tokens of a pass that verified drafts: the accepted ones and its own"),
     Metric("rollout/prefix_cache_hit_rate", _MEAN, "fraction", "prompt tokens that were in the engines' prefix cache"),
