@@ -289,6 +289,10 @@ _DECLARED = (
     Metric("lag/publish_to_commit_max_s", _MAX, "s", "the longest of these times"),
     Metric("lag/stream_messages", _LAST, "messages", "messages on the sample stream behind the newest batch's cursor"),
     Metric(
+        *("lag/stream_tokens", _LAST, "tokens"),
+        "sampled tokens on the sample stream that are neither trained nor dropped, about: of new messages the mean length is known",
+    ),
+    Metric(
         "lag/versions_behind", _LAST, "versions", "versions between the newest and the one an engine serves; of the run: the worst engine's"
     ),
     # Whether long answers are trained as often as short ones.

@@ -125,6 +125,12 @@ async def test_sampled_tokens_are_published_or_cut_and_published_ones_trained_dr
     assert (code, err) == (0, ""), out
 
     entries, stored = await streams(run)
+    lag = rows(run, "window")[-1].values
+    behind = sum(sum(of.values()) for sequence, of in stored.items() if sequence > entries[-1].cursor)
+    exact = behind + rows(run, "batch")[-1].values["tokens/waiting"]
+    # A message behind the cursor counts as long as those of the last batches: they are of 2 to 128 tokens.
+    assert abs(lag["lag/stream_tokens"] - exact) <= 128 * lag["lag/stream_messages"]
+    assert lag["lag/stream_messages"] or lag["lag/stream_tokens"] == exact
     batches, windows = rows(run, "batch"), rows(run, "window")
     assert [row.version for row in batches] == [str(entry.version) for entry in entries]
 
