@@ -8,8 +8,10 @@ from enum import StrEnum
 from types import MappingProxyType
 
 import msgspec
+from msgspec.structs import replace
 
 from streamrl.errors import SchemaError
+from streamrl.telemetry.conditions import CONDITIONS
 
 
 class Reduction(StrEnum):
@@ -268,9 +270,12 @@ _DECLARED = (
         "tokens sampled and never stored: of rollouts that failed, timed out, expired or were given back",
     ),
     Metric("tokens/trained_total", _SUM, "tokens", "tokens under the loss mask of the batch; none of the warm-up"),
-    *(Metric(dropped(reason), _SUM, "rollouts", f"rollouts decided against: `{reason}`") for reason in (*DROP_REASONS, OTHER_REASON)),
     *(
-        Metric(dropped_tokens(reason), _SUM, "tokens", f"sampled tokens of the rollouts dropped as `{reason}`")
+        Metric(dropped(reason), _SUM, "rollouts", f"rollouts decided against: `{reason}`", when="there were some")
+        for reason in (*DROP_REASONS, OTHER_REASON)
+    ),
+    *(
+        Metric(dropped_tokens(reason), _SUM, "tokens", f"sampled tokens of the rollouts dropped as `{reason}`", when="there were some")
         for reason in (*DROP_REASONS, OTHER_REASON)
     ),
     Metric("tokens/stored_total", _SUM, "tokens", "sampled tokens that the trainer found on the sample stream since the batch before"),
@@ -343,7 +348,9 @@ _DECLARED = (
     Metric("bus/full_total", _SUM, "messages", "publications that waited for room"),
 )
 
-METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _DECLARED})
+METRICS: Mapping[str, Metric] = MappingProxyType(
+    {metric.name: replace(metric, when=metric.when or CONDITIONS.get(metric.name, "")) for metric in _DECLARED}
+)
 """The declared metrics by name."""
 
 
