@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -25,6 +26,7 @@ from streamrl.producers.episode import Episode
 from streamrl.producers.factory import make_pool, make_runner, policy_tokenizer
 from streamrl.producers.groups import Group, GroupRunner
 from streamrl.producers.protocol import Failure
+from streamrl.producers.slots import FREE, Cut, taken
 from streamrl.runtime.retries import pause_s
 from streamrl.schemas.codec import decode
 from streamrl.schemas.control import EVALUATION_ROLE, ROLLOUT_ROLE
@@ -33,12 +35,15 @@ from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import EVENTS, LEDGER
 from streamrl.schemas.tasks import RolloutTask
 from streamrl.schemas.versions import Version
+from streamrl.telemetry.clock import StateClock
 from streamrl.weights.pins import Pins
 
 if TYPE_CHECKING:
     from streamrl.runtime.worker import Worker
 
 logger = logging.getLogger(__name__)
+
+Counted = Callable[[], contextlib.AbstractContextManager[object]]
 
 EVALUATION = "evaluation"
 FINISHED = "finished"
@@ -105,16 +110,19 @@ async def main(worker: Worker) -> None:
     changed = asyncio.Event()
     pool = make_pool(worker, role=EVALUATION_ROLE if config.evaluation.engines else ROLLOUT_ROLE)
     runner = make_runner(worker, pool, config.producer.function, key="producer.function")
+    spent = Cut()
+    counted, told = partial(taken, StateClock(FREE, slots=_CONCURRENCY), pool.found, spent), partial(_tell, worker, spent)
     try:
         await runner.start()
         async with asyncio.TaskGroup() as group:
             following = await _follow(worker, schedule, changed, before, group)
             background = [group.create_task(pool.run()), *following]
-            work = group.create_task(_evaluate_all(worker, runner, problems, schedule, changed))
+            work = group.create_task(_evaluate_all(worker, runner, problems, schedule, changed, counted, told))
             drain = group.create_task(worker.draining.wait())
             await asyncio.wait({work, drain}, return_when=asyncio.FIRST_COMPLETED)
             for task in (*background, work, drain):
                 task.cancel()
+        await told()
     finally:
         await runner.close()
 
@@ -167,8 +175,21 @@ async def _last_event(worker: Worker, kind: str) -> dict[str, Any] | None:
     return None if message is None else decode(message.body, Event, where=f"the newest event {kind}").detail
 
 
+async def _tell(worker: Worker, spent: Cut) -> None:
+    """Report the tokens that rollouts' engines have given."""
+    tokens, _ = spent.take()
+    if tokens and not worker.config.evaluation.engines:
+        await worker.metrics({"tokens/evaluated_total": float(tokens)})
+
+
 async def _evaluate_all(
-    worker: Worker, runner: GroupRunner, problems: tuple[Problem, ...], schedule: Schedule, changed: asyncio.Event
+    worker: Worker,
+    runner: GroupRunner,
+    problems: tuple[Problem, ...],
+    schedule: Schedule,
+    changed: asyncio.Event,
+    counted: Counted,
+    told: Callable[[], Awaitable[None]],
 ) -> None:
     while True:
         changed.clear()
@@ -180,7 +201,8 @@ async def _evaluate_all(
         number, final = due
         worker.state = f"evaluates version {number}"
         async with _pinned(worker, schedule.version(number)):
-            detail = await evaluate(worker, runner, problems, number)
+            detail = await evaluate(worker, runner, problems, number, counted=counted)
+        await told()
         logger.info("event=evaluated version=%s accuracy=%.4f num=%d final=%s", detail["version"], detail["accuracy"], detail["num"], final)
         await worker.event(EVALUATION, {**detail, "final": final})
         if final:
@@ -197,13 +219,16 @@ async def _pinned(worker: Worker, version: Version) -> AsyncGenerator[None]:
         yield
 
 
-async def evaluate(worker: Worker, runner: GroupRunner, problems: tuple[Problem, ...], number: int) -> dict[str, Any]:
-    """Ask every problem once, at version `number` or later; returns the event's detail."""
+async def evaluate(
+    worker: Worker, runner: GroupRunner, problems: tuple[Problem, ...], number: int, *, counted: Counted = contextlib.nullcontext
+) -> dict[str, Any]:
+    """Ask every problem once, at version `number` or later; returns the event's detail. Each is asked within a `counted()`."""
     room = asyncio.Semaphore(_CONCURRENCY)
 
     async def ask(index: int, problem: Problem) -> Group:
         async with room:
-            return await _ask(runner, _task(worker, index, problem, number))
+            with counted():
+                return await _ask(runner, _task(worker, index, problem, number))
 
     async with asyncio.TaskGroup() as group:
         asked = [group.create_task(ask(index, problem)) for index, problem in enumerate(problems)]

@@ -132,6 +132,7 @@ async def _serve(worker: Worker, engine: HostedEngine) -> None:
             await presence.withdraw()
         door.close()
         await _finish(engine, DRAIN_FRACTION * config.supervise.drain_s)
+        await presence.last_words()
     finally:
         await server.stop()
 
@@ -175,6 +176,8 @@ class Presence:
         self._key = f"{PREFIX_PRESENCE}engines/{engine.engine_id}"
         self._reported: dict[str, float] = {}
         """Totals as of the last report, by metric."""
+        self._told = 0
+        """Tokens sampled, as of the last presence."""
 
     async def keep(self) -> None:
         """Beat until cancelled; raises EngineError once decoding has failed."""
@@ -192,6 +195,14 @@ class Presence:
         """Ask for no more requests; call it when `keep` has ended. The key expires by itself if the bus is away."""
         with contextlib.suppress(BusError, TimeoutError):
             await asyncio.wait_for(self._worker.bus.kv.delete(self._key), PRESENCE_TTL_S)
+
+    async def last_words(self) -> None:
+        """Report what was sampled after the presence ended, and what became of it."""
+        with contextlib.suppress(EngineError):
+            info = await self._engine.info()
+            await self._report(info)
+            if self.role == ROLLOUT_ROLE:
+                await self._worker.metrics({"tokens/sampled_total": float(info.tokens_total - self._told)})
 
     async def _put(self, info: EngineInfo) -> None:
         self._worker.state = state_of(info)
@@ -213,6 +224,7 @@ class Presence:
         )
         try:
             await self._worker.bus.kv.put(self._key, encode(presence), ttl_s=PRESENCE_TTL_S)
+            self._told = info.tokens_total
         except BusError as error:
             # The key expires while the bus is away; the next beat brings it back. Generation goes on meanwhile.
             logger.warning("event=presence_lost engine=%s error=%s", info.engine, error.message)

@@ -30,7 +30,7 @@ from streamrl.errors import BatchDiffers
 from streamrl.schemas.ledger import LedgerEntry, Used
 from streamrl.schemas.samples import Status
 from streamrl.schemas.versions import Version
-from streamrl.telemetry.names import staleness_part
+from streamrl.telemetry.names import dropped_tokens, staleness_part
 from streamrl.trainers.protocol import StepResult, Trainer
 
 
@@ -177,7 +177,19 @@ def measure(batch: Batch, arrays: TrainBatch, state: FoldState) -> dict[str, flo
         metrics["rollout/raw_reward"] = state.reward_sum / state.reward_count
     if arrays.kind == "rl":
         metrics |= _spread(batch, arrays)
-    return metrics
+    return metrics | _tokens(batch, arrays, state)
+
+
+def _tokens(batch: Batch, arrays: TrainBatch, state: FoldState) -> dict[str, float]:
+    """What became of sampled tokens: all that were stored since the batch before, or waited then, are trained, masked, dropped or wait."""
+    of_batch = sum(rollout.length for group in batch.groups for rollout in group.rollouts.values())
+    found = {"tokens/stored_total": float(state.stored_tokens), "tokens/waiting": float(state.waiting_tokens - of_batch)}
+    if arrays.kind == "rl":
+        found["tokens/masked_total"] = float(of_batch - arrays.loss_mask.sum())
+    for reason, tally in state.dropped.items():
+        name = dropped_tokens(reason)
+        found[name] = found.get(name, 0.0) + tally.tokens
+    return found
 
 
 def _spread(batch: Batch, arrays: TrainBatch) -> dict[str, float]:

@@ -246,7 +246,10 @@ def _workers(workers: Sequence[WorkerLine], now_s: float) -> Table:
 def _lag(look: Look, numbers: RunNumbers) -> Table:
     rows = Table.grid(padding=(0, 2))
     budget = f" of {short(look.samples_bytes)}B" if look.samples_bytes else ""
-    rows.add_row("stream", f"{numbers.stream_lag} messages, the oldest {numbers.stream_s:.1f} s; {short(numbers.stream_bytes)}B{budget}")
+    tokens = "" if numbers.stream_tokens is None else f", {short(numbers.stream_tokens)} tokens not trained or dropped"
+    rows.add_row(
+        "stream", f"{numbers.stream_lag} messages, the oldest {numbers.stream_s:.1f} s; {short(numbers.stream_bytes)}B{budget}{tokens}"
+    )
     rows.add_row("age, run", f"p50 {numbers.staleness_p50:g}  p95 {numbers.staleness_p95:g}  max {numbers.staleness_max} versions")
     for title, names in _AGES.items():
         words = [f"{word} {look.lag[name]:.4g}" for word, name in names.items() if name in look.lag]

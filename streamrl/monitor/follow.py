@@ -132,8 +132,8 @@ class Follower:
         return self.view.before.wall_s + time.monotonic() - self._started_s
 
     async def catch_up(self, *, within_s: float = 10.0) -> None:
-        """Return once everything that is on the ledger and the event stream now has been folded, or after `within_s`."""
-        ends = {stream: (await self._bus.state(stream)).last for stream in (LEDGER, EVENTS)}
+        """Return once every ledger entry, event and report that there is now has been folded, or after `within_s`."""
+        ends = {stream: (await self._bus.state(stream)).last for stream in (LEDGER, EVENTS, METRICS)}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 while any(self._after[stream] < end for stream, end in ends.items()):

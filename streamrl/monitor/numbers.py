@@ -162,6 +162,8 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     """Messages on the sample stream that came after the newest batch closed."""
     stream_s: float
     """Age of the oldest of them in seconds."""
+    stream_tokens: float | None = None
+    """Sampled tokens on it that are neither trained nor dropped, about; None: not known."""
     stream_bytes: int
     tasks_ended: int
     """Trained or dropped."""

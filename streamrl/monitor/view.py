@@ -13,6 +13,7 @@ from streamrl.monitor.decoded import LedgerLine, evaluation_of
 from streamrl.monitor.engine_lines import engine_line, worker_of
 from streamrl.monitor.evaluations import Evaluations
 from streamrl.monitor.failures import Failures
+from streamrl.monitor.goodput import Backlog, Goodput
 from streamrl.monitor.lengths import Lengths
 from streamrl.monitor.numbers import EngineLine, Evaluation, Finding, Level, Point, RunNumbers, Standing, WorkerLine
 from streamrl.monitor.rates import Growing, Rate, counted_quantile, left_s
@@ -84,6 +85,8 @@ class RunView:
         """Version numbers that an engine was seen to serve after its first; of many, a part."""
         self.failures = Failures()
         self.lengths = Lengths()
+        self._backlog = Backlog()
+        self._goodput = None if joined else Goodput()
         self.finished = False
         self.stalled: set[str] = set()
         self.standing: Standing | None = None
@@ -115,6 +118,8 @@ class RunView:
             return False
         self.failures.trained(entry.cursor)
         self.lengths.add(entry.histograms)
+        if entry.gap is None:
+            self._backlog.ledger(entry.cursor, entry.metrics)
         if self.series is not None and entry.gap is None:
             self.series.batch(entry, step=self.trained.num_reinforced, live=self.live)
         return True
@@ -129,6 +134,7 @@ class RunView:
         """Before the ledger is read anew; not live until it has been."""
         self.live = False
         self.trained = Trained()
+        self._backlog = Backlog()
         self.lengths.forget_ledger()
 
     def event(self, event: Event, *, live: bool = True) -> None:
@@ -165,6 +171,8 @@ class RunView:
     def metric(self, one: MetricReport) -> None:
         """One worker's report."""
         self.lengths.add(one.histograms)
+        if self._goodput is not None:
+            self._goodput.add(one.sum)
         if self.series is not None:
             self.series.report(one)
         if _IN_FLIGHT in one.mean:
@@ -185,8 +193,8 @@ class RunView:
                 self.swap_numbers = set(sorted(self.swap_numbers)[::2])
         self._engines[engine] = presence
         sampled = self._made.report(engine, presence.tokens_total)
-        if self.series is not None and presence.role == ROLLOUT_ROLE:
-            self.series.report(MetricReport(worker=worker_of(engine), sum={"tokens/sampled_total": float(sampled)}))
+        if presence.role == ROLLOUT_ROLE:
+            self.metric(MetricReport(worker=worker_of(engine), sum={"tokens/sampled_total": float(sampled)}))
         self._swapped.report(engine, presence.swaps_total)
 
     def tombstone(self, sequence: int, stone: Tombstone) -> None:
@@ -297,6 +305,10 @@ class RunView:
         now = {of: {"lag/versions_behind": float(one)} for of, one in behind.items()}
         cursor = self._newest.cursor if self._newest else 0
         now[RUN] = {"lag/stream_messages": float(self._lag()), "lag/stream_s": self._arrivals.age_s(cursor), **self.lengths.values}
+        if (backlog := self._backlog.tokens(self._stream_last)) is not None:
+            now[RUN]["lag/stream_tokens"] = backlog
+        if self._goodput is not None:
+            now[RUN]["tokens/open"] = self._goodput.open
         if behind:
             now[RUN]["lag/versions_behind"] = float(max(behind.values()))
         return now
@@ -362,6 +374,7 @@ class RunView:
             engines_behind=max(0.0, statistics.fmean(behind)) if behind else None,
             stream_lag=self._lag(),
             stream_s=self._arrivals.age_s(newest.cursor if newest else 0),
+            stream_tokens=self._backlog.tokens(self._stream_last),
             stream_bytes=self._stream_bytes,
             tasks_ended=self._grant.retired,
             tasks_granted=self._grant.granted,

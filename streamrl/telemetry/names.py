@@ -8,8 +8,10 @@ from enum import StrEnum
 from types import MappingProxyType
 
 import msgspec
+from msgspec.structs import replace
 
 from streamrl.errors import SchemaError
+from streamrl.telemetry.conditions import CONDITIONS
 
 
 class Reduction(StrEnum):
@@ -72,6 +74,11 @@ def _of_lengths() -> Iterator[Metric]:
 def dropped(reason: str) -> str:
     """The metric that counts the rollouts dropped for a reason."""
     return f"rollouts/dropped_total/{reason if reason in DROP_REASONS else OTHER_REASON}"
+
+
+def dropped_tokens(reason: str) -> str:
+    """The metric that counts the sampled tokens of the rollouts dropped for a reason."""
+    return f"tokens/dropped_total/{reason if reason in DROP_REASONS else OTHER_REASON}"
 
 
 STATES: Mapping[str, Mapping[str, str]] = MappingProxyType(
@@ -271,7 +278,22 @@ _DECLARED = (
         "tokens sampled and never stored: of rollouts that failed, timed out, expired or were given back",
     ),
     Metric("tokens/trained_total", _SUM, "tokens", "tokens under the loss mask of the batch; none of the warm-up"),
-    *(Metric(dropped(reason), _SUM, "rollouts", f"rollouts decided against: `{reason}`") for reason in (*DROP_REASONS, OTHER_REASON)),
+    *(
+        Metric(dropped(reason), _SUM, "rollouts", f"rollouts decided against: `{reason}`", when="there were some")
+        for reason in (*DROP_REASONS, OTHER_REASON)
+    ),
+    *(
+        Metric(dropped_tokens(reason), _SUM, "tokens", f"sampled tokens of the rollouts dropped as `{reason}`", when="there were some")
+        for reason in (*DROP_REASONS, OTHER_REASON)
+    ),
+    Metric("tokens/stored_total", _SUM, "tokens", "sampled tokens that the trainer found on the sample stream since the batch before"),
+    Metric("tokens/masked_total", _SUM, "tokens", "sampled tokens of the batch that are not under its loss mask"),
+    Metric("tokens/waiting", _LAST, "tokens", "sampled tokens that waited for their group or their batch when this one was closed"),
+    Metric("tokens/evaluated_total", _SUM, "tokens", "tokens that engines for rollouts have sampled for evaluations"),
+    Metric(
+        *("tokens/open", _LAST, "tokens"),
+        "tokens sampled since the start of `up` and not stored, cut or evaluated yet: being made, or gone with a killed process",
+    ),
     Metric("rollout/spec_accept_rate", _MEAN, "fraction", "drafted tokens that were accepted (speculative decoding)"),
     Metric("rollout/spec_accept_length", _MEAN, "tokens", "tokens of a pass that verified drafts: the accepted ones and its own"),
     Metric("rollout/prefix_cache_hit_rate", _MEAN, "fraction", "prompt tokens that were in the engines' prefix cache"),
@@ -279,6 +301,10 @@ _DECLARED = (
     Metric("lag/publish_to_commit_s", _MEAN, "s", "time from a version's manifest to an engine's commit, between two hosts' clocks"),
     Metric("lag/publish_to_commit_max_s", _MAX, "s", "the longest of these times"),
     Metric("lag/stream_messages", _LAST, "messages", "messages on the sample stream behind the newest batch's cursor"),
+    Metric(
+        *("lag/stream_tokens", _LAST, "tokens"),
+        "sampled tokens on the sample stream that are neither trained nor dropped, about: of new messages the mean length is known",
+    ),
     Metric(
         "lag/versions_behind", _LAST, "versions", "versions between the newest and the one an engine serves; of the run: the worst engine's"
     ),
@@ -330,7 +356,9 @@ _DECLARED = (
     Metric("bus/full_total", _SUM, "messages", "publications that waited for room"),
 )
 
-METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _DECLARED})
+METRICS: Mapping[str, Metric] = MappingProxyType(
+    {metric.name: replace(metric, when=metric.when or CONDITIONS.get(metric.name, "")) for metric in _DECLARED}
+)
 """The declared metrics by name."""
 
 

@@ -35,6 +35,7 @@ pytestmark = pytest.mark.nats
 CODE = """
 import asyncio
 import random
+import time
 
 
 async def rollout(task, engine, part):
@@ -54,6 +55,21 @@ async def most_hang(task, engine):
 
 
 def equal(task, episode):
+    return 1.0
+
+
+async def slow(task, episode):
+    await asyncio.sleep(0.5)
+    return random.random()
+
+
+def slower(task, episode):
+    time.sleep(2)
+    return random.random()
+
+
+async def slow_and_equal(task, episode):
+    await asyncio.sleep(0.5)
     return 1.0
 
 
@@ -141,6 +157,7 @@ def halting(pid: Callable[[], int | None], *, part: float) -> Generator[None]:
 
 
 STARVED = "slo.starvation=0.3"
+VAIN = ("tasks.drop_zero_variance=true",)
 SATURATED = ("engine.slots=2", "producer.concurrency=32")
 
 
@@ -154,10 +171,23 @@ SATURATED = ("engine.slots=2", "producer.concurrency=32")
         ((STARVED, "producer.concurrency=2", "engine.slots=64", "debug.token_delay_s=0.1"), "starvation", "few_producers"),
         ((STARVED, "producer.function=mine.py:some_hang", "producer.idle_timeout_s=9"), "starvation", "hung_tool"),
         ((STARVED, "producer.function=mine.py:most_hang", "producer.idle_timeout_s=9"), "starvation", "hung_tool"),
+        ((STARVED, "reward.kind=mine.py:slow"), "starvation", "slow_reward"),
+        ((STARVED, "reward.kind=mine.py:slower", "producer.concurrency=8"), "starvation", "slow_reward"),
         (("slo.drop_rate=0.5", "reward.kind=mine.py:mostly_equal", "tasks.drop_zero_variance=true"), "drop_rate", "zero_variance"),
         (("slo.drop_rate=0.5", "reward.kind=mine.py:equal", "tasks.drop_zero_variance=true"), "drop_rate", "zero_variance"),
     ],
-    ids=["slow engine", "slower engine", "one slot", "two slots", "some hang", "most hang", "mostly equal", "all equal"],
+    ids=[
+        "slow engine",
+        "slower engine",
+        "one slot",
+        "two slots",
+        "some hang",
+        "most hang",
+        "slow reward",
+        "slower reward",
+        "mostly equal",
+        "all equal",
+    ],
 )
 async def test_the_cause_of_a_staged_trouble_is_named(start: Start, run: RunDir, keys: tuple[str, ...], objective: str, cause: str) -> None:
     async with a_run(start, run, *keys):
@@ -198,10 +228,18 @@ async def test_a_full_stream_is_named(start: Start, run: RunDir, left: int) -> N
 
 
 @pytest.mark.slow
-async def test_of_two_troubles_at_once_both_are_named(start: Start, run: RunDir) -> None:
-    keys = ("reward.kind=mine.py:mostly_equal", "tasks.drop_zero_variance=true", *SATURATED, "debug.token_delay_s=0.02")
+@pytest.mark.parametrize(
+    ("keys", "causes"),
+    [
+        (("reward.kind=mine.py:mostly_equal", *VAIN, *SATURATED, "debug.token_delay_s=0.02"), {"zero_variance", "slow_engine"}),
+        (("reward.kind=mine.py:equal", *VAIN, *SATURATED, "debug.token_delay_s=0.02"), {"zero_variance", "slow_engine"}),
+        (("reward.kind=mine.py:slow_and_equal", *VAIN), {"zero_variance", "slow_reward"}),
+    ],
+    ids=["mostly equal at a slow engine", "all equal at a slow engine", "all equal and slow"],
+)
+async def test_of_two_troubles_at_once_both_are_named(start: Start, run: RunDir, keys: tuple[str, ...], causes: set[str]) -> None:
     async with a_run(start, run, STARVED, *keys):
-        await finding(run, "starvation", {"zero_variance", "slow_engine"})
+        await finding(run, "starvation", causes)
 
 
 class Hook:

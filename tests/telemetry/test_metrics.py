@@ -23,6 +23,7 @@ from streamrl.telemetry.names import (
     STATES,
     Reduction,
     dropped,
+    dropped_tokens,
     length_quantile,
     metric,
     seconds,
@@ -146,6 +147,7 @@ def test_every_metric_name_in_the_source_is_declared() -> None:
         ("links.py", "weights/"),
         ("slime_loss.py", "train/"),
         ("names.py", "rollouts/dropped_total/"),
+        ("names.py", "tokens/dropped_total/"),
         ("names.py", "staleness/"),
     }
     assert begun <= allowed, "names that are put together need a test of their own that they are declared"
@@ -161,7 +163,7 @@ def test_the_reasons_of_drops_are_declared_and_explained_and_other_words_are_cou
     explained = set(re.findall(r"`([a-z_]+)`", Drop.__doc__))
     assert set(DROP_REASONS) == explained
     for reason in (*DROP_REASONS, "a word of mine", "x" * 10_000):
-        assert metric(dropped(reason)).reduction is Reduction.SUM
+        assert metric(dropped(reason)).reduction is metric(dropped_tokens(reason)).reduction is Reduction.SUM
     assert dropped("a word of mine") == "rollouts/dropped_total/other"
 
 
@@ -179,7 +181,7 @@ def test_what_people_are_told_to_watch_is_reported_by_somebody() -> None:
 
 
 def test_what_is_declared_is_reported_by_somebody() -> None:
-    reported: set[str] = {dropped(reason) for reason in (*DROP_REASONS, OTHER_REASON)}
+    reported: set[str] = {make(reason) for reason in (*DROP_REASONS, OTHER_REASON) for make in (dropped, dropped_tokens)}
     reported |= {f"rollout/{name}" for name in ("advantages", "returns", "values", "kl")}
     reported |= {staleness_part(begin, part, of) for begin in ("", "sample_") for part in AGE_PARTS for of in ("p50", "p95", "max")}
     reported |= {make(kind, state) for kind, states in STATES.items() for state in (*states, DOWN) for make in (seconds, share)}

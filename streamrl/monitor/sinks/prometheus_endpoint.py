@@ -78,7 +78,7 @@ class PrometheusEndpoint:
             labels = ["run", "worker", *(["reason"] if reason else [])]
             if called not in families:
                 kind = CounterMetricFamily if declared.reduction is Reduction.SUM else GaugeMetricFamily
-                text = "rollouts decided against, by reason" if reason else f"{declared.meaning} [{declared.unit}]"
+                text = f"{declared.unit} decided against, by reason" if reason else f"{declared.meaning} [{declared.unit}]"
                 families[called] = kind(called, text, labels=labels)
             families[called].add_metric([self._run, _UNSEEN.sub("", of), *([reason] if reason else [])], value)  # type: ignore[attr-defined]
         number = GaugeMetricFamily("streamrl_version", "number of the newest version: batches trained", labels=["run"])

@@ -1,0 +1,54 @@
+"""Under which condition a metric exists that not every run has.
+
+The others are in any run of the defaults: tests/monitor/test_names_live.py sees them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+_CRITIC = 'there is a critic: `loss.advantage = "ppo"`'
+_TORCH = 'the trainer computes them: `trainer.backend = "torch"`'
+_KEPT_KL = "the policy is held to a reference: `loss.kl`"
+_FLOAT32 = "`trainer.check_logprobs` looks closer"
+_REJECTS = "`loss.correction.reject` has such a bound"
+_VETO = "`loss.correction.veto` is set"
+_SGLANG = 'engines are servers: `engine.kind = "sglang"`'
+_DRAFTS = "they decode speculatively (`engine.sglang.flags`)"
+_HELD_OUT = "there are held-out problems: `data.heldout`"
+
+CONDITIONS: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("rollout/returns", "rollout/values", "train/value_loss", "train/value_clipfrac", "train/value_grad_norm"), _CRITIC
+        ),
+        "train/value_norm": _CRITIC,
+        **dict.fromkeys(("rollout/log_probs", "rollout/rollout_log_probs"), _TORCH),
+        **dict.fromkeys(("rollout/kl", "rollout/ref_log_probs", "train/kl_loss"), _KEPT_KL),
+        "train/opd_reverse_kl": "there is a teacher: `loss.distillation`",
+        "train/pg_dual_clipfrac": "`loss.dual_clip` is set",
+        "train/sapo_gate": "SAPO is the loss: `loss.policy`",
+        "train/opsm_clipfrac": "`loss.opsm_delta` is set",
+        "train/answer_probability": "there is a warm-up",
+        "train/stale_masked_fraction": "`loss.correction.mask_staleness` is set",
+        "train/staleness_weight": "`loss.correction.staleness_decay` is below 1",
+        **dict.fromkeys(("train/float32_sampler_abs_diff_max", "train/float32_trainer_abs_diff_max"), _FLOAT32),
+        "train/mis_tis_truncate_fraction": '`loss.correction.kind = "truncate"`',
+        **dict.fromkeys(("train/mis_tis_clip_fraction_low", "train/mis_tis_clip_fraction_high"), '`loss.correction.kind = "clip"`'),
+        **dict.fromkeys(("train/mis_tis_mask_fraction_low", "train/mis_tis_mask_fraction_high"), '`loss.correction.kind = "mask"`'),
+        **dict.fromkeys(("train/mis_rs_mask_fraction_low", "train/mis_rs_mask_fraction_high"), _REJECTS),
+        **dict.fromkeys(("train/mis_rs_catastrophic_token_fraction", "train/mis_rs_catastrophic_seq_fraction"), _VETO),
+        **dict.fromkeys(("eval/heldout", "tokens/evaluated_total"), _HELD_OUT),
+        **dict.fromkeys(("lengths/cut_p50", "lengths/cut_p95"), "one was"),
+        **dict.fromkeys(("lengths/dropped_p50", "lengths/dropped_p95"), "one was"),
+        "lengths/distance": "64 answers were trained",
+        "producer/slot_wait_room_s": "the stream was full",
+        **dict.fromkeys(("engine/restarts_total", "rollout/prefix_cache_hit_rate", "engine/kv_cache_used"), _SGLANG),
+        **dict.fromkeys(("engine/prompt_tokens_total", "engine/cached_tokens_total", "engine/retractions_total"), _SGLANG),
+        **dict.fromkeys(("engine/server_running_requests", "engine/server_waiting_requests"), _SGLANG),
+        "engine/inexact_completions_total": _SGLANG,
+        **dict.fromkeys(("rollout/spec_accept_rate", "rollout/spec_accept_length", "engine/verify_passes_total"), _DRAFTS),
+        **dict.fromkeys(("engine/drafted_tokens_total", "engine/accepted_drafts_total"), _DRAFTS),
+    }
+)
