@@ -42,6 +42,15 @@ class Grant(msgspec.Struct, frozen=True):
         return min(self.version, max(0, self.version + ahead - max_staleness))
 
 
+class MicroBudget(msgspec.Struct, frozen=True):
+    """Key `budgets/<trainer>`: what a trainer that was out of memory goes on with."""
+
+    configured: int
+    """`trainer.micro_tokens` at that time; with another value the key means nothing."""
+    micro_tokens: int
+    """Tokens of one forward and backward pass."""
+
+
 class Position(msgspec.Struct, frozen=True):
     """A reader's lease on a stream: nothing at or above `oldest_needed` may be trimmed."""
 

@@ -145,6 +145,9 @@ class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
     only. Not on the wire when unset, as in entries of earlier builds."""
     reference: str | msgspec.UnsetType = msgspec.UNSET
     """Digest of the reference's parameters at this batch, where the reference is renewed. Not on the wire when unset."""
+    micro_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    """Budget that the batch was cut into micro-batches by, which the digits depend on: whoever trains it again uses the same. Not on the
+    wire when unset."""
     gap: Gap | msgspec.UnsetType = msgspec.UNSET
     """Set on an entry that says what was lost, and has no batch; see `take_entry`. Not on the wire when unset."""
 

@@ -30,6 +30,7 @@ PREFIX_CHECKPOINTS = "checkpoints/"
 PREFIX_ATTEMPTS = "attempts/"
 PREFIX_PINS = "pins/"
 PREFIX_RANKS = "ranks/"
+PREFIX_BUDGETS = "budgets/"
 
 WARMUP_SOURCE = "warmup"
 """Source of the demonstrations that a run may begin with."""

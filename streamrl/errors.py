@@ -20,6 +20,7 @@ StreamRLError
 │   ├── BatchDiffers       the stream gave another batch than the ledger has
 │   ├── Diverged           a replayed step gave other digits than the ledger
 │   ├── WeightsDiverged    parameters, or the gradients of many steps, are not finite
+│   ├── OutOfMemory        a device has not enough memory for a step
 │   └── CheckpointDamaged  a checkpoint is gone, or not what was written
 ├── CannotResume           checkpoints, ledger and streams do not fit together: somebody has to decide
 ├── Fenced                 another worker holds this role; this one must exit
@@ -159,6 +160,21 @@ class Diverged(TrainingError):
 
 class WeightsDiverged(TrainingError):
     """The weights under training are of no use any more: training the same again would end in the same way."""
+
+
+class OutOfMemory(TrainingError):
+    """A device has not enough memory for a step, and it cannot be repeated here: the trainer begins again from its checkpoint.
+
+    Args:
+        message: see `StreamRLError`.
+        hint: see `StreamRLError`.
+        micro_tokens: budget of a micro-batch to begin again with; 0: none that is smaller would help.
+        **values: see `StreamRLError`.
+    """
+
+    def __init__(self, message: str, *, hint: str = "", micro_tokens: int = 0, **values: Any) -> None:
+        super().__init__(message, hint=hint, micro_tokens=micro_tokens, **values)
+        self.micro_tokens = micro_tokens
 
 
 class CheckpointDamaged(TrainingError):

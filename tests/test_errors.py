@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from streamrl import errors
-from streamrl.errors import BatchDiffers, EngineDied, EngineError, EngineUnavailable, LogTruncated, StreamRLError
+from streamrl.errors import BatchDiffers, EngineDied, EngineError, EngineUnavailable, LogTruncated, OutOfMemory, StreamRLError
 
 FACTS: dict[type[StreamRLError], dict[str, Any]] = {
     BatchDiffers: {"version": "0.7", "what": "task 3 was in the batch", "sequences": (4, 9)},
+    OutOfMemory: {"micro_tokens": 8192},
     LogTruncated: {"needed": 4, "first": 9},
 }
 TREE = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, StreamRLError)]

@@ -102,6 +102,7 @@ def entry_of(stepped: Stepped, version: Version, config: Config, fingerprint: st
         reward=UNSET if reward is None else reward,
         staleness=tuple(ages(stepped.batch, before)["total"]),
         reference=stepped.result.reference or UNSET,
+        micro_tokens=stepped.result.micro_tokens or UNSET,
         num_samples=stepped.arrays.num_samples,
         num_tokens=stepped.arrays.num_tokens,
         metrics=metrics,

@@ -26,6 +26,7 @@ from typing import Protocol
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
 from streamrl.consumers.training.books import ledger_books
+from streamrl.consumers.training.budget import lower_budget, read_budget
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.carried import fetch_messages, held
 from streamrl.consumers.training.checkpoints import Checkpointer, ensure_position
@@ -41,7 +42,7 @@ from streamrl.consumers.training.stream_fold import StreamFold
 from streamrl.core.fold import Effects
 from streamrl.core.fold_config import fold_config
 from streamrl.core.state import FoldState, initial_state
-from streamrl.errors import Conflict
+from streamrl.errors import Conflict, OutOfMemory
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import Grant
@@ -110,6 +111,7 @@ class LiveTrainer:
         self.fold_config = fold_config(config, vocab_size)
         self.rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
         self._doing = doing
+        self._budget = 0
         self._deadline = float("inf")
         self._granted = 0
         self._grant_revision: int | None = None
@@ -139,6 +141,7 @@ class LiveTrainer:
             say=self.say,
         ).resume()
         state, carried = resumed.state, resumed.carried
+        self._budget = call(read_budget(self.bus, self.config.trainer))
         call(ensure_position(self.bus, name, state))
         saver = Checkpointer(
             bus=self.bus,
@@ -202,17 +205,24 @@ class LiveTrainer:
             if self._at_end(fold.own, ledger):
                 return True
             number = fold.own.version.number + 1
-            stepped = train_version(
-                fold,
-                self.trainer,
-                books,
-                lambda: stop() or self._at_end(fold.own, ledger),
-                began=lambda batch, number=number: self._doing(f"trains version {number}"),
-            )
+            try:
+                stepped = train_version(
+                    fold,
+                    self.trainer,
+                    books,
+                    lambda: stop() or self._at_end(fold.own, ledger),
+                    began=lambda batch, number=number: self._doing(f"trains version {number}"),
+                    micro_tokens=self._budget,
+                )
+            except OutOfMemory as error:
+                self._lower_budget(error.micro_tokens)
+                raise
             if stepped is None:
                 if stop():
                     return False
                 continue
+            if 0 < stepped.result.micro_tokens < stepped.arrays.micro_tokens:
+                self._lower_budget(stepped.result.micro_tokens)
             divergence.check(stepped.state.version, finite=stepped.result.finite)
             state = stepped.state
             if stepped.before.warmup_end is None and state.warmup_end is not None:
@@ -227,6 +237,11 @@ class LiveTrainer:
         self._doing(f"waits for samples: {len(state.pending)} groups have begun to come, a batch is {self.config.tasks.batch_tasks}")
         with self.call.clock.within("checkpoint"):
             saver.while_waiting(state)
+
+    def _lower_budget(self, micro_tokens: int) -> None:
+        if micro_tokens:
+            self._budget = micro_tokens
+            self.say(self.call(lower_budget(self.bus, self.config.trainer, micro_tokens)))
 
     def _offer(self, version: Version, digest: str) -> None:
         with self.call.clock.within("publish"):

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from streamrl.bus.reading import read_key
 from streamrl.config.hosts import address_towards
+from streamrl.consumers.training.budget import lower_budget
 from streamrl.consumers.training.calls import Caller
 from streamrl.data.model import ensure_model
-from streamrl.errors import ConfigError, TrainingError
+from streamrl.errors import ConfigError, OutOfMemory, TrainingError
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.codec import encode
 from streamrl.schemas.subjects import PREFIX_RANKS
@@ -102,7 +103,12 @@ def _follow(worker: Worker, call: Caller) -> None:
     trainer = make_trainer(worker.config, model_dir)
     logger.info("event=following rank=%d", group.rank)
     worker.state = "follows rank 0"
-    follow(trainer, group)
+    try:
+        follow(trainer, group)
+    except OutOfMemory as error:
+        if error.micro_tokens:
+            call(worker.notice(call(lower_budget(worker.bus, worker.config.trainer, error.micro_tokens))))
+        raise
     group.close()
 
 

@@ -116,11 +116,18 @@ class Folding(Protocol):
 
 
 def train_version(
-    fold: Folding, trainer: Trainer, books: Books, stop: Callable[[], bool], *, began: Callable[[Batch], None] | None = None
+    fold: Folding,
+    trainer: Trainer,
+    books: Books,
+    stop: Callable[[], bool],
+    *,
+    began: Callable[[Batch], None] | None = None,
+    micro_tokens: int = 0,
 ) -> Stepped | None:
     """Train the next batch and write it down; None when `stop` came true while waiting for one.
 
     A failure leaves fold and trainer of no use: both begin again from a checkpoint. `began` is told of the batch that is there.
+    A version that was trained before is cut into micro-batches as it was then, another by `micro_tokens` (0: the trainer's own budget).
 
     Raises:
         BatchDiffers: the stream does not give the batch that the books say it gave (G4).
@@ -141,7 +148,8 @@ def train_version(
             used(batch),
             hint=books.hint,
         )
-    arrays = fold.assemble(batch)
+    recorded = past.micro_tokens if past is not None and not isinstance(past.micro_tokens, UnsetType) else 0
+    arrays = replace(fold.assemble(batch), micro_tokens=recorded or micro_tokens)
     waited = time.perf_counter() - start_s
     result = trainer.step(arrays)
     metrics = result.metrics | measure(batch, arrays, before)

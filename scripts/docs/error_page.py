@@ -160,6 +160,14 @@ ENTRIES: dict[type[StreamRLError], Entry] = {
         "Lower `trainer.optimizer.learning_rate` or `clip_norm`, or bound the rewards, in a new run or a branch from an earlier version.",
         (provoked.endless_rate,),
     ),
+    errors.OutOfMemory: Entry(
+        "A device has not enough memory for a step. One rank whose optimizer has written nothing repeats the step with half of "
+        "`trainer.micro_tokens` and says so, without an error; several ranks, and one that has written, end with it and begin again from "
+        "their checkpoint with half of it.",
+        "Lower `trainer.micro_tokens` to spare the next run that. Where a single sample does not fit: "
+        "`trainer.gradient_checkpointing = true`, a lower `sampling.max_new_tokens`, or a larger device.",
+        (provoked.one_sample_too_long,),
+    ),
     errors.Diverged: Entry(
         'With `run.numerics = "bitwise"`: a step that was trained again gave other parameters than the ledger has. `fast` begins a new '
         "epoch instead.",

@@ -22,9 +22,11 @@ from streamrl.bus.permissions import OPERATOR, role_users
 from streamrl.bus.server import NatsServer
 from streamrl.config.engines import EngineConfig, SglangConfig
 from streamrl.config.load import load
-from streamrl.config.tree import BusConfig, Config, LossConfig, OptimizerConfig, TrainerConfig
+from streamrl.config.tree import BusConfig, Config, DebugConfig, LossConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from streamrl.consumers.training.ledger import open_ledger, take_fence
+from streamrl.core.batches import TrainBatch
 from streamrl.data.characters import write_tokenizer
+from streamrl.data.model import ensure_model
 from streamrl.data.problems import load_problems
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.engines.batching.buffers import TensorLayout, WeightBuffers
@@ -39,6 +41,7 @@ from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import SAMPLES, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.names import metric
+from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.table.trainer import TABLE_FILE, Adam, TableTrainer
 from streamrl.weights.manifest import Content, build
 from streamrl.weights.protocol import Shard
@@ -200,6 +203,17 @@ def endless_rate() -> None:
     """A learning rate that no weights survive."""
     table = np.zeros((1, 2, 2), np.float32)
     Adam(table, OptimizerConfig()).step(np.ones(table.shape), 1e60)
+
+
+def one_sample_too_long() -> None:
+    """A sample that does not fit alone."""
+    config = Config(
+        model=ModelConfig(hidden=16, layers=1, heads=2, kv_heads=1, intermediate=16),
+        trainer=TrainerConfig(micro_tokens=8),
+        debug=DebugConfig(memory_tokens=8),
+    )
+    batch = TrainBatch.from_lists([[2] * 8], [[3] * 4], kind="sft")
+    make_trainer(config, ensure_model(config, Path("model"))).step(batch)
 
 
 async def another_trainer() -> None:

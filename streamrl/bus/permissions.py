@@ -78,7 +78,7 @@ def allowed(role: str, run: str) -> Rights:
         "trainer": [
             *worker,
             *(f"{run}.{subject}" for subject in ("ledger.*", "weights.*", "marks", "tombstones.*", "dead", "events.*")),
-            *(f"$KV.{run}.{key}" for key in ("granted", "latest.*", "positions.*", "fences.*", "ranks.*")),
+            *(f"$KV.{run}.{key}" for key in ("granted", "latest.*", "positions.*", "fences.*", "ranks.*", "budgets.*")),
             *of_tasks,
             f"{API}.STREAM.INFO.{tasks}",
             f"{API}.STREAM.MSG.GET.{tasks}",

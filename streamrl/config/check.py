@@ -208,6 +208,12 @@ def _check_debug(config: Config) -> None:
         key="debug.delay_versions",
     )
     refuse(
+        config.debug.memory_tokens > 0 and config.trainer.tabular,
+        "debug.memory_tokens is for trainer.backend = torch, got table",
+        hint="leave it out",
+        key="debug.memory_tokens",
+    )
+    refuse(
         config.debug.token_delay_s > 0 and not config.engine.traits.tabular,
         f"debug.token_delay_s is for engine.kind = table, got {config.engine.kind}",
         hint="use the table backends, or leave the delay out",

@@ -228,7 +228,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     minibatches: PositiveInt = 1
     """Optimizer steps a batch."""
     micro_tokens: PositiveInt = 16384
-    """Tokens of one forward and backward pass."""
+    """Tokens of one forward and backward pass; halved where that is out of memory."""
     check_logprobs: NonNegativeInt = 0
     """Rollouts of each batch whose log-probs are computed once more with the very weights that sampled them, to tell rounding from drift;
     keeps tasks.max_staleness + 1 copies of the parameters, and one in float32 for a moment.
@@ -346,6 +346,8 @@ class DebugConfig(Section, frozen=True, kw_only=True):
     """Mean artificial seconds of a token (table engine only); 0: none."""
     token_delay_sigma: NonNegativeFloat = 1.0
     """Spread of the artificial delay over completions, as the standard deviation of its logarithm: 1.5 gives heavy tails."""
+    memory_tokens: NonNegativeInt = 0
+    """A forward pass of the trained model over more row positions than this is out of memory (torch trainer only); 0: never."""
 
 
 class Config(Section, frozen=True, kw_only=True):

@@ -50,6 +50,8 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     """[N]; index of the rollout within its group. Samples of one rollout share its reward, which counts once."""
     status: npt.NDArray[np.int8]
     """[N]; how the sample ended, as `STATUS_CODES` has it."""
+    micro_tokens: int = 0
+    """Tokens of one forward and backward pass; 0: the trainer's own budget."""
 
     @classmethod
     def from_lists(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import msgspec
+from msgspec import UNSET
 
 from streamrl.consumers.training.steps import Stepped, same_result
 from streamrl.core.assembly import ages
@@ -141,6 +142,11 @@ class Comparison:
             return self._known_cause
         if books:
             return "data", books
+        if past.micro_tokens is not UNSET and past.micro_tokens != stepped.result.micro_tokens:
+            return (
+                "numerics",
+                f"micro-batches of {past.micro_tokens} tokens in the ledger, {stepped.result.micro_tokens} here: out of memory",
+            )
         if not self._same_fingerprint:
             return "numerics", "the fingerprints differ, the batch is the same"
         distances = self._deviations(stepped.metrics, past.metrics)

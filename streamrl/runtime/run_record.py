@@ -63,6 +63,7 @@ FREE_KEYS = (
     "ray",
     "debug.token_delay_s",
     "debug.token_delay_sigma",
+    "debug.memory_tokens",
 )
 """Keys and sections that may differ when a run is resumed: how fast and where, not what is learned.
 

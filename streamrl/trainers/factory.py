@@ -56,6 +56,7 @@ def make_trainer(config: Config, model_dir: Path) -> Trainer:
         dtype=training_dtype(config),
         device=device,
         snapshots=config.weights.ring,
+        memory_tokens=config.debug.memory_tokens,
         recheck_versions=config.tasks.max_staleness + 1,
         # On CPU it costs nothing, so it is always on there.
         deterministic=bitwise or device.type == "cpu",

@@ -33,6 +33,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """For a batch of the warm-up, which ends by it: mean probability of whole answers under the policy that the batch was trained from."""
     reference: str = ""
     """Digest of the reference's parameters, where it is renewed (`loss.kl.reference_every`)."""
+    micro_tokens: int = 0
+    """Budget that the batch was cut by: the one asked for, or less where that was out of memory; 0 of a backend that cuts none."""
 
 
 def not_finite(norm: float, learning_rate: float) -> WeightsDiverged:
@@ -51,6 +53,7 @@ class Trainer(Protocol):
 
         Raises:
             TrainingError: the batch cannot be trained on.
+            OutOfMemory: the device has not enough memory for it, and the step cannot be repeated.
             WeightsDiverged: a parameter is not finite any more.
         """
         ...

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from streamrl.schemas.codec import encode
-from streamrl.schemas.control import EnginePresence, Grant, Latest, Position, RunRecord, WorkerPresence
+from streamrl.schemas.control import EnginePresence, Grant, Latest, MicroBudget, Position, RunRecord, WorkerPresence
 from streamrl.schemas.dead import DeadRecord
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.events import Event, MetricReport
@@ -227,6 +227,17 @@ def records() -> dict[str, Any]:
             digest="d1430de7c9a85298",
             reference="98529adc9e7d0341",
         ),
+        "ledger_budget": LedgerEntry(
+            run="golden",
+            trainer="main",
+            version=version,
+            source="main",
+            used=(Used(40, (0,), (100,)),),
+            cursor=104,
+            granted=68,
+            retired=36,
+            micro_tokens=8192,
+        ),
         "ledger_gap": LedgerEntry(
             run="golden",
             trainer="main",
@@ -282,6 +293,7 @@ def records() -> dict[str, Any]:
         ),
         "grant": Grant(68, 17, 36, None),
         "grant-open": Grant(68, 17, 36, None, 37),
+        "budget": MicroBudget(16384, 8192),
         "position": Position("main", "samples", 99, version),
         "latest": Latest("main", version, "checkpoints/main-v00000017-e1", 104, 99, "identity"),
         "latest_kept": Latest(

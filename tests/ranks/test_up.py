@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.history.source import read_entries
 from streamrl.runtime.rundir import RunDir
 from tests.faults.shapes import NAME
 from tests.faults.verdict import judge
@@ -77,3 +78,27 @@ async def test_a_run_with_two_ranks_learns_survives_one_and_is_replayed(up: asyn
     verdict = await judge(run)
     assert verdict.problems == []
     assert verdict.counts["fences"] == 2
+
+
+@pytest.mark.timeout(400)
+async def test_ranks_that_are_out_of_memory_begin_again_with_half_the_budget(start: Start, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{a}{b}", "label": str((b + 3) % 10)} for b in range(10) for a in range(10)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "run.toml").write_text(TOML)
+    limits = ("run.steps=3", "warmup.max_steps=2", "data.heldout=", "tasks.drop_zero_variance=false", "trainer.micro_tokens=64")
+    process = await start(
+        *STREAMRL, "up", "run.toml", "--json", *(word for text in (*limits, "debug.memory_tokens=40") for word in ("--set", text))
+    )
+    _, err = await asyncio.wait_for(process.communicate(), 250)
+    assert process.returncode == 0, err.decode()
+    run = RunDir(tmp_path / "runs" / NAME)
+    said = run.events_path.read_text()
+    assert "goes on with micro-batches of 32 tokens (trainer.micro_tokens is 64" in said
+    assert "restart 1 of all 2 trainers" in said
+    verdict = await judge(run)
+    assert verdict.problems == []
+    assert verdict.counts["fences"] == 2
+    _, entries = await read_entries(NAME, base=tmp_path / "runs")
+    # The demonstrations are short enough.
+    assert [entry.micro_tokens for entry in entries] == [64 if entry.source == "warmup" else 32 for entry in entries]
+    assert {entry.source for entry in entries} == {"warmup", "main"}

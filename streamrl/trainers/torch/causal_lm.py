@@ -116,6 +116,15 @@ class CausalLM:
         if self.module.get_output_embeddings().weight is not self.module.get_input_embeddings().weight:
             self.module.set_output_embeddings(torch.nn.Identity())
 
+    def limit_memory(self, tokens: int) -> None:
+        """From here on a pass over more row positions than this is out of memory."""
+
+        def refuse(module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            if (got := named["input_ids"].numel()) > tokens:
+                raise torch.OutOfMemoryError(f"debug.memory_tokens is {tokens}, this pass is over {got}")
+
+        self._body.register_forward_pre_hook(refuse, with_kwargs=True)
+
     def _states(self, micro: MicroBatch) -> Tensor:
         inputs = self._tensor(micro.inputs)
         if micro.plain:

@@ -102,6 +102,10 @@ class Critic:
         """The summed gradients, written to in place by data parallelism."""
         return self._optimizer.gradients()
 
+    def discard(self) -> None:
+        """Forget the gradients that have been summed."""
+        self._optimizer.discard()
+
     def step(self) -> tuple[float, bool]:
         """One update; the gradient's norm, and False when it was not finite and nothing was changed."""
         return self._optimizer.step(self._config.learning_rate)

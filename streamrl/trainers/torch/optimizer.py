@@ -50,6 +50,11 @@ class ClippedAdamW:
                 master.grad = torch.zeros_like(master)
         return [master.grad for _, master in self._masters if master.grad is not None]
 
+    def discard(self) -> None:
+        """Forget the gradients that have been summed."""
+        for (_, p), (_, master) in zip(self._parameters, self._masters, strict=True):
+            p.grad = master.grad = None
+
     def step(self, learning_rate: float) -> tuple[float, bool]:
         """One update from the summed gradients, which are cleared.
 

@@ -20,7 +20,7 @@ from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.core.packing import Indices
-from streamrl.errors import TrainingError
+from streamrl.errors import OutOfMemory, TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine
 from streamrl.tensors.digest_torch import NamedDigester, NamedDigests
@@ -64,6 +64,8 @@ class TorchTrainer:
         device: where they lie.
         deterministic: refuse kernels that are not reproducible.
         snapshots: buffers that `shards` copies to on a GPU.
+        recheck_versions: see `Recheck`.
+        memory_tokens: see `DebugConfig`.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class TorchTrainer:
         deterministic: bool,
         snapshots: int = 2,
         recheck_versions: int = 1,
+        memory_tokens: int = 0,
     ) -> None:
         self._model_dir = model_dir
         self._loss = loss
@@ -85,6 +88,8 @@ class TorchTrainer:
         self._parallel = DataParallel(trainer.ranks)
         attention, checkpointing = trainer.attention, trainer.gradient_checkpointing
         self._policy = CausalLM(model_dir, dtype, device, attention=attention, checkpoint_layers=checkpointing)
+        if memory_tokens:
+            self._policy.limit_memory(memory_tokens)
         self._parameters = list(self._policy.parameters())
         self._critic: Critic | None = None
         if Role.VALUE in estimator_of(loss).needs:
@@ -119,14 +124,40 @@ class TorchTrainer:
         # FlashAttention knows no float32.
         widen = trainer.attention == "sdpa"
         self._recheck = Recheck(self._parameters, samples=trainer.check_logprobs, versions=recheck_versions, widen=widen)
+        self._micro_tokens = trainer.micro_tokens
         self._stage = ""
         self._known: NamedDigests | None = None
         """Of the parameters as they are, on a GPU; None when nobody has asked since they were written."""
         self._writer = BackgroundWriter()
 
     def step(self, batch: TrainBatch) -> StepResult:
-        """See `Trainer.step`. Metrics are means over the batch's optimizer steps, weighted as the loss is."""
+        """See `Trainer.step`. Metrics are means over the batch's optimizer steps, weighted as the loss is.
+
+        Where memory does not reach, the micro-batches' budget is halved and the step repeated, unless an optimizer has written: that, and
+        several ranks, is for the caller, who begins again with all ranks from a checkpoint.
+        """
         check_batch(batch)
+        self._update.budget = batch.micro_tokens or self._micro_tokens
+        while (result := self._attempt(batch)) is None:
+            self._update.budget //= 2
+        return result
+
+    def _attempt(self, batch: TrainBatch) -> StepResult | None:
+        """The step, or None where it is to be repeated with half the budget; raises OutOfMemory."""
+        try:
+            return self._train(batch)
+        except torch.OutOfMemoryError as error:
+            budget, longest = self._update.budget, int(np.diff(batch.offsets).max())
+            half = budget // 2 if budget > longest else 0
+            if not half or self._update.wrote or self._parallel.ranks > 1:
+                raise _out_of_memory(batch, budget, half, longest, str(error)) from error
+        # Only here the error, whose frames hold on to the pass's memory, is gone.
+        self._update.discard()
+        if self._policy.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return None
+
+    def _train(self, batch: TrainBatch) -> StepResult:
         if self._reference is not None and self._reference.due(batch):
             self._reference.renew(self.digest())
         self._known = None
@@ -146,7 +177,14 @@ class TorchTrainer:
         dropped = done.metrics[DROPPED]
         finite = done.finite and (dropped == 0 or dropped < batch.loss_mask.sum())
         reference = self._reference.digest if self._reference is not None else ""
-        return StepResult(digest=self.digest(), metrics=metrics, finite=bool(finite), score=score, reference=reference)
+        return StepResult(
+            digest=self.digest(),
+            metrics=metrics,
+            finite=bool(finite),
+            score=score,
+            reference=reference,
+            micro_tokens=self._update.budget,
+        )
 
     def digest(self) -> str:
         """See `Trainer.digest`."""
@@ -256,6 +294,19 @@ class TorchTrainer:
         """Before the parameters are written: let a snapshot of them be complete."""
         if self._snapshots is not None:
             self._snapshots.settle()
+
+
+def _out_of_memory(batch: TrainBatch, budget: int, half: int, longest: int, said: str) -> OutOfMemory:
+    if half:
+        hint = f"it begins again from its checkpoint with {half}; lower trainer.micro_tokens to spare that"
+    else:
+        hint = "set trainer.gradient_checkpointing = true, lower sampling.max_new_tokens, or train on a larger device"
+    return OutOfMemory(
+        f"out of memory in the step from version {batch.version} with micro-batches of {budget} tokens, the longest sample has {longest}: "
+        + said,
+        hint=hint,
+        micro_tokens=half,
+    )
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:

@@ -89,7 +89,10 @@ class Update:
     ) -> None:
         self._loss = loss
         self._minibatches = trainer.minibatches
-        self._budget = trainer.micro_tokens
+        self.budget = trainer.micro_tokens
+        """Tokens of one forward and backward pass."""
+        self.wrote = False
+        """Whether an optimizer has begun to write in the batch that was prepared last: then its step cannot be repeated."""
         self._policy = policy
         self._optimizer = optimizer
         self._frozen = frozen
@@ -102,6 +105,7 @@ class Update:
 
     def prepare(self, batch: TrainBatch) -> Objective:
         """Score what the loss needs of each model at the trained tokens, and make the batch's objective of it; raises TrainingError."""
+        self.wrote = False
         samples = np.arange(batch.num_samples)
         roles = needed_roles(batch, self._loss, min(self._minibatches, len(np.unique(batch.tasks))))
         # Sorted: every rank must come to each sum in the same order, and a set's order is that of its process.
@@ -161,6 +165,12 @@ class Update:
         metrics[DROPPED] = float(sum(row[DROPPED] for row in rows))
         return Updated(metrics, finite, self._everyones(all_logprobs), self._everyones(all_weights), factor)
 
+    def discard(self) -> None:
+        """Forget what has been summed of a batch that is begun again."""
+        self._optimizer.discard()
+        if self._critic is not None:
+            self._critic.discard()
+
     def score(self, batch: TrainBatch, role: Role, wanted: Bools, samples: Indices) -> npt.NDArray[np.float32]:
         """[T] log-probs (for `value` the critic's values) of the `wanted` tokens of `samples`, 0 elsewhere.
 
@@ -187,7 +197,7 @@ class Update:
             batch,
             wanted,
             split_ranks(batch, samples, self._parallel.ranks, width=width)[self._parallel.rank],
-            budget=self._budget,
+            budget=self.budget,
             share_prefixes=free_masks,
             several_per_row=free_masks,
             width=width,
@@ -218,9 +228,11 @@ class Update:
         if policy:
             self._parallel.sum_gradients(self._optimizer.gradients())
             self._settle()
+            self.wrote = True
             norms["train/grad_norm"], applied = self._optimizer.step(rate)
         if critic and self._critic is not None:
             self._parallel.sum_gradients(self._critic.gradients())
+            self.wrote = True
             norms["train/value_grad_norm"], also = self._critic.step()
             norms["train/value_norm"] = self._critic.norm()
             applied = applied and also

@@ -1,0 +1,62 @@
+"""A run whose trainer is out of memory goes on with smaller micro-batches, says so, and is replayed by what its ledger says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from streamrl.bus.memory import MemoryBus
+from streamrl.config.tree import Config, DebugConfig
+from streamrl.data.model import ensure_model
+from streamrl.history.replay import Range, verify
+from streamrl.launch.prepare import prepare
+from streamrl.runtime.run_record import write_or_check
+from tests.history.test_critic import ppo_config
+from tests.loop.harness import make_run, read_ledger, run_to_end
+from tests.loop.test_steps import notices
+
+
+def limited(base: Path, memory_tokens: int) -> Config:
+    config = ppo_config(base)
+    return replace(
+        config,
+        run=replace(config.run, name="halved", steps=6, numerics="bitwise"),
+        tasks=replace(config.tasks, num_rollouts=2),
+        trainer=replace(config.trainer, checkpoint_every=3, minibatches=1, micro_tokens=64),
+        loss=type(config.loss)(),
+        debug=DebugConfig(memory_tokens=memory_tokens),
+    )
+
+
+@pytest.mark.process
+async def test_a_halved_budget_is_kept_recorded_and_replayed(tmp_path: Path) -> None:
+    run, config = make_run(tmp_path, limited(tmp_path, 40))
+    ensure_model(config, run.model_dir)
+    bus = MemoryBus("halved", config.bus)
+    try:
+        await write_or_check(bus, await prepare(config, run))
+        for steps in (2, 4):  # the second start begins with what the first has come to
+            optimizer = replace(config.trainer.optimizer, decay_steps=6)
+            config = replace(config, run=replace(config.run, steps=steps), trainer=replace(config.trainer, optimizer=optimizer))
+            await run_to_end(config, run, bus)
+        said = [text for text in await notices(bus, "halved") if "out of memory" in text]
+        assert len(said) == 1 and "micro-batches of 32 tokens (trainer.micro_tokens is 64" in said[0]
+        larger = replace(config, debug=DebugConfig(), run=replace(config.run, steps=5))
+        await run_to_end(larger, run, bus)
+        entries = await read_ledger(bus, "halved")
+        assert [entry.micro_tokens for entry in entries] == [32] * 5, "more memory alone does not change it back"
+        another = replace(larger, trainer=replace(larger.trainer, micro_tokens=48), run=replace(larger.run, steps=6))
+        await run_to_end(another, run, bus)
+        assert [entry.micro_tokens for entry in await read_ledger(bus, "halved")] == [32] * 5 + [48]
+        assert len([text for text in await notices(bus, "halved") if "out of memory" in text]) == 1
+        for span in (Range(last=5), Range(first=3, last=5)):
+            report = await verify(larger, bus, run.model_dir, checkpoints=run.checkpoints, span=span)
+            assert report.ok and report.same_fingerprint and report.equal == report.versions > 0, report.lines
+        smaller = replace(larger, debug=DebugConfig(memory_tokens=14))
+        report = await verify(smaller, bus, run.model_dir, span=Range(last=5))
+        assert report.first_difference is not None
+        assert report.first_difference.detail == "micro-batches of 32 tokens in the ledger, 16 here: out of memory"
+    finally:
+        await bus.close()

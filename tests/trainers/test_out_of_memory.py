@@ -1,0 +1,104 @@
+"""A step that is out of memory is repeated with half the budget, unless something was written; torch's own error is raised in the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from streamrl.config.loss import CorrectionConfig, KLConfig, LossConfig
+from streamrl.config.tree import Config, DebugConfig, TrainerConfig
+from streamrl.core.batches import TrainBatch
+from streamrl.errors import OutOfMemory
+from streamrl.schemas.versions import Version
+from streamrl.trainers.factory import make_trainer
+from streamrl.trainers.protocol import Trainer
+from streamrl.trainers.ranks.local import open_trainer
+from tests.support.errors import raises
+
+Rollouts = Callable[..., TrainBatch]
+BUDGET = 32
+LOSSES = {
+    "policy": LossConfig(),
+    "critic and reference": LossConfig(advantage="ppo", kl=KLConfig(loss_coef=0.1, estimator="k2", reference_every=1)),
+}
+DIRECT = LossConfig(proximal="sampler", correction=CorrectionConfig(kind="none"))
+"""Without a pass before the first optimizer step."""
+
+
+def make(directory: Path, loss: LossConfig, *, limit: int = 0, **trainer: Any) -> Trainer:
+    options: dict[str, Any] = {"micro_tokens": BUDGET, **trainer}
+    return make_trainer(Config(trainer=TrainerConfig(**options), loss=loss, debug=DebugConfig(memory_tokens=limit)), directory)
+
+
+def fails_at(trainer: Any, number: int) -> list[int]:
+    """Let the policy's pass of that number, from 1, be out of memory, once; gives the row positions of all passes as they come."""
+    sizes: list[int] = []
+
+    def hook(module: Any, given: Any, named: dict[str, Any]) -> None:
+        sizes.append(named["input_ids"].numel())
+        if len(sizes) == number:
+            raise torch.OutOfMemoryError("planted")
+
+    trainer._policy._body.register_forward_pre_hook(hook, with_kwargs=True)
+    return sizes
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_step_is_repeated_as_if_it_had_begun_with_half_the_budget(
+    model_dir: Path, rollouts: Rollouts, tmp_path: Path, name: str, number: int
+) -> None:
+    disturbed, half = make(model_dir, LOSSES[name]), make(model_dir, LOSSES[name], micro_tokens=BUDGET // 2)
+    whole = make(model_dir, LOSSES[name])
+    disturbed.step(rollouts(0))
+    disturbed.save(tmp_path / "at", b"", version=Version(0, 1)).result()
+    half.load(tmp_path / "at")
+    whole.load(tmp_path / "at")
+    sizes = fails_at(disturbed, number)
+    assert (found := disturbed.step(rollouts(1))) == half.step(rollouts(1))
+    assert len(sizes) > number and found.micro_tokens == BUDGET // 2
+    assert whole.step(rollouts(1)).digest != found.digest, "other micro-batches sum in another order"
+    # The next one is tried as it is asked for, and one that names a budget is cut by that.
+    assert disturbed.step(rollouts(2)).micro_tokens == BUDGET
+    asked = replace(rollouts(3), micro_tokens=BUDGET // 2)
+    half.load(tmp_path / "at")
+    disturbed.load(tmp_path / "at")
+    assert disturbed.step(asked) == half.step(rollouts(3))
+
+
+def test_it_is_halved_until_it_fits(model_dir: Path, rollouts: Rollouts) -> None:
+    found = make(model_dir, DIRECT, limit=BUDGET // 3).step(rollouts())
+    assert found.micro_tokens == BUDGET // 4
+    assert found == make(model_dir, DIRECT, micro_tokens=BUDGET // 4).step(rollouts())
+
+
+def test_what_has_been_written_is_not_repeated(model_dir: Path, rollouts: Rollouts) -> None:
+    clean, disturbed = make(model_dir, DIRECT, minibatches=2), make(model_dir, DIRECT, minibatches=2)
+    before = disturbed.digest()
+    all_passes = fails_at(clean, 0)
+    clean.step(rollouts())
+    fails_at(disturbed, len(all_passes))
+    with raises(OutOfMemory, micro_tokens=BUDGET // 2):
+        disturbed.step(rollouts())
+    assert disturbed.digest() != before
+
+
+def test_one_sample_that_is_too_long_has_no_smaller_budget(model_dir: Path, rollouts: Rollouts) -> None:
+    with raises(OutOfMemory, micro_tokens=0) as caught:
+        make(model_dir, DIRECT, limit=1).step(rollouts())
+    assert "trainer.gradient_checkpointing" in caught.value.hint
+
+
+@pytest.mark.process
+def test_several_ranks_do_not_repeat(model_dir: Path, rollouts: Rollouts) -> None:
+    trainer = TrainerConfig(ranks=2, micro_tokens=BUDGET, rank_timeout_s=60.0)
+    config = Config(trainer=trainer, loss=DIRECT, debug=DebugConfig(memory_tokens=BUDGET // 3))
+    with raises(OutOfMemory, micro_tokens=BUDGET // 2), open_trainer(config, model_dir) as leading:
+        leading.step(rollouts())
+    with open_trainer(config, model_dir) as leading:
+        assert leading.step(replace(rollouts(), micro_tokens=BUDGET // 4)).micro_tokens == BUDGET // 4
