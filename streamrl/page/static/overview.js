@@ -23,6 +23,8 @@ function chartsOf(run) {
     ["A batch's seconds", "version", [batch("perf/step_s", "step"), batch("perf/wait_s", "wait for samples")]],
     ["Sampler against trainer, nats", "version", [batch("train/train_rollout_logprob_abs_diff", "distance"), batch("train/entropy_loss", "entropy"), batch("train/ppo_kl", "KL")]],
     ["Answer lengths, tokens", "version", [batch("rollout/response_len/mean", "mean"), batch("rollout/response_len/max", "max")]],
+    ["Lengths of answers by their end, p95, tokens", "time_s", ["finished", "cut", "trained", "dropped"].map((what) => since(`lengths/${what}_p95`, what))],
+    ["Distance of the lengths trained from all", "time_s", [since("lengths/distance", "0: no length is treated otherwise")]],
   ];
   const times = [];
   for (const [who, title] of [["trainer", "Where the trainer's time goes"], ["producer", "Where the time of producers' slots goes"], ["engine", "Where the engines' time goes"]]) {
