@@ -13,8 +13,8 @@ from streamrl.errors import ConfigError, LogTruncated, NotFound
 
 if TYPE_CHECKING:
     from streamrl.data.tokenizer import Tokenizer
+    from streamrl.history.source import Source
     from streamrl.history.trace_life import Life
-    from streamrl.history.trace_source import TraceSource
     from streamrl.schemas.samples import Sample
 
     Found = list[tuple[int, Sample]]
@@ -56,13 +56,13 @@ async def _ask(arguments: argparse.Namespace) -> None:
     from streamrl.data.tokenizer import load_tokenizer
     from streamrl.history.inspect_engine import answer_text, ask, prompt_ids
     from streamrl.history.record import RECORDING_FILE
-    from streamrl.history.trace_source import open_trace
+    from streamrl.history.source import open_source
     from streamrl.runtime.run_bus import check_up
     from streamrl.runtime.rundir import RunDir
 
     if not (Path(arguments.run) / RECORDING_FILE).is_file():
         check_up(RunDir.find(arguments.run, base=arguments.dir))
-    async with open_trace(arguments.run, base=Path(arguments.dir)) as source:
+    async with open_source(arguments.run, base=arguments.dir, looking=True) as source:
         tokenizer = load_tokenizer(source.model_dir)
         ids = prompt_ids(source, tokenizer, arguments.prompt, arguments.row)
         found = await ask(source, tokenizer, ids, seed=arguments.seed)
@@ -71,10 +71,10 @@ async def _ask(arguments: argparse.Namespace) -> None:
 
 async def _stored(arguments: argparse.Namespace) -> None:
     from streamrl.data.tokenizer import load_tokenizer
-    from streamrl.history.trace_source import open_trace
+    from streamrl.history.source import open_source
 
     place = parse_place(arguments.task) if arguments.task is not None else None
-    async with open_trace(arguments.run, base=Path(arguments.dir)) as source:
+    async with open_source(arguments.run, base=arguments.dir, looking=True) as source:
         tokenizer = load_tokenizer(source.model_dir)
         if place is not None:
             life, found = await _of_task(source, *place)
@@ -98,7 +98,7 @@ def _show(arguments: argparse.Namespace, found: Found, life: Life | None, tokeni
     print("\n\n".join(texts))
 
 
-async def _of_task(source: TraceSource, task: int, rollout: int | None) -> tuple[Life, Found]:
+async def _of_task(source: Source, task: int, rollout: int | None) -> tuple[Life, Found]:
     from streamrl.history.trace_find import TaskFinder
     from streamrl.history.trace_task import life_of, samples_in
 
@@ -121,7 +121,7 @@ async def _of_task(source: TraceSource, task: int, rollout: int | None) -> tuple
     return life, found
 
 
-async def _of_message(source: TraceSource, sequence: int) -> Found:
+async def _of_message(source: Source, sequence: int) -> Found:
     from streamrl.schemas.decoding import decode_samples
     from streamrl.schemas.subjects import SAMPLES, kind_of
 
@@ -140,7 +140,7 @@ async def _of_message(source: TraceSource, sequence: int) -> Found:
     return [(sequence, sample) for sample in sorted(rows, key=lambda row: (row.rollout, row.sample))]
 
 
-async def _score(source: TraceSource, arguments: argparse.Namespace, found: Found, tokenizer: Tokenizer) -> None:
+async def _score(source: Source, arguments: argparse.Namespace, found: Found, tokenizer: Tokenizer) -> None:
     from streamrl.history.inspect_reward import reward_config, reward_text, score_again, task_of_samples
     from streamrl.rewards.factory import is_user_code
 

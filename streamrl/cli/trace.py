@@ -74,12 +74,12 @@ def say(text: str) -> None:
 
 
 async def _trace(arguments: argparse.Namespace, task: int, rollout: int | None) -> Life:
+    from streamrl.history.source import open_source
     from streamrl.history.trace_deliveries import with_deliveries
     from streamrl.history.trace_find import TaskFinder
-    from streamrl.history.trace_source import open_trace
     from streamrl.history.trace_task import life_of
 
-    async with open_trace(arguments.run, base=Path(arguments.dir)) as source:
+    async with open_source(arguments.run, base=arguments.dir, looking=True) as source:
         finder = TaskFinder(source.log, source.bus, source.subjects, source.trainer, say=say)
         await finder.check_issued(task)
         life = life_of(await finder.find(task), source.subjects.run, group_size=source.config.tasks.num_rollouts, rollout=rollout)
@@ -90,11 +90,11 @@ async def _trace(arguments: argparse.Namespace, task: int, rollout: int | None) 
 
 
 async def _write_window(arguments: argparse.Namespace, first: int, last: int) -> dict[str, Any]:
+    from streamrl.history.source import open_source
     from streamrl.history.trace_events import WindowEvents
-    from streamrl.history.trace_source import open_trace
     from streamrl.history.trace_window import WindowReader
 
-    async with open_trace(arguments.run, base=Path(arguments.dir)) as source:
+    async with open_source(arguments.run, base=arguments.dir, looking=True) as source:
         reader = WindowReader(source.log, source.subjects, source.trainer, say=say)
         entries = await reader.entries(first, last)
         events = WindowEvents(source.subjects.run)

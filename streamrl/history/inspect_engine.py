@@ -15,7 +15,7 @@ from streamrl.data.tokenizer import Tokenizer
 from streamrl.engines.channel import ChannelEngine
 from streamrl.engines.protocol import GenerateRequest
 from streamrl.errors import ConfigError, EngineError
-from streamrl.history.trace_source import TraceSource
+from streamrl.history.source import Source
 from streamrl.history.trace_text import printable
 from streamrl.producers.chat_format import ChatFormat
 from streamrl.producers.completions import complete
@@ -42,7 +42,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     took_s: float
 
 
-def prompt_ids(source: TraceSource, tokenizer: Tokenizer, text: str | None, row: int | None) -> Sequence[int]:
+def prompt_ids(source: Source, tokenizer: Tokenizer, text: str | None, row: int | None) -> Sequence[int]:
     """The tokens of a text, or of a row of the run's data (in the order of the file, those that are too long left out).
 
     Raises:
@@ -61,7 +61,7 @@ def prompt_ids(source: TraceSource, tokenizer: Tokenizer, text: str | None, row:
     return found
 
 
-async def ask(source: TraceSource, tokenizer: Tokenizer, ids: Sequence[int], *, seed: int) -> Answer:
+async def ask(source: Source, tokenizer: Tokenizer, ids: Sequence[int], *, seed: int) -> Answer:
     """One completion with the run's sampling.
 
     Raises:

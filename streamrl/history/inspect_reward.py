@@ -15,7 +15,7 @@ from streamrl.config.tree import Config, RewardConfig
 from streamrl.data.problems import load_problems
 from streamrl.data.tokenizer import Tokenizer
 from streamrl.errors import ConfigError, DataError
-from streamrl.history.trace_source import TraceSource
+from streamrl.history.source import Source
 from streamrl.history.trace_text import printable
 from streamrl.producers.children.calls import Limits
 from streamrl.producers.children.frames import Hello
@@ -65,7 +65,7 @@ def reward_config(config: Config, reference: str) -> RewardConfig:
     )
 
 
-async def task_of_samples(source: TraceSource, samples: Sequence[Sample], tokenizer: Tokenizer) -> tuple[RolloutTask, str]:
+async def task_of_samples(source: Source, samples: Sequence[Sample], tokenizer: Tokenizer) -> tuple[RolloutTask, str]:
     """The task that gave these samples, and what could not be found of it, in words.
 
     It is planned again from the run's data. Where these are gone or others than they were, it has what the samples have.
@@ -143,7 +143,7 @@ def _prompt_length(sample: Sample) -> int:
 
 
 async def score_again(
-    source: TraceSource, reward: RewardConfig, samples: Sequence[Sample], task: RolloutTask, tokenizer: Tokenizer
+    source: Source, reward: RewardConfig, samples: Sequence[Sample], task: RolloutTask, tokenizer: Tokenizer
 ) -> list[Again]:
     """The rewards of a task's samples, computed once more; user code runs in a process of its own, under the limits of a producer's.
 
@@ -162,7 +162,7 @@ async def score_again(
 
 
 async def _in_child(
-    source: TraceSource, reward: RewardConfig, task: RolloutTask, episodes: Sequence[Episode]
+    source: Source, reward: RewardConfig, task: RolloutTask, episodes: Sequence[Episode]
 ) -> Sequence[RewardValue | Exception] | Failure:
     config = source.config
     os.environ.update({name: value for name, value in environment(config, "producer").items() if name not in os.environ})

@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from streamrl.bus.protocol import Log
+from streamrl.bus.permissions import READER
+from streamrl.bus.protocol import Bus, Log
 from streamrl.bus.reading import read_key
 from streamrl.config.load import dump
 from streamrl.config.tree import Config
@@ -34,6 +35,12 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
     config: Config
     log: Log
+    bus: Bus | None = None
+    """None: it is a recording."""
+    run: RunDir | None = None
+    """None: it is a recording."""
+    tap: str = ""
+    """The tap whose ledger counts; empty: the run's own trainer's does."""
     model_dir: Path
     checkpoints: Path
     foreign: str
@@ -44,6 +51,16 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the version 0 that it published, where that is known."""
     highest: Version = Version()
     """The highest version that is known to have been made, whatever the ledger has."""
+
+    @property
+    def subjects(self) -> Subjects:
+        """Of the run."""
+        return Subjects(self.config.run.name)
+
+    @property
+    def trainer(self) -> str:
+        """Whose ledger counts."""
+        return self.tap or self.config.trainer.name
 
     @property
     def config_difference(self) -> str:
@@ -58,46 +75,67 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @contextlib.asynccontextmanager
-async def open_source(text: str, *, base: Path | str = "runs") -> AsyncGenerator[Source]:
-    """The run or the recording that `text` names; a recording needs no server.
+async def open_source(text: str, *, base: Path | str = "runs", looking: bool = False) -> AsyncGenerator[Source]:
+    """The run or the recording that `text` names; a recording needs no server, and nothing of either is written.
+
+    Args:
+        text: name or directory.
+        base: directory that holds the runs.
+        looking: a reader's rights are enough, and `RUN:TAP` names one of the run's taps.
 
     Raises:
         ConfigError: there is none, or it is a branch, which has no stream of its own.
         SchemaError: the recording cannot be read.
+        LaunchError: somebody starts the run at this moment.
     """
-    if (Path(text) / RECORDING_FILE).is_file():
-        log = RecordedLog(Path(text))
+    name, tap = split_tap(text) if looking else (text, "")
+    if (Path(name) / RECORDING_FILE).is_file():
+        log = RecordedLog(Path(name))
+        await _check_tap(log, log.config, tap)
         yield Source(
+            tap=tap,
             config=log.config,
             log=log,
             model_dir=log.model_dir,
             checkpoints=log.checkpoints,
-            foreign=f"the recording {text}",
+            foreign=f"the recording {name}",
             record=log.recording.record,
             initial_digest=log.recording.initial_digest,
             highest=log.highest,
         )
         return
-    run = RunDir.find(text, base=base)
+    run = RunDir.find(name, base=base)
     if (run.path / BRANCH_FILE).is_file():
         raise ConfigError(
             f"expected a run with a stream of its own, got the branch {run.name!r}",
-            hint=f"see its parent in {run.path / BRANCH_FILE}, and replay that with the same --set",
+            hint=f"the parent is named in {run.path / BRANCH_FILE}: look there, or replay that with the same --set",
         )
     config = run.load_config()
-    async with open_bus(run) as bus:
+    async with open_bus(run, role=READER if looking else "") as bus:
+        await _check_tap(bus, config, tap)
         # Before anybody reads the ledger, which has a version before others know of it.
         latest = await read_latest(bus, config.trainer.name)
         made = await versions_made(bus, Subjects(config.run.name), latest, trainer=config.trainer.name, run_path=run.path)
         yield Source(
             config=config,
             log=bus,
+            bus=bus,
+            run=run,
+            tap=tap,
             model_dir=run.policy_dir(config),
             checkpoints=run.checkpoints,
             foreign=run.foreign,
             record=await read_key(bus.kv, KEY_RUN, RunRecord),
             initial_digest=await read_initial_digest(bus),
             highest=max(made.values(), default=Version()),
+        )
+
+
+async def _check_tap(log: Log, config: Config, tap: str) -> None:
+    if tap and await log.last(Subjects(config.run.name).ledger(tap)) is None:
+        raise ConfigError(
+            f"expected a tap of run {config.run.name!r} that has trained, got {tap!r}, which has no ledger",
+            hint="name the run alone for its own",
         )
 
 
