@@ -10,8 +10,13 @@ from msgspec import Meta
 from streamrl.config.bounds import Section
 from streamrl.errors import ConfigError
 
-SinkKind = Literal["tensorboard", "wandb", "prometheus"]
-PACKAGES: dict[SinkKind, str] = {"tensorboard": "tensorboard", "wandb": "wandb", "prometheus": "prometheus_client"}
+SinkKind = Literal["tensorboard", "wandb", "trackio", "prometheus"]
+PACKAGES: dict[SinkKind, str] = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "trackio": "trackio",
+    "prometheus": "prometheus_client",
+}
 """What each sink imports; the extra of its name installs it."""
 
 
@@ -31,6 +36,15 @@ class WandbConfig(Section, frozen=True, kw_only=True):
     """User or team; empty: the key's own."""
     mode: Literal["online", "offline"] = "online"
     """`offline`: kept in the run directory for `wandb sync`, as it is without a key, or where the service does not answer."""
+
+
+class TrackioConfig(Section, frozen=True, kw_only=True):
+    """trackio, locally."""
+
+    project: str = "streamrl"
+    """Project."""
+    dir: str = ""
+    """Where its store lies, TRACKIO_DIR for `trackio show`. Empty: `sinks/trackio/` in the run directory."""
 
 
 class PrometheusConfig(Section, frozen=True, kw_only=True):
@@ -54,6 +68,7 @@ class MetricsConfig(Section, frozen=True, kw_only=True):
     `pip install 'streamrl[wandb]'`."""
     tensorboard: TensorboardConfig = TensorboardConfig()
     wandb: WandbConfig = WandbConfig()
+    trackio: TrackioConfig = TrackioConfig()
     prometheus: PrometheusConfig = PrometheusConfig()
     keep_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
     """Of files put aside the oldest go once they are together above this; 0: there are none."""

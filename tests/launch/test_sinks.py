@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import resource
 import signal
 import socket
+import sqlite3
 import struct
 import threading
 import urllib.request
@@ -226,6 +228,45 @@ def wandb_history(path: Path) -> list[dict[str, float]]:
     return found
 
 
+@pytest.mark.needs("trackio")
+async def test_the_store_of_trackio_has_each_batch_once_over_a_kill(up: Start, run: RunDir) -> None:
+    process = await up("learn-slowly", 'metrics.sinks=["trackio"]')
+    position = run.sink_dir("trackio") / "position.json"
+    await until(lambda: position.is_file() and json.loads(position.read_bytes())["version"], within_s=120)
+    (pid,) = sink_pids("trackio", process.pid)
+    os.kill(pid, signal.SIGKILL)
+    code, out, err = await said(process)
+    assert (code, err) == (0, ""), out
+    rows = trackio_rows(run.sink_dir("trackio") / "streamrl.db")
+    name = "rollout/raw_reward"
+    assert [(step, values[name]) for step, values in rows if name in values] == [
+        (int(row.version.partition(".")[2]), row.values[name]) for row in batches(run)
+    ]
+    assert [values["eval/heldout"] for _, values in rows if "eval/heldout" in values] == [0.125, 0.875]
+
+
+@pytest.mark.needs("trackio")
+async def test_rows_that_trackio_has_before_the_position_was_stored_are_there_once(up: Start, run: RunDir, place: Path) -> None:
+    """As a kill between the two leaves it; the store may lie elsewhere, and have several runs."""
+    position = run.sink_dir("trackio") / "position.json"
+    for again in (False, True):
+        process = await up("learn-and-stay", 'metrics.sinks=["trackio"]', f"metrics.trackio.dir={place / 'store'}")
+        await until(lambda: position.is_file() and json.loads(position.read_bytes())["version"] == "0.30", within_s=120)
+        process.send_signal(signal.SIGINT)
+        code, out, err = await said(process)
+        assert (code, err) == (0, ""), out
+        if not again:
+            position.write_text(json.dumps(json.loads(position.read_bytes()) | {"version": "0.7"}))
+    rows = trackio_rows(place / "store" / "streamrl.db")
+    assert sorted(step for step, values in rows if "rollout/raw_reward" in values) == list(range(1, 31))
+
+
+def trackio_rows(path: Path) -> list[tuple[int, dict[str, float]]]:
+    with contextlib.closing(sqlite3.connect(path)) as store:
+        assert store.execute("SELECT count(*) FROM configs").fetchone() == (1,)
+        return [(step, json.loads(metrics)) for step, metrics in store.execute("SELECT step, metrics FROM metrics WHERE run_name = 'demo'")]
+
+
 class Refuses(BaseHTTPRequestHandler):
     """A service that knows no key."""
 
@@ -239,7 +280,7 @@ class Refuses(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize(
-    ("key", "why"), [("a" * 40, "returned error 401"), ("too-short", "WANDB_API_KEY invalid"), ("b" * 40, "connection refused")]
+    ("key", "why"), [("a" * 40, "returned error 401"), ("too-short", "WANDB_API_KEY invalid"), ("b" * 40, "context deadline exceeded")]
 )
 async def test_a_wrong_key_or_no_service_is_one_line_and_the_rows_are_kept_offline(
     up: Start, run: RunDir, key: str, why: str, monkeypatch: pytest.MonkeyPatch

@@ -93,6 +93,7 @@ REASONS: dict[str, Callable[[], str]] = {
     "browser": cache(_no_browser),
     "zmq": cache(lambda: _no_package("zmq")),
     "ray": cache(lambda: _no_package("ray")),
+    "trackio": cache(lambda: _no_package("trackio")),
     "gpu": lambda: _no_gpus(1),
     "two gpus": lambda: _no_gpus(2),
 }

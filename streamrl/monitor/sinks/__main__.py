@@ -80,6 +80,11 @@ def open_sink(kind: str, config: Config, run: RunDir, position: Position) -> Sin
         from streamrl.monitor.sinks.wandb_run import WandbRun
 
         return WandbRun(config, run.sink_dir(kind), position, path)
+    if kind == "trackio":
+        from streamrl.monitor.sinks.trackio_store import TrackioStore
+
+        own = config.metrics.trackio.dir
+        return TrackioStore(config, Path(own) if own else run.sink_dir(kind), position, path)
     from streamrl.monitor.sinks.prometheus_endpoint import PrometheusEndpoint
 
     return PrometheusEndpoint(run.name, config.metrics.prometheus)
