@@ -48,4 +48,6 @@ def test_mutated_bytes_are_refused_or_valid(seed: int, count: int) -> None:
     opened(bytes(body))
     together = decode_together([encode_samples([sample(0)]), bytes(body)])
     if together is not None:
-        assert decode_samples(bytes(body)).batch.equals(together[1].batch), "what passes among others passes by itself"
+        alone, among_others = decode_samples(bytes(body)).batch, together[1].batch
+        # Their text: a mutated time may be NaN, which equals nothing.
+        assert repr(alone.to_pydict()) == repr(among_others.to_pydict()), "what passes among others passes by itself"
