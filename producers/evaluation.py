@@ -28,6 +28,7 @@ from streamrl.producers.groups import Group, GroupRunner
 from streamrl.producers.protocol import Failure
 from streamrl.producers.slots import FREE, Cut, taken
 from streamrl.runtime.retries import pause_s
+from streamrl.runtime.worker import farewell
 from streamrl.schemas.codec import decode
 from streamrl.schemas.control import EVALUATION_ROLE, ROLLOUT_ROLE
 from streamrl.schemas.events import Event
@@ -122,7 +123,8 @@ async def main(worker: Worker) -> None:
             await asyncio.wait({work, drain}, return_when=asyncio.FIRST_COMPLETED)
             for task in (*background, work, drain):
                 task.cancel()
-        await told()
+        async with farewell():
+            await told()
     finally:
         await runner.close()
 

@@ -25,6 +25,7 @@ from streamrl.producers.protocol import Claim, Failure
 from streamrl.producers.publishing import Publisher
 from streamrl.producers.slots import FREE, Cut, phase, stored, taken
 from streamrl.runtime.collection import keep_all
+from streamrl.runtime.worker import farewell
 from streamrl.schemas import encoding
 from streamrl.schemas.subjects import EVENTS, MAIN_SOURCE, WARMUP_SOURCE
 from streamrl.schemas.tasks import RolloutTask
@@ -106,7 +107,8 @@ async def serve(worker: Worker, function: str, *, sources: Sequence[str]) -> int
             await asyncio.wait([group.create_task(claim.run(worker.draining)) for claim in claims])
             for task in background:
                 task.cancel()
-        await report()
+        async with farewell():
+            await report()
     finally:
         await runner.close()
     return sum(claim.num_done for claim in claims)

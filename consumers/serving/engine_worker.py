@@ -21,7 +21,7 @@ from streamrl.engines.protocol import Chunk, Engine, EngineInfo, GenerateRequest
 from streamrl.engines.server import serve
 from streamrl.errors import BusError, EngineDied, EngineError
 from streamrl.runtime.collection import keep_all
-from streamrl.runtime.worker import LOADING, Worker
+from streamrl.runtime.worker import LOADING, Worker, farewell
 from streamrl.schemas.codec import encode
 from streamrl.schemas.control import EVALUATION_ROLE, ROLLOUT_ROLE, EnginePresence
 from streamrl.schemas.subjects import PREFIX_PRESENCE
@@ -132,7 +132,8 @@ async def _serve(worker: Worker, engine: HostedEngine) -> None:
             await presence.withdraw()
         door.close()
         await _finish(engine, DRAIN_FRACTION * config.supervise.drain_s)
-        await presence.last_words()
+        async with farewell():
+            await presence.last_words()
     finally:
         await server.stop()
 

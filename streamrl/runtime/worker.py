@@ -247,11 +247,18 @@ async def _serve(kind: str, run: RunDir, config: Config, index: int | None, main
                     heart.cancel()
                 await asyncio.gather(*hearts, return_exceptions=True)
             # Where the bus is gone as well, the key lapses by itself.
-            with contextlib.suppress(BusError, TimeoutError):
-                async with asyncio.timeout(_FAREWELL_S):
-                    await worker.tell_times(left=worker.draining.is_set())
-                    await bus.kv.delete(f"{PREFIX_PRESENCE}workers/{worker.name}")
+            async with farewell():
+                await worker.tell_times(left=worker.draining.is_set())
+                await bus.kv.delete(f"{PREFIX_PRESENCE}workers/{worker.name}")
             logger.info("event=ended worker=%s drained=%s", worker.name, worker.draining.is_set())
+
+
+@contextlib.asynccontextmanager
+async def farewell() -> AsyncGenerator[None]:
+    """What a worker says last: given up after some seconds, for a bus that is gone keeps nobody from ending."""
+    with contextlib.suppress(BusError, TimeoutError):
+        async with asyncio.timeout(_FAREWELL_S):
+            yield
 
 
 @contextlib.asynccontextmanager

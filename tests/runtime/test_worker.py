@@ -10,10 +10,10 @@ import pytest
 from streamrl.bus import BusAddress
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import BusConfig, Config, RunConfig
-from streamrl.errors import BusError, ConfigError, Fenced
+from streamrl.errors import BusError, BusUnavailable, ConfigError, Fenced
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import SUPERVISOR_VARIABLE, Exit
-from streamrl.runtime.worker import first_cause
+from streamrl.runtime.worker import farewell, first_cause
 from streamrl.schemas.codec import decode
 from streamrl.schemas.control import WorkerPresence
 from streamrl.schemas.events import Event, MetricReport
@@ -149,3 +149,14 @@ def test_the_cause_of_a_group_is_what_decides_the_exit() -> None:
     assert first_cause(ExceptionGroup("", [bus, ExceptionGroup("", [plain, config])])) is config
     assert first_cause(ExceptionGroup("", [config, ExceptionGroup("", [fenced])])) is fenced
     assert first_cause(ExceptionGroup("", [plain])) is plain
+
+
+async def test_last_words_are_given_up_when_the_bus_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.runtime.worker._FAREWELL_S", 0.05)
+    async with farewell():
+        await asyncio.Event().wait()
+    async with farewell():
+        raise BusUnavailable("expected a bus, there is none")
+    with pytest.raises(ValueError, match="ours"):
+        async with farewell():
+            raise ValueError("ours")
