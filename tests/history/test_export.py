@@ -27,7 +27,7 @@ from streamrl.schemas.versions import Version
 from streamrl.trainers.torch.checkpoint import digest_of
 from tests.history.test_critic import ppo_config
 from tests.kill.world import table_config
-from tests.loop.harness import make_run, read_ledger, run_to_end
+from tests.loop.harness import make_run, read_ledger, run_to_end, services
 from tests.support.errors import raises
 
 pytestmark = pytest.mark.process
@@ -158,5 +158,20 @@ async def test_a_table_is_exported_from_its_checkpoint(tmp_path: Path) -> None:
         own = run.hf / f"v{version.number:08d}"
         read = await asyncio.to_thread(lambda: [(path / "logits.npy").read_bytes() for path in (own, tmp_path / "out")])
         assert read[0] == read[1]
+    finally:
+        await bus.close()
+
+
+@pytest.mark.parametrize("every", [0, 1000])
+async def test_a_run_that_is_stopped_leaves_its_newest_version_where_that_is_asked_for(tmp_path: Path, every: int) -> None:
+    run, config = make_run(tmp_path, table_config(tmp_path, run={"name": "stopped", "steps": 500}, trainer={"export_every": every}))
+    ensure_model(config, run.model_dir)
+    bus = MemoryBus("stopped", config.bus)
+    try:
+        async with services(config, run, bus, ["engine", "producer", "feeder", "trainer"]):
+            while len(await read_ledger(bus, "stopped")) < 3:
+                await asyncio.sleep(0.05)
+        newest = (await read_ledger(bus, "stopped"))[-1].version.number
+        assert [path.name for path in run.hf.iterdir()] == ([f"v{newest:08d}"] if every else [])
     finally:
         await bus.close()
