@@ -77,7 +77,8 @@ class LiveTrainer:
         run_dir: where checkpoints go.
         fingerprint: digest of the numerics fingerprint.
         vocab_size: of the model; a message with a token beyond it is quarantined. 0: not checked.
-        export: called with the version once the warm-up has ended and at the run's end, to save the policy for others to use.
+        export: called with the version once the warm-up has ended, at the run's end, and as `trainer.export_every` says, to save the
+            policy for others to use.
         say: told what people should know, one text at a time.
         doing: told what it does or waits for, in words for people.
     """
@@ -186,7 +187,7 @@ class LiveTrainer:
             call(reaper.last_look())
         with self.call.clock.within("checkpoint"):
             saver.flush(fold.own)
-        if finished:
+        if finished or (self.config.trainer.export_every and fold.own.version.number):
             self.export(fold.own.version)
         return fold.own, finished
 
@@ -225,7 +226,8 @@ class LiveTrainer:
                 self._lower_budget(stepped.result.micro_tokens)
             divergence.check(stepped.state.version, finite=stepped.result.finite)
             state = stepped.state
-            if stepped.before.warmup_end is None and state.warmup_end is not None:
+            every = self.config.trainer.export_every
+            if (stepped.before.warmup_end is None and state.warmup_end is not None) or (every and state.version.number % every == 0):
                 self.export(state.version)
             self._grant(state.grant)
             if state.version.number >= ledger.last_number:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from streamrl import __version__
-from streamrl.cli import bench, checks, dead, files, inspect, logs, metrics, page, records, reward, runs, top, trace, workers
+from streamrl.cli import bench, checks, dead, export, files, inspect, logs, metrics, page, records, reward, runs, top, trace, workers
 from streamrl.errors import StreamRLError
 
 _INTERRUPTED = 130
@@ -52,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     workers.add_verbs(verbs)
     checks.add_verbs(verbs)
     records.add_verbs(verbs)
+    export.add_verbs(verbs)
     dead.add_verbs(verbs)
     reward.add_verbs(verbs)
     trace.add_verbs(verbs)

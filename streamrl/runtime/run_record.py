@@ -53,6 +53,7 @@ FREE_KEYS = (
     "trainer.check_logprobs",
     "trainer.checkpoint_every",
     "trainer.keep_checkpoints",
+    "trainer.export_every",
     "weights",
     "evaluation",
     "bus",

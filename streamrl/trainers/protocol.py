@@ -20,6 +20,9 @@ MEND = (
 )
 """What to do about weights that diverged."""
 
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+"""Of files of a model directory that an export does not copy, for it has its own."""
+
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What one batch did. `metrics` are already reduced over ranks and micro-batches."""

@@ -22,6 +22,7 @@ VERBS = {"init", "config", "completion", "up", "down", "status", "logs", "metric
     "dead",
     "reward",
     "record",
+    "export",
     "compare",
     "tap",
     "trace",

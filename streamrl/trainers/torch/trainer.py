@@ -25,7 +25,7 @@ from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine
 from streamrl.tensors.digest_torch import NamedDigester, NamedDigests
 from streamrl.trainers.checkpoints import BackgroundWriter, write_directory
-from streamrl.trainers.protocol import StepResult
+from streamrl.trainers.protocol import WEIGHT_SUFFIXES, StepResult
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.checkpoint import (
     ModelState,
@@ -45,8 +45,6 @@ from streamrl.trainers.torch.recheck import Recheck
 from streamrl.trainers.torch.snapshot import SnapshotRing
 from streamrl.trainers.torch.update import DROPPED, Update, Updated
 from streamrl.weights.protocol import Shard
-
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
 class TorchTrainer:

@@ -1,0 +1,250 @@
+"""A version of a run as a model directory, without a GPU and without a trainer: from its checkpoint, or from its bytes on the log.
+
+Nothing is held as a whole: a checkpoint's file is copied, and parts and changes from the bus go straight to where they belong in the new
+file, which is then read back tensor by tensor against the version's digests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import contextlib
+import json
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.bus.protocol import Bus
+from streamrl.bus.reading import stretch
+from streamrl.config.system import reserve
+from streamrl.config.tree import Config
+from streamrl.consumers.training.calls import Caller
+from streamrl.errors import ConfigError, WeightSyncError
+from streamrl.schemas.codec import decode
+from streamrl.schemas.subjects import WEIGHTS, Subjects
+from streamrl.schemas.versions import Version
+from streamrl.schemas.weights import Link, Manifest, TensorSpec
+from streamrl.tensors.concatenation import ITEM_BYTES
+from streamrl.tensors.digest import MASK, digest_text, tensor_digest
+from streamrl.trainers.checkpoints import check_files, list_checkpoints, write_directory
+from streamrl.trainers.factory import make_trainer
+from streamrl.trainers.protocol import WEIGHT_SUFFIXES
+from streamrl.weights.blobs import PartStore
+from streamrl.weights.delta import BLOCK_ELEMENTS, apply_block, read_blocks
+from streamrl.weights.links import routes
+from streamrl.weights.ranks import placed
+
+WEIGHTS_FILE = "model.safetensors"
+_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+Way = tuple[Link, ...]
+
+
+class Found(msgspec.Struct, frozen=True):
+    """Where versions can be exported from."""
+
+    checkpoints: Mapping[Version, Path]
+    log: Mapping[Version, tuple[Manifest, Way]]
+    """Those whose bytes are on the bus, with the way that leads there."""
+
+    @property
+    def versions(self) -> list[Version]:
+        """All of them, oldest first."""
+        return sorted({*self.checkpoints, *self.log}, key=lambda version: (version.epoch, version.number))
+
+
+async def find_versions(config: Config, bus: Bus, checkpoints: Path) -> Found:
+    """What there is of a run: complete checkpoints of its trainer, and versions all of whose bytes are on the bus."""
+    on_log: dict[Version, tuple[Manifest, Way]] = {}
+    if not config.trainer.tabular:
+        stored = set(await bus.blobs.names())
+        state = await bus.state(WEIGHTS)
+        async for message in stretch(bus, WEIGHTS, first=state.first, last=state.last, subject=Subjects(config.run.name).weights("policy")):
+            manifest = decode(message.body, Manifest, where=f"{message.subject} sequence {message.sequence}")
+            if (way := _way(manifest, stored)) is not None:
+                on_log[manifest.version] = (manifest, way)
+    return Found(dict(list_checkpoints(checkpoints, f"{config.trainer.name}-")), on_log)
+
+
+def choose(found: Found, wanted: str | None) -> Version:
+    """The version that `wanted` names (`17`, of the newest epoch that has it, or `0.17`), or the newest.
+
+    Raises:
+        ConfigError: it is not there any more, or nothing is; names the versions that are.
+    """
+    versions = found.versions
+    named = [version for version in versions if wanted in (None, str(version), str(version.number))]
+    if named:
+        return named[-1]
+    there = ", ".join(map(str, versions)) or "none"
+    raise ConfigError(
+        f"expected a version that has a checkpoint or its bytes on the bus, got {wanted or 'none'}: there are {there}",
+        hint="`streamrl replay` makes an older one again; trainer.export_every exports while a run trains",
+        versions=tuple(map(str, versions)),
+    )
+
+
+async def export(config: Config, bus: Bus, model_dir: Path, found: Found, version: Version, out: Path) -> str:
+    """Write the policy of a version as the directory `out`, whole or not at all; returns where it came from, in words.
+
+    Args:
+        config: the run's.
+        bus: its bus, only read.
+        model_dir: initial policy, whose description and tokenizer go with it.
+        found: what there is.
+        version: of those.
+        out: new directory.
+
+    Raises:
+        ConfigError: `out` is there already.
+        CheckpointDamaged: the checkpoint is not what was written.
+        WeightSyncError: the bytes on the bus do not give the version's digests.
+        TrainingError: it cannot be written.
+    """
+    checkpoint, call = found.checkpoints.get(version), Caller(asyncio.get_running_loop())
+
+    def write(directory: Path) -> None:
+        if checkpoint is not None:
+            shutil.copyfile(checkpoint / WEIGHTS_FILE, directory / WEIGHTS_FILE)
+            dtype = _first_type(directory / WEIGHTS_FILE)
+        else:
+            manifest, way = found.log[version]
+            with NewFile(directory / WEIGHTS_FILE, manifest.tensors) as file:
+                call(fill(file, bus, manifest, way))
+                file.check(manifest)
+            dtype = manifest.tensors[0].dtype
+        _describe(model_dir, directory, dtype)
+
+    def work() -> None:
+        if out.exists():
+            raise ConfigError(f"expected a new directory, got {out}, which is there already", hint="name another with --out", path=str(out))
+        if checkpoint is not None:
+            check_files(checkpoint)
+        if config.trainer.tabular:
+            trainer = make_trainer(config, model_dir)
+            trainer.load(found.checkpoints[version])
+            trainer.export(out)
+        else:
+            write_directory(out, write)
+
+    await asyncio.to_thread(work)
+    return f"checkpoint {checkpoint.name}" if checkpoint is not None else "the bus"
+
+
+async def fill(file: NewFile, bus: Bus, manifest: Manifest, way: Way) -> None:
+    """Have the bytes of a version put into a new file: an anchor's, and then what each following version has changed."""
+    store = PartStore(bus.blobs)
+    for link in way:
+        async with contextlib.aclosing(store.get(link.parts, what=f"{manifest.policy} {link.version}")) as parts:
+            async for part, data in parts:
+                if link.parent is None:
+                    await asyncio.to_thread(file.write, link, part.offset, data)
+                else:
+                    await asyncio.to_thread(file.apply, data)
+
+
+class NewFile:
+    """A safetensors file that is filled in any order; a context manager. The disk has room for all of it from the start.
+
+    Args:
+        path: of the file.
+        tensors: of the version, by `offset` in the concatenation that manifests speak of.
+
+    Raises:
+        OSError: there is no room.
+    """
+
+    def __init__(self, path: Path, tensors: Sequence[TensorSpec]) -> None:
+        self._tensors = sorted(tensors, key=lambda spec: spec.offset)
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        self._places: dict[str, int] = {}
+        end = 0
+        for spec in self._tensors:
+            header[spec.name] = {"dtype": _TYPES[spec.dtype], "shape": spec.shape, "data_offsets": [end, end + spec.nbytes]}
+            self._places[spec.name] = end
+            end += spec.nbytes
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        head = len(text).to_bytes(8, "little") + text
+        with path.open("wb") as file:
+            reserve(file.fileno(), len(head) + end)
+            file.write(head)
+        self._bytes: npt.NDArray[np.uint8] = np.memmap(path, np.uint8, "r+", offset=len(head), shape=(end,))
+
+    def __enter__(self) -> NewFile:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._bytes = np.empty(0, np.uint8)
+
+    def write(self, link: Link, start: int, data: memoryview) -> None:
+        """Take bytes `start .. start + len(data)` of an anchor's parts, without what pads the concatenation."""
+        source = np.frombuffer(data, np.uint8)
+        for piece in placed(link.pieces, start, len(source)):
+            first = bisect.bisect_right(self._tensors, piece.start, key=lambda spec: spec.offset + spec.nbytes)
+            for spec in self._tensors[first:]:
+                low, high = max(piece.start, spec.offset), min(piece.start + piece.nbytes, spec.offset + spec.nbytes)
+                if low >= high:
+                    break
+                at = piece.stored - start + low - piece.start
+                self._tensor(spec)[low - spec.offset : high - spec.offset] = source[at : at + high - low]
+
+    def apply(self, data: memoryview) -> None:
+        """Apply a part of changes; raises WeightSyncError for one of other tensors."""
+        specs = {spec.name: spec for spec in self._tensors}
+        for block in read_blocks(data):
+            spec = specs.get(block.header.name)
+            if spec is None or ITEM_BYTES[spec.dtype] != block.header.item:
+                raise WeightSyncError(f"expected changes of this model's tensors, got some of {block.header.name!r}")
+            apply_block(block, self._tensor(spec))
+
+    def check(self, manifest: Manifest) -> None:
+        """Raise WeightSyncError unless every tensor has the manifest's digest."""
+        for spec in self._tensors:
+            item, held, total = ITEM_BYTES[spec.dtype], self._tensor(spec), 0
+            for first in range(0, math.prod(spec.shape), BLOCK_ELEMENTS):
+                total = (total + tensor_digest(held[first * item : (first + BLOCK_ELEMENTS) * item], item, first)) & MASK
+            if (got := digest_text(total)) != spec.digest:
+                raise WeightSyncError(
+                    f"tensor {spec.name!r} of {manifest.policy} {manifest.version}: expected digest {spec.digest}, got {got} from the bus",
+                    tensor=spec.name,
+                )
+
+    def _tensor(self, spec: TensorSpec) -> npt.NDArray[np.uint8]:
+        begin = self._places[spec.name]
+        return self._bytes[begin : begin + spec.nbytes]
+
+
+def _way(manifest: Manifest, stored: set[str]) -> Way | None:
+    """The way to a version of which every blob is stored; None: there is none."""
+    links = manifest.links.get("bus", ())
+    parts = manifest.parts if manifest.transport == "bus" else manifest.mirrors.get("bus")
+    if not links and parts:
+        links = (Link(version=manifest.version, parts=parts, pieces=manifest.pieces),)
+    try:
+        ways = routes(links, manifest.version) if links else ()
+    except WeightSyncError:
+        return None
+    return next((way for way in ways if all(part.location in stored for link in way for part in link.parts)), None)
+
+
+def _first_type(path: Path) -> str:
+    """Type of the first tensor of a safetensors file."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    first = next(value["dtype"] for name, value in header.items() if name != "__metadata__")
+    return next(name for name, short in _TYPES.items() if short == first)
+
+
+def _describe(model_dir: Path, directory: Path, dtype: str) -> None:
+    """Copy description and tokenizer of the initial policy; the type is that of the weights."""
+    for source in sorted(model_dir.iterdir()):
+        if source.is_file() and not source.name.endswith(WEIGHT_SUFFIXES):
+            shutil.copyfile(source, directory / source.name)
+    described = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    key = "torch_dtype" if "torch_dtype" in described else "dtype"
+    (directory / "config.json").write_text(json.dumps(described | {key: dtype}, indent=2) + "\n", encoding="utf-8")

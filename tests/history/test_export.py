@@ -1,0 +1,177 @@
+"""A version as a model directory, from a checkpoint and from the bus: transformers loads it, and its logits are the policy's."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+from msgspec.structs import replace
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from streamrl.bus.memory import MemoryBus
+from streamrl.config.loss import LossConfig
+from streamrl.config.tree import Config, WeightsConfig
+from streamrl.data.model import ensure_model
+from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError, WeightSyncError
+from streamrl.history.export import Found, choose, export, find_versions
+from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.versions import Version
+from streamrl.trainers.torch.checkpoint import digest_of
+from tests.history.test_critic import ppo_config
+from tests.kill.world import table_config
+from tests.loop.harness import make_run, read_ledger, run_to_end, services
+from tests.support.errors import raises
+
+pytestmark = pytest.mark.process
+
+
+def exporting(base: Path, dtype: Any) -> Config:
+    config = ppo_config(base)
+    return replace(
+        config,
+        run=replace(config.run, name=f"exports-{dtype}"),
+        model=replace(config.model, dtype=dtype, layers=2),
+        tasks=replace(config.tasks, num_rollouts=2),
+        trainer=replace(config.trainer, checkpoint_every=4, minibatches=1, export_every=4),
+        weights=WeightsConfig(transport="bus", keep=4, anchor_every=3),
+        loss=LossConfig(),
+    )
+
+
+class Exported:
+    """A finished run on its bus."""
+
+    def __init__(self, config: Config, run: RunDir, bus: MemoryBus, ledger: list[LedgerEntry], found: Found) -> None:
+        self.config, self.run, self.bus, self.found = config, run, bus, found
+        self.digests = {entry.version: entry.digest for entry in ledger}
+        self.newest = ledger[-1].version
+
+    async def export(self, version: Version, out: Path, **found: Any) -> str:
+        return await export(self.config, self.bus, self.run.model_dir, replace(self.found, **found), version, out)
+
+
+@pytest_asyncio.fixture(params=["float32", "bfloat16"])
+async def made(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Exported]:
+    run, config = make_run(tmp_path, exporting(tmp_path, request.param))
+    ensure_model(config, run.model_dir)
+    bus = MemoryBus(config.run.name, config.bus)
+    try:
+        await run_to_end(config, run, bus)
+        ledger = await read_ledger(bus, config.run.name)
+        yield Exported(config, run, bus, ledger, await find_versions(config, bus, run.checkpoints))
+    finally:
+        await bus.close()
+
+
+def logits(path: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        return model(input_ids=torch.arange(2, 18)[None]).logits
+
+
+def nothing_beside(path: Path) -> bool:
+    return not list(path.parent.glob(f".{path.name}*"))
+
+
+async def test_it_is_what_the_trainer_exports_wherever_it_comes_from(made: Exported, tmp_path: Path) -> None:
+    newest, own = made.newest, made.run.hf / f"v{made.newest.number:08d}"
+    assert {path.name for path in made.run.hf.iterdir()} == {"v00000004", "v00000006"}, "every 4 versions, and at the end"
+    assert await made.export(newest, tmp_path / "a") == "checkpoint main-v00000006-e0"
+    assert await made.export(newest, tmp_path / "b", checkpoints={}) == "the bus"
+    expected = logits(own)
+    for name in ("a", "b"):
+        assert torch.equal(logits(tmp_path / name), expected), name
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / name).dtype == AutoModelForCausalLM.from_pretrained(own).dtype
+        assert AutoTokenizer.from_pretrained(tmp_path / name).get_vocab() == AutoTokenizer.from_pretrained(own).get_vocab()
+    assert any(len(way) > 1 for _, way in made.found.log.values()), "some are an anchor and changes"
+    for version in made.found.log:
+        path = tmp_path / f"v{version.number}"
+        await made.export(version, path, checkpoints={})
+        if version in made.digests:
+            assert digest_of(AutoModelForCausalLM.from_pretrained(path).named_parameters()) == made.digests[version]
+        assert nothing_beside(path)
+
+
+async def test_what_is_not_there_is_named_and_what_is_there_is_not_replaced(made: Exported, tmp_path: Path) -> None:
+    assert choose(made.found, None) == choose(made.found, "6") == choose(made.found, "0.6") == made.newest
+    with raises(ConfigError, versions=tuple(map(str, made.found.versions))) as caught:
+        choose(made.found, "700")
+    assert "0.6" in caught.value.message
+    with raises(ConfigError, versions=()):
+        choose(Found({}, {}), None)
+    out = tmp_path / "there"
+    out.mkdir()
+    (out / "mine").write_text("kept")
+    with raises(ConfigError, path=str(out)):
+        await made.export(made.newest, out)
+    assert [path.name for path in out.iterdir()] == ["mine"]
+    whole = made.run.checkpoints / "main-v00000006-e0"
+    broken = Path(shutil.copytree(whole, tmp_path / whole.name))
+    with (broken / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(CheckpointDamaged):
+        await made.export(made.newest, tmp_path / "none", checkpoints={made.newest: broken})
+    manifest, way = made.found.log[made.newest]
+    for link in {*way, *manifest.links["bus"]}:
+        for part in link.parts if link.version == made.newest else ():
+            await made.bus.blobs.delete(part.location)
+    with pytest.raises(WeightSyncError):
+        await made.export(made.newest, tmp_path / "none", checkpoints={})
+    assert made.newest not in (await find_versions(made.config, made.bus, made.run.checkpoints)).log
+    wrong = replace(manifest, tensors=(replace(manifest.tensors[0], digest="0" * 16), *manifest.tensors[1:]))
+    other = next(version for version in made.found.log if version != made.newest)
+    with pytest.raises(WeightSyncError, match="expected digest 0000000000000000"):
+        await made.export(made.newest, tmp_path / "none", checkpoints={}, log={made.newest: (wrong, made.found.log[other][1])})
+    assert not (tmp_path / "none").exists() and nothing_beside(tmp_path / "none")
+
+
+async def test_a_disk_without_room_is_left_as_it_was(made: Exported, tmp_path: Path) -> None:
+    """By a limit on the size of a file, which fails as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for checkpoints in (made.found.checkpoints, {}):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+        try:
+            with pytest.raises(TrainingError, match="cannot write"):
+                await made.export(made.newest, tmp_path / "full", checkpoints=checkpoints)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert not (tmp_path / "full").exists() and nothing_beside(tmp_path / "full")
+
+
+async def test_a_table_is_exported_from_its_checkpoint(tmp_path: Path) -> None:
+    run, config = make_run(tmp_path, table_config(tmp_path, run={"name": "table", "steps": 4}))
+    ensure_model(config, run.model_dir)
+    bus = MemoryBus("table", config.bus)
+    try:
+        await run_to_end(config, run, bus)
+        found = await find_versions(config, bus, run.checkpoints)
+        version = choose(found, None)
+        await export(config, bus, run.model_dir, found, version, tmp_path / "out")
+        own = run.hf / f"v{version.number:08d}"
+        read = await asyncio.to_thread(lambda: [(path / "logits.npy").read_bytes() for path in (own, tmp_path / "out")])
+        assert read[0] == read[1]
+    finally:
+        await bus.close()
+
+
+@pytest.mark.parametrize("every", [0, 1000])
+async def test_a_run_that_is_stopped_leaves_its_newest_version_where_that_is_asked_for(tmp_path: Path, every: int) -> None:
+    run, config = make_run(tmp_path, table_config(tmp_path, run={"name": "stopped", "steps": 500}, trainer={"export_every": every}))
+    ensure_model(config, run.model_dir)
+    bus = MemoryBus("stopped", config.bus)
+    try:
+        async with services(config, run, bus, ["engine", "producer", "feeder", "trainer"]):
+            while len(await read_ledger(bus, "stopped")) < 3:
+                await asyncio.sleep(0.05)
+        newest = (await read_ledger(bus, "stopped"))[-1].version.number
+        assert [path.name for path in run.hf.iterdir()] == ([f"v{newest:08d}"] if every else [])
+    finally:
+        await bus.close()
