@@ -50,6 +50,8 @@ from streamrl.schemas.ledger import decided_by
 from streamrl.schemas.subjects import KEY_GRANTED, SAMPLES, WARMUP_SOURCE, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.trainers.protocol import Trainer
+from streamrl.trainers.token_weights import FOLDER as TOKENS
+from streamrl.trainers.token_weights import TokenWeights
 from streamrl.weights.protocol import Shard
 
 logger = logging.getLogger(__name__)
@@ -112,6 +114,7 @@ class LiveTrainer:
         self.fold_config = fold_config(config, vocab_size)
         self.rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
         self._doing = doing
+        self._token_weights = TokenWeights(run_dir.path / TOKENS, config.trainer.token_weights_bytes)
         self._budget = 0
         self._deadline = float("inf")
         self._granted = 0
@@ -183,6 +186,7 @@ class LiveTrainer:
         finally:
             reaping.cancel()
             reader.close()
+            self._token_weights.close()
         if finished:
             call(reaper.last_look())
         with self.call.clock.within("checkpoint"):
@@ -226,6 +230,8 @@ class LiveTrainer:
                 self._lower_budget(stepped.result.micro_tokens)
             divergence.check(stepped.state.version, finite=stepped.result.finite)
             state = stepped.state
+            if stepped.result.tokens is not None:
+                self._token_weights.put(state.version, stepped.arrays, stepped.result.tokens)
             every = self.config.trainer.export_every
             if (stepped.before.warmup_end is None and state.warmup_end is not None) or (every and state.version.number % every == 0):
                 self.export(state.version)

@@ -54,7 +54,7 @@ WEIGHTS = (
     *("train/tis", "train/tis_abs", "train/tis_clipfrac"),
     *("train/train_rollout_logprob_abs_diff", "train/train_rollout_logprob_abs_diff_max", "train/ppo_kl"),
 )
-"""What a batch's ledger entry says of its importance weights; what the trainer gave each token is not on the log."""
+"""What a batch's ledger entry says of its importance weights; those of single tokens are kept of the newest batches only."""
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +126,7 @@ class Samples:
         found, _ = await self.messages(bus, ends.sequences()[:MOST_MESSAGES])
         samples = [(one, sequence, end) for sequence, one in found if one.task == task and (end := ends.of(one, sequence))]
         return Group(
-            samples=await asyncio.to_thread(lambda: [self._whole(*sample, entry) for sample in samples[:MOST_SIDES]]),
+            samples=await asyncio.to_thread(lambda: self._sides(samples[:MOST_SIDES], entry)),
             more=max(0, len(samples) - MOST_SIDES),
             weights={name: entry.metrics[name] for name in WEIGHTS if name in entry.metrics},
         )
@@ -243,6 +243,21 @@ class Samples:
                 missing += 1
         return found, missing
 
+    def _sides(self, samples: Sequence[tuple[Sample, int, str]], entry: LedgerEntry) -> list[dict[str, Any]]:
+        from streamrl.trainers.token_weights import FOLDER, read_token_weights, shown
+
+        kept = read_token_weights(self._run.path / FOLDER, entry.version)
+        sides: list[dict[str, Any]] = []
+        for one, sequence, became in samples:
+            of_rollout = kept.get((one.task, one.rollout), []) if became == TRAINED else []
+            values = of_rollout[one.sample] if one.sample < len(of_rollout) else None
+            side = self._whole(one, sequence, became, entry)
+            if values is not None and len(values.weights) == len(one.tokens):
+                count = len(side["tokens"])
+                side |= {"weights": list(shown(values.weights[:count])), "trainer_logprobs": list(shown(values.logprobs[:count]))}
+            sides.append(side)
+        return sides
+
     def _whole(self, one: Sample, sequence: int, became: str, entry: LedgerEntry) -> dict[str, Any]:
         count = min(len(one.tokens), MOST_TOKENS)
         ids = one.tokens[:count].tolist()
@@ -262,6 +277,8 @@ class Samples:
             "versions": versions,
             "mask": one.loss_mask[:count].tolist(),
             "logprobs": [round(value, 4) for value in one.logprobs[:count].tolist()],
+            "weights": None,
+            "trainer_logprobs": None,
         }
 
     @cached_property

@@ -54,6 +54,7 @@ FREE_KEYS = (
     "trainer.checkpoint_every",
     "trainer.keep_checkpoints",
     "trainer.export_every",
+    "trainer.token_weights_bytes",
     "weights",
     "evaluation",
     "bus",

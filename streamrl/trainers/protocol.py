@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import WeightsDiverged
@@ -24,6 +26,15 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgp
 """Of files of a model directory that an export does not copy, for it has its own."""
 
 
+class TokenValues(NamedTuple):
+    """Of the tokens of a batch, [T] each; what stands at tokens that were not trained means nothing."""
+
+    logprobs: npt.NDArray[np.float64]
+    """Of the policy under training, at the optimizer step that trained the token."""
+    weights: npt.NDArray[np.float64]
+    """What the policy loss was multiplied by."""
+
+
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What one batch did. `metrics` are already reduced over ranks and micro-batches."""
 
@@ -38,6 +49,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the reference's parameters, where it is renewed (`loss.kl.reference_every`)."""
     micro_tokens: int = 0
     """Budget that the batch was cut by: the one asked for, or less where that was out of memory; 0 of a backend that cuts none."""
+    tokens: TokenValues | None = None
+    """None for demonstrations, and where the loss has no weight of single tokens."""
 
 
 def not_finite(norm: float, learning_rate: float) -> WeightsDiverged:

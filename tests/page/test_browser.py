@@ -101,6 +101,7 @@ async def test_text_of_a_run_is_text(run: RunDir) -> None:
         {"task": 1, "rollout": 0, "sample": 0, "reward": 1, "reward_parts": {HOSTILE: 1}, "status": HOSTILE, "num_tokens": 2}
         | {"prompt": HOSTILE, "label": HOSTILE, "tokens": [HOSTILE, "x"], "ids": [1, 2], "versions": [None, "0.1"], "mask": [0, 1]}
         | {"logprobs": [0, -0.5], "became": HOSTILE, "metadata": HOSTILE, "engine": HOSTILE, "producer": HOSTILE, "finish_reason": HOSTILE}
+        | {"weights": [None, 1.5], "trainer_logprobs": [None, -0.1]}
         | {"conversation": [{**said, "seconds": 1}, {**said, "text": LONG, "seconds": None}]}
     ]
     drop = {"version": HOSTILE, "sequence": 1, "task": 1, "rollouts": [0], "reason": HOSTILE, "detail": HOSTILE}

@@ -25,6 +25,9 @@ from streamrl.schemas.ledger import Drop, LedgerEntry, Used
 from streamrl.schemas.samples import Sample, Status, VersionSpan
 from streamrl.schemas.subjects import SAMPLES, Subjects
 from streamrl.schemas.versions import Version
+from streamrl.trainers.protocol import TokenValues
+from streamrl.trainers.token_weights import FOLDER, TokenWeights
+from tests.support.batches import train_batch
 
 SUBJECTS = Subjects("demo")
 HOSTILE = "<script>alert(1)</script>"
@@ -137,6 +140,23 @@ async def test_a_group_has_its_conversations_and_the_weights_that_are_known(run:
         for task in (999, 1, 41):
             with pytest.raises(NotFound, match=str(task)):
                 await some.group(3, task)
+        assert [one["weights"] for one in group.samples] == [None] * 2
+        batch = train_batch(
+            [
+                {"prompt": [1] * one["mask"].index(1), "answer": [2] * sum(one["mask"]), "task": 31, "rollout": n}
+                for n, one in enumerate(group.samples)
+            ],
+            mu=-2.0,
+            reward=1.0,
+        )
+        values = TokenValues(np.full(batch.num_tokens, -0.25), np.linspace(0.5, 1.5, batch.num_tokens))
+        file = TokenWeights(run.path / FOLDER, 1 << 20)
+        file.put(Version(0, 3), batch, values)
+        file.close()
+        first = (await some.group(3, 31)).samples[0]
+        assert first["weights"] == [pytest.approx(values.weights[n], abs=1e-4) if mask else None for n, mask in enumerate(first["mask"])]
+        assert first["trainer_logprobs"][-1] == -0.25
+        assert (await some.group(3, 103)).samples[0]["weights"] is None, "it was dropped"
         batch = await some.batch(3)
         assert (len(batch.samples), len(batch.drops), batch.missing) == (4, 2, 0)
 

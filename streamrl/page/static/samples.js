@@ -120,13 +120,18 @@ const kinds = {
   version: (one, index, at) => (one.versions[index] === null ? "" : `v${at(one.versions[index])}`),
   logprob: (one, index) => (one.versions[index] === null ? "" : `p${likely(one.logprobs[index])}`),
   mask: (one, index) => (one.mask[index] ? "v2" : ""),
-  weight: () => "",
+  weight: (one, index) => (weightOf(one, index) === null ? "" : `p${weighty(weightOf(one, index))}`),
 };
+const weightOf = (one, index) => one.weights?.[index] ?? null;
+// How far a weight is from 1, on either side; 0 is a token that the correction rejected.
+const WEIGHTY = [["within 5 % of 1", 0.05], ["within 20 %", 0.2], ["within a half", 0.5], ["further", Infinity]];
+const weighty = (weight) => (weight === 0 ? WEIGHTY.length : WEIGHTY.findIndex(([, most]) => Math.abs(weight - 1) <= most));
 
 function side(one, kind, at) {
   const spans = one.tokens.map((text, index) => {
     const version = one.versions[index];
-    const told = version === null ? "no model sampled it" : `version ${version}, log-probability ${one.logprobs[index]} (sampler)`;
+    const told = version === null ? "no model sampled it" : `version ${version}, log-probability ${one.logprobs[index]} (sampler)`
+      + (weightOf(one, index) === null ? "" : ` and ${one.trainer_logprobs[index]} (trainer), importance weight ${one.weights[index]}`);
     return element("span", { class: `${kinds[kind](one, index, at)}${one.mask[index] ? "" : " masked"}`.trim(), title: `${told}${one.mask[index] ? "" : "; not trained"}; id ${one.ids[index]}` }, text);
   });
   const parts = Object.entries(one.reward_parts).map(([name, value]) => `${name} ${number(value, 3)}`).join(", ");
@@ -149,10 +154,12 @@ const WEIGHTS = {
   "train/train_rollout_logprob_abs_diff": "mean distance of log-probabilities", "train/train_rollout_logprob_abs_diff_max": "greatest distance", "train/ppo_kl": "KL",
 };
 
-// What there is of importance weights: numbers of the batch, none of a token.
+// Numbers of the batch, for those of single tokens are kept of the newest batches only.
 function weights(found) {
   const rows = Object.entries(WEIGHTS).filter(([name]) => name in found.weights).map(([name, said]) => [said, number(found.weights[name]), name]);
-  return box("Importance weights", element("p", { class: "soft" }, "The log has the sampler's log-probability of each token and not the trainer's, so a token's weight is not known. Of the batch as a whole:"),
+  const known = found.samples.some((one) => one.weights);
+  return box("Importance weights", element("p", { class: "soft" }, known ? "Of the batch as a whole:"
+    : "The weights of single tokens are not known: they are kept of samples that were trained, in the newest batches (trainer.token_weights_bytes). Of the batch as a whole:"),
     rows.length ? table(["", "value", "metric"], rows, [1]) : element("p", { class: "soft" }, "its ledger entry has no numbers of weights"));
 }
 
@@ -169,6 +176,7 @@ async function group(place, number_, task) {
     const keys = {
       version: order.map((version) => element("span", { class: `key v${at(version)}` }, `version ${version}`)),
       logprob: [...LIKELY.map((least, kind) => element("span", { class: `key p${kind}` }, `probability ≥ ${least}`)), element("span", { class: `key p${LIKELY.length}` }, "less")],
+      weight: found.samples.some((one) => one.weights) ? [...WEIGHTY.map(([said], kind) => element("span", { class: `key p${kind}` }, said)), element("span", { class: `key p${WEIGHTY.length}` }, "rejected")] : [],
       mask: [element("span", { class: "key v2" }, "trained on")],
     };
     key.replaceChildren(...(keys[shownAs] || []), ...(shownAs === "conversation" ? [] : [element("span", { class: "soft" }, "pale: not trained on")]));

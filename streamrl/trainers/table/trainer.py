@@ -26,7 +26,7 @@ from streamrl.errors import ConfigError, TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine, tensor_digest
 from streamrl.trainers.checkpoints import BackgroundWriter, check_files, damaged, recover, unreadable, write_directory
-from streamrl.trainers.protocol import StepResult, not_finite
+from streamrl.trainers.protocol import StepResult, TokenValues, not_finite
 from streamrl.trainers.table import losses as table_losses
 from streamrl.weights.protocol import Shard
 
@@ -105,7 +105,8 @@ class TableTrainer:
             finite = finite and (dropped == 0 or dropped < len(trained))
             metrics["train/nonfinite_tokens"] = float(dropped)
             metrics |= ratio_metrics(batch, old_logprobs) | weight_metrics(batch, used) | logprob_differences(batch, old_logprobs)
-        return StepResult(digest=self.digest(), metrics={**objective.metrics, **metrics}, finite=finite, score=score)
+        tokens = None if batch.kind == "sft" else TokenValues(logprobs, used)
+        return StepResult(digest=self.digest(), metrics={**objective.metrics, **metrics}, finite=finite, score=score, tokens=tokens)
 
     def digest(self) -> str:
         """See `Trainer.digest`."""

@@ -25,7 +25,7 @@ from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine
 from streamrl.tensors.digest_torch import NamedDigester, NamedDigests
 from streamrl.trainers.checkpoints import BackgroundWriter, write_directory
-from streamrl.trainers.protocol import WEIGHT_SUFFIXES, StepResult
+from streamrl.trainers.protocol import WEIGHT_SUFFIXES, StepResult, TokenValues
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.checkpoint import (
     ModelState,
@@ -182,6 +182,7 @@ class TorchTrainer:
             score=score,
             reference=reference,
             micro_tokens=self._update.budget,
+            tokens=None if batch.kind == "sft" or self._loss.slime_loss else TokenValues(done.logprobs, done.weights),
         )
 
     def digest(self) -> str:

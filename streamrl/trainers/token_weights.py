@@ -1,0 +1,128 @@
+"""What the trainer gave each token of the newest batches, in the run directory: its own log-prob, and the importance weight.
+
+```text
+tokens/00000017-e0.arrow     one row a sample: task, rollout, logprobs [n], weights [n]; NaN at tokens that were not trained
+```
+
+They are for people and decide nothing. The log has the sampler's log-probs; these are made in the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from streamrl.core.batches import TrainBatch
+from streamrl.schemas.versions import Version
+from streamrl.trainers.protocol import TokenValues
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "tokens"
+_SUFFIX = ".arrow"
+_SCHEMA = pa.schema(
+    [("task", pa.int64()), ("rollout", pa.int64()), ("logprobs", pa.list_(pa.float32())), ("weights", pa.list_(pa.float32()))]
+)
+
+
+class SampleWeights(NamedTuple):
+    """Of one sample, [n] float32 each; NaN where a token was not trained."""
+
+    logprobs: npt.NDArray[np.float32]
+    """Of the policy under training, at the optimizer step that trained the token."""
+    weights: npt.NDArray[np.float32]
+    """What the policy loss of the token was multiplied by: 1 without a correction, 0 where it was rejected."""
+
+
+class TokenWeights:
+    """Writes a file a batch in a thread of its own, and removes the oldest. What goes wrong is said once and costs only these files.
+
+    Args:
+        folder: `FOLDER` of the run directory; made if it is not there.
+        keep_bytes: of all files together; 0: nothing is written.
+    """
+
+    def __init__(self, folder: Path, keep_bytes: int) -> None:
+        self._folder = folder
+        self._keep_bytes = keep_bytes
+        self._thread = ThreadPoolExecutor(1, "token-weights")
+        self._writing: Future[None] | None = None
+        self._failed = False
+
+    def put(self, version: Version, batch: TrainBatch, values: TokenValues) -> None:
+        """Write what made a version, unless the file before is still being written: a slow disk stops nobody."""
+        if self._keep_bytes and (self._writing is None or self._writing.done()):
+            self._writing = self._thread.submit(self._write, version, batch, values)
+
+    def close(self) -> None:
+        """Wait for the last file."""
+        self._thread.shutdown()
+
+    def _write(self, version: Version, batch: TrainBatch, values: TokenValues) -> None:
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            target = _path(self._folder, version)
+            beside = target.with_suffix(".partial")
+            options = pa.ipc.IpcWriteOptions(compression="zstd")
+            with pa.OSFile(str(beside), "wb") as file, pa.ipc.new_file(file, _SCHEMA, options=options) as writer:
+                writer.write_batch(_rows(batch, values))
+            os.replace(beside, target)
+            self._trim(target)
+        except Exception as error:  # whatever it is: nothing depends on these files
+            if not self._failed:
+                logger.warning("event=token_weights_not_written version=%s error=%s", version, error)
+            self._failed = True
+
+    def _trim(self, newest: Path) -> None:
+        files = sorted(self._folder.glob(f"*{_SUFFIX}"), reverse=True)
+        total = 0
+        for file in (newest, *(file for file in files if file != newest)):
+            with contextlib.suppress(FileNotFoundError):
+                total += file.stat().st_size
+                if total > self._keep_bytes and file != newest:
+                    file.unlink()
+
+
+def read_token_weights(folder: Path, version: Version) -> dict[tuple[int, int], list[SampleWeights]]:
+    """The samples of each (task, rollout) of the batch that made a version, in order; nothing where there is no file that can be read."""
+    try:
+        with pa.ipc.open_file(_path(folder, version)) as reader:
+            rows = reader.read_all()
+    except (OSError, pa.ArrowException):
+        return {}
+    if rows.schema != _SCHEMA:
+        return {}
+    found: dict[tuple[int, int], list[SampleWeights]] = {}
+    columns = (rows[name].to_pylist() for name in ("task", "rollout"))
+    for at, (task, rollout) in enumerate(zip(*columns, strict=True)):
+        values = (rows[name][at].values.to_numpy(zero_copy_only=False) for name in ("logprobs", "weights"))
+        found.setdefault((task, rollout), []).append(SampleWeights(*values))
+    return found
+
+
+def shown(values: npt.NDArray[np.float32]) -> Iterator[float | None]:
+    """Numbers for people; None where a token was not trained."""
+    return (None if math.isnan(value) else round(value, 4) for value in values.tolist())
+
+
+def _path(folder: Path, version: Version) -> Path:
+    return folder / f"{version.number:08d}-e{version.epoch}{_SUFFIX}"
+
+
+def _rows(batch: TrainBatch, values: TokenValues) -> pa.RecordBatch:
+    def column(of_tokens: npt.NDArray[np.float64]) -> pa.Array:
+        kept = np.where(batch.loss_mask, of_tokens, np.nan).astype(np.float32)
+        return pa.ListArray.from_arrays(pa.array(batch.offsets, pa.int32()), pa.array(kept))
+
+    arrays = [pa.array(batch.tasks), pa.array(batch.rollouts), column(values.logprobs), column(values.weights)]
+    return pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA)

@@ -1,0 +1,132 @@
+"""What is kept of each trained token: the policy's own log-prob and the importance weight, of the newest batches, for people."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+
+from streamrl.bus.memory import MemoryBus
+from streamrl.config.loss import CorrectionConfig, LossConfig
+from streamrl.config.registry import Role
+from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
+from streamrl.core.batches import TrainBatch
+from streamrl.data.model import ensure_model
+from streamrl.schemas.versions import Version
+from streamrl.trainers.factory import make_trainer
+from streamrl.trainers.protocol import TokenValues
+from streamrl.trainers.token_weights import FOLDER, TokenWeights, read_token_weights, shown
+from tests.kill.world import table_config
+from tests.loop.harness import make_run, read_ledger, run_to_end
+from tests.support.scoring import score
+
+Rollouts = Callable[..., TrainBatch]
+HIGH = 0.5
+
+
+@pytest.mark.parametrize("backend", ["torch", "table"])
+def test_they_are_the_step_s_own(
+    backend: Literal["torch", "table"], model_dir: Path, table_dir: Path, rollouts: Rollouts, tmp_path: Path
+) -> None:
+    """Against the score of each token by the model before the step, and min(pi / mu, high)."""
+    batch = rollouts()
+    config = Config(
+        trainer=TrainerConfig(backend=backend, optimizer=OptimizerConfig(learning_rate=1e-3)),
+        loss=LossConfig(correction=CorrectionConfig(high=HIGH)),
+    )
+    trainer = make_trainer(config, model_dir if backend == "torch" else table_dir)
+    before = score(trainer, batch, Role.POLICY)
+    values = trainer.step(batch).tokens
+    assert values is not None
+    file = TokenWeights(tmp_path / FOLDER, 1 << 20)
+    file.put(Version(0, 1), batch, values)
+    file.close()
+    kept = read_token_weights(tmp_path / FOLDER, Version(0, 1))
+    assert sum(map(len, kept.values())) == batch.num_samples
+    for n in range(batch.num_samples):
+        (one,) = kept[int(batch.tasks[n]), int(batch.rollouts[n])]
+        part = slice(batch.offsets[n], batch.offsets[n + 1])
+        mask, mu = batch.loss_mask[part], batch.sampler_logprobs[part]
+        assert np.isnan(one.weights[~mask]).all() and np.isnan(one.logprobs[~mask]).all()
+        assert one.logprobs[mask] == pytest.approx(before[part][mask], abs=2e-5)
+        assert one.weights[mask] == pytest.approx(np.minimum(np.exp(before[part] - mu), HIGH)[mask], rel=1e-4)
+        assert [value is None for value in shown(one.weights)] == (~mask).tolist()
+    assert HIGH in {float(value) for found in kept.values() for one in found for value in one.weights[~np.isnan(one.weights)]}
+
+
+def test_demonstrations_have_none(table_dir: Path, demonstrations: Rollouts) -> None:
+    config = Config(trainer=TrainerConfig(backend="table"))
+    assert make_trainer(config, table_dir).step(demonstrations()).tokens is None
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+def write(folder: Path, batch: TrainBatch, *numbers: int, keep_bytes: int) -> None:
+    values = TokenValues(np.full(batch.num_tokens, -1.0), np.full(batch.num_tokens, 0.5))
+    for number in numbers:
+        one = TokenWeights(folder, keep_bytes)
+        one.put(Version(1, number), batch, values)
+        one.close()
+
+
+def test_the_newest_are_kept_and_always_the_last_that_was_written(rollouts: Rollouts, tmp_path: Path) -> None:
+    folder = tmp_path / FOLDER
+    write(folder, rollouts(), 1, keep_bytes=1 << 20)
+    size = (folder / "00000001-e1.arrow").stat().st_size
+    write(folder, rollouts(), 2, 3, 4, keep_bytes=2 * size)
+    assert files(folder) == ["00000003-e1.arrow", "00000004-e1.arrow"]
+    write(folder, rollouts(), 2, keep_bytes=1)
+    assert files(folder) == ["00000002-e1.arrow"], "a resumed trainer has gone back"
+    write(folder, rollouts(), 5, keep_bytes=0)
+    assert files(folder) == ["00000002-e1.arrow"]
+
+
+def test_a_folder_that_cannot_be_written_is_said_once_and_costs_nothing(
+    rollouts: Rollouts, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / FOLDER).write_text("in the way")
+    batch = rollouts()
+    values = TokenValues(np.zeros(batch.num_tokens), np.zeros(batch.num_tokens))
+    one = TokenWeights(tmp_path / FOLDER, 1 << 20)
+    with caplog.at_level(logging.WARNING):
+        for number in range(1, 20):
+            one.put(Version(0, number), batch, values)
+        one.close()
+    assert [record.getMessage() for record in caplog.records] != []
+    assert sum("token_weights_not_written" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("body", [b"", b"ARROW1", b"\0" * 1000])
+def test_a_file_that_is_torn_gives_nothing(rollouts: Rollouts, tmp_path: Path, body: bytes) -> None:
+    folder = tmp_path / FOLDER
+    write(folder, rollouts(), 1, keep_bytes=1 << 20)
+    whole = (folder / "00000001-e1.arrow").read_bytes()
+    for torn in (body, whole[: len(whole) // 2], whole[:-1]):
+        (folder / "00000001-e1.arrow").write_bytes(torn)
+        assert read_token_weights(folder, Version(1, 1)) == {}
+    assert read_token_weights(folder, Version(1, 2)) == {}
+
+
+@pytest.mark.process
+async def test_a_run_leaves_those_of_its_batches(tmp_path: Path) -> None:
+    """One file for each entry of the ledger, of its groups, with the mean that the ledger has."""
+    run, config = make_run(tmp_path, table_config(tmp_path, run={"steps": 6}, trainer={"checkpoint_every": 4}))
+    ensure_model(config, run.model_dir)
+    bus = MemoryBus(config.run.name, config.bus)
+    try:
+        await run_to_end(config, run, bus)
+        entries = await read_ledger(bus, config.run.name)
+    finally:
+        await bus.close()
+    assert len(entries) == 6
+    for entry in entries:
+        kept = read_token_weights(run.path / FOLDER, entry.version)
+        assert {task for task, _ in kept} == {group.task for group in entry.used}
+        trained = np.concatenate([one.weights[~np.isnan(one.weights)] for found in kept.values() for one in found])
+        assert len(trained) == entry.metrics["rollout/tokens_trained"] and (trained >= 0).all()
