@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -26,13 +26,20 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgp
 """Of files of a model directory that an export does not copy, for it has its own."""
 
 
-class TokenValues(NamedTuple):
+class TokenValues(msgspec.Struct, frozen=True, eq=False):
     """Of the tokens of a batch, [T] each; what stands at tokens that were not trained means nothing."""
 
     logprobs: npt.NDArray[np.float64]
     """Of the policy under training, at the optimizer step that trained the token."""
     weights: npt.NDArray[np.float64]
     """What the policy loss was multiplied by."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TokenValues):
+            return NotImplemented
+        return all(np.array_equal(a, b, equal_nan=True) for a, b in ((self.logprobs, other.logprobs), (self.weights, other.weights)))
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
