@@ -50,7 +50,7 @@ class MicroBudget(msgspec.Struct, frozen=True):
     micro_tokens: int
     """Tokens of one forward and backward pass."""
     failed: int | msgspec.UnsetType = msgspec.UNSET
-    """Number of the version whose step was out of memory the last time: whatever the ledger says of it, it is trained by this budget. Not on
+    """Number of the version whose step was out of memory the last time: whatever the ledger says of it, it is trained by this one. Not on
     the wire when unset."""
 
 
