@@ -49,6 +49,9 @@ class MicroBudget(msgspec.Struct, frozen=True):
     """`trainer.micro_tokens` at that time; with another value the key means nothing."""
     micro_tokens: int
     """Tokens of one forward and backward pass."""
+    failed: int | msgspec.UnsetType = msgspec.UNSET
+    """Number of the version whose step was out of memory the last time: whatever the ledger says of it, it is trained by this one. Not on
+    the wire when unset."""
 
 
 class Position(msgspec.Struct, frozen=True):

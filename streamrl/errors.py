@@ -169,12 +169,14 @@ class OutOfMemory(TrainingError):
         message: see `StreamRLError`.
         hint: see `StreamRLError`.
         micro_tokens: budget of a micro-batch to begin again with; 0: none that is smaller would help.
+        number: of the version that the step was to make.
         **values: see `StreamRLError`.
     """
 
-    def __init__(self, message: str, *, hint: str = "", micro_tokens: int = 0, **values: Any) -> None:
-        super().__init__(message, hint=hint, micro_tokens=micro_tokens, **values)
+    def __init__(self, message: str, *, hint: str = "", micro_tokens: int = 0, number: int = -1, **values: Any) -> None:
+        super().__init__(message, hint=hint, micro_tokens=micro_tokens, number=number, **values)
         self.micro_tokens = micro_tokens
+        self.number = number
 
 
 class CheckpointDamaged(TrainingError):

@@ -37,7 +37,7 @@ from streamrl.consumers.training.ledger import Ledger, mark_epoch, open_ledger, 
 from streamrl.consumers.training.reader import Incoming, RecordReader, open_samples
 from streamrl.consumers.training.reaper import Reaper
 from streamrl.consumers.training.resuming import Resuming
-from streamrl.consumers.training.steps import Stepped, train_version
+from streamrl.consumers.training.steps import Stepped, recorded_budget, train_version
 from streamrl.consumers.training.stream_fold import StreamFold
 from streamrl.core.fold import Effects
 from streamrl.core.fold_config import fold_config
@@ -45,8 +45,8 @@ from streamrl.core.state import FoldState, initial_state
 from streamrl.errors import Conflict, OutOfMemory
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode, encode
-from streamrl.schemas.control import Grant
-from streamrl.schemas.ledger import decided_by
+from streamrl.schemas.control import Grant, MicroBudget
+from streamrl.schemas.ledger import LedgerEntry, decided_by
 from streamrl.schemas.subjects import KEY_GRANTED, SAMPLES, WARMUP_SOURCE, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.trainers.protocol import Trainer
@@ -115,7 +115,7 @@ class LiveTrainer:
         self.rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
         self._doing = doing
         self._token_weights = TokenWeights(run_dir.path / TOKENS, config.trainer.token_weights_bytes)
-        self._budget = 0
+        self._budget = MicroBudget(0, 0)
         self._deadline = float("inf")
         self._granted = 0
         self._grant_revision: int | None = None
@@ -217,17 +217,17 @@ class LiveTrainer:
                     books,
                     lambda: stop() or self._at_end(fold.own, ledger),
                     began=lambda batch, number=number: self._doing(f"trains version {number}"),
-                    micro_tokens=self._budget,
+                    budget=self._micro_tokens,
                 )
             except OutOfMemory as error:
-                self._lower_budget(error.micro_tokens)
+                self._lower_budget(error.micro_tokens, number)
                 raise
             if stepped is None:
                 if stop():
                     return False
                 continue
-            if 0 < stepped.result.micro_tokens < stepped.arrays.micro_tokens:
-                self._lower_budget(stepped.result.micro_tokens)
+            if 0 < stepped.result.micro_tokens < (stepped.arrays.micro_tokens or self.config.trainer.micro_tokens):
+                self._lower_budget(stepped.result.micro_tokens, number)
             divergence.check(stepped.state.version, finite=stepped.result.finite)
             state = stepped.state
             if stepped.result.tokens is not None:
@@ -246,10 +246,17 @@ class LiveTrainer:
         with self.call.clock.within("checkpoint"):
             saver.while_waiting(state)
 
-    def _lower_budget(self, micro_tokens: int) -> None:
+    def _micro_tokens(self, past: LedgerEntry | None) -> int:
+        """A version is trained again as it was trained before, unless that was out of memory."""
+        if past is None or past.version.number == self._budget.failed:
+            return self._budget.micro_tokens
+        return recorded_budget(past)
+
+    def _lower_budget(self, micro_tokens: int, number: int) -> None:
         if micro_tokens:
-            self._budget = micro_tokens
-            self.say(self.call(lower_budget(self.bus, self.config.trainer, micro_tokens)))
+            least = min(micro_tokens, self._budget.micro_tokens)
+            self._budget, said = self.call(lower_budget(self.bus, self.config.trainer, least, number))
+            self.say(said)
 
     def _offer(self, version: Version, digest: str) -> None:
         with self.call.clock.within("publish"):

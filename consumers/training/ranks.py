@@ -107,7 +107,8 @@ def _follow(worker: Worker, call: Caller) -> None:
         follow(trainer, group)
     except OutOfMemory as error:
         if error.micro_tokens:
-            call(worker.notice(call(lower_budget(worker.bus, worker.config.trainer, error.micro_tokens))))
+            _, said = call(lower_budget(worker.bus, worker.config.trainer, error.micro_tokens, error.number))
+            call(worker.notice(said))
         raise
     group.close()
 

@@ -115,6 +115,11 @@ class Folding(Protocol):
         ...
 
 
+def recorded_budget(entry: LedgerEntry | None) -> int:
+    """The micro-batches' budget that an entry's version was cut by; 0 where none is recorded: the trainer's own."""
+    return entry.micro_tokens if entry is not None and not isinstance(entry.micro_tokens, UnsetType) else 0
+
+
 def train_version(
     fold: Folding,
     trainer: Trainer,
@@ -122,12 +127,19 @@ def train_version(
     stop: Callable[[], bool],
     *,
     began: Callable[[Batch], None] | None = None,
-    micro_tokens: int = 0,
+    budget: Callable[[LedgerEntry | None], int] = recorded_budget,
 ) -> Stepped | None:
     """Train the next batch and write it down; None when `stop` came true while waiting for one.
 
-    A failure leaves fold and trainer of no use: both begin again from a checkpoint. `began` is told of the batch that is there.
-    A version that was trained before is cut into micro-batches as it was then, another by `micro_tokens` (0: the trainer's own budget).
+    A failure leaves fold and trainer of no use: both begin again from a checkpoint.
+
+    Args:
+        fold: gives the batch.
+        trainer: the backend.
+        books: where it is written down.
+        stop: asked while a batch is awaited.
+        began: told of the batch that is there.
+        budget: tokens of a micro-batch for a version, from the entry of when it was trained before; 0: the trainer's own.
 
     Raises:
         BatchDiffers: the stream does not give the batch that the books say it gave (G4).
@@ -148,8 +160,7 @@ def train_version(
             used(batch),
             hint=books.hint,
         )
-    recorded = past.micro_tokens if past is not None and not isinstance(past.micro_tokens, UnsetType) else 0
-    arrays = replace(fold.assemble(batch), micro_tokens=recorded or micro_tokens)
+    arrays = replace(fold.assemble(batch), micro_tokens=budget(past))
     waited = time.perf_counter() - start_s
     result = trainer.step(arrays)
     metrics = result.metrics | measure(batch, arrays, before)

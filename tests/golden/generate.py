@@ -294,6 +294,7 @@ def records() -> dict[str, Any]:
         "grant": Grant(68, 17, 36, None),
         "grant-open": Grant(68, 17, 36, None, 37),
         "budget": MicroBudget(16384, 8192),
+        "budget-failed": MicroBudget(16384, 8192, 17),
         "position": Position("main", "samples", 99, version),
         "latest": Latest("main", version, "checkpoints/main-v00000017-e1", 104, 99, "identity"),
         "latest_kept": Latest(

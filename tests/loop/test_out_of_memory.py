@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import shutil
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from streamrl.bus.memory import MemoryBus
+from streamrl.config.load import override
 from streamrl.config.tree import Config, DebugConfig
+from streamrl.consumers.training.calls import Caller
 from streamrl.data.model import ensure_model
+from streamrl.errors import OutOfMemory
+from streamrl.history.branch import branch
 from streamrl.history.replay import Range, verify
+from streamrl.history.replay_log import PastLedger
 from streamrl.launch.prepare import prepare
 from streamrl.runtime.run_record import write_or_check
+from streamrl.schemas.ledger import LedgerEntry
+from streamrl.trainers.checkpoints import list_checkpoints
+from streamrl.trainers.ranks.local import open_trainer
 from tests.history.test_critic import ppo_config
 from tests.loop.harness import make_run, read_ledger, run_to_end
 from tests.loop.test_steps import notices
@@ -58,5 +69,72 @@ async def test_a_halved_budget_is_kept_recorded_and_replayed(tmp_path: Path) -> 
         report = await verify(smaller, bus, run.model_dir, span=Range(last=5))
         assert report.first_difference is not None
         assert report.first_difference.detail == "micro-batches of 32 tokens in the ledger, 16 here: out of memory"
+    finally:
+        await bus.close()
+
+
+@pytest.mark.process
+async def test_a_recorded_version_that_does_not_fit_any_more_is_trained_smaller(tmp_path: Path) -> None:
+    """On a smaller device than it was made on: the ledger's budget would be out of memory again at each start."""
+    run, config = make_run(tmp_path, limited(tmp_path, 0))
+    config = replace(config, run=replace(config.run, name="smaller", steps=4, numerics="fast"))
+    config = replace(config, trainer=replace(config.trainer, checkpoint_every=100, minibatches=2))
+    ensure_model(config, run.model_dir)
+    bus = MemoryBus("smaller", config.bus)
+    try:
+        await write_or_check(bus, await prepare(config, run))
+        await run_to_end(config, run, bus)
+        before = await read_ledger(bus, "smaller")
+        for one in list_checkpoints(run.checkpoints, "main-"):
+            shutil.rmtree(one[1])  # all is trained again, from the initial weights
+        await bus.kv.delete("latest/main")
+        smaller = replace(config, debug=DebugConfig(memory_tokens=40))
+        for _ in range(8):
+            with contextlib.suppress(OutOfMemory):
+                await run_to_end(smaller, run, bus)
+                break
+        after = await read_ledger(bus, "smaller")
+        assert [entry.micro_tokens for entry in before] == [64] * 4
+        forked = [entry for entry in after if entry.version.epoch > 0]
+        assert forked and all(entry.micro_tokens == 32 for entry in forked)
+        assert after[-1].version.number == 4 and PastLedger(after).entries[4].micro_tokens == 32
+    finally:
+        await bus.close()
+
+
+@pytest.mark.process
+async def test_a_branch_that_changes_nothing_is_cut_as_its_parent_was(tmp_path: Path) -> None:
+    run, config = make_run(tmp_path, limited(tmp_path, 40))
+    ensure_model(config, run.model_dir)
+    bus = MemoryBus("halved", config.bus)
+    try:
+        await write_or_check(bus, await prepare(config, run))
+        await run_to_end(config, run, bus)
+        entries = await read_ledger(bus, "halved")
+        assert {entry.micro_tokens for entry in entries} == {32}
+        larger, loop = replace(config, debug=DebugConfig()), asyncio.get_running_loop()
+        for overrides, expected in (((), [32] * 6), (("trainer.micro_tokens=48",), [48] * 6)):
+            mine = replace(override(larger, overrides), run=replace(config.run, name="branch"))
+            directory = tmp_path / f"branch{len(overrides)}"
+            directory.mkdir()
+
+            def work(mine: Config = mine, directory: Path = directory, overrides: tuple[str, ...] = overrides) -> list[LedgerEntry]:
+                with open_trainer(mine, run.model_dir) as trainer:
+                    return branch(
+                        config=mine,
+                        parent=larger,
+                        log=bus,
+                        call=Caller(loop),
+                        trainer=trainer,
+                        checkpoints=run.checkpoints,
+                        span=Range(),
+                        directory=directory,
+                        overrides=overrides,
+                        fingerprint="",
+                    )
+
+            found = await asyncio.to_thread(work)
+            assert [entry.micro_tokens for entry in found] == expected
+            assert ([entry.digest for entry in found] == [entry.digest for entry in entries]) == (not overrides)
     finally:
         await bus.close()

@@ -305,6 +305,7 @@ def _out_of_memory(batch: TrainBatch, budget: int, half: int, longest: int, said
         + said,
         hint=hint,
         micro_tokens=half,
+        number=batch.version.number + 1,
     )
 
 
