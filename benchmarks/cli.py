@@ -95,15 +95,27 @@ def _add_loop(kinds: Any) -> None:
     flag("--tail-batches", type=int, default=30, help="trained in each of their runs (default 30)")
     flag("--tail-token-ms", type=float, default=20.0, help="mean time of a token there (default 20)")
     flag("--backend", default="torch", choices=("torch", "table"), help="table: without torch, to try it out")
+    screens = "instead: what looking at the stream's run costs; file, page, page-top, or a sink's name (alone: all that are there)"
+    flag("--screens", nargs="?", const="", metavar="NAMES", help=screens)
     _add_common(loop, rounds=5, out="bench-loop", run=_loop)
 
 
 def _loop(given: argparse.Namespace) -> int:
+    if given.screens is not None:
+        return _screens(given)
     from benchmarks.loop.report import report_of
     from benchmarks.loop.run import measure
 
     given.tail_delay_s = given.tail_token_ms / 1e3
     return _run(given, "loop", LoopSpec, measure, report_of)
+
+
+def _screens(given: argparse.Namespace) -> int:
+    from benchmarks.loop.screens import SCREENS, ScreensSpec, asked, measure
+    from benchmarks.loop.screens_report import report_of
+
+    given.screens = asked(given.screens)
+    return _run(given, SCREENS, ScreensSpec, measure, report_of)
 
 
 def _add_hung(kinds: Any) -> None:

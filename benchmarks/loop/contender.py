@@ -1,6 +1,7 @@
 """One run of one loop, in the process that a benchmark starts for it.
 
-Run as `python -m benchmarks.loop.contender WAY CONFIG.json OUT.json`; writes a list of `Trained`.
+Run as `python -m benchmarks.loop.contender WAY CONFIG.json OUT.json [page]`; writes a list of `Trained`. `page`: the stream's
+is served.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ TRAINER_HALF = "trainer-half"
 """The second process of `Way.PIPES`: its socket's number stands in place of the output file."""
 
 
-async def stream(config: Config) -> list[Trained]:
+async def stream(config: Config, *, page: bool = False) -> list[Trained]:
     """The whole product; what it trained is read from the ledger afterwards."""
-    outcome = await up(config, PlainLines(io.StringIO(), every_s=math.inf))
+    outcome = await up(config, PlainLines(io.StringIO(), every_s=math.inf), page=page)
     if outcome.exit_code != 0 or outcome.state != "finished":
         raise LaunchError(f"the run {config.run.name}: expected it to finish, got {outcome.state}", hint=f"see {outcome.run.logs}")
     async with open_bus(outcome.run) as bus:
@@ -148,7 +149,7 @@ def _model(config: Config) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one way and write down its batches."""
-    way, config_path, target = sys.argv[1:] if argv is None else argv
+    way, config_path, target, *page = sys.argv[1:] if argv is None else argv
     collect_rarely()
     die_with_parent(os.getppid())  # a benchmark that is ended leaves nothing running
     config = from_json(Path(config_path).read_text(encoding="utf-8"), where=config_path)
@@ -160,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         importlib.import_module("streamrl.engines.local.engine")
         importlib.import_module("streamrl.trainers.torch.trainer")
     runs = {
-        Way.STREAM: lambda: stream(config),
+        Way.STREAM: lambda: stream(config, page=bool(page)),
         Way.MEMORY: lambda: memory(config),
         Way.QUEUES: lambda: queues(config),
         Way.PIPES: lambda: pipes(config, Path(config_path)),

@@ -42,7 +42,7 @@ def measure(spec: LoopSpec, out: Path, command: str) -> None:
 
 def _rounds(spec: LoopSpec, directory: Path) -> Iterator[Round]:
     write_problems(directory / "train.jsonl")
-    model = _warm_policy(spec, directory)
+    model = warm_policy(spec, directory)
     for number in range(spec.rounds):
         for way in turn(spec.ways, number):
             config = quickstart(spec, directory, name=f"{way}-{number}", model=model)
@@ -53,7 +53,7 @@ def _rounds(spec: LoopSpec, directory: Path) -> Iterator[Round]:
             yield Round(cell=TAIL, contender=label, round=number, values=_measured(Way.STREAM, config, spec.tail_skip))
 
 
-def _warm_policy(spec: LoopSpec, directory: Path) -> str:
+def warm_policy(spec: LoopSpec, directory: Path) -> str:
     """The policy after the quickstart's warm-up, which every measured run starts from: answers are as long as they are there."""
     if spec.backend == "table":
         return ""
@@ -83,13 +83,16 @@ def _measured(way: Way, config: Config, skip: int) -> dict[str, float]:
     }
 
 
-def contend(way: Way, config: Config) -> tuple[list[Trained], Sampler]:
-    """Run one way to its end in a process of its own, with the threads of a trainer or an engine: one each."""
+def contend(way: Way, config: Config, *, page: bool = False) -> tuple[list[Trained], Sampler]:
+    """Run one way to its end in a process of its own, with the threads of a trainer or an engine: one each.
+
+    The stream's page is served with `page`.
+    """
     place = Path(config.run.dir)
     place.mkdir(parents=True, exist_ok=True)
     asked, answer = place / f"{config.run.name}.json", place / f"{config.run.name}.batches.json"
     asked.write_text(dump(config), encoding="utf-8")
-    command = child("benchmarks.loop.contender", way, asked, answer, env=environment(config, "trainer"))
+    command = child("benchmarks.loop.contender", way, asked, answer, *(["page"] if page else []), env=environment(config, "trainer"))
     with subprocess.Popen(**command) as process:
         try:
             with Sampler(process.pid) as sampler:

@@ -1,8 +1,9 @@
-"""Processor time of a tree of processes while it runs, by what its processes are."""
+"""Processor time and memory of a tree of processes while it runs, by what its processes are."""
 
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from bisect import bisect_right
@@ -14,6 +15,7 @@ from benchmarks.processes import cpu_by_process
 _EVERY_S = 0.25
 _CONTENDERS = {"stream": "supervisor", "pipes": "engine", "trainer-half": "trainer"}
 """What the process of a contender is."""
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Sampler:
@@ -27,6 +29,8 @@ class Sampler:
         self._kinds: dict[int, str] = {}
         self._seconds: dict[int, float] = {}
         self._marks: list[tuple[float, dict[str, float]]] = []
+        self.most_bytes: dict[str, int] = {}
+        """Resident memory of a kind's processes at once, at its most; what they share counts in each."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
 
@@ -40,10 +44,11 @@ class Sampler:
 
     def between(self, start_s: float, end_s: float) -> dict[str, float]:
         """CPU seconds by kind of process between two Unix times, read off between the samples beside them."""
-        low, high = self._at(start_s), self._at(end_s)
+        low, high = self.until(start_s), self.until(end_s)
         return {name: max(0.0, high[name] - low.get(name, 0.0)) for name in sorted(high)}
 
-    def _at(self, time_s: float) -> dict[str, float]:
+    def until(self, time_s: float) -> dict[str, float]:
+        """CPU seconds by kind of process up to a Unix time."""
         place = bisect_right(self._marks, time_s, key=lambda mark: mark[0])
         if not 0 < place < len(self._marks):
             return dict(self._marks[min(max(place - 1, 0), len(self._marks) - 1)][1]) if self._marks else {}
@@ -57,10 +62,14 @@ class Sampler:
 
     def _look(self) -> dict[str, float]:
         """CPU seconds so far by kind of process."""
+        resident: dict[str, int] = {}
         for pid, seconds in cpu_by_process(self._root).items():
             # A process that is ending has no command line any more; one that has just been forked still has its parent's.
             self._kinds[pid] = _kind(pid) or self._kinds.get(pid, "other")
             self._seconds[pid] = max(seconds, self._seconds.get(pid, 0.0))
+            resident[self._kinds[pid]] = resident.get(self._kinds[pid], 0) + _resident(pid)
+        for kind, size in resident.items():
+            self.most_bytes[kind] = max(size, self.most_bytes.get(kind, 0))
         total: dict[str, float] = {}
         for pid, kind in self._kinds.items():
             total[kind] = total.get(kind, 0.0) + self._seconds[pid]
@@ -68,14 +77,30 @@ class Sampler:
 
 
 def _kind(pid: int) -> str:
-    """`engine` for `python -m streamrl worker engine ...`, the program's name for what is not ours; empty where it cannot be told."""
+    """`engine` for `python -m streamrl worker engine ...`, `page` for `python -m streamrl page ...`, `sink-wandb` for that sink.
+
+    The program's name for what is not ours; empty where it cannot be told.
+    """
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return ""
     if "worker" in words:
         return words[words.index("worker") + 1]
+    for first, second, third in zip(words, words[1:], words[2:], strict=False):
+        if (first, second) == ("-m", "streamrl"):
+            return third
+        if second == "streamrl.monitor.sinks":
+            return f"sink-{third}"
     contending = [after for word, after in itertools.pairwise(words) if word.endswith("loop.contender")]
     if contending:
         return _CONTENDERS.get(contending[0], "all")
     return Path(words[0]).name
+
+
+def _resident(pid: int) -> int:
+    """Bytes; 0 once it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+    except OSError:
+        return 0

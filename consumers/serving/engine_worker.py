@@ -241,6 +241,8 @@ class Presence:
         if self.role == ROLLOUT_ROLE:
             values["tokens/cut_total"] = float(lost.tokens)
             lengths = {"lengths/cut": cut} if (cut := lost.take_lengths()) else {}
+        else:
+            values.pop("engine/saturated_s", None)  # else a share of the rollouts' engines' time, as none of its other seconds is
         totals = {name: value for name, value in values.items() if metric(name).reduction is Reduction.SUM}
         made = {name: value - self._reported.get(name, 0.0) for name, value in totals.items()}
         self._reported = totals

@@ -32,6 +32,14 @@ ROWS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             *("perf/step_s", "perf/wait_s", "staleness/p95", "lag/stream_s", "lag/stream_messages", "lag/versions_behind"),
             *("lag/publish_to_commit_s", "rollouts/dropped_total/stale"),
         ),
+        "Goodput": (
+            *("tokens/sampled_total", "tokens/published_total", "tokens/cut_total", "tokens/dropped_total/stale"),
+            *("tokens/masked_total", "tokens/open"),
+        ),
+        "Lengths": (
+            *("lengths/distance", "lengths/trained_p50", "lengths/trained_p95"),
+            *("lengths/finished_p95", "lengths/dropped_p95", "lengths/cut_p95"),
+        ),
         "Engines and producers": (
             *("engine/tokens_total", "engine/running_requests", "engine/waiting_requests", "engine/kv_cache_used", "engine/swap_ms"),
             *("producer/in_flight_tasks", "producer/hung_tasks", "bus/redelivered_total"),
@@ -39,6 +47,10 @@ ROWS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Metrics by row of the dashboard."""
+_BY_REASON: Mapping[str, str] = MappingProxyType(
+    {"rollouts/dropped_total": "rollouts decided against", "tokens/dropped_total": "sampled tokens of the rollouts decided against"}
+)
+"""What is counted by reason, all reasons in one panel."""
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
@@ -83,11 +95,13 @@ def _panel(number: int, name: str, place: dict[str, int]) -> dict[str, Any]:
     amount = metric(name).reduction is Reduction.SUM
     chosen = f'{called}{{run=~"$run"}}'
     shown = METRICS[name]
+    counted = name.removesuffix(f"/{reason}")
+    unit = f"{shown.unit}{'/s' if amount else ''}"
     return {
         "type": "timeseries",
         "id": number,
-        "title": "rollouts dropped, by reason (1/s)" if reason else f"{name} ({shown.unit}{'/s' if amount else ''})",
-        "description": "rollouts decided against" if reason else shown.meaning,
+        "title": f"{counted}, by reason ({unit})" if reason else f"{name} ({unit})",
+        "description": _BY_REASON[counted] if reason else shown.meaning,
         "datasource": _SOURCE,
         "gridPos": place,
         "targets": [

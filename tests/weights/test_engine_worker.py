@@ -13,16 +13,20 @@ import aiohttp
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from streamrl.bus.protocol import Bus
-from streamrl.config.tree import Config, EngineConfig, ModelConfig, RunConfig, SuperviseConfig
+from streamrl.config.tree import Config, EngineConfig, EvaluationConfig, ModelConfig, RunConfig, SuperviseConfig
 from streamrl.consumers.serving import engine_worker
 from streamrl.errors import EngineError
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.codec import decode
 from streamrl.schemas.control import EnginePresence
+from streamrl.schemas.events import MetricReport
+from streamrl.schemas.subjects import METRICS
 from streamrl.schemas.versions import Version
+from streamrl.telemetry.names import STATES, seconds
 from streamrl.weights.factory import free_weights, make_publisher
 from streamrl.weights.manifest import Content
 from streamrl.weights.protocol import Shard
@@ -57,8 +61,8 @@ def config(**engine) -> Config:
     )
 
 
-def worker_of(bus: Bus, run_dir: RunDir, tree: Config | None = None) -> Worker:
-    return Worker(config=tree or config(), run_dir=run_dir, bus=bus, kind="engine", index=0)
+def worker_of(bus: Bus, run_dir: RunDir, tree: Config | None = None, *, index: int = 0) -> Worker:
+    return Worker(config=tree or config(), run_dir=run_dir, bus=bus, kind="engine", index=index)
 
 
 @asynccontextmanager
@@ -96,6 +100,13 @@ async def presence(bus: Bus, *, serving: Version | None) -> EnginePresence:
     raise AssertionError("the watch ended")
 
 
+async def reported(bus: Bus, worker: str) -> set[str]:
+    """Names of the amounts that a worker has reported."""
+    state = await bus.state(METRICS)
+    reports = [decode((await bus.fetch(METRICS, number)).body, MetricReport) for number in range(state.first, state.last + 1)]
+    return {name for one in reports if one.worker == worker for name in one.sum}
+
+
 def request_of(num_tokens: int) -> dict[str, Any]:
     return {"input_ids": [0], "return_logprob": True, "sampling_params": {"max_new_tokens": num_tokens, "ignore_eos": True}}
 
@@ -121,6 +132,19 @@ async def test_an_engine_announces_itself_serves_and_swaps(memory_bus, run_dir):
             status, answer = await generate(found.address, run_dir.engine_token(), 3)
             assert (status, answer["output_ids"]) == (200, [number] * 3)
     assert await memory_bus.kv.keys(PREFIX) == []
+
+
+async def test_only_the_engines_of_rollouts_report_times(memory_bus, run_dir):
+    tree = replace(config(), evaluation=EvaluationConfig(engines=1))
+    for index in (0, 1):
+        worker = worker_of(memory_bus, run_dir, tree, index=index)
+        async with running(worker), asyncio.timeout(60):
+            while "engine/tokens_total" not in await reported(memory_bus, f"engine-{index}"):
+                await asyncio.sleep(0.05)
+            await worker.tell_times()
+    timed = {"engine/saturated_s", *(seconds("engine", state) for state in STATES["engine"])}
+    assert timed & await reported(memory_bus, "engine-0") >= {"engine/saturated_s", "engine/setup_s"}
+    assert not timed & await reported(memory_bus, "engine-1")
 
 
 async def test_a_restarted_engine_is_another_engine_and_takes_the_newest_weights(memory_bus, run_dir):

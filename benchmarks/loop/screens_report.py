@@ -1,0 +1,124 @@
+"""Report and table of `bench loop --screens`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.loop.report import CPU, LEAST_ROUNDS
+from benchmarks.loop.screens import SCREENS, Screen
+from benchmarks.raw import Raw, read
+from benchmarks.report import Middle, Report, Row, Table, Target, about, rows_of, write_report
+
+MOST_FILE, MOST_SCREENS, MOST_MB = 0.01, 0.03, 100.0
+_OWN = ("trainer", "engine", "producer", "feeder", "evaluator", "nats-server")
+"""The run itself; every other process looks at it. The supervisor counts among those, though it keeps the workers as well."""
+_SHARE, _MS_PER_S, _BEFORE, _MB = "share/", "ms_per_s/", "before/", "mb/"
+_SAID = {
+    Screen.FILE: "file alone",
+    Screen.PAGE: "page and a browser",
+    Screen.PAGE_TOP: "page, a browser and top",
+    Screen.TENSORBOARD: "TensorBoard",
+    Screen.WANDB: "W&B, offline",
+    Screen.TRACKIO: "trackio",
+    Screen.PROMETHEUS: "Prometheus",
+}
+
+
+def report_of(out: Path) -> Report:
+    """Write report and table from the raw file; raises DataError when there is none."""
+    report = build_report(read(out, SCREENS))
+    write_report(out, report)
+    return report
+
+
+def build_report(raw: Raw) -> Report:
+    """Compute everything from the raw file."""
+    rows = rows_of(raw.rounds, _quantities, {"against": (Screen.FILE, "per_cpu_s")})
+    by_name = {row.contender: row for row in rows}
+    draws = [f"{row.values['draws_per_minute'].p50:.0f}" for row in rows if row.contender in (Screen.PAGE, Screen.PAGE_TOP)]
+    return Report(
+        **about(raw.header),
+        rows=rows,
+        shown=[
+            Table(
+                ("looks at the run", "batches/s", "CPU ms a batch", "against the file alone", "what looks, of the run's own CPU"),
+                _runs(rows),
+            ),
+            Table(("meanwhile", "process", "CPU ms a second", "of the run's own CPU", "CPU s before", "MB"), _processes(rows)),
+            f"The run's own CPU is that of {', '.join(_OWN[:-2])} and nats-server. The supervisor writes the file and keeps the "
+            "workers; both are counted. CPU s before: until the measured batches began, the start included. MB: resident at most, "
+            "what processes share counted in each."
+            + (f" The client of the page asked for all charts {', '.join(draws)} times a minute." if draws else ""),
+        ],
+        targets=[
+            _target("CPU of the file (supervisor as a whole)", MOST_FILE, by_name.get(Screen.FILE)),
+            _target("CPU of file, page and top", MOST_SCREENS, by_name.get(Screen.PAGE_TOP)),
+            _memory(by_name.get(Screen.PAGE_TOP)),
+        ],
+    )
+
+
+def _quantities(values: Mapping[str, float]) -> dict[str, float]:
+    cpu = {name.removeprefix(CPU): used for name, used in values.items() if name.startswith(CPU)}
+    own = sum(cpu.get(kind, 0.0) for kind in _OWN)
+    total = sum(cpu.values())
+    found = {
+        "batches_per_s": values["batches"] / values["seconds"],
+        "cpu_ms": total / values["batches"] * 1e3,
+        "per_cpu_s": values["batches"] / total if total else 0.0,
+        "share": (total - own) / own if own else 0.0,
+        "draws_per_minute": values["draws"] / values["seconds"] * 60,
+    }
+    for kind in (kind for kind in cpu if kind not in _OWN):
+        found[_SHARE + kind] = cpu[kind] / own if own else 0.0
+        found[_MS_PER_S + kind] = cpu[kind] / values["seconds"] * 1e3
+        found[_BEFORE + kind] = values.get(f"before/{kind}", 0.0)
+        found[_MB + kind] = values.get(f"bytes/{kind}", 0.0) / 1e6
+    return found
+
+
+def _runs(rows: Sequence[Row]) -> list[list[str]]:
+    lines: list[list[str]] = []
+    for row in rows:
+        speed, against = row.values["batches_per_s"], row.values.get("against")
+        more = f"{against.p50 - 1:+.1%} ({against.low - 1:+.1%} to {against.high - 1:+.1%})" if against else "-"
+        speeds = f"{speed.p50:.2f} ({speed.low:.2f} - {speed.high:.2f})"
+        lines.append([_SAID[Screen(row.contender)], speeds, f"{row.values['cpu_ms'].p50:.0f}", more, _spread(row.values["share"])])
+    return lines
+
+
+def _processes(rows: Sequence[Row]) -> list[list[str]]:
+    lines: list[list[str]] = []
+    for row in rows:
+        for kind in (name.removeprefix(_SHARE) for name in row.values if name.startswith(_SHARE)):
+            ms, before, size = (row.values[what + kind].p50 for what in (_MS_PER_S, _BEFORE, _MB))
+            share = _spread(row.values[_SHARE + kind])
+            lines.append([_SAID[Screen(row.contender)], kind, f"{ms:.1f}", share, f"{before:.1f}", f"{size:.0f}"])
+    return lines
+
+
+def _spread(share: Middle) -> str:
+    return f"{share.p50:.2%} ({share.low:.2%} - {share.high:.2%})"
+
+
+def _target(name: str, most: float, row: Row | None) -> Target:
+    if row is None:
+        return Target(name, f"<= {most:.0%}", "-", None)
+    return _judged(Target(name, f"<= {most:.0%}", _spread(row.values["share"]), row.values["share"].p50 <= most), row)
+
+
+def _memory(row: Row | None) -> Target:
+    found = {} if row is None else {kind: row.values[_MB + kind].p50 for kind in ("page", "top") if _MB + kind in row.values}
+    name, wanted = "memory of page and of top", f"<= {MOST_MB:.0f} MB"
+    if row is None or len(found) < 2:
+        return Target(name, wanted, "-", None)
+    got = ", ".join(f"{kind} {size:.0f} MB" for kind, size in found.items())
+    return _judged(Target(name, wanted, got, max(found.values()) <= MOST_MB), row)
+
+
+def _judged(target: Target, row: Row) -> Target:
+    """Few rounds say nothing."""
+    if row.rounds >= LEAST_ROUNDS:
+        return target
+    return Target(target.name, target.wanted, f"{target.got}; {LEAST_ROUNDS} rounds are needed", None)

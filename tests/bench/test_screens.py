@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from benchmarks.loop.onlookers import Browser, looking
+from benchmarks.loop.sampler import Sampler
+from benchmarks.loop.screens import SCREENS, Screen, ScreensSpec, asked
+from benchmarks.loop.screens_report import build_report, report_of
+from benchmarks.machine import Machine
+from benchmarks.raw import Header, Raw, Round, read, write
+from benchmarks.report import render
+from streamrl.cli import main
+from streamrl.config.tree import Config, RunConfig
+from streamrl.errors import ConfigError
+from streamrl.runtime.rundir import RunDir
+from tests.page.conftest import batches, page
+from tests.page.conftest import write as write_rows
+from tests.support.errors import raises
+from tests.support.processes import until
+
+MACHINE = Machine(processor="a processor", cores=2, python="3.11", packages={}, date="2026-11-22", load=0.5)
+OWN = {"cpu/trainer": 6.0, "cpu/engine": 3.0, "cpu/nats-server": 1.0}
+
+
+def raw(supervisor: float, page: float, *, megabytes: float = 60.0) -> Raw:
+    """Three rounds; in each a second passes for a batch. CPU seconds of who looks, of a run that takes ten itself."""
+    rounds: list[Round] = []
+    for number in range(3):
+        values = {"seconds": 10.0, "batches": 10, "load": 1.0, "draws": 2, **OWN, "cpu/supervisor": supervisor}
+        rounds.append(Round(cell="", contender=Screen.FILE, round=number, values=values))
+        looks = {"cpu/page": page, "cpu/top": 0.1, "before/page": 0.7, "bytes/page": megabytes * 1e6, "bytes/top": 5e7, "bytes/engine": 9e9}
+        rounds.append(Round(cell="", contender=Screen.PAGE_TOP, round=number, values={**values, **looks}))
+    spec = msgspec.to_builtins(ScreensSpec(screens=(Screen.FILE, Screen.PAGE_TOP)))
+    return Raw(header=Header(benchmark=SCREENS, command="streamrl bench loop --screens", machine=MACHINE, spec=spec), rounds=rounds)
+
+
+def test_who_looks_is_held_against_the_runs_own_time(tmp_path: Path) -> None:
+    report = build_report(raw(0.05, 0.1))
+    assert [(one.got, one.met) for one in report.targets] == [
+        ("0.50% (0.50% - 0.50%)", True),
+        ("2.50% (2.50% - 2.50%)", True),
+        ("page 60 MB, top 50 MB", True),
+    ]
+    text = render(report)
+    assert "| page, a browser and top | page       | 10.0            | 1.00% (1.00% - 1.00%) | 0.7          | 60 |" in text
+    assert "1025           | +2.0% (+2.0% to +2.0%)" in text
+    assert [one.met for one in build_report(raw(0.11, 0.1, megabytes=101)).targets] == [False, False, False]
+    few = replace(raw(0.05, 0.1), rounds=raw(0.05, 0.1).rounds[:2])
+    assert [one.met for one in build_report(few).targets] == [None, None, None]
+    write(tmp_path, raw(0.05, 0.1).header, raw(0.05, 0.1).rounds)
+    assert msgspec.json.encode(report_of(tmp_path)) == msgspec.json.encode(report)
+
+
+def test_screens_are_named() -> None:
+    assert asked("page-top,file") == (Screen.PAGE_TOP, Screen.FILE)
+    assert {Screen.FILE, Screen.PAGE, Screen.PAGE_TOP} <= set(asked(""))
+    with raises(ConfigError, option="--screens", got="browser"):
+        asked("browser")
+
+
+async def test_the_browser_asks_again_when_there_is_news(tmp_path: Path) -> None:
+    os.umask(0o077)
+    run = RunDir(tmp_path / "demo")
+    run.create()
+    run.write_config(Config(run=RunConfig(name="demo", dir=str(tmp_path))))
+    write_rows(run, batches(1, 3))
+    browser = Browser(run)
+    async with page(run, works=True) as (base, token, _), looking([browser.look_at(f"{base}/?token={token}")]):
+        await until(lambda: browser.draws == 1, within_s=60)
+        write_rows(run, batches(4, 5))
+        await until(lambda: browser.draws == 2, within_s=60)
+        with pytest.raises(aiohttp.ClientResponseError, match="403"):
+            await Browser(run).look_at(f"{base}/?token=wrong")
+
+
+@pytest.mark.process
+def test_the_sampler_knows_what_looks_and_its_memory() -> None:
+    script = "block = bytearray(b'x' * 50_000_000); print(flush=True); input()"
+    command = [sys.executable, "-c", script, "-m", "streamrl", "top", "demo"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        with Sampler(child.pid) as sampler:
+            while not sampler.most_bytes:
+                time.sleep(0.05)
+        child.communicate("\n")
+    assert list(sampler.most_bytes) == ["top"] and 50e6 < sampler.most_bytes["top"] < 100e6
+
+
+@pytest.mark.nats
+@pytest.mark.process
+def test_a_tiny_run_measures_all_that_looks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    flags = "--backend table --batches 4 --skip 2 --rounds 1 --screens page-top,prometheus"
+    assert main(["bench", "loop", *flags.split(), "--out", str(out)]) == 0
+    assert "memory of page and of top" in capsys.readouterr().out
+    top, prometheus = read(out, SCREENS).rounds
+    assert (top.contender, prometheus.contender) == (Screen.PAGE_TOP, Screen.PROMETHEUS)
+    assert {"cpu/supervisor", "cpu/page", "cpu/top", "bytes/page", "bytes/top"} <= top.values.keys()
+    assert {"cpu/supervisor", "cpu/sink-prometheus"} <= prometheus.values.keys() and "cpu/page" not in prometheus.values
+    assert main(["bench", "loop", "--screens", "--report", str(out)]) == 0
