@@ -44,7 +44,7 @@ CONDITIONS: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("eval/heldout", "tokens/evaluated_total"), _HELD_OUT),
         **dict.fromkeys(("lengths/cut_p50", "lengths/cut_p95"), "one was"),
         **dict.fromkeys(("lengths/dropped_p50", "lengths/dropped_p95"), "one was"),
-        "lengths/distance": "64 answers were trained",
+        "lengths/distance": "64 answers were trained since the start of `up`",
         "producer/slot_wait_room_s": "the stream was full",
         **dict.fromkeys(("engine/restarts_total", "rollout/prefix_cache_hit_rate", "engine/kv_cache_used"), _SGLANG),
         **dict.fromkeys(("engine/prompt_tokens_total", "engine/cached_tokens_total", "engine/retractions_total"), _SGLANG),
