@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from streamrl.runtime.service import STACKS_SIGNAL, SUPERVISOR_VARIABLE
 
 Command = Callable[[str, int], Sequence[str]]
 _TAIL_LINES = 15
+_TAIL_BYTES = 4096
 LOGS_EVERY_S = 5.0
 """How often logs are looked at for their size."""
 
@@ -133,12 +133,14 @@ class LocalLauncher:
         return LocalProcess(child, reading)
 
     def tail(self, worker: str) -> str:
-        """The last lines of a worker's log; empty if there are none."""
+        """The last lines of a worker's log; empty if there are none, or they cannot be read."""
         try:
-            with self._run.log_path(worker).open(encoding="utf-8", errors="replace") as log:
-                return "".join(deque(log, maxlen=_TAIL_LINES)).rstrip()
-        except FileNotFoundError:
+            with self._run.log_path(worker).open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                lines = log.read(_TAIL_BYTES).decode(errors="replace").splitlines()
+        except OSError:  # what a worker said last never ends who only wants to tell it
             return ""
+        return "\n".join(lines[-_TAIL_LINES:]).rstrip()
 
     def _worker_command(self, kind: str, index: int) -> Sequence[str]:
         return (sys.executable, "-m", "streamrl", "worker", kind, "--run", str(self._run.path), "--index", str(index))

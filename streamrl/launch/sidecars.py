@@ -23,6 +23,8 @@ _TICK_S = 0.2
 _MOST_PAUSE_S = 60.0
 _WELL_S = 60.0
 """One that has run for this long is well: its next failure is told anew."""
+_BLIND_S = 5.0
+"""After a look that has failed."""
 _LOADING_S = 120.0
 _SILENT_S = 60.0
 _KILLED_LOOKS = 40
@@ -56,6 +58,8 @@ class _Child:
         self.started_s = 0.0
         self.resume_s = 0.0
         """When it is started, on the monotonic clock."""
+        self.look_s = 0.0
+        """It is not looked at before, on that clock."""
         self.heard = False
         """Whether it has been since it was started."""
         self.starts = 0
@@ -113,7 +117,13 @@ class Sidecars:
         """Start them, and those that have ended again, until cancelled."""
         while self._children:
             for child in self._children:
-                self._look(child)
+                if self._clock() < child.look_s:
+                    continue
+                try:
+                    self._look(child)
+                except Exception:  # written policy: what one of them meets never ends the care for others, nor is it missed in silence
+                    logger.exception("event=sidecar_look_failed kind=%s", child.sidecar.kind)
+                    child.look_s = self._clock() + _BLIND_S
             await asyncio.sleep(_TICK_S)
 
     async def drain(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 from rich.color import ColorSystem
@@ -36,6 +36,23 @@ _AGES = {
     "made of": {"in flight": "staleness/in_flight", "queued": "staleness/queued", "publish lag": "staleness/publish_lag"},
 }
 """Of the newest batch."""
+_TIMES = {"starved": "starvation/", "trainer": "trainer/share/", "slots": "producer/share/", "engines": "engine/share/"}
+_LEAST_SHARE = 0.005
+_ENDS = {
+    "sampled": {
+        "all": "tokens/sampled_total",
+        "published": "tokens/published_total",
+        "cut": "tokens/cut_total",
+        "evaluated": "tokens/evaluated_total",
+        "open": "tokens/open",
+    },
+    "stored": {
+        "all": "tokens/stored_total",
+        "trained": "tokens/trained_total",
+        "masked": "tokens/masked_total",
+        "waiting": "tokens/waiting",
+    },
+}
 
 
 class SampleLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +84,10 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
     """Budget of the sample stream."""
     lag: dict[str, float] = {}
     """Ages and lags of the newest batch and window, by metric."""
+    shares: dict[str, float] = {}
+    """Of time in the newest window, and who starved (`trainer/share/...`, `starvation/...`), by metric."""
+    goodput: dict[str, float] = {}
+    """Tokens of the last minute by metric (`tokens/...`); `tokens/open` and `tokens/waiting` as they are now."""
     notes: tuple[str, ...] = ()
     """What workers wanted people to know, the oldest first."""
     samples: tuple[SampleLine, ...] = ()
@@ -196,6 +217,8 @@ def _sections(look: Look) -> list[tuple[str, Sequence[RenderableType]]]:
         ("engines", [_engines(numbers.engines)] if numbers.engines else [Text("none")]),
         ("workers", [_workers(numbers.workers, look.now_s)] if numbers.workers else [Text("none")]),
         ("lag", [_lag(look, numbers)]),
+        *([("time, newest window", [_times(look.shares)])] if look.shares else []),
+        *([("tokens, last minute", [_goodput(look.goodput)])] if look.goodput else []),
         ("dropped", [_drops(numbers)] if numbers.drops else [Text("nothing")]),
         *([("lengths", _lengths(numbers))] if numbers.lengths else []),
         ("samples", [line for one in look.samples for line in _sample(one)] or [Text("none was read")]),
@@ -263,6 +286,30 @@ def _lag(look: Look, numbers: RunNumbers) -> Table:
     tasks = f"{numbers.tasks_in_flight} held by producers, {numbers.tasks_issued} issued, {numbers.tasks_granted} granted"
     rows.add_row("tasks", f"{tasks}, {numbers.tasks_ended} ended")
     rows.add_row("tokens", f"{short(numbers.tokens_made)} sampled, {short(numbers.tokens_trained)} in trained batches, prompts included")
+    return _fitted(rows)
+
+
+def _times(shares: Mapping[str, float]) -> Table:
+    """Who starved, and the states of each kind of worker, the longest first; those below half a per cent are left out."""
+    rows = Table.grid(padding=(0, 2))
+    for title, prefix in _TIMES.items():
+        parts = {name.removeprefix(prefix): value for name, value in shares.items() if name.startswith(prefix)}
+        said = [(state, value) for state, value in parts.items() if value >= _LEAST_SHARE]
+        if parts:
+            words = [f"{state.replace('_', ' ')} {value:.0%}" for state, value in sorted(said, key=lambda one: -one[1])]
+            rows.add_row(title, "  ".join(words) or "nobody")
+    return _fitted(rows)
+
+
+def _goodput(tokens: Mapping[str, float]) -> Table:
+    """What became of what was sampled, and of what was stored."""
+    rows = Table.grid(padding=(0, 2))
+    dropped = {name.rpartition("/")[2]: count for name, count in tokens.items() if name.startswith("tokens/dropped_total/") and count}
+    reasons = ", ".join(f"{reason} {short(count)}" for reason, count in sorted(dropped.items(), key=lambda one: -one[1]))
+    for title, names in _ENDS.items():
+        words = [f"{word} {short(tokens.get(name, 0.0))}" for word, name in names.items() if name in tokens or name.endswith("_total")]
+        rows.add_row(title, "  ".join(words))
+    rows.add_row("dropped", f"{short(sum(dropped.values()))}" + (f" ({reasons})" if reasons else ""))
     return _fitted(rows)
 
 

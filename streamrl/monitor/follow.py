@@ -69,6 +69,7 @@ class Follower:
         trainer: whose ledger; those of taps are not the run's.
         carry_totals: store the totals every few seconds (the supervisor does; a look from outside must not).
         rows: gets the rows of the view's series, about every second and at the end.
+        after: reports behind this sequence are this session's; those that come from now on if None.
     """
 
     def __init__(
@@ -80,12 +81,14 @@ class Follower:
         trainer: str = "main",
         carry_totals: bool = False,
         rows: RowTaker | None = None,
+        after: int | None = None,
     ) -> None:
         self.view = view
         self._bus = bus
         self._trainer = trainer
         self._carry_totals = carry_totals
         self._rows = rows
+        self._reports_after = after
         self._patience_s = _PATIENCE_S
         self._after = {LEDGER: 0, EVENTS: 0, METRICS: 0}
         self._subjects = Subjects(view.run)
@@ -103,7 +106,7 @@ class Follower:
     async def __aenter__(self) -> Follower:
         # Reports of earlier sessions would spoil the folded metrics; the ledger and the events are history worth having.
         self._history_ends = {stream: (await self._bus.state(stream)).last for stream in self._after}
-        self._after[METRICS] = self._history_ends[METRICS]
+        self._after[METRICS] = self._history_ends[METRICS] if self._reports_after is None else self._reports_after
         folds: dict[str, Callable[[Message], None]] = {LEDGER: self._ledger, EVENTS: self._event, METRICS: self._metric}
         self.view.live = False
         self._look_at_history()

@@ -38,11 +38,16 @@ class Backlog:
         """(cursor, tokens stored since the entry before) of the newest entries."""
 
     def ledger(self, cursor: int, metrics: Mapping[str, float]) -> None:
-        """The next entry; one whose cursor lies further back takes the place of those behind it."""
+        """The next entry; one whose cursor lies further back takes the place of those behind it.
+
+        A batch that was waiting closes where the one before did, and has stored nothing since.
+        """
         self._waiting = metrics.get("tokens/waiting")
+        stored = metrics.get("tokens/stored_total", 0.0)
         while self._taken and self._taken[-1][0] >= cursor:
-            self._taken.pop()
-        self._taken.append((cursor, metrics.get("tokens/stored_total", 0.0)))
+            known, before = self._taken.pop()
+            stored = max(stored, before) if known == cursor else stored
+        self._taken.append((cursor, stored))
 
     def tokens(self, last: int) -> float | None:
         """With the stream ending at sequence `last`; None: not known, as of runs of earlier builds and before the first batch."""

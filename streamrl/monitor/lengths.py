@@ -11,52 +11,75 @@ from streamrl.core.lengths import added, distance, edge, histogram, quantile
 from streamrl.telemetry.names import LENGTHS, length_quantile
 
 MOST_DECIDED = 8192
-"""Answers trained, dropped or cut that are looked at: beyond, all counts are halved, so that the newest weigh most."""
+"""Answers trained, dropped or cut that are looked at: beyond, their counts are halved, so that the newest weigh most."""
 FEWEST = 64
-"""Trained, and decided, for a distance: of fewer chance makes one."""
+"""Trained for a distance: of fewer chance makes one."""
 _MOST_BUCKETS = len(histogram([1 << 62]))
-_TRAINED, _DROPPED, _CUT = "lengths/trained", "lengths/dropped", "lengths/cut"
+_DECIDED = _TRAINED, _DROPPED, _CUT = "lengths/trained", "lengths/dropped", "lengths/cut"
 
 Histograms = Mapping[str, Sequence[int]]
+Counts = dict[str, tuple[int, ...]]
 
 
 class Lengths:
-    """Adds up the histograms of reports and of ledger entries, in bounded memory."""
+    """Adds up the histograms of reports and of ledger entries, in bounded memory.
+
+    Reports are heard while somebody listens, and entries are read from the beginning: cut ones are compared with those decided meanwhile.
+    """
 
     def __init__(self) -> None:
-        self.counts: dict[str, tuple[int, ...]] = {}
-        """By name (`streamrl.telemetry.names.LENGTHS`)."""
+        self.counts: Counts = {}
+        """By name (`streamrl.telemetry.names.LENGTHS`), the newest of each."""
+        self._meanwhile: Counts = {}
+        """Of those decided since reports are heard."""
 
-    def add(self, histograms: Histograms | msgspec.UnsetType) -> None:
-        """Take what a report or an entry has; what is no histogram of ours is passed over."""
+    def add(self, histograms: Histograms | msgspec.UnsetType, *, live: bool = True) -> None:
+        """Take what a report, or an entry that is `live` or read from history, has; what is no histogram of ours is passed over."""
         if isinstance(histograms, msgspec.UnsetType):
             return
         for name, counts in known(histograms).items():
             self.counts[name] = added(self.counts.get(name, ()), counts)
-        if sum(map(sum, self._decided)) > MOST_DECIDED:
-            self.counts = {name: tuple(count // 2 for count in counts) for name, counts in self.counts.items()}
+            if sum(self.counts[name]) > MOST_DECIDED:
+                self.counts[name] = _halved(self.counts[name])
+            if live and name in _DECIDED:
+                self._meanwhile[name] = added(self._meanwhile.get(name, ()), counts)
+        if sum(map(sum, self._meanwhile.values())) > MOST_DECIDED:
+            self._meanwhile = {name: _halved(counts) for name, counts in self._meanwhile.items()}
 
     def forget_ledger(self) -> None:
         """Before the ledger is read anew."""
+        self._meanwhile = {}
         for name in (_TRAINED, _DROPPED):
             self.counts.pop(name, None)
 
     @property
-    def _decided(self) -> list[tuple[int, ...]]:
-        return [self.counts.get(name, ()) for name in (_TRAINED, _DROPPED, _CUT)]
+    def knows_cut(self) -> bool:
+        """Whether `distance` is that of answers of a time of which cut ones are known."""
+        return sum(self._meanwhile.get(_TRAINED, ())) >= FEWEST
 
     @property
     def distance(self) -> float | None:
-        """How far apart the lengths of trained answers are from those of all that were decided on; None: too few to say."""
-        trained, dropped, cut = self._decided
-        decided = added(added(trained, dropped), cut)
-        return distance(trained, decided) if min(sum(trained), sum(decided)) >= FEWEST else None
+        """How far apart the lengths of trained answers are from those of all that were decided on; None: too few to say.
+
+        Unless it `knows_cut`, cut ones are left out, and it is that of the ledger alone.
+        """
+        names = _DECIDED if self.knows_cut else (_TRAINED, _DROPPED)
+        of = self._meanwhile if self.knows_cut else self.counts
+        decided: tuple[int, ...] = ()
+        for name in names:
+            decided = added(decided, of.get(name, ()))
+        trained = of.get(_TRAINED, ())
+        return distance(trained, decided) if sum(trained) >= FEWEST else None
 
     @property
     def values(self) -> dict[str, float]:
-        """Quantiles and the distance by metric, as far as they are known."""
-        found = quantiles(self.counts)
-        return found if (apart := self.distance) is None else {**found, "lengths/distance": apart}
+        """Quantiles and the distance by metric, as far as they are known; no distance without cut ones."""
+        apart = self.distance if self.knows_cut else None
+        return quantiles(self.counts) | ({} if apart is None else {"lengths/distance": apart})
+
+
+def _halved(counts: Sequence[int]) -> tuple[int, ...]:
+    return tuple(count // 2 for count in counts)
 
 
 def known(histograms: Histograms) -> dict[str, tuple[int, ...]]:

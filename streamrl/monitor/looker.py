@@ -8,12 +8,15 @@ import logging
 import time
 from collections import deque
 
+import msgspec
+
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer
 from streamrl.errors import BusError, ConfigError, SchemaError, StreamRLError
 from streamrl.monitor.board import Look, SampleLine
 from streamrl.monitor.follow import Follower, read_totals
+from streamrl.monitor.recent import Recent, shares_of
 from streamrl.monitor.screen import clock, one_line
 from streamrl.monitor.series import RUN, Series
 from streamrl.monitor.status import describe
@@ -57,6 +60,7 @@ class Looker:
         self._last = Look(run=run.name, state=describe(run).state)
         self._notes: deque[str] = deque(maxlen=_NUM_NOTES)
         self._samples: Samples | None = None
+        self._recent = Recent(run.metrics)
 
     @property
     def last(self) -> Look:
@@ -107,6 +111,7 @@ class Looker:
         entry = view.trained.newest
         window = view.series.window.get(RUN, {}) if view.series else {}
         lag = {**window, **(entry.metrics if entry else {})}
+        self._recent.look(time.time())
         self._last = Look(
             run=self._run.name,
             state=line.state,
@@ -115,6 +120,8 @@ class Looker:
             now_s=time.time(),
             samples_bytes=config.bus.samples_bytes,
             lag={name: value for name, value in lag.items() if name.startswith(("lag/", "staleness/"))},
+            shares=self._recent.shares or shares_of(window),
+            goodput=self._recent.goodput,
             notes=tuple(self._notes),
             samples=self._samples.lines if self._samples else (),
             summary=line.summary,
@@ -124,19 +131,7 @@ class Looker:
     def _say(self, away: str) -> None:
         """Nothing is heard of the run; what was known stays."""
         line = describe(self._run)
-        before = self._last
-        self._last = Look(
-            run=before.run,
-            state=line.state,
-            away=away,
-            numbers=before.numbers,
-            now_s=time.time(),
-            samples_bytes=before.samples_bytes,
-            lag=before.lag,
-            notes=before.notes,
-            samples=before.samples,
-            summary=line.summary,
-        )
+        self._last = msgspec.structs.replace(self._last, state=line.state, away=away, now_s=time.time(), summary=line.summary)
 
 
 class Samples:

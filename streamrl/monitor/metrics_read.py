@@ -77,7 +77,7 @@ class Metrics:
             for path in aside:
                 yield from self._rows(path, 0)
             if current is not None:
-                yield from self._taken(_lines(current))
+                yield from self._taken(whole_lines(current))
 
     def newest(self) -> dict[str, Newest]:
         """The newest values by metric, in the order of their declaration."""
@@ -115,12 +115,12 @@ class Metrics:
         try:
             while True:
                 last = over()
-                yield from self._taken(_lines(file))
+                yield from self._taken(whole_lines(file))
                 while (newer := self._next(file)) is not None:
-                    yield from self._taken(_lines(file))  # what was written before it was put aside
+                    yield from self._taken(whole_lines(file))  # what was written before it was put aside
                     file.close()
                     file = newer
-                    yield from self._taken(_lines(file))
+                    yield from self._taken(whole_lines(file))
                 if last:
                     return
                 time.sleep(_POLL_S)
@@ -170,7 +170,7 @@ class Metrics:
         file.seek(start)
         if start:
             file.readline(LONGEST_BYTES)  # which may be the end of one
-        yield from self._taken(_lines(file))
+        yield from self._taken(whole_lines(file))
 
     def _taken(self, lines: Iterable[bytes]) -> Iterator[Row]:
         for line in lines:
@@ -181,7 +181,7 @@ class Metrics:
                 yield msgspec.structs.replace(row, values=values)
 
 
-def _lines(file: BinaryIO) -> Iterator[bytes]:
+def whole_lines(file: BinaryIO) -> Iterator[bytes]:
     """Whole lines from where the file stands on; it is left behind the last."""
     while (line := file.readline(LONGEST_BYTES)).endswith(b"\n"):
         yield line

@@ -186,6 +186,8 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     """Histograms of answer lengths (`streamrl.core.lengths`): finished, cut, trained, dropped; the newest weigh most."""
     length_distance: float | None = None
     """`lengths/distance`; None: too few answers to say."""
+    length_cut: bool = False
+    """Whether cut answers are in it; otherwise it is that of the ledger, before enough of what is cut was heard of."""
     failed_tasks: int
     """Tasks of which every rollout has failed since the newest batch."""
     newest_error: str

@@ -193,7 +193,8 @@ def distance_text(numbers: RunNumbers) -> str:
     """How far the lengths of trained answers are from those of all that were decided on."""
     if numbers.length_distance is None:
         return "too few answers to say whether long ones are trained as often as short ones"
-    return f"distance {numbers.length_distance:.2f} of the lengths trained from those trained, dropped or cut"
+    decided = "trained, dropped or cut" if numbers.length_cut else "trained or dropped"
+    return f"distance {numbers.length_distance:.2f} of the lengths trained from those {decided}"
 
 
 def workers_text(numbers: RunNumbers) -> Text:

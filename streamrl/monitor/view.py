@@ -117,7 +117,7 @@ class RunView:
         if not self.trained.add(entry):
             return False
         self.failures.trained(entry.cursor)
-        self.lengths.add(entry.histograms)
+        self.lengths.add(entry.histograms, live=self.live)
         if entry.gap is None:
             self._backlog.ledger(entry.cursor, entry.metrics)
         if self.series is not None and entry.gap is None:
@@ -387,6 +387,7 @@ class RunView:
             drops=dict(drops),
             lengths=self.lengths.counts,
             length_distance=self.lengths.distance,
+            length_cut=self.lengths.knows_cut,
             failed_tasks=self.failures.num_tasks,
             newest_error=self.failures.newest,
             swaps=self.swaps,

@@ -11,6 +11,8 @@ from types import MappingProxyType
 _CRITIC = 'there is a critic: `loss.advantage = "ppo"`'
 _TORCH = 'the trainer computes them: `trainer.backend = "torch"`'
 _KEPT_KL = "the policy is held to a reference: `loss.kl`"
+_KL_REWARD = "the KL is taken off the rewards: `loss.kl.reward_coef`"
+_KL_LOSS = "the KL is in the loss: `loss.kl.loss_coef`"
 _FLOAT32 = "`trainer.check_logprobs` looks closer"
 _REJECTS = "`loss.correction.reject` has such a bound"
 _VETO = "`loss.correction.veto` is set"
@@ -25,7 +27,7 @@ CONDITIONS: Mapping[str, str] = MappingProxyType(
         ),
         "train/value_norm": _CRITIC,
         **dict.fromkeys(("rollout/log_probs", "rollout/rollout_log_probs"), _TORCH),
-        **dict.fromkeys(("rollout/kl", "rollout/ref_log_probs", "train/kl_loss"), _KEPT_KL),
+        **{"rollout/kl": _KL_REWARD, "train/kl_loss": _KL_LOSS, "rollout/ref_log_probs": _KEPT_KL},
         "train/opd_reverse_kl": "there is a teacher: `loss.distillation`",
         "train/pg_dual_clipfrac": "`loss.dual_clip` is set",
         "train/sapo_gate": "SAPO is the loss: `loss.policy`",
@@ -42,7 +44,7 @@ CONDITIONS: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("eval/heldout", "tokens/evaluated_total"), _HELD_OUT),
         **dict.fromkeys(("lengths/cut_p50", "lengths/cut_p95"), "one was"),
         **dict.fromkeys(("lengths/dropped_p50", "lengths/dropped_p95"), "one was"),
-        "lengths/distance": "64 answers were trained",
+        "lengths/distance": "64 answers were trained since the start of `up`",
         "producer/slot_wait_room_s": "the stream was full",
         **dict.fromkeys(("engine/restarts_total", "rollout/prefix_cache_hit_rate", "engine/kv_cache_used"), _SGLANG),
         **dict.fromkeys(("engine/prompt_tokens_total", "engine/cached_tokens_total", "engine/retractions_total"), _SGLANG),

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 
 import pytest
+from msgspec.structs import replace
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
@@ -65,6 +66,20 @@ def test_the_board_tells_everything(look: Look, console: Console) -> None:
         "> 4 [red]2",
     ):
         assert words in text, f"{words!r} is not in\n{text}"
+
+
+def test_where_time_and_tokens_went_fits_a_small_screen_and_comes_behind_the_lag(look: Look, console: Console) -> None:
+    shares = {"starvation/trainer": 0.5, "trainer/share/compute": 0.4, "trainer/share/wait_samples": 0.5, "trainer/share/down": 0.001}
+    tokens = {"tokens/sampled_total": 1200.0, "tokens/cut_total": 200.0, "tokens/open": -5.0, "tokens/dropped_total/stale": 30.0}
+    small = Board(replace(look, shares=shares, goodput=tokens), 80, console)
+    text = plain(small.text())
+    assert "starved  trainer 50%" in [line.rstrip() for line in text]
+    assert "trainer  wait samples 50%  compute 40%" in [line.rstrip() for line in text]
+    assert "sampled  all 1.2k  published 0  cut 200  evaluated 0  open -5" in [line.rstrip() for line in text]
+    assert "dropped  30 (stale 30)" in [line.rstrip() for line in text]
+    begin = next(place for place, line in enumerate(text) if line.startswith("time, newest window"))
+    assert plain(Board(look, 80, console).text())[:begin] == text[:begin], "what is looked at first stays"
+    assert len(small.starts) == len(Board(look, 80, console).starts) + 2
 
 
 def test_an_engines_line_says_how_far_it_is_behind_and_how_fast(entry: MakeEntry, console: Console) -> None:

@@ -55,6 +55,17 @@ async def test_a_view_follows_ledger_events_metrics_presence_and_grant(bus: Bus,
         await until(lambda: not view.numbers(elapsed_s=0.0).engines)
 
 
+async def test_reports_from_where_it_is_told_on_count(bus: Bus, run_id: str) -> None:
+    subject, view = Subjects(run_id).metrics("producer-0"), RunView(run_id, series=Series(window_s=1.0))
+    for tokens in (1.0, 10.0, 100.0):
+        await bus.publish(subject, encode(report("producer-0", {"tokens/cut_total": tokens}, time_s=0.0)))
+    async with Follower(bus, view, after=1) as follower:
+        await bus.publish(subject, encode(report("producer-0", {"tokens/cut_total": 1000.0}, time_s=0.0)))
+        await follower.catch_up()
+    (row,) = [row for row in view.take_rows(time.time(), end=True) if row.of == "producer-0"]
+    assert row.values["tokens/cut_total"] == 1110.0
+
+
 async def test_the_end_of_an_earlier_session_is_not_the_end_of_this_one(bus: Bus, run_id: str) -> None:
     subject, finished = Subjects(run_id).events("finished"), encode(Event(kind="finished", worker="trainer-0"))
     await bus.publish(subject, finished)

@@ -64,6 +64,13 @@ def test_a_fork_takes_the_place_of_what_lies_behind_it() -> None:
     assert backlog.tokens(3) == 0.0
 
 
+def test_a_batch_that_closes_where_the_one_before_did_leaves_what_that_has_stored() -> None:
+    backlog = Backlog()
+    for cursor, stored in ((10, 500.0), (10, 0.0)):
+        backlog.ledger(cursor, {"tokens/stored_total": stored, "tokens/waiting": 0.0})
+    assert backlog.tokens(20) == 500.0
+
+
 def test_of_a_run_of_an_earlier_build_tokens_on_the_stream_are_not_known() -> None:
     backlog = Backlog()
     backlog.ledger(10, {})

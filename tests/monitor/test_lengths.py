@@ -5,6 +5,7 @@ from msgspec.structs import replace
 
 from streamrl.core.lengths import distance, histogram
 from streamrl.monitor.lengths import FEWEST, MOST_DECIDED, Lengths, side_by_side
+from streamrl.monitor.screen import distance_text
 from streamrl.monitor.series import Series
 from streamrl.monitor.view import RunView
 from streamrl.schemas.events import MetricReport
@@ -40,6 +41,32 @@ def test_the_newest_answers_weigh_most_and_memory_is_bounded() -> None:
         lengths.add({"lengths/trained": LONG})
     assert lengths.distance is not None and lengths.distance < 0.01
     assert sum(map(sum, lengths.counts.values())) <= 2 * MOST_DECIDED
+
+
+def test_cut_answers_are_compared_with_those_of_their_time() -> None:
+    lengths = Lengths()
+    lengths.add({"lengths/cut": histogram([200] * 2000)})
+    for _ in range(1000):
+        lengths.add({"lengths/trained": SHORT}, live=False)
+    assert (lengths.distance, lengths.knows_cut) == (0.0, False) and "lengths/distance" not in lengths.values
+    assert sum(lengths.counts["lengths/cut"]) == 2000
+    for _ in range(20):
+        lengths.add({"lengths/trained": SHORT})
+    assert lengths.knows_cut and lengths.values["lengths/distance"] == pytest.approx(0.5)
+    lengths.forget_ledger()
+    lengths.add({"lengths/trained": SHORT}, live=False)
+    assert (lengths.distance, lengths.knows_cut) == (0.0, False)
+    assert sum(lengths.counts["lengths/cut"]) == 2000
+
+
+def test_of_history_no_cut_answer_is_spoken_of(entry: MakeEntry) -> None:
+    view = RunView("demo")
+    texts: list[str] = []
+    for live in (False, True):
+        view.live = live
+        view.ledger(as_line(replace(entry(1 + live), histograms={"lengths/trained": SHORT})))
+        texts.append(distance_text(view.numbers(elapsed_s=1.0)))
+    assert [text.partition("from those ")[2] for text in texts] == ["trained or dropped", "trained, dropped or cut"]
 
 
 def test_what_is_no_histogram_of_ours_is_passed_over() -> None:
