@@ -7,7 +7,7 @@ context.checkpoint(data) --> key checkpoints/<task>/<rollout> --> context.resume
 
 A checkpoint saves work and decides nothing: one that cannot be stored is logged and left out, and the episode begins again without it.
 The keys share their stream with the grants and the presence of workers, which a run lives by, so their size is bounded: for one, for all of
-a process, and for all of the run.
+a process, and for all of the run, the last by as much more as its processes store at the same moment (`AT_ONCE`).
 """
 
 from __future__ import annotations

@@ -12,13 +12,14 @@ from msgspec import UNSET
 from streamrl.config.tree import Config
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.ledger import Ledger
-from streamrl.consumers.training.steps import Books, Stepped, same_result
+from streamrl.consumers.training.steps import Books, Stepped, known_reference, same_result
 from streamrl.core.assembly import ages, used
 from streamrl.core.lengths import added, histogram
 from streamrl.core.seeds import run_seed
 from streamrl.errors import Diverged
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.versions import Version
+from streamrl.trainers.protocol import StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def ledger_books(
                 return past.version
             if config.run.numerics == "bitwise":
                 raise Diverged(
-                    f"version {past.version} has digest {past.digest} in the ledger, training it again gave {stepped.result.digest}",
+                    f"version {past.version} has {_digests(stepped.result, past)}",
                     hint=diverged,
                     version=str(past.version),
                 )
@@ -72,6 +73,14 @@ def ledger_books(
         return version
 
     return Books(ledger.at, enter, hint)
+
+
+def _digests(result: StepResult, past: LedgerEntry) -> str:
+    """Of what differs: the policy, or else the reference alone."""
+    of, known, found = "", past.digest, result.digest
+    if known == found:
+        of, known, found = " of the reference", known_reference(past), result.reference
+    return f"digest {known or 'none'}{of} in the ledger, training it again gave {found or 'none'}"
 
 
 def entry_of(stepped: Stepped, version: Version, config: Config, fingerprint: str, *, fence: int = 0) -> LedgerEntry:

@@ -55,7 +55,12 @@ class Stepped(msgspec.Struct, frozen=True, kw_only=True):
 
 def same_result(result: StepResult, entry: LedgerEntry) -> bool:
     """Whether a step gave the parameters that an entry has: the policy's, and the reference's where that is renewed."""
-    return (result.digest, result.reference) == (entry.digest, "" if isinstance(entry.reference, UnsetType) else entry.reference)
+    return (result.digest, result.reference) == (entry.digest, known_reference(entry))
+
+
+def known_reference(entry: LedgerEntry) -> str:
+    """Digest of the reference that an entry has; empty: none."""
+    return "" if isinstance(entry.reference, UnsetType) else entry.reference
 
 
 class Entries(Protocol):

@@ -42,7 +42,7 @@ def model_digests(config: Config, policy: Path, cache: Path, note: Callable[[str
         note: is told when much has to be read.
 
     Raises:
-        ConfigError: a file cannot be read.
+        ConfigError: a file cannot be read, or a folder not be listed.
     """
     loss = config.loss
     named = {
@@ -51,7 +51,7 @@ def model_digests(config: Config, policy: Path, cache: Path, note: Callable[[str
         "loss.critic.path": loss.critic.path,
         "loss.distillation.teacher": loss.distillation.teacher,
     }
-    folders = {key: _files(Path(folder)) for key, folder in named.items() if folder and Path(folder).is_dir()}
+    folders = {key: paths for key, folder in named.items() if folder and (paths := _files(Path(folder))) is not None}
     before = _read(cache)
     now = {str(path): _looked_at(path) for paths in folders.values() for path in paths}
     known = {path: file for path, file in before.items() if msgspec.structs.replace(file, digest="") == now.get(path)}
@@ -66,8 +66,12 @@ def model_digests(config: Config, policy: Path, cache: Path, note: Callable[[str
     return {key: _together((path.name, known[str(path)]) for path in paths) for key, paths in folders.items()}
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.suffix in FILES and path.is_file())
+def _files(folder: Path) -> list[Path] | None:
+    """None: there is no such folder."""
+    try:
+        return sorted(path for path in folder.iterdir() if path.suffix in FILES and path.is_file()) if folder.is_dir() else None
+    except OSError as error:
+        raise _unreadable(folder, error, what="folder") from error
 
 
 def _read(cache: Path) -> dict[str, Known]:
@@ -78,7 +82,10 @@ def _read(cache: Path) -> dict[str, Known]:
 
 
 def _looked_at(path: Path) -> Known:
-    stat = path.stat()
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise _unreadable(path, error) from error
     return Known(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev)
 
 
@@ -87,9 +94,15 @@ def _digest(path: str) -> str:
         with Path(path).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise ConfigError(
-            f"expected a file of a model that can be read: {path}: {error.strerror}", hint="give its modes back, or move it away", path=path
-        ) from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path | str, error: OSError, *, what: str = "file") -> ConfigError:
+    return ConfigError(
+        f"expected a {what} of a model that can be read: {path}: {error.strerror}",
+        hint="give its modes back, or move it away",
+        path=str(path),
+    )
 
 
 def _together(files: Iterable[tuple[str, Known]]) -> str:

@@ -82,7 +82,7 @@ def fold(state: FoldState, record: Record, config: FoldConfig) -> tuple[FoldStat
     dead: tuple[DeadLetter, ...] = ()
     match record:
         case Rollouts():
-            lengths = [view.length for view in record.rollouts]
+            lengths = [view.length for view in record.rollouts if not view.demonstration]
             state = replace(state, stored_tokens=state.stored_tokens + sum(lengths))
             problem = _impossible(state, record, config)
             if problem:
@@ -248,17 +248,17 @@ def _impossible_task(state: FoldState, task: int, group_size: int | None, config
 
 
 def _take_rollouts(state: FoldState, record: Rollouts, config: FoldConfig) -> FoldState:
-    lengths = {r.rollout: r.length for r in record.rollouts}
-    names = tuple(lengths)
+    names = tuple(r.rollout for r in record.rollouts)
+    lengths = {r.rollout: r.length for r in record.rollouts if not r.demonstration}
     if state.is_retired(record.task):
         return state.with_drop(Drop(record.sequence, record.task, names, "late"), tuple(lengths.values()))
     task = state.pending.get(record.task) or PendingTask(record.task, record.source, record.group_size, {})
     repeats = tuple(k for k in names if k in task.rollouts or k in task.ended)
     if repeats:
-        state = state.with_drop(Drop(record.sequence, record.task, repeats, "duplicate"), [lengths[k] for k in repeats])
+        state = state.with_drop(Drop(record.sequence, record.task, repeats, "duplicate"), [lengths[k] for k in repeats if k in lengths])
     task, drops, views = admit(task, record.sequence, [view for view in record.rollouts if view.rollout not in repeats], config)
     for drop in drops:
-        state = state.with_drop(drop, [lengths[k] for k in drop.rollouts])
+        state = state.with_drop(drop, [lengths[k] for k in drop.rollouts if k in lengths])
     if len(task.ended) == task.group_size:
         return _retire(state, record.task)
     fresh = {}
@@ -274,7 +274,7 @@ def _take_rollouts(state: FoldState, record: Rollouts, config: FoldConfig) -> Fo
             reward=reward,
             revision=revision,
             arrived=state.version.number,
-            sampled=lengths[view.rollout],
+            sampled=lengths.get(view.rollout, 0),
         )
     if not fresh and not drops:
         return state
@@ -379,7 +379,8 @@ def _drop_group(state: FoldState, task: PendingTask, reason: str, *, retires: bo
     last = max(by_sequence, default=0)
     for sequence, rollouts in sorted(by_sequence.items()):
         drop = Drop(sequence, task.task, tuple(rollouts), reason, retires=retires and sequence == last)
-        state = state.with_drop(drop, [task.rollouts[k].length for k in rollouts])
+        answers = (task.rollouts[k] for k in rollouts)
+        state = state.with_drop(drop, [one.length for one in answers if not one.demonstration])
     return _retire(state, task.task) if retires else state
 
 

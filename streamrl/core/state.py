@@ -192,7 +192,7 @@ class FoldState(msgspec.Struct, frozen=True, kw_only=True, rename={"newest_drops
         return tuple(itertools.chain.from_iterable(reversed(chunks)))[number - begin :]
 
     def with_drop(self, drop: Drop, lengths: Sequence[int] = ()) -> FoldState:
-        """One more of `drops`; `lengths` are those of the answers that it drops."""
+        """One more of `drops`; `lengths` are those of the answers that it drops, demonstrations left out."""
         if lengths:
             known = self.dropped.get(drop.reason, Tally())
             tally = Tally(known.tokens + sum(lengths), added(known.lengths, histogram(lengths)))

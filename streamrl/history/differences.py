@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from streamrl.config.tree import Config
-from streamrl.runtime.run_record import flat_keys
+from streamrl.config.tree import Config, schedule_steps
+from streamrl.runtime.run_record import DECAY_STEPS, flat_keys
 
 _OWN_KEYS = {"run.name", "run.dir", "trainer.name"}
 
@@ -22,8 +22,11 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 def config_differences(a: Config, b: Config) -> tuple[Difference, ...]:
-    """Where two configurations differ, by key. The run's or tap's own name and place do not count, nor do the folders of files."""
-    first, second = flat_keys(msgspec.to_builtins(a)), flat_keys(msgspec.to_builtins(b))
+    """Where two configurations differ, by key. The run's or tap's own name and place do not count, nor do the folders of files.
+
+    The length of the learning rate's schedule is what it comes to, whether it is said or not.
+    """
+    first, second = (flat_keys(msgspec.to_builtins(one)) | {DECAY_STEPS: schedule_steps(one)} for one in (a, b))
     keys = sorted((first.keys() | second.keys()) - _OWN_KEYS)
     return tuple(Difference(key, first.get(key), second.get(key)) for key in keys if _what(first.get(key)) != _what(second.get(key)))
 

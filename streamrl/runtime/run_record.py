@@ -75,7 +75,7 @@ own directory: a run that was moved with them goes on.
 
 `run.steps` is free because the learning rate's schedule has a length of its own, which is not: see `with_decay_steps`.
 """
-_DECAY_STEPS = "trainer.optimizer.decay_steps"
+DECAY_STEPS = "trainer.optimizer.decay_steps"
 
 
 def continued(config: Config, run: RunDir) -> tuple[Config, list[str]]:
@@ -109,7 +109,7 @@ def with_decay_steps(config: Config, run: RunDir) -> tuple[Config, str]:
     if schedule_steps(config) != steps and optimizer.schedule not in ("constant", "inverse_sqrt"):
         text = (
             f"run.steps is {config.run.steps}, the learning rate's schedule still that of the first start, over {steps} batches: "
-            f"its length is {_DECAY_STEPS}, which cannot change once the run has trained"
+            f"its length is {DECAY_STEPS}, which cannot change once the run has trained"
         )
     return replace(config, trainer=replace(config.trainer, optimizer=optimizer)), text
 
@@ -214,7 +214,7 @@ def check_resume(old: RunRecord, new: RunRecord) -> None:
 
 def _decisions(config: Config) -> dict[str, Any]:
     """By dotted key; the schedule's length is said, for the record of a run of an earlier build does not say it."""
-    return flat_keys(json.loads(dump(config))) | {_DECAY_STEPS: schedule_steps(config)}
+    return flat_keys(json.loads(dump(config))) | {DECAY_STEPS: schedule_steps(config)}
 
 
 def _what(record: RunRecord, key: str, value: Any) -> Any:

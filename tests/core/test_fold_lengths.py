@@ -74,6 +74,20 @@ def test_demonstrations_are_sampled_by_nobody() -> None:
     assert (s.state.stored_tokens, s.state.waiting_tokens) == (0, 0)
 
 
+def test_demonstrations_that_are_dropped_are_no_answers_of_no_length() -> None:
+    s = Stream(config(1, warmup_steps=1))
+    s.demonstration(0)
+    s.demonstration(0)
+    s.end(0)
+    s.demonstration(0)
+    s.demonstration(99)
+    s.demonstration(1)
+    s.train()
+    s.demonstration(s.state.granted - 1)
+    assert [drop.reason for drop in s.state.drops] == ["poison"]
+    assert s.state.dropped == {}
+
+
 def test_a_state_of_an_earlier_build_takes_the_trained_tokens_for_all() -> None:
     s = Stream(config(2))
     s.group(0)

@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from streamrl.config.load import override
+from streamrl.config.tree import Config, DataConfig, RunConfig
 from streamrl.history.branch_run import train_branch
 from streamrl.history.compare import compare, compare_runs, print_comparison, write_comparison
+from streamrl.history.differences import config_differences
 from streamrl.history.replay import Range
 from streamrl.history.source import open_source
 from tests.history.conftest import Recorded
@@ -48,3 +51,10 @@ async def test_what_differs_in_the_configurations_is_said(recorded: Recorded, tm
     before = recorded.config.loss.clip_low
     assert f"configurations differ:\n  loss.clip_low: {before} | 0.1\n" in capsys.readouterr().out
     assert (await compare_runs(str(recorded.path), str(recorded.path), base=tmp_path)).differences == ()
+
+
+def test_a_schedule_of_the_same_length_is_the_same_whether_that_is_said_or_not() -> None:
+    config = Config(run=RunConfig(steps=40), data=DataConfig(train="x"))
+    assert config_differences(config, override(config, ["trainer.optimizer.decay_steps=40"])) == ()
+    [other] = config_differences(config, override(config, ["trainer.optimizer.decay_steps=50"]))
+    assert (other.key, other.a, other.b) == ("trainer.optimizer.decay_steps", 40, 50)

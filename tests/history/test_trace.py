@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -16,8 +17,9 @@ from streamrl.cli import main
 from streamrl.errors import ConfigError
 from streamrl.history.ledger_search import first_entry
 from streamrl.history.record_log import RecordedLog
+from streamrl.history.trace_deliveries import with_deliveries
 from streamrl.history.trace_find import TaskFinder, ends, names
-from streamrl.history.trace_life import Life
+from streamrl.history.trace_life import Claimed, Life
 from streamrl.history.trace_task import life_of
 from streamrl.history.trace_text import WIDTH, life_text
 from streamrl.history.trace_window import WindowReader
@@ -27,6 +29,7 @@ from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.columns import FORMER_NAME
 from streamrl.schemas.control import WorkerPresence
 from streamrl.schemas.decoding import decode_samples
+from streamrl.schemas.events import MetricReport
 from streamrl.schemas.ledger import Drop, Gap, LedgerEntry, Used
 from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.subjects import HEADER_SCHEMA, LEDGER, SAMPLES, Subjects, kind_of
@@ -210,6 +213,21 @@ async def test_a_task_that_its_producer_has_only_taken_off_the_queue() -> None:
     for lease in await bus.claim("main", max=6, wait_s=1.0):
         await lease.done()
     assert "stored nothing" in (await trace(bus)).detail
+
+
+async def test_a_report_that_cannot_be_read_hides_no_other_delivery() -> None:
+    bus = await made()
+    now = time.time()
+    for worker, body in (
+        ("producer-0", encode(MetricReport(worker="producer-0", time_s=now, tasks=(4,)))),
+        ("producer-1", b"no report"),
+        ("producer-2", encode(MetricReport(worker="producer-2", time_s=now, tasks=(3, 4)))),
+    ):
+        await bus.publish(SUBJECTS.metrics(worker), body)
+    claim = Claimed(issued_s=now - 5.0, producer="producer-3", claimed_s=now + 5.0, deliveries=3)
+    life = await with_deliveries(msgspec.structs.replace(await trace(bus), claim=claim), bus)
+    assert life.claim is not None
+    assert [one.producer for one in life.claim.earlier] == ["producer-0", "producer-2"]
 
 
 @pytest.mark.parametrize("reason", ["failed", "expired", "lost", "stale", "zero_variance"])

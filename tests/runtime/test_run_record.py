@@ -176,6 +176,15 @@ def test_files_of_a_model_are_read_as_a_whole_and_again_only_after_a_change(tmp_
     assert digests() != third
 
 
+def test_a_folder_of_a_model_that_cannot_be_looked_at_is_named(tmp_path: Path) -> None:
+    """By a name that no file may have; so a folder of another user's fails, too."""
+    folder = str(tmp_path / ("x" * 300))
+    config = Config(loss=LossConfig(kl=KLConfig(reference=folder)))
+    with raises(ConfigError, path=folder) as caught:
+        model_digests(config, tmp_path / "none", tmp_path / "cache")
+    assert "can be read" in caught.value.message
+
+
 def test_a_key_that_came_later_is_off() -> None:
     tree = json.loads(dump(Config()))
     del tree["tasks"]["hold_ahead"], tree["debug"]
