@@ -136,26 +136,21 @@ class TorchTrainer:
         """
         check_batch(batch)
         self._update.budget = batch.micro_tokens or self._micro_tokens
-        while (result := self._attempt(batch)) is None:
+        while True:
+            try:
+                objective, learns = self._begin(batch)
+                done = self._update.run(batch, objective, self._learning_rate(batch), learns=learns)
+                return self._result(batch, objective, done)
+            except torch.OutOfMemoryError as error:
+                self._check_repeatable(batch, error)
+            # Only here the error, whose frames hold on to the pass's memory, is gone.
+            self._update.discard()
+            if self._policy.device.type == "cuda":
+                torch.cuda.empty_cache()
             self._update.budget //= 2
-        return result
 
-    def _attempt(self, batch: TrainBatch) -> StepResult | None:
-        """The step, or None where it is to be repeated with half the budget; raises OutOfMemory."""
-        try:
-            return self._train(batch)
-        except torch.OutOfMemoryError as error:
-            budget, longest = self._update.budget, int(np.diff(batch.offsets).max())
-            half = budget // 2 if budget > longest else 0
-            if not half or self._update.wrote or self._parallel.ranks > 1:
-                raise _out_of_memory(batch, budget, half, longest, str(error)) from error
-        # Only here the error, whose frames hold on to the pass's memory, is gone.
-        self._update.discard()
-        if self._policy.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return None
-
-    def _train(self, batch: TrainBatch) -> StepResult:
+    def _begin(self, batch: TrainBatch) -> tuple[Objective, bool]:
+        """The batch's objective, and whether the policy learns from it; begun again where a step is repeated."""
         if self._reference is not None and self._reference.due(batch):
             self._reference.renew(self.digest())
         self._known = None
@@ -163,9 +158,17 @@ class TorchTrainer:
         if batch.kind != self._stage:
             self._optimizer.reset()
             self._stage = batch.kind
-        learns = batch.kind == "sft" or batch.stage_step >= self._loss.critic.only_steps
         self._recheck.keep(batch.version.number)
-        done = self._update.run(batch, objective, self._learning_rate(batch), learns=learns)
+        return objective, batch.kind == "sft" or batch.stage_step >= self._loss.critic.only_steps
+
+    def _check_repeatable(self, batch: TrainBatch, error: torch.OutOfMemoryError) -> None:
+        """Raise OutOfMemory unless the step may be repeated with half the budget."""
+        budget, longest = self._update.budget, int(np.diff(batch.offsets).max())
+        half = budget // 2 if budget > longest else 0
+        if not half or self._update.wrote or self._parallel.ranks > 1:
+            raise _out_of_memory(batch, budget, half, longest, str(error)) from error
+
+    def _result(self, batch: TrainBatch, objective: Objective, done: Updated) -> StepResult:
         metrics = {**objective.metrics, **done.metrics}
         score = answer_probability(batch, done.logprobs) if batch.kind == "sft" else None
         if score is not None:
