@@ -6,6 +6,8 @@ import os
 from collections import deque
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from streamrl.monitor.metrics_file import decoded, newest_file
 from streamrl.monitor.metrics_read import whole_lines
 from streamrl.monitor.series import BATCH, RUN, WINDOW, Row
@@ -53,7 +55,7 @@ class Recent:
         found: dict[str, float] = {}
         for row in self._rows:
             for name, value in row.values.items():
-                if name.startswith("tokens/") and METRICS[name].reduction == Reduction.SUM:
+                if name in METRICS and METRICS[name].reduction == Reduction.SUM:
                     found[name] = found.get(name, 0.0) + value
         return found | {name: row.values[name] for row in self._rows for name in (_OPEN, _WAITING) if name in row.values}
 
@@ -68,11 +70,16 @@ class Recent:
             file.seek(max(self._offset, state.st_size - _LOOK_BACK))
             for line in whole_lines(file):
                 row = decoded(line) if _OF_RUN in line[:_HEAD_BYTES] else None
-                if row is not None and row.of == RUN and row.kind in (BATCH, WINDOW) and row.values.keys() <= METRICS.keys():
-                    self._rows.append(row)
+                if row is not None and row.of == RUN and row.kind in (BATCH, WINDOW):
+                    self._rows.append(replace(row, values=shares_of(row.values) | tokens_of(row.values)))
             self._offset = file.tell()
 
 
 def shares_of(values: dict[str, float]) -> dict[str, float]:
     """Those of a window that are shares of time."""
     return {name: value for name, value in values.items() if "/share/" in name or name.startswith("starvation/")}
+
+
+def tokens_of(values: dict[str, float]) -> dict[str, float]:
+    """Those that count tokens."""
+    return {name: value for name, value in values.items() if name.startswith("tokens/")}

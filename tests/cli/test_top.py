@@ -134,14 +134,14 @@ async def test_a_run_on_a_terminal_through_resize_keys_and_the_death_of_its_serv
 
 async def test_once_as_text_and_json_and_of_a_run_that_is_over(streamrl: Start, place: Path) -> None:
     run = RunDir(place / "runs" / "digits")
-    up = await streamrl("up", "run.toml", "--plain", *LONG, stdout=asyncio.subprocess.DEVNULL)
+    up = await streamrl("up", "run.toml", "--plain", *LONG, "--set", "metrics.window_s=2", stdout=asyncio.subprocess.DEVNULL)
     await until(lambda: run.exists, within_s=60)
 
     async def ledger_begins() -> dict[str, object]:
         while True:
             look = await answer(await streamrl("top", "digits", "--json"))
             numbers = look["numbers"]
-            if numbers and numbers["step"] + numbers["warmup_step"] > 3:
+            if numbers and numbers["step"] + numbers["warmup_step"] > 3 and look["shares"]:
                 return look
             await asyncio.sleep(0.5)
 
@@ -150,6 +150,9 @@ async def test_once_as_text_and_json_and_of_a_run_that_is_over(streamrl: Start, 
     assert isinstance(numbers, dict)
     assert (look["run"], look["state"], look["away"]) == ("digits", "running", "")
     assert [engine["engine"].startswith("engine-0") for engine in numbers["engines"]] == [True]
+    shares, goodput = look["shares"], look["goodput"]
+    assert isinstance(shares, dict) and {"starvation/trainer", "engine/share/decode", "producer/share/tools"} <= shares.keys()
+    assert isinstance(goodput, dict) and {"tokens/sampled_total", "tokens/open"} <= goodput.keys()
     code, out, err = await said(await streamrl("top", "digits", "--once", env={"COLUMNS": "80"}))
     assert (code, err) == (0, "")
     assert out.startswith("streamrl digits  ") and "engine-0" in out and "\x1b" not in out
