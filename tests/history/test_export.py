@@ -23,7 +23,10 @@ from streamrl.data.model import ensure_model
 from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError, WeightSyncError
 from streamrl.history.export import Found, choose, export, find_versions
 from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.codec import decode
+from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
 from streamrl.trainers.checkpoints import write_directory
 from streamrl.trainers.torch.checkpoint import digest_of
@@ -226,5 +229,23 @@ async def test_a_run_that_is_stopped_leaves_its_newest_version_where_that_is_ask
                 await asyncio.sleep(0.05)
         newest = (await read_ledger(bus, "stopped"))[-1].version.number
         assert [path.name for path in run.hf.iterdir()] == ([f"v{newest:08d}"] if every else [])
+    finally:
+        await bus.close()
+
+
+async def test_a_disk_that_is_full_for_an_export_ends_no_training(tmp_path: Path) -> None:
+    """A file lies where its directory would; what is written between is left out, and the end's is an error."""
+    run, config = make_run(tmp_path, table_config(tmp_path, run={"name": "full", "steps": 4}, trainer={"export_every": 1}))
+    ensure_model(config, run.model_dir)
+    shutil.rmtree(run.hf)
+    run.hf.touch()
+    bus = MemoryBus("full", config.bus)
+    try:
+        with pytest.raises(TrainingError, match="v0000"):
+            await run_to_end(config, run, bus)
+        versions = [entry.version.number for entry in await read_ledger(bus, "full")]
+        newest = await bus.last(Subjects("full").events("notice"))
+        assert versions[-1] >= 4 and newest is not None
+        assert f"version 0.{versions[-1]} is not exported" in str(decode(newest.body, Event).detail)
     finally:
         await bus.close()
