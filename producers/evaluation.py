@@ -31,7 +31,7 @@ from streamrl.runtime.retries import pause_s
 from streamrl.runtime.worker import farewell
 from streamrl.schemas.codec import decode
 from streamrl.schemas.control import EVALUATION_ROLE, ROLLOUT_ROLE
-from streamrl.schemas.events import Event
+from streamrl.schemas.events import NUMERICS_EVENT, Event
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import EVENTS, LEDGER
 from streamrl.schemas.tasks import RolloutTask
@@ -155,7 +155,7 @@ async def _follow(
     after = (await bus.state(EVENTS)).last
     ended = await _last_event(worker, FINISHED)
     last_evaluated = before["version"] if before and before.get("final") else None
-    if ended is not None and newest is not None and ended["version"] != last_evaluated:
+    if ended is not None and newest is not None and ended["version"] != last_evaluated and await _still_over(worker, ended):
         # This evaluator died after the run's end and before its last evaluation; but an end that the ledger has gone past was a former one.
         entry = decode(newest.body, LedgerEntry, where="the ledger's end")
         if str(entry.version) == ended["version"]:
@@ -170,6 +170,19 @@ async def _follow(
     tasks = [group.create_task(entries()), group.create_task(end())]
     await caught_up.wait()
     return tasks
+
+
+async def _still_over(worker: Worker, ended: dict[str, Any]) -> bool:
+    """Whether nothing follows the end that event `finished` tells of: `run.steps` may be raised, and another limit be gone by now."""
+    limits = worker.config.run
+    if ended.get("steps", 0) >= limits.steps:
+        return True
+    if not (limits.max_seconds or limits.until_reward):
+        return False
+    # It was another limit; but a trainer that has begun since then tells of its own end.
+    events = [await worker.bus.last(worker.subjects.events(kind)) for kind in (FINISHED, NUMERICS_EVENT)]
+    finished, began = (0 if event is None else event.sequence for event in events)
+    return finished > began
 
 
 async def _last_event(worker: Worker, kind: str) -> dict[str, Any] | None:

@@ -42,7 +42,7 @@ from streamrl.consumers.training.stream_fold import StreamFold
 from streamrl.core.fold import Effects
 from streamrl.core.fold_config import fold_config
 from streamrl.core.state import FoldState, initial_state
-from streamrl.errors import Conflict, OutOfMemory
+from streamrl.errors import Conflict, OutOfMemory, TrainingError
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import Grant, MicroBudget
@@ -234,12 +234,19 @@ class LiveTrainer:
                 self._token_weights.put(state.version, stepped.arrays, stepped.result.tokens)
             every = self.config.trainer.export_every
             if (stepped.before.warmup_end is None and state.warmup_end is not None) or (every and state.version.number % every == 0):
-                self.export(state.version)
+                self._export_between(state.version)
             self._grant(state.grant)
             if state.version.number >= ledger.last_number:
                 self._offer(state.version, stepped.result.digest)
             with self.call.clock.within("checkpoint"):
                 saver.after_step(state)
+
+    def _export_between(self, version: Version) -> None:
+        """It decides nothing, so training goes on without; the run's end has one of its own."""
+        try:
+            self.export(version)
+        except TrainingError as error:
+            self.say(f"version {version} is not exported: {error.message}")
 
     def _wait(self, saver: Checkpointer, state: FoldState) -> None:
         self._doing(f"waits for samples: {len(state.pending)} groups have begun to come, a batch is {self.config.tasks.batch_tasks}")

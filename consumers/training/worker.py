@@ -75,7 +75,7 @@ def train(worker: Worker, call: Caller) -> tuple[FoldState, bool] | None:
     )
 
     def export(version: Version) -> None:
-        path = run_dir.hf / f"v{version.number:08d}"
+        path = run_dir.export_path(version)
         if not path.exists():
             trainer.export(path)
 

@@ -36,7 +36,7 @@ async def _export(arguments: argparse.Namespace) -> int:
     async with open_bus(run) as bus:
         found = await find_versions(config, bus, run.checkpoints)
         version = choose(found, arguments.version)
-        out = arguments.out or run.hf / f"v{version.number:08d}"
+        out = arguments.out or run.export_path(version)
         whence = await export(config, bus, ensure_model(config, run.model_dir), found, version, out)
     if arguments.json:
         print(json.dumps({"run": run.name, "version": str(version), "from": whence, "path": str(out)}))

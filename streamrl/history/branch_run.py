@@ -73,7 +73,7 @@ async def train_branch(
                 num_tokens=vocab_size(source.model_dir),
             )
             if entries:
-                trainer.export(run.hf / f"v{entries[-1].version.number:08d}")
+                trainer.export(run.export_path(entries[-1].version))
             return entries
 
     try:

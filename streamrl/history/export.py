@@ -10,7 +10,9 @@ import asyncio
 import bisect
 import contextlib
 import json
+import logging
 import math
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +26,7 @@ from streamrl.bus.reading import stretch
 from streamrl.config.system import reserve
 from streamrl.config.tree import Config
 from streamrl.consumers.training.calls import Caller
-from streamrl.errors import ConfigError, WeightSyncError
+from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError, WeightSyncError
 from streamrl.schemas.codec import decode
 from streamrl.schemas.subjects import WEIGHTS, Subjects
 from streamrl.schemas.versions import Version
@@ -38,6 +40,8 @@ from streamrl.weights.blobs import PartStore
 from streamrl.weights.delta import BLOCK_ELEMENTS, apply_block, read_blocks
 from streamrl.weights.links import routes
 from streamrl.weights.ranks import placed
+
+logger = logging.getLogger(__name__)
 
 WEIGHTS_FILE = "model.safetensors"
 _TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -101,11 +105,15 @@ async def export(config: Config, bus: Bus, model_dir: Path, found: Found, versio
 
     Raises:
         ConfigError: `out` is there already.
-        CheckpointDamaged: the checkpoint is not what was written.
+        CheckpointDamaged: the checkpoint is not what was written, and its bytes are not on the bus.
         WeightSyncError: the bytes on the bus do not give the version's digests.
-        TrainingError: it cannot be written.
+        TrainingError: it cannot be written, or is of a type that it cannot be described by.
     """
-    checkpoint, call = found.checkpoints.get(version), Caller(asyncio.get_running_loop())
+    if await asyncio.to_thread(out.exists):
+        raise _there_already(out)
+    checkpoint, call = await asyncio.to_thread(_whole, found, version), Caller(asyncio.get_running_loop())
+    hidden = out.with_name(f".{out.name}.exported")
+    # Not by the name that a trainer writes the same directory under: whoever comes second takes what the first has begun for left over.
 
     def write(directory: Path) -> None:
         if checkpoint is not None:
@@ -120,16 +128,17 @@ async def export(config: Config, bus: Bus, model_dir: Path, found: Found, versio
         _describe(model_dir, directory, dtype)
 
     def work() -> None:
-        if out.exists():
-            raise ConfigError(f"expected a new directory, got {out}, which is there already", hint="name another with --out", path=str(out))
-        if checkpoint is not None:
-            check_files(checkpoint)
         if config.trainer.tabular:
             trainer = make_trainer(config, model_dir)
             trainer.load(found.checkpoints[version])
-            trainer.export(out)
+            trainer.export(hidden)
         else:
-            write_directory(out, write)
+            write_directory(hidden, write)
+        try:
+            os.rename(hidden, out)
+        except OSError as error:
+            shutil.rmtree(hidden)
+            raise _there_already(out) from error
 
     await asyncio.to_thread(work)
     return f"checkpoint {checkpoint.name}" if checkpoint is not None else "the bus"
@@ -156,6 +165,7 @@ class NewFile:
 
     Raises:
         OSError: there is no room.
+        TrainingError: a tensor is of a type that no trainer here writes.
     """
 
     def __init__(self, path: Path, tensors: Sequence[TensorSpec]) -> None:
@@ -164,6 +174,8 @@ class NewFile:
         self._places: dict[str, int] = {}
         end = 0
         for spec in self._tensors:
+            if spec.dtype not in _TYPES:
+                raise _other_type(spec.name, spec.dtype)
             header[spec.name] = {"dtype": _TYPES[spec.dtype], "shape": spec.shape, "data_offsets": [end, end + spec.nbytes]}
             self._places[spec.name] = end
             end += spec.nbytes
@@ -232,12 +244,38 @@ def _way(manifest: Manifest, stored: set[str]) -> Way | None:
     return next((way for way in ways if all(part.location in stored for link in way for part in link.parts)), None)
 
 
+def _there_already(out: Path) -> ConfigError:
+    return ConfigError(f"expected a new directory, got {out}, which is there already", hint="name another with --out", path=str(out))
+
+
+def _whole(found: Found, version: Version) -> Path | None:
+    """The version's checkpoint, read through; None: there is none, or it is damaged and the bytes are on the bus."""
+    checkpoint = found.checkpoints.get(version)
+    if checkpoint is None:
+        return None
+    try:
+        check_files(checkpoint)
+    except CheckpointDamaged as error:
+        if version not in found.log:
+            raise
+        logger.warning("event=checkpoint_passed_over error=%s", error.message)
+        return None
+    return checkpoint
+
+
 def _first_type(path: Path) -> str:
-    """Type of the first tensor of a safetensors file."""
+    """Type of the first tensor of a safetensors file; raises TrainingError for one that no trainer here writes."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    first = next(value["dtype"] for name, value in header.items() if name != "__metadata__")
-    return next(name for name, short in _TYPES.items() if short == first)
+    first = next((value["dtype"] for name, value in header.items() if name != "__metadata__"), "no tensor")
+    for name, short in _TYPES.items():
+        if short == first:
+            return name
+    raise _other_type(path.name, first)
+
+
+def _other_type(where: str, got: str) -> TrainingError:
+    return TrainingError(f"expected weights of type {' or '.join(_TYPES)} in {where}, got {got}")
 
 
 def _describe(model_dir: Path, directory: Path, dtype: str) -> None:

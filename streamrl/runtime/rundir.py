@@ -14,6 +14,7 @@ from streamrl.config.secret_options import SecretOptions, with_secrets
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError, LaunchError
 from streamrl.schemas.subjects import RUN_ID, check_name
+from streamrl.schemas.versions import Version
 
 
 class RunDir:
@@ -68,6 +69,10 @@ class RunDir:
     def sink_dir(self, kind: str) -> Path:
         """Folder of one sink."""
         return self.sinks / kind
+
+    def export_path(self, version: Version) -> Path:
+        """Where a version's policy is saved: a number of another epoch is another policy."""
+        return self.hf / (f"v{version.number:08d}" + (f"-e{version.epoch}" if version.epoch else ""))
 
     def role_path(self, role: str) -> Path:
         """How to reach the bus with a role's credentials."""

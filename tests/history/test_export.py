@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import resource
 import shutil
 from collections.abc import AsyncIterator
@@ -22,8 +23,12 @@ from streamrl.data.model import ensure_model
 from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError, WeightSyncError
 from streamrl.history.export import Found, choose, export, find_versions
 from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.codec import decode
+from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
+from streamrl.trainers.checkpoints import write_directory
 from streamrl.trainers.torch.checkpoint import digest_of
 from tests.history.test_critic import ppo_config
 from tests.kill.world import table_config
@@ -118,7 +123,8 @@ async def test_what_is_not_there_is_named_and_what_is_there_is_not_replaced(made
     with (broken / "model.safetensors").open("r+b") as file:
         file.truncate(1000)
     with pytest.raises(CheckpointDamaged):
-        await made.export(made.newest, tmp_path / "none", checkpoints={made.newest: broken})
+        await made.export(made.newest, tmp_path / "none", checkpoints={made.newest: broken}, log={})
+    assert await made.export(made.newest, tmp_path / "whole", checkpoints={made.newest: broken}) == "the bus"
     manifest, way = made.found.log[made.newest]
     for link in {*way, *manifest.links["bus"]}:
         for part in link.parts if link.version == made.newest else ():
@@ -144,6 +150,56 @@ async def test_a_disk_without_room_is_left_as_it_was(made: Exported, tmp_path: P
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert not (tmp_path / "full").exists() and nothing_beside(tmp_path / "full")
+
+
+def small(tmp_path: Path, dtype: str = "F32") -> tuple[Found, Version, Path]:
+    """A checkpoint of one tensor, and the folder of its model."""
+    checkpoint, model = tmp_path / "main-v00000003-e0", tmp_path / "model"
+    for folder in (checkpoint, model):
+        folder.mkdir()
+    header = json.dumps({"one": {"dtype": dtype, "shape": [2], "data_offsets": [0, 8]}}).encode()
+    (checkpoint / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    (model / "config.json").write_text("{}")
+    version = Version(0, 3)
+    return Found({version: checkpoint}, {}), version, model
+
+
+async def test_weights_of_another_type_are_refused_by_name(tmp_path: Path) -> None:
+    found, version, model = small(tmp_path, "I32")
+    with pytest.raises(TrainingError, match="got I32"):
+        await export(Config(), MemoryBus("types"), model, found, version, tmp_path / "out")
+    assert not (tmp_path / "out").exists() and nothing_beside(tmp_path / "out")
+
+
+async def test_a_trainer_that_writes_the_same_directory_is_not_disturbed(tmp_path: Path) -> None:
+    found, version, model = small(tmp_path)
+    out = tmp_path / "hf" / "v00000003"
+    asked: list[str] = []
+
+    def write(directory: Path) -> None:
+        (directory / "first").touch()
+        asked.append(asyncio.run(export(Config(), MemoryBus("beside"), model, found, version, out)))
+        (directory / "last").touch()
+
+    await asyncio.to_thread(write_directory, out, write)
+    assert asked == ["checkpoint main-v00000003-e0"]
+    assert {path.name for path in out.iterdir()} == {"first", "last"} and nothing_beside(out)
+
+
+async def test_a_directory_that_comes_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, version, model = small(tmp_path)
+    out = tmp_path / "v00000003"
+
+    def others(source: Path, target: Path) -> None:
+        copy(source, target)
+        out.mkdir(exist_ok=True)
+        (out / "others").touch()
+
+    copy = shutil.copyfile
+    monkeypatch.setattr(shutil, "copyfile", others)
+    with raises(ConfigError, path=str(out)):
+        await export(Config(), MemoryBus("meanwhile"), model, found, version, out)
+    assert [path.name for path in out.iterdir()] == ["others"] and nothing_beside(out)
 
 
 async def test_a_table_is_exported_from_its_checkpoint(tmp_path: Path) -> None:
@@ -173,5 +229,23 @@ async def test_a_run_that_is_stopped_leaves_its_newest_version_where_that_is_ask
                 await asyncio.sleep(0.05)
         newest = (await read_ledger(bus, "stopped"))[-1].version.number
         assert [path.name for path in run.hf.iterdir()] == ([f"v{newest:08d}"] if every else [])
+    finally:
+        await bus.close()
+
+
+async def test_a_disk_that_is_full_for_an_export_ends_no_training(tmp_path: Path) -> None:
+    """A file lies where its directory would; what is written between is left out, and the end's is an error."""
+    run, config = make_run(tmp_path, table_config(tmp_path, run={"name": "full", "steps": 4}, trainer={"export_every": 1}))
+    ensure_model(config, run.model_dir)
+    shutil.rmtree(run.hf)
+    run.hf.touch()
+    bus = MemoryBus("full", config.bus)
+    try:
+        with pytest.raises(TrainingError, match="v0000"):
+            await run_to_end(config, run, bus)
+        versions = [entry.version.number for entry in await read_ledger(bus, "full")]
+        newest = await bus.last(Subjects("full").events("notice"))
+        assert versions[-1] >= 4 and newest is not None
+        assert f"version 0.{versions[-1]} is not exported" in str(decode(newest.body, Event).detail)
     finally:
         await bus.close()

@@ -16,7 +16,7 @@ from streamrl.producers.evaluation import Schedule, main
 from streamrl.runtime.kinds import num_workers
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import EnginePresence, WorkerPresence
-from streamrl.schemas.events import Event
+from streamrl.schemas.events import NUMERICS_EVENT, Event
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import EVENTS, PREFIX_PRESENCE
 from streamrl.schemas.tasks import Sampling
@@ -172,7 +172,7 @@ async def test_a_restarted_evaluator_does_what_is_left(loop: Loop, config: Confi
             await evaluations(loop, 1)
         # While it is away the run ends.
         await trained(loop, config, 2, warm=True)
-        await worker.event("finished", {"version": "0.2"})
+        await worker.event("finished", {"version": "0.2", "steps": config.run.steps})
         async with asyncio.timeout(20):
             await main(loop.worker(kind="evaluator", config=config))
         assert [(e["version"], e["final"]) for e in await evaluations(loop, 2)] == [("0.1", False), ("0.2", True)]
@@ -181,6 +181,39 @@ async def test_a_restarted_evaluator_does_what_is_left(loop: Loop, config: Confi
         async with loop.serving(main, again):
             await trained(loop, config, 3, warm=True)
             assert [(e["version"], e["final"]) for e in await evaluations(loop, 3)][2] == ("0.3", False)
+
+
+@pytest.mark.parametrize("until_reward", [0.0, 0.5])
+async def test_an_end_before_more_steps_is_none(loop: Loop, config: Config, until_reward: float) -> None:
+    """Whose last evaluation was never done; at the limit of the reward a trainer has begun since."""
+    config = replace(config, run=replace(config.run, steps=9, until_reward=until_reward))
+    logits = script(loop.tokenizer, {(0, "<|assistant|>"): "7"})
+    worker = loop.worker(kind="evaluator", config=config)
+    async with loop.engine(logits) as engine:
+        await serve_logits(engine, logits, Version(0, 3))
+        await trained(loop, config, 1, warm=True)
+        await trained(loop, config, 2, warm=True)
+        await worker.event("finished", {"version": "0.2", "steps": 2})
+        if until_reward:
+            await worker.event(NUMERICS_EVENT, {})
+        async with loop.serving(main, worker):
+            await evaluations(loop, 1)
+            await trained(loop, config, 3, warm=True)
+            assert [(e["version"], e["final"]) for e in await evaluations(loop, 2)] == [("0.1", False), ("0.3", False)]
+
+
+async def test_an_end_by_another_limit_is_evaluated_after_a_restart(loop: Loop, config: Config) -> None:
+    config = replace(config, run=replace(config.run, steps=9, until_reward=0.5))
+    logits = script(loop.tokenizer, {(0, "<|assistant|>"): "7"})
+    worker = loop.worker(kind="evaluator", config=config)
+    async with loop.engine(logits) as engine:
+        await serve_logits(engine, logits, Version(0, 2))
+        await worker.event(NUMERICS_EVENT, {})
+        await trained(loop, config, 2, warm=True)
+        await worker.event("finished", {"version": "0.2", "steps": 2})
+        async with asyncio.timeout(20):
+            await main(worker)
+        assert [(e["version"], e["final"]) for e in await evaluations(loop, 1)] == [("0.2", True)]
 
 
 async def test_engines_of_its_own_answer_at_the_version_that_is_due_while_the_others_serve_the_newest(loop: Loop, config: Config) -> None:

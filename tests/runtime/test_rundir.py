@@ -9,6 +9,7 @@ from streamrl.config.files import write_private
 from streamrl.config.tree import Config, ModelConfig, RunConfig
 from streamrl.errors import ConfigError, LaunchError, SchemaError
 from streamrl.runtime.rundir import RunDir, known_runs
+from streamrl.schemas.versions import Version
 from tests.support.errors import raises
 
 
@@ -82,3 +83,8 @@ def test_files_are_replaced_in_one_step(tmp_path: Path) -> None:
     write_private(tmp_path / "x", b"two")
     assert (tmp_path / "x").read_bytes() == b"two"
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_number_of_another_epoch_is_exported_beside_it(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert [run.export_path(Version(epoch, 20)).name for epoch in (0, 1)] == ["v00000020", "v00000020-e1"]
