@@ -49,6 +49,26 @@ def test_rows_are_taken_once_whatever_a_listing_has(run: RunDir, monkeypatch: py
         assert index.columns("batch", ["version"])["version"].tolist() == list(range(1, files.number + 1))
 
 
+def test_a_new_file_with_the_inode_of_one_that_has_gone_is_read_from_its_beginning(run: RunDir) -> None:
+    """ext4 gives the inode of the oldest file, which goes, to the next new one."""
+    current, gone = run.metrics / CURRENT, run.path / "gone"
+    write(run, batches(1, 5))
+    with open_index(run) as index:
+        read(index)
+    current.rename(gone)
+    write(run, batches(6, 9))
+    current.rename(run.metrics / "metrics-000002.jsonl")
+    write(run, batches(10, 30))
+    rows = current.read_bytes()
+    current.unlink()
+    gone.write_bytes(rows)
+    gone.rename(current)
+    for _ in range(2):
+        with open_index(run) as index:
+            read(index)
+            assert index.columns("batch", ["version"])["version"].tolist() == list(range(1, 31))
+
+
 def test_a_fork_replaces_the_batches_that_it_makes_void(run: RunDir) -> None:
     write(run, [*batches(1, 9), *batches(5, 6, epoch=1, reward=1.0)])
     with open_index(run) as index:
