@@ -13,7 +13,7 @@ from streamrl.telemetry.names import DROP_REASONS, OTHER_REASON
 
 TRAINED, DROPPED = "trained", "dropped"
 MOST_HITS = 300
-"""Samples that one answer has."""
+"""Samples after which an answer ends, with the message that they are in."""
 _AROUND = 80
 
 
@@ -55,15 +55,17 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
     samples: list[Hit]
     batches: int
-    """That were looked at."""
+    """That were begun."""
     num_samples: int
-    """In them."""
+    """That were looked at in them."""
     missing: int
-    """Messages that the stream has no more, or that were too many to be read."""
+    """Messages that the stream has no more, or that cannot be read."""
     first: int
     """Number of the oldest version that was looked at; 0: none was."""
     more: int | None
-    """Number of the next older one; None: there is none."""
+    """Number of the version to go on with; None: there is none."""
+    skip: int
+    """Messages of its batch that were looked at already."""
 
 
 _Text = Annotated[str, Meta(max_length=1000)]

@@ -249,17 +249,17 @@ class Page:
         return _json(await self._samples.batch(int(request.match_info["number"])))
 
     async def _get_samples(self, request: web.Request) -> web.Response:
-        """`?upto=&batches=&...`, and the fields of `streamrl.page.search.Wanted`: samples of several batches, the newest first."""
+        """`?upto=&skip=&batches=&...`, and the fields of `streamrl.page.search.Wanted`: samples of several batches, the newest first."""
         from streamrl.page.search import Wanted
 
         query = {name: value for name, value in request.query.items() if value}
-        upto, batches = _number(query, "upto", -1), _number(query, "batches", 1)
+        upto, skip, batches = _number(query, "upto", -1), _number(query, "skip", 0), min(_number(query, "batches", 1), _MOST_BATCHES)
         try:
-            fields = {name: value for name, value in query.items() if name not in ("upto", "batches")}
+            fields = {name: value for name, value in query.items() if name not in ("upto", "skip", "batches")}
             wanted = msgspec.convert(fields, Wanted, strict=False)
         except msgspec.ValidationError as error:
             raise web.HTTPBadRequest(text=f"{error}\n") from error
-        return _json(await self._samples.search(wanted, upto=None if upto < 0 else upto, batches=min(batches, _MOST_BATCHES)))
+        return _json(await self._samples.search(wanted, upto=None if upto < 0 else upto, batches=batches, skip=skip))
 
     async def _get_group(self, request: web.Request) -> web.Response:
         return _json(await self._samples.group(int(request.match_info["number"]), int(request.match_info["task"])))

@@ -88,8 +88,8 @@ async def samples(run: RunDir) -> AsyncGenerator[tuple[Samples, MemoryBus]]:
         yield Samples(run, config, index, log), bus
 
 
-async def found(some: Samples, wanted: Mapping[str, Any], *, upto: int | None = None, batches: int = 100) -> Found:
-    return await some.search(msgspec.convert(wanted, Wanted, strict=False), upto=upto, batches=batches)
+async def found(some: Samples, wanted: Mapping[str, Any], *, upto: int | None = None, batches: int = 100, skip: int = 0) -> Found:
+    return await some.search(msgspec.convert(wanted, Wanted, strict=False), upto=upto, batches=batches, skip=skip)
 
 
 async def test_filters_go_over_several_batches_and_say_how_far_they_looked(run: RunDir) -> None:
@@ -118,6 +118,23 @@ async def test_filters_go_over_several_batches_and_say_how_far_they_looked(run: 
             assert len((await found(some, wanted)).samples) == count, wanted
         assert (await found(some, {"text": "31 is it!"})).samples[0].text.startswith("<|user|>31+0")
         assert every.samples[0].text == "50 is it<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("bound", "most"), [("MOST_HITS", 1), ("MOST_HITS", 4), ("MOST_HITS", 6), ("MOST_MESSAGES", 2), ("_SEARCH_S", 0.0)]
+)
+async def test_a_search_that_ends_within_a_batch_goes_on_there(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, bound: str, most: float
+) -> None:
+    monkeypatch.setattr(f"streamrl.page.samples.{bound}", most)
+    async with samples(run) as (some, _):
+        parts = [await found(some, {}, batches=1)]
+        while parts[-1].more is not None:
+            assert parts[-1].samples, "it goes on"
+            parts.append(await found(some, {}, upto=parts[-1].more, skip=parts[-1].skip, batches=1))
+        lines = [hit.line for part in parts for hit in part.samples]
+        assert len({(line.task, line.rollout) for line in lines}) == len(lines) == 30
+        assert (sum(part.batches for part in parts), sum(part.num_samples for part in parts)) == (5, 30)
 
 
 async def test_messages_that_are_gone_are_counted_and_the_others_found(run: RunDir) -> None:

@@ -74,12 +74,13 @@ function list(place, upto, versions, run) {
   const body = done.querySelector("tbody");
   let sums = null, turn = 0, next = null;
 
-  async function look(from) {
+  async function look(from, skip) {
     const mine = ++turn;
     told.textContent = "looking …";
     on.hidden = true;
     const query = new URLSearchParams(Object.entries(asked).filter(([, value]) => value));
     query.set("upto", from);
+    query.set("skip", skip);
     let found;
     try {
       found = await get(`/api/samples?${query}`);
@@ -95,20 +96,20 @@ function list(place, upto, versions, run) {
       line.first_version === line.last_version ? line.first_version : `${line.first_version} – ${line.last_version}`,
       number(line.num_tokens), number(line.num_trained), line.engine, text,
     ]), [2, 3, 7, 8]));
-    const missing = sums.missing ? `; ${sums.missing} messages are not there any more, or are too many to be read` : "";
+    const missing = sums.missing ? `; ${sums.missing} messages are not there any more, or cannot be read` : "";
     told.textContent = `${number(sums.hits)} of ${number(sums.samples)} samples of ${number(sums.batches)} ${sums.batches === 1 ? "batch" : "batches"}, down to version ${found.first}${missing}`;
-    next = found.more;
-    on.hidden = next === null;
+    next = found;
+    on.hidden = found.more === null;
   }
   function anew() {
     for (const one of fields) asked[one.name] = one.value;
     sums = { hits: 0, samples: 0, batches: 0, missing: 0 };
     body.replaceChildren();
-    look(upto);
+    look(upto, 0);
   }
   let timer = 0;
   for (const one of fields) one.addEventListener("input", () => { clearTimeout(timer); timer = setTimeout(anew, 300); });
-  on.addEventListener("click", () => look(next));
+  on.addEventListener("click", () => look(next.more, next.skip));
   place.append(box("Samples", element("div", { class: "bar" }, element("label", {}, "batches ", fields[0]), ...fields.slice(1)), told, done, on));
   anew();
 }
