@@ -36,8 +36,10 @@ HELD = ("slo.hold_s=1", "slo.starvation=0.001", "slo.p95_age=1000")
 
 
 @asynccontextmanager
-async def opened(address: str, *, scheme: Any = "light", quiet: bool = True) -> AsyncIterator[Page]:
-    """A tab with the page. No other host may be asked, and (where it is to be `quiet`) nothing be written to the console."""
+async def opened(address: str, *, scheme: Any = "light", cut: bool = False) -> AsyncIterator[Page]:
+    """A tab with the page. No other host may be asked, and nothing be written to the console, but (where the server is `cut` off) Chromium's
+    own lines on requests that had no answer.
+    """
     from playwright.async_api import async_playwright
 
     async with async_playwright() as player:
@@ -54,8 +56,7 @@ async def opened(address: str, *, scheme: Any = "light", quiet: bool = True) -> 
             yield tab
             origin = address.partition("?")[0]
             assert [url for url in asked if not url.startswith(origin)] == []
-            if quiet:
-                assert told == []
+            assert [line for line in told if not (cut and line.startswith("error: Failed to load resource: net::"))] == []
         finally:
             await chromium.close()
 
@@ -91,6 +92,21 @@ async def test_two_runs_are_drawn_beside_each_other_by_version_and_by_time(run: 
         await tab.wait_for_selector("section[aria-label=Reward] .u-legend:has-text('seconds since')")
         assert await tab.locator("tr:has-text('batches') td").all_inner_texts() == ["batches", "300", "40"]
         assert await tab.locator("td:text-is('tasks.batch_tasks')").count() == 1
+
+
+async def test_views_that_have_no_answer_say_so_and_are_drawn_once_they_have(run: RunDir) -> None:
+    write(run, batches(1, 30))
+    beside(run, "other")
+    drawn = {"overview": "canvas", "metrics": "canvas", "compare/other": "canvas", "versions": "h2:text-is('Engines')"}
+    async with page(run) as (base, token, _), opened(f"{base}/?token={token}", cut=True) as tab:
+        await tab.wait_for_selector("section[aria-label=Reward] canvas")
+        for place, selector in drawn.items():
+            await tab.route(f"{base}/api/**", lambda route: route.abort())
+            await tab.evaluate("place => { location.hash = place }", place)
+            await tab.wait_for_selector("#failed:text-matches('does not answer')")
+            await tab.unroute_all()
+            await tab.wait_for_selector(f"main {selector}")
+            await tab.wait_for_selector("#failed", state="hidden")
 
 
 async def test_text_of_a_run_is_text(run: RunDir) -> None:
@@ -164,7 +180,7 @@ async def test_it_goes_on_while_a_run_trains_and_its_trainer_and_server_are_kill
         await tab.get_by_label("Shown").select_option("version")
         await tab.wait_for_selector(".tokens span[class^=v]")
         assert await tab.locator("#trouble").is_hidden()
-    async with opened(address_of(run), quiet=False) as tab:
+    async with opened(address_of(run), cut=True) as tab:
         await later(tab)
         (server_of_the_page,) = find("page", str(run.path))
         send(server_of_the_page, signal.SIGKILL)

@@ -5,7 +5,7 @@ import { metrics } from "/static/metrics.js";
 import { overview } from "/static/overview.js";
 import { samples } from "/static/samples.js";
 import { versions } from "/static/versions.js";
-import { element, get } from "/static/tools.js";
+import { Unanswered, element, get } from "/static/tools.js";
 
 const views = { overview, versions, drops, samples, compare, metrics };
 const titles = { overview: "Overview", versions: "Versions", drops: "Drops", samples: "Samples", compare: "Compare", metrics: "All metrics" };
@@ -49,22 +49,26 @@ function show() {
   shown = views[known](main, run, rest);
 }
 
-async function listen() {
-  const events = new EventSource("/api/live");
-  let changes = run.changes;
-  events.onopen = () => tellTrouble("");
-  events.onmessage = async (event) => {
-    const state = JSON.parse(event.data);
-    if (state.changes !== changes) {
-      changes = state.changes;
-      const known = new Set(Object.keys(run.metrics));
-      Object.assign(run, Object.keys(state.newest).some((name) => !known.has(name)) ? await get("/api/run") : state);
+// New metrics have their tables and meanings from the server.
+async function take(state) {
+  const known = new Set(Object.keys(run.metrics));
+  if (Object.keys(state.newest).some((name) => !known.has(name))) {
+    try {
+      Object.assign(run, await get("/api/run"));
+    } catch (error) {
+      if (!(error instanceof Unanswered)) throw error; // with the next state they are asked for again
     }
-    Object.assign(run, state);
-    tellState();
-    tellTrouble(state.trouble ? `the log cannot be read now: ${state.trouble}` : "");
-    if (shown) shown.update(run);
-  };
+  }
+  Object.assign(run, state);
+  tellState();
+  tellTrouble(state.trouble ? `the log cannot be read now: ${state.trouble}` : "");
+  if (shown) shown.update(run);
+}
+
+function listen() {
+  const events = new EventSource("/api/live");
+  events.onopen = () => tellTrouble("");
+  events.onmessage = (event) => take(JSON.parse(event.data));
   events.onerror = () => tellTrouble("the page's server does not answer: has `streamrl up` ended? `streamrl page RUN` serves it again");
 }
 
