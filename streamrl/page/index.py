@@ -40,6 +40,8 @@ MOST_TABLES = 1024
 """Workers beyond have no tables: names of engines change with each start."""
 MOST_POINTS = 2000
 _ROWS_AT_ONCE = 2000
+_NEWEST = 64
+"""Rows in which the newest value of a metric is looked for."""
 _FILE, _PLACE, _FIRST = "metrics_file", "metrics_place", "metrics_first"
 _BATCH_ROW, _HEAD_BYTES = f'"kind":"{BATCH}"'.encode(), 128
 _OWN = ("time_s", "step", "version", "epoch")
@@ -160,21 +162,47 @@ class Index:
             return {table: [name for name in self._tables.columns(table) if name not in _OWN] for table in tables}
 
     def series(
-        self, table: str, names: Sequence[str], *, x: str = "time_s", most: int = MOST_POINTS, last: int = 0, mean: bool = False
+        self,
+        table: str,
+        names: Sequence[str],
+        *,
+        x: str = "time_s",
+        most: int = MOST_POINTS,
+        last: int = 0,
+        mean: bool = False,
+        rates: frozenset[str] = frozenset(),
     ) -> Series:
         """Columns of a table over `x` (`time_s`, `step` or `version`), of its last rows or (0) all; at most `most` points each.
 
-        Where there are more rows, points are extremes, or with `mean` means.
+        Where there are more rows, points are extremes, or with `mean` means. `rates`: which of the names are amounts, wanted a second.
         """
         with self._lock:
             start = max(0, self._tables.rows(table) - last) if last else 0
             places = self._tables.column(table, x, start=start)
             columns = [self._tables.column(table, name, start=start) for name in names]
+            if rates:
+                seconds = self._seconds(table, start)
+                columns = [column / seconds if name in rates else column for name, column in zip(names, columns, strict=True)]
         if x == "time_s":
             places = np.maximum.accumulate(places) if len(places) else places  # a clock that was set back
         thin_x, thin = (shrink_to_means if mean else shrink)(places, columns, max(2, min(most, MOST_POINTS)))
         values = {name: as_json(column.tolist()) for name, column in zip(names, thin, strict=True)}
         return Series(table=table, x=as_json(thin_x.tolist()), values=values, rows=len(places))
+
+    def rate(self, table: str, name: str) -> float | None:
+        """The newest amount of a table a second; None where there is none."""
+        with self._lock:
+            start = max(0, self._tables.rows(table) - _NEWEST)
+            found = self._tables.column(table, name, start=start) / self._seconds(table, start)
+        found = found[~np.isnan(found)]
+        return float(found[-1]) if len(found) else None
+
+    def _seconds(self, table: str, start: int) -> Numbers:
+        """[rows - start] seconds since the row before; NaN for the first of all, and where the clock was set back."""
+        before = max(0, start - 1)
+        times = self._tables.column(table, "time_s", start=before)
+        seconds = np.diff(times, prepend=np.nan)[start - before :]
+        return np.where(seconds > 0, seconds, np.nan)
 
     def columns(self, table: str, names: Sequence[str], *, last: int = 0) -> dict[str, Numbers]:
         """Columns of the last rows, or (0) of all."""
@@ -260,7 +288,7 @@ class Index:
         for table in (WINDOW, "evaluation", BATCH):
             if rows := self._tables.rows(table):
                 for name in self._tables.columns(table):
-                    tail = self._tables.column(table, name, start=max(0, rows - 64))
+                    tail = self._tables.column(table, name, start=max(0, rows - _NEWEST))
                     if name not in _OWN and len(tail := tail[~np.isnan(tail)]):
                         self.newest[name] = float(tail[-1])
 

@@ -18,6 +18,7 @@ from aiohttp.typedefs import Handler
 from streamrl.config.tree import Config
 from streamrl.errors import BusError, LaunchError, NotFound, StreamRLError
 from streamrl.monitor.run_state import INTERRUPTED, RUNNING, read_state
+from streamrl.monitor.series import WINDOW
 from streamrl.page.access import add_headers, guard
 from streamrl.page.attention import Attention
 from streamrl.page.index import COMMITS, LEDGER_TABLE, MOST_POINTS, Index, Progress
@@ -148,6 +149,7 @@ class Page:
             "trouble": self._log.trouble,
             "newest": self._index.newest,
             "trained_per_s": newest_rate(self._index),
+            "sampled_per_s": self._index.rate(WINDOW, "tokens/sampled_total"),
             "objectives": objectives_of(self._config.slo, self._log.findings if running else None, self._index.newest),
             "worst": {} if running else worst_over(self._run, self._config.slo),
         }
@@ -178,7 +180,6 @@ class Page:
                 **await asyncio.to_thread(self._state),
                 "tables": tables,
                 "metrics": metrics,
-                "window_s": self._config.metrics.window_s,
                 "reasons": DROP_REASONS,
             }
         )
@@ -209,9 +210,10 @@ class Page:
         return response
 
     async def _get_series(self, request: web.Request) -> web.Response:
-        """`?table=&names=a,b&x=time_s&points=&last=&thin=mean`: columns of one table, thinned to their extremes or means."""
+        """`?table=&names=a,b&x=time_s&points=&last=&thin=mean&rates=a`: columns of one table, to extremes or means; `rates` a second."""
         query = request.query
         names = [name for name in query.get("names", "").split(",") if name][:_MOST_NAMES]
+        rates = frozenset(query.get("rates", "").split(","))
         x = query.get("x", "time_s")
         if unknown := [name for name in names if name not in METRICS]:
             raise web.HTTPBadRequest(text=f"no metric is called {unknown[0][:100]!r}\n")
@@ -221,7 +223,7 @@ class Page:
         if table not in await asyncio.to_thread(self._index.tables):
             return _json({"table": table, "x": [], "values": {name: [] for name in names}, "rows": 0})
         most, last = _number(query, "points", MOST_POINTS), _number(query, "last", 0)
-        return _json(await asyncio.to_thread(lambda: self._index.series(table, names, x=x, most=most, last=last, mean=mean)))
+        return _json(await asyncio.to_thread(lambda: self._index.series(table, names, x=x, most=most, last=last, mean=mean, rates=rates)))
 
     async def _get_versions(self, request: web.Request) -> web.Response:
         return _json(await asyncio.to_thread(versions_of, self._index))

@@ -37,8 +37,8 @@ HELD = ("slo.hold_s=1", "slo.starvation=0.001", "slo.p95_age=1000")
 
 @asynccontextmanager
 async def opened(address: str, *, scheme: Any = "light", cut: bool = False) -> AsyncIterator[Page]:
-    """A tab with the page. No other host may be asked, and nothing be written to the console, but (where the server is `cut` off) Chromium's
-    own lines on requests that had no answer.
+    """A tab with the page. No other host may be asked, and nothing be written to the console; where the server is `cut` off, nothing but
+    Chromium's own lines on requests that had no answer.
     """
     from playwright.async_api import async_playwright
 

@@ -6,6 +6,7 @@ import pytest
 
 from streamrl.errors import LaunchError
 from streamrl.monitor.metrics_file import CURRENT
+from streamrl.monitor.series import WINDOW, Row
 from streamrl.page.index import Index, open_index
 from streamrl.runtime.rundir import RunDir
 from tests.page.conftest import batches, write
@@ -88,6 +89,20 @@ def test_many_batches_are_thinned_and_no_extreme_is_lost(run: RunDir) -> None:
     assert len(series.x) == 500
     assert series.rows == 10_000
     assert max(value for value in series.values["rollout/raw_reward"] if value is not None) == 99.0
+
+
+def test_amounts_of_windows_are_divided_by_the_seconds_between_rows(run: RunDir) -> None:
+    name = "tokens/sampled_total"
+    times = (0.0, 10.0, 15.0, 15.0, 45.0)
+    write(run, [Row(time_s=1e9 + time_s, kind=WINDOW, values={name: 300.0, "lag/stream_s": 2.0}) for time_s in times])
+    with open_index(run) as index:
+        assert index.rate(WINDOW, name) is None
+        read(index)
+        rates = index.series(WINDOW, [name, "lag/stream_s"], rates=frozenset({name}))
+        assert rates.values == {name: [None, 30.0, 60.0, None, 10.0], "lag/stream_s": [2.0] * 5}
+        assert index.series(WINDOW, [name], rates=frozenset({name}), last=2).values[name] == [None, 10.0]
+        assert index.series(WINDOW, [name]).values[name] == [300.0] * 5
+        assert index.rate(WINDOW, name) == 10.0
 
 
 def test_one_page_at_a_time_has_the_index(run: RunDir) -> None:

@@ -3,17 +3,16 @@ import { Chart, fill } from "/static/charts.js";
 import { box, clock, element, get, number, paced, table } from "/static/tools.js";
 
 const batch = (name, label) => ({ table: "batch", name, label });
-const since = (name, label, per) => ({ table: "window", name, label, per });
+const since = (name, label, rate) => ({ table: "window", name, label, rate });
 
 function chartsOf(run) {
-  const per = run.window_s || 10;
   // In the order in which the states are declared: what is work comes first.
   const known = new Set(run.tables.window || []);
   const shares = (prefix) => Object.keys(run.metrics).filter((name) => name.startsWith(prefix) && known.has(name)).map((name) => since(name, name.slice(prefix.length)));
   const reasons = (run.tables.batch || []).filter((name) => name.startsWith("rollouts/dropped_total/"));
   const all = [
     ["Reward", "version", [batch("rollout/raw_reward", "mean of the batch"), { table: "evaluation", name: "eval/heldout", label: "held-out" }]],
-    ["Tokens a second", "time_s", [since("tokens/sampled_total", "sampled", per)]],
+    ["Tokens a second", "time_s", [since("tokens/sampled_total", "sampled", true)]],
     ["Tokens trained a batch", "version", [batch("tokens/trained_total", "under the loss mask")]],
     ["Staleness of trained tokens, versions", "version", [batch("staleness/mean", "mean"), batch("staleness/p95", "p95"), batch("staleness/max", "max")]],
     ["Where the age comes from, versions", "version", [batch("staleness/in_flight", "in flight"), batch("staleness/queued", "queued"), batch("staleness/publish_lag", "publish lag")]],
@@ -66,12 +65,11 @@ export function overview(place, run) {
     if (told !== judged) held.replaceChildren(objectives(run));
     judged = told;
     const newest = run.newest;
-    const rate = (name) => (name in newest ? number(newest[name] / (run.window_s || 10), 3) : "–");
     const values = [
       ["reward", number(newest["rollout/raw_reward"], 3)],
       ["held-out", number(newest["eval/heldout"], 3)],
       ["step", `${run.step} / ${run.steps}`],
-      ["tokens/s sampled", rate("tokens/sampled_total")],
+      ["tokens/s sampled", number(run.sampled_per_s, 3)],
       ["tokens/s trained", number(run.trained_per_s, 3)],
       ["staleness p95", number(newest["staleness/p95"], 3)],
       ["stream lag, s", number(newest["lag/stream_s"], 3)],
