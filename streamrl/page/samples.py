@@ -21,7 +21,7 @@ from streamrl.history.inspect_samples import versions_of
 from streamrl.page.conversation import Marks, conversation, marks_of
 from streamrl.page.index import LEDGER_TABLE, Index
 from streamrl.page.log import RunLog
-from streamrl.page.search import MOST_HITS, TRAINED, Ends, Found, Hit, Line, Wanted, around
+from streamrl.page.search import MOST_HITS, TRAINED, Ends, Found, Hit, Line, Wanted, around, turns_of
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
 from streamrl.schemas.dead import DeadRecord
@@ -330,7 +330,7 @@ def _line(one: Sample, sequence: int, became: str, entry: LedgerEntry) -> Line:
         last_version=versions[-1] if versions else "",
         engine=one.engine[:_NAME_CHARS],
         times={name: time_s for name, time_s in times.items() if time_s},
-        turns=tuple((turn.asked_s, turn.began_s, turn.finished_s) for turn in one.turns if turn.finished_s),
+        turns=turns_of(one),
     )
 
 

@@ -109,6 +109,33 @@ async def test_views_that_have_no_answer_say_so_and_are_drawn_once_they_have(run
             await tab.wait_for_selector("#failed", state="hidden")
 
 
+async def test_lanes_are_coloured_by_the_version_of_each_turn_with_tools_between(run: RunDir) -> None:
+    write(run, batches(1, 3))
+    turn = {"asked_s": 2.0, "began_s": 3.0, "finished_s": 4.0, "first_version": "0.3", "last_version": "0.3"}
+    turns = [turn, {"asked_s": 7.0, "began_s": 0.0, "finished_s": 8.0, "first_version": "0.4", "last_version": "0.4"}]
+    line = {"batch": "0.5", "task": 1, "rollout": 0, "first_version": "0.3", "last_version": "0.4", "turns": turns}
+    batch = {"version": "0.5", "time_s": 12.0, "digest": "", "source": "main", "num_groups": 1, "missing": 0, "drops": []}
+    batch["samples"] = [line | {"times": {"claimed": 1.0, "started": 2.0, "finished": 9.0, "scored": 11.0}}]
+    async with page(run) as (base, token, _), opened(f"{base}/?token={token}", cut=True) as tab:
+        await tab.route(f"{base}/api/batches/5", partial(fulfil, batch))
+        await tab.route(f"{base}/api/samples?**", lambda route: route.abort())
+        await tab.evaluate("location.hash = 'samples/5'")
+        await tab.wait_for_selector("svg.lanes rect")
+        said = await tab.evaluate(
+            "[...document.querySelectorAll('svg.lanes rect')].map((one) => [one.getAttribute('class'), one.textContent])"
+        )
+    assert [(kind, text.partition(": ")[2]) for kind, text in said] == [
+        ("wait", "waits 1 s"),
+        ("wait", "waits for an engine 1 s"),
+        ("f1", "version 0.3 generates 1 s"),
+        ("tools", "tools and other code of the rollout 3 s"),
+        ("f0", "version 0.4 generates 1 s"),
+        ("tools", "tools and other code of the rollout 1 s"),
+        ("reward", "reward 2 s"),
+        ("after", "in the queue and in the step 1 s"),
+    ]
+
+
 async def test_text_of_a_run_is_text(run: RunDir) -> None:
     """Names of workers, notes, prompts and reasons come from a run, and anybody may have written them."""
     write(run, batches(1, 3))
