@@ -43,6 +43,8 @@ _STILL_THERE = 15
 """Looks without news after which a line is kept open with a comment."""
 _MOST_NAMES = 64
 _MOST_COMMITS = 200
+_MOST_LINES, _LINE_POINTS = 8, 500
+"""Engines in a chart, and points of each."""
 _MOST_BATCHES = 1000
 """In which one request looks for samples."""
 _LISTENERS = 32
@@ -106,6 +108,7 @@ class Page:
         app.router.add_get("/api/live", self._live)
         app.router.add_get("/api/series", self._get_series)
         app.router.add_get("/api/versions", self._get_versions)
+        app.router.add_get("/api/served", self._get_served)
         app.router.add_get("/api/notes", self._get_notes)
         app.router.add_get("/api/drops", self._get_drops)
         app.router.add_get("/api/letters", self._get_letters)
@@ -228,6 +231,9 @@ class Page:
     async def _get_versions(self, request: web.Request) -> web.Response:
         return _json(await asyncio.to_thread(versions_of, self._index))
 
+    async def _get_served(self, request: web.Request) -> web.Response:
+        return _json(await asyncio.to_thread(served_of, self._index))
+
     async def _get_notes(self, request: web.Request) -> web.Response:
         return _json(list(self._log.notes)[::-1])
 
@@ -297,6 +303,15 @@ def versions_of(index: Index) -> dict[str, Any]:
         engines.append({"engine": table.removeprefix(COMMITS), "counts": counts, "commits": rows[::-1]})
     newest = f"{ledger['epoch'][-1]:.0f}.{ledger['version'][-1]:.0f}" if len(ledger["version"]) else ""
     return {"trained": newest, "engines": engines}
+
+
+def served_of(index: Index) -> dict[str, Any]:
+    """By table, the versions over time: of the ledger, and of the engines that have taken one last; and how many engines are left out."""
+    tables = index.tables(COMMITS)
+    newest = {table: index.columns(table, ["time_s"], last=1)["time_s"][-1] for table in tables}
+    chosen = sorted(tables, key=lambda table: newest[table], reverse=True)[:_MOST_LINES]
+    lines = {table: index.series(table, ["version"], most=_LINE_POINTS) for table in (LEDGER_TABLE, *sorted(chosen))}
+    return {"lines": lines, "hidden": len(tables) - len(chosen)}
 
 
 def _nullable(values: Any) -> list[float | None]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from streamrl.page.access import page_token
+from streamrl.page.index import COMMITS, LEDGER_TABLE, open_index
 from streamrl.page.serving import address_of
 from streamrl.runtime.rundir import RunDir
 from tests.page.conftest import batches, page, write
@@ -134,6 +135,24 @@ async def test_lanes_are_coloured_by_the_version_of_each_turn_with_tools_between
         ("reward", "reward 2 s"),
         ("after", "in the queue and in the step 1 s"),
     ]
+
+
+async def test_the_version_that_each_engine_serves_is_drawn_and_those_left_out_are_counted(run: RunDir) -> None:
+    write(run, batches(1, 3))
+    with open_index(run) as index:
+        for number in range(1, 6):
+            digest = {"epoch": 0.0, "time_s": 1e9 + number, "digest_high": 1.0, "digest_low": float(number)}
+            index.add(LEDGER_TABLE, {"version": number, "sequence": number, **digest}, source="ledger", mark=number)
+        for engine in range(11):
+            row = {"version": 1.0 + engine % 5, "epoch": 0.0, "time_s": 1e9 + engine}
+            index.add(f"{COMMITS}engine-{engine}", row, source="events", mark=engine)
+        index.commit()
+    async with page(run) as (base, token, _), opened(f"{base}/?token={token}#versions") as tab:
+        chart = tab.locator("section[aria-label='Version served, and trained']")
+        await chart.locator("canvas").wait_for()
+        said = await chart.locator(".u-legend").inner_text()
+        assert [name in said for name in ("trained", "engine-3", "engine-10", "engine-2")] == [True, True, True, False]
+        await tab.wait_for_selector("p:text-matches('; 3 more are not drawn')")
 
 
 async def test_text_of_a_run_is_text(run: RunDir) -> None:

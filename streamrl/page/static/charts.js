@@ -20,9 +20,10 @@ function onTop([x, ...lines]) {
 }
 
 // series: [{ table, name, label, rate }] - `rate`: an amount of a row, drawn a second.
-// `stacked`: shares that add up to one, drawn on top of each other, thinned to their means.
+// `stepped`: a value holds until the next one. `stacked`: shares that add up to one, drawn on top of each other, thinned to their means.
 export class Chart {
-  constructor(place, title, series, x = "version", { stacked = false } = {}) {
+  constructor(place, title, series, x = "version", { stacked = false, stepped = false } = {}) {
+    this.paths = stepped ? uPlot.paths.stepped({ align: 1 }) : undefined;
     this.series = series;
     this.x = x;
     this.stacked = stacked;
@@ -65,7 +66,7 @@ export class Chart {
     const axis = { stroke: style("--soft"), grid: { stroke: style("--line"), width: 1 }, ticks: { stroke: style("--line") } };
     const time = this.x === "time_s";
     const lines = labels.map((label, at) => ({
-      label, stroke: style(`--s${at % 9}`), width: stacked ? 0.5 : 1.5, spanGaps: sparse, fill: stacked ? style(`--s${at % 9}`) : undefined,
+      label, stroke: style(`--s${at % 9}`), width: stacked ? 0.5 : 1.5, spanGaps: sparse, paths: this.paths, fill: stacked ? style(`--s${at % 9}`) : undefined,
       value: (plot, value, series, row) => number(stacked && row !== null ? this.data.raw[series][row] : stacked ? null : value, stacked ? 3 : 4),
       points: { show: !stacked && values[at + 1].filter((one) => one !== null && one !== undefined).length < 40 },
     }));
