@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from streamrl.monitor.series import BATCH, WINDOW, Row
 from streamrl.page.access import page_token
 from streamrl.page.index import COMMITS, LEDGER_TABLE, open_index
 from streamrl.page.serving import address_of
@@ -153,6 +154,30 @@ async def test_the_version_that_each_engine_serves_is_drawn_and_those_left_out_a
         said = await chart.locator(".u-legend").inner_text()
         assert [name in said for name in ("trained", "engine-3", "engine-10", "engine-2")] == [True, True, True, False]
         await tab.wait_for_selector("p:text-matches('; 3 more are not drawn')")
+
+
+async def test_the_overview_has_what_became_of_tokens_the_lag_in_tokens_and_lengths_by_their_end(run: RunDir) -> None:
+    ends = {"tokens/trained_total": 80.0, "tokens/masked_total": 5.0, "tokens/dropped_total/stale": 15.0}
+    now = {"tokens/sampled_total": 90.0, "tokens/published_total": 60.0, "tokens/cut_total": 30.0, "lag/stream_tokens": 4321.0}
+    now |= {f"lengths/{what}_{part}": 7.0 for what in ("finished", "cut", "trained", "dropped") for part in ("p50", "p95")}
+    write(run, [Row(time_s=1e9 + 10 * at, kind=BATCH, version=f"0.{at}", step=at, values=ends) for at in (1, 2)])
+    write(run, [Row(time_s=1e9 + 30 * at, kind=WINDOW, values=now) for at in (1, 2, 3)])
+    async with page(run) as (base, token, _), opened(f"{base}/?token={token}") as tab:
+        for title, names in {
+            "Tokens a second": ("sampled", "published", "cut, never published"),
+            "What became of published tokens, by batch": ("trained", "masked", "dropped: stale"),
+            "Behind the newest batch, tokens": ("on the stream",),
+            "Lengths of answers by their end, median, tokens": ("finished", "cut", "trained", "dropped"),
+            "Lengths of answers by their end, p95, tokens": ("finished", "cut", "trained", "dropped"),
+        }.items():
+            await tab.wait_for_selector(f"section[aria-label='{title}'] canvas")
+            said = await tab.locator(f"section[aria-label='{title}'] .u-legend").inner_text()
+            assert [name for name in names if name not in said] == []
+        cards = await tab.locator(".card").all_inner_texts()
+        assert [card.split() for card in cards if "sampled" in card or "lag, tokens" in card] == [
+            ["3", "tokens/s", "sampled"],
+            ["4,321", "stream", "lag,", "tokens"],
+        ]
 
 
 async def test_text_of_a_run_is_text(run: RunDir) -> None:
