@@ -180,6 +180,27 @@ async def test_the_overview_has_what_became_of_tokens_the_lag_in_tokens_and_leng
         ]
 
 
+async def test_a_tab_in_the_background_lets_go_of_the_line_and_is_up_to_date_when_it_is_back(run: RunDir) -> None:
+    write(run, batches(1, 3))
+    hide = (
+        "(hidden) => { Object.defineProperty(document, 'hidden', {value: hidden, configurable: true});"
+        " document.dispatchEvent(new Event('visibilitychange')) }"
+    )
+    async with page(run, works=True) as (base, token, _), opened(f"{base}/?token={token}") as tab:
+        lines: list[str] = []
+        tab.on("request", lambda request: lines.append("asked") if request.url.endswith("/api/live") else None)
+        tab.on("requestfailed", lambda request: lines.append("let go") if request.url.endswith("/api/live") else None)
+        await tab.wait_for_selector("section[aria-label=Reward] canvas")
+        await tab.evaluate(hide, True)
+        async with asyncio.timeout(PATIENCE_MS / 1000):
+            while lines[-1:] != ["let go"]:
+                await asyncio.sleep(0.1)
+        write(run, batches(4, 9, reward=7.0))
+        await tab.evaluate(hide, False)
+        await tab.wait_for_selector(".card b:text-is('7')")
+        assert lines[-2:] == ["let go", "asked"]
+
+
 async def test_text_of_a_run_is_text(run: RunDir) -> None:
     """Names of workers, notes, prompts and reasons come from a run, and anybody may have written them."""
     write(run, batches(1, 3))

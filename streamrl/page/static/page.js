@@ -65,11 +65,18 @@ async function take(state) {
   if (shown) shown.update(run);
 }
 
+// A tab in the background lets go of the line, so that the server rests; it has the newest state when it is looked at again.
+let events = null;
 function listen() {
-  const events = new EventSource("/api/live");
-  events.onopen = () => tellTrouble("");
-  events.onmessage = (event) => take(JSON.parse(event.data));
-  events.onerror = () => tellTrouble("the page's server does not answer: has `streamrl up` ended? `streamrl page RUN` serves it again");
+  if (document.hidden) {
+    if (events) events.close();
+    events = null;
+  } else if (!events) {
+    events = new EventSource("/api/live");
+    events.onopen = () => tellTrouble("");
+    events.onmessage = (event) => take(JSON.parse(event.data));
+    events.onerror = () => tellTrouble("the page's server does not answer: has `streamrl up` ended? `streamrl page RUN` serves it again");
+  }
 }
 
 try {
@@ -77,6 +84,7 @@ try {
   tellState();
   show();
   addEventListener("hashchange", show);
+  document.addEventListener("visibilitychange", listen);
   listen();
 } catch (error) {
   tellTrouble(String(error.message || error));
