@@ -148,6 +148,7 @@ class Page:
             "batches": self._index.rows(LEDGER_TABLE),
             "version": f"{newest['epoch'][-1]:.0f}.{newest['version'][-1]:.0f}" if len(newest["version"]) else "",
             "changes": self._index.changes,
+            "num_tables": len(self._index.tables()),
             "reading": progress,
             "trouble": self._log.trouble,
             "newest": self._index.newest,

@@ -201,6 +201,18 @@ async def test_a_tab_in_the_background_lets_go_of_the_line_and_is_up_to_date_whe
         assert lines[-2:] == ["let go", "asked"]
 
 
+async def test_an_engine_that_comes_later_has_its_line(run: RunDir) -> None:
+    def swap(engine: str, at: int) -> Row:
+        return Row(time_s=1e9 + at, kind=WINDOW, of=engine, values={"engine/swap_ms": float(at)})
+
+    write(run, [*batches(1, 3), swap("engine-0", 1)])
+    async with page(run, works=True) as (base, token, _), opened(f"{base}/?token={token}#versions") as tab:
+        legend = "section[aria-label='Swap, ms'] .u-legend"
+        await tab.wait_for_selector(f"{legend}:has-text('engine-0')")
+        write(run, [swap("engine-1", 2)])
+        await tab.wait_for_selector(f"{legend}:has-text('engine-1')")
+
+
 async def test_text_of_a_run_is_text(run: RunDir) -> None:
     """Names of workers, notes, prompts and reasons come from a run, and anybody may have written them."""
     write(run, batches(1, 3))

@@ -49,14 +49,15 @@ function show() {
   shown = views[known](main, run, rest);
 }
 
-// New metrics have their tables and meanings from the server.
+// New metrics and workers have their tables and meanings from the server.
 async function take(state) {
   const known = new Set(Object.keys(run.metrics));
-  if (Object.keys(state.newest).some((name) => !known.has(name))) {
+  if (state.num_tables !== run.num_tables || Object.keys(state.newest).some((name) => !known.has(name))) {
     try {
       Object.assign(run, await get("/api/run"));
     } catch (error) {
-      if (!(error instanceof Unanswered)) throw error; // with the next state they are asked for again
+      if (!(error instanceof Unanswered)) throw error;
+      state.num_tables = -1; // with the next state they are asked for again
     }
   }
   Object.assign(run, state);
