@@ -16,6 +16,7 @@ import fcntl
 import logging
 import os
 import threading
+import zlib
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -39,7 +40,9 @@ MOST_TABLES = 1024
 """Workers beyond have no tables: names of engines change with each start."""
 MOST_POINTS = 2000
 _ROWS_AT_ONCE = 2000
-_FILE, _PLACE = "metrics_file", "metrics_place"
+_NEWEST = 64
+"""Rows in which the newest value of a metric is looked for."""
+_FILE, _PLACE, _FIRST = "metrics_file", "metrics_place", "metrics_first"
 _BATCH_ROW, _HEAD_BYTES = f'"kind":"{BATCH}"'.encode(), 128
 _OWN = ("time_s", "step", "version", "epoch")
 
@@ -76,6 +79,7 @@ class Index:
         self._tables = Tables(folder)
         self._lock = threading.Lock()
         self._file, self._place = self._tables.mark(_FILE), self._tables.mark(_PLACE)
+        self._first = self._tables.mark(_FIRST)
         self._marks: dict[str, int] = {}
         self.newest: dict[str, float] = {}
         """The newest value of each metric of the run as a whole."""
@@ -158,21 +162,47 @@ class Index:
             return {table: [name for name in self._tables.columns(table) if name not in _OWN] for table in tables}
 
     def series(
-        self, table: str, names: Sequence[str], *, x: str = "time_s", most: int = MOST_POINTS, last: int = 0, mean: bool = False
+        self,
+        table: str,
+        names: Sequence[str],
+        *,
+        x: str = "time_s",
+        most: int = MOST_POINTS,
+        last: int = 0,
+        mean: bool = False,
+        rates: frozenset[str] = frozenset(),
     ) -> Series:
         """Columns of a table over `x` (`time_s`, `step` or `version`), of its last rows or (0) all; at most `most` points each.
 
-        Where there are more rows, points are extremes, or with `mean` means.
+        Where there are more rows, points are extremes, or with `mean` means. `rates`: which of the names are amounts, wanted a second.
         """
         with self._lock:
             start = max(0, self._tables.rows(table) - last) if last else 0
             places = self._tables.column(table, x, start=start)
             columns = [self._tables.column(table, name, start=start) for name in names]
+            if rates:
+                seconds = self._seconds(table, start)
+                columns = [column / seconds if name in rates else column for name, column in zip(names, columns, strict=True)]
         if x == "time_s":
             places = np.maximum.accumulate(places) if len(places) else places  # a clock that was set back
         thin_x, thin = (shrink_to_means if mean else shrink)(places, columns, max(2, min(most, MOST_POINTS)))
         values = {name: as_json(column.tolist()) for name, column in zip(names, thin, strict=True)}
         return Series(table=table, x=as_json(thin_x.tolist()), values=values, rows=len(places))
+
+    def rate(self, table: str, name: str) -> float | None:
+        """The newest amount of a table a second; None where there is none."""
+        with self._lock:
+            start = max(0, self._tables.rows(table) - _NEWEST)
+            found = self._tables.column(table, name, start=start) / self._seconds(table, start)
+        found = found[~np.isnan(found)]
+        return float(found[-1]) if len(found) else None
+
+    def _seconds(self, table: str, start: int) -> Numbers:
+        """[rows - start] seconds since the row before; NaN for the first of all, and where the clock was set back."""
+        before = max(0, start - 1)
+        times = self._tables.column(table, "time_s", start=before)
+        seconds = np.diff(times, prepend=np.nan)[start - before :]
+        return np.where(seconds > 0, seconds, np.nan)
 
     def columns(self, table: str, names: Sequence[str], *, last: int = 0) -> dict[str, Numbers]:
         """Columns of the last rows, or (0) of all."""
@@ -186,7 +216,7 @@ class Index:
             return self._tables.rows(table)
 
     def _commit(self) -> None:
-        marks = {**self._marks, _FILE: self._file, _PLACE: self._place}
+        marks = {**self._marks, _FILE: self._file, _PLACE: self._place, _FIRST: self._first}
         if self._tables.commit(marks):
             self.changes += 1
         self._marks.clear()
@@ -222,17 +252,35 @@ class Index:
         with newest:
             aside = files_before(self._run.metrics, newest)
             known = [*map(inode_of, aside), os.fstat(newest.fileno()).st_ino]
-            for path in aside[known.index(self._file) if self._file in known else 0 :]:
+            for path in aside[self._start(aside, known, newest) :]:
                 with contextlib.suppress(FileNotFoundError), path.open("rb") as file:  # the oldest go
                     yield from self._lines_of(file)
             yield from self._lines_of(newest)
 
-    def _lines_of(self, file: BinaryIO) -> Generator[bytes]:
+    def _start(self, aside: Sequence[Path], known: Sequence[int | None], newest: BinaryIO) -> int:
+        """Which of the files is the first that was not read to its end: the oldest, where the one that was read has gone."""
+        if self._file not in known:
+            return 0
+        at = known.index(self._file)
+        with contextlib.suppress(FileNotFoundError), contextlib.nullcontext(newest) if at == len(aside) else aside[at].open("rb") as file:
+            if self._is_known(file):
+                return at
+        return 0
+
+    def _is_known(self, file: BinaryIO) -> bool:
+        """Whether it is the file that was read last: file systems give the inode of a file that has gone to the next new one."""
         state = os.fstat(file.fileno())
-        if state.st_ino != self._file or state.st_size < self._place:  # another, or not the file that it was
-            self._file, self._place = state.st_ino, 0
+        if state.st_ino != self._file or state.st_size < self._place:
+            return False
+        return not self._place or self._first in (_sum_of_first(file), 0)  # 0: an index of an earlier build
+
+    def _lines_of(self, file: BinaryIO) -> Generator[bytes]:
+        if not self._is_known(file):
+            self._file, self._place = os.fstat(file.fileno()).st_ino, 0
         file.seek(self._place)
         while (line := file.readline(LONGEST_BYTES)).endswith(b"\n"):
+            if not self._place:
+                self._first = _sum(line)
             self._place += len(line)
             yield line
 
@@ -240,9 +288,20 @@ class Index:
         for table in (WINDOW, "evaluation", BATCH):
             if rows := self._tables.rows(table):
                 for name in self._tables.columns(table):
-                    tail = self._tables.column(table, name, start=max(0, rows - 64))
+                    tail = self._tables.column(table, name, start=max(0, rows - _NEWEST))
                     if name not in _OWN and len(tail := tail[~np.isnan(tail)]):
                         self.newest[name] = float(tail[-1])
+
+
+def _sum_of_first(file: BinaryIO) -> int:
+    """Of the first line of a file; 0: it has none."""
+    file.seek(0)
+    line = file.readline(LONGEST_BYTES)
+    return _sum(line) if line.endswith(b"\n") else 0
+
+
+def _sum(line: bytes) -> int:
+    return zlib.crc32(line) or 1
 
 
 def page_folder(run: RunDir) -> Path:

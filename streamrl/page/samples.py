@@ -21,7 +21,7 @@ from streamrl.history.inspect_samples import versions_of
 from streamrl.page.conversation import Marks, conversation, marks_of
 from streamrl.page.index import LEDGER_TABLE, Index
 from streamrl.page.log import RunLog
-from streamrl.page.search import MOST_HITS, TRAINED, Ends, Found, Hit, Line, Wanted, around
+from streamrl.page.search import MOST_HITS, TRAINED, Ends, Found, Hit, Line, Wanted, around, turns_of
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
 from streamrl.schemas.dead import DeadRecord
@@ -131,13 +131,14 @@ class Samples:
             weights={name: entry.metrics[name] for name in WEIGHTS if name in entry.metrics},
         )
 
-    async def search(self, wanted: Wanted, *, upto: int | None, batches: int) -> Found:
+    async def search(self, wanted: Wanted, *, upto: int | None, batches: int, skip: int = 0) -> Found:
         """Samples of several batches, the newest first.
 
         Args:
             wanted: which.
             upto: number of the version whose batch is looked at first; None: the newest.
             batches: to look at, at most; fewer where they hold much.
+            skip: messages of the first batch that an earlier answer with the same `wanted` has looked at.
 
         Raises:
             BusError: the log cannot be read.
@@ -147,27 +148,37 @@ class Samples:
         end = len(known["version"]) if upto is None else int(np.searchsorted(known["version"], upto, side="right"))
         until_s = time.monotonic() + _SEARCH_S
         lines: list[Hit] = []
-        looked = num_samples = missing = num_messages = 0
+        first = begun = ended = num_samples = missing = num_messages = 0
         at = end
-        while at > 0 and looked < batches and len(lines) < MOST_HITS and num_messages < MOST_MESSAGES and time.monotonic() < until_s:
-            at -= 1
-            entry = await _fetched(bus, int(known["sequence"][at]))
+
+        def is_full() -> bool:
+            return len(lines) >= MOST_HITS or num_messages >= MOST_MESSAGES or time.monotonic() >= until_s
+
+        while at > 0 and ended < batches and (at == end or not is_full()):
+            entry = await _fetched(bus, int(known["sequence"][at - 1]))
             if wanted.became != TRAINED:
                 entry = await whole(bus.blobs, entry)
             ends = Ends(entry, task=wanted.task, became=wanted.became)
-            found, gone = await self.messages(bus, ends.sequences()[:MOST_MESSAGES])
-            hits, seen = await asyncio.to_thread(self._hits, wanted, found, ends, entry)
-            lines += hits
-            looked, num_samples, num_messages = looked + 1, num_samples + seen, num_messages + len(ends.sequences())
-            missing += gone + max(0, len(ends.sequences()) - MOST_MESSAGES)
-        first = int(known["version"][at]) if looked else 0
+            begun += skip == 0
+            first = int(known["version"][at - 1])
+            for sequence in ends.sequences()[skip:]:
+                found, gone = await self.messages(bus, [sequence])
+                hits, seen = await asyncio.to_thread(self._hits, wanted, found, ends, entry)
+                lines += hits
+                num_samples, missing, num_messages, skip = num_samples + seen, missing + gone, num_messages + 1, skip + 1
+                if is_full():
+                    break
+            if skip < len(ends.sequences()):
+                break
+            at, ended, skip = at - 1, ended + 1, 0
         return Found(
-            samples=lines[:MOST_HITS],
-            batches=looked,
+            samples=lines,
+            batches=begun,
             num_samples=num_samples,
             missing=missing,
             first=first,
             more=int(known["version"][at - 1]) if at > 0 else None,
+            skip=skip,
         )
 
     def _hits(self, wanted: Wanted, found: Iterable[tuple[int, Sample]], ends: Ends, entry: LedgerEntry) -> tuple[list[Hit], int]:
@@ -179,7 +190,7 @@ class Samples:
                 continue
             count += 1
             line = _line(one, sequence, end, entry)
-            if len(hits) < MOST_HITS and wanted.takes(line) and (text := self._excerpt(one, wanted.text)) is not None:
+            if wanted.takes(line) and (text := self._excerpt(one, wanted.text)) is not None:
                 hits.append(Hit(line=line, text=text))
         return hits, count
 
@@ -319,7 +330,7 @@ def _line(one: Sample, sequence: int, became: str, entry: LedgerEntry) -> Line:
         last_version=versions[-1] if versions else "",
         engine=one.engine[:_NAME_CHARS],
         times={name: time_s for name, time_s in times.items() if time_s},
-        turns=tuple((turn.asked_s, turn.began_s, turn.finished_s) for turn in one.turns if turn.finished_s),
+        turns=turns_of(one),
     )
 
 

@@ -7,14 +7,27 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from streamrl.history.inspect_samples import versions_of
 from streamrl.schemas.ledger import LedgerEntry
-from streamrl.schemas.samples import Sample
+from streamrl.schemas.samples import Sample, TurnSpan
 from streamrl.telemetry.names import DROP_REASONS, OTHER_REASON
 
 TRAINED, DROPPED = "trained", "dropped"
 MOST_HITS = 300
-"""Samples that one answer has."""
+"""Samples after which an answer ends, with the message that they are in."""
 _AROUND = 80
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of the model; Unix seconds, 0.0 where not known."""
+
+    asked_s: float
+    began_s: float
+    finished_s: float
+    first_version: str
+    """Which sampled its first token."""
+    last_version: str
+    """Which sampled its last one: weights may change in the middle of it."""
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,8 +51,8 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     times: dict[str, float]
     """Unix seconds of what happened to it, as far as is known: claimed, started, finished, scored."""
-    turns: tuple[tuple[float, float, float], ...]
-    """Asked, begun, finished."""
+    turns: tuple[Turn, ...]
+    """Those that have times; of a record without turns of its own one that is all of it."""
 
 
 class Hit(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,15 +68,17 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
     samples: list[Hit]
     batches: int
-    """That were looked at."""
+    """That were begun."""
     num_samples: int
-    """In them."""
+    """That were looked at in them."""
     missing: int
-    """Messages that the stream has no more, or that were too many to be read."""
+    """Messages that the stream has no more, or that cannot be read."""
     first: int
     """Number of the oldest version that was looked at; 0: none was."""
     more: int | None
-    """Number of the next older one; None: there is none."""
+    """Number of the version to go on with; None: there is none."""
+    skip: int
+    """Messages of its batch that were looked at already."""
 
 
 _Text = Annotated[str, Meta(max_length=1000)]
@@ -131,6 +146,21 @@ class Ends:
     def of(self, one: Sample, sequence: int) -> str:
         """`trained`, the reason of its drop, or nothing: it is none of them."""
         return self._rollouts.get((one.task, one.rollout, sequence)) or self._messages.get(sequence, "")
+
+
+def turns_of(sample: Sample) -> tuple[Turn, ...]:
+    """The turns of a sample that have times; where it has recorded none of its own, one that is all of it."""
+    whole = TurnSpan(start=0, length=len(sample.tokens), asked_s=sample.started_s, began_s=sample.began_s, finished_s=sample.finished_s)
+    by_token = versions_of(sample)
+    found: list[Turn] = []
+    for turn in sample.turns or (whole,):
+        versions = [version for version in by_token[turn.start : turn.start + turn.length] if version is not None] or [""]
+        if turn.finished_s:
+            first, last = versions[0], versions[-1]
+            found.append(
+                Turn(asked_s=turn.asked_s, began_s=turn.began_s, finished_s=turn.finished_s, first_version=first, last_version=last)
+            )
+    return tuple(found)
 
 
 def around(text: str, words: str) -> str | None:

@@ -18,6 +18,7 @@ from aiohttp.typedefs import Handler
 from streamrl.config.tree import Config
 from streamrl.errors import BusError, LaunchError, NotFound, StreamRLError
 from streamrl.monitor.run_state import INTERRUPTED, RUNNING, read_state
+from streamrl.monitor.series import WINDOW
 from streamrl.page.access import add_headers, guard
 from streamrl.page.attention import Attention
 from streamrl.page.index import COMMITS, LEDGER_TABLE, MOST_POINTS, Index, Progress
@@ -42,6 +43,8 @@ _STILL_THERE = 15
 """Looks without news after which a line is kept open with a comment."""
 _MOST_NAMES = 64
 _MOST_COMMITS = 200
+_MOST_LINES, _LINE_POINTS = 8, 500
+"""Engines in a chart, and points of each."""
 _MOST_BATCHES = 1000
 """In which one request looks for samples."""
 _LISTENERS = 32
@@ -105,6 +108,7 @@ class Page:
         app.router.add_get("/api/live", self._live)
         app.router.add_get("/api/series", self._get_series)
         app.router.add_get("/api/versions", self._get_versions)
+        app.router.add_get("/api/served", self._get_served)
         app.router.add_get("/api/notes", self._get_notes)
         app.router.add_get("/api/drops", self._get_drops)
         app.router.add_get("/api/letters", self._get_letters)
@@ -144,10 +148,12 @@ class Page:
             "batches": self._index.rows(LEDGER_TABLE),
             "version": f"{newest['epoch'][-1]:.0f}.{newest['version'][-1]:.0f}" if len(newest["version"]) else "",
             "changes": self._index.changes,
+            "num_tables": len(self._index.tables()),
             "reading": progress,
             "trouble": self._log.trouble,
             "newest": self._index.newest,
             "trained_per_s": newest_rate(self._index),
+            "sampled_per_s": self._index.rate(WINDOW, "tokens/sampled_total"),
             "objectives": objectives_of(self._config.slo, self._log.findings if running else None, self._index.newest),
             "worst": {} if running else worst_over(self._run, self._config.slo),
         }
@@ -178,7 +184,6 @@ class Page:
                 **await asyncio.to_thread(self._state),
                 "tables": tables,
                 "metrics": metrics,
-                "window_s": self._config.metrics.window_s,
                 "reasons": DROP_REASONS,
             }
         )
@@ -209,9 +214,10 @@ class Page:
         return response
 
     async def _get_series(self, request: web.Request) -> web.Response:
-        """`?table=&names=a,b&x=time_s&points=&last=&thin=mean`: columns of one table, thinned to their extremes or means."""
+        """`?table=&names=a,b&x=time_s&points=&last=&thin=mean&rates=a`: columns of one table, to extremes or means; `rates` a second."""
         query = request.query
         names = [name for name in query.get("names", "").split(",") if name][:_MOST_NAMES]
+        rates = frozenset(query.get("rates", "").split(","))
         x = query.get("x", "time_s")
         if unknown := [name for name in names if name not in METRICS]:
             raise web.HTTPBadRequest(text=f"no metric is called {unknown[0][:100]!r}\n")
@@ -221,10 +227,13 @@ class Page:
         if table not in await asyncio.to_thread(self._index.tables):
             return _json({"table": table, "x": [], "values": {name: [] for name in names}, "rows": 0})
         most, last = _number(query, "points", MOST_POINTS), _number(query, "last", 0)
-        return _json(await asyncio.to_thread(lambda: self._index.series(table, names, x=x, most=most, last=last, mean=mean)))
+        return _json(await asyncio.to_thread(lambda: self._index.series(table, names, x=x, most=most, last=last, mean=mean, rates=rates)))
 
     async def _get_versions(self, request: web.Request) -> web.Response:
         return _json(await asyncio.to_thread(versions_of, self._index))
+
+    async def _get_served(self, request: web.Request) -> web.Response:
+        return _json(await asyncio.to_thread(served_of, self._index))
 
     async def _get_notes(self, request: web.Request) -> web.Response:
         return _json(list(self._log.notes)[::-1])
@@ -249,17 +258,17 @@ class Page:
         return _json(await self._samples.batch(int(request.match_info["number"])))
 
     async def _get_samples(self, request: web.Request) -> web.Response:
-        """`?upto=&batches=&...`, and the fields of `streamrl.page.search.Wanted`: samples of several batches, the newest first."""
+        """`?upto=&skip=&batches=&...`, and the fields of `streamrl.page.search.Wanted`: samples of several batches, the newest first."""
         from streamrl.page.search import Wanted
 
         query = {name: value for name, value in request.query.items() if value}
-        upto, batches = _number(query, "upto", -1), _number(query, "batches", 1)
+        upto, skip, batches = _number(query, "upto", -1), _number(query, "skip", 0), min(_number(query, "batches", 1), _MOST_BATCHES)
         try:
-            fields = {name: value for name, value in query.items() if name not in ("upto", "batches")}
+            fields = {name: value for name, value in query.items() if name not in ("upto", "skip", "batches")}
             wanted = msgspec.convert(fields, Wanted, strict=False)
         except msgspec.ValidationError as error:
             raise web.HTTPBadRequest(text=f"{error}\n") from error
-        return _json(await self._samples.search(wanted, upto=None if upto < 0 else upto, batches=min(batches, _MOST_BATCHES)))
+        return _json(await self._samples.search(wanted, upto=None if upto < 0 else upto, batches=batches, skip=skip))
 
     async def _get_group(self, request: web.Request) -> web.Response:
         return _json(await self._samples.group(int(request.match_info["number"]), int(request.match_info["task"])))
@@ -295,6 +304,15 @@ def versions_of(index: Index) -> dict[str, Any]:
         engines.append({"engine": table.removeprefix(COMMITS), "counts": counts, "commits": rows[::-1]})
     newest = f"{ledger['epoch'][-1]:.0f}.{ledger['version'][-1]:.0f}" if len(ledger["version"]) else ""
     return {"trained": newest, "engines": engines}
+
+
+def served_of(index: Index) -> dict[str, Any]:
+    """By table, the versions over time: of the ledger, and of the engines that have taken one last; and how many engines are left out."""
+    tables = index.tables(COMMITS)
+    newest = {table: index.columns(table, ["time_s"], last=1)["time_s"][-1] for table in tables}
+    chosen = sorted(tables, key=lambda table: newest[table], reverse=True)[:_MOST_LINES]
+    lines = {table: index.series(table, ["version"], most=_LINE_POINTS) for table in (LEDGER_TABLE, *sorted(chosen))}
+    return {"lines": lines, "hidden": len(tables) - len(chosen)}
 
 
 def _nullable(values: Any) -> list[float | None]:

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from streamrl.monitor.series import BATCH, WINDOW, Row
 from streamrl.page.access import page_token
+from streamrl.page.index import COMMITS, LEDGER_TABLE, open_index
 from streamrl.page.serving import address_of
 from streamrl.runtime.rundir import RunDir
 from tests.page.conftest import batches, page, write
@@ -36,8 +38,10 @@ HELD = ("slo.hold_s=1", "slo.starvation=0.001", "slo.p95_age=1000")
 
 
 @asynccontextmanager
-async def opened(address: str, *, scheme: Any = "light", quiet: bool = True) -> AsyncIterator[Page]:
-    """A tab with the page. No other host may be asked, and (where it is to be `quiet`) nothing be written to the console."""
+async def opened(address: str, *, scheme: Any = "light", cut: bool = False) -> AsyncIterator[Page]:
+    """A tab with the page. No other host may be asked, and nothing be written to the console; where the server is `cut` off, nothing but
+    Chromium's own lines on requests that had no answer.
+    """
     from playwright.async_api import async_playwright
 
     async with async_playwright() as player:
@@ -54,8 +58,7 @@ async def opened(address: str, *, scheme: Any = "light", quiet: bool = True) -> 
             yield tab
             origin = address.partition("?")[0]
             assert [url for url in asked if not url.startswith(origin)] == []
-            if quiet:
-                assert told == []
+            assert [line for line in told if not (cut and line.startswith("error: Failed to load resource: net::"))] == []
         finally:
             await chromium.close()
 
@@ -91,6 +94,123 @@ async def test_two_runs_are_drawn_beside_each_other_by_version_and_by_time(run: 
         await tab.wait_for_selector("section[aria-label=Reward] .u-legend:has-text('seconds since')")
         assert await tab.locator("tr:has-text('batches') td").all_inner_texts() == ["batches", "300", "40"]
         assert await tab.locator("td:text-is('tasks.batch_tasks')").count() == 1
+
+
+async def test_views_that_have_no_answer_say_so_and_are_drawn_once_they_have(run: RunDir) -> None:
+    write(run, batches(1, 30))
+    beside(run, "other")
+    drawn = {"overview": "canvas", "metrics": "canvas", "compare/other": "canvas", "versions": "h2:text-is('Engines')"}
+    async with page(run) as (base, token, _), opened(f"{base}/?token={token}", cut=True) as tab:
+        await tab.wait_for_selector("section[aria-label=Reward] canvas")
+        for place, selector in drawn.items():
+            await tab.route(f"{base}/api/**", lambda route: route.abort())
+            await tab.evaluate("place => { location.hash = place }", place)
+            await tab.wait_for_selector("#failed:text-matches('does not answer')")
+            await tab.unroute_all()
+            await tab.wait_for_selector(f"main {selector}")
+            await tab.wait_for_selector("#failed", state="hidden")
+
+
+async def test_lanes_are_coloured_by_the_version_of_each_turn_with_tools_between(run: RunDir) -> None:
+    write(run, batches(1, 3))
+    turn = {"asked_s": 2.0, "began_s": 3.0, "finished_s": 4.0, "first_version": "0.3", "last_version": "0.3"}
+    turns = [turn, {"asked_s": 7.0, "began_s": 0.0, "finished_s": 8.0, "first_version": "0.4", "last_version": "0.4"}]
+    line = {"batch": "0.5", "task": 1, "rollout": 0, "first_version": "0.3", "last_version": "0.4", "turns": turns}
+    batch = {"version": "0.5", "time_s": 12.0, "digest": "", "source": "main", "num_groups": 1, "missing": 0, "drops": []}
+    batch["samples"] = [line | {"times": {"claimed": 1.0, "started": 2.0, "finished": 9.0, "scored": 11.0}}]
+    async with page(run) as (base, token, _), opened(f"{base}/?token={token}", cut=True) as tab:
+        await tab.route(f"{base}/api/batches/5", partial(fulfil, batch))
+        await tab.route(f"{base}/api/samples?**", lambda route: route.abort())
+        await tab.evaluate("location.hash = 'samples/5'")
+        await tab.wait_for_selector("svg.lanes rect")
+        said = await tab.evaluate(
+            "[...document.querySelectorAll('svg.lanes rect')].map((one) => [one.getAttribute('class'), one.textContent])"
+        )
+    assert [(kind, text.partition(": ")[2]) for kind, text in said] == [
+        ("wait", "waits 1 s"),
+        ("wait", "waits for an engine 1 s"),
+        ("f1", "version 0.3 generates 1 s"),
+        ("tools", "tools and other code of the rollout 3 s"),
+        ("f0", "version 0.4 generates 1 s"),
+        ("tools", "tools and other code of the rollout 1 s"),
+        ("reward", "reward 2 s"),
+        ("after", "in the queue and in the step 1 s"),
+    ]
+
+
+async def test_the_version_that_each_engine_serves_is_drawn_and_those_left_out_are_counted(run: RunDir) -> None:
+    write(run, batches(1, 3))
+    with open_index(run) as index:
+        for number in range(1, 6):
+            digest = {"epoch": 0.0, "time_s": 1e9 + number, "digest_high": 1.0, "digest_low": float(number)}
+            index.add(LEDGER_TABLE, {"version": number, "sequence": number, **digest}, source="ledger", mark=number)
+        for engine in range(11):
+            row = {"version": 1.0 + engine % 5, "epoch": 0.0, "time_s": 1e9 + engine}
+            index.add(f"{COMMITS}engine-{engine}", row, source="events", mark=engine)
+        index.commit()
+    async with page(run) as (base, token, _), opened(f"{base}/?token={token}#versions") as tab:
+        chart = tab.locator("section[aria-label='Version served, and trained']")
+        await chart.locator("canvas").wait_for()
+        said = await chart.locator(".u-legend").inner_text()
+        assert [name in said for name in ("trained", "engine-3", "engine-10", "engine-2")] == [True, True, True, False]
+        await tab.wait_for_selector("p:text-matches('; 3 more are not drawn')")
+
+
+async def test_the_overview_has_what_became_of_tokens_the_lag_in_tokens_and_lengths_by_their_end(run: RunDir) -> None:
+    ends = {"tokens/trained_total": 80.0, "tokens/masked_total": 5.0, "tokens/dropped_total/stale": 15.0}
+    now = {"tokens/sampled_total": 90.0, "tokens/published_total": 60.0, "tokens/cut_total": 30.0, "lag/stream_tokens": 4321.0}
+    now |= {f"lengths/{what}_{part}": 7.0 for what in ("finished", "cut", "trained", "dropped") for part in ("p50", "p95")}
+    write(run, [Row(time_s=1e9 + 10 * at, kind=BATCH, version=f"0.{at}", step=at, values=ends) for at in (1, 2)])
+    write(run, [Row(time_s=1e9 + 30 * at, kind=WINDOW, values=now) for at in (1, 2, 3)])
+    async with page(run) as (base, token, _), opened(f"{base}/?token={token}") as tab:
+        for title, names in {
+            "Tokens a second": ("sampled", "published", "cut, never published"),
+            "What became of published tokens, by batch": ("trained", "masked", "dropped: stale"),
+            "Behind the newest batch, tokens": ("on the stream",),
+            "Lengths of answers by their end, median, tokens": ("finished", "cut", "trained", "dropped"),
+            "Lengths of answers by their end, p95, tokens": ("finished", "cut", "trained", "dropped"),
+        }.items():
+            await tab.wait_for_selector(f"section[aria-label='{title}'] canvas")
+            said = await tab.locator(f"section[aria-label='{title}'] .u-legend").inner_text()
+            assert [name for name in names if name not in said] == []
+        cards = await tab.locator(".card").all_inner_texts()
+        assert [card.split() for card in cards if "sampled" in card or "lag, tokens" in card] == [
+            ["3", "tokens/s", "sampled"],
+            ["4,321", "stream", "lag,", "tokens"],
+        ]
+
+
+async def test_a_tab_in_the_background_lets_go_of_the_line_and_is_up_to_date_when_it_is_back(run: RunDir) -> None:
+    write(run, batches(1, 3))
+    hide = (
+        "(hidden) => { Object.defineProperty(document, 'hidden', {value: hidden, configurable: true});"
+        " document.dispatchEvent(new Event('visibilitychange')) }"
+    )
+    async with page(run, works=True) as (base, token, _), opened(f"{base}/?token={token}") as tab:
+        lines: list[str] = []
+        tab.on("request", lambda request: lines.append("asked") if request.url.endswith("/api/live") else None)
+        tab.on("requestfailed", lambda request: lines.append("let go") if request.url.endswith("/api/live") else None)
+        await tab.wait_for_selector("section[aria-label=Reward] canvas")
+        await tab.evaluate(hide, True)
+        async with asyncio.timeout(PATIENCE_MS / 1000):
+            while lines[-1:] != ["let go"]:
+                await asyncio.sleep(0.1)
+        write(run, batches(4, 9, reward=7.0))
+        await tab.evaluate(hide, False)
+        await tab.wait_for_selector(".card b:text-is('7')")
+        assert lines[-2:] == ["let go", "asked"]
+
+
+async def test_an_engine_that_comes_later_has_its_line(run: RunDir) -> None:
+    def swap(engine: str, at: int) -> Row:
+        return Row(time_s=1e9 + at, kind=WINDOW, of=engine, values={"engine/swap_ms": float(at)})
+
+    write(run, [*batches(1, 3), swap("engine-0", 1)])
+    async with page(run, works=True) as (base, token, _), opened(f"{base}/?token={token}#versions") as tab:
+        legend = "section[aria-label='Swap, ms'] .u-legend"
+        await tab.wait_for_selector(f"{legend}:has-text('engine-0')")
+        write(run, [swap("engine-1", 2)])
+        await tab.wait_for_selector(f"{legend}:has-text('engine-1')")
 
 
 async def test_text_of_a_run_is_text(run: RunDir) -> None:
@@ -164,7 +284,7 @@ async def test_it_goes_on_while_a_run_trains_and_its_trainer_and_server_are_kill
         await tab.get_by_label("Shown").select_option("version")
         await tab.wait_for_selector(".tokens span[class^=v]")
         assert await tab.locator("#trouble").is_hidden()
-    async with opened(address_of(run), quiet=False) as tab:
+    async with opened(address_of(run), cut=True) as tab:
         await later(tab)
         (server_of_the_page,) = find("page", str(run.path))
         send(server_of_the_page, signal.SIGKILL)

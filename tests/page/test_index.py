@@ -6,6 +6,7 @@ import pytest
 
 from streamrl.errors import LaunchError
 from streamrl.monitor.metrics_file import CURRENT
+from streamrl.monitor.series import WINDOW, Row
 from streamrl.page.index import Index, open_index
 from streamrl.runtime.rundir import RunDir
 from tests.page.conftest import batches, write
@@ -49,6 +50,26 @@ def test_rows_are_taken_once_whatever_a_listing_has(run: RunDir, monkeypatch: py
         assert index.columns("batch", ["version"])["version"].tolist() == list(range(1, files.number + 1))
 
 
+def test_a_new_file_with_the_inode_of_one_that_has_gone_is_read_from_its_beginning(run: RunDir) -> None:
+    """ext4 gives the inode of the oldest file, which goes, to the next new one."""
+    current, gone = run.metrics / CURRENT, run.path / "gone"
+    write(run, batches(1, 5))
+    with open_index(run) as index:
+        read(index)
+    current.rename(gone)
+    write(run, batches(6, 9))
+    current.rename(run.metrics / "metrics-000002.jsonl")
+    write(run, batches(10, 30))
+    rows = current.read_bytes()
+    current.unlink()
+    gone.write_bytes(rows)
+    gone.rename(current)
+    for _ in range(2):
+        with open_index(run) as index:
+            read(index)
+            assert index.columns("batch", ["version"])["version"].tolist() == list(range(1, 31))
+
+
 def test_a_fork_replaces_the_batches_that_it_makes_void(run: RunDir) -> None:
     write(run, [*batches(1, 9), *batches(5, 6, epoch=1, reward=1.0)])
     with open_index(run) as index:
@@ -68,6 +89,20 @@ def test_many_batches_are_thinned_and_no_extreme_is_lost(run: RunDir) -> None:
     assert len(series.x) == 500
     assert series.rows == 10_000
     assert max(value for value in series.values["rollout/raw_reward"] if value is not None) == 99.0
+
+
+def test_amounts_of_windows_are_divided_by_the_seconds_between_rows(run: RunDir) -> None:
+    name = "tokens/sampled_total"
+    times = (0.0, 10.0, 15.0, 15.0, 45.0)
+    write(run, [Row(time_s=1e9 + time_s, kind=WINDOW, values={name: 300.0, "lag/stream_s": 2.0}) for time_s in times])
+    with open_index(run) as index:
+        assert index.rate(WINDOW, name) is None
+        read(index)
+        rates = index.series(WINDOW, [name, "lag/stream_s"], rates=frozenset({name}))
+        assert rates.values == {name: [None, 30.0, 60.0, None, 10.0], "lag/stream_s": [2.0] * 5}
+        assert index.series(WINDOW, [name], rates=frozenset({name}), last=2).values[name] == [None, 10.0]
+        assert index.series(WINDOW, [name]).values[name] == [300.0] * 5
+        assert index.rate(WINDOW, name) == 10.0
 
 
 def test_one_page_at_a_time_has_the_index(run: RunDir) -> None:

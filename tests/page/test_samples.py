@@ -17,12 +17,12 @@ from streamrl.page.attention import Attention
 from streamrl.page.index import LEDGER_TABLE, open_index
 from streamrl.page.log import RunLog
 from streamrl.page.samples import Samples
-from streamrl.page.search import Ends, Found, Wanted, around
+from streamrl.page.search import Ends, Found, Wanted, around, turns_of
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import encode
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.ledger import Drop, LedgerEntry, Used
-from streamrl.schemas.samples import Sample, Status, VersionSpan
+from streamrl.schemas.samples import Sample, Status, TurnSpan, VersionSpan
 from streamrl.schemas.subjects import SAMPLES, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.trainers.protocol import TokenValues
@@ -88,8 +88,8 @@ async def samples(run: RunDir) -> AsyncGenerator[tuple[Samples, MemoryBus]]:
         yield Samples(run, config, index, log), bus
 
 
-async def found(some: Samples, wanted: Mapping[str, Any], *, upto: int | None = None, batches: int = 100) -> Found:
-    return await some.search(msgspec.convert(wanted, Wanted, strict=False), upto=upto, batches=batches)
+async def found(some: Samples, wanted: Mapping[str, Any], *, upto: int | None = None, batches: int = 100, skip: int = 0) -> Found:
+    return await some.search(msgspec.convert(wanted, Wanted, strict=False), upto=upto, batches=batches, skip=skip)
 
 
 async def test_filters_go_over_several_batches_and_say_how_far_they_looked(run: RunDir) -> None:
@@ -118,6 +118,23 @@ async def test_filters_go_over_several_batches_and_say_how_far_they_looked(run: 
             assert len((await found(some, wanted)).samples) == count, wanted
         assert (await found(some, {"text": "31 is it!"})).samples[0].text.startswith("<|user|>31+0")
         assert every.samples[0].text == "50 is it<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("bound", "most"), [("MOST_HITS", 1), ("MOST_HITS", 4), ("MOST_HITS", 6), ("MOST_MESSAGES", 2), ("_SEARCH_S", 0.0)]
+)
+async def test_a_search_that_ends_within_a_batch_goes_on_there(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, bound: str, most: float
+) -> None:
+    monkeypatch.setattr(f"streamrl.page.samples.{bound}", most)
+    async with samples(run) as (some, _):
+        parts = [await found(some, {}, batches=1)]
+        while parts[-1].more is not None:
+            assert parts[-1].samples, "it goes on"
+            parts.append(await found(some, {}, upto=parts[-1].more, skip=parts[-1].skip, batches=1))
+        lines = [hit.line for part in parts for hit in part.samples]
+        assert len({(line.task, line.rollout) for line in lines}) == len(lines) == 30
+        assert (sum(part.batches for part in parts), sum(part.num_samples for part in parts)) == (5, 30)
 
 
 async def test_messages_that_are_gone_are_counted_and_the_others_found(run: RunDir) -> None:
@@ -159,6 +176,28 @@ async def test_a_group_has_its_conversations_and_the_weights_that_are_known(run:
         assert (await some.group(3, 103)).samples[0]["weights"] is None, "it was dropped"
         batch = await some.batch(3)
         assert (len(batch.samples), len(batch.drops), batch.missing) == (4, 2, 0)
+
+
+def test_a_turn_has_the_versions_that_sampled_it() -> None:
+    old, new = Version(0, 3), Version(0, 4)
+    said = Sample(
+        **{"run": "r", "policy": "p", "source": "main", "task": 1, "rollout": 0, "started_s": 2.0, "began_s": 3.0, "finished_s": 9.0},
+        tokens=np.zeros(9, np.int32),
+        loss_mask=np.zeros(9, np.uint8),
+        logprobs=np.zeros(9, np.float32),
+        spans=tuple(VersionSpan(length, version) for length, version in ((3, None), (2, old), (1, None), (1, old), (2, new))),
+    )
+    two = (
+        TurnSpan(start=3, length=2, asked_s=2.0, began_s=3.0, finished_s=4.0),
+        TurnSpan(start=6, length=3, asked_s=7.0, finished_s=8.0),
+        TurnSpan(start=9, length=0),
+    )
+    assert [msgspec.structs.astuple(turn) for turn in turns_of(said)] == [(2.0, 3.0, 9.0, "0.3", "0.4")]
+    assert [msgspec.structs.astuple(turn) for turn in turns_of(msgspec.structs.replace(said, turns=two))] == [
+        (2.0, 3.0, 4.0, "0.3", "0.3"),
+        (7.0, 0.0, 8.0, "0.3", "0.4"),
+    ]
+    assert turns_of(msgspec.structs.replace(said, finished_s=0.0)) == ()
 
 
 @pytest.mark.parametrize("wanted", [{"least_reward": "x"}, {"task": "1.5"}, {"nobody": "1"}, {"text": "x" * 2000}])

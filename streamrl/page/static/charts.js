@@ -19,10 +19,11 @@ function onTop([x, ...lines]) {
   return [x, ...lines.map((line) => line.map((value, at) => (value === null ? null : (sums[at] += value))))];
 }
 
-// series: [{ table, name, label, per }] - `per` divides by seconds, for amounts of a window.
-// `stacked`: shares that add up to one, drawn on top of each other, thinned to their means.
+// series: [{ table, name, label, rate }] - `rate`: an amount of a row, drawn a second.
+// `stepped`: a value holds until the next one. `stacked`: shares that add up to one, drawn on top of each other, thinned to their means.
 export class Chart {
-  constructor(place, title, series, x = "version", { stacked = false } = {}) {
+  constructor(place, title, series, x = "version", { stacked = false, stepped = false } = {}) {
+    this.paths = stepped ? uPlot.paths.stepped({ align: 1 }) : undefined;
     this.series = series;
     this.x = x;
     this.stacked = stacked;
@@ -46,10 +47,9 @@ export class Chart {
     this.room.hidden = present.length === 0;
     if (!present.length) return;
     const tables = new Set(present.map((part) => part.table));
-    const scaled = (part) => (part.per ? part.y.map((value) => (value === null ? null : value / part.per)) : part.y);
     let joined = tables.size === 1
-      ? [present[0].x, ...present.map(scaled)]
-      : uPlot.join(present.map((part) => [part.x, scaled(part)]));
+      ? [present[0].x, ...present.map((part) => part.y)]
+      : uPlot.join(present.map((part) => [part.x, part.y]));
     if (this.stacked) {
       const known = joined[0].map((_, at) => joined.slice(1).some((line) => line[at] !== null)); // a short window may have no report
       joined = joined.map((line) => line.filter((_, at) => known[at]));
@@ -66,7 +66,7 @@ export class Chart {
     const axis = { stroke: style("--soft"), grid: { stroke: style("--line"), width: 1 }, ticks: { stroke: style("--line") } };
     const time = this.x === "time_s";
     const lines = labels.map((label, at) => ({
-      label, stroke: style(`--s${at % 9}`), width: stacked ? 0.5 : 1.5, spanGaps: sparse, fill: stacked ? style(`--s${at % 9}`) : undefined,
+      label, stroke: style(`--s${at % 9}`), width: stacked ? 0.5 : 1.5, spanGaps: sparse, paths: this.paths, fill: stacked ? style(`--s${at % 9}`) : undefined,
       value: (plot, value, series, row) => number(stacked && row !== null ? this.data.raw[series][row] : stacked ? null : value, stacked ? 3 : 4),
       points: { show: !stacked && values[at + 1].filter((one) => one !== null && one !== undefined).length < 40 },
     }));
@@ -98,14 +98,18 @@ export class Chart {
 
 // All charts of a view in few requests: one for each table.
 export async function fill(charts, run, last = 0) {
-  const wanted = {};
+  const wanted = {}, rates = {};
   for (const chart of charts)
     for (const one of chart.series)
-      if ((run.tables[one.table] || []).includes(one.name)) (wanted[JSON.stringify([chart.x, chart.stacked, one.table])] ||= new Set()).add(one.name);
+      if ((run.tables[one.table] || []).includes(one.name)) {
+        const key = JSON.stringify([chart.x, chart.stacked, one.table]);
+        (wanted[key] ||= new Set()).add(one.name);
+        if (one.rate) (rates[key] ||= new Set()).add(one.name);
+      }
   const answers = {};
   await Promise.all(Object.entries(wanted).map(async ([key, names]) => {
     const [x, stacked, table] = JSON.parse(key);
-    const query = new URLSearchParams({ table, x, names: [...names].join(","), points: stacked ? 250 : 1000, last, thin: stacked ? "mean" : "extremes" });
+    const query = new URLSearchParams({ table, x, names: [...names].join(","), points: stacked ? 250 : 1000, last, thin: stacked ? "mean" : "extremes", rates: [...(rates[key] || [])].join(",") });
     (answers[[x, stacked]] ||= {})[table] = await get(`/api/series?${query}`);
   }));
   for (const chart of charts) chart.show(answers[[chart.x, chart.stacked]] || {});

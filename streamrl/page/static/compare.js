@@ -59,13 +59,7 @@ export function compare(place, run, [wanted, axis]) {
 
   async function draw() {
     if (!wanted) return;
-    let found;
-    try {
-      found = await get(`/api/compare/${encodeURIComponent(wanted)}?x=${x}`);
-    } catch (error) {
-      state.textContent = error.message;
-      return;
-    }
+    const found = await get(`/api/compare/${encodeURIComponent(wanted)}?x=${x}`);
     if (closed) return;
     const { runs, reading } = found;
     state.textContent = reading ? `reading ${wanted}: ${Math.floor((100 * reading.done) / Math.max(1, reading.total))} %` : "";

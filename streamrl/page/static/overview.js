@@ -3,27 +3,30 @@ import { Chart, fill } from "/static/charts.js";
 import { box, clock, element, get, number, paced, table } from "/static/tools.js";
 
 const batch = (name, label) => ({ table: "batch", name, label });
-const since = (name, label, per) => ({ table: "window", name, label, per });
+const since = (name, label, rate) => ({ table: "window", name, label, rate });
 
 function chartsOf(run) {
-  const per = run.window_s || 10;
   // In the order in which the states are declared: what is work comes first.
   const known = new Set(run.tables.window || []);
   const shares = (prefix) => Object.keys(run.metrics).filter((name) => name.startsWith(prefix) && known.has(name)).map((name) => since(name, name.slice(prefix.length)));
   const reasons = (run.tables.batch || []).filter((name) => name.startsWith("rollouts/dropped_total/"));
+  const lost = (run.tables.batch || []).filter((name) => name.startsWith("tokens/dropped_total/"));
+  const lengths = (part) => ["finished", "cut", "trained", "dropped"].map((what) => since(`lengths/${what}_${part}`, what));
   const all = [
     ["Reward", "version", [batch("rollout/raw_reward", "mean of the batch"), { table: "evaluation", name: "eval/heldout", label: "held-out" }]],
-    ["Tokens a second", "time_s", [since("tokens/sampled_total", "sampled", per)]],
-    ["Tokens trained a batch", "version", [batch("tokens/trained_total", "under the loss mask")]],
+    ["Tokens a second", "time_s", [since("tokens/sampled_total", "sampled", true), since("tokens/published_total", "published", true), since("tokens/cut_total", "cut, never published", true)]],
+    ["What became of published tokens, by batch", "version", [batch("tokens/trained_total", "trained"), batch("tokens/masked_total", "masked"), ...lost.map((name) => batch(name, `dropped: ${name.slice("tokens/dropped_total/".length)}`))]],
     ["Staleness of trained tokens, versions", "version", [batch("staleness/mean", "mean"), batch("staleness/p95", "p95"), batch("staleness/max", "max")]],
     ["Where the age comes from, versions", "version", [batch("staleness/in_flight", "in flight"), batch("staleness/queued", "queued"), batch("staleness/publish_lag", "publish lag")]],
     ["Behind the newest batch, seconds", "time_s", [since("lag/stream_s", "oldest message"), since("lag/publish_to_commit_s", "publish to commit")]],
+    ["Behind the newest batch, tokens", "time_s", [since("lag/stream_tokens", "on the stream")]],
     ["Versions that engines are behind", "time_s", [since("lag/versions_behind", "worst engine")]],
     ["Dropped rollouts a batch", "version", reasons.map((name) => batch(name, name.slice("rollouts/dropped_total/".length)))],
     ["A batch's seconds", "version", [batch("perf/step_s", "step"), batch("perf/wait_s", "wait for samples")]],
     ["Sampler against trainer, nats", "version", [batch("train/train_rollout_logprob_abs_diff", "distance"), batch("train/entropy_loss", "entropy"), batch("train/ppo_kl", "KL")]],
     ["Answer lengths, tokens", "version", [batch("rollout/response_len/mean", "mean"), batch("rollout/response_len/max", "max")]],
-    ["Lengths of answers by their end, p95, tokens", "time_s", ["finished", "cut", "trained", "dropped"].map((what) => since(`lengths/${what}_p95`, what))],
+    ["Lengths of answers by their end, median, tokens", "time_s", lengths("p50")],
+    ["Lengths of answers by their end, p95, tokens", "time_s", lengths("p95")],
     ["Distance of the lengths trained from all", "time_s", [since("lengths/distance", "0: no length is treated otherwise")]],
   ];
   const times = [];
@@ -66,15 +69,15 @@ export function overview(place, run) {
     if (told !== judged) held.replaceChildren(objectives(run));
     judged = told;
     const newest = run.newest;
-    const rate = (name) => (name in newest ? number(newest[name] / (run.window_s || 10), 3) : "–");
     const values = [
       ["reward", number(newest["rollout/raw_reward"], 3)],
       ["held-out", number(newest["eval/heldout"], 3)],
       ["step", `${run.step} / ${run.steps}`],
-      ["tokens/s sampled", rate("tokens/sampled_total")],
+      ["tokens/s sampled", number(run.sampled_per_s, 3)],
       ["tokens/s trained", number(run.trained_per_s, 3)],
       ["staleness p95", number(newest["staleness/p95"], 3)],
       ["stream lag, s", number(newest["lag/stream_s"], 3)],
+      ["stream lag, tokens", number(newest["lag/stream_tokens"], 3)],
       ["versions behind", number(newest["lag/versions_behind"], 3)],
     ];
     cards.replaceChildren(...values.map(([name, value]) => element("div", { class: "card" }, element("b", {}, value), element("span", {}, name))));

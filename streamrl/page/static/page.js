@@ -5,7 +5,7 @@ import { metrics } from "/static/metrics.js";
 import { overview } from "/static/overview.js";
 import { samples } from "/static/samples.js";
 import { versions } from "/static/versions.js";
-import { element, get } from "/static/tools.js";
+import { Unanswered, element, get } from "/static/tools.js";
 
 const views = { overview, versions, drops, samples, compare, metrics };
 const titles = { overview: "Overview", versions: "Versions", drops: "Drops", samples: "Samples", compare: "Compare", metrics: "All metrics" };
@@ -49,23 +49,35 @@ function show() {
   shown = views[known](main, run, rest);
 }
 
-async function listen() {
-  const events = new EventSource("/api/live");
-  let changes = run.changes;
-  events.onopen = () => tellTrouble("");
-  events.onmessage = async (event) => {
-    const state = JSON.parse(event.data);
-    if (state.changes !== changes) {
-      changes = state.changes;
-      const known = new Set(Object.keys(run.metrics));
-      Object.assign(run, Object.keys(state.newest).some((name) => !known.has(name)) ? await get("/api/run") : state);
+// New metrics and workers have their tables and meanings from the server.
+async function take(state) {
+  const known = new Set(Object.keys(run.metrics));
+  if (state.num_tables !== run.num_tables || Object.keys(state.newest).some((name) => !known.has(name))) {
+    try {
+      Object.assign(run, await get("/api/run"));
+    } catch (error) {
+      if (!(error instanceof Unanswered)) throw error;
+      state.num_tables = -1; // with the next state they are asked for again
     }
-    Object.assign(run, state);
-    tellState();
-    tellTrouble(state.trouble ? `the log cannot be read now: ${state.trouble}` : "");
-    if (shown) shown.update(run);
-  };
-  events.onerror = () => tellTrouble("the page's server does not answer: has `streamrl up` ended? `streamrl page RUN` serves it again");
+  }
+  Object.assign(run, state);
+  tellState();
+  tellTrouble(state.trouble ? `the log cannot be read now: ${state.trouble}` : "");
+  if (shown) shown.update(run);
+}
+
+// A tab in the background lets go of the line, so that the server rests; it has the newest state when it is looked at again.
+let events = null;
+function listen() {
+  if (document.hidden) {
+    if (events) events.close();
+    events = null;
+  } else if (!events) {
+    events = new EventSource("/api/live");
+    events.onopen = () => tellTrouble("");
+    events.onmessage = (event) => take(JSON.parse(event.data));
+    events.onerror = () => tellTrouble("the page's server does not answer: has `streamrl up` ended? `streamrl page RUN` serves it again");
+  }
 }
 
 try {
@@ -73,6 +85,7 @@ try {
   tellState();
   show();
   addEventListener("hashchange", show);
+  document.addEventListener("visibilitychange", listen);
   listen();
 } catch (error) {
   tellTrouble(String(error.message || error));

@@ -27,7 +27,7 @@ function lanes(batch) {
   const first = Math.min(...timed.map((one) => one.times.claimed || one.times.started));
   const end = Math.max(batch.time_s, ...timed.map((one) => one.times.scored || one.times.finished));
   const width = 1000, x = (time) => (width * (time - first)) / Math.max(1e-6, end - first);
-  const { order, at } = colours(timed.map((one) => one.first_version));
+  const { order, at } = colours(timed.flatMap((one) => one.turns.flatMap((turn) => [turn.first_version, turn.last_version])));
   const bar = (from, to, row, kind, title) => {
     const one = svg("rect", { x: x(from), y: row * LANE + 1, width: Math.max(0.5, x(to) - x(from)), height: LANE - 2, class: kind });
     one.append(svg("title", {}, title));
@@ -36,10 +36,23 @@ function lanes(batch) {
   const bars = timed.flatMap((one, row) => {
     const { claimed, started, finished, scored } = one.times;
     const who = `task ${one.task}, rollout ${one.rollout}`;
-    const turns = one.turns.length ? one.turns : [[started, started, finished]];
+    let before = claimed || started, kind = "wait", said = "waits";
+    const made = [];
+    const until = (time, kind, said) => {
+      if (time > before) made.push(bar(before, time, row, kind, `${who}: ${said} ${number(time - before, 3)} s`));
+      before = Math.max(before, time);
+    };
+    // Between two turns, and after the last one, the rollout's own code is at work; before a turn begins it waits for an engine.
+    for (const turn of one.turns) {
+      until(turn.asked_s, kind, said);
+      until(turn.began_s, "wait", "waits for an engine");
+      const changed = turn.first_version === turn.last_version ? "" : ` to ${turn.last_version}`;
+      until(turn.finished_s, `f${at(turn.first_version)}`, `version ${turn.first_version}${changed} generates`);
+      [kind, said] = ["tools", "tools and other code of the rollout"];
+    }
+    until(finished, kind, said);
     return [
-      bar(claimed || started, finished, row, "wait", `${who}: waits, and tools: ${number(finished - (claimed || started), 3)} s in all`),
-      ...turns.map(([asked, began, ended]) => bar(began || asked, ended, row, `f${at(one.first_version)}`, `${who}: generates ${number(ended - (began || asked), 3)} s, from version ${one.first_version}`)),
+      ...made,
       ...(scored > finished ? [bar(finished, scored, row, "reward", `${who}: reward ${number(scored - finished, 3)} s`)] : []),
       bar(Math.max(scored || 0, finished), batch.time_s, row, "after", `${who}: in the queue and in the step ${number(batch.time_s - Math.max(scored || 0, finished), 3)} s`),
     ];
@@ -49,7 +62,7 @@ function lanes(batch) {
   drawing.setAttribute("aria-label", `${timed.length} rollouts over ${number(end - first, 3)} seconds`);
   const key = order.map((version) => element("span", { class: `key v${at(version)}` }, `generates, version ${version}`));
   const hidden = batch.samples.length - timed.length;
-  return element("div", {}, element("p", {}, ...key, element("span", { class: "soft" }, `faint: waits and tools; strongest: reward; grey: queue and step; ${number(end - first, 3)} s in all${hidden ? `; ${hidden} more are not drawn` : ""}`)), drawing);
+  return element("div", {}, element("p", {}, ...key, element("span", { class: "soft" }, `faint: waits; middle: tools; strongest: reward; blue-grey: queue and step; ${number(end - first, 3)} s in all${hidden ? `; ${hidden} more are not drawn` : ""}`)), drawing);
 }
 
 // What is looked for stays while one walks through batches.
@@ -74,12 +87,13 @@ function list(place, upto, versions, run) {
   const body = done.querySelector("tbody");
   let sums = null, turn = 0, next = null;
 
-  async function look(from) {
+  async function look(from, skip) {
     const mine = ++turn;
     told.textContent = "looking …";
     on.hidden = true;
     const query = new URLSearchParams(Object.entries(asked).filter(([, value]) => value));
     query.set("upto", from);
+    query.set("skip", skip);
     let found;
     try {
       found = await get(`/api/samples?${query}`);
@@ -95,20 +109,20 @@ function list(place, upto, versions, run) {
       line.first_version === line.last_version ? line.first_version : `${line.first_version} – ${line.last_version}`,
       number(line.num_tokens), number(line.num_trained), line.engine, text,
     ]), [2, 3, 7, 8]));
-    const missing = sums.missing ? `; ${sums.missing} messages are not there any more, or are too many to be read` : "";
+    const missing = sums.missing ? `; ${sums.missing} messages are not there any more, or cannot be read` : "";
     told.textContent = `${number(sums.hits)} of ${number(sums.samples)} samples of ${number(sums.batches)} ${sums.batches === 1 ? "batch" : "batches"}, down to version ${found.first}${missing}`;
-    next = found.more;
-    on.hidden = next === null;
+    next = found;
+    on.hidden = found.more === null;
   }
   function anew() {
     for (const one of fields) asked[one.name] = one.value;
     sums = { hits: 0, samples: 0, batches: 0, missing: 0 };
     body.replaceChildren();
-    look(upto);
+    look(upto, 0);
   }
   let timer = 0;
   for (const one of fields) one.addEventListener("input", () => { clearTimeout(timer); timer = setTimeout(anew, 300); });
-  on.addEventListener("click", () => look(next));
+  on.addEventListener("click", () => look(next.more, next.skip));
   place.append(box("Samples", element("div", { class: "bar" }, element("label", {}, "batches ", fields[0]), ...fields.slice(1)), told, done, on));
   anew();
 }

@@ -10,10 +10,27 @@ export function element(tag, attributes = {}, ...children) {
   return made;
 }
 
+// The server gave no answer, or one that says why not. Other errors are this page's own, and nothing hides them.
+export class Unanswered extends Error {}
+
 export async function get(path) {
-  const answer = await fetch(path);
-  if (!answer.ok) throw new Error((await answer.text()).trim() || `status ${answer.status}`);
-  return answer.json();
+  let ok, text, status;
+  try {
+    const answer = await fetch(path);
+    ({ ok, status } = answer);
+    text = await answer.text();
+  } catch (error) {
+    throw new Unanswered(`the page's server does not answer: ${error.message}`);
+  }
+  if (!ok) throw new Unanswered(text.trim() || `status ${status}`);
+  return JSON.parse(text);
+}
+
+// What `work` could not have from the server, told below the head until it has it.
+function tellFailed(text) {
+  const line = document.getElementById("failed");
+  line.hidden = !text;
+  line.textContent = text && `this view is tried again: ${text}`;
 }
 
 export function number(value, digits = 4) {
@@ -41,7 +58,9 @@ export function box(title, ...children) {
   return element("section", { class: "box" }, element("h2", {}, title), ...children);
 }
 
-// Calls `work` at once and again when asked to, one at a time and at most every `every` milliseconds.
+const RETRY = 5000;
+
+// Calls `work` at once and again when asked to, or when the server gave no answer; one at a time and at most every `every` milliseconds.
 export function paced(work, every = 5000) {
   let running = false, again = false, closed = false, last = 0, timer = 0;
   async function go() {
@@ -51,9 +70,18 @@ export function paced(work, every = 5000) {
     if (wait > 0) { clearTimeout(timer); timer = setTimeout(go, wait); return; }
     running = true;
     last = Date.now();
-    try { await work(); } finally { running = false; }
+    try {
+      await work();
+      if (!closed) tellFailed("");
+    } catch (error) {
+      if (!(error instanceof Unanswered)) throw error;
+      if (closed) return;
+      again = true;
+      last = Date.now() + Math.max(0, RETRY - every);
+      tellFailed(error.message);
+    } finally { running = false; }
     if (again) { again = false; go(); }
   }
   go();
-  return { again: go, close() { closed = true; clearTimeout(timer); } };
+  return { again: go, close() { closed = true; clearTimeout(timer); tellFailed(""); } };
 }
