@@ -95,7 +95,7 @@ async def open_record(
         resumed = await write_or_check(bus, record)
         changed = await renew_digests(bus, record, accept_code=accept_code, accept_model=accept_model)
     except ConfigError as error:
-        if await _has_trained(bus, config, run):
+        if await has_trained(bus, config, run):
             raise
         raise NothingBinds(error.message) from error
     if code:
@@ -110,7 +110,7 @@ class NothingBinds(Exception):
     """The run has no version yet: it may begin anew with another configuration."""
 
 
-async def _has_trained(bus: Bus, config: Config, run: RunDir) -> bool:
+async def has_trained(bus: Bus, config: Config, run: RunDir) -> bool:
     """Whether there is, or has been, a version: in the ledger, as a manifest or as a checkpoint."""
     subjects, trainer = Subjects(config.run.name), config.trainer.name
     latest = await read_latest(bus, trainer)

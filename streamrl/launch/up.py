@@ -16,13 +16,14 @@ import msgspec
 
 from streamrl.bus import connect
 from streamrl.bus.protocol import Bus
+from streamrl.config.load import dump
 from streamrl.config.secret_options import without_secrets
 from streamrl.config.tree import Config
 from streamrl.errors import BusError, LaunchError
 from streamrl.launch.finished import finished_at
 from streamrl.launch.local import LOGS_EVERY_S, LocalLauncher, worker_logs
 from streamrl.launch.page import page_beside
-from streamrl.launch.prepare import NothingBinds, check_log, check_start, open_record, prepare
+from streamrl.launch.prepare import NothingBinds, check_log, check_start, has_trained, open_record, prepare
 from streamrl.launch.protocol import Launcher
 from streamrl.launch.shown import Shown
 from streamrl.launch.sinks import sinks_beside
@@ -133,9 +134,10 @@ async def up(
         config, settings = continued(config, run)
         for setting in settings:
             note(f"this run was begun before there was {setting.partition('=')[0]}: it goes on without, as with --set {setting}")
-        config, text = with_decay_steps(config, run)
-        if text:
-            note(text)
+        if config.ray.address:  # its launcher hands out the configuration, and has to have it before the bus is there
+            config, text = with_decay_steps(config, run, trained=True)
+            if text:
+                note(text)
         config, secret_options = without_secrets(config)
         run.write_secret_options(secret_options)
         for section, options in secret_options.items():
@@ -217,6 +219,7 @@ class Session:
         async with run_bus_server(self._config, self._run, self._note) as server:
             bus = await self._connect(server)
             try:
+                record = await self._with_schedule(bus, record)
                 try:
                     resumed, notes = await self._open_record(bus, record, self._consent)
                 except NothingBinds as first:
@@ -239,6 +242,15 @@ class Session:
                 return await self._follow(bus, server)
             finally:
                 await bus.close()
+
+    async def _with_schedule(self, bus: Bus, record: RunRecord) -> RunRecord:
+        """Give the configuration, and the record that has it, the length of the learning rate's schedule."""
+        # On a bus of others a run is not begun anew: see below.
+        trained = bool(self._config.bus.url) or await has_trained(bus, self._config, self._run)
+        self._config, text = with_decay_steps(self._config, self._run, trained=trained)
+        if text:
+            self._note(text)
+        return msgspec.structs.replace(record, config=dump(self._config))
 
     async def _open_record(self, bus: Bus, record: RunRecord, consent: Consent) -> tuple[bool, list[str]]:
         return await open_record(bus, self._config, self._run, record, accept_code=consent.code, accept_model=consent.model)

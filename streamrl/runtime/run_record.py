@@ -93,15 +93,16 @@ def continued(config: Config, run: RunDir) -> tuple[Config, list[str]]:
     return override(config, settings), settings
 
 
-def with_decay_steps(config: Config, run: RunDir) -> tuple[Config, str]:
+def with_decay_steps(config: Config, run: RunDir, *, trained: bool) -> tuple[Config, str]:
     """The configuration with the length of the learning rate's schedule, and what is to be said of that, or an empty string.
 
-    Unless it is set, it is `run.steps` of the first start, and stays that when the run is resumed with other steps.
+    Unless it is set, it is `run.steps` of the first start, and stays that when the run is resumed with other steps once it has `trained`:
+    before that the length is this start's, for nothing was decided by the other.
     """
     if config.trainer.optimizer.decay_steps:
         return config, ""
     try:
-        steps = schedule_steps(run.load_config() if run.exists else config)
+        steps = schedule_steps(run.load_config() if trained and run.exists else config)
     except ConfigError:  # see `continued`
         steps = schedule_steps(config)
     optimizer = replace(config.trainer.optimizer, decay_steps=steps)

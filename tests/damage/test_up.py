@@ -15,7 +15,7 @@ from streamrl import bus
 from streamrl.bus import BusAddress
 from streamrl.bus.jetstream.bus import JetStreamBus
 from streamrl.bus.reading import read_key
-from streamrl.config.load import load
+from streamrl.config.load import from_json, load
 from streamrl.data.model import write_table
 from streamrl.errors import LaunchError
 from streamrl.launch import up as launch
@@ -92,6 +92,20 @@ async def test_before_the_first_version_nothing_binds(up: Start, run: RunDir, pl
     assert record is not None and record.num_rows == 5 and json.loads(record.config)["tasks"]["batch_tasks"] == 7
     code, _, err = await said(await up("learn"))
     assert code == 1 and "tasks.batch_tasks changed on resume" in err, "from the first version on it binds"
+
+
+async def test_before_the_first_version_the_schedule_has_the_length_of_the_newest_start(up: Start, run: RunDir) -> None:
+    await started_and_stopped(up, run)
+    before = run.load_config().run.steps
+    for steps, length in ((before + 7, before + 7), (before + 9, before + 7)):
+        code, out, err = await said(await up("learn", f"run.steps={steps}"))
+        assert (code, err) == (0, "")
+        assert (f"still that of the first start, over {length} batches" in out) is (steps != length)
+        async with open_bus(run) as bus:
+            record = await read_key(bus.kv, KEY_RUN, RunRecord)
+        assert record is not None
+        for kept in (run.load_config(), from_json(record.config)):
+            assert kept.trainer.optimizer.decay_steps == length
 
 
 async def test_a_run_that_cannot_begin_anew_leaves_no_connection(

@@ -25,7 +25,7 @@ from tests.loop.harness import make_run, read_ledger, run_to_end
 
 async def train(config: Config, run: RunDir, bus: MemoryBus, steps: int) -> tuple[Config, str]:
     """One `up` of the run: first start or resumed; gives what it ran with and what is said of its schedule."""
-    config, text = with_decay_steps(replace(config, run=replace(config.run, steps=steps)), run)
+    config, text = with_decay_steps(replace(config, run=replace(config.run, steps=steps)), run, trained=True)
     await write_or_check(bus, await prepare(config, run))
     run.write_config(config)
     await run_to_end(config, run, bus)

@@ -248,20 +248,22 @@ def test_a_run_that_was_begun_without_a_decision_goes_on_without_it(tmp_path: Pa
 
 def test_the_schedule_keeps_the_length_of_the_first_start(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "demo")
-    begun, text = with_decay_steps(Config(run=RunConfig(steps=40)), run)
+    begun, text = with_decay_steps(Config(run=RunConfig(steps=40)), run, trained=False)
     assert (begun.trainer.optimizer.decay_steps, text) == (40, "")
     run.create()
     run.write_config(begun)
     for steps in (5, 90):
-        grown, text = with_decay_steps(Config(run=RunConfig(steps=steps)), run)
+        grown, text = with_decay_steps(Config(run=RunConfig(steps=steps)), run, trained=True)
         assert (grown.run.steps, grown.trainer.optimizer.decay_steps) == (steps, 40)
         assert f"run.steps is {steps}" in text and "over 40 batches" in text
         check_resume(record(begun), record(grown))
-    assert with_decay_steps(Config(run=RunConfig(steps=40)), run) == (begun, "")
+    assert with_decay_steps(Config(run=RunConfig(steps=40)), run, trained=True) == (begun, "")
     constant = Config(run=RunConfig(steps=90), trainer=TrainerConfig(optimizer=OptimizerConfig(schedule="constant")))
-    assert with_decay_steps(constant, run)[1] == "", "there is nothing to say of a schedule without a length"
+    assert with_decay_steps(constant, run, trained=True)[1] == "", "there is nothing to say of a schedule without a length"
     asked = Config(trainer=TrainerConfig(optimizer=OptimizerConfig(decay_steps=7)))
-    assert with_decay_steps(asked, run) == (asked, "")
+    assert with_decay_steps(asked, run, trained=True) == (asked, "")
+    again, text = with_decay_steps(Config(run=RunConfig(steps=90)), run, trained=False)
+    assert (again.trainer.optimizer.decay_steps, text) == (90, ""), "nothing was trained by the former length"
     with raises(ConfigError, key="trainer.optimizer.decay_steps"):
         check_resume(record(begun), record(asked))
 
@@ -275,7 +277,7 @@ def test_a_run_of_an_earlier_build_keeps_its_schedule_when_it_grows(tmp_path: Pa
     run.config_path.write_text(json.dumps(tree))
     old = msgspec.structs.replace(record(Config()), config=json.dumps(tree))
     for steps in (40, 90):
-        grown, _ = with_decay_steps(Config(run=RunConfig(steps=steps)), run)
+        grown, _ = with_decay_steps(Config(run=RunConfig(steps=steps)), run, trained=True)
         assert grown.trainer.optimizer == OptimizerConfig(decay_steps=40)
         check_resume(old, record(grown))
         run.write_config(grown)
