@@ -93,7 +93,7 @@ async def _measured(screen: Screen, config: Config, skip: int) -> dict[str, floa
     """CPU seconds and memory by kind of process.
 
     `cpu/` are those from the end of the last batch that is left out to the end of the last one, `before/` those until then, `bytes/` the
-    most at once.
+    most at once; `draws`: how often the page's client asked for all charts, from its start on.
     """
     run = RunDir(Path(config.run.dir) / config.run.name)
     browser, top = Browser(run), Top(run)
