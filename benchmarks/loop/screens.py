@@ -22,7 +22,7 @@ from benchmarks.names import names
 from benchmarks.raw import Round, header, write_measured
 from benchmarks.report import turn
 from streamrl.config.metrics import PACKAGES as PACKAGES_OF_SINKS
-from streamrl.config.metrics import MetricsConfig, PrometheusConfig, WandbConfig, check_sinks
+from streamrl.config.metrics import MetricsConfig, PrometheusConfig, SinkKind, WandbConfig, check_sinks
 from streamrl.config.tree import Config
 from streamrl.runtime.rundir import RunDir
 
@@ -85,7 +85,7 @@ def _rounds(spec: ScreensSpec, directory: Path) -> Iterator[Round]:
 
 
 def _metrics(screen: Screen) -> MetricsConfig:
-    sinks = tuple(kind for kind in PACKAGES_OF_SINKS if kind == screen)
+    sinks: tuple[SinkKind, ...] = tuple(kind for kind in PACKAGES_OF_SINKS if kind == screen)
     return MetricsConfig(sinks=sinks, wandb=WandbConfig(mode="offline"), prometheus=PrometheusConfig(port=_free_port()))
 
 
@@ -93,7 +93,7 @@ async def _measured(screen: Screen, config: Config, skip: int) -> dict[str, floa
     """CPU seconds and memory by kind of process.
 
     `cpu/` are those from the end of the last batch that is left out to the end of the last one, `before/` those until then, `bytes/` the
-    most at once.
+    most at once; `draws`: how often the page's client asked for all charts, from its start on.
     """
     run = RunDir(Path(config.run.dir) / config.run.name)
     browser, top = Browser(run), Top(run)

@@ -36,7 +36,6 @@ def build_report(raw: Raw) -> Report:
     """Compute everything from the raw file."""
     rows = rows_of(raw.rounds, _quantities, {"against": (Screen.FILE, "per_cpu_s")})
     by_name = {row.contender: row for row in rows}
-    draws = [f"{row.values['draws_per_minute'].p50:.0f}" for row in rows if row.contender in (Screen.PAGE, Screen.PAGE_TOP)]
     return Report(
         **about(raw.header),
         rows=rows,
@@ -48,8 +47,7 @@ def build_report(raw: Raw) -> Report:
             Table(("meanwhile", "process", "CPU ms a second", "of the run's own CPU", "CPU s before", "MB"), _processes(rows)),
             f"The run's own CPU is that of {', '.join(_OWN[:-2])} and nats-server. The supervisor writes the file and keeps the "
             "workers; both are counted. CPU s before: until the measured batches began, the start included. MB: resident at most, "
-            "what processes share counted in each."
-            + (f" The client of the page asked for all charts {', '.join(draws)} times a minute." if draws else ""),
+            "what processes share counted in each.",
         ],
         targets=[
             _target("CPU of the file (supervisor as a whole)", MOST_FILE, by_name.get(Screen.FILE)),
@@ -68,7 +66,6 @@ def _quantities(values: Mapping[str, float]) -> dict[str, float]:
         "cpu_ms": total / values["batches"] * 1e3,
         "per_cpu_s": values["batches"] / total if total else 0.0,
         "share": (total - own) / own if own else 0.0,
-        "draws_per_minute": values["draws"] / values["seconds"] * 60,
     }
     for kind in (kind for kind in cpu if kind not in _OWN):
         found[_SHARE + kind] = cpu[kind] / own if own else 0.0
