@@ -314,7 +314,8 @@ async def fulfil(answer: Any, route: Route) -> None:
 
 async def later(tab: Page) -> None:
     """Return once the page shows a later step, without having been loaded again."""
-    step = "Number(document.getElementById('state').textContent.match(/step (\\d+)/)[1])"
+    step = "Number((document.getElementById('state').textContent.match(/step (\\d+)/) || [])[1])"  # no number while the run begins
+    await holds(tab, f"{step} >= 0")
     before = await tab.evaluate(step)
     await holds(tab, f"{step} > {before} + 3")
 
