@@ -88,7 +88,7 @@ def _runs(rows: Sequence[Row]) -> list[list[str]]:
 def _processes(rows: Sequence[Row]) -> list[list[str]]:
     lines: list[list[str]] = []
     for row in rows:
-        for kind in (name.removeprefix(_SHARE) for name in row.values if name.startswith(_SHARE)):
+        for kind in (name.removeprefix(_SHARE) for name, used in row.values.items() if name.startswith(_SHARE) and used.high):
             ms, before, size = (row.values[what + kind].p50 for what in (_MS_PER_S, _BEFORE, _MB))
             share = _spread(row.values[_SHARE + kind])
             lines.append([_SAID[Screen(row.contender)], kind, f"{ms:.1f}", share, f"{before:.1f}", f"{size:.0f}"])
