@@ -349,8 +349,10 @@ async def test_what_nobody_gets_is_counted_once(site: Site):
     (whole,) = await ask(site.engine, site.request("whole"))
     task = asyncio.ensure_future(ask(site.engine, site.request("left", seeds=(1, 2), sampling=site.long)))
     async with asyncio.timeout(30):
-        while (info := await site.host.info()).running < 2 or info.tokens_total - site.host.lost.tokens < before + len(whole.ids) + 20:
+        while (await site.host.info()).running < 2:
             await asyncio.sleep(0.001)
+        # Until both have tokens. SGLang tells of a request that is not streamed at its end only, so there is nothing else to wait for.
+        await asyncio.sleep(1.0)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
