@@ -12,7 +12,7 @@ from streamrl.errors import BatchDiffers, EngineDied, EngineError, EngineUnavail
 
 FACTS: dict[type[StreamRLError], dict[str, Any]] = {
     BatchDiffers: {"version": "0.7", "what": "task 3 was in the batch", "sequences": (4, 9)},
-    OutOfMemory: {"micro_tokens": 8192},
+    OutOfMemory: {"micro_tokens": 8192, "number": 3},
     LogTruncated: {"needed": 4, "first": 9},
 }
 TREE = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, StreamRLError)]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -68,7 +67,6 @@ def test_screens_are_named() -> None:
 
 
 async def test_the_browser_asks_again_when_there_is_news(tmp_path: Path) -> None:
-    os.umask(0o077)
     run = RunDir(tmp_path / "demo")
     run.create()
     run.write_config(Config(run=RunConfig(name="demo", dir=str(tmp_path))))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Container
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -47,15 +47,29 @@ async def judged(tmp_path: Path, *, checkpoint: int = 8) -> AsyncGenerator[Place
                 await judging
 
 
-async def rewards_between(w: Place, first: int, last: int) -> list[int]:
-    """Sequences of rewards that no entry is closed at."""
+async def rewards_between(w: Place, first: int, last: int, tasks: Container[int] | None = None) -> list[int]:
+    """Sequences of rewards that no entry is closed at; of these tasks, where they are given."""
     closed = {entry.cursor for entry in await read_ledger(w.bus, w.config.run.name)}
-    found = [await w.bus.fetch(SAMPLES, sequence) for sequence in range(first + 1, last)]
-    return [one.sequence for one in found if isinstance(open_message(one).record, Rewarded) and one.sequence not in closed]
+    found = [open_message(await w.bus.fetch(SAMPLES, sequence)).record for sequence in range(first + 1, last)]
+    rewards = [one for one in found if isinstance(one, Rewarded) and one.sequence not in closed]
+    return [one.sequence for one in rewards if tasks is None or one.task in tasks]
 
 
 def at(entries: list[LedgerEntry], number: int) -> LedgerEntry:
     return next(entry for entry in entries if entry.version.number == number)
+
+
+async def used_between(w: Place, entries: list[LedgerEntry]) -> tuple[int, list[int]]:
+    """The first version from 8 on whose next one was made of rewards between the two, and their sequences.
+
+    A reward of a group that is in no batch yet, or was dropped, changes nothing that was made.
+    """
+    for number in range(8, entries[-1].version.number):
+        first, after = at(entries, number), at(entries, number + 1)
+        found = await rewards_between(w, first.cursor, after.cursor, {group.task for group in after.used})
+        if found:
+            return number, found
+    raise AssertionError("every batch is of rewards that came before the batch before it")
 
 
 @pytest.mark.parametrize("many", [False, True], ids=["one", "all between two batches"])
@@ -63,14 +77,14 @@ async def test_a_lost_reward_that_closed_no_batch_is_a_gap_and_is_named(tmp_path
     async with judged(tmp_path) as w:
         before = await read_ledger(w.bus, w.config.run.name)
         made = before[-1].version.number
-        lost = await rewards_between(w, at(before, 10).cursor, at(before, 11).cursor)
-        lost = lost if many else lost[:1]
+        whole, lost = await used_between(w, before)
+        lost = await rewards_between(w, at(before, whole).cursor, at(before, whole + 1).cursor) if many else lost[:1]
         w.lose(SAMPLES, *lost)
 
         report = await verify(w.config, w.bus, w.run.model_dir)
-        assert not report.ok and report.equal == 10, report.lines
+        assert not report.ok and report.equal == whole, report.lines
         [said] = report.lost
-        assert f"the sample stream has lost message {lost[0]}" in said and f"version {at(before, 11).version}" in said, report.lines
+        assert f"the sample stream has lost message {lost[0]}" in said and f"version {at(before, whole + 1).version}" in said, report.lines
         await record(w.bus, w.config, w.run, tmp_path / "recording", run_record=None)
         again = RecordedLog(tmp_path / "recording")
         assert (await verify(again.config, again, again.model_dir)).lost == report.lost
@@ -79,8 +93,8 @@ async def test_a_lost_reward_that_closed_no_batch_is_a_gap_and_is_named(tmp_path
         entries = await read_ledger(w.bus, w.config.run.name)
         [gap] = [entry for entry in entries if entry.gap is not UNSET]
         assert gap.gap is not UNSET and (gap.gap.lost, gap.gap.highest.number) == ("samples", made)
-        assert (gap.version.epoch, gap.version.number) == (1, 10)
-        assert [str(entry.version) for entry in entries[made + 1 :]] == [f"1.{number}" for number in range(11, END + 1)]
+        assert (gap.version.epoch, gap.version.number) == (1, whole)
+        assert [str(entry.version) for entry in entries[made + 1 :]] == [f"1.{number}" for number in range(whole + 1, END + 1)]
         assert any("the sample stream has lost messages" in text for text in await w.said())
         after = await verify(w.config, w.bus, w.run.model_dir)
         assert after.equal == END and not after.problem and len(after.lost) == 1, after.lines

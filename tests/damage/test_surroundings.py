@@ -28,7 +28,9 @@ def base() -> Iterator[Path]:
     place.chmod(0o755)
     for name in ("own", "closed", "odd"):
         (place / name).mkdir()
+        (place / name).chmod(0o755)  # whatever the umask is
         (place / name / "config.json").write_text("{}")
+        (place / name / "config.json").chmod(0o644)
     yield place
     for path in (place / "closed", place):
         path.chmod(0o755)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,7 +25,6 @@ Rows = Callable[..., list[Row]]
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     """A prepared run that has never been up: there are files, and no log."""
-    os.umask(0o077)
     run = RunDir(tmp_path / "demo")
     run.create()
     run.write_config(Config(run=RunConfig(name="demo", dir=str(tmp_path))))
