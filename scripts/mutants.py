@@ -44,6 +44,7 @@ MEMORY_BYTES = 6 << 30
 DECISIONS = """
 streamrl/core/fold.py      test_fold test_fold_batches test_fold_quarantine test_fold_staleness test_fold_rewards test_admission \
                            test_fold_expiry test_gaps dead/test_impossible
+streamrl/core/impossible.py dead/test_impossible test_fold test_fold_quarantine test_gaps test_admission
 streamrl/core/state.py     test_state test_fold test_fold_batches test_fold_staleness test_fold_expiry test_fold_quarantine test_gaps
 streamrl/core/expiry.py    test_fold_expiry test_fold_staleness test_fold_rewards
 streamrl/core/pacing.py

@@ -18,8 +18,9 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
-from streamrl.core.admission import admit, beyond_limits
+from streamrl.core.admission import admit
 from streamrl.core.expiry import expired, must_wait, unrewarded
+from streamrl.core.impossible import impossible
 from streamrl.core.pacing import refilled, released
 from streamrl.core.records import Ended, Forked, Marked, Poison, Record, Rewarded, Rollouts
 from streamrl.core.state import FoldConfig, FoldState, PendingRollout, PendingTask
@@ -84,7 +85,7 @@ def fold(state: FoldState, record: Record, config: FoldConfig) -> tuple[FoldStat
         case Rollouts():
             lengths = [view.length for view in record.rollouts if not view.demonstration]
             state = replace(state, stored_tokens=state.stored_tokens + sum(lengths))
-            problem = _impossible(state, record, config)
+            problem = impossible(state, record, config)
             if problem:
                 state, dead = _poison(state, record.sequence, record.task, problem, lengths=lengths)
             elif max(r.highest for r in record.rollouts) > state.version.number:
@@ -93,13 +94,13 @@ def fold(state: FoldState, record: Record, config: FoldConfig) -> tuple[FoldStat
             else:
                 state = _take_rollouts(state, record, config)
         case Ended():
-            problem = _impossible_end(state, record, config)
+            problem = impossible(state, record, config)
             if problem:
                 state, dead = _poison(state, record.sequence, record.task, problem)
             else:
                 state = _take_end(state, record, config)
         case Rewarded():
-            problem = _impossible_reward(state, record, config)
+            problem = impossible(state, record, config)
             if problem:
                 state, dead = _poison(state, record.sequence, record.task, problem, retires=False)
             else:
@@ -107,7 +108,7 @@ def fold(state: FoldState, record: Record, config: FoldConfig) -> tuple[FoldStat
         case Poison():
             state, dead = _poison(state, record.sequence, record.task, record.reason)
         case Forked():
-            problem = _impossible_fork(state, record)
+            problem = impossible(state, record, config)
             if problem:
                 state, dead = _poison(state, record.sequence, None, problem)
             else:
@@ -193,58 +194,6 @@ def is_warm(state: FoldState, config: FoldConfig, score: float) -> bool:
     if state.warmup_end is not None:
         return True
     return state.warmup_steps + 1 >= config.warmup_steps or smooth(state, score) >= config.warmup_until
-
-
-def _impossible(state: FoldState, record: Rollouts, config: FoldConfig) -> str:
-    highest = max(r.highest for r in record.rollouts)
-    if state.lost:  # by a gap: versions of former epochs may be beyond this one
-        own = [high for r in record.rollouts for epoch, _, high in r.epochs if epoch >= state.epochs[-1].epoch]
-        highest = max(own, default=-1)
-    if highest > state.version.number:
-        return f"expected tokens of versions up to {state.version.number}, got version {highest}, which had not been trained"
-    for epoch, low, high in {span for r in record.rollouts for span in r.epochs}:
-        if not state.exists(epoch, low, high):
-            known = ", ".join(f"{e.epoch}.{e.first} to {e.epoch}.{'...' if e.last is None else e.last}" for e in state.epochs)
-            return f"expected tokens of versions that there have been ({known}), got {epoch}.{low} to {epoch}.{high}"
-    if problem := beyond_limits(record, config):
-        return problem
-    if not state.in_warmup(record.task) and any(r.demonstration for r in record.rollouts):
-        return f"expected trained tokens that a model sampled, got a demonstration for task {record.task}, which is not of the warm-up"
-    return _impossible_task(state, record.task, record.group_size, config)
-
-
-def _impossible_end(state: FoldState, record: Ended, config: FoldConfig) -> str:
-    return _impossible_task(state, record.task, None if record.rollout is None else record.group_size, config)
-
-
-def _impossible_reward(state: FoldState, record: Rewarded, config: FoldConfig) -> str:
-    task = state.pending.get(record.task)
-    size = task.group_size if task is not None else config.group_size
-    if size and record.rollout >= size:
-        return f"expected a reward for one of {size} rollouts of task {record.task}, got rollout {record.rollout}"
-    rollout = task.rollouts.get(record.rollout) if task is not None else None
-    if rollout is not None and record.sample is not None and record.sample >= rollout.num_samples:
-        return f"expected a reward for one of {rollout.num_samples} samples of rollout {record.rollout}, got sample {record.sample}"
-    return _impossible_task(state, record.task, None, config)
-
-
-def _impossible_fork(state: FoldState, record: Forked) -> str:
-    newest = state.epochs[-1]
-    if record.epoch > newest.epoch + 1 or (record.epoch > newest.epoch and record.last_before < newest.first):
-        return f"expected epoch {newest.epoch + 1} after {newest}, got a mark of epoch {record.epoch} after version {record.last_before}"
-    return ""
-
-
-def _impossible_task(state: FoldState, task: int, group_size: int | None, config: FoldConfig) -> str:
-    if task >= state.granted:
-        return f"expected a task below {state.granted}, got task {task}, which had not been granted"
-    size = 1 if state.in_warmup(task) else config.group_size
-    if config.group_size and group_size is not None and group_size != size:
-        return f"expected a group of {size}, which the configuration says, got one of {group_size} for task {task}"
-    known = state.pending.get(task)
-    if known is not None and group_size is not None and known.group_size != group_size:
-        return f"expected a group of {known.group_size} as in earlier messages of task {task}, got {group_size}"
-    return ""
 
 
 def _take_rollouts(state: FoldState, record: Rollouts, config: FoldConfig) -> FoldState:
