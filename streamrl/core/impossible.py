@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from streamrl.core.admission import beyond_limits
-from streamrl.core.records import Ended, Forked, Record, Rewarded, Rollouts
+from streamrl.core.records import Ended, Forked, Rewarded, Rollouts
 from streamrl.core.state import FoldConfig, FoldState
 
 
-def impossible(state: FoldState, record: Record, config: FoldConfig) -> str:
+def impossible(state: FoldState, record: Rollouts | Ended | Rewarded | Forked, config: FoldConfig) -> str:
     """Why this record cannot be, in words; empty where it can."""
     match record:
         case Rollouts():
@@ -18,8 +18,6 @@ def impossible(state: FoldState, record: Record, config: FoldConfig) -> str:
             return _reward(state, record, config)
         case Forked():
             return _fork(state, record)
-        case _:
-            return ""
 
 
 def _rollouts(state: FoldState, record: Rollouts, config: FoldConfig) -> str:
