@@ -12,7 +12,7 @@ from pathlib import Path
 
 from playwright.async_api import Browser, async_playwright
 
-from streamrl.page.serving import address_of
+from streamrl.page.address import address_of
 from streamrl.runtime.rundir import RunDir
 from tests.support.needs import browser
 

@@ -21,8 +21,8 @@ from streamrl.config.metrics import MetricsConfig
 from streamrl.config.tree import Config, RunConfig
 from streamrl.monitor.metrics_file import MetricsFile
 from streamrl.monitor.series import BATCH, WINDOW, Row
+from streamrl.page.address import address_of
 from streamrl.page.index import LEDGER_TABLE, open_index
-from streamrl.page.serving import address_of
 from streamrl.runtime.rundir import RunDir
 from streamrl.telemetry.names import METRICS
 from tests.support.needs import browser

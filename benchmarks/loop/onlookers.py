@@ -18,7 +18,7 @@ import msgspec
 from benchmarks.loop.sampler import Sampler
 from benchmarks.processes import child
 from streamrl.errors import LaunchError
-from streamrl.page.serving import address_of
+from streamrl.page.address import address_of
 from streamrl.runtime.rundir import RunDir
 
 _LOOK_S = 0.1

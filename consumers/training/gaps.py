@@ -20,7 +20,6 @@ from streamrl.bus.protocol import Bus, Log
 from streamrl.bus.reading import is_another, read_key
 from streamrl.consumers.training.checkpoints import CHECKPOINTS, read_latest
 from streamrl.consumers.training.ledger import Ledger
-from streamrl.consumers.training.refold import last_agreed
 from streamrl.core.state import FoldConfig, FoldState
 from streamrl.errors import CannotResume
 from streamrl.runtime.rundir import RunDir
@@ -171,6 +170,8 @@ async def _readable(bus: Bus, ledger: Ledger, resumed: FoldState, config: FoldCo
     while number > start and await is_another(bus, SAMPLES, entries[number].cursor, entries[number].cursor_s or 0.0):
         number -= 1
     if number > start and state.messages < state.last - state.first + 1:
+        from streamrl.consumers.training.refold import last_agreed  # Arrow takes 25 MB, and only a stream with a hole is read
+
         gaps = [gap for _, gap in sorted(ledger.gaps.items())]
         number = min(number, await last_agreed(bus, resumed, entries, gaps, config))
     return state.last if number == newest else entries[number + 1].cursor - 1

@@ -23,7 +23,8 @@ def add_verbs(verbs: Any) -> None:
 
 def run_page(arguments: argparse.Namespace) -> int:
     """Serve the page of a run until Ctrl-C, or say where it is served already."""
-    from streamrl.page.serving import address_of, serve
+    from streamrl.page.address import address_of
+    from streamrl.page.serving import serve
     from streamrl.runtime.beats import Pulse
     from streamrl.runtime.rundir import RunDir
     from streamrl.runtime.service import STACKS_SIGNAL, SUPERVISOR_VARIABLE, die_with_parent

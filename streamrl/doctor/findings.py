@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 State = Literal["ok", "warn", "fail"]
@@ -34,6 +33,8 @@ def print_checks(checks: Sequence[Check], *, as_json: bool) -> None:
     for check in checks:
         hint = f"\nhint: {check.hint}" if check.hint else ""
         table.add_row(check.name, f"[{_COLOURS[check.state]}]{check.state}[/]", check.found + hint)
+    from rich.console import Console  # a start that finds nothing need not load it
+
     console = Console()
     console.print(table)
     console.print(summary(checks), highlight=False)

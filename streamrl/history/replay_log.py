@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import UNSET
@@ -11,15 +12,16 @@ from streamrl.bus.protocol import Log, Message
 from streamrl.bus.reading import stretch
 from streamrl.consumers.training.carried import fetch_messages, held, oldest_read_again, read_carried
 from streamrl.consumers.training.checkpoints import check_stream
-from streamrl.consumers.training.reader import open_samples
 from streamrl.core.state import FoldState
 from streamrl.schemas.codec import decode
 from streamrl.schemas.events import NUMERICS_EVENT, Event
 from streamrl.schemas.ledger import LedgerEntry, ranges, take_entry
-from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.subjects import EVENTS, LEDGER, WEIGHTS, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
+
+if TYPE_CHECKING:
+    from streamrl.schemas.sample_batch import SampleBatch
 
 
 class PastLedger:
@@ -118,6 +120,8 @@ async def read_pending(log: Log, state: FoldState, checkpoint: Path | None, *, i
     Raises:
         LogTruncated: it is another stream, or it does not hold what is needed any more.
     """
+    from streamrl.consumers.training.reader import open_samples  # Arrow takes 25 MB, and a supervisor reads no samples
+
     carried = read_carried(checkpoint) if checkpoint is not None else {}
     oldest = oldest_read_again(state, carried)
     found = await check_stream(log, cursor=state.cursor, oldest_needed=oldest, identity=identity, cursor_s=state.cursor_s)

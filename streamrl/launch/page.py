@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from streamrl.config.tree import Config
 from streamrl.launch.sidecars import Sidecar, Sidecars
-from streamrl.page.serving import address_of
+from streamrl.page.address import address_of
 from streamrl.runtime.rundir import RunDir
 
 _DRAIN_S = 3.0

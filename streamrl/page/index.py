@@ -27,6 +27,7 @@ import numpy as np
 from streamrl.errors import LaunchError, SchemaError
 from streamrl.monitor.metrics_file import LONGEST_BYTES, decoded, files, files_before, inode_of, newest_file
 from streamrl.monitor.series import BATCH, RUN, WINDOW, Row
+from streamrl.page.address import page_folder
 from streamrl.page.tables import Numbers, Tables, as_json, shrink, shrink_to_means
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.versions import Version
@@ -302,11 +303,6 @@ def _sum_of_first(file: BinaryIO) -> int:
 
 def _sum(line: bytes) -> int:
     return zlib.crc32(line) or 1
-
-
-def page_folder(run: RunDir) -> Path:
-    """Where the page's own files are."""
-    return run.path / "page"
 
 
 @contextlib.contextmanager

@@ -17,7 +17,8 @@ from streamrl.errors import ConfigError, NotFound
 from streamrl.history.differences import config_differences
 from streamrl.monitor.metrics_file import files
 from streamrl.monitor.series import BATCH
-from streamrl.page.index import Index, Progress, page_folder
+from streamrl.page.address import page_folder
+from streamrl.page.index import Index, Progress
 from streamrl.page.tables import Numbers, as_json, shrink_to_means
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.subjects import RUN_ID

@@ -8,15 +8,15 @@ import logging
 import os
 import signal
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
 from streamrl.config.files import write_private
 from streamrl.errors import LaunchError
 from streamrl.page.access import page_token
+from streamrl.page.address import Address, address_path, page_folder
 from streamrl.page.attention import Attention
-from streamrl.page.index import open_index, page_folder
+from streamrl.page.index import open_index
 from streamrl.page.log import RunLog
 from streamrl.page.server import Page, served
 from streamrl.runtime.beats import BEAT_S, Pulse
@@ -60,8 +60,8 @@ async def serve(run: RunDir, *, port: int, say: Callable[[str], None], supervise
                 got = await opened.enter_async_context(served(page.app(token), 0))
             address = f"http://127.0.0.1:{got}/?token={token}"
             write_private(page_folder(run) / "port", str(got).encode())
-            write_private(_address_path(run), msgspec.json.encode(Address(pid=os.getpid(), address=address)))
-            opened.callback(_address_path(run).unlink, missing_ok=True)
+            write_private(address_path(run), msgspec.json.encode(Address(pid=os.getpid(), address=address)))
+            opened.callback(address_path(run).unlink, missing_ok=True)
             say(address if not supervised else f"served on port {got}")
             work = asyncio.create_task(page.work())
             progress = asyncio.create_task(_tell_progress(page, say))
@@ -80,26 +80,6 @@ async def _beat(pulse: Pulse) -> None:
     while True:
         pulse.beat(loading=False)
         await asyncio.sleep(BEAT_S)
-
-
-class Address(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a page is served, and by which process."""
-
-    pid: int
-    address: str
-
-
-def address_of(run: RunDir, *, pid: int | None = None) -> str:
-    """Where the page is served, token included; empty if nobody says so, or (with `pid`) not that process."""
-    try:
-        found = msgspec.json.decode(_address_path(run).read_bytes(), type=Address)
-    except (OSError, msgspec.MsgspecError):
-        return ""
-    return found.address if pid in (None, found.pid) else ""
-
-
-def _address_path(run: RunDir) -> Path:
-    return page_folder(run) / "address.json"
 
 
 async def _tell_progress(page: Page, say: Callable[[str], None]) -> None:

@@ -20,7 +20,6 @@ from typing import Literal
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from streamrl.errors import WeightSyncError
 from streamrl.tensors.digest import MASK, scattered_digest, tensor_digest
@@ -165,6 +164,8 @@ def _unzigzag(coded: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.unsigned
 
 def _planes(values: npt.NDArray[np.unsignedinteger]) -> list[bytes]:
     """The compressed byte planes of `values`, the lowest bytes first; empty for a plane of zeros."""
+    import pyarrow as pa  # 25 MB, which a supervisor need not have
+
     codec = pa.Codec("zstd", compression_level=LEVEL)
     columns = values.view(np.uint8).reshape(len(values), values.itemsize)
     return [codec.compress(np.ascontiguousarray(plane), asbytes=True) if plane.any() else b"" for plane in columns.T]
@@ -172,6 +173,8 @@ def _planes(values: npt.NDArray[np.unsignedinteger]) -> list[bytes]:
 
 def _joined(block: Block, index: int, width: int) -> npt.NDArray[np.unsignedinteger]:
     """The values whose `width` planes begin at plane `index`."""
+    import pyarrow as pa
+
     header = block.header
     count = header.count if header.how == "dense" else header.changed
     columns = np.zeros((count, width), np.uint8)

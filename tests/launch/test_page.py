@@ -15,8 +15,8 @@ from streamrl.config.tree import Config, RunConfig
 from streamrl.launch import sidecars
 from streamrl.launch.page import page_beside
 from streamrl.page.access import page_token
+from streamrl.page.address import address_of
 from streamrl.page.index import open_index
-from streamrl.page.serving import address_of
 from streamrl.runtime.rundir import RunDir
 from tests.support.processes import alive, find, until
 

@@ -15,8 +15,8 @@ import pytest
 
 from streamrl.monitor.series import BATCH, WINDOW, Row
 from streamrl.page.access import page_token
+from streamrl.page.address import address_of
 from streamrl.page.index import COMMITS, LEDGER_TABLE, open_index
-from streamrl.page.serving import address_of
 from streamrl.runtime.rundir import RunDir
 from tests.page.conftest import batches, page, write
 from tests.page.test_others import beside

@@ -11,7 +11,8 @@ import pytest
 from streamrl.config.tree import Config, RunConfig, TasksConfig
 from streamrl.errors import NotFound
 from streamrl.monitor.series import BATCH, WINDOW, Row
-from streamrl.page.index import open_index, page_folder
+from streamrl.page.address import page_folder
+from streamrl.page.index import open_index
 from streamrl.page.others import Others, rolling_rate
 from streamrl.runtime.rundir import RunDir
 from tests.page.conftest import batches, page, write
