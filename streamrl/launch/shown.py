@@ -31,7 +31,7 @@ from streamrl.schemas.subjects import Subjects
 
 logger = logging.getLogger(__name__)
 
-_SHOW_S = 0.4
+_SHOW_S = 1.0
 _BARREN_BATCHES = 8
 """Batches' worth of tasks that may end without a batch before that is worth a word."""
 _MOST_FAILURES = 5

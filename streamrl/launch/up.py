@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 START_ORDER = ("trainer", "engine", "feeder", "producer", "evaluator")
 """Those that take longest to load come first; none needs another to be up."""
-_TICK_S = 0.1
+_TICK_S = 0.25
 _INTERRUPTED = 130
 
 

@@ -48,6 +48,8 @@ class RowWriter:
 
     def offer(self, rows: Sequence[Row]) -> None:
         """Take rows to be written."""
+        if not rows:
+            return  # the thread sleeps on
         with self._changed:
             taken = rows[: max(0, MOST_WAITING - len(self._rows))]
             self._rows.extend(taken)

@@ -26,7 +26,7 @@ _MOST_STEP_S = 1.0
 
 
 class Watch:
-    """Says what a run waits for once nothing has moved for `STILL_S`; to be asked a few times a second."""
+    """Says what a run waits for once nothing has moved for `STILL_S`; to be asked about once a second."""
 
     def __init__(self) -> None:
         self._still_s = 0.0
