@@ -20,7 +20,7 @@ def add_verbs(verbs: Any) -> None:
         "--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one key; may be repeated"
     )
     up.add_argument("--name", help="name of the run (run.name)")
-    up.add_argument("--plain", action="store_true", help="lines instead of the live panel")
+    up.add_argument("--plain", action="store_true", help="lines instead of the board of `streamrl top`")
     up.add_argument("--accept-gap", action="store_true", help="go on although the ledger has lost more than its end")
     up.add_argument("--accept-code", action="store_true", help="go on although the code of the loss has changed since the last start")
     up.add_argument("--accept-model", action="store_true", help="go on although files of a model have changed since the last start")
@@ -45,7 +45,8 @@ def run_up(arguments: argparse.Namespace) -> int:
     """Start or resume a run and stay with it."""
     from streamrl.config.load import load
     from streamrl.launch.up import Consent, up
-    from streamrl.monitor.screen import PlainLines, choose_display
+    from streamrl.monitor.board_screen import choose_display
+    from streamrl.monitor.screen import PlainLines
 
     if arguments.config is None:
         raise ConfigError(
@@ -53,7 +54,7 @@ def run_up(arguments: argparse.Namespace) -> int:
         )
     overrides = [*arguments.overrides, *([] if arguments.name is None else [f"run.name={arguments.name}"])]
     config = load(arguments.config, overrides)
-    display = PlainLines(sys.stderr) if arguments.json else choose_display(plain=arguments.plain)
+    display = PlainLines(sys.stderr) if arguments.json else choose_display(config, plain=arguments.plain)
     consent = Consent(gap=arguments.accept_gap, code=arguments.accept_code, model=arguments.accept_model)
     outcome = asyncio.run(up(config, display, consent=consent, page=True))
     if arguments.json:

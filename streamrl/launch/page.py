@@ -14,15 +14,17 @@ _DRAIN_S = 3.0
 
 
 def page_beside(config: Config, run: RunDir, *, note: Callable[[str], None], tell: Callable[[str], None]) -> Sidecars:
-    """The page of `run`; `tell` gets its address, which is secret, and `note` hears of trouble."""
-    told = ""
+    """The page of `run`; `tell` gets its address, which is secret, whenever it is a new one; `note` hears of trouble."""
+    told, teller = "", 0
 
     def runs(pid: int) -> None:
-        nonlocal told
-        address = address_of(run, pid=pid)
-        if address and address != told:
+        nonlocal told, teller
+        if pid == teller or not (address := address_of(run, pid=pid)):
+            return
+        teller = pid
+        if address != told:
             told = address
-            tell(f"page: {address}")
+            tell(address)
 
     command = (sys.executable, "-m", "streamrl", "page", str(run.path), "--port", str(config.page.port))
     page = Sidecar(kind="page", called="the page", command=lambda again: command, runs=runs)

@@ -68,9 +68,9 @@ class Shown:
         logger.info("event=note text=%s", text)
         self._tell(partial(self._display.note, text))
 
-    def tell(self, text: str) -> None:
-        """A line for people that has a secret in it: no log gets it."""
-        self._tell(partial(self._display.note, text))
+    def page(self, address: str) -> None:
+        """Where the page is, which is secret: no log gets it."""
+        self._tell(partial(self._display.page, address))
 
     async def follow(self, bus: Bus, view: RunView, follower: Follower, workers: Callable[[], Mapping[str, WorkerLine]]) -> None:
         """Show `view` until cancelled. What fails in here is said, and it is shown again; not for ever."""
@@ -134,7 +134,7 @@ class Shown:
                 f"{numbers.barren_tasks} tasks have ended without giving a batch: are the rewards within each group all equal? "
                 "hint: easier problems, a longer warm-up, more rollouts a task, or tasks.drop_zero_variance = false"
             )
-        self._tell(partial(self._display.show, numbers))
+        self._tell(partial(self._display.show, numbers, view))
 
     def _report(self, bus: Bus, kind: str, detail: dict[str, Any]) -> None:
         """Publish an event for those who look from outside; nothing waits for it, for the bus may be what is away."""

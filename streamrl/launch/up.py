@@ -272,7 +272,7 @@ class Session:
         async with contextlib.AsyncExitStack() as opened:
             rows = opened.enter_context(contextlib.closing(RowWriter(MetricsFile(self._run.metrics, metrics))))
             if self._page:
-                await opened.enter_async_context(page_beside(self._config, self._run, note=self._note, tell=self._shown.tell).kept())
+                await opened.enter_async_context(page_beside(self._config, self._run, note=self._note, tell=self._shown.page).kept())
             return await self._follow_to_the_end(bus, server, series, rows)
 
     async def _follow_to_the_end(self, bus: Bus, server: BusServer, series: Series, rows: RowWriter) -> Outcome:

@@ -1,35 +1,23 @@
-"""What `streamrl top` shows, as lines of exactly the width that there is: nothing wraps. No terminal, no clock, no bus."""
+"""What `streamrl top` shows, and `streamrl up` on a terminal, as lines no wider than there is room: nothing wraps. No terminal, no bus."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
-from rich.color import ColorSystem
-from rich.console import Console, RenderableType
-from rich.segment import Segment
-from rich.style import Style
-from rich.table import Table
-from rich.text import Text
 
+from streamrl.monitor.drawing import Cell, Ink, Line, Part, columns, fitted, folded, painted, parts_of
 from streamrl.monitor.lengths import quantiles, side_by_side
+from streamrl.monitor.look import Look, SampleLine
 from streamrl.monitor.numbers import EngineLine, RunNumbers, WorkerLine
-from streamrl.monitor.screen import clock, decimal, distance_text, is_normal, one_line, short, sparkline, summary_rows, visible, warnings
+from streamrl.monitor.screen import clock, decimal, distance_text, is_normal, short, sparkline, summary_rows, warnings
 from streamrl.monitor.slo import worst_of
-from streamrl.monitor.summary import Summary, summary_line
+from streamrl.monitor.summary import summary_line
 from streamrl.telemetry.names import LENGTHS, length_quantile
 
 _FEWEST_LINES = 3
 """Head, one line of what is below it, foot."""
-_TITLE = Style(bold=True, reverse=True)
-_MOST_NOTES = 3
 _MOST_BARS = 40
-_SYSTEMS = {
-    "standard": ColorSystem.STANDARD,
-    "256": ColorSystem.EIGHT_BIT,
-    "truecolor": ColorSystem.TRUECOLOR,
-    "windows": ColorSystem.WINDOWS,
-}
 _AGES = {
     "age, batch": {"p50": "staleness/p50", "p95": "staleness/p95", "max": "staleness/max"},
     "its samples": {"p50": "staleness/sample_p50", "p95": "staleness/sample_p95", "max": "staleness/sample_max"},
@@ -55,47 +43,6 @@ _ENDS = {
 }
 
 
-class SampleLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One sample as people read it."""
-
-    task: int
-    rollout: int
-    reward: float | None
-    """None: it has none yet."""
-    prompt: str
-    """What stands before the first trained token."""
-    answer: str
-    """From there on."""
-
-
-class Look(msgspec.Struct, frozen=True, kw_only=True):
-    """One look at a run."""
-
-    run: str
-    state: str
-    """`running`, `finished`, `stopped`, `failed` or `interrupted`."""
-    away: str = ""
-    """Why the numbers are not of this moment; empty: they are."""
-    numbers: RunNumbers | None = None
-    """None until its bus has answered for the first time."""
-    now_s: float = 0.0
-    """Unix seconds."""
-    samples_bytes: int = 0
-    """Budget of the sample stream."""
-    lag: dict[str, float] = {}
-    """Ages and lags of the newest batch and window, by metric."""
-    shares: dict[str, float] = {}
-    """Of time in the newest window, and who starved (`trainer/share/...`, `starvation/...`), by metric."""
-    goodput: dict[str, float] = {}
-    """Tokens of the last minute by metric (`tokens/...`); `tokens/open` and `tokens/waiting` as they are now."""
-    notes: tuple[str, ...] = ()
-    """What workers wanted people to know, the oldest first."""
-    samples: tuple[SampleLine, ...] = ()
-    """The newest first."""
-    summary: Summary | None = None
-    """Of the last time it stopped."""
-
-
 class Place(msgspec.Struct, frozen=True):
     """Where in the board somebody looks."""
 
@@ -110,56 +57,43 @@ class Board:
     Args:
         look: what is shown.
         width: cells of a line.
-        console: whose colours are used; its width does not matter.
+        ink: what they may be written with.
     """
 
-    def __init__(self, look: Look, width: int, console: Console) -> None:
-        self._console, self._width = console, max(1, width)
-        self._look = look
-        self.lines: list[list[Segment]] = []
+    def __init__(self, look: Look, width: int, ink: Ink) -> None:
+        self._look, self._width, self._ink = look, max(1, width), ink
+        self.lines: list[Line] = []
         self.starts: list[int] = []
         """Where each section begins."""
-        for title, content in _sections(look):
+        for title, lines in _sections(look, self._width):
             self.starts.append(len(self.lines))
             if title:
-                self.lines += self._drawn(Text(title, style=_TITLE, no_wrap=True))
-            for one in content:
-                self.lines += self._drawn(one)
+                self.lines.append([Part(title, "bold reverse")])
+            self.lines += lines
 
     def last_start(self, height: int) -> int:
         """The last line that may be the first shown, on a screen of `height` lines."""
         return max(0, len(self.lines) - max(1, height - 2))
 
-    def frame(self, place: Place, height: int) -> list[str]:
-        """The `height` lines of a screen: head, a part of the board, foot; with the terminal's codes for colours."""
+    def frame(self, place: Place, height: int, keys: str = "") -> list[str]:
+        """The `height` lines of a screen: head, a part of the board, foot; with the terminal's codes for colours.
+
+        `keys` are named in the foot before those that move.
+        """
         height = max(_FEWEST_LINES, height)
         first = min(place.line, self.last_start(height))
         shown = self.lines[first : first + height - 2]
         above = f"lines {first + 1}-{first + len(shown)} of {len(self.lines)}"
-        keys = f"q quit  p {'go on' if place.paused else 'pause'}  arrows, page up/down scroll  tab section   {above}"
-        blank: list[list[Segment]] = [[] for _ in range(height - 2 - len(shown))]
-        (head,), (foot,) = self._drawn(_head(self._look, paused=place.paused)), self._drawn(Text(keys, style="dim"))
-        return [self._coded(line) for line in [head, *shown, *blank, foot]]
+        foot = f"{keys}p {'go on' if place.paused else 'pause'}  arrows, page up/down scroll  tab section   {above}"
+        blank: list[Line] = [()] * (height - 2 - len(shown))
+        return [self._painted(line) for line in (_head(self._look, paused=place.paused), *shown, *blank, [Part(foot, "dim")])]
 
     def text(self) -> list[str]:
         """All lines, the head first."""
-        return [self._coded(line) for line in [*self._drawn(_head(self._look, paused=False)), *self.lines]]
+        return [self._painted(line) for line in (_head(self._look, paused=False), *self.lines)]
 
-    def _drawn(self, one: RenderableType) -> list[list[Segment]]:
-        if isinstance(one, Text):
-            one = Text(visible(one.plain), style=one.style, spans=one.spans, no_wrap=True, overflow="ellipsis")
-        options = self._console.options.update(width=self._width, height=None, no_wrap=True, overflow="ellipsis")
-        found = self._console.render_lines(one, options, pad=False)
-        return [Segment.adjust_line_length(line, self._width, pad=False) for line in found]
-
-    def _coded(self, line: Iterable[Segment]) -> str:
-        return "".join(self._painted(part.text, part.style) for part in line)
-
-    def _painted(self, text: str, style: Style | None) -> str:
-        system = _SYSTEMS.get(self._console.color_system or "")
-        if system is None or style is None:
-            return text
-        return (style.without_color if self._console.no_color else style).render(text, color_system=system)
+    def _painted(self, line: Line) -> str:
+        return painted(fitted(line, self._width), self._ink)
 
 
 def moved(place: Place, key: str, board: Board, height: int) -> Place:
@@ -190,149 +124,144 @@ def moved(place: Place, key: str, board: Board, height: int) -> Place:
     return Place(min(max(0, line), last), place.paused)
 
 
-def _head(look: Look, *, paused: bool) -> Text:
+def _head(look: Look, *, paused: bool) -> Line:
     numbers = look.numbers
-    text = Text("streamrl ", style="bold")
-    text.append(look.run, style="bold cyan")
-    text.append(f"  {numbers.phase if numbers and look.state == 'running' else look.state}")
+    line = [Part("streamrl ", "bold"), Part(look.run, "bold cyan")]
+    line.append(Part(f"  {numbers.phase if numbers and look.state == 'running' else look.state}"))
     if numbers:
-        text.append(f"  {clock(numbers.elapsed_s)}  version {numbers.version}")
+        line.append(Part(f"  {clock(numbers.elapsed_s)}  version {numbers.version}"))
         level = worst_of(*(one.level for one in numbers.slo))
-        text.append(f"  slo {level}", style={"ok": "green", "warn": "yellow"}.get(level, "bold red"))
+        line.append(Part(f"  slo {level}", {"ok": "green", "warn": "yellow"}.get(level, "bold red")))
     if paused:
-        text.append("  paused", style="yellow")
+        line.append(Part("  paused", "yellow"))
     if look.away:
-        text.append(f"  {look.away}", style="bold red")
-    return text
+        line.append(Part(f"  {look.away}", "bold red"))
+    return parts_of(line)
 
 
-def _sections(look: Look) -> list[tuple[str, Sequence[RenderableType]]]:
+def _sections(look: Look, width: int) -> list[tuple[str, list[Line]]]:
     numbers = look.numbers
+    notes: list[Line] = [[Part(text, "dim")] for note in look.notes for text in folded(note, width)]
     if numbers is None:
-        return [("", [Text("nothing is known of it yet" if look.summary is None else summary_line(look.summary))])]
-    sections: list[tuple[str, Sequence[RenderableType]]] = [("", [_fitted(summary_rows(numbers))])]
-    if alerts := _alerts(look, numbers):
-        sections.append(("alerts", alerts))
-    sections += [
-        ("engines", [_engines(numbers.engines)] if numbers.engines else [Text("none")]),
-        ("workers", [_workers(numbers.workers, look.now_s)] if numbers.workers else [Text("none")]),
-        ("lag", [_lag(look, numbers)]),
-        *([("time, newest window", [_times(look.shares)])] if look.shares else []),
-        *([("tokens, last minute", [_goodput(look.goodput)])] if look.goodput else []),
-        ("dropped", [_drops(numbers)] if numbers.drops else [Text("nothing")]),
-        *([("lengths", _lengths(numbers))] if numbers.lengths else []),
-        ("samples", [line for one in look.samples for line in _sample(one)] or [Text("none was read")]),
+        said = "nothing is known of it yet" if look.summary is None else summary_line(look.summary)
+        return [("", [parts_of(said), *notes])]
+    tables: list[tuple[str, list[Line]]] = [
+        ("", columns(summary_rows(numbers), width)),
+        ("alerts", _alerts(numbers)),
+        ("notes", notes),
+        ("engines", _engines(numbers.engines, width) or [[Part("none")]]),
+        ("workers", _workers(numbers.workers, look.now_s, width) or [[Part("none")]]),
+        ("lag", columns(_lag(look, numbers), width)),
+        ("time, newest window", columns(_times(look.shares), width)),
+        ("tokens, last minute", columns(_goodput(look.goodput), width)),
+        ("dropped", _drops(numbers, width) or [[Part("nothing")]]),
+        ("lengths", _lengths(numbers, width)),
+        ("samples", [line for one in look.samples for line in _sample(one)]),
     ]
-    return sections
+    return [(title, lines) for title, lines in tables if lines]
 
 
-def _fitted(table: Table) -> Table:
-    for column in table.columns:
-        column.no_wrap, column.overflow = True, "ellipsis"
-    return table
+def _table(titles: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, *, numeric: Sequence[str] = ()) -> list[Line]:
+    """Rows below their titles; nothing where there are none."""
+    right = frozenset(titles.index(title) for title in numeric)
+    return columns([[Part(title, "dim") for title in titles], *rows], width, right=right) if rows else []
 
 
-def _table(*titles: str, numeric: Sequence[str] = ()) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for title in titles:
-        table.add_column(title, justify="right" if title in numeric else "left", no_wrap=True, overflow="ellipsis", header_style="dim")
-    return table
+def _alerts(numbers: RunNumbers) -> list[Line]:
+    said = [f"{word}: {said}" for word, said in warnings(numbers)]
+    said += [f"{engine.engine}: {engine.degraded}" for engine in numbers.engines if engine.degraded]
+    return [parts_of(Part(one, "yellow")) for one in said]
 
 
-def _alerts(look: Look, numbers: RunNumbers) -> list[RenderableType]:
-    lines: list[RenderableType] = [Text(f"{word}: {said}", style="yellow") for word, said in warnings(numbers)]
-    lines += [Text(f"{engine.engine}: {engine.degraded}", style="yellow") for engine in numbers.engines if engine.degraded]
-    lines += [Text(one_line(note), style="dim") for note in look.notes[-_MOST_NOTES:]]
-    return lines
-
-
-def _engines(engines: Sequence[EngineLine]) -> Table:
-    table = _table("engine", "serves", "behind", "slots", "waiting", "tok/s", "prefix hits", numeric=("behind", "waiting", "tok/s"))
+def _engines(engines: Sequence[EngineLine], width: int) -> list[Line]:
+    rows: list[tuple[str, ...]] = []
     for one in engines:
         behind = "" if one.behind is None else str(one.behind)
         hits = "" if one.prefix_hits is None else f"{one.prefix_hits:.0%}"
-        cells = (one.engine, one.serving, behind, f"{one.running}/{one.slots}", str(one.waiting), short(one.tokens_per_s), hits)
-        table.add_row(*(Text(visible(cell)) for cell in cells))
-    return table
+        rows.append((one.engine, one.serving, behind, f"{one.running}/{one.slots}", str(one.waiting), short(one.tokens_per_s), hits))
+    titles = ("engine", "serves", "behind", "slots", "waiting", "tok/s", "prefix hits")
+    return _table(titles, rows, width, numeric=("behind", "waiting", "tok/s"))
 
 
-def _workers(workers: Sequence[WorkerLine], now_s: float) -> Table:
-    table = _table("worker", "state", "since", "restarts", "process")
+def _workers(workers: Sequence[WorkerLine], now_s: float, width: int) -> list[Line]:
+    rows: list[tuple[Cell, ...]] = []
     for one in workers:
         since = clock(max(0.0, now_s - one.since_s)) if one.since_s else ""
         where = f"{one.pid or ''} {one.host}".strip()
-        state = Text(visible(one.state), style="default" if is_normal(one.state) else "yellow")
-        table.add_row(Text(visible(one.worker)), state, since, str(one.restarts or ""), Text(visible(where)))
-    return table
+        state = Part(one.state, "" if is_normal(one.state) else "yellow")
+        rows.append((one.worker, state, since, str(one.restarts or ""), where))
+    return _table(("worker", "state", "since", "restarts", "process"), rows, width)
 
 
-def _lag(look: Look, numbers: RunNumbers) -> Table:
-    rows = Table.grid(padding=(0, 2))
+def _lag(look: Look, numbers: RunNumbers) -> list[tuple[str, str]]:
     budget = f" of {short(look.samples_bytes)}B" if look.samples_bytes else ""
     tokens = "" if numbers.stream_tokens is None else f", {short(numbers.stream_tokens)} tokens not trained or dropped"
-    rows.add_row(
-        "stream", f"{numbers.stream_lag} messages, the oldest {numbers.stream_s:.1f} s; {short(numbers.stream_bytes)}B{budget}{tokens}"
-    )
-    rows.add_row("age, run", f"p50 {numbers.staleness_p50:g}  p95 {numbers.staleness_p95:g}  max {numbers.staleness_max} versions")
+    stream = f"{numbers.stream_lag} messages, the oldest {numbers.stream_s:.1f} s; {short(numbers.stream_bytes)}B{budget}{tokens}"
+    ages = f"p50 {numbers.staleness_p50:g}  p95 {numbers.staleness_p95:g}  max {numbers.staleness_max} versions"
+    rows = [("stream", stream), ("age, run", ages)]
     for title, names in _AGES.items():
         words = [f"{word} {look.lag[name]:.4g}" for word, name in names.items() if name in look.lag]
         if words:
-            rows.add_row(title, "  ".join(words) + " versions")
+            rows.append((title, "  ".join(words) + " versions"))
     behind = [one.behind for one in numbers.engines if one.behind is not None]
     if behind:
-        rows.add_row("engines", f"{min(behind)} to {max(behind)} versions behind")
+        rows.append(("engines", f"{min(behind)} to {max(behind)} versions behind"))
     if (commit_s := look.lag.get("lag/publish_to_commit_s")) is not None:
-        rows.add_row("weights", f"{commit_s:.2f} s from publish to commit")
+        rows.append(("weights", f"{commit_s:.2f} s from publish to commit"))
     tasks = f"{numbers.tasks_in_flight} held by producers, {numbers.tasks_issued} issued, {numbers.tasks_granted} granted"
-    rows.add_row("tasks", f"{tasks}, {numbers.tasks_ended} ended")
-    rows.add_row("tokens", f"{short(numbers.tokens_made)} sampled, {short(numbers.tokens_trained)} in trained batches, prompts included")
-    return _fitted(rows)
+    rows.append(("tasks", f"{tasks}, {numbers.tasks_ended} ended"))
+    rows.append(("tokens", f"{short(numbers.tokens_made)} sampled, {short(numbers.tokens_trained)} in trained batches, prompts included"))
+    return rows
 
 
-def _times(shares: Mapping[str, float]) -> Table:
+def _times(shares: Mapping[str, float]) -> list[tuple[str, str]]:
     """Who starved, and the states of each kind of worker, the longest first; those below half a per cent are left out."""
-    rows = Table.grid(padding=(0, 2))
+    rows: list[tuple[str, str]] = []
     for title, prefix in _TIMES.items():
         parts = {name.removeprefix(prefix): value for name, value in shares.items() if name.startswith(prefix)}
         said = [(state, value) for state, value in parts.items() if value >= _LEAST_SHARE]
         if parts:
             words = [f"{state.replace('_', ' ')} {value:.0%}" for state, value in sorted(said, key=lambda one: -one[1])]
-            rows.add_row(title, "  ".join(words) or "nobody")
-    return _fitted(rows)
+            rows.append((title, "  ".join(words) or "nobody"))
+    return rows
 
 
-def _goodput(tokens: Mapping[str, float]) -> Table:
+def _goodput(tokens: Mapping[str, float]) -> list[tuple[str, str]]:
     """What became of what was sampled, and of what was stored."""
-    rows = Table.grid(padding=(0, 2))
+    if not tokens:
+        return []
+    rows: list[tuple[str, str]] = []
     dropped = {name.rpartition("/")[2]: count for name, count in tokens.items() if name.startswith("tokens/dropped_total/") and count}
     reasons = ", ".join(f"{reason} {short(count)}" for reason, count in sorted(dropped.items(), key=lambda one: -one[1]))
     for title, names in _ENDS.items():
         words = [f"{word} {short(tokens.get(name, 0.0))}" for word, name in names.items() if name in tokens or name.endswith("_total")]
-        rows.add_row(title, "  ".join(words))
-    rows.add_row("dropped", f"{short(sum(dropped.values()))}" + (f" ({reasons})" if reasons else ""))
-    return _fitted(rows)
+        rows.append((title, "  ".join(words)))
+    rows.append(("dropped", f"{short(sum(dropped.values()))}" + (f" ({reasons})" if reasons else "")))
+    return rows
 
 
-def _drops(numbers: RunNumbers) -> Table:
-    table = _table("reason", "rollouts", "part", numeric=("rollouts", "part"))
-    for reason, count in sorted(numbers.drops.items(), key=lambda item: -item[1]):
-        table.add_row(Text(visible(reason)), str(count), f"{count / max(1, numbers.dropped):.0%}")
-    return table
+def _drops(numbers: RunNumbers, width: int) -> list[Line]:
+    drops = sorted(numbers.drops.items(), key=lambda item: -item[1])
+    rows = [(reason, str(count), f"{count / max(1, numbers.dropped):.0%}") for reason, count in drops]
+    return _table(("reason", "rollouts", "part"), rows, width, numeric=("rollouts", "part"))
 
 
-def _lengths(numbers: RunNumbers) -> list[RenderableType]:
+def _lengths(numbers: RunNumbers, width: int) -> list[Line]:
     """A bar for lengths of a certain ratio; each row against its own greatest."""
+    if not numbers.lengths:
+        return []
     shortest, longest, counts = side_by_side(numbers.lengths, _MOST_BARS)
     values = quantiles(numbers.lengths)
-    table = _table("answers", "p50", "p95", f"{shortest} to {longest} tokens", numeric=("p50", "p95"))
+    rows: list[tuple[str, ...]] = []
     for name in LENGTHS:
         of = counts.get(name, [])
         cells = [f"{values[key]:.0f}" if (key := length_quantile(name, word)) in values else "-" for word in ("p50", "p95")]
-        table.add_row(name.partition("/")[2], *cells, sparkline([count / max(1, *of) for count in of]) if any(of) else "-")
-    return [table, Text(distance_text(numbers))]
+        rows.append((name.partition("/")[2], *cells, sparkline([count / max(1, *of) for count in of]) if any(of) else "-"))
+    titles = ("answers", "p50", "p95", f"{shortest} to {longest} tokens")
+    return [*_table(titles, rows, width, numeric=("p50", "p95")), [Part(distance_text(numbers))]]
 
 
-def _sample(one: SampleLine) -> list[RenderableType]:
+def _sample(one: SampleLine) -> list[Line]:
     reward = "-" if one.reward is None else decimal(one.reward)
-    head = f"{one.task}/{one.rollout} reward {reward}"
-    return [Text(f"{head}  {one.prompt}", style="dim"), Text(f"  > {one.answer}")]
+    head = Part(f"{one.task}/{one.rollout} reward {reward}  {one.prompt}", "dim")
+    return [parts_of(head), parts_of(f"  > {one.answer}")]

@@ -14,11 +14,11 @@ from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer
 from streamrl.errors import BusError, ConfigError, SchemaError, StreamRLError
-from streamrl.monitor.board import Look, SampleLine
 from streamrl.monitor.follow import Follower, read_totals
-from streamrl.monitor.recent import Recent, shares_of
+from streamrl.monitor.look import Look, SampleLine, look_of
+from streamrl.monitor.recent import Recent
 from streamrl.monitor.screen import clock, one_line
-from streamrl.monitor.series import RUN, Series
+from streamrl.monitor.series import Series
 from streamrl.monitor.status import describe
 from streamrl.monitor.view import RunView
 from streamrl.runtime.rundir import RunDir
@@ -108,21 +108,14 @@ class Looker:
         view.take_rows(time.time())
         self._notes += view.take_notices()
         line = describe(self._run)
-        entry = view.trained.newest
-        window = view.series.window.get(RUN, {}) if view.series else {}
-        lag = {**window, **(entry.metrics if entry else {})}
-        self._recent.look(time.time())
-        self._last = Look(
-            run=self._run.name,
+        self._last = look_of(
+            view,
+            view.numbers(elapsed_s=follower.elapsed_s),
+            self._recent,
             state=line.state,
             away=f"its bus does not answer, for {clock(quiet_s)}" if quiet_s >= _QUIET_S else "",
-            numbers=view.numbers(elapsed_s=follower.elapsed_s),
-            now_s=time.time(),
             samples_bytes=config.bus.samples_bytes,
-            lag={name: value for name, value in lag.items() if name.startswith(("lag/", "staleness/"))},
-            shares=self._recent.shares or shares_of(window),
-            goodput=self._recent.goodput,
-            notes=tuple(self._notes),
+            notes=self._notes,
             samples=self._samples.lines if self._samples else (),
             summary=line.summary,
         )

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
-from rich.console import Console
 
 from streamrl.monitor.numbers import Evaluation
 from streamrl.monitor.plot import write_plot
 from streamrl.monitor.summary import Summary, learning_evaluations, problem_table, summarize, summary_line, write_summary
 from streamrl.monitor.view import RunView
 from streamrl.runtime.rundir import RunDir
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     def print(self, console: Console | None = None) -> None:
         """The problems before and after, the summary line, and where the files are; to stdout."""
+        from rich.console import Console
+
         out = console or Console(soft_wrap=True)
         table = problem_table(self.evaluations)
         if table is not None:

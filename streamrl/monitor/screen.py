@@ -1,41 +1,35 @@
-"""The live view: a panel in a terminal, plain lines in a pipe."""
+"""What people read of a run: plain lines in a pipe, and the words of the board in a terminal."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
-import unicodedata
-from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Protocol, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.panel import Panel
-from rich.table import Table
-from rich.text import Text
-
-from streamrl.monitor.numbers import EngineLine, RunNumbers
+from streamrl.monitor.drawing import Cell, Line, Part, visible
+from streamrl.monitor.numbers import RunNumbers
 from streamrl.monitor.slo import line_of
 from streamrl.monitor.waits import credits_of, hung_line, standing_line
 
+if TYPE_CHECKING:
+    from streamrl.monitor.view import RunView
+
 _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_EVERY_S = 3.0
-_NUM_NOTES = 5
-_STATE_COLOURS = {"waiting": "yellow", "draining": "yellow", "failed": "red"}
 _AT_WORK = ("waits for", "trains", "follows", "evaluates")
 """How states begin that are no trouble by themselves; a run in which nothing moves is said as a whole."""
 
 
 class Display(Protocol):
-    """Where a run is shown. `show` is called a few times a second, `note` when something happened."""
+    """Where a run is shown: its numbers about once a second, what has happened, and where its page is."""
 
     def __enter__(self) -> Display: ...
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
-    def show(self, numbers: RunNumbers) -> None: ...
+    def show(self, numbers: RunNumbers, view: RunView) -> None: ...
     def note(self, text: str) -> None: ...
+    def page(self, address: str) -> None: ...
 
 
 class PlainLines:
@@ -52,7 +46,7 @@ class PlainLines:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         return None
 
-    def show(self, numbers: RunNumbers) -> None:
+    def show(self, numbers: RunNumbers, view: RunView | None = None) -> None:
         """Print the numbers, but not more often than every few seconds."""
         now_s = time.monotonic()
         if now_s >= self._next_s:
@@ -63,75 +57,33 @@ class PlainLines:
         """Print one line."""
         print(f"[{time.strftime('%H:%M:%S')}] {text}", file=self._out, flush=True)
 
-
-class Screen:
-    """A panel that is redrawn in place; the last notes stand below it."""
-
-    def __init__(self, console: Console | None = None) -> None:
-        self._notes: deque[str] = deque(maxlen=_NUM_NOTES)
-        self._numbers: RunNumbers | None = None
-        self._live = Live(console=console or Console(), auto_refresh=False, transient=False)
-
-    def __enter__(self) -> Screen:
-        self._live.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        with contextlib.suppress(OSError):  # the terminal may have been closed
-            self._live.stop()
-
-    def show(self, numbers: RunNumbers) -> None:
-        """Redraw."""
-        self._numbers = numbers
-        self._draw()
-
-    def note(self, text: str) -> None:
-        """Show a line below the panel."""
-        self._notes.append(f"{time.strftime('%H:%M:%S')} {text}")
-        self._draw()
-
-    def _draw(self) -> None:
-        notes = Text("\n".join(self._notes), style="dim", overflow="fold")
-        self._live.update(Group(panel(self._numbers), notes) if self._numbers else notes, refresh=True)
+    def page(self, address: str) -> None:
+        """Print where the page is."""
+        self.note(f"page: {address}")
 
 
-def choose_display(*, plain: bool) -> Display:
-    """A panel when standard output is a terminal, else lines."""
-    return PlainLines() if plain or not sys.stdout.isatty() else Screen()
-
-
-def panel(numbers: RunNumbers) -> Panel:
-    """The numbers of a run as a panel."""
-    rows = summary_rows(numbers)
-    rows.add_row("workers", workers_text(numbers))
-    title = f"[bold]streamrl[/bold] {numbers.run}   {numbers.phase}   {clock(numbers.elapsed_s)}"
-    return Panel(rows, title=title, title_align="left", border_style="blue", expand=False)
-
-
-def summary_rows(numbers: RunNumbers) -> Table:
-    """What the panel of `up` and `streamrl top` say of a run as a whole: a table of words and values, to which rows may be added."""
-    rows = Table.grid(padding=(0, 2))
-    rows.add_column(style="bold cyan", no_wrap=True)
-    rows.add_column()
-    rows.add_row("step", progress(numbers))
-    rows.add_row("reward", reward_text(numbers))
-    rows.add_row(
-        "tokens",
-        f"made {short(numbers.made_per_s)}/s ({short(numbers.tokens_made)})   "
-        f"trained {short(numbers.trained_per_s)}/s ({short(numbers.tokens_trained)})",
-    )
-    rows.add_row("staleness", staleness_text(numbers))
-    rows.add_row(
-        "stream",
-        f"lag {numbers.stream_lag} messages, {short(numbers.stream_bytes)}B   swaps {numbers.swaps}   "
-        f"tasks {numbers.tasks_ended} ended of {numbers.tasks_granted}",
-    )
-    rows.add_row("dropped", Text(drops_text(numbers)))  # reasons are words of user code: no markup
+def summary_rows(numbers: RunNumbers) -> list[tuple[Part, Cell]]:
+    """What the board says of a run as a whole: words and values."""
+    rows: list[tuple[str, Cell]] = [
+        ("step", progress(numbers)),
+        ("reward", reward_line(numbers)),
+        (
+            "tokens",
+            f"made {short(numbers.made_per_s)}/s ({short(numbers.tokens_made)})   "
+            f"trained {short(numbers.trained_per_s)}/s ({short(numbers.tokens_trained)})",
+        ),
+        ("staleness", staleness_text(numbers)),
+        (
+            "stream",
+            f"lag {numbers.stream_lag} messages, {short(numbers.stream_bytes)}B   swaps {numbers.swaps}   "
+            f"tasks {numbers.tasks_ended} ended of {numbers.tasks_granted}",
+        ),
+        ("dropped", drops_text(numbers)),
+    ]
     if numbers.newest_error:
-        rows.add_row("failure", Text(one_line(numbers.newest_error), style="red" if numbers.failed_tasks else "default"))
-    for word, said in warnings(numbers):
-        rows.add_row(word, Text(said, style="yellow"))
-    return rows
+        rows.append(("failure", Part(one_line(numbers.newest_error), "red" if numbers.failed_tasks else "")))
+    rows += [(word, Part(said, "yellow")) for word, said in warnings(numbers)]
+    return [(Part(word, "bold cyan"), said) for word, said in rows]
 
 
 def warnings(numbers: RunNumbers) -> list[tuple[str, str]]:
@@ -163,13 +115,13 @@ def left_text(numbers: RunNumbers) -> str:
     return f"left {clock(numbers.left_s) if numbers.left_s is not None else '-'}"
 
 
-def reward_text(numbers: RunNumbers) -> Text:
+def reward_line(numbers: RunNumbers) -> Line:
     """Reward as a sparkline with its newest mean, and the held-out accuracy."""
-    text = Text(sparkline(numbers.rewards), style="green")
-    text.append(f"  {decimal(numbers.reward)}" if numbers.reward is not None else "-", style="bold")
+    line = [Part(sparkline(numbers.rewards), "green")]
+    line.append(Part(f"  {decimal(numbers.reward)}" if numbers.reward is not None else "-", "bold"))
     if numbers.heldout is not None:
-        text.append(f"   held-out {decimal(numbers.heldout)}", style="default")
-    return text
+        line.append(Part(f"   held-out {decimal(numbers.heldout)}"))
+    return line
 
 
 def staleness_text(numbers: RunNumbers) -> str:
@@ -197,26 +149,6 @@ def distance_text(numbers: RunNumbers) -> str:
     return f"distance {numbers.length_distance:.2f} of the lengths trained from those {decided}"
 
 
-def workers_text(numbers: RunNumbers) -> Text:
-    """Workers with their states; engines with the version they serve and their load."""
-    unnamed = list(numbers.engines)
-    text = Text()
-    for position, worker in enumerate(numbers.workers):
-        text.append("\n" if position else "")
-        text.append("● ", style="green" if is_normal(worker.state) else _STATE_COLOURS.get(worker.state, "dim"))
-        text.append(f"{worker.worker:<12} {worker.state}")
-        if worker.restarts:
-            text.append(f", {worker.restarts} restart{'s' * (worker.restarts > 1)}", style="yellow")
-        for engine in [one for one in unnamed if is_of(one, worker.worker)]:
-            unnamed.remove(engine)
-            text.append(f", {load_text(engine)}")
-    for engine in unnamed:
-        text.append(f"\n● {engine.engine}, {load_text(engine)}")
-    for words in degraded_lines(numbers):
-        text.append(f"\n{words}", style="yellow")
-    return text
-
-
 def is_normal(state: str) -> bool:
     """Whether a worker in this state is at work, or waits for what others are at."""
     return state in ("running", "done") or state.startswith(_AT_WORK)
@@ -225,16 +157,6 @@ def is_normal(state: str) -> bool:
 def degraded_lines(numbers: RunNumbers) -> list[str]:
     """A line for each engine that does something otherwise than it was asked to."""
     return [f"{engine.engine}: {engine.degraded}" for engine in numbers.engines if engine.degraded]
-
-
-def is_of(engine: EngineLine, worker: str) -> bool:
-    """Whether `worker` runs this engine: an engine's id is its worker's name, which a restart extends by something new."""
-    return engine.engine == worker or engine.engine.startswith(f"{worker}-")
-
-
-def load_text(engine: EngineLine) -> str:
-    """What an engine does now."""
-    return f"serves {engine.serving}, {engine.running}/{engine.slots} slots, {engine.waiting} waiting"
 
 
 def plain_line(numbers: RunNumbers) -> str:
@@ -291,11 +213,6 @@ def one_line(text: str, *, most: int = 200) -> str:
     """`text` without line breaks and what a terminal takes for a command, cut to `most` characters."""
     line = visible(" ".join(text.split()))
     return line if len(line) <= most else f"{line[: most - 3]}..."
-
-
-def visible(text: str) -> str:
-    """`text` with a point for every character that has no shape of its own: controls, escapes, marks of direction."""
-    return "".join("\N{MIDDLE DOT}" if unicodedata.category(one)[0] == "C" else one for one in text)
 
 
 def decimal(value: float) -> str:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from streamrl.bus.reading import read_key
 from streamrl.errors import BusUnavailable, ConfigError
+from streamrl.monitor.board import Board
+from streamrl.monitor.drawing import ink_of
 from streamrl.monitor.follow import Follower, read_totals
+from streamrl.monitor.look import Look
 from streamrl.monitor.numbers import RunNumbers
 from streamrl.monitor.run_state import INTERRUPTED, RUNNING, read_state
-from streamrl.monitor.screen import clock, degraded_lines, panel, plain_line
+from streamrl.monitor.screen import clock, degraded_lines, plain_line
 from streamrl.monitor.slo import line_of
 from streamrl.monitor.summary import Summary
 from streamrl.monitor.view import RunView
@@ -149,6 +151,9 @@ def print_runs(lines: Sequence[RunLine], *, as_json: bool) -> None:
     if not lines:
         print("there are no runs yet; `streamrl up my.toml` starts one")
         return
+    from rich.console import Console  # who only looks at a run need not load it
+    from rich.table import Table
+
     table = Table(box=None, padding=(0, 2))
     for title in ("run", "state", "steps", "reward", "directory"):
         table.add_column(title)
@@ -172,7 +177,7 @@ def print_status(status: RunStatus, *, as_json: bool) -> None:
         if line.summary:
             print(msgspec.json.format(msgspec.json.encode(line.summary), indent=2).decode())
     elif sys.stdout.isatty():
-        Console().print(panel(numbers))
+        print("\n".join(Board(_look(line, numbers), shutil.get_terminal_size().columns, ink_of(sys.stdout)).text()))
     else:
         print("\n".join([plain_line(numbers), *degraded_lines(numbers)]))
         for worker in numbers.workers:
@@ -189,6 +194,10 @@ def print_status(status: RunStatus, *, as_json: bool) -> None:
         print(f"checkpoints: {', '.join(status.checkpoints)}; a restart can go back to {status.checkpoints[-1]}")
     if status.one_login and not as_json:
         print(ONE_LOGIN)
+
+
+def _look(line: RunLine, numbers: RunNumbers) -> Look:
+    return Look(run=line.run, state=line.state, numbers=numbers, now_s=time.time(), summary=line.summary)
 
 
 def steps_text(line: RunLine) -> str:

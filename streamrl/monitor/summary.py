@@ -5,14 +5,17 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
-from rich.table import Table
 
 from streamrl.monitor.numbers import Evaluation, Problem
 from streamrl.monitor.rates import counted_quantile
 from streamrl.monitor.screen import clock, decimal, short
 from streamrl.monitor.view import REWARD_WINDOW, RunView
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _NUM_PROBLEMS = 8
 _MAX_CELL = 48
@@ -112,6 +115,8 @@ def problem_table(evaluations: Sequence[Evaluation]) -> Table | None:
     first, last = told[0], told[-1]
     after = {problem.prompt: problem for problem in last.problems}
     both = [(problem, after[problem.prompt]) for problem in first.problems if problem.prompt in after][:_NUM_PROBLEMS]
+    from rich.table import Table
+
     table = Table(title="held-out problems", title_justify="left")
     table.add_column("problem")
     table.add_column("expected")

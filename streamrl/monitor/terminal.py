@@ -56,15 +56,16 @@ class Terminal:
 
     def __enter__(self) -> Terminal:
         self.enter()
-        if self._reads:
-            asyncio.get_running_loop().add_reader(self._input, self._read)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._reads:
-            asyncio.get_running_loop().remove_reader(self._input)
         with contextlib.suppress(OSError, termios.error):  # it may have gone
             self.leave()
+
+    @property
+    def in_front(self) -> bool:
+        """Whether this process may use it: a job in the background that does is stopped."""
+        return in_front(self._output)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -82,13 +83,17 @@ class Terminal:
         if self._reads:
             self._before = termios.tcgetattr(self._input)
             tty.setcbreak(self._input, termios.TCSADRAIN)
+            asyncio.get_running_loop().add_reader(self._input, self._read)
         self._write(_ENTER)
 
     def leave(self) -> None:
-        """Give it back as it was."""
+        """Give it back as it was; nothing is to be left twice, though it does no harm."""
+        if self._reads:
+            asyncio.get_running_loop().remove_reader(self._input)
         self._write(_LEAVE)
         if self._before is not None:
             termios.tcsetattr(self._input, termios.TCSADRAIN, self._before)
+            self._before = None
 
     def draw(self, lines: Sequence[str]) -> None:
         """Show these lines from the top; each must fit the width."""
@@ -110,3 +115,11 @@ class Terminal:
             return
         for name in keys_of(data.decode(errors="ignore")):
             self._key(name)
+
+
+def in_front(descriptor: int) -> bool:
+    """Whether this process is the foreground job of a terminal, or it is not known that it is none."""
+    try:
+        return os.tcgetpgrp(descriptor) == os.getpgrp()
+    except OSError:  # not the terminal that controls this process
+        return True

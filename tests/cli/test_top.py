@@ -1,4 +1,4 @@
-"""`streamrl top` on a real terminal, of a real run."""
+"""`streamrl top`, and `streamrl up` with its board, on a real terminal, of a real run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 
 from streamrl.runtime.rundir import RunDir
 from tests.support.digits import TABLE, write_digits
-from tests.support.processes import server_pid, until
+from tests.support.processes import server_pid, stopped, until
 from tests.support.programs import STREAMRL, Start, answer, said
 
 pytestmark = pytest.mark.nats
@@ -63,7 +63,8 @@ class Tty:
 def fits(tty: Tty) -> bool:
     """Whether the head is on the first line and the foot on the last: nothing has wrapped or scrolled."""
     seen = tty.look()
-    return seen[0].startswith(("streamrl digits  training", "streamrl digits  warm-up")) and seen[-1].startswith("q quit  p pause")
+    foot = ("q quit  p pause", "Ctrl-C stops  p pause")
+    return seen[0].startswith(("streamrl digits  training", "streamrl digits  warm-up")) and seen[-1].startswith(foot)
 
 
 @pytest.fixture
@@ -130,6 +131,39 @@ async def test_a_run_on_a_terminal_through_resize_keys_and_the_death_of_its_serv
     assert termios.tcgetattr(terminal.slave) == modes, "the terminal is as it was"
     up.send_signal(signal.SIGTERM)
     await asyncio.wait_for(up.wait(), 120)
+
+
+async def test_up_shows_the_board_with_the_pages_address_and_says_at_the_end_what_stood_on_it(
+    streamrl: Start, place: Path, terminal: Tty
+) -> None:
+    terminal.resize(100, 40)
+    ends = {"stdin": terminal.slave, "stdout": terminal.slave, "stderr": terminal.slave, "start_new_session": True}
+    modes = termios.tcgetattr(terminal.slave)
+    up = await streamrl("up", "run.toml", *LONG, env={"TERM": "xterm-256color"}, **ends)
+    await until(terminal.shows("preparing run digits in "), within_s=60)
+    await until(partial(fits, terminal), within_s=90)
+    await until(terminal.shows("page: http://127.0.0.1:"), within_s=60)
+    await until(terminal.shows("engine-0"), within_s=30)
+    terminal.resize(40, 12)
+    up.send_signal(signal.SIGWINCH)
+    terminal.press("q\x1b[F")
+    await until(partial(fits, terminal), within_s=20)
+    await until(lambda: not terminal.shows("step  ")(), within_s=20)  # it has moved on
+
+    up.send_signal(signal.SIGTSTP)
+    await until(partial(stopped, up.pid), within_s=20)
+    assert termios.tcgetattr(terminal.slave) == modes, "a shell has it now"
+    up.send_signal(signal.SIGCONT)
+    terminal.resize(100, 40)
+    up.send_signal(signal.SIGWINCH)
+    await until(partial(fits, terminal), within_s=20)
+
+    up.send_signal(signal.SIGINT)
+    await until(terminal.shows("digits stopped: "), within_s=120)
+    await asyncio.wait_for(up.wait(), 120)
+    assert up.returncode == 0
+    assert termios.tcgetattr(terminal.slave) == modes, "the terminal is as it was"
+    assert terminal.shows("] draining")(), "the notes of the board"
 
 
 async def test_once_as_text_and_json_and_of_a_run_that_is_over(streamrl: Start, place: Path) -> None:

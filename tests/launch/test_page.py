@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> RunDir:
 
 def beside(run: RunDir, notes: list[str], port: int = 0) -> AbstractAsyncContextManager[None]:
     config = msgspec.structs.replace(run.load_config(), page=PageConfig(port=port))
-    return page_beside(config, run, note=notes.append, tell=notes.append).kept()
+    return page_beside(config, run, note=notes.append, tell=lambda address: notes.append(f"page: {address}")).kept()
 
 
 def pages(run: RunDir) -> list[int]:

@@ -1,14 +1,13 @@
 from __future__ import annotations
 
-import io
-
 import pytest
 from msgspec.structs import replace
 from rich.cells import cell_len
-from rich.console import Console
 from rich.text import Text
 
-from streamrl.monitor.board import Board, Look, Place, SampleLine, moved
+from streamrl.monitor.board import Board, Place, moved
+from streamrl.monitor.drawing import Ink
+from streamrl.monitor.look import Look, SampleLine
 from streamrl.monitor.numbers import RunNumbers, Standing, WorkerLine
 from streamrl.monitor.terminal import keys_of
 from streamrl.monitor.view import RunView
@@ -17,12 +16,8 @@ from streamrl.schemas.ledger import Drop
 from streamrl.schemas.versions import Version
 from tests.monitor.conftest import MakeEntry, as_line
 
+INK = Ink.COLOURS
 NASTY = "\x1b[2J\x1b]0;owned\x07[bold]日本語\u202e 😀\r\n" * 20
-
-
-@pytest.fixture
-def console() -> Console:
-    return Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", width=7)
 
 
 @pytest.fixture
@@ -42,8 +37,8 @@ def plain(lines: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [20, 41, 80, 200])
-def test_no_line_is_wider_than_the_screen_and_none_holds_a_command_for_it(look: Look, console: Console, width: int) -> None:
-    board = Board(look, width, console)
+def test_no_line_is_wider_than_the_screen_and_none_holds_a_command_for_it(look: Look, width: int) -> None:
+    board = Board(look, width, INK)
     for lines in (board.text(), board.frame(Place(), 24), board.frame(Place(line=10**6), 24)):
         for line in plain(lines):
             assert cell_len(line) <= width
@@ -52,8 +47,8 @@ def test_no_line_is_wider_than_the_screen_and_none_holds_a_command_for_it(look: 
     assert len(board.frame(Place(), 3)) == 3
 
 
-def test_the_board_tells_everything(look: Look, console: Console) -> None:
-    text = "\n".join(plain(Board(look, 120, console).text()))
+def test_the_board_tells_everything(look: Look) -> None:
+    text = "\n".join(plain(Board(look, 120, INK).text()))
     for words in (
         "streamrl demo  training  1:05  version 0.100",
         "80/80   warm-up 20   version 0.100",
@@ -68,21 +63,21 @@ def test_the_board_tells_everything(look: Look, console: Console) -> None:
         assert words in text, f"{words!r} is not in\n{text}"
 
 
-def test_where_time_and_tokens_went_fits_a_small_screen_and_comes_behind_the_lag(look: Look, console: Console) -> None:
+def test_where_time_and_tokens_went_fits_a_small_screen_and_comes_behind_the_lag(look: Look) -> None:
     shares = {"starvation/trainer": 0.5, "trainer/share/compute": 0.4, "trainer/share/wait_samples": 0.5, "trainer/share/down": 0.001}
     tokens = {"tokens/sampled_total": 1200.0, "tokens/cut_total": 200.0, "tokens/open": -5.0, "tokens/dropped_total/stale": 30.0}
-    small = Board(replace(look, shares=shares, goodput=tokens), 80, console)
+    small = Board(replace(look, shares=shares, goodput=tokens), 80, INK)
     text = plain(small.text())
     assert "starved  trainer 50%" in [line.rstrip() for line in text]
     assert "trainer  wait samples 50%  compute 40%" in [line.rstrip() for line in text]
     assert "sampled  all 1.2k  published 0  cut 200  evaluated 0  open -5" in [line.rstrip() for line in text]
     assert "dropped  30 (stale 30)" in [line.rstrip() for line in text]
     begin = next(place for place, line in enumerate(text) if line.startswith("time, newest window"))
-    assert plain(Board(look, 80, console).text())[:begin] == text[:begin], "what is looked at first stays"
-    assert len(small.starts) == len(Board(look, 80, console).starts) + 2
+    assert plain(Board(look, 80, INK).text())[:begin] == text[:begin], "what is looked at first stays"
+    assert len(small.starts) == len(Board(look, 80, INK).starts) + 2
 
 
-def test_an_engines_line_says_how_far_it_is_behind_and_how_fast(entry: MakeEntry, console: Console) -> None:
+def test_an_engines_line_says_how_far_it_is_behind_and_how_fast(entry: MakeEntry) -> None:
     view = RunView("demo")
     view.ledger(as_line(entry(5)))
     for at_s, tokens in ((0.0, 0), (2.0, 500)):
@@ -91,40 +86,40 @@ def test_an_engines_line_says_how_far_it_is_behind_and_how_fast(entry: MakeEntry
         )
         view.engine("engine-1-x", presence)
         view.mark(at_s)
-    (line,) = [line for line in plain(Board(look_at(view), 80, console).text()) if line.startswith("engine-1-x")]
+    (line,) = [line for line in plain(Board(look_at(view), 80, INK).text()) if line.startswith("engine-1-x")]
     assert line.split() == ["engine-1-x", "0.2", "3", "3/8", "2", "250"]
     view.engine("engine-1-x", None)
-    assert not [line for line in plain(Board(look_at(view), 80, console).text()) if line.startswith("engine-1-x")]
+    assert not [line for line in plain(Board(look_at(view), 80, INK).text()) if line.startswith("engine-1-x")]
 
 
-def test_a_reason_of_user_code_is_shown_as_it_is_but_for_commands(entry: MakeEntry, console: Console) -> None:
+def test_a_reason_of_user_code_is_shown_as_it_is_but_for_commands(entry: MakeEntry) -> None:
     view = RunView("demo")
     view.ledger(as_line(entry(1, drops=[Drop(sequence=1, task=1, rollouts=(0,), reason="[red]\x1b[31m")])))
-    assert any("[red]·[31m" in line for line in plain(Board(look_at(view), 80, console).text()))
+    assert any("[red]·[31m" in line for line in plain(Board(look_at(view), 80, INK).text()))
 
 
-def test_a_run_that_is_not_known_yet_and_one_away_can_be_shown(look: Look, console: Console) -> None:
+def test_a_run_that_is_not_known_yet_and_one_away_can_be_shown(look: Look) -> None:
     empty = Look(run="demo", state="stopped")
-    assert plain(Board(empty, 80, console).frame(Place(), 4))[:2] == ["streamrl demo  stopped", "nothing is known of it yet"]
+    assert plain(Board(empty, 80, INK).frame(Place(), 4))[:2] == ["streamrl demo  stopped", "nothing is known of it yet"]
     away = Look(run="demo", state="running", away="its bus does not answer", numbers=look.numbers)
-    assert "its bus does not answer" in plain(Board(away, 80, console).text())[0]
+    assert "its bus does not answer" in plain(Board(away, 80, INK).text())[0]
 
 
-def test_colours_are_those_of_the_console(look: Look) -> None:
-    grey = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", no_color=True)
-    assert "\x1b[32m" not in "".join(Board(look, 80, grey).text())
-    pipe = Console(file=io.StringIO())
-    assert "\x1b" not in "".join(Board(look, 80, pipe).text())
+def test_colours_are_those_that_are_wanted(look: Look) -> None:
+    text = {ink: "".join(Board(look, 80, ink).text()) for ink in Ink}
+    assert "\x1b[32m" in text[Ink.COLOURS] and "\x1b[1;36m" in text[Ink.COLOURS]
+    assert "\x1b[32m" not in text[Ink.GREY] and "\x1b[1mstep" in text[Ink.GREY]
+    assert "\x1b" not in text[Ink.NONE]
 
 
-def test_what_waits_comes_before_the_tables(learned_run: RunView, console: Console) -> None:
+def test_what_waits_comes_before_the_tables(learned_run: RunView) -> None:
     learned_run.standing = Standing(what="credit", hint="see the log")
-    lines = plain(Board(look_at(learned_run), 80, console).text())
+    lines = plain(Board(look_at(learned_run), 80, INK).text())
     assert any("waits for credit" in line for line in lines[:12])
 
 
-def test_keys_move_and_never_beyond_the_ends(look: Look, console: Console) -> None:
-    board, height = Board(look, 80, console), 10
+def test_keys_move_and_never_beyond_the_ends(look: Look) -> None:
+    board, height = Board(look, 80, INK), 10
     last = board.last_start(height)
     assert last > 0
     end = moved(Place(), "end", board, height)
@@ -134,7 +129,7 @@ def test_keys_move_and_never_beyond_the_ends(look: Look, console: Console) -> No
     assert moved(Place(board.starts[1]), "back tab", board, height) == Place(0)
     assert moved(Place(10**6), "x", board, height) == Place(last), "the screen has grown"
     assert moved(Place(2), "p", board, height) == Place(2, paused=True)
-    small = Board(Look(run="demo", state="stopped"), 80, console)
+    small = Board(Look(run="demo", state="stopped"), 80, INK)
     assert moved(Place(), "tab", small, 24) == Place(0)
 
 

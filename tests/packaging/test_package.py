@@ -56,6 +56,16 @@ def test_light_modules_load_no_framework(module):
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("module", "heavy"), [("streamrl.launch.up", "pyarrow aiohttp.web rich.console"), ("streamrl.monitor.top", "rich.console")]
+)
+def test_who_is_there_as_long_as_the_run_loads_no_more_than_it_needs(module, heavy):
+    code = f"import sys, {module}; print(sorted(set({heavy!r}.split()) & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
 def test_the_public_names_are_pinned():
     assert streamrl.__all__ == PUBLIC
 
