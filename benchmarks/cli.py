@@ -97,6 +97,7 @@ def _add_loop(kinds: Any) -> None:
     flag("--backend", default="torch", choices=("torch", "table"), help="table: without torch, to try it out")
     screens = "instead: what looking at the stream's run costs; file, page, page-top, or a sink's name (alone: all that are there)"
     flag("--screens", nargs="?", const="", metavar="NAMES", help=screens)
+    flag("--slices", type=int, default=4, help="of each run with --screens; each is a round in the report (default 4)")
     _add_common(loop, rounds=5, out="bench-loop", run=_loop)
 
 

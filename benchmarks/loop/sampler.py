@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
 import time
@@ -29,8 +30,7 @@ class Sampler:
         self._kinds: dict[int, str] = {}
         self._seconds: dict[int, float] = {}
         self._marks: list[tuple[float, dict[str, float]]] = []
-        self.most_bytes: dict[str, int] = {}
-        """Resident memory of a kind's processes at once, at its most; what they share counts in each."""
+        self._bytes: list[tuple[float, dict[str, int]]] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
 
@@ -56,24 +56,32 @@ class Sampler:
         share = (time_s - before_s) / (after_s - before_s)
         return {name: before.get(name, 0.0) + share * (after[name] - before.get(name, 0.0)) for name in after}
 
+    def most_bytes(self, time_s: float = math.inf) -> dict[str, int]:
+        """Resident memory of a kind's processes at once, at its most up to a Unix time; what they share counts in each."""
+        most: dict[str, int] = {}
+        for found in [resident for at_s, resident in self._bytes if at_s <= time_s]:
+            most |= {kind: max(size, most.get(kind, 0)) for kind, size in found.items()}
+        return most
+
     def _run(self) -> None:
         while not self._stop.wait(_EVERY_S):
-            self._marks.append((time.time(), self._look()))
+            now_s = time.time()
+            seconds, resident = self._look()
+            self._marks.append((now_s, seconds))
+            self._bytes.append((now_s, resident))
 
-    def _look(self) -> dict[str, float]:
-        """CPU seconds so far by kind of process."""
+    def _look(self) -> tuple[dict[str, float], dict[str, int]]:
+        """CPU seconds so far, and resident memory, by kind of process."""
         resident: dict[str, int] = {}
         for pid, seconds in cpu_by_process(self._root).items():
             # A process that is ending has no command line any more; one that has just been forked still has its parent's.
             self._kinds[pid] = _kind(pid) or self._kinds.get(pid, "other")
             self._seconds[pid] = max(seconds, self._seconds.get(pid, 0.0))
             resident[self._kinds[pid]] = resident.get(self._kinds[pid], 0) + _resident(pid)
-        for kind, size in resident.items():
-            self.most_bytes[kind] = max(size, self.most_bytes.get(kind, 0))
         total: dict[str, float] = {}
         for pid, kind in self._kinds.items():
             total[kind] = total.get(kind, 0.0) + self._seconds[pid]
-        return total
+        return total, resident
 
 
 def _kind(pid: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import itertools
 import logging
 import os
 import socket
@@ -24,6 +25,7 @@ from benchmarks.report import turn
 from streamrl.config.metrics import PACKAGES as PACKAGES_OF_SINKS
 from streamrl.config.metrics import MetricsConfig, PrometheusConfig, SinkKind, WandbConfig, check_sinks
 from streamrl.config.tree import Config
+from streamrl.errors import ConfigError
 from streamrl.runtime.rundir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -53,6 +55,17 @@ class ScreensSpec(LoopSpec, frozen=True, kw_only=True):
     """One benchmark; of the loop's own fields those of its tail, and its ways, say nothing here."""
 
     screens: tuple[Screen, ...]
+    slices: int = 4
+    """Stretches of a run's measured batches, each a round of its own: spreads without starting as many runs."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.slices <= self.batches - self.skip:
+            raise ConfigError(
+                f"expected 1 to {self.batches - self.skip} slices of so many measured batches, got {self.slices}",
+                option="--slices",
+                got=self.slices,
+            )
 
 
 def asked(text: str) -> tuple[Screen, ...]:
@@ -80,8 +93,9 @@ def _rounds(spec: ScreensSpec, directory: Path) -> Iterator[Round]:
     for number in range(spec.rounds):
         for screen in turn(spec.screens, number):
             config = quickstart(spec, directory, name=f"{screen}-{number}", model=model)
-            values = asyncio.run(_measured(screen, replace(config, metrics=_metrics(screen)), spec.skip))
-            yield Round(cell="", contender=screen, round=number, values=values)
+            parts = asyncio.run(_measured(screen, replace(config, metrics=_metrics(screen)), spec))
+            for place, values in enumerate(parts):
+                yield Round(cell="", contender=screen, round=number * spec.slices + place, values=values)
 
 
 def _metrics(screen: Screen) -> MetricsConfig:
@@ -89,11 +103,11 @@ def _metrics(screen: Screen) -> MetricsConfig:
     return MetricsConfig(sinks=sinks, wandb=WandbConfig(mode="offline"), prometheus=PrometheusConfig(port=_free_port()))
 
 
-async def _measured(screen: Screen, config: Config, skip: int) -> dict[str, float]:
-    """CPU seconds and memory by kind of process.
+async def _measured(screen: Screen, config: Config, spec: ScreensSpec) -> list[dict[str, float]]:
+    """CPU seconds and memory by kind of process, of each slice.
 
-    `cpu/` are those from the end of the last batch that is left out to the end of the last one, `before/` those until then, `bytes/` the
-    most at once; `draws`: how often the page's client asked for all charts, from its start on.
+    `cpu/` are those from the end of the batch before the slice to the end of its last one, `before/` those until the first slice, `bytes/`
+    the most at once up to the end of the slice; `draws`: how often the page's client asked for all charts, from its start on.
     """
     run = RunDir(Path(config.run.dir) / config.run.name)
     browser, top = Browser(run), Top(run)
@@ -107,16 +121,22 @@ async def _measured(screen: Screen, config: Config, skip: int) -> dict[str, floa
         trained, sampler = await asyncio.to_thread(contend, Way.STREAM, config, page=page)
     samplers = [sampler, *([top.sampler] if top.sampler is not None else [])]
     logger.info("event=measured name=%s draws=%d", config.run.name, browser.draws)
-    return _values(trained, samplers, skip) | {"draws": browser.draws}
+    ends = slice_ends(spec.skip, len(trained), spec.slices)
+    return [_values(trained, samplers, spec.skip, *stretch) | {"draws": browser.draws} for stretch in itertools.pairwise(ends)]
 
 
-def _values(trained: list[Trained], samplers: list[Sampler], skip: int) -> dict[str, float]:
-    start_s, end_s = trained[skip - 1].time_s, trained[-1].time_s
-    values: dict[str, float] = {"seconds": end_s - start_s, "batches": len(trained) - skip, "load": os.getloadavg()[0]}
+def slice_ends(skip: int, batches: int, slices: int) -> list[int]:
+    """Where slices as equal as may be begin and end, in batches."""
+    return [skip + place * (batches - skip) // slices for place in range(slices + 1)]
+
+
+def _values(trained: list[Trained], samplers: list[Sampler], skip: int, first: int, end: int) -> dict[str, float]:
+    start_s, end_s = trained[first - 1].time_s, trained[end - 1].time_s
+    values: dict[str, float] = {"seconds": end_s - start_s, "batches": end - first, "load": os.getloadavg()[0]}
     for sampler in samplers:
         values |= {f"cpu/{kind}": seconds for kind, seconds in sampler.between(start_s, end_s).items()}
-        values |= {f"before/{kind}": seconds for kind, seconds in sampler.until(start_s).items()}
-        values |= {f"bytes/{kind}": size for kind, size in sampler.most_bytes.items()}
+        values |= {f"before/{kind}": seconds for kind, seconds in sampler.until(trained[skip - 1].time_s).items()}
+        values |= {f"bytes/{kind}": size for kind, size in sampler.most_bytes(end_s).items()}
     return values
 
 

@@ -46,8 +46,8 @@ def build_report(raw: Raw) -> Report:
             ),
             Table(("meanwhile", "process", "CPU ms a second", "of the run's own CPU", "CPU s before", "MB"), _processes(rows)),
             f"The run's own CPU is that of {', '.join(_OWN[:-2])} and nats-server. The supervisor writes the file and keeps the "
-            "workers; both are counted. CPU s before: until the measured batches began, the start included. MB: resident at most, "
-            "what processes share counted in each.",
+            "workers; both are counted. CPU s before: until the measured batches began, the start included. MB: resident at most while it "
+            "trains (the end, with its plot, is left out), what processes share counted in each. A round is a slice of a run.",
         ],
         targets=[
             _target("CPU of the file (supervisor as a whole)", MOST_FILE, by_name.get(Screen.FILE)),
@@ -106,9 +106,9 @@ def _target(name: str, most: float, row: Row | None) -> Target:
 
 
 def _memory(row: Row | None) -> Target:
-    found = {} if row is None else {kind: row.values[_MB + kind].p50 for kind in ("page", "top") if _MB + kind in row.values}
-    name, wanted = "memory of page and of top", f"<= {MOST_MB:.0f} MB"
-    if row is None or len(found) < 2:
+    found = {} if row is None else {kind: row.values[_MB + kind].p50 for kind in ("supervisor", "page", "top") if _MB + kind in row.values}
+    name, wanted = "memory of supervisor, page and top", f"<= {MOST_MB:.0f} MB"
+    if row is None or len(found) < 3:
         return Target(name, wanted, "-", None)
     got = ", ".join(f"{kind} {size:.0f} MB" for kind, size in found.items())
     return _judged(Target(name, wanted, got, max(found.values()) <= MOST_MB), row)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from benchmarks.loop.onlookers import Browser, looking
 from benchmarks.loop.sampler import Sampler
-from benchmarks.loop.screens import SCREENS, Screen, ScreensSpec, asked
+from benchmarks.loop.screens import SCREENS, Screen, ScreensSpec, asked, slice_ends
 from benchmarks.loop.screens_report import build_report, report_of
 from benchmarks.machine import Machine
 from benchmarks.raw import Header, Raw, Round, read, write
@@ -37,6 +37,7 @@ def raw(supervisor: float, page: float, *, megabytes: float = 60.0) -> Raw:
         values = {"seconds": 10.0, "batches": 10, "load": 1.0, "draws": 2, **OWN, "cpu/supervisor": supervisor}
         rounds.append(Round(cell="", contender=Screen.FILE, round=number, values=values))
         looks = {"cpu/page": page, "cpu/top": 0.1, "before/page": 0.7, "bytes/page": megabytes * 1e6, "bytes/top": 5e7, "bytes/engine": 9e9}
+        looks["bytes/supervisor"] = 4e7
         rounds.append(Round(cell="", contender=Screen.PAGE_TOP, round=number, values={**values, **looks}))
     spec = msgspec.to_builtins(ScreensSpec(screens=(Screen.FILE, Screen.PAGE_TOP)))
     return Raw(header=Header(benchmark=SCREENS, command="streamrl bench loop --screens", machine=MACHINE, spec=spec), rounds=rounds)
@@ -47,7 +48,7 @@ def test_who_looks_is_held_against_the_runs_own_time(tmp_path: Path) -> None:
     assert [(one.got, one.met) for one in report.targets] == [
         ("0.50% (0.50% - 0.50%)", True),
         ("2.50% (2.50% - 2.50%)", True),
-        ("page 60 MB, top 50 MB", True),
+        ("supervisor 40 MB, page 60 MB, top 50 MB", True),
     ]
     text = render(report)
     assert "| page, a browser and top | page       | 10.0            | 1.00% (1.00% - 1.00%) | 0.7          | 60 |" in text
@@ -64,6 +65,13 @@ def test_screens_are_named() -> None:
     assert {Screen.FILE, Screen.PAGE, Screen.PAGE_TOP} <= set(asked(""))
     with raises(ConfigError, option="--screens", got="browser"):
         asked("browser")
+
+
+def test_slices_are_equal_and_leave_nothing_out() -> None:
+    assert slice_ends(60, 220, 4) == [60, 100, 140, 180, 220]
+    assert slice_ends(2, 9, 3) == [2, 4, 6, 9]
+    with raises(ConfigError, option="--slices", got=6):
+        ScreensSpec(screens=(Screen.FILE,), batches=10, skip=5, slices=6)
 
 
 async def test_the_browser_asks_again_when_there_is_news(tmp_path: Path) -> None:
@@ -88,20 +96,24 @@ def test_the_sampler_knows_what_looks_and_its_memory() -> None:
         assert child.stdout is not None
         child.stdout.readline()
         with Sampler(child.pid) as sampler:
-            while not sampler.most_bytes:
+            while not sampler.most_bytes():
                 time.sleep(0.05)
         child.communicate("\n")
-    assert list(sampler.most_bytes) == ["top"] and 50e6 < sampler.most_bytes["top"] < 100e6
+    most = sampler.most_bytes()
+    assert list(most) == ["top"] and 50e6 < most["top"] < 100e6
+    assert sampler.most_bytes(0.0) == {}
 
 
 @pytest.mark.nats
 @pytest.mark.process
 def test_a_tiny_run_measures_all_that_looks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    flags = "--backend table --batches 4 --skip 2 --rounds 1 --screens page-top,prometheus"
+    flags = "--backend table --batches 4 --skip 2 --rounds 1 --slices 2 --screens page-top,prometheus"
     assert main(["bench", "loop", *flags.split(), "--out", str(out)]) == 0
-    assert "memory of page and of top" in capsys.readouterr().out
-    top, prometheus = read(out, SCREENS).rounds
+    assert "memory of supervisor, page and top" in capsys.readouterr().out
+    top, later, prometheus, _ = read(out, SCREENS).rounds
+    assert (top.round, later.round, top.values["batches"], later.values["batches"]) == (0, 1, 1, 1)
+    assert later.values["before/top"] == top.values["before/top"] and later.values["bytes/top"] >= top.values["bytes/top"]
     assert (top.contender, prometheus.contender) == (Screen.PAGE_TOP, Screen.PROMETHEUS)
     assert {"cpu/supervisor", "cpu/page", "cpu/top", "bytes/page", "bytes/top"} <= top.values.keys()
     assert {"cpu/supervisor", "cpu/sink-prometheus"} <= prometheus.values.keys() and "cpu/page" not in prometheus.values
