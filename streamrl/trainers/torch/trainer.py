@@ -25,6 +25,7 @@ from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine
 from streamrl.tensors.digest_torch import NamedDigester, NamedDigests
 from streamrl.trainers.checkpoints import BackgroundWriter, write_directory
+from streamrl.trainers.flops import flops_of, peak_flops
 from streamrl.trainers.protocol import WEIGHT_SUFFIXES, StepResult, TokenValues
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.checkpoint import (
@@ -89,6 +90,9 @@ class TorchTrainer:
         if memory_tokens:
             self._policy.limit_memory(memory_tokens)
         self._parameters = list(self._policy.parameters())
+        self._flops = flops_of(self._policy.module)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        self._peak = peak_flops(name, str(dtype).removeprefix("torch."))
         self._critic: Critic | None = None
         if Role.VALUE in estimator_of(loss).needs:
             self._critic = Critic(
@@ -185,8 +189,14 @@ class TorchTrainer:
             score=score,
             reference=reference,
             micro_tokens=self._update.budget,
+            peak_s=self._peak_s(batch),
             tokens=None if batch.kind == "sft" or self._loss.slime_loss else TokenValues(done.logprobs, done.weights),
         )
+
+    def _peak_s(self, batch: TrainBatch) -> float | None:
+        if self._flops is None or self._peak is None:
+            return None
+        return self._flops.step(batch.lengths, int(batch.loss_mask.sum())) / (self._peak * self._parallel.ranks)
 
     def digest(self) -> str:
         """See `Trainer.digest`."""
