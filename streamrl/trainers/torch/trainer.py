@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,7 @@ from streamrl.trainers.torch.critic import Critic
 from streamrl.trainers.torch.frozen import Reference, load_frozen
 from streamrl.trainers.torch.optimizer import ClippedAdamW
 from streamrl.trainers.torch.parallel import DataParallel
+from streamrl.trainers.torch.profiling import StepProfiler
 from streamrl.trainers.torch.recheck import Recheck
 from streamrl.trainers.torch.snapshot import SnapshotRing
 from streamrl.trainers.torch.update import DROPPED, Update, Updated
@@ -65,6 +67,7 @@ class TorchTrainer:
         snapshots: buffers that `shards` copies to on a GPU.
         recheck_versions: see `Recheck`.
         memory_tokens: see `DebugConfig`.
+        profiler: of steps.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class TorchTrainer:
         snapshots: int = 2,
         recheck_versions: int = 1,
         memory_tokens: int = 0,
+        profiler: StepProfiler | None = None,
     ) -> None:
         self._model_dir = model_dir
         self._loss = loss
@@ -127,6 +131,7 @@ class TorchTrainer:
         widen = trainer.attention == "sdpa"
         self._recheck = Recheck(self._parameters, samples=trainer.check_logprobs, versions=recheck_versions, widen=widen)
         self._micro_tokens = trainer.micro_tokens
+        self._profiler = profiler
         self._stage = ""
         self._known: NamedDigests | None = None
         """Of the parameters as they are, on a GPU; None when nobody has asked since they were written."""
@@ -140,6 +145,10 @@ class TorchTrainer:
         """
         check_batch(batch)
         self._update.budget = batch.micro_tokens or self._micro_tokens
+        with self._profiler.step(batch.version.number + 1) if self._profiler is not None else nullcontext():
+            return self._train(batch)
+
+    def _train(self, batch: TrainBatch) -> StepResult:
         while True:
             try:
                 objective, learns = self._begin(batch)
