@@ -19,6 +19,7 @@ from benchmarks.hung.spec import HungSpec
 from benchmarks.loop.ways import LoopSpec, Way
 from benchmarks.names import names, numbers
 from benchmarks.report import Report, render, write_between
+from benchmarks.trainer.spec import Contender, TrainerSpec, named_shape
 from benchmarks.weights.options import Options
 from streamrl.config.engines import SglangConfig
 from streamrl.errors import ConfigError
@@ -43,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     _add_engine(kinds)
     _add_loop(kinds)
     _add_hung(kinds)
+    _add_trainer(kinds)
     return bench
 
 
@@ -137,6 +139,39 @@ def _hung(given: argparse.Namespace) -> int:
     from benchmarks.hung.report import report_of
 
     return _run(given, "hung", HungSpec, measure, report_of)
+
+
+def _add_trainer(kinds: Any) -> None:
+    trainer = kinds.add_parser("trainer", help="training steps of the torch trainer beside a plain compiled loop and TRL's loss")
+    flag = trainer.add_argument
+    flag("--shape", type=named_shape, default="tiny", help="model: tiny (CPU), 0.6b, 4b or 8b; random weights (default tiny)")
+    means = "mean tokens of an answer, a batch for each (default 1500,8000; tiny: 48,160)"
+    flag("--answers", type=partial(numbers, "--answers"), default="", help=means)
+    flag("--ranks", type=int, default=1, help="of the product's trainer (default 1)")
+    contenders = partial(names, "--contenders", kind=Contender)
+    flag("--contenders", type=contenders, default="", help=f"{', '.join(Contender)} (default: all that are there)")
+    flag("--prompt", dest="prompt_tokens", type=int, default=0, metavar="TOKENS", help="tokens of a prompt (default 300; tiny: 32)")
+    flag("--rollouts", type=int, default=8, help="samples that share a prompt (default 8)")
+    size = "tokens of a batch, about (default 131072; tiny: 2048)"
+    flag("--batch-tokens", type=int, default=0, metavar="TOKENS", help=size)
+    flag("--steps", type=int, default=2, help="measured steps of a contender in a round (default 2)")
+    flag("--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: a GPU if there is one")
+    flag("--threads", type=int, default=1, help="CPU threads of a rank (default 1)")
+    settings = "configuration of the product's trainer"
+    flag("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help=settings)
+    compiled = "whether the plain loop is compiled (default: on a GPU)"
+    flag("--compile", dest="compiled", default="auto", choices=("auto", "on", "off"), help=compiled)
+    kept = "layers of the plain loop that keep their activations (default: as many as memory should hold)"
+    flag("--kept-layers", type=int, default=-1, help=kept)
+    _add_common(trainer, rounds=2, out="bench-trainer", run=_trainer)
+
+
+def _trainer(given: argparse.Namespace) -> int:
+    from benchmarks.trainer.measure import measure
+    from benchmarks.trainer.report import report_of
+
+    given.settings = tuple(given.settings)
+    return _run(given, "trainer", TrainerSpec, measure, report_of)
 
 
 def _add_weights(kinds: Any) -> None:

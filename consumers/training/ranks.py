@@ -100,7 +100,7 @@ def _follow(worker: Worker, call: Caller) -> None:
         return
     model_dir = ensure_model(worker.config, worker.run_dir.model_dir)
     # Made in the thread that steps it, like rank 0's.
-    trainer = make_trainer(worker.config, model_dir)
+    trainer = make_trainer(worker.config, model_dir, profile_dir=worker.run_dir.profile)
     logger.info("event=following rank=%d", group.rank)
     worker.state = "follows rank 0"
     try:

@@ -169,7 +169,7 @@ def train_version(
     waited = time.perf_counter() - start_s
     result = trainer.step(arrays)
     metrics = result.metrics | measure(batch, arrays, before)
-    metrics |= {"perf/wait_s": waited, "perf/step_s": time.perf_counter() - start_s - waited}
+    metrics |= speed(arrays, result, time.perf_counter() - start_s - waited) | {"perf/wait_s": waited}
     fold.train(batch, past, 0.0 if result.score is None else result.score)
     stepped = Stepped(
         before=before,
@@ -184,6 +184,12 @@ def train_version(
     )
     fold.rename(books.enter(stepped))
     return replace(stepped, state=fold.own)
+
+
+def speed(arrays: TrainBatch, result: StepResult, step_s: float) -> dict[str, float]:
+    """Metrics of how fast a batch was trained."""
+    found = {"perf/step_s": step_s, "train/tokens_per_second": arrays.num_tokens / step_s}
+    return found if result.peak_s is None else found | {"train/mfu": result.peak_s / step_s}
 
 
 def measure(batch: Batch, arrays: TrainBatch, state: FoldState) -> dict[str, float]:

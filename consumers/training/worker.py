@@ -58,7 +58,7 @@ def train(worker: Worker, call: Caller) -> tuple[FoldState, bool] | None:
     group = form_process_group(worker, call) if config.trainer.ranks > 1 else None
     if group is None and config.trainer.ranks > 1:
         return None
-    trainer = make_trainer(config, model_dir)
+    trainer = make_trainer(config, model_dir, profile_dir=run_dir.profile)
     if group is not None:
         trainer = lead(trainer, group)
     numerics = numerics_fingerprint(config)

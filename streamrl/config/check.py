@@ -214,6 +214,12 @@ def _check_debug(config: Config) -> None:
         key="debug.memory_tokens",
     )
     refuse(
+        bool(config.debug.profile_versions) and config.trainer.tabular,
+        "debug.profile_versions is for trainer.backend = torch, got table",
+        hint="leave it out",
+        key="debug.profile_versions",
+    )
+    refuse(
         config.debug.token_delay_s > 0 and not config.engine.traits.tabular,
         f"debug.token_delay_s is for engine.kind = table, got {config.engine.kind}",
         hint="use the table backends, or leave the delay out",

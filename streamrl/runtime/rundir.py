@@ -58,6 +58,8 @@ class RunDir:
         """Rows of the run's metrics; see `streamrl.monitor.metrics_file`."""
         self.sinks = self.path / "sinks"
         """Positions and files of sinks, one folder each; see `streamrl.monitor.sinks`."""
+        self.profile = self.path / "profile"
+        """Profiles of single training steps; see `streamrl.trainers.torch.profiling`."""
         self.plot_path = self.path / "plot.png"
         """Reward and lag over the run."""
 

@@ -12,7 +12,7 @@ from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.schedule import learning_rate
 
 
-def make_trainer(config: Config, model_dir: Path) -> Trainer:
+def make_trainer(config: Config, model_dir: Path, *, profile_dir: Path | None = None) -> Trainer:
     """Build the trainer; for torch, set this process's thread count and switch transformers' progress bars off.
 
     With `trainer.ranks` above 1 the caller has initialised torch.distributed's default group.
@@ -20,6 +20,7 @@ def make_trainer(config: Config, model_dir: Path) -> Trainer:
     Args:
         config: the whole tree, of which each part gets its own section.
         model_dir: initial policy: a Hugging Face directory, or one with a `table.json`.
+        profile_dir: where `debug.profile_versions` are written; None: they are not.
 
     Raises:
         ConfigError: no such model.
@@ -35,6 +36,7 @@ def make_trainer(config: Config, model_dir: Path) -> Trainer:
     from transformers.utils.logging import disable_progress_bar
 
     from streamrl.trainers.device import training_device, training_dtype
+    from streamrl.trainers.torch.profiling import StepProfiler
     from streamrl.trainers.torch.trainer import TorchTrainer
 
     disable_progress_bar()  # a worker's log is no terminal
@@ -48,6 +50,9 @@ def make_trainer(config: Config, model_dir: Path) -> Trainer:
         # cuBLAS reads it when its first handle is made; without it torch refuses to be deterministic.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
+    profiler = None
+    if profile_dir is not None and config.debug.profile_versions:
+        profiler = StepProfiler(profile_dir, config.debug.profile_versions, device, rank=rank)
     return TorchTrainer(
         model_dir,
         trainer=config.trainer,
@@ -57,6 +62,7 @@ def make_trainer(config: Config, model_dir: Path) -> Trainer:
         device=device,
         snapshots=config.weights.ring,
         memory_tokens=config.debug.memory_tokens,
+        profiler=profiler,
         recheck_versions=config.tasks.max_staleness + 1,
         # On CPU it costs nothing, so it is always on there.
         deterministic=bitwise or device.type == "cpu",

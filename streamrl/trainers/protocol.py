@@ -56,6 +56,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the reference's parameters, where it is renewed (`loss.kl.reference_every`)."""
     micro_tokens: int = 0
     """Budget that the batch was cut by: the one asked for, or less where that was out of memory; 0 of a backend that cuts none."""
+    peak_s: float | None = None
+    """Seconds that the useful FLOPs take at the peak of all ranks' devices (`streamrl.trainers.flops`); None where either is unknown."""
     tokens: TokenValues | None = None
     """None for demonstrations, and where the loss has no weight of single tokens."""
 

@@ -203,6 +203,10 @@ def test_bad_slice(write):
             "[engine]\nkind = 'table'\n[trainer]\nbackend = 'table'\nranks = 2\n",
             "trainer.ranks must be 1 with trainer.backend = table, got 2",
         ),
+        (
+            "[engine]\nkind = 'table'\n[trainer]\nbackend = 'table'\n[debug]\nprofile_versions = [1]\n",
+            "debug.profile_versions is for trainer.backend = torch, got table",
+        ),
         ("[trainer]\nrank_timeout_s = 0\n", "trainer.rank_timeout_s must be at least 1"),
         ("[tasks]\nnum_rollouts = 1\n", "tasks.drop_zero_variance needs tasks.num_rollouts >= 2"),
         ("label_key = ''\n[warmup]\nmax_steps = 5\n", "warmup.max_steps needs data.label_key"),

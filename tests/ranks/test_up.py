@@ -85,7 +85,14 @@ async def test_ranks_that_are_out_of_memory_begin_again_with_half_the_budget(sta
     rows = [{"prompt": f"{a}{b}", "label": str((b + 3) % 10)} for b in range(10) for a in range(10)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "run.toml").write_text(TOML)
-    limits = ("run.steps=3", "warmup.max_steps=2", "data.heldout=", "tasks.drop_zero_variance=false", "trainer.micro_tokens=64")
+    limits = (
+        "run.steps=3",
+        "warmup.max_steps=2",
+        "data.heldout=",
+        "tasks.drop_zero_variance=false",
+        "trainer.micro_tokens=64",
+        "debug.profile_versions=[2]",
+    )
     process = await start(
         *STREAMRL, "up", "run.toml", "--json", *(word for text in (*limits, "debug.memory_tokens=40") for word in ("--set", text))
     )
@@ -102,3 +109,4 @@ async def test_ranks_that_are_out_of_memory_begin_again_with_half_the_budget(sta
     # The demonstrations are short enough.
     assert [entry.micro_tokens for entry in entries] == [64 if entry.source == "warmup" else 32 for entry in entries]
     assert {entry.source for entry in entries} == {"warmup", "main"}
+    assert {path.name for path in run.profile.iterdir()} == {f"v00000002-rank{rank}.json.gz" for rank in range(2)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine
 from streamrl.tensors.digest_torch import NamedDigester, NamedDigests
 from streamrl.trainers.checkpoints import BackgroundWriter, write_directory
+from streamrl.trainers.flops import flops_of, peak_flops
 from streamrl.trainers.protocol import WEIGHT_SUFFIXES, StepResult, TokenValues
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.checkpoint import (
@@ -41,6 +43,7 @@ from streamrl.trainers.torch.critic import Critic
 from streamrl.trainers.torch.frozen import Reference, load_frozen
 from streamrl.trainers.torch.optimizer import ClippedAdamW
 from streamrl.trainers.torch.parallel import DataParallel
+from streamrl.trainers.torch.profiling import StepProfiler
 from streamrl.trainers.torch.recheck import Recheck
 from streamrl.trainers.torch.snapshot import SnapshotRing
 from streamrl.trainers.torch.update import DROPPED, Update, Updated
@@ -64,6 +67,7 @@ class TorchTrainer:
         snapshots: buffers that `shards` copies to on a GPU.
         recheck_versions: see `Recheck`.
         memory_tokens: see `DebugConfig`.
+        profiler: of steps.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class TorchTrainer:
         snapshots: int = 2,
         recheck_versions: int = 1,
         memory_tokens: int = 0,
+        profiler: StepProfiler | None = None,
     ) -> None:
         self._model_dir = model_dir
         self._loss = loss
@@ -89,6 +94,9 @@ class TorchTrainer:
         if memory_tokens:
             self._policy.limit_memory(memory_tokens)
         self._parameters = list(self._policy.parameters())
+        self._flops = flops_of(self._policy.module)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        self._peak = peak_flops(name, str(dtype).removeprefix("torch."))
         self._critic: Critic | None = None
         if Role.VALUE in estimator_of(loss).needs:
             self._critic = Critic(
@@ -123,6 +131,7 @@ class TorchTrainer:
         widen = trainer.attention == "sdpa"
         self._recheck = Recheck(self._parameters, samples=trainer.check_logprobs, versions=recheck_versions, widen=widen)
         self._micro_tokens = trainer.micro_tokens
+        self._profiler = profiler
         self._stage = ""
         self._known: NamedDigests | None = None
         """Of the parameters as they are, on a GPU; None when nobody has asked since they were written."""
@@ -136,6 +145,10 @@ class TorchTrainer:
         """
         check_batch(batch)
         self._update.budget = batch.micro_tokens or self._micro_tokens
+        with self._profiler.step(batch.version.number + 1) if self._profiler is not None else nullcontext():
+            return self._train(batch)
+
+    def _train(self, batch: TrainBatch) -> StepResult:
         while True:
             try:
                 objective, learns = self._begin(batch)
@@ -185,8 +198,14 @@ class TorchTrainer:
             score=score,
             reference=reference,
             micro_tokens=self._update.budget,
+            peak_s=self._peak_s(batch),
             tokens=None if batch.kind == "sft" or self._loss.slime_loss else TokenValues(done.logprobs, done.weights),
         )
+
+    def _peak_s(self, batch: TrainBatch) -> float | None:
+        if self._flops is None or self._peak is None:
+            return None
+        return self._flops.step(batch.lengths, int(batch.loss_mask.sum())) / (self._peak * self._parallel.ranks)
 
     def digest(self) -> str:
         """See `Trainer.digest`."""

@@ -1,0 +1,92 @@
+"""The product's trainer as a contender: made from its configuration as `up` makes it, with all of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks.trainer.contender import Ran
+from benchmarks.trainer.parts import Stopwatch, timed
+from benchmarks.trainer.spec import TrainerSpec, our_config
+from streamrl.core.batches import TrainBatch
+from streamrl.core.packing import MicroBatch
+from streamrl.errors import TrainingError
+from streamrl.trainers.fingerprint import numerics_fingerprint
+from streamrl.trainers.protocol import Trainer
+from streamrl.trainers.ranks.local import open_trainer
+from streamrl.trainers.torch.causal_lm import CausalLM
+from streamrl.trainers.torch.optimizer import ClippedAdamW
+from streamrl.trainers.torch.parallel import DataParallel
+from streamrl.trainers.torch.trainer import TorchTrainer
+
+_PARTS: dict[tuple[type, str], str] = {
+    (CausalLM, "predict"): "head",
+    (CausalLM, "states"): "forward",
+    (torch.Tensor, "backward"): "backward",
+    (ClippedAdamW, "collect"): "backward",
+    (DataParallel, "sum_gradients"): "ranks",
+    (ClippedAdamW, "step"): "optimizer",
+    (TorchTrainer, "digest"): "digest",
+}
+"""The head's backward pass is in `backward`: it is one call."""
+_TOLD = ("attention", "compile", "compiled", "dtype", "micro_tokens", "numerics")
+"""What of the fingerprint is told, as far as this version has it."""
+
+
+class Ours:
+    """One trainer; implements `Stepper`."""
+
+    def __init__(self, trainer: Trainer, spec: TrainerSpec, watch: Stopwatch) -> None:
+        self._trainer = trainer
+        self._watch = watch
+        self._ranks = spec.ranks
+        self._config = our_config(spec)
+        self._micro_tokens = 0
+        self._positions = 0
+
+    def start(self, batch: TrainBatch) -> None:
+        """It is ready for any batch."""
+
+    def step(self, batch: TrainBatch) -> Ran:
+        """One step of all ranks."""
+        self._positions = 0
+        result = self._trainer.step(batch)
+        self._micro_tokens = result.micro_tokens
+        if not result.finite:
+            raise TrainingError("expected a step that trains, got one whose gradient is not finite", hint="is the shape's type float32?")
+        return Ran(positions=self._positions if self._ranks == 1 else 0)
+
+    def parts(self) -> AbstractContextManager[None]:
+        """While entered, the stopwatch is told of parts."""
+        return timed(self._watch, _PARTS)
+
+    def settings(self) -> dict[str, Any]:
+        """What it has chosen."""
+        told = {name: value for name, value in numerics_fingerprint(self._config).items() if name in _TOLD}
+        return {**told, "micro_tokens": self._micro_tokens, "gradient_checkpointing": self._config.trainer.gradient_checkpointing}
+
+    @contextmanager
+    def counting(self) -> Generator[None]:
+        """While entered, positions of the rows that the model is run on are counted."""
+        states = CausalLM.states
+
+        def counted(model: CausalLM, micro: MicroBatch) -> torch.Tensor:
+            self._positions += micro.inputs.size
+            return states(model, micro)
+
+        with mock.patch.object(CausalLM, "states", counted):
+            yield
+
+
+@contextmanager
+def open_ours(spec: TrainerSpec, model_dir: Path, device: torch.device, watch: Stopwatch) -> Generator[Ours]:
+    """The trainer and the processes of its other ranks; raises StreamRLError."""
+    with open_trainer(our_config(spec), model_dir) as trainer:
+        ours = Ours(trainer, spec, watch)
+        with ours.counting():
+            yield ours

@@ -1,0 +1,162 @@
+"""Report, tables and picture of `bench trainer`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.raw import Raw, read
+from benchmarks.report import Check, Report, Row, Table, Target, about, picture, plain, rows_of, write_report
+from benchmarks.trainer.spec import Contender
+from streamrl.trainers.flops import CONVENTION
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WANTED_MFU = {("0.6B", 1): 0.32, ("4B", 1): 0.45, ("8B", 2): 0.42}
+"""Least utilisation by shape and GPUs."""
+PARTS = ("prepare", "forward", "head", "backward", "ranks", "optimizer", "digest")
+_TITLES = {Contender.OURS: "streamrl", Contender.PLAIN: "plain loop", Contender.TRL: "TRL"}
+_HEADER = ("model", "answers", "trains", "tokens/s (slowest - fastest step)", "MFU", "peak GiB", "fill", "a rank / plain")
+_COLORS = {"prepare": "#8d99ae", "forward": "#1f6f8b", "head": "#2a9d8f", "backward": "#edae49", "ranks": "#adb5bd", "optimizer": "#d1495b"}
+
+
+def report_of(out: Path) -> Report:
+    """Write report, table and `trainer.png` from the raw file; raises DataError when there is none."""
+    report, parts = build_report(raw := read(out, "trainer")), _parts(raw)
+    write_report(out, report)
+    _draw(report, parts, out / "trainer.png")
+    return report
+
+
+def build_report(raw: Raw) -> Report:
+    """Compute everything from the raw file."""
+    spec, devices = raw.header.spec, raw.named("device")
+    peaks = [peak for peak in devices.values() if peak]
+
+    def quantities(values: Mapping[str, float]) -> dict[str, float]:
+        rank_s = values["step_s"] * values["ranks"]
+        found = {"tokens_per_s": values["tokens"] / values["step_s"], "rank_s": rank_s, "ranks": values["ranks"]}
+        found["peak_gib"] = values["peak_bytes"] / 2**30
+        if values["positions"]:
+            found["fill"] = values["tokens"] / values["positions"]
+        if peaks:
+            found["mfu"] = values["flops"] / rank_s / peaks[0]
+        return found
+
+    rows = rows_of(raw.rounds, quantities, {"ratio": (Contender.PLAIN, "rank_s")})
+    left_out = raw.named("left out")
+    shown: list[Table | str] = [
+        Table(_HEADER, [_cells(row) for row in rows]),
+        f"MFU: {CONVENTION}; {_peak_said(devices)}. {_about_batches(raw)} Medians; rounds: {spec['rounds']}, measured steps of each: "
+        f"{spec['steps']}. In a round every contender has a process of its own, one after the other, and all have the same batches. Fill: "
+        "tokens of the samples over positions of the rows; it is above 100 % where a group's prompt is laid out once.",
+    ]
+    if parts := _parts(raw):
+        shown += [
+            Table(("seconds of a step", *PARTS), [_seconds(name, seconds) for name, seconds in parts.items()]),
+            "Seconds by part are of one more step, in which the device is waited for at every boundary. `head` is its forward "
+            "pass for streamrl, both passes for the plain loop, a part of `forward` for TRL; `prepare` is all that is in no other part.",
+        ]
+    shown += [f"{name}: {_settings(chosen)}." for name, chosen in raw.named("settings").items()]
+    shown += [f"Left out: {name}: {reason}." for name, reason in left_out.items()]
+    ours = [name for name in left_out if name.startswith(f"{Contender.OURS} ")]
+    return Report(
+        **about(raw.header),
+        rows=rows,
+        shown=shown,
+        targets=_targets(rows, spec),
+        checks=[Check("streamrl trained every batch", not ours and _complete(rows, spec), f"{len(spec['answers'])} batches")],
+    )
+
+
+def _complete(rows: Sequence[Row], spec: Mapping[str, Any]) -> bool:
+    return sum(row.contender == Contender.OURS for row in rows) == len(spec["answers"]) or Contender.OURS not in spec["contenders"]
+
+
+def _cells(row: Row) -> list[str]:
+    values, (model, _, answers) = row.values, row.cell.partition(", ")
+    speed, ranks = values["tokens_per_s"], int(values["ranks"].p50)
+    return [
+        model,
+        answers,
+        _TITLES[Contender(row.contender)] + (f", {ranks} ranks" if ranks > 1 else ""),
+        f"{speed.p50:,.0f} ({speed.low:,.0f} - {speed.high:,.0f})",
+        f"{values['mfu'].p50:.1%}" if "mfu" in values else "-",
+        f"{values['peak_gib'].p50:.1f}",
+        f"{values['fill'].p50:.1%}" if "fill" in values else "-",
+        f"{values['ratio'].p50:.2f}" if "ratio" in values else "-",
+    ]
+
+
+def _peak_said(devices: Mapping[str, float | None]) -> str:
+    said = [f"peak of {name} {peak / 1e12:g} TFLOP/s" if peak else f"no peak is known of {name}" for name, peak in devices.items()]
+    return ", ".join(said) or "no device"
+
+
+def _about_batches(raw: Raw) -> str:
+    found: dict[str, str] = {}
+    for one in raw.rounds:
+        values = one.values
+        found[one.cell] = (
+            f"{values['samples']:.0f} samples with {values['tokens']:,.0f} tokens, {values['trained']:,.0f} of them trained "
+            f"({values['flops'] / 1e12:,.3g} TFLOP)"
+        )
+    return " ".join(f"Answers of {cell.partition(', ')[2]} tokens on average: {text}." for cell, text in found.items())
+
+
+def _parts(raw: Raw) -> dict[str, dict[str, float]]:
+    return {about: dict(seconds) for about, seconds in raw.named("parts").items()}
+
+
+def _seconds(name: str, seconds: Mapping[str, float]) -> list[str]:
+    return [name, *(f"{seconds[part]:.3f}" if part in seconds else "-" for part in PARTS)]
+
+
+def _settings(chosen: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in chosen.items())
+
+
+def _targets(rows: Sequence[Row], spec: Mapping[str, Any]) -> list[Target]:
+    ours = [row for row in rows if row.contender == Contender.OURS]
+    ratios = {row.cell: row.values["ratio"].p50 for row in ours if "ratio" in row.values}
+    slower = [f"{cell} ({ratio:.2f})" for cell, ratio in ratios.items() if ratio < 1]
+    said = "; ".join(slower) or ", ".join(f"{ratio:.2f}" for ratio in ratios.values()) or "-"
+    targets = [Target("speed of a rank over the plain loop's, every batch", ">= 1", said, not slower if ratios else None)]
+    wanted = WANTED_MFU.get((spec["shape"], spec["ranks"]))
+    # It was set for the shorter answers.
+    first = next((row for row in ours if "mfu" in row.values), None)
+    if wanted is not None:
+        got = first.values["mfu"].p50 if first is not None else None
+        targets.append(
+            Target(
+                f"MFU, {spec['shape']}", f">= {wanted:.0%}", "-" if got is None else f"{got:.1%}", None if got is None else got >= wanted
+            )
+        )
+    return targets
+
+
+def _draw(report: Report, parts: Mapping[str, Mapping[str, float]], path: Path) -> None:
+    """Tokens a second of each batch and contender, and where a step's time goes."""
+    with picture(path, (10, 1.2 + 0.32 * max(2, len(report.rows)))) as figure:
+        left, right = figure.subplots(1, 2, width_ratios=(1.0, 1.2))
+        speeds = [row.values["tokens_per_s"] for row in report.rows]
+        spread = [[speed.p50 - speed.low for speed in speeds], [speed.high - speed.p50 for speed in speeds]]
+        colors = ["#1f6f8b" if row.contender == Contender.OURS else "#adb5bd" for row in report.rows]
+        left.barh(range(len(speeds)), [speed.p50 for speed in speeds], xerr=spread, color=colors, error_kw={"elinewidth": 0.8})
+        _names(left, [f"{_TITLES[Contender(row.contender)]} ({row.cell})" for row in report.rows], "tokens/s")
+        starts = [0.0] * len(parts)
+        for part in PARTS:
+            values = [seconds.get(part, 0.0) for seconds in parts.values()]
+            right.barh(range(len(parts)), values, left=starts, color=_COLORS.get(part, "#ced4da"), label=part)
+            starts = [start + value for start, value in zip(starts, values, strict=True)]
+        _names(right, list(parts), "seconds of a step, by part")
+        right.legend(frameon=False, fontsize=7, ncols=2)
+
+
+def _names(axes: Axes, names: Sequence[str], title: str) -> None:
+    axes.set_yticks(range(len(names)), names, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_title(title, loc="left", fontsize=10)
+    plain(axes)

@@ -1,0 +1,222 @@
+"""`bench trainer`: the real thing on a tiny model, its plain loop against one sample at a time, the report from numbers that are known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.machine import Machine
+from benchmarks.raw import Fact, Header, Raw, Round, read, write
+from benchmarks.report import render
+from benchmarks.shapes import num_elements, shape_of
+from benchmarks.trainer.batch import make_batch
+from benchmarks.trainer.contender import build_model, flops_of_shape, shape_config
+from benchmarks.trainer.parts import REST, Stopwatch
+from benchmarks.trainer.plain import PlainLoop, group_advantages, make_rows
+from benchmarks.trainer.report import build_report, report_of
+from benchmarks.trainer.spec import Contender, TrainerSpec, layers_kept, longest_sample, named_shape, our_config, resolved, row_length
+from benchmarks.trainer.trl_loss import make_rectangles
+from streamrl.cli import main
+from streamrl.errors import ConfigError
+from tests.support.errors import raises
+
+CPU = torch.device("cpu")
+MACHINE = Machine(processor="a processor", cores=2, python="3.11", packages={"torch": "2"}, date="2026-11-22", load=0.5)
+SMALL = resolved(TrainerSpec(answers=(16,), prompt_tokens=8, batch_tokens=300, rollouts=4, device="cpu", rounds=1, steps=1))
+
+
+def test_a_batch_is_groups_with_answers_of_the_mean_that_was_asked_for() -> None:
+    spec = resolved(TrainerSpec(shape="0.6B", batch_tokens=400_000))
+    batch = make_batch(spec, 1500)
+    answers = np.add.reduceat(batch.loss_mask, batch.offsets[:-1])
+    assert len(np.unique(batch.tasks)) == 28 and batch.num_samples == 28 * 8
+    assert answers.mean() == pytest.approx(1500, rel=0.15) and (batch.lengths - answers == 300).all()
+    assert batch.lengths.max() <= longest_sample(spec, 1500) == 7200 and longest_sample(spec, 8000) == 16_384
+    first = [batch.tokens[start : start + 300].tolist() for start in batch.offsets[:-1]]
+    assert first[0] == first[7] != first[8]
+    again = make_batch(spec, 1500)
+    assert all(np.array_equal(getattr(batch, name), getattr(again, name)) for name in ("tokens", "offsets", "rewards"))
+
+
+def test_a_shape_multiplies_its_own_parameters() -> None:
+    spec, shape = TrainerSpec(shape="4B"), shape_of("4B")
+    found = flops_of_shape(spec, shape_config(spec))
+    assert found.body == num_elements(shape) - shape.vocab * shape.hidden
+    assert (found.head, found.attention) == (shape.vocab * shape.hidden, 36 * 32 * 128)
+
+
+def test_the_plain_loop_has_the_gradient_of_one_sample_at_a_time(tmp_path: Path) -> None:
+    build_model(SMALL, tmp_path)
+    batch = make_batch(SMALL, 16)
+    loop = PlainLoop(msgspec.structs.replace(SMALL, kept_layers=2), tmp_path, CPU, Stopwatch(CPU))
+    loop.start(batch)
+    rows = make_rows(batch, loop.settings()["row"], CPU)
+    assert len(rows) > 1 and max(int(row.starts.diff().gt(0).sum()) for row in rows) > 2, "several samples share a row"
+    seen: list[torch.Tensor] = []
+    loop._adam.step = lambda *_: seen.extend(master.grad.clone() for master in loop._masters if master.grad is not None)  # type: ignore[method-assign]
+    loop.step(batch)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    advantages, total = group_advantages(batch), int(batch.loss_mask.sum())
+    for n in range(batch.num_samples):
+        own = slice(batch.offsets[n], batch.offsets[n + 1])
+        ids, trained = torch.from_numpy(batch.tokens[own].astype(np.int64)), torch.from_numpy(batch.loss_mask[own])
+        logprobs = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1], -1).gather(1, ids[1:, None])[:, 0][trained[1:]]
+        ratio = torch.exp(logprobs - torch.from_numpy(batch.sampler_logprobs[own])[trained])
+        (-(ratio * advantages[n]).sum() / total).backward()
+    wanted = [p.grad for p in model.parameters()]
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert len(seen) == len(wanted)
+    for found, exact in zip(seen, wanted, strict=True):
+        assert exact is not None
+        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-6)
+
+
+def test_every_trained_token_is_in_one_row_and_in_one_rectangle() -> None:
+    batch = make_batch(SMALL, 16)
+    length = row_length(int(batch.lengths.max()))
+    rows = make_rows(batch, length, CPU)
+    assert {tuple(row.ids.shape) for row in rows} == {(1, length)} and len({row.starts.shape for row in rows}) == 1
+    trained = sorted(batch.tokens[batch.loss_mask].tolist())
+    assert sorted(token for row in rows for token in row.ids[0, row.target].tolist()) == trained
+    rectangles = make_rectangles(batch, CPU)
+    assert sorted(t for one in rectangles for t in one["completion_ids"][one["completion_mask"] == 1].tolist()) == trained
+    assert all(one["prompt_ids"].shape[1] == 8 for one in rectangles)
+
+
+def test_rows_and_layers_are_chosen_by_arithmetic() -> None:
+    assert [row_length(longest) for longest in (100, 7200, 8192, 8193, 16_384)] == [400, 8192, 8192, 16_384, 16_384]
+    small, large = shape_of("0.6B"), shape_of("4B")
+    assert layers_kept(small, 8192, 149e9) == 28 and layers_kept(large, 8192, 149e9) == 36
+    assert 0 < layers_kept(large, 16_384, 149e9) < 36 and layers_kept(large, 8192, 80e9) == 0
+    assert layers_kept(large, 8192, float("inf")) == 36
+
+
+def test_parts_exclude_each_other() -> None:
+    watch = Stopwatch(CPU)
+    with watch.part("forward"):
+        pass
+    with watch.running() as seconds, watch.part("head"), watch.part("forward"):
+        pass
+    assert set(seconds) == {REST, "head", "forward"} and min(seconds.values()) >= 0
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ({"rounds": 0}, {"option": "--rounds", "got": 0}),
+        ({"ranks": 0}, {"option": "--ranks", "got": 0}),
+        ({"batch_tokens": -1}, {"option": "--batch-tokens", "got": -1}),
+        ({"kept_layers": -2}, {"option": "--kept-layers", "got": -1}),
+        ({"contenders": ()}, {"option": "--contenders"}),
+        ({"answers": (4,)}, {"option": "--answers", "got": 4}),
+        ({"shape": "4B", "answers": (16_200,)}, {"option": "--answers", "got": 16_200}),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(values: dict[str, Any], found: dict[str, Any]) -> None:
+    with raises(ConfigError, **found):
+        resolved(TrainerSpec(**values))
+
+
+def test_shapes_go_by_their_names_in_any_case_and_settings_are_the_products() -> None:
+    assert [named_shape(text) for text in ("0.6b", "4B", "tiny")] == ["0.6B", "4B", "tiny"]
+    with raises(ConfigError, option="--shape", got="30B-A3B"):
+        named_shape("30B-A3B")
+    spec = resolved(TrainerSpec(shape="4B", settings=("trainer.gradient_checkpointing=true",)))
+    assert our_config(spec).trainer.gradient_checkpointing and our_config(spec).model.dtype == "bfloat16"
+    with raises(ConfigError, key="trainer.micro_tokens"):
+        our_config(msgspec.structs.replace(spec, settings=("trainer.micro_tokens=0",)))
+
+
+def measured(contender: Contender, cell: str, number: int, step_s: float, ranks: int = 1) -> Round:
+    values = {"step_s": step_s, "ranks": ranks, "samples": 64, "tokens": 100_000, "trained": 80_000, "flops": 989e12, "positions": 125_000}
+    return Round(cell=cell, contender=contender, round=number, values={**values, "peak_bytes": 2**36, "first_s": 30.0, "load": 0.0})
+
+
+def raw(shape: str = "4B", **spec: Any) -> Raw:
+    ours, plain = Contender.OURS, Contender.PLAIN
+    rounds = [measured(ours, f"{shape}, 1500", number, 2.0 + number / 2, spec.get("ranks", 1)) for number in range(3)]
+    rounds += [measured(plain, f"{shape}, 1500", number, 2.5 + number / 2) for number in range(3)]
+    facts = [
+        Fact("device", "NVIDIA H200", 989e12),
+        Fact("parts", f"{ours} ({shape}, 1500)", {"forward": 0.5, "backward": 1.5}),
+        Fact("settings", f"{plain} ({shape}, 1500)", {"row": 8192, "compiled": True}),
+        Fact("left out", f"{Contender.TRL} ({shape}, 1500)", "ModuleNotFoundError: No module named 'trl'"),
+    ]
+    asked = msgspec.to_builtins(resolved(TrainerSpec(shape=shape, answers=(1500,), **spec)))
+    return Raw(
+        header=Header(benchmark="trainer", command="streamrl bench trainer", machine=MACHINE, spec=asked), rounds=rounds, facts=facts
+    )
+
+
+def test_the_report_has_speed_utilisation_and_what_is_left_out(tmp_path: Path) -> None:
+    text = render(build_report(raw()))
+    assert "| 4B    | 1500    | streamrl   | 40,000 (33,333 - 50,000)          | 40.0% | 64.0     | 80.0% | 1.20           |" in text
+    assert "| 4B    | 1500    | plain loop | 33,333 (28,571 - 40,000)          | 33.3% |" in text
+    assert "| streamrl (4B, 1500) | -       | 0.500   | -    | 1.500    |" in text
+    assert "6 FLOPs a parameter and token" in text and "peak of NVIDIA H200 989 TFLOP/s" in text
+    assert "Left out: trl (4B, 1500): ModuleNotFoundError: No module named 'trl'." in text
+    assert [(target.got, target.met) for target in build_report(raw()).targets] == [("1.20", True), ("40.0%", False)]
+    assert [check.held for check in build_report(raw()).checks] == [True]
+    write(tmp_path, raw().header, [*raw().facts, *raw().rounds])
+    assert msgspec.json.encode(report_of(tmp_path)) == msgspec.json.encode(build_report(read(tmp_path, "trainer")))
+    first = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    report_of(tmp_path)
+    assert first == {path.name: path.read_bytes() for path in tmp_path.iterdir()} and set(first) == {
+        *("raw.jsonl", "report.json", "table.md", "trainer.png")
+    }
+
+
+def test_the_peak_of_several_ranks_is_theirs_together() -> None:
+    report = build_report(raw("8B", ranks=2))
+    assert "| 8B    | 1500    | streamrl, 2 ranks | 40,000 (33,333 - 50,000)          | 20.0% |" in render(report)
+    assert [(target.got, target.met) for target in report.targets] == [("8B, 1500 (0.60)", False), ("20.0%", False)]
+
+
+def test_a_trainer_that_failed_is_no_success() -> None:
+    whole = raw()
+    failed = [*whole.facts, Fact("left out", f"{Contender.OURS} (4B, 1500)", "OutOfMemory: 9 GiB")]
+    rounds = [one for one in whole.rounds if one.contender != Contender.OURS]
+    for facts, left in ((failed, rounds), (whole.facts, rounds), (whole.facts[:1], [])):
+        report = build_report(msgspec.structs.replace(whole, rounds=left, facts=facts))
+        assert [check.held for check in report.checks] == [False] and report.targets[1].met is None
+        assert render(report)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_the_command_trains_measures_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    size = [
+        "--answers",
+        "16",
+        "--prompt",
+        "8",
+        "--rollouts",
+        "4",
+        "--batch-tokens",
+        "300",
+        "--rounds",
+        "1",
+        "--steps",
+        "1",
+        "--device",
+        "cpu",
+    ]
+    assert main(["bench", "trainer", *size, "--set", "trainer.minibatches=2", "--out", str(out), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    rows = {row["contender"]: row["values"] for row in report["rows"]}
+    assert {"streamrl", "plain"} <= set(rows) and rows["streamrl"]["ratio"]["p50"] > 0
+    assert all(values["fill"]["p50"] > 0 and values["peak_gib"]["p50"] > 0 for values in rows.values())
+    parts = read(out, "trainer").named("parts")
+    assert {"prepare", "forward", "head", "backward", "optimizer"} <= set(parts["streamrl (tiny, 16)"]) & set(parts["plain (tiny, 16)"])
+    left_out = read(out, "trainer").named("left out")
+    assert ("trl" in rows) != any(name.startswith("trl") for name in left_out), "either it runs, or it is said why not"
+    assert main(["bench", "trainer", *size, "--out", str(out)]) != 0
+    assert "expected a new directory" in capsys.readouterr().err

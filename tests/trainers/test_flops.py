@@ -1,0 +1,88 @@
+"""Useful FLOPs of a step against sums written out by hand, and who has a peak."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.shapes import num_elements, shape_of, write_model
+from streamrl.config.tree import Config, TrainerConfig
+from streamrl.consumers.training.steps import speed
+from streamrl.core.batches import TrainBatch
+from streamrl.trainers import flops
+from streamrl.trainers.factory import make_trainer
+from streamrl.trainers.flops import ModelFlops, flops_of, model_flops, peak_flops
+
+
+def test_a_step_counts_body_head_and_half_of_the_squares() -> None:
+    counted = ModelFlops(body=1000, head=300, attention=20)
+    # Samples of 3 and 5 tokens: 8 through the body, 4 trained through the head; (9 + 25) / 2 pairs, 4 FLOPs each and dimension, thrice.
+    assert counted.step(np.array([3, 5], np.int64), 4) == 6 * 1000 * 8 + 6 * 300 * 4 + 3 * 4 * 20 * (9 + 25) / 2
+    assert counted.step(np.zeros(0, np.int64), 0) == 0
+    # Squares of int32 lengths would overflow.
+    assert counted.step(np.array([60_000], np.int32), 0) == 6 * 1000 * 6e4 + 6 * 20 * 3.6e9
+
+
+@pytest.mark.parametrize("name", ["tiny", "0.6B", "8B"])
+def test_the_body_of_a_dense_model_is_all_but_embedding_and_head(name: str, tmp_path: Path) -> None:
+    shape = shape_of(name)
+    write_model(shape, tmp_path)
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    embedding = shape.vocab * shape.hidden
+    assert flops_of(module) == ModelFlops(
+        body=num_elements(shape) - embedding * (1 if shape.tied else 2),
+        head=embedding,
+        attention=shape.layers * shape.heads * shape.head_dim,
+    )
+
+
+def test_a_token_meets_some_of_the_experts(tmp_path: Path) -> None:
+    shape = shape_of("tiny-moe")
+    write_model(shape, tmp_path)
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    experts = shape.layers * shape.experts * 3 * shape.hidden * shape.expert_intermediate
+    idle = experts * (1 - shape.experts_per_token / shape.experts)
+    found = flops_of(module)
+    assert found is not None and found.body == num_elements(shape) - 2 * shape.vocab * shape.hidden - idle
+
+
+def test_what_cannot_be_counted_is_none() -> None:
+    sizes = {"num_attention_heads": 2, "hidden_size": 8, "num_hidden_layers": 3}
+    assert model_flops(SimpleNamespace(**sizes), [("a", 5)], 7) == ModelFlops(body=5, head=7, attention=3 * 2 * 4)
+    assert model_flops(SimpleNamespace(**sizes), [("layers.0.mlp.experts.up", 5)], 7) is None
+    assert model_flops(SimpleNamespace(**sizes, layer_types=["full_attention", "sliding_attention"]), [("a", 5)], 7) is None
+    assert model_flops(SimpleNamespace(**sizes, sliding_window=4), [("a", 5)], 7) is None
+    assert model_flops(SimpleNamespace(**sizes | {"num_attention_heads": None}), [("a", 5)], 7) is None
+
+
+def test_a_trainer_tells_the_time_at_its_peak(
+    make_model: Callable[..., Path], rollouts: Callable[..., TrainBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, batch = Config(trainer=TrainerConfig(device="cpu", dtype="bfloat16")), rollouts()
+    model_dir = make_model(dtype="bfloat16")
+    result = make_trainer(config, model_dir).step(batch)
+    assert result.peak_s is None and "train/mfu" not in speed(batch, result, 2.0)
+    monkeypatch.setattr(flops, "PEAKS", {"cpu": 1e9})
+    result = make_trainer(config, model_dir).step(batch)
+    # Of each of 2 layers: q, o, k, v; gate, up, down; four norms. One norm at the end, 16 tokens of 32 dimensions in the head.
+    layer = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64 + 2 * 32 + 2 * 16
+    body, head, lengths = 2 * layer + 32, 16 * 32, np.diff(batch.offsets)
+    wanted = 6 * body * batch.num_tokens + 6 * head * batch.loss_mask.sum() + 6 * (2 * 32) * (lengths**2).sum()
+    assert result.peak_s == pytest.approx(wanted / 1e9)
+    assert speed(batch, result, 2.0) == pytest.approx(
+        {"perf/step_s": 2.0, "train/tokens_per_second": batch.num_tokens / 2, "train/mfu": wanted / 2e9}
+    )
+
+
+def test_a_peak_is_of_a_device_and_a_type() -> None:
+    assert peak_flops("NVIDIA H200", "bfloat16") == peak_flops("NVIDIA H100 80GB HBM3", "bfloat16") == 989e12
+    assert peak_flops("NVIDIA H200", "float32") is None
+    assert peak_flops("NVIDIA H100 PCIe", "bfloat16") is None and peak_flops("cpu", "bfloat16") is None

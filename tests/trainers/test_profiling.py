@@ -1,0 +1,79 @@
+"""Profiles of single steps: a trace that opens, of the versions that were asked for, at no cost to digits or to the run."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.config.load import convert
+from streamrl.config.tree import Config, DebugConfig, TrainerConfig
+from streamrl.core.batches import TrainBatch
+from streamrl.errors import ConfigError, OutOfMemory
+from streamrl.trainers.factory import make_trainer
+from streamrl.trainers.protocol import Trainer
+from tests.support.errors import raises
+
+Rollouts = Callable[..., TrainBatch]
+
+
+def make(model_dir: Path, profile_dir: Path | None, *, device: Any = "cpu", limit: int = 0) -> Trainer:
+    debug = DebugConfig(profile_versions=(2,), memory_tokens=limit)
+    return make_trainer(Config(trainer=TrainerConfig(device=device), debug=debug), model_dir, profile_dir=profile_dir)
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    """Of a Chrome trace."""
+    with gzip.open(path) as file:
+        return json.load(file)["traceEvents"]
+
+
+def test_the_step_to_a_version_leaves_a_trace_and_the_digits_it_has_without(
+    model_dir: Path, rollouts: Rollouts, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    profiled, bare = make(model_dir, tmp_path / "profile"), make(model_dir, None)
+    for step in range(3):
+        assert profiled.step(rollouts(step)) == bare.step(rollouts(step))
+    (trace,) = (tmp_path / "profile").iterdir()
+    assert trace.name == "v00000002-rank0.json.gz" and f"event=profiled path={trace}" in caplog.text
+    names = {event.get("name", "") for event in events(trace)}
+    assert {"aten::scaled_dot_product_attention", "Optimizer.step#AdamW.step"} <= names
+    assert any(name.startswith("autograd::engine::evaluate_function") for name in names), "the backward pass is in it"
+
+
+def test_a_step_that_fails_leaves_its_trace(model_dir: Path, rollouts: Rollouts, tmp_path: Path) -> None:
+    trainer = make(model_dir, tmp_path, limit=1)
+    for step in range(2):
+        with raises(OutOfMemory, micro_tokens=0):
+            trainer.step(rollouts(step))
+    assert [path.name for path in tmp_path.iterdir()] == ["v00000002-rank0.json.gz"]
+
+
+def test_what_cannot_be_written_costs_a_line(model_dir: Path, rollouts: Rollouts, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "profile").write_text("a file")
+    trainer = make(model_dir, tmp_path / "profile")
+    assert trainer.step(rollouts(1)) == make(model_dir, None).step(rollouts(1))
+    assert "event=profile_lost" in caplog.text
+
+
+@pytest.mark.parametrize("wrong", [[0], [-1], [1.5], ["x"], 3, [True]])
+def test_what_is_no_version_number_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"debug\.profile_versions"):
+        convert({"debug": {"profile_versions": wrong}}, where="run.toml")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_history_of_its_memory_is_there_too(model_dir: Path, rollouts: Rollouts, tmp_path: Path) -> None:
+    trainer = make(model_dir, tmp_path, device="cuda")
+    for step in range(3):
+        trainer.step(rollouts(step))
+    assert {path.name for path in tmp_path.iterdir()} == {"v00000002-rank0.json.gz", "v00000002-rank0.pickle"}
+    assert any(event.get("cat") == "kernel" for event in events(tmp_path / "v00000002-rank0.json.gz"))
+    history = pickle.loads((tmp_path / "v00000002-rank0.pickle").read_bytes())
+    assert any(history["device_traces"])
