@@ -217,10 +217,15 @@ def _turn_value(turn: TurnSpan, name: str) -> Any:
 
 def _json_columns(samples: Sequence[Sample]) -> dict[str, pa.Array]:
     rows = {"label": [sample.label for sample in samples], "metadata": [sample.metadata or None for sample in samples]}
-    return {
-        name: _nothing(name, len(values)) if all(value is None for value in values) else _array(name, [_to_json(value) for value in values])
-        for name, values in rows.items()
-    }
+    return {name: _json_column(name, values) for name, values in rows.items()}
+
+
+def _json_column(name: str, values: Sequence[object]) -> pa.Array:
+    first = values[0]
+    if any([value is not first for value in values]):
+        return _array(name, [_to_json(value) for value in values])
+    # As a rule they are the task's own: said once.
+    return _nothing(name, len(values)) if first is None else _array(name, [_to_json(first)] * len(values))
 
 
 def _to_json(value: object) -> str | None:
