@@ -119,14 +119,15 @@ class Episode(msgspec.Struct, kw_only=True):
 def _problem(episode: Episode) -> str:
     if not episode.segments or episode.segments[0].is_model or not episode.segments[0].token_ids:
         return "it must begin with at least one prompt token (nothing predicts the first token)"
-    if not any(segment.is_model for segment in episode.segments):
+    if not any([segment.spans for segment in episode.segments]):
         return "no turn was generated (`await chat.generate()`): it has no model tokens, so there is nothing to train on"
     if episode.finish_reason not in STATUS:
         return f"finish_reason must be one of {', '.join(STATUS)}, got {episode.finish_reason!r}"
-    if isinstance(episode.reward, str | bytes):
-        return f"its reward must be a number, got the text {episode.reward!r}"
-    if episode.reward is not None and not math.isfinite(episode.reward):
-        return f"its reward must be finite, got {episode.reward}"
+    if episode.reward is not None:
+        if isinstance(episode.reward, str | bytes):
+            return f"its reward must be a number, got the text {episode.reward!r}"
+        if not math.isfinite(episode.reward):
+            return f"its reward must be finite, got {episode.reward}"
     for position, segment in enumerate(episode.segments):
         problem = _segment_problem(segment) or _temperature_problem(episode, segment)
         if problem:
@@ -155,7 +156,7 @@ def _segment_problem(segment: Segment) -> str:
 
 def _temperature_problem(episode: Episode, segment: Segment) -> str:
     """One turn that no trainer takes would cost its whole group."""
-    if not segment.is_model or not _own_temperature(episode, segment) or is_turn_temperature(segment.temperature or 0.0):
+    if not _own_temperature(episode, segment) or not segment.is_model or is_turn_temperature(segment.temperature or 0.0):
         return ""
     return f"a turn's temperature must be above 0 and finite, or None for the episode's own, got {segment.temperature}"
 
@@ -173,15 +174,18 @@ def samples_of(task: RolloutTask, episodes: Sequence[Episode], *, producer: str,
         if not 0 <= episode.rollout < task.num_rollouts:
             raise SchemaError(f"task {task.index} has rollouts 0 to {task.num_rollouts - 1}, got an episode of rollout {episode.rollout}")
         by_rollout.setdefault(episode.rollout, []).append(episode)
+    told = {"producer": producer, **more} if more else {"producer": producer}
     return [
-        _sample(task, episode, index, of_rollout, producer=producer, **more or {})
+        _sample(task, episode, index, of_rollout, told)
         for _, of_rollout in sorted(by_rollout.items())
         for index, episode in enumerate(of_rollout)
     ]
 
 
-def _sample(task: RolloutTask, episode: Episode, index: int, of_rollout: Sequence[Episode], **more: Any) -> Sample:
-    rewarded = next((e for e in reversed(of_rollout) if e.reward is not None), None)
+def _sample(task: RolloutTask, episode: Episode, index: int, of_rollout: Sequence[Episode], told: dict[str, Any]) -> Sample:
+    rewarded = of_rollout[-1]
+    if rewarded.reward is None:
+        rewarded = next((e for e in reversed(of_rollout) if e.reward is not None), None)
     tokens: list[int] = []
     logprobs: list[float] = []
     mask: list[int] = []
@@ -191,10 +195,8 @@ def _sample(task: RolloutTask, episode: Episode, index: int, of_rollout: Sequenc
         length = len(segment.token_ids)
         if not length:
             continue
-        if segment.is_model:
+        if segment.spans:
             turns.append((len(tokens), segment))
-        tokens += segment.token_ids
-        if segment.is_model:
             logprobs += segment.logprobs
             mask += [1] * length
             spans += segment.spans
@@ -202,6 +204,7 @@ def _sample(task: RolloutTask, episode: Episode, index: int, of_rollout: Sequenc
             logprobs += [0.0] * length
             mask += [0] * length
             spans.append(VersionSpan(length, None))
+        tokens += segment.token_ids
     return Sample(
         run=task.run,
         policy=task.policy,
@@ -230,21 +233,23 @@ def _sample(task: RolloutTask, episode: Episode, index: int, of_rollout: Sequenc
         finished_s=episode.finished_s,
         began_s=(turns[0][1].origin or _NOBODY).began_s,
         scored_s=episode.scored_s,
-        turns=() if _told_by(episode, [segment for _, segment in turns]) else tuple(_turn(episode, *turn) for turn in turns),
-        **more,
+        turns=() if _told_by(episode, turns) else tuple(_turn(episode, *turn) for turn in turns),
+        **told,
     )
 
 
-def _told_by(episode: Episode, turns: Sequence[Segment]) -> bool:
+def _told_by(episode: Episode, turns: Sequence[tuple[int, Segment]]) -> bool:
     """Whether the episode itself says all that is known of its turns: they are one, made as it says, which took all its time."""
-    if any(turn.inexact or _own_temperature(episode, turn) for turn in turns):
-        return False
-    made = [turn.origin or _NOBODY for turn in turns]
-    if not any(origin.asked_s for origin in made):
-        return True
-    first = made[0]
-    around_s = abs(first.asked_s - episode.started_s) + abs(first.finished_s - episode.finished_s)
-    return len(made) == 1 and first.engine == episode.engine and around_s < _SAME_S
+    for _, turn in turns:
+        if turn.inexact or _own_temperature(episode, turn):
+            return False
+        made = turn.origin
+        if made is None or not made.asked_s:
+            continue
+        around_s = abs(made.asked_s - episode.started_s) + abs(made.finished_s - episode.finished_s)
+        if len(turns) > 1 or made.engine != episode.engine or not around_s < _SAME_S:
+            return False
+    return True
 
 
 def _own_temperature(episode: Episode, turn: Segment) -> bool:

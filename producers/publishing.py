@@ -10,13 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
 from streamrl.bus.protocol import Bus, Receipt
-from streamrl.core.lengths import added, histogram
 from streamrl.errors import StreamFull
 from streamrl.producers.protocol import Claim, Failure
 from streamrl.producers.slots import phase
@@ -45,11 +44,10 @@ class Part:
     def __init__(self, samples: Sequence[Sample], body: bytes) -> None:
         self.first = samples[0].rollout
         self.last = samples[-1].rollout
-        self.num_rollouts = len({sample.rollout for sample in samples})
-        self.lengths = Counter[int]()
+        self.lengths: dict[int, int] = {}
         """Tokens that a model sampled, by rollout."""
         for sample in samples:
-            self.lengths[sample.rollout] += int(sample.loss_mask.sum())
+            self.lengths[sample.rollout] = self.lengths.get(sample.rollout, 0) + int(np.count_nonzero(sample.loss_mask))
         self.body = body
 
 
@@ -59,7 +57,7 @@ def split(samples: Sequence[Sample], *, part_bytes: int = PART_BYTES) -> list[Pa
     # What is too large by its tokens alone is not encoded to find that out.
     if len(rollouts) == 1 or TOKEN_BYTES * sum(len(sample.tokens) for sample in samples) <= part_bytes:
         part = Part(samples, encode_samples(samples))
-        if len(part.body) <= part_bytes or part.num_rollouts == 1:
+        if len(part.body) <= part_bytes or len(part.lengths) == 1:
             return [part]
     middle = rollouts[len(rollouts) // 2]
     lower = [sample for sample in samples if sample.rollout < middle]
@@ -72,12 +70,15 @@ class Published:
     def __init__(self) -> None:
         self.num_rollouts = 0
         """Rollouts stored."""
-        self.num_tokens = 0
-        """Their tokens that a model sampled."""
-        self.lengths: tuple[int, ...] = ()
-        """The same of each rollout (`streamrl.core.lengths`)."""
+        self.sampled: list[int] = []
+        """Tokens that a model sampled, of each of them that is no demonstration."""
         self.num_full = 0
         """Records that had to wait for room."""
+
+    @property
+    def num_tokens(self) -> int:
+        """All that were sampled."""
+        return sum(self.sampled)
 
 
 class Publisher:
@@ -136,10 +137,9 @@ class Publisher:
         return frozenset(stored)
 
     def _count(self, part: Part, *, is_sampled: bool) -> None:
-        self._counts.num_rollouts += part.num_rollouts
+        self._counts.num_rollouts += len(part.lengths)
         if is_sampled:
-            self._counts.num_tokens += part.lengths.total()
-            self._counts.lengths = added(self._counts.lengths, histogram(part.lengths.values()))
+            self._counts.sampled += part.lengths.values()
 
     async def end_task(self, index: int, source: str, reason: str, detail: str, *, group_size: int = 1, claim: Claim | None = None) -> None:
         """Store a tombstone for a whole task."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from streamrl.core.lengths import histogram
 from streamrl.errors import SchemaError
 from streamrl.producers.attempts import Attempts
 from streamrl.producers.checkpoints import RolloutCheckpoints
@@ -154,8 +155,8 @@ def _roll_out(worker: Worker, runner: GroupRunner, publisher: Publisher, checkpo
         samples = samples_of(task, group.episodes, producer=worker.name, more=claim.told)
         with phase("publish"):
             rollouts = await publisher.task(task, samples, group.failures, claim)
-        segments = (segment for episode in group.episodes if episode.rollout in rollouts for segment in episode.segments)
-        stored(len(segment.token_ids) for segment in segments if segment.is_model)
+        lying = [episode for episode in group.episodes if episode.rollout in rollouts]
+        stored([len(segment.token_ids) for episode in lying for segment in episode.segments if segment.spans])
 
     return work
 
@@ -205,7 +206,7 @@ async def _report(worker: Worker, runner: GroupRunner, claims: Sequence[Claims],
     counts = [claim.take_counts() for claim in claims]
     published, hung_s = publisher.take_counts(), runner.hung_s()
     cut_tokens, cut_lengths = cut.take()
-    lengths = {"lengths/finished": published.lengths, "lengths/cut": cut_lengths}
+    lengths = {"lengths/finished": histogram(published.sampled), "lengths/cut": cut_lengths}
     await worker.metrics(
         {
             "producer/tasks_total": sum(count.num_done for count in counts),

@@ -29,6 +29,7 @@ class SingleTurn:
         """
         given: dict[int, Episode | Failure] = {}
         repeats = Repeats(task.index)
+        prompt = Segment(task.prompt_ids)
         while left := [rollout for rollout in range(task.num_rollouts) if rollout not in given]:
             started_s = time.time()
             request = GenerateRequest(
@@ -41,15 +42,17 @@ class SingleTurn:
             )
             found, error = await finished(context.engine, request)
             for index, completion in found.items():
-                given[left[index]] = _episode(task, context, left[index], request.seeds[index], completion, started_s)
+                given[left[index]] = _episode(task, context, prompt, completion, left[index], request.seeds[index], started_s)
             if error is not None and len(found) < len(left) and not await repeats.again(error):
                 given = {rollout: Failure(rollout, "failed", f"engine: {error.message}") for rollout in left} | given
         return [given[rollout] for rollout in range(task.num_rollouts)]
 
 
-def _episode(task: RolloutTask, context: Context, rollout: int, seed: int, completion: Completion, started_s: float) -> Episode:
+def _episode(
+    task: RolloutTask, context: Context, prompt: Segment, completion: Completion, rollout: int, seed: int, started_s: float
+) -> Episode:
     return Episode(
-        segments=(Segment(task.prompt_ids), completion.segment),
+        segments=(prompt, completion.segment),
         finish_reason=completion.finish_reason,
         status=STATUS[completion.finish_reason],
         turns=(completion.text(context.tokenizer),),
