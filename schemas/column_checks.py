@@ -13,9 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
-from streamrl.schemas.columns import SCALARS, TURNS, arrow_schema
+from streamrl.schemas.columns import SCALARS, TURNS
 from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.samples import LogprobMode, Status
 
@@ -125,9 +124,9 @@ def _trained_problem(b: SampleBatch, *, greedy: bool, modes: set[str]) -> str:
 
 def optional_problem(b: SampleBatch) -> str:
     """What is wrong with the optional columns, if anything; all others have been checked."""
-    if b.batch.num_columns == len(arrow_schema()):
+    names = b.optional_names
+    if not names:
         return ""
-    names = set(b.batch.schema.names)
     if any(name.startswith("turn_") for name in names) and (problem := _turns_problem(b)):
         return problem
     if names & {"branch_parent", "branch_shared"} and (problem := _branches_problem(b)):
@@ -138,17 +137,11 @@ def optional_problem(b: SampleBatch) -> str:
                 ref["name"] and _SHA256.fullmatch(ref["sha256"] or "") and _least(0, ref["start_row"]) and _least(0, ref["num_rows"])
             ):
                 return f"expected a name, a SHA-256 in hex, and rows of at least 0 in {name}, got {ref}"
-    if not all(np.isfinite(_numbers(b.batch.column(name))).all() for name in SCALARS if name in names):
+    if not all([np.isfinite(b.scalars(name)).all() for name in SCALARS if name in names]):
         return "expected finite times"
     if not all(value is not None and math.isfinite(value) for row in b.optional("counters") or () for _, value in row or ()):
         return "expected finite counters"
     return ""
-
-
-def _numbers(column: pa.Array) -> npt.NDArray[Any]:
-    """Its values, 0 for nulls."""
-    values = column.fill_null(0) if column.null_count else column
-    return np.frombuffer(values.buffers()[1], values.type.to_pandas_dtype(), len(values), values.offset * values.type.bit_width // 8)
 
 
 def _least(bound: int, value: int | None) -> bool:

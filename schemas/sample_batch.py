@@ -5,7 +5,7 @@ Letters: `N` rows, `T` tokens of the whole message. The columns are those of `st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from functools import cache, cached_property
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from streamrl.errors import SchemaError
-from streamrl.schemas.columns import SCALARS, TURNS, arrow_schema, canonical
+from streamrl.schemas.columns import OPTIONAL, SCALARS, TURNS, arrow_schema, canonical
 from streamrl.schemas.samples import BlobRef, Branch, LogprobMode, Sample, Status, TurnSpan, VersionSpan
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
@@ -38,6 +38,11 @@ def _numpy_types() -> dict[str, np.dtype[Any]]:
     kinds = {field.name: field.type.value_type if pa.types.is_list(field.type) else field.type for field in arrow_schema()}
     numbers = {name: kind for name, kind in kinds.items() if pa.types.is_integer(kind) or pa.types.is_floating(kind)}
     return {name: np.dtype(kind.to_pandas_dtype()) for name, kind in numbers.items()}
+
+
+@cache
+def _scalar_types() -> dict[str, np.dtype[Any]]:
+    return {name: np.dtype(OPTIONAL[name].to_pandas_dtype()) for name in SCALARS}
 
 
 class SampleBatch:
@@ -82,6 +87,16 @@ class SampleBatch:
     def _optional_places(self) -> dict[str, int]:
         base = len(_places())
         return {name: place for place, name in enumerate(self.batch.schema.names[base:], base)}
+
+    @property
+    def optional_names(self) -> Set[str]:
+        """Those of the `OPTIONAL` columns that the message has."""
+        return self._optional_places.keys()
+
+    def scalars(self, name: str) -> npt.NDArray[Any]:
+        """[N] values of one of the `SCALARS` columns that the message has, 0 where there are none."""
+        column = self.batch.column(self._optional_places[name])
+        return _values(column.fill_null(0) if column.null_count else column, _scalar_types()[name])
 
     def optional(self, name: str) -> list[Any] | None:
         """[N] values of one of the `OPTIONAL` columns, None where there are none; None when the message has no such column."""

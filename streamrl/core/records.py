@@ -281,14 +281,19 @@ def _shares(batch: SampleBatch) -> dict[int, tuple[Share, ...]]:
     truncated = [status == Status.TRUNCATED for status in statuses]
     guessed = None if inexact is None else batch.in_spans(batch.loss_mask & inexact).tolist()
     bounds, trained, numbers = batch.span_offsets.tolist(), batch.trained_in_spans.tolist(), batch.span_number.tolist()
+    rows = batch.rollouts.tolist()
+    cut = {rollout for rollout, one in zip(rows, truncated, strict=True) if one}
     found: dict[int, dict[tuple[bool, bool], list[tuple[int, int]]]] = {}
-    for row, rollout in enumerate(batch.rollouts.tolist()):
+    for row, rollout in enumerate(rows):
+        if guessed is None and rollout not in cut:
+            continue
         of = found.setdefault(rollout, {})
         for span in range(bounds[row], bounds[row + 1]):
             doubted = 0 if guessed is None else guessed[span]
-            for flag, count in ((True, doubted), (False, trained[span] - doubted)):
-                if count:
-                    of.setdefault((flag, truncated[row]), []).append((count, numbers[span]))
+            if doubted:
+                of.setdefault((True, truncated[row]), []).append((doubted, numbers[span]))
+            if trained[span] > doubted:
+                of.setdefault((False, truncated[row]), []).append((trained[span] - doubted, numbers[span]))
     return {
         rollout: tuple(_share(*flags, tokens) for flags, tokens in sorted(of.items()))
         for rollout, of in found.items()
