@@ -12,9 +12,9 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from streamrl.monitor.lengths import quantiles, side_by_side
+from streamrl.monitor.lengths import distance_text, quantiles, side_by_side
 from streamrl.monitor.numbers import EngineLine, RunNumbers, WorkerLine
-from streamrl.monitor.screen import clock, decimal, distance_text, is_normal, one_line, short, sparkline, summary_rows, visible, warnings
+from streamrl.monitor.screen import clock, decimal, is_normal, one_line, short, sparkline, summary_rows, visible, warnings
 from streamrl.monitor.slo import worst_of
 from streamrl.monitor.summary import Summary, summary_line
 from streamrl.telemetry.names import LENGTHS, length_quantile
@@ -322,14 +322,14 @@ def _drops(numbers: RunNumbers) -> Table:
 
 def _lengths(numbers: RunNumbers) -> list[RenderableType]:
     """A bar for lengths of a certain ratio; each row against its own greatest."""
-    shortest, longest, counts = side_by_side(numbers.lengths, _MOST_BARS)
+    least, counts = side_by_side(numbers.lengths, _MOST_BARS)
     values = quantiles(numbers.lengths)
-    table = _table("answers", "p50", "p95", f"{shortest} to {longest} tokens", numeric=("p50", "p95"))
+    table = _table("answers", "p50", "p95", f"{least[0]} to {least[-1] - 1} tokens", numeric=("p50", "p95"))
     for name in LENGTHS:
         of = counts.get(name, [])
         cells = [f"{values[key]:.0f}" if (key := length_quantile(name, word)) in values else "-" for word in ("p50", "p95")]
         table.add_row(name.partition("/")[2], *cells, sparkline([count / max(1, *of) for count in of]) if any(of) else "-")
-    return [table, Text(distance_text(numbers))]
+    return [table, Text(distance_text(numbers.length_distance, cut=numbers.length_cut))]
 
 
 def _sample(one: SampleLine) -> list[RenderableType]:
