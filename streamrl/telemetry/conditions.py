@@ -1,6 +1,6 @@
-"""Under which condition a metric exists that not every run has.
+"""Under which condition a metric exists that not every run has, and why one may keep its value.
 
-The others are in any run of the defaults: tests/monitor/test_names_live.py sees them there.
+The others are in any run of the defaults, and move once something happens to it: tests/monitor/test_names_live.py sees both.
 """
 
 from __future__ import annotations
@@ -57,5 +57,13 @@ CONDITIONS: Mapping[str, str] = MappingProxyType(
         "engine/inexact_completions_total": _SGLANG,
         **dict.fromkeys(("rollout/spec_accept_rate", "rollout/spec_accept_length", "engine/verify_passes_total"), _DRAFTS),
         **dict.fromkeys(("engine/drafted_tokens_total", "engine/accepted_drafts_total"), _DRAFTS),
+    }
+)
+
+CONSTANTS: Mapping[str, str] = MappingProxyType(
+    {
+        "producer/failures_total": "0 while no task is given back to the queue, or unreadable",
+        "producer/slots": "`producer.concurrency`, as it was set",
+        "train/nonfinite_tokens": "0 while log-probabilities are finite",
     }
 )

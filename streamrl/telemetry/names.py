@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from streamrl.errors import SchemaError
-from streamrl.telemetry.conditions import CONDITIONS
+from streamrl.telemetry.conditions import CONDITIONS, CONSTANTS
 
 
 class Reduction(StrEnum):
@@ -36,6 +36,8 @@ class Metric(msgspec.Struct, frozen=True):
     meaning: str
     when: str = ""
     """The condition under which it exists, where that is not every run."""
+    stays: str = ""
+    """Why it may keep one value over a whole run; empty: it moves."""
 
 
 _MEAN, _SUM, _MAX, _LAST = Reduction.MEAN, Reduction.SUM, Reduction.MAX, Reduction.LAST
@@ -363,7 +365,10 @@ _DECLARED = (
 )
 
 METRICS: Mapping[str, Metric] = MappingProxyType(
-    {metric.name: replace(metric, when=metric.when or CONDITIONS.get(metric.name, "")) for metric in _DECLARED}
+    {
+        metric.name: replace(metric, when=metric.when or CONDITIONS.get(metric.name, ""), stays=CONSTANTS.get(metric.name, ""))
+        for metric in _DECLARED
+    }
 )
 """The declared metrics by name."""
 
