@@ -169,7 +169,9 @@ def train_version(
     waited = time.perf_counter() - start_s
     result = trainer.step(arrays)
     metrics = result.metrics | measure(batch, arrays, before)
-    metrics |= speed(arrays, result, time.perf_counter() - start_s - waited) | {"perf/wait_s": waited}
+    metrics |= speed(arrays, result, time.perf_counter() - start_s - waited) | {"perf/wait_s": waited} | result.times
+    if (learned_s := result.times.get("perf/actor_train_time", 0.0)) > 0:
+        metrics["perf/actor_train_tok_per_s"] = arrays.num_tokens / learned_s
     fold.train(batch, past, 0.0 if result.score is None else result.score)
     stepped = Stepped(
         before=before,

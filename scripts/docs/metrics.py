@@ -12,5 +12,5 @@ def metrics_table() -> str:
 
 
 def told(one: Metric) -> str:
-    """Its meaning, and the condition under which it exists."""
-    return f"{one.meaning}; only when {one.when}" if one.when else one.meaning
+    """Its meaning, the condition under which it exists, and why it may stay as it is."""
+    return one.meaning + (f"; only when {one.when}" if one.when else "") + (f"; stays the same: {one.stays}" if one.stays else "")

@@ -17,17 +17,17 @@ SAME = (
     *("rollout/advantages", "rollout/values", "rollout/kl", "rollout/response_lengths", "rollout/total_lengths"),
     *("rollout/response_len/mean", "rollout/response_len/median", "rollout/response_len/max", "rollout/response_len/min"),
     *("rollout/truncated_ratio", "rollout/spec_accept_rate", "rollout/spec_accept_length", "rollout/prefix_cache_hit_rate"),
+    *("rollout/truncated", "train/global_batch_size"),
     *("perf/wait_time_ratio", "perf/train_wait_time", "perf/train_time", "perf/step_time"),
+    *("perf/log_probs_time", "perf/ref_log_probs_time", "perf/actor_train_time", "perf/actor_train_tok_per_s"),
 )
 """Names that mean the same in both."""
 
 OTHERS = (
     ("train/lr-pg_{i}", "`train/lr`: there is one group of parameters"),
-    ("train/global_batch_size", "`rollout/tokens_trained`; samples are `tasks.batch_tasks` · `tasks.num_rollouts`, drops left out"),
     ("train/step, rollout/step", "the columns `step` and `version` of every row"),
     ("train/mtp_loss, train/mtp_{i}_loss", "none: no multi-token prediction is trained; comes with Megatron-core"),
     ("rollout/rewards", "`rollout/advantages`: rewards are normalised there, and not stored"),
-    ("rollout/truncated", "`rollout/truncated_ratio`"),
     ("rollout/zero_std/count_{reward}", "`rollout/zero_variance`, as a fraction and for all rewards together"),
     ("rollout/dynamic_filter/drop_{reason}", "`rollouts/dropped_total/` and the reason; a filter's own words count as `other`"),
     ("rollout/error_cat/{c}", "`rollouts/dropped_total/failed`, `timeout`, `poison`; the words are in `streamrl status`"),
@@ -47,7 +47,6 @@ OTHERS = (
     ("perf/data_preprocess_time", "in `perf/step_s`: batches are packed while they arrive"),
     ("perf/save_model_time", "`trainer/checkpoint_s`: of a checkpoint, what the steps wait for"),
     ("perf/ref_model_update_time", "in `perf/step_s`: every `loss.kl.reference_every` batches the policy is copied"),
-    ("perf/{log_probs,ref_log_probs,actor_train}_time, perf/actor_train_tok_per_s", "in `perf/step_s`; not told apart yet"),
     ("perf/{log_probs,ref_log_probs,actor_train}_tflops", "none yet; comes with the trainer at full size"),
     ("eval/{name}", "`eval/heldout`: there is one set of held-out problems"),
     ("eval/{name}-truncated_ratio, eval/{name}-pass@k, passrate/pass@k", "none yet; comes with evaluation"),

@@ -98,9 +98,17 @@ class Shown:
             task.cancel()
         await asyncio.gather(*self._publishing, return_exceptions=True)
 
-    def write_state(self, state: str, step: int, error: str = "") -> None:
+    def write_state(self, state: str, view: RunView, error: str = "") -> None:
         """For those who look at the run directory alone. A disk that is full must not end a run."""
-        found = RunState(state=state, step=step, steps=self._config.run.steps, error=error)
+        found = RunState(
+            state=state,
+            step=view.trained.num_reinforced,
+            steps=self._config.run.steps,
+            error=error,
+            lengths=dict(view.lengths.counts),
+            length_distance=view.lengths.distance,
+            length_cut=view.lengths.knows_cut,
+        )
         if found == self._written:
             return
         try:
@@ -126,7 +134,7 @@ class Shown:
             self._report(bus, FAILURES_EVENT, {"tasks": numbers.failed_tasks, "rollouts": counts, "newest": numbers.newest_error})
         if self._objectives is not None:
             self._objectives.look(view, numbers, now_s=now_s, over=self.draining or numbers.phase == "finished")
-        self.write_state(RUNNING, numbers.step)
+        self.write_state(RUNNING, view)
         barren = numbers.barren_tasks >= _BARREN_BATCHES * self._config.tasks.batch_tasks
         warned, self._warned = self._warned, barren
         if barren and not warned:

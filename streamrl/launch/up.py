@@ -301,7 +301,7 @@ class Session:
                 for task in (show, bound, sinks):
                     task.cancel()
                 await asyncio.gather(show, bound, sinks, self._shown.close(), return_exceptions=True)
-            self._shown.write_state(state, view.trained.num_reinforced, failure.message if failure is not None else "")
+            self._shown.write_state(state, view, failure.message if failure is not None else "")
             outcome = await conclude(self._run, view, state=state, wall_s=follower.elapsed_s)
         if failure is not None:
             raise failure

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from streamrl.monitor.drawing import Cell, Ink, Line, Part, columns, fitted, folded, painted, parts_of
-from streamrl.monitor.lengths import quantiles, side_by_side
+from streamrl.monitor.lengths import distance_text, quantiles, side_by_side
 from streamrl.monitor.look import Look, SampleLine
 from streamrl.monitor.numbers import EngineLine, RunNumbers, WorkerLine
-from streamrl.monitor.screen import clock, decimal, distance_text, is_normal, short, sparkline, summary_rows, warnings
+from streamrl.monitor.screen import clock, decimal, is_normal, short, sparkline, summary_rows, warnings
 from streamrl.monitor.slo import worst_of
 from streamrl.monitor.summary import summary_line
 from streamrl.telemetry.names import LENGTHS, length_quantile
@@ -250,15 +250,15 @@ def _lengths(numbers: RunNumbers, width: int) -> list[Line]:
     """A bar for lengths of a certain ratio; each row against its own greatest."""
     if not numbers.lengths:
         return []
-    shortest, longest, counts = side_by_side(numbers.lengths, _MOST_BARS)
+    least, counts = side_by_side(numbers.lengths, _MOST_BARS)
     values = quantiles(numbers.lengths)
     rows: list[tuple[str, ...]] = []
     for name in LENGTHS:
         of = counts.get(name, [])
         cells = [f"{values[key]:.0f}" if (key := length_quantile(name, word)) in values else "-" for word in ("p50", "p95")]
         rows.append((name.partition("/")[2], *cells, sparkline([count / max(1, *of) for count in of]) if any(of) else "-"))
-    titles = ("answers", "p50", "p95", f"{shortest} to {longest} tokens")
-    return [*_table(titles, rows, width, numeric=("p50", "p95")), [Part(distance_text(numbers))]]
+    titles = ("answers", "p50", "p95", f"{least[0]} to {least[-1] - 1} tokens")
+    return [*_table(titles, rows, width, numeric=("p50", "p95")), [Part(distance_text(numbers.length_distance, cut=numbers.length_cut))]]
 
 
 def _sample(one: SampleLine) -> list[Line]:

@@ -101,11 +101,19 @@ def quantiles(histograms: Histograms) -> dict[str, float]:
     return {name: value for name, value in found.items() if not math.isnan(value)}
 
 
-def side_by_side(histograms: Histograms, most: int) -> tuple[int, int, dict[str, list[int]]]:
-    """The shortest and the longest length, and for each name counts of at most `most` stretches of equal ratio between them."""
+def distance_text(distance: float | None, *, cut: bool) -> str:
+    """How far the lengths of trained answers are from those of all that were decided on; `cut`: cut ones are among these."""
+    if distance is None:
+        return "too few answers to say whether long ones are trained as often as short ones"
+    decided = "trained, dropped or cut" if cut else "trained or dropped"
+    return f"distance {distance:.2f} of the lengths trained from those {decided}"
+
+
+def side_by_side(histograms: Histograms, most: int) -> tuple[list[int], dict[str, list[int]]]:
+    """At most `most` stretches of equal ratio: the least length of each, and of what is beyond them all; for each name their counts."""
     places = [place for counts in histograms.values() for place, count in enumerate(counts) if count]
     first, last = min(places, default=0), max(places, default=0)
     width = -(-(last + 1 - first) // most)
     stretches = range(first, last + 1, width)
     found = {name: [sum(counts[start : start + width]) for start in stretches] for name, counts in histograms.items()}
-    return math.ceil(edge(first)), math.ceil(edge(last + 1)) - 1, found
+    return [math.ceil(edge(place)) for place in (*stretches, last + 1)], found

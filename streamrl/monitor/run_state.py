@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from streamrl.config.files import write_private
@@ -22,6 +24,12 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """Where the run ends."""
     error: str = ""
     """Why it failed."""
+    lengths: Mapping[str, tuple[int, ...]] = {}
+    """Histograms of answer lengths (`streamrl.core.lengths`): finished, cut, trained, dropped; the newest weigh most."""
+    length_distance: float | None = None
+    """How far those of trained answers are from those of all that were decided on; None: too few to say."""
+    length_cut: bool = False
+    """Whether cut answers are in it."""
 
 
 def write_state(run: RunDir, state: RunState) -> None:

@@ -141,14 +141,6 @@ def drops_text(numbers: RunNumbers) -> str:
     return f"{numbers.dropped} ({reasons})" if reasons else "0"
 
 
-def distance_text(numbers: RunNumbers) -> str:
-    """How far the lengths of trained answers are from those of all that were decided on."""
-    if numbers.length_distance is None:
-        return "too few answers to say whether long ones are trained as often as short ones"
-    decided = "trained, dropped or cut" if numbers.length_cut else "trained or dropped"
-    return f"distance {numbers.length_distance:.2f} of the lengths trained from those {decided}"
-
-
 def is_normal(state: str) -> bool:
     """Whether a worker in this state is at work, or waits for what others are at."""
     return state in ("running", "done") or state.startswith(_AT_WORK)

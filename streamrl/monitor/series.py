@@ -88,7 +88,7 @@ class Series:
             return
         self._after = entry.version
         values = {FORMER_METRICS.get(name, name): value for name, value in entry.metrics.items()}
-        values |= drops_by_reason(entry) | times_of(values)
+        values |= drops_by_reason(entry) | slime_names(values)
         if not isinstance(entry.histograms, msgspec.UnsetType):
             values |= quantiles(known_lengths(entry.histograms))
         if entry.source != "warmup":
@@ -166,13 +166,14 @@ def drops_by_reason(entry: LedgerLine) -> dict[str, float]:
     return {name: float(count) for name, count in amounts.items()}
 
 
-def times_of(values: Mapping[str, float]) -> dict[str, float]:
-    """A batch's times under slime's names, and what part of them was waiting."""
+def slime_names(values: Mapping[str, float]) -> dict[str, float]:
+    """What a batch's entry has under another name than slime's, and what part of its time was waiting."""
+    named = {"rollout/truncated": values["rollout/truncated_ratio"]} if "rollout/truncated_ratio" in values else {}
     wait_s, step_s = values.get("perf/wait_s"), values.get("perf/step_s")
     if wait_s is None or step_s is None:
-        return {}
+        return named
     both_s = wait_s + step_s
-    named = {"perf/train_wait_time": wait_s, "perf/train_time": step_s, "perf/step_time": both_s}
+    named |= {"perf/train_wait_time": wait_s, "perf/train_time": step_s, "perf/step_time": both_s}
     return named | ({"perf/wait_time_ratio": wait_s / both_s} if both_s > 0 else {})
 
 

@@ -203,6 +203,8 @@ def _hung(signs: Signs) -> Cause | None:
     timeouts = signs.dropped.get("timeout", 0.0)
     if not (hung > _SOME * max(1, numbers.tasks_in_flight) or timeouts > _SOME * sum(signs.dropped.values())):
         return None
+    if _rewards(signs) is not None:  # they have limits of their own
+        return None
     said = f"{hung} tasks hang in user code, for up to {numbers.hung_s:.0f} s" if hung else "user code runs into its time limits"
     return Cause("hung_tool", said, "does a tool hang? lower producer.idle_timeout_s, or mend the tool")
 
@@ -217,7 +219,7 @@ def _vain(signs: Signs) -> Cause | None:
         dropped, total = {reason: 1.0}, 1.0
     for reasons, cause in _VAIN:
         if sum(dropped.get(reason, 0.0) for reason in reasons) > _MANY * total:
-            return cause
+            return (_rewards(signs) or cause) if "timeout" in reasons else cause
     return None
 
 
@@ -265,21 +267,20 @@ def _sick(signs: Signs) -> Cause | None:
     return None
 
 
-def _user_code(signs: Signs) -> Cause | None:
-    """Rewards or tools that take most of the time that slots are in use."""
-    for state, name, what, hint in (
-        (
-            "reward",
-            "slow_reward",
-            "rewards take {:.0%} of the time of producers' slots",
-            "make the reward faster, or raise producer.children and producer.concurrency",
-        ),
-        ("tools", "slow_tool", "tools take {:.0%} of the time of producers' slots", "make the tools faster, or raise producer.concurrency"),
-    ):
-        share = signs.share("producer", state)
-        if share > _MANY * signs.in_use > 0:
-            return Cause(name, what.format(share), hint)
-    return None
+def _rewards(signs: Signs) -> Cause | None:
+    hint = "make the reward faster, or raise producer.children and producer.concurrency; reward.timeout_s where groups end as timeout"
+    return _mostly("reward", Cause("slow_reward", "rewards take {:.0%} of the time of producers' slots", hint), signs)
+
+
+def _tools(signs: Signs) -> Cause | None:
+    hint = "make the tools faster, or raise producer.concurrency"
+    return _mostly("tools", Cause("slow_tool", "tools take {:.0%} of the time of producers' slots", hint), signs)
+
+
+def _mostly(state: str, cause: Cause, signs: Signs) -> Cause | None:
+    """Named where slots that are in use are in this state for most of their time."""
+    share = signs.share("producer", state)
+    return Cause(cause.name, cause.what.format(share), cause.hint) if share > _MANY * signs.in_use > 0 else None
 
 
 def _sampling(signs: Signs) -> Cause | None:
@@ -325,9 +326,9 @@ def _publishing(signs: Signs) -> Cause | None:
 
 
 _Search = Callable[[Signs], Cause | None]
-_SUPPLY: Sequence[_Search] = (_standing, _full, _hung, _vain, _sick, _user_code, _sampling)
+_SUPPLY: Sequence[_Search] = (_standing, _full, _hung, _vain, _sick, _rewards, _tools, _sampling)
 _SEARCHES: Mapping[str, Sequence[_Search]] = {
-    "p95_age": (_standing, _sick, _publishing, _hung, _slow_trainer, _user_code, _sampling),
+    "p95_age": (_standing, _sick, _publishing, _hung, _slow_trainer, _rewards, _tools, _sampling),
     "stream_lag_s": (_standing, _full, _slow_trainer, *_SUPPLY),
     "versions_behind": (_standing, _sick, _publishing),
     "starvation": _SUPPLY,

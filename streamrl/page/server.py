@@ -22,6 +22,7 @@ from streamrl.monitor.series import WINDOW
 from streamrl.page.access import add_headers, guard
 from streamrl.page.attention import Attention
 from streamrl.page.index import COMMITS, LEDGER_TABLE, MOST_POINTS, Index, Progress
+from streamrl.page.lengths import lengths_of
 from streamrl.page.log import RunLog
 from streamrl.page.objectives import objectives_of, worst_over
 from streamrl.page.others import AXES, Others, newest_rate
@@ -155,6 +156,7 @@ class Page:
             "trained_per_s": newest_rate(self._index),
             "sampled_per_s": self._index.rate(WINDOW, "tokens/sampled_total"),
             "objectives": objectives_of(self._config.slo, self._log.findings if running else None, self._index.newest),
+            "lengths": lengths_of(state),
             "worst": {} if running else worst_over(self._run, self._config.slo),
         }
 

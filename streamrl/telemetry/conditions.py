@@ -1,6 +1,6 @@
-"""Under which condition a metric exists that not every run has.
+"""Under which condition a metric exists that not every run has, and why one may keep its value.
 
-The others are in any run of the defaults: tests/monitor/test_names_live.py sees them there.
+The others are in any run of the defaults, and move once something happens to it: tests/monitor/test_names_live.py sees both.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from types import MappingProxyType
 
 _CRITIC = 'there is a critic: `loss.advantage = "ppo"`'
 _TORCH = 'the trainer computes them: `trainer.backend = "torch"`'
+_TIMES = 'the trainer measures it: `trainer.backend = "torch"`'
+_SCORED = "the policy is scored before its first step: `trainer.minibatches` above 1, `loss.correction.normalize`, and with some estimators"
 _KEPT_KL = "the policy is held to a reference: `loss.kl`"
 _KL_REWARD = "the KL is taken off the rewards: `loss.kl.reward_coef`"
 _KL_LOSS = "the KL is in the loss: `loss.kl.loss_coef`"
@@ -27,6 +29,9 @@ CONDITIONS: Mapping[str, str] = MappingProxyType(
         ),
         "train/value_norm": _CRITIC,
         **dict.fromkeys(("rollout/log_probs", "rollout/rollout_log_probs"), _TORCH),
+        **dict.fromkeys(("perf/actor_train_time", "perf/actor_train_tok_per_s"), _TIMES),
+        "perf/log_probs_time": _SCORED,
+        "perf/ref_log_probs_time": _KEPT_KL,
         **{"rollout/kl": _KL_REWARD, "train/kl_loss": _KL_LOSS, "rollout/ref_log_probs": _KEPT_KL},
         "train/opd_reverse_kl": "there is a teacher: `loss.distillation`",
         "train/pg_dual_clipfrac": "`loss.dual_clip` is set",
@@ -53,5 +58,13 @@ CONDITIONS: Mapping[str, str] = MappingProxyType(
         "engine/inexact_completions_total": _SGLANG,
         **dict.fromkeys(("rollout/spec_accept_rate", "rollout/spec_accept_length", "engine/verify_passes_total"), _DRAFTS),
         **dict.fromkeys(("engine/drafted_tokens_total", "engine/accepted_drafts_total"), _DRAFTS),
+    }
+)
+
+CONSTANTS: Mapping[str, str] = MappingProxyType(
+    {
+        "producer/failures_total": "0 while no task is given back to the queue, or unreadable",
+        "producer/slots": "`producer.concurrency`, as it was set",
+        "train/nonfinite_tokens": "0 while log-probabilities are finite",
     }
 )

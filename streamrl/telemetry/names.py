@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from streamrl.errors import SchemaError
-from streamrl.telemetry.conditions import CONDITIONS
+from streamrl.telemetry.conditions import CONDITIONS, CONSTANTS
 
 
 class Reduction(StrEnum):
@@ -36,6 +36,8 @@ class Metric(msgspec.Struct, frozen=True):
     meaning: str
     when: str = ""
     """The condition under which it exists, where that is not every run."""
+    stays: str = ""
+    """Why it may keep one value over a whole run; empty: it moves."""
 
 
 _MEAN, _SUM, _MAX, _LAST = Reduction.MEAN, Reduction.SUM, Reduction.MAX, Reduction.LAST
@@ -141,7 +143,7 @@ def _of_states() -> Iterator[Metric]:
         for state, meaning in ({**states, DOWN: "was not there, or was not heard of"}).items():
             if state == DOWN:
                 yield Metric(seconds(kind, state), _SUM, unit, f"time of a worker that {meaning}", when="a worker was away")
-            yield Metric(share(kind, state), _LAST, "fraction", f"part of the window: {meaning}")
+            yield Metric(share(kind, state), _LAST, "fraction", f"part of the window of {who}: {meaning}")
 
 
 AGE_PARTS = {
@@ -172,6 +174,7 @@ _DECLARED = (
     Metric("rollout/dropped", _MEAN, "records", "drop records written with the batch"),
     Metric("rollout/tokens_trained", _MEAN, "tokens", "tokens of the batch under the loss mask"),
     Metric("rollout/truncated_ratio", _MEAN, "fraction", "samples of the batch that a length limit cut, masked ones included"),
+    Metric("rollout/truncated", _MEAN, "fraction", "slime's other name of `rollout/truncated_ratio`"),
     Metric("rollout/advantages", _MEAN, "1", "advantages, mean over a rollout's trained tokens, then over rollouts"),
     Metric("rollout/returns", _MEAN, "reward", "returns that the critic learns, likewise"),
     Metric("rollout/values", _MEAN, "reward", "the critic's values, likewise"),
@@ -204,6 +207,7 @@ _DECLARED = (
     Metric("train/lr", _MEAN, "1", "learning rate"),
     Metric("train/tokens_per_second", _MEAN, "tokens/s", "tokens of the batch, prompts included, over the time of its training step"),
     Metric("train/mfu", _MEAN, "fraction", "useful FLOPs of the batch over what the trainer's devices reach at most in the step's time"),
+    Metric("train/global_batch_size", _MEAN, "samples", "samples of an optimizer step"),
     Metric("train/answer_probability", _MEAN, "probability", "mean probability of whole answers in a batch of the warm-up"),
     Metric("train/nonfinite_tokens", _SUM, "tokens", "trained tokens left out because a log-probability was not finite"),
     # Off-policy correction: rho is the probability before the batch (or, with `ratio = "current"`, now) over the sampler's.
@@ -271,6 +275,10 @@ _DECLARED = (
     Metric("perf/step_time", _MEAN, "s", "time of a batch, waiting for it included: `perf/wait_s` and `perf/step_s`"),
     Metric("perf/train_time", _MEAN, "s", "slime's name of `perf/step_s`"),
     Metric("perf/train_wait_time", _MEAN, "s", "slime's name of `perf/wait_s`"),
+    Metric("perf/log_probs_time", _MEAN, "s", "part of `perf/step_s` in which the policy scored the batch before its first step"),
+    Metric("perf/ref_log_probs_time", _MEAN, "s", "part of `perf/step_s` in which the reference scored the batch"),
+    Metric("perf/actor_train_time", _MEAN, "s", "part of `perf/step_s` of passes with gradients and of optimizers, a critic's included"),
+    Metric("perf/actor_train_tok_per_s", _MEAN, "1/s", "the batch's tokens, prompts included, over `perf/actor_train_time`"),
     Metric("perf/wait_time_ratio", _MEAN, "fraction", "part of a batch's time in which the trainer waited for it"),
     # What the fold of a run makes of its ledger, events and presence (`streamrl.monitor`); no worker reports these.
     Metric("eval/heldout", _MEAN, "fraction", "held-out problems answered right, by version"),
@@ -320,10 +328,10 @@ _DECLARED = (
     *_of_states(),
     Metric("producer/slots", _LAST, "slots", "tasks that a producer can have in hand"),
     Metric("engine/saturated_s", _SUM, "s", "time in which all slots were busy and requests waited for one"),
-    Metric("starvation/trainer", _LAST, "fraction", "part of the window in which the trainer waited for samples"),
+    Metric("starvation/trainer", _LAST, "fraction", "part of the window in which the trainer's rank 0 waited for samples"),
     Metric("starvation/producers", _LAST, "fraction", "part of the slots' window in which they were free for want of credit"),
-    Metric("starvation/engines_idle", _LAST, "fraction", "part of the engines' window without requests"),
-    Metric("starvation/engines_saturated", _LAST, "fraction", "part of the engines' window with all slots busy and requests waiting"),
+    Metric("starvation/engines_idle", _LAST, "fraction", "part of the window of engines for rollouts without requests"),
+    Metric("starvation/engines_saturated", _LAST, "fraction", "part of these engines' window with all slots busy and requests waiting"),
     # Engines.
     Metric("engine/tokens_total", _SUM, "tokens", "tokens sampled"),
     Metric("engine/running_requests", _MEAN, "requests", "completions being decoded"),
@@ -359,7 +367,10 @@ _DECLARED = (
 )
 
 METRICS: Mapping[str, Metric] = MappingProxyType(
-    {metric.name: replace(metric, when=metric.when or CONDITIONS.get(metric.name, "")) for metric in _DECLARED}
+    {
+        metric.name: replace(metric, when=metric.when or CONDITIONS.get(metric.name, ""), stays=CONSTANTS.get(metric.name, ""))
+        for metric in _DECLARED
+    }
 )
 """The declared metrics by name."""
 

@@ -42,12 +42,17 @@ class TokenValues(msgspec.Struct, frozen=True, eq=False):
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
-class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What one batch did. `metrics` are already reduced over ranks and micro-batches."""
+class StepResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What one batch did. `metrics` are already reduced over ranks and micro-batches.
+
+    Two are equal that came to the same digits, whatever their times.
+    """
 
     digest: str
     """Digest of the parameters after the step, 16 hex digits."""
     metrics: dict[str, float]
+    times: dict[str, float] = {}
+    """Seconds of the step's parts by metric, as this rank has measured them; of a backend that has none apart, none."""
     finite: bool = True
     """False when a gradient was not finite and the update was skipped, or when no trained token had finite log-probs and advantage."""
     score: float | None = None
@@ -60,6 +65,13 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that the useful FLOPs take at the peak of all ranks' devices (`streamrl.trainers.flops`); None where either is unknown."""
     tokens: TokenValues | None = None
     """None for demonstrations, and where the loss has no weight of single tokens."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, StepResult):
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in self.__struct_fields__ if name != "times")
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
 def not_finite(norm: float, learning_rate: float) -> WeightsDiverged:

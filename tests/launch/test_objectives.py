@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from streamrl.bus.protocol import Bus
 from streamrl.errors import StreamFull
 from streamrl.launch.objectives import Webhook
 from streamrl.monitor.numbers import Finding
@@ -81,6 +82,8 @@ EAGER = (
     *("tasks.drop_zero_variance=false", "tasks.max_staleness=4", "supervise.max_failed_batches=0"),
 )
 """Objectives are judged within seconds; nothing ends the run, and rewards that are all equal keep it from nothing."""
+_LOOK_S, _LOOKS = 0.2, 50
+"""Between two looks, and how many there are at least: five windows."""
 
 
 @pytest.fixture
@@ -114,20 +117,38 @@ async def a_run(start: Start, run: RunDir, *keys: str) -> AsyncGenerator[asyncio
                     await asyncio.wait_for(process.wait(), 30)
 
 
-async def finding(run: RunDir, objective: str, causes: set[str], *, within_s: float = 150.0) -> Finding:
-    """The first finding on an objective whose first causes are all of these; fails with what was found instead."""
+async def finding(run: RunDir, objective: str, causes: set[str], *, within_s: float = 240.0) -> Finding:
+    """The finding on an objective whose first causes are all of these, once that has been found for most of the time that it was not met.
+
+    What is named before, because little is known yet, counts against it. Fails with what was found instead.
+    """
     seen: list[Finding] = []
+    unmet: list[Finding] = []
+    looks: list[bool] = []
+
+    async def follow(bus: Bus) -> None:
+        async for message in bus.read(EVENTS, after=0, subject=Subjects("digits").events(SLO_EVENT)):
+            found = findings_of(decode(message.body, Event))
+            seen.extend(found)
+            unmet[:] = [one for one in found if one.objective == objective]
+
     try:
         async with asyncio.timeout(within_s), connected(run, role="reader", patience_s=30) as bus:
-            async for message in bus.read(EVENTS, after=0, subject=Subjects("digits").events(SLO_EVENT)):
-                for one in findings_of(decode(message.body, Event)):
-                    seen.append(one)
-                    if one.objective == objective and causes <= {cause.name for cause in one.causes[: len(causes)]}:
-                        return one
+            following = asyncio.create_task(follow(bus))
+            try:
+                while not (len(looks) >= _LOOKS and looks[-1] and sum(looks) > len(looks) / 2):
+                    if following.done():
+                        raise AssertionError("the events ended") from following.exception()
+                    await asyncio.sleep(_LOOK_S)
+                    looks += [causes <= {cause.name for cause in one.causes[: len(causes)]} for one in unmet]
+            finally:
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
+            return unmet[0]
     except TimeoutError:
         told = [(one.objective, str(one.level), round(one.value, 2), [cause.name for cause in one.causes]) for one in seen]
-        raise AssertionError(f"{objective}: {causes} was not found, but {told}") from None
-    raise AssertionError("the events ended")
+        part = f"{sum(looks)} of {len(looks)} looks"
+        raise AssertionError(f"{objective}: {causes} was found at {part}, every {_LOOK_S:g} s, of {told}") from None
 
 
 @contextlib.contextmanager
@@ -159,6 +180,8 @@ def halting(pid: Callable[[], int | None], *, part: float) -> Generator[None]:
 STARVED = "slo.starvation=0.3"
 VAIN = ("tasks.drop_zero_variance=true",)
 SATURATED = ("engine.slots=2", "producer.concurrency=32")
+ONE_SLOT = ("producer.concurrency=1", "engine.slots=64")
+HANG = ("producer.function=mine.py:some_hang", "producer.idle_timeout_s=9")
 
 
 @pytest.mark.slow
@@ -234,12 +257,30 @@ async def test_a_full_stream_is_named(start: Start, run: RunDir, left: int) -> N
         (("reward.kind=mine.py:mostly_equal", *VAIN, *SATURATED, "debug.token_delay_s=0.02"), {"zero_variance", "slow_engine"}),
         (("reward.kind=mine.py:equal", *VAIN, *SATURATED, "debug.token_delay_s=0.02"), {"zero_variance", "slow_engine"}),
         (("reward.kind=mine.py:slow_and_equal", *VAIN), {"zero_variance", "slow_reward"}),
+        (("reward.kind=mine.py:equal", *VAIN, *ONE_SLOT, "debug.token_delay_s=0.02"), {"zero_variance", "few_producers"}),
+        ((*HANG, *SATURATED, "debug.token_delay_s=0.05"), {"hung_tool", "slow_engine"}),
+        ((*HANG, "reward.kind=mine.py:equal", *VAIN), {"hung_tool", "zero_variance"}),
     ],
-    ids=["mostly equal at a slow engine", "all equal at a slow engine", "all equal and slow"],
+    ids=[
+        "mostly equal at a slow engine",
+        "all equal at a slow engine",
+        "all equal and slow",
+        "all equal with one slot",
+        "some hang at a slow engine",
+        "some hang and all equal",
+    ],
 )
 async def test_of_two_troubles_at_once_both_are_named(start: Start, run: RunDir, keys: tuple[str, ...], causes: set[str]) -> None:
     async with a_run(start, run, STARVED, *keys):
         await finding(run, "starvation", causes)
+
+
+@pytest.mark.slow
+async def test_a_sick_engine_and_rewards_that_are_all_equal_are_both_named(start: Start, run: RunDir) -> None:
+    keys = (STARVED, "engine.workers=3", "engine.slots=4", "producer.concurrency=32", "debug.token_delay_s=0.05")
+    async with a_run(start, run, *keys, *VAIN, "reward.kind=mine.py:equal"):
+        with halting(lambda: worker_pid(run, "engine", 1), part=0.9):
+            await finding(run, "starvation", {"zero_variance", "sick_engine"})
 
 
 class Hook:

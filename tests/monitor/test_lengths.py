@@ -4,8 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.core.lengths import distance, histogram
-from streamrl.monitor.lengths import FEWEST, MOST_DECIDED, Lengths, side_by_side
-from streamrl.monitor.screen import distance_text
+from streamrl.monitor.lengths import FEWEST, MOST_DECIDED, Lengths, distance_text, side_by_side
 from streamrl.monitor.series import Series
 from streamrl.monitor.view import RunView
 from streamrl.schemas.events import MetricReport
@@ -65,7 +64,8 @@ def test_of_history_no_cut_answer_is_spoken_of(entry: MakeEntry) -> None:
     for live in (False, True):
         view.live = live
         view.ledger(as_line(replace(entry(1 + live), histograms={"lengths/trained": SHORT})))
-        texts.append(distance_text(view.numbers(elapsed_s=1.0)))
+        numbers = view.numbers(elapsed_s=1.0)
+        texts.append(distance_text(numbers.length_distance, cut=numbers.length_cut))
     assert [text.partition("from those ")[2] for text in texts] == ["trained or dropped", "trained, dropped or cut"]
 
 
@@ -98,7 +98,7 @@ def test_a_ledger_that_is_read_anew_counts_once(entry: MakeEntry) -> None:
 
 
 def test_stretches_side_by_side_are_of_the_same_lengths() -> None:
-    shortest, longest, counts = side_by_side({"a": histogram([10, 11, 3000]), "b": histogram([90])}, 8)
-    assert shortest <= 10 and longest >= 3000 and {len(one) for one in counts.values()} <= set(range(1, 9))
+    least, counts = side_by_side({"a": histogram([10, 11, 3000]), "b": histogram([90])}, 8)
+    assert least[0] <= 10 and least[-1] > 3000 and {len(one) for one in counts.values()} == {len(least) - 1} and len(least) <= 9
     assert (sum(counts["a"]), counts["a"][0], sum(counts["b"])) == (3, 2, 1)
-    assert side_by_side({}, 8)[2] == {} and distance(SHORT, LONG) == 1.0
+    assert side_by_side({}, 8)[1] == {} and distance(SHORT, LONG) == 1.0

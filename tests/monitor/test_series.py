@@ -189,7 +189,7 @@ def test_trained_tokens_add_up_over_batches_of_earlier_sessions_and_of_this(entr
     view.live = False
     for number in (1, 2):
         line = as_line(entry(number))
-        line.metrics.update({"rollout/tokens_trained": 60.0, "perf/wait_s": 0.25, "perf/step_s": 0.5})
+        line.metrics.update({"rollout/tokens_trained": 60.0, "perf/wait_s": 0.25, "perf/step_s": 0.5, "rollout/truncated_ratio": 0.125})
         view.ledger(line)
         view.live = True
     first, second, window = view.take_rows(1.0)
@@ -197,6 +197,7 @@ def test_trained_tokens_add_up_over_batches_of_earlier_sessions_and_of_this(entr
     assert (first.version, second.version) == ("0.1", "0.2")
     assert [first.values[f"perf/{name}"] for name in ("train_wait_time", "train_time", "step_time")] == [0.25, 0.5, 0.75]
     assert first.values["perf/wait_time_ratio"] == pytest.approx(1 / 3)
+    assert first.values["rollout/truncated"] == 0.125
 
 
 def test_commits_of_engines_say_how_long_a_version_took(entry: MakeEntry) -> None:

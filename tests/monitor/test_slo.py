@@ -108,6 +108,14 @@ def test_the_cause_of_each_trouble_is_named_first(trouble: str, strength: int) -
     assert causes(objective, staged[strength])[0].name == cause
 
 
+@pytest.mark.parametrize("objective", ["starvation", "drop_rate", "p95_age"])
+@pytest.mark.parametrize("drops", [{}, {"timeout": 90}])
+def test_rewards_that_run_into_their_limit_are_slow_and_no_tool_hangs(objective: str, drops: dict[str, int]) -> None:
+    staged = signs(shares=starved(0.9, **{"producer/generate": 0.1, "producer/reward": 0.85}), drops=drops, hung_tasks=6, hung_s=12.0)
+    named = [one.name for one in causes(objective, staged)]
+    assert "hung_tool" not in named and ("slow_reward" in named or (objective, drops) == ("drop_rate", {}))
+
+
 def test_zero_variance_that_starves_the_trainer_is_named_there_too() -> None:
     assert causes("starvation", signs(shares=starved(**SATURATED), drops={"zero_variance": 80}))[0].name == "zero_variance"
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from streamrl.core.lengths import histogram
+from streamrl.monitor.run_state import RunState, write_state
 from streamrl.monitor.series import BATCH, WINDOW, Row
 from streamrl.page.access import page_token
 from streamrl.page.address import address_of
@@ -178,6 +180,27 @@ async def test_the_overview_has_what_became_of_tokens_the_lag_in_tokens_and_leng
             ["3", "tokens/s", "sampled"],
             ["4,321", "stream", "lag,", "tokens"],
         ]
+
+
+async def test_lengths_by_their_end_are_histograms_below_each_other_with_their_distance(run: RunDir) -> None:
+    write(run, batches(1, 3))
+    counts = {"lengths/finished": histogram([2, 40]), "lengths/trained": histogram([2, 2, 2]), "lengths/cut": histogram([40])}
+    write_state(run, RunState(state="finished", step=3, lengths=counts, length_distance=0.5, length_cut=True))
+    async with page(run) as (base, token, _), opened(f"{base}/?token={token}") as tab:
+        rows = tab.locator("section.box:has(h2:text-is('Answer lengths by their end')) tbody tr")
+        await rows.first.wait_for()
+        assert [text.split("\t")[:3] for text in await rows.all_inner_texts()] == [
+            ["finished", "2", "2.18"],
+            ["cut, never stored", "1", "41.5"],
+            ["trained", "3", "2.18"],
+            ["dropped", "0", "\u2013"],
+        ]
+        await tab.wait_for_selector("p:text-is('distance 0.50 of the lengths trained from those trained, dropped or cut')")
+        high = "row => [...row.querySelectorAll('rect')].filter((one) => one.getAttribute('height') > 0).map((one) => one.textContent)"
+        assert await rows.nth(2).evaluate(high) == ["2 tokens: 100 % of the trained"]
+        assert [text.partition(": ")[2] for text in await rows.nth(0).evaluate(high)] == ["50 % of the finished"] * 2
+        write_state(run, RunState(state="finished", step=3, lengths=counts | {"lengths/dropped": histogram([7])}, length_distance=0.25))
+        await tab.wait_for_selector("p:text-is('distance 0.25 of the lengths trained from those trained or dropped')")
 
 
 async def test_a_tab_in_the_background_lets_go_of_the_line_and_is_up_to_date_when_it_is_back(run: RunDir) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from streamrl.config.loss import KLConfig
 from streamrl.config.registry import Role
 from streamrl.config.tree import Config, LossConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
@@ -202,6 +204,22 @@ def test_the_gradient_norm_is_clipped(model_dir: Path, rollouts: Callable[..., T
     free, kept = mean_norm(0.0)
     assert kept == pytest.approx(free, rel=1e-4)
     assert mean_norm(free / 10) == pytest.approx((free, free / 10), rel=1e-4)
+
+
+def test_a_step_tells_the_times_of_its_parts_and_the_samples_of_an_optimizer_step(
+    model_dir: Path, rollouts: Callable[..., TrainBatch]
+) -> None:
+    held = LossConfig(kl=KLConfig(loss_coef=0.1, estimator="k3", reference=str(model_dir)))
+    start_s = time.perf_counter()
+    several = make(model_dir, loss=held, minibatches=2).step(rollouts())
+    took_s = time.perf_counter() - start_s
+    assert several.times.keys() == {"perf/log_probs_time", "perf/ref_log_probs_time", "perf/actor_train_time"}
+    assert min(several.times.values()) > 0 and sum(several.times.values()) < took_s
+    trainer = make(model_dir)
+    alone, again = trainer.step(rollouts()), trainer.step(rollouts(9))
+    assert alone.times.keys() == again.times.keys() == {"perf/actor_train_time"}, "one step: the policy itself is what it began from"
+    assert (several.metrics["train/global_batch_size"], alone.metrics["train/global_batch_size"]) == (6.0, 12.0)
+    assert make(model_dir).step(rollouts()) == alone != again, "times are no part of what a step comes to"
 
 
 def test_the_process_keeps_its_own_switches(model_dir: Path, rollouts: Callable[..., TrainBatch]) -> None:

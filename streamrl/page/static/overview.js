@@ -1,5 +1,6 @@
 // What one looks at first: is it learning, how fast, how stale, what is lost.
 import { Chart, fill } from "/static/charts.js";
+import { lengths } from "/static/lengths.js";
 import { box, clock, element, get, number, paced, table } from "/static/tools.js";
 
 const batch = (name, label) => ({ table: "batch", name, label });
@@ -11,7 +12,7 @@ function chartsOf(run) {
   const shares = (prefix) => Object.keys(run.metrics).filter((name) => name.startsWith(prefix) && known.has(name)).map((name) => since(name, name.slice(prefix.length)));
   const reasons = (run.tables.batch || []).filter((name) => name.startsWith("rollouts/dropped_total/"));
   const lost = (run.tables.batch || []).filter((name) => name.startsWith("tokens/dropped_total/"));
-  const lengths = (part) => ["finished", "cut", "trained", "dropped"].map((what) => since(`lengths/${what}_${part}`, what));
+  const quantiles = (part) => ["finished", "cut", "trained", "dropped"].map((what) => since(`lengths/${what}_${part}`, what));
   const all = [
     ["Reward", "version", [batch("rollout/raw_reward", "mean of the batch"), { table: "evaluation", name: "eval/heldout", label: "held-out" }]],
     ["Tokens a second", "time_s", [since("tokens/sampled_total", "sampled", true), since("tokens/published_total", "published", true), since("tokens/cut_total", "cut, never published", true)]],
@@ -25,8 +26,8 @@ function chartsOf(run) {
     ["A batch's seconds", "version", [batch("perf/step_s", "step"), batch("perf/wait_s", "wait for samples")]],
     ["Sampler against trainer, nats", "version", [batch("train/train_rollout_logprob_abs_diff", "distance"), batch("train/entropy_loss", "entropy"), batch("train/ppo_kl", "KL")]],
     ["Answer lengths, tokens", "version", [batch("rollout/response_len/mean", "mean"), batch("rollout/response_len/max", "max")]],
-    ["Lengths of answers by their end, median, tokens", "time_s", lengths("p50")],
-    ["Lengths of answers by their end, p95, tokens", "time_s", lengths("p95")],
+    ["Lengths of answers by their end, median, tokens", "time_s", quantiles("p50")],
+    ["Lengths of answers by their end, p95, tokens", "time_s", quantiles("p95")],
     ["Distance of the lengths trained from all", "time_s", [since("lengths/distance", "0: no length is treated otherwise")]],
   ];
   const times = [];
@@ -59,12 +60,16 @@ export function overview(place, run) {
   const held = element("div", { role: "status" });
   const room = element("div", { class: "charts" });
   const notes = element("div");
-  place.append(cards, held, room, notes);
+  const spread = element("div");
+  place.append(cards, held, room, spread, notes);
   const charts = [];
   let known = "";
 
-  let judged = "";
+  let judged = "", counted = "";
   function tell() {
+    const counts = JSON.stringify(run.lengths);
+    if (counts !== counted) spread.replaceChildren(lengths(run.lengths));
+    counted = counts;
     const told = JSON.stringify([run.worst, run.objectives]);
     if (told !== judged) held.replaceChildren(objectives(run));
     judged = told;

@@ -1,5 +1,5 @@
 // A batch: its rollouts as lanes over time and as a list; a group of it side by side, token by token.
-import { box, cells, element, get, number, table } from "/static/tools.js";
+import { box, cells, element, get, number, svg, table } from "/static/tools.js";
 
 const MOST_LANES = 128, LANE = 9;
 
@@ -12,13 +12,6 @@ function colours(versions) {
     return y[0] - x[0] || y[1] - x[1];
   });
   return { order, at: (version) => order.indexOf(version) % 6 };
-}
-
-function svg(tag, attributes, ...children) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  made.append(...children);
-  return made;
 }
 
 function lanes(batch) {

@@ -10,6 +10,13 @@ export function element(tag, attributes = {}, ...children) {
   return made;
 }
 
+export function svg(tag, attributes, ...children) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.append(...children);
+  return made;
+}
+
 // The server gave no answer, or one that says why not. Other errors are this page's own, and nothing hides them.
 export class Unanswered extends Error {}
 
@@ -50,7 +57,7 @@ export function cells(rows, numeric = []) {
 }
 
 export function table(heads, rows, numeric = []) {
-  const head = element("tr", {}, ...heads.map((text, at) => element("th", { scope: "col", class: kind(numeric, at) }, text)));
+  const head = element("tr", {}, ...heads.map((head, at) => element("th", { scope: "col", class: kind(numeric, at) }, head)));
   return element("table", {}, element("thead", {}, head), element("tbody", {}, ...cells(rows, numeric)));
 }
 

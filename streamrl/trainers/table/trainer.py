@@ -95,7 +95,7 @@ class TableTrainer:
             gradient, sums = self._gradient(batch, objective, index, logprobs, used)
             norm, applied = self._adam.step(gradient, rate)
             finite = finite and applied
-            rows.append({**sums, "train/grad_norm": norm, "train/lr": rate})
+            rows.append({**sums, "train/grad_norm": norm, "train/lr": rate, "train/global_batch_size": float(len(objective.steps[index]))})
         metrics = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
         score = answer_probability(batch, logprobs) if batch.kind == "sft" else None
         if score is not None:

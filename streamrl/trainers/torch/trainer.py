@@ -194,6 +194,7 @@ class TorchTrainer:
         return StepResult(
             digest=self.digest(),
             metrics=metrics,
+            times=dict(self._update.times),
             finite=bool(finite),
             score=score,
             reference=reference,

@@ -5,6 +5,7 @@ Letters: `T` tokens of the batch, `M` of a micro-batch. A sample lies whole in o
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -38,6 +39,8 @@ from streamrl.trainers.torch.slime_loss import SlimeLoss
 
 DROPPED = "train/nonfinite_tokens"
 Bools = npt.NDArray[np.bool_]
+_SCORING = {Role.PROXIMAL: "perf/log_probs_time", Role.REFERENCE: "perf/ref_log_probs_time"}
+"""Metrics of the time that scoring takes."""
 
 
 class Updated(NamedTuple):
@@ -93,6 +96,8 @@ class Update:
         """Tokens of one forward and backward pass."""
         self.wrote = False
         """Whether an optimizer has begun to write in the batch that was prepared last: then its step cannot be repeated."""
+        self.times: dict[str, float] = {}
+        """Seconds by metric, of the batch that was prepared last."""
         self._policy = policy
         self._optimizer = optimizer
         self._frozen = frozen
@@ -105,11 +110,16 @@ class Update:
 
     def prepare(self, batch: TrainBatch) -> Objective:
         """Score what the loss needs of each model at the trained tokens, and make the batch's objective of it; raises TrainingError."""
-        self.wrote = False
+        self.wrote, self.times = False, {}
         samples = np.arange(batch.num_samples)
         roles = needed_roles(batch, self._loss, min(self._minibatches, len(np.unique(batch.tasks))))
         # Sorted: every rank must come to each sum in the same order, and a set's order is that of its process.
-        found = {role: self.score(batch, role, batch.loss_mask, samples) for role in sorted(roles)}
+        found: dict[Role, npt.NDArray[np.float32]] = {}
+        for role in sorted(roles):
+            start_s = time.perf_counter()
+            found[role] = self.score(batch, role, batch.loss_mask, samples)
+            if role in _SCORING:
+                self.times[_SCORING[role]] = time.perf_counter() - start_s
         scores = Scores(
             proximal=found.get(Role.PROXIMAL),
             reference=found.get(Role.REFERENCE),
@@ -120,6 +130,7 @@ class Update:
 
     def run(self, batch: TrainBatch, objective: Objective, rate: float, *, learns: bool) -> Updated:
         """The optimizer steps of a batch; without `learns` those of the critic alone."""
+        start_s = time.perf_counter()
         loss, policy, slime = self._loss, self._policy, self._slime if batch.kind == "rl" else None
         free_masks = policy.free_masks and (self._critic is None or self._critic.free_masks)
         all_logprobs, all_weights = np.zeros(batch.num_tokens), np.zeros(batch.num_tokens)
@@ -160,9 +171,12 @@ class Update:
                 sums = self._parallel.sum_named(sums)
                 norms, applied = self._apply(rate, policy=learns, critic=batch.kind == "rl")
                 finite = finite and applied
-                rows.append(sums | norms)
+                rows.append(sums | norms | {"train/global_batch_size": float(len(samples))})
         metrics = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
         metrics[DROPPED] = float(sum(row[DROPPED] for row in rows))
+        if policy.device.type == "cuda":
+            torch.cuda.current_stream(policy.device).synchronize()  # the last optimizer step may be on its way
+        self.times["perf/actor_train_time"] = time.perf_counter() - start_s
         return Updated(metrics, finite, self._everyones(all_logprobs), self._everyones(all_weights), factor)
 
     def discard(self) -> None:
