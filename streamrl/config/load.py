@@ -131,7 +131,10 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"expected a readable TOML file, got {error.strerror}: {path}", hint="check the path", path=str(path)) from error
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"expected UTF-8 text in {path}, got byte {error.object[error.start]:#x} at {error.start}", path=str(path), byte=error.start
+            f"expected UTF-8 text in {path}, got byte {error.object[error.start]:#x} at {error.start}",
+            hint="save it as UTF-8 in the editor",
+            path=str(path),
+            byte=error.start,
         ) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
