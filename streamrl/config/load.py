@@ -107,7 +107,7 @@ def from_json(text: str, *, where: str = "config.json") -> Config:
         tree = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(
-            f"expected JSON in {where}, got {error.msg} at line {error.lineno}",
+            f"expected JSON in {where}, got: {error.msg} (line {error.lineno})",
             hint="it is written by streamrl up; start the run again",
             where=where,
             line=error.lineno,
