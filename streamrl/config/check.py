@@ -48,8 +48,9 @@ def check_files(config: Config) -> None:
         path, kind = Path(text.replace("{role}", "operator") if key in FILES else text), "a directory" if key in DIRECTORIES else "a file"
         found = path.is_dir() if key in DIRECTORIES else path.is_file()
         if not found:
+            there = ("a directory" if path.is_dir() else "something else") if path.exists() else f"no such {kind.split()[1]}"
             raise ConfigError(
-                f"expected {key} to name {kind}, got no such {kind.split()[1]}: {path}",
+                f"expected {key} to name {kind}, got {there}: {path}",
                 hint="relative paths in the TOML file are relative to its folder, those of --set to the working directory",
                 key=key,
                 path=str(path),

@@ -107,7 +107,7 @@ def from_json(text: str, *, where: str = "config.json") -> Config:
         tree = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(
-            f"expected JSON in {where}, got {error.msg} at line {error.lineno}",
+            f"expected JSON in {where}, got: {error.msg} (line {error.lineno})",
             hint="it is written by streamrl up; start the run again",
             where=where,
             line=error.lineno,
@@ -131,7 +131,10 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"expected a readable TOML file, got {error.strerror}: {path}", hint="check the path", path=str(path)) from error
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"expected UTF-8 text in {path}, got byte {error.object[error.start]:#x} at {error.start}", path=str(path), byte=error.start
+            f"expected UTF-8 text in {path}, got byte {error.object[error.start]:#x} at {error.start}",
+            hint="save it as UTF-8 in the editor",
+            path=str(path),
+            byte=error.start,
         ) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(

@@ -133,7 +133,7 @@ def _wrong(rows: Rows, index: int, expected: str, config: DataConfig, option: st
     if row.get(key) is None:
         found = f"none (the row has: {', '.join(sorted(row))})"
     else:
-        found = "an empty text" if row[key] == "" else f"a {type(row[key]).__name__}"
+        found = {"": "an empty text", "[]": "an empty list"}.get(str(row[key]), f"a {type(row[key]).__name__}")
     return DataError(
         f"expected {expected} under {key!r} at {rows.path} line {line}, got {found}",
         hint=f"fix the row, or name the right field in data.{option}",

@@ -135,7 +135,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     except json.JSONDecodeError as error:
         raise ConfigError(
-            f"expected JSON in {path}, got {error.msg} at line {error.lineno}", hint="is the file complete?", path=str(path)
+            f"expected JSON in {path}, got: {error.msg} (line {error.lineno})", hint="is the file complete?", path=str(path)
         ) from error
 
 

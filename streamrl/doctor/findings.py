@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 from rich.table import Table
+from rich.text import Text
 
 State = Literal["ok", "warn", "fail"]
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -32,7 +33,7 @@ def print_checks(checks: Sequence[Check], *, as_json: bool) -> None:
         table.add_column(title)
     for check in checks:
         hint = f"\nhint: {check.hint}" if check.hint else ""
-        table.add_row(check.name, f"[{_COLOURS[check.state]}]{check.state}[/]", check.found + hint)
+        table.add_row(check.name, Text(check.state, style=_COLOURS[check.state]), Text(check.found + hint))
     from rich.console import Console  # a start that finds nothing need not load it
 
     console = Console()

@@ -11,6 +11,7 @@ import msgspec
 from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from streamrl.errors import ConfigError
 from streamrl.history.differences import Difference, config_differences
@@ -114,8 +115,8 @@ def print_comparison(report: CompareReport) -> None:
     table = Table(box=None, padding=(0, 2))
     table.add_column("")
     for side in (report.a.name, report.b.name):
-        table.add_column(f"{side}\nfirst 20", justify="right")
-        table.add_column(f"{side}\nlast 20", justify="right")
+        table.add_column(Text(f"{side}\nfirst 20"), justify="right")
+        table.add_column(Text(f"{side}\nlast 20"), justify="right")
     table.add_column("change", justify="right")
     for row in report.table:
         table.add_row(*row)

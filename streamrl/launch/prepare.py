@@ -25,6 +25,7 @@ from streamrl.data.problems import Problems, load_problems
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.doctor.run_checks import check_ports_wanted
 from streamrl.errors import ConfigError, LaunchError, StreamFull
+from streamrl.history.branch import BRANCH_FILE
 from streamrl.history.replay_log import read_past
 from streamrl.launch.build_model import build_model
 from streamrl.launch.code_check import check_code
@@ -131,8 +132,15 @@ async def check_start(config: Config, run: RunDir) -> None:
 
     Raises:
         LaunchError: a port that is named is taken.
-        ConfigError: a function cannot be used.
+        ConfigError: a function cannot be used, or the run's directory is a branch's.
     """
+    if (run.path / BRANCH_FILE).exists():
+        raise ConfigError(
+            f"expected a run of its own, got the branch {run.name!r}, which was trained from its parent's log",
+            hint="choose another --name",
+            key="run.name",
+            path=str(run.path),
+        )
     deadline = time.monotonic() + _PORTS_S
     while (found := check_ports_wanted(config)).state == "fail":
         if time.monotonic() > deadline:

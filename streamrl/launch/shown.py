@@ -15,7 +15,7 @@ from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
 from streamrl.errors import BusError
 from streamrl.launch.objectives import Objectives
-from streamrl.monitor.failures import Pace
+from streamrl.monitor.failures import Pace, barren_line
 from streamrl.monitor.follow import Follower
 from streamrl.monitor.numbers import WorkerLine
 from streamrl.monitor.run_state import RUNNING, RunState, write_state
@@ -137,11 +137,8 @@ class Shown:
         self.write_state(RUNNING, view)
         barren = numbers.barren_tasks >= _BARREN_BATCHES * self._config.tasks.batch_tasks
         warned, self._warned = self._warned, barren
-        if barren and not warned:
-            self.note(
-                f"{numbers.barren_tasks} tasks have ended without giving a batch: are the rewards within each group all equal? "
-                "hint: easier problems, a longer warm-up, more rollouts a task, or tasks.drop_zero_variance = false"
-            )
+        if barren and not warned and 2 * numbers.failed_tasks <= numbers.barren_tasks:  # that most fail is said above
+            self.note(barren_line(numbers, view.failures.given_up.reasons))
         self._tell(partial(self._display.show, numbers, view))
 
     def _report(self, bus: Bus, kind: str, detail: dict[str, Any]) -> None:

@@ -256,6 +256,8 @@ class Session:
         return await open_record(bus, self._config, self._run, record, accept_code=consent.code, accept_model=consent.model)
 
     async def _connect(self, server: BusServer) -> JetStreamBus:
+        if self._config.bus.url:  # it may be away, which takes a minute to find out
+            self._note(f"connecting to {self._config.bus.url}")
         return await connect(server.address, self._run.name, self._config.bus, name="supervisor")
 
     async def _begin_anew(self, bus: JetStreamBus, server: BusServer) -> tuple[JetStreamBus, RunRecord]:

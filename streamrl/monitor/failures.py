@@ -1,4 +1,4 @@
-"""What has failed since the newest batch, from the tombstones on the sample stream: the ledger has them only once a batch is trained."""
+"""What has ended without a sample since the newest batch, from tombstones: the ledger has them only once a batch is trained."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections import Counter, deque
 
 from msgspec.structs import replace
 
+from streamrl.monitor.numbers import RunNumbers
+from streamrl.monitor.screen import visible
 from streamrl.schemas.samples import Tombstone
 
 REASONS = ("failed", "timeout", "deliveries", "poison")
@@ -20,54 +22,86 @@ FIRST_PAUSE_S = 10.0
 MOST_PAUSE_S = 600.0
 
 
+class Count:
+    """Rollouts and tasks that have ended without a sample."""
+
+    def __init__(self) -> None:
+        self.reasons: Counter[str] = Counter()
+        """Rollouts by reason."""
+        self.num_tasks = 0
+        """Tasks of which every rollout has."""
+        self._rollouts: Counter[int] = Counter()
+        """By task."""
+
+    def add(self, stone: Tombstone) -> None:
+        """One more."""
+        rollouts = stone.group_size if stone.rollout is None else 1
+        self.reasons[stone.reason] += rollouts
+        before = self._rollouts[stone.task]
+        self._rollouts[stone.task] = min(before + rollouts, stone.group_size)
+        self.num_tasks += before < stone.group_size <= before + rollouts
+
+    def forget(self, task: int) -> None:
+        """A task whose rollouts are all told; it stays counted."""
+        self._rollouts.pop(task, None)
+
+
 class Failures:
-    """Failed rollouts and tasks after the newest batch's cursor, and the newest error of all."""
+    """Rollouts and tasks without a sample after the newest batch's cursor, failed ones and others apart, and the newest error of all."""
 
     def __init__(self) -> None:
         self.newest = ""
         """Reason and detail of the newest; empty: none."""
         self._stones: deque[tuple[int, Tombstone]] = deque()
-        self._reasons: Counter[str] = Counter()
-        self._rollouts: Counter[int] = Counter()
-        """Failed ones by task."""
-        self._num_tasks = 0
+        self._failed, self._given_up = Count(), Count()
 
     @property
     def reasons(self) -> Counter[str]:
         """Failed rollouts by reason."""
-        return self._reasons
+        return self._failed.reasons
 
     @property
     def num_tasks(self) -> int:
         """Tasks of which every rollout has failed."""
-        return self._num_tasks
+        return self._failed.num_tasks
+
+    @property
+    def given_up(self) -> Count:
+        """What has ended without a sample for another reason: a producer's own, `filtered`, `lost`."""
+        return self._given_up
 
     def add(self, sequence: int, stone: Tombstone, *, after: int) -> None:
         """A tombstone; one at or before the cursor `after` counts no more, but its text does."""
-        if stone.reason not in REASONS:
-            return
-        self.newest = f"{stone.reason}: {stone.detail}"[:MOST_CHARS] if stone.detail else stone.reason
+        if stone.reason in REASONS:
+            self.newest = f"{stone.reason}: {stone.detail}"[:MOST_CHARS] if stone.detail else stone.reason
         if sequence > after:
             self._stones.append((sequence, replace(stone, detail="")))
-            self._count(stone)
+            self._count_of(stone).add(stone)
             if len(self._stones) > MOST_STONES:
-                self._rollouts.pop(self._stones.popleft()[1].task, None)
+                first = self._stones.popleft()[1]
+                self._count_of(first).forget(first.task)
 
     def trained(self, cursor: int) -> None:
         """A batch was trained that holds the stream up to `cursor`; those failures are in its ledger entry."""
         kept = deque((sequence, stone) for sequence, stone in self._stones if sequence > cursor)
-        self._stones, self._num_tasks = kept, 0
-        self._reasons.clear()
-        self._rollouts.clear()
+        self._stones, self._failed, self._given_up = kept, Count(), Count()
         for _, stone in kept:
-            self._count(stone)
+            self._count_of(stone).add(stone)
 
-    def _count(self, stone: Tombstone) -> None:
-        rollouts = stone.group_size if stone.rollout is None else 1
-        self._reasons[stone.reason] += rollouts
-        before = self._rollouts[stone.task]
-        self._rollouts[stone.task] = min(before + rollouts, stone.group_size)
-        self._num_tasks += before < stone.group_size <= before + rollouts
+    def _count_of(self, stone: Tombstone) -> Count:
+        return self._failed if stone.reason in REASONS else self._given_up
+
+
+def barren_line(numbers: RunNumbers, given_up: Counter[str]) -> str:
+    """What to look at when tasks end and give no batch: rollouts without a sample (`given_up` by reason), or else equal rewards."""
+    said = f"{numbers.barren_tasks} tasks have ended without giving a batch"
+    if 2 * numbers.given_up_tasks > numbers.barren_tasks:
+        reasons = ", ".join(f"{visible(reason)} {count}" for reason, count in given_up.most_common(3))
+        return f"{said}: their rollouts ended without a sample ({reasons}). hint: a producer that returns None gives its rollout up"
+    return (
+        f"{said}: are the rewards within each group all equal? "
+        "hint: easier problems, a longer warm-up, more rollouts a task, or tasks.drop_zero_variance = false"
+    )
 
 
 class Pace:

@@ -190,6 +190,8 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     """Whether cut answers are in it; otherwise it is that of the ledger, before enough of what is cut was heard of."""
     failed_tasks: int
     """Tasks of which every rollout has failed since the newest batch."""
+    given_up_tasks: int = 0
+    """Tasks of which every rollout has ended since then with neither sample nor failure: a producer gave `None`, or they were lost."""
     newest_error: str
     """Why a rollout failed last; empty: none was seen to."""
     swaps: int

@@ -42,18 +42,19 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     def print(self, console: Console | None = None) -> None:
         """The problems before and after, the summary line, and where the files are; to stdout."""
         from rich.console import Console
+        from rich.text import Text
 
         out = console or Console(soft_wrap=True)
         table = problem_table(self.evaluations)
         if table is not None:
             out.print(table)
         if self.summary is None:
-            out.print(f"{self.run.name} {self.state}; nothing was trained", highlight=False)
+            out.print(Text(f"{self.run.name} {self.state}; nothing was trained"))
             return
-        out.print(f"{self.run.name} {self.state}: {summary_line(self.summary)}", highlight=False)
+        out.print(Text(f"{self.run.name} {self.state}: {summary_line(self.summary)}"))
         for path in (self.run.summary_path, self.run.plot_path):
             if path.exists():
-                out.print(f"  {path}", highlight=False)
+                out.print(Text(f"  {path}"))
 
 
 async def conclude(run: RunDir, view: RunView, *, state: str, wall_s: float) -> Outcome:

@@ -9,6 +9,7 @@ import msgspec
 from streamrl.config.files import write_private
 from streamrl.runtime.rundir import RunDir
 
+PREPARING = "preparing"
 RUNNING = "running"
 INTERRUPTED = "interrupted"
 

@@ -215,12 +215,19 @@ def _vain(signs: Signs) -> Cause | None:
     if rate is None or rate < _MANY:
         return None
     if not total:  # no batch has said why
-        reason = "failed" if 2 * signs.numbers.failed_tasks > signs.numbers.barren_tasks else "zero_variance"
-        dropped, total = {reason: 1.0}, 1.0
+        dropped, total = {_without_batch(signs.numbers): 1.0}, 1.0
     for reasons, cause in _VAIN:
         if sum(dropped.get(reason, 0.0) for reason in reasons) > _MANY * total:
             return (_rewards(signs) or cause) if "timeout" in reasons else cause
     return None
+
+
+def _without_batch(numbers: RunNumbers) -> str:
+    """Why most of the tasks give no batch that have ended since the newest one, as far as tombstones say."""
+    for count, reason in ((numbers.failed_tasks, "failed"), (numbers.given_up_tasks, "filtered")):
+        if 2 * count > numbers.barren_tasks:
+            return reason
+    return "zero_variance"
 
 
 _VAIN = (
@@ -244,6 +251,7 @@ _VAIN = (
         ("failed", "poison", "deliveries"),
         Cause("failing_code", "most rollouts fail", "`streamrl status` has the newest failure; mend the code"),
     ),
+    (("filtered",), Cause("given_up", "producers give most rollouts up", "a producer that returns None gives up; return chat.episode()")),
     (("unrewarded", "late"), Cause("late_rewards", "most rewards come too late", "raise reward.late_versions, or make rewards faster")),
     (("truncated",), Cause("truncated", "most answers are cut by a length limit", "raise sampling.max_new_tokens and model.max_len")),
 )

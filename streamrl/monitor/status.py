@@ -19,7 +19,7 @@ from streamrl.monitor.drawing import ink_of
 from streamrl.monitor.follow import Follower, read_totals
 from streamrl.monitor.look import Look
 from streamrl.monitor.numbers import RunNumbers
-from streamrl.monitor.run_state import INTERRUPTED, RUNNING, read_state
+from streamrl.monitor.run_state import INTERRUPTED, PREPARING, RUNNING, read_state
 from streamrl.monitor.screen import clock, degraded_lines, plain_line
 from streamrl.monitor.slo import line_of
 from streamrl.monitor.summary import Summary
@@ -45,7 +45,7 @@ class RunLine(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     path: str
     state: str
-    """`running`, `finished`, `stopped` (drained), `failed`, `interrupted` (killed), or that it cannot be read."""
+    """`preparing`, `running`, `finished`, `stopped` (drained), `failed`, `interrupted` (killed), or that it cannot be read."""
     supervisor: int | None
     step: int | None = None
     """Batches of reinforcement learning so far; None: not known."""
@@ -70,7 +70,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 def list_runs(base: str | Path) -> list[RunLine]:
     """All runs under `base`, the most recently started first."""
-    return [_described(run) for run in known_runs(base)]
+    return [_described(run) for run in known_runs(base, begun=True)]
 
 
 def _described(run: RunDir) -> RunLine:
@@ -89,10 +89,12 @@ def _shown(name: str) -> str:
 
 def describe(run: RunDir) -> RunLine:
     """What the run directory alone says."""
-    found = holder(run) if run.exists else None
+    prepared, found = run.exists, holder(run)
     last, summary = read_state(run), read_summary(run)
     if found is not None:
-        state = RUNNING
+        state = RUNNING if prepared else PREPARING
+    elif not prepared:
+        state = INTERRUPTED
     elif last is None:
         state = "stopped"
     else:
@@ -153,14 +155,15 @@ def print_runs(lines: Sequence[RunLine], *, as_json: bool) -> None:
         return
     from rich.console import Console  # who only looks at a run need not load it
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, padding=(0, 2))
     for title in ("run", "state", "steps", "reward", "directory"):
-        table.add_column(title)
+        table.add_column(title, overflow="fold")
     for line in lines:
         last = line.summary
         reward = f"{last.reward_last:.3f}" if last and last.reward_last is not None else "-"
-        table.add_row(line.run, line.state, steps_text(line), reward, line.path)
+        table.add_row(*(Text(cell) for cell in (line.run, line.state, steps_text(line), reward, line.path)))
     Console().print(table)
 
 

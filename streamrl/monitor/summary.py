@@ -16,6 +16,7 @@ from streamrl.monitor.view import REWARD_WINDOW, RunView
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
 _NUM_PROBLEMS = 8
 _MAX_CELL = 48
@@ -127,15 +128,18 @@ def problem_table(evaluations: Sequence[Evaluation]) -> Table | None:
     return table
 
 
-def _answer(problem: Problem) -> str:
+def _answer(problem: Problem) -> Text:
+    from rich.text import Text
+
     reward = problem.reward
     if reward is None:
         reward = float(problem.got.strip() == problem.expected.strip())
-    verdict = {1.0: "[green]right[/green]", 0.0: "[red]wrong[/red]"}.get(reward, f"reward {reward:g}")
-    return f"{_cell(problem.got)} {verdict}"
+    verdict, style = {1.0: ("right", "green"), 0.0: ("wrong", "red")}.get(reward, (f"reward {reward:g}", ""))
+    return Text.assemble(_cell(problem.got), " ", (verdict, style))
 
 
-def _cell(text: str) -> str:
+def _cell(text: str) -> Text:
+    from rich.text import Text
+
     line = " ".join(text.split())
-    line = line if len(line) <= _MAX_CELL else line[: _MAX_CELL - 3] + "..."
-    return line.replace("[", r"\[")
+    return Text(line if len(line) <= _MAX_CELL else line[: _MAX_CELL - 3] + "...")

@@ -262,8 +262,8 @@ class RunView:
 
     @property
     def all_drops(self) -> Counter[str]:
-        """Rollouts decided against by reason, and those that have failed since the newest batch, which no entry has yet."""
-        return self.trained.drops + self.failures.reasons
+        """Rollouts decided against by reason, and those without a sample since the newest batch, which no entry has yet."""
+        return self.trained.drops + self.failures.reasons + self.failures.given_up.reasons
 
     @property
     def num_barren_tasks(self) -> int:
@@ -389,6 +389,7 @@ class RunView:
             length_distance=self.lengths.distance,
             length_cut=self.lengths.knows_cut,
             failed_tasks=self.failures.num_tasks,
+            given_up_tasks=self.failures.given_up.num_tasks,
             newest_error=self.failures.newest,
             swaps=self.swaps,
             stalled=tuple(sorted(self.stalled & self._workers.keys())),

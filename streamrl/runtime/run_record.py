@@ -80,11 +80,23 @@ DECAY_STEPS = "trainer.optimizer.decay_steps"
 
 
 def continued(config: Config, run: RunDir) -> tuple[Config, list[str]]:
-    """The configuration with which `run` goes on, and what was set in it: a decision that the run was begun without stays off."""
+    """The configuration with which `run` goes on, and what was set in it: a decision that the run was begun without stays off.
+
+    Raises ConfigError where the directory is that of a run with another name: its store has nothing under this one.
+    """
     try:
         known = run.load_config() if run.exists else config
     except ConfigError:  # `check_resume` judges by the record, which is on the bus
         return config, []
+    if known.run.name != config.run.name:
+        raise ConfigError(
+            f"expected run {config.run.name!r} in {run.path}, got run {known.run.name!r}: a run keeps its name, also where its directory "
+            "is moved or copied to",
+            hint=f"call the directory {known.run.name!r} again, in another --set run.dir=DIR if need be, or choose another --name",
+            key="run.name",
+            expected=known.run.name,
+            got=config.run.name,
+        )
     before, now = (json.loads(dump(one)) for one in (known, config))
     settings: list[str] = []
     for key, off in LATER_DECISIONS.items():

@@ -211,8 +211,10 @@ def unreadable(run: RunDir, error: OSError) -> ConfigError:
     )
 
 
-def known_runs(base: Path | str = "runs") -> list[RunDir]:
+def known_runs(base: Path | str = "runs", *, begun: bool = False) -> list[RunDir]:
     """The runs below `base`, the most recently started first; at the end those directories that cannot be looked into.
+
+    `begun`: those whose preparation has not ended, too.
 
     Raises:
         ConfigError: `base` itself cannot.
@@ -227,6 +229,8 @@ def known_runs(base: Path | str = "runs") -> list[RunDir]:
         try:
             if run.exists:
                 found.append((run.config_path.stat().st_mtime, run))
+            elif begun and run.lock_path.is_file():
+                found.append((run.lock_path.stat().st_mtime, run))
         except (ConfigError, OSError):
             found.append((0.0, run))
     return [run for _, run in sorted(found, key=lambda pair: pair[0], reverse=True)]

@@ -54,8 +54,9 @@ def test_a_byte_order_mark_is_skipped(write):
 def test_not_utf8(tmp_path):
     path = tmp_path / "latin.toml"
     path.write_bytes(b"[run]\nname = '\xe4'\n")
-    with raises(ConfigError, path=str(path), byte=ANY):
+    with raises(ConfigError, path=str(path), byte=ANY) as caught:
         load(path)
+    assert "UTF-8" in caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -179,6 +180,19 @@ def test_named_files_must_exist(write, override, key):
         load(write(""), [override])
     assert caught.value.values["key"] == key
     assert "no such" in caught.value.message
+
+
+def test_a_folder_in_place_of_a_file_is_called_one(write, tmp_path):
+    (tmp_path / "rows").mkdir()
+    with raises(ConfigError, key="data.heldout") as caught:
+        load(write(""), [f"data.heldout={tmp_path / 'rows'}"])
+    assert "got a directory" in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a/b", "x" * 129])
+def test_names_that_can_be_no_folder_and_subject_are_refused(write, name):
+    with pytest.raises(ConfigError, match="a run name may hold"):
+        load(write(""), [f"run.name={name}"])
 
 
 def test_missing_password_file(write):

@@ -101,6 +101,12 @@ def test_bad_rows_are_counted_and_the_first_is_named(write, tokenizer):
         load_problems(path, DataConfig(), tokenizer)
 
 
+def test_an_empty_chat_is_called_empty(write, tokenizer):
+    with raises(DataError, line=1, key="data.prompt_key") as caught:
+        load_problems(write({"prompt": [], "label": "2"}), DataConfig(), tokenizer)
+    assert "got an empty list" in caught.value.message
+
+
 @pytest.mark.parametrize("chat_template", [True, False])
 def test_an_empty_prompt_is_named(write, tokenizer, chat_template):
     path = write({"prompt": "1", "label": "2"}, {"prompt": "", "label": "2"})

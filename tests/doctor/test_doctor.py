@@ -135,6 +135,13 @@ def test_checks_are_printed_as_json_and_as_text(capsys: pytest.CaptureFixture[st
     assert "ready, but look at disk" in out
 
 
+def test_brackets_in_a_finding_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    print_checks([Check(name="config", state="fail", found="got [/red]", hint="tables are [name]")], as_json=False)
+    out = capsys.readouterr().out
+    assert "got [/red]" in out
+    assert "tables are [name]" in out
+
+
 def test_the_last_line_names_what_failed() -> None:
     fine, wrong = Check(name="a", state="ok", found=""), Check(name="b", state="fail", found="", hint="mend it")
     assert (summary([fine]), summary([fine, wrong])) == ("ready", "not ready: b")

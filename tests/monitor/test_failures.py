@@ -1,8 +1,9 @@
 from __future__ import annotations
 
-from streamrl.monitor.failures import FIRST_PAUSE_S, Pace
+from streamrl.monitor.failures import FIRST_PAUSE_S, Pace, barren_line
 from streamrl.monitor.screen import plain_line
 from streamrl.monitor.view import RunView
+from streamrl.schemas.control import Grant
 from streamrl.schemas.ledger import Drop
 from streamrl.schemas.samples import Tombstone
 from tests.monitor.conftest import MakeEntry, as_line
@@ -54,6 +55,26 @@ def test_what_a_producer_leaves_out_on_purpose_is_no_failure() -> None:
     for reason in ("filtered", "lost", "too-easy"):
         view.tombstone(1, stone(1, reason))
     assert (view.failures.num_tasks, view.failures.newest) == (0, "")
+
+
+def test_what_producers_give_up_is_counted_before_any_batch_and_called_so(entry: MakeEntry) -> None:
+    view = RunView("demo")
+    for task in range(9):
+        view.tombstone(1 + task, stone(task, "filtered"))
+    view.grant(Grant(granted=24, version=0, retired=12))
+    numbers = view.numbers(elapsed_s=1.0)
+    assert (numbers.dropped, numbers.drops, numbers.failed_tasks, numbers.given_up_tasks) == (18, {"filtered": 18}, 0, 9)
+    said = barren_line(numbers, view.failures.given_up.reasons)
+    assert said.startswith("12 tasks") and "filtered 18" in said and "None" in said
+    view.ledger(as_line(entry(1, cursor=5, drops=[Drop(3, 1, (0, 1), "filtered")])))
+    assert view.numbers(elapsed_s=1.0).drops == {"filtered": 2 + 8}
+
+
+def test_tasks_with_samples_that_give_no_batch_are_asked_for_their_rewards() -> None:
+    view = RunView("demo")
+    view.tombstone(1, stone(1, "filtered"))
+    view.grant(Grant(granted=24, version=0, retired=12))
+    assert "rewards" in barren_line(view.numbers(elapsed_s=1.0), view.failures.given_up.reasons)
 
 
 def test_what_goes_on_is_said_at_once_and_then_ever_more_rarely() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from streamrl.config.tree import Config, RunConfig
 from streamrl.monitor.run_state import RunState, read_state, write_state
-from streamrl.monitor.status import describe, steps_text
+from streamrl.monitor.status import describe, list_runs, print_runs, steps_text
 from streamrl.runtime.lock import lock_run
 from streamrl.runtime.rundir import RunDir
 
@@ -47,3 +47,22 @@ def test_no_other_reader_sees_the_error_of_a_run_that_is_up_again(run: RunDir) -
     write_state(run, RunState(state="failed", error="former"))
     with lock_run(run):
         assert describe(run).error == ""
+
+
+def test_a_run_that_is_being_prepared_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDir(tmp_path / "new")
+    run.create()
+    with lock_run(run):
+        assert [(line.run, line.state) for line in list_runs(tmp_path)] == [("new", "preparing")]
+        print_runs(list_runs(tmp_path), as_json=False)
+        assert "preparing" in capsys.readouterr().out
+    assert [line.state for line in list_runs(tmp_path)] == ["interrupted"]
+
+
+def test_a_list_of_runs_in_a_folder_with_brackets_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = tmp_path / "[b]" / "[" / "red]"
+    run = RunDir(base / "demo")
+    run.create()
+    run.write_config(Config(run=RunConfig(name="demo")))
+    print_runs(list_runs(base), as_json=False)
+    assert "[/red]" in "".join(capsys.readouterr().out.split())

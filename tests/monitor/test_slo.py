@@ -89,6 +89,11 @@ TROUBLES: dict[str, tuple[str, list[Signs], str]] = {
         [signs(shares=starved(), drops={"zero_variance": 80}), signs(shares=starved(), trained=0, barren_tasks=60)],
         "zero_variance",
     ),
+    "producers that give up": (
+        "drop_rate",
+        [signs(shares=starved(), drops={"filtered": 80}), signs(shares=starved(), trained=0, barren_tasks=60, given_up_tasks=50)],
+        "given_up",
+    ),
     "a sick engine": (
         "starvation",
         [

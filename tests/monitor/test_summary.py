@@ -103,6 +103,17 @@ def test_markup_in_answers_is_shown_as_it_is(learned_run: RunView) -> None:
     assert "[red] wrong" in text
 
 
+def test_formulas_in_answers_are_shown_as_they_are(learned_run: RunView) -> None:
+    for number in (19, 100):
+        problems = [{"prompt": "x", "expected": r"\[x\]", "got": r"\[/x\]"}]
+        learned_run.event(Event(kind="evaluation", worker="evaluator-0", detail=evaluation(number, 0.5, problems)))
+    console = Console(width=120, record=True)
+    console.print(problem_table([one for one in learned_run.evaluations if one.problems[0].prompt == "x"]))
+    text = console.export_text()
+    assert r" \[x\] " in text
+    assert r" \[/x\] wrong" in text
+
+
 def test_without_a_warmup_the_first_evaluation_is_that_of_version_0(entry: MakeEntry) -> None:
     view = RunView("demo")
     view.ledger(as_line(entry(1)))
@@ -117,11 +128,20 @@ def test_problems_that_only_one_of_two_evaluations_had_are_in_no_row(learned_run
     learned_run.event(Event(kind="evaluation", worker="evaluator-0", detail=evaluation(100, 0.5, last)))
     table = problem_table([one for one in learned_run.evaluations if len(one.problems) == 2])
     assert table is not None
-    assert list(table.columns[0].cells) == ["b"]
+    assert [str(cell) for cell in table.columns[0].cells] == ["b"]
 
 
 def test_there_is_no_table_without_two_evaluations(learned_run: RunView) -> None:
     assert problem_table(learned_run.evaluations[:1]) is None
+
+
+def test_the_end_names_files_in_a_folder_with_brackets(learned_run: RunView, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "[" / "red]" / "demo")
+    run.path.mkdir(parents=True)
+    write_summary(summary := summarize(learned_run, wall_s=1.0), run.summary_path)
+    console = Console(record=True, soft_wrap=True)
+    Outcome(run=run, state="finished", summary=summary).print(console)
+    assert f"{run.summary_path}\n" in console.export_text()
 
 
 def test_the_plot_is_a_picture_of_a_size_to_look_at(learned_run: RunView, tmp_path: Path) -> None:

@@ -246,6 +246,15 @@ def test_a_run_that_was_begun_without_a_decision_goes_on_without_it(tmp_path: Pa
     assert continued(Config(), run) == (Config(), [])
 
 
+def test_a_run_whose_folder_was_renamed_is_not_begun_anew_in_its_store(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "renamed")
+    run.create()
+    run.write_config(Config(run=RunConfig(name="first")))
+    with raises(ConfigError, key="run.name", expected="first", got="renamed") as caught:
+        continued(Config(run=RunConfig(name="renamed")), run)
+    assert "first" in caught.value.hint
+
+
 def test_the_schedule_keeps_the_length_of_the_first_start(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "demo")
     begun, text = with_decay_steps(Config(run=RunConfig(steps=40)), run, trained=False)

@@ -79,6 +79,6 @@ def unreachable(address: BusAddress, waited_s: float, last: Exception | None) ->
     reason = f": {last}" if last is not None and str(last) else ""
     return BusUnavailable(
         f"no NATS server answered at {address.url} within {waited_s:.1f} s{reason}",
-        hint="is the run up, and is the address right? `streamrl status` shows it",
+        hint="is it up, and is the address right? `streamrl status` shows runs that are up; the address of a cluster is bus.url",
         url=address.url,
     )
