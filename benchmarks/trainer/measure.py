@@ -35,7 +35,7 @@ def measure(spec: TrainerSpec, out: Path, command: str) -> None:
 
 
 def _records(spec: TrainerSpec, directory: Path) -> Iterator[Record]:
-    for record in _ran("model", 0, spec, directory):
+    for record in ran("model", 0, spec, directory):
         raise LaunchError(f"expected a model, got {record}")
     left = {contender: list(spec.answers) for contender in spec.contenders}
     for number in range(spec.rounds):
@@ -43,7 +43,7 @@ def _records(spec: TrainerSpec, directory: Path) -> Iterator[Record]:
             if not left[contender]:
                 continue
             done: set[str] = set()
-            for record in _ran(contender, number, msgspec.structs.replace(spec, answers=tuple(left[contender])), directory):
+            for record in ran(contender, number, msgspec.structs.replace(spec, answers=tuple(left[contender])), directory):
                 if isinstance(record, Round):
                     done.add(record.cell)
                     logger.info("event=measured contender=%s cell=%s seconds=%.2f", contender, record.cell, record.values["step_s"])
@@ -55,8 +55,18 @@ def _records(spec: TrainerSpec, directory: Path) -> Iterator[Record]:
             left[contender] = [mean for mean in left[contender] if mean != failed]
 
 
-def _ran(name: str, number: int, spec: TrainerSpec, directory: Path) -> Iterator[Record]:
-    """The records of one process, as they come; one that dies without a word is left out with its exit code."""
+def ran(name: str, number: int, spec: TrainerSpec, directory: Path) -> Iterator[Record]:
+    """The records of one process, as they come; one that dies without a word is left out with its exit code.
+
+    Args:
+        name: a contender; `model`: the model is written, and there are no records.
+        number: of the round.
+        spec: what it trains on.
+        directory: the model is in it.
+
+    Raises:
+        LaunchError: the model could not be made.
+    """
     text = msgspec.json.encode(spec).decode()
     env = environment(our_config(spec), "trainer")
     command = child("benchmarks.trainer.contender", name, number, text, directory / "model", os.getpid(), env=env)

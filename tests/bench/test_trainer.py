@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from benchmarks.machine import Machine
 from benchmarks.raw import Fact, Header, Raw, Round, read, write
 from benchmarks.report import render
 from benchmarks.shapes import num_elements, shape_of
+from benchmarks.trainer import measure as running
 from benchmarks.trainer.batch import make_batch
 from benchmarks.trainer.contender import build_model, flops_of_shape, shape_config
 from benchmarks.trainer.parts import REST, Stopwatch
@@ -24,7 +27,7 @@ from benchmarks.trainer.report import build_report, report_of
 from benchmarks.trainer.spec import Contender, TrainerSpec, layers_kept, longest_sample, named_shape, our_config, resolved, row_length
 from benchmarks.trainer.trl_loss import make_rectangles
 from streamrl.cli import main
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, LaunchError
 from tests.support.errors import raises
 
 CPU = torch.device("cpu")
@@ -187,6 +190,26 @@ def test_a_trainer_that_failed_is_no_success() -> None:
         report = build_report(msgspec.structs.replace(whole, rounds=left, facts=facts))
         assert [check.held for check in report.checks] == [False] and report.targets[1].met is None
         assert render(report)
+
+
+@pytest.mark.process
+def test_a_process_that_dies_is_left_out_with_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = {"args": [sys.executable, "-c", "import os; os._exit(3)"], "env": dict(os.environ)}
+    monkeypatch.setattr(running, "child", lambda *_, **__: command)
+    assert list(running.ran("plain", 0, SMALL, tmp_path)) == [Fact("left out", "plain (tiny, 16)", "its process ended with exit code 3")]
+    with pytest.raises(LaunchError, match="exit code 0, got 3"):
+        list(running.ran("model", 0, SMALL, tmp_path))
+
+
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_what_fails_is_said_and_not_asked_for_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = ["--answers", "16", "--prompt", "8", "--rollouts", "4", "--batch-tokens", "300", "--rounds", "2", "--device", "cpu"]
+    only = ["--contenders", "streamrl", "--set", "debug.memory_tokens=1"]
+    assert main(["bench", "trainer", *size, *only, "--out", str(tmp_path / "out")]) == 1
+    assert "Left out: streamrl (tiny, 16): OutOfMemory: " in capsys.readouterr().out
+    found = read(tmp_path / "out", "trainer")
+    assert [fact.about for fact in found.facts if fact.name == "left out"] == ["streamrl (tiny, 16)"] and not found.rounds
 
 
 @pytest.mark.process
