@@ -14,8 +14,9 @@ from streamrl.bus.protocol import Bus, Message
 from streamrl.bus.reading import read_key
 from streamrl.errors import BusError, LogTruncated, SchemaError
 from streamrl.monitor.decoded import LedgerLine
+from streamrl.monitor.rates import Totals
 from streamrl.monitor.series import Row
-from streamrl.monitor.view import RunView, Totals
+from streamrl.monitor.view import RunView
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
 from streamrl.schemas.events import MOVING_EVENT, NOTICE_EVENT, SLO_EVENT, STANDING_EVENT, Event, MetricReport

@@ -9,6 +9,8 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 RATE_WINDOW_S = 10.0
 _LEFT_BATCHES = 20
 """So many of the newest batches say how fast a run is."""
@@ -19,6 +21,17 @@ _MOST_SEEN = 4096
 """Processes whose counts are remembered; of those that have not reported for longest, none."""
 _MOST_CARRIED = 1024
 """Of them, those that the next session is told."""
+
+
+class Totals(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts that the streams do not hold, carried from one session of a run to the next under the key `totals`."""
+
+    tokens_made: int = 0
+    swaps: int = 0
+    wall_s: float = 0.0
+    tokens_by_engine: dict[str, int] = {}
+    """What of `tokens_made` engines have counted that may still report: they outlive the supervisor, and their presence outlives them."""
+    swaps_by_engine: dict[str, int] = {}
 
 
 class Growing:

@@ -16,7 +16,7 @@ from streamrl.monitor.failures import Failures
 from streamrl.monitor.goodput import Backlog, Goodput
 from streamrl.monitor.lengths import Lengths
 from streamrl.monitor.numbers import EngineLine, Evaluation, Finding, Level, Point, RunNumbers, Standing, WorkerLine
-from streamrl.monitor.rates import Growing, Rate, counted_quantile, left_s
+from streamrl.monitor.rates import Growing, Rate, Totals, counted_quantile, left_s
 from streamrl.monitor.series import RUN, Row, Series
 from streamrl.monitor.slo import findings_of, worst_of
 from streamrl.monitor.trained import Trained, stretched_rewards
@@ -36,17 +36,6 @@ _MOST_NOTICES = 100
 _MOST_SWAPS = 1024
 _MOST_NAMES = 1024
 """Workers, and attempts at them, of which something is remembered that their presence does not clear away."""
-
-
-class Totals(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts that the streams do not hold, carried from one session of a run to the next under the key `totals`."""
-
-    tokens_made: int = 0
-    swaps: int = 0
-    wall_s: float = 0.0
-    tokens_by_engine: dict[str, int] = {}
-    """What of `tokens_made` engines have counted that may still report: they outlive the supervisor, and their presence outlives them."""
-    swaps_by_engine: dict[str, int] = {}
 
 
 class RunView:

@@ -13,10 +13,11 @@ from streamrl.config.metrics import MetricsConfig
 from streamrl.monitor import trained
 from streamrl.monitor.follow import Follower, read_totals
 from streamrl.monitor.metrics_file import MetricsFile, decoded, files, written_version
+from streamrl.monitor.rates import Totals
 from streamrl.monitor.row_writer import RowWriter
 from streamrl.monitor.series import MOST_ROWS, Row, Series
 from streamrl.monitor.summary import summarize
-from streamrl.monitor.view import RunView, Totals
+from streamrl.monitor.view import RunView
 from streamrl.schemas.codec import encode
 from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
 from streamrl.schemas.events import Event

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from streamrl.errors import SchemaError
-from streamrl.monitor.rates import RATE_WINDOW_S, counted_quantile
+from streamrl.monitor.rates import RATE_WINDOW_S, Totals, counted_quantile
 from streamrl.monitor.series import Series
-from streamrl.monitor.view import RunView, Totals
+from streamrl.monitor.view import RunView
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
 from streamrl.schemas.events import Event

@@ -247,7 +247,7 @@ def test_a_given_proximal_policy_counts_at_any_step(tiny: Path) -> None:
     import torch
 
     from streamrl.algorithms.objective import make_objective
-    from streamrl.trainers.torch.update import policy_tokens
+    from streamrl.trainers.torch.terms import policy_tokens
 
     batch, loss = make_batch(), LossConfig()
     target = np.flatnonzero(batch.loss_mask)

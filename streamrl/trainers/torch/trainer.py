@@ -46,7 +46,8 @@ from streamrl.trainers.torch.parallel import DataParallel
 from streamrl.trainers.torch.profiling import StepProfiler
 from streamrl.trainers.torch.recheck import Recheck
 from streamrl.trainers.torch.snapshot import SnapshotRing
-from streamrl.trainers.torch.update import DROPPED, Update, Updated
+from streamrl.trainers.torch.terms import DROPPED
+from streamrl.trainers.torch.update import Update, Updated
 from streamrl.weights.protocol import Shard
 
 
@@ -146,21 +147,18 @@ class TorchTrainer:
         check_batch(batch)
         self._update.budget = batch.micro_tokens or self._micro_tokens
         with self._profiler.step(batch.version.number + 1) if self._profiler is not None else nullcontext():
-            return self._train(batch)
-
-    def _train(self, batch: TrainBatch) -> StepResult:
-        while True:
-            try:
-                objective, learns = self._begin(batch)
-                done = self._update.run(batch, objective, self._learning_rate(batch), learns=learns)
-                return self._result(batch, objective, done)
-            except torch.OutOfMemoryError as error:
-                self._check_repeatable(batch, error)
-            # Only here the error, whose frames hold on to the pass's memory, is gone.
-            self._update.discard()
-            if self._policy.device.type == "cuda":
-                torch.cuda.empty_cache()
-            self._update.budget //= 2
+            while True:
+                try:
+                    objective, learns = self._begin(batch)
+                    done = self._update.run(batch, objective, self._learning_rate(batch), learns=learns)
+                    return self._result(batch, objective, done)
+                except torch.OutOfMemoryError as error:
+                    self._check_repeatable(batch, error)
+                # Only here the error, whose frames hold on to the pass's memory, is gone.
+                self._update.discard()
+                if self._policy.device.type == "cuda":
+                    torch.cuda.empty_cache()
+                self._update.budget //= 2
 
     def _begin(self, batch: TrainBatch) -> tuple[Objective, bool]:
         """The batch's objective, and whether the policy learns from it; begun again where a step is repeated."""

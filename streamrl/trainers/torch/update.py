@@ -7,37 +7,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from streamrl.algorithms.corrections import correct, drop_nonfinite, log_linear_proximal
+from streamrl.algorithms.corrections import correct
 from streamrl.algorithms.estimators import needed_scores
 from streamrl.algorithms.importance import normalization
-from streamrl.algorithms.kl import kl_loss
 from streamrl.algorithms.objective import Objective, Scores, make_objective
-from streamrl.algorithms.policy import PolicyLoss, PolicyTokens, policy_loss
-from streamrl.algorithms.policy_losses import sft
-from streamrl.algorithms.sequences import Selected, packed_sequences
+from streamrl.algorithms.policy import policy_loss
+from streamrl.algorithms.sequences import packed_sequences
 from streamrl.config.loss import is_function
-from streamrl.config.plugins import resolve
 from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig, TrainerConfig
 from streamrl.core.balance import split_ranks
 from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import Indices, MicroBatch, plan_micro_batches
-from streamrl.errors import ConfigError, TrainingError
+from streamrl.errors import TrainingError
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.critic import Critic
 from streamrl.trainers.torch.optimizer import ClippedAdamW
 from streamrl.trainers.torch.parallel import DataParallel
 from streamrl.trainers.torch.reproducible import reproducible
 from streamrl.trainers.torch.slime_loss import SlimeLoss
+from streamrl.trainers.torch.terms import DROPPED, demonstration_terms, policy_terms, policy_tokens, user_loss
 
-DROPPED = "train/nonfinite_tokens"
 Bools = npt.NDArray[np.bool_]
 _SCORING = {Role.PROXIMAL: "perf/log_probs_time", Role.REFERENCE: "perf/ref_log_probs_time"}
 """Metrics of the time that scoring takes."""
@@ -105,7 +101,7 @@ class Update:
         self._parallel = parallel
         self._deterministic = deterministic
         self._settle = settle
-        self._policy_loss = _user_loss(loss.policy) if is_function(loss.policy) else policy_loss
+        self._policy_loss = user_loss(loss.policy) if is_function(loss.policy) else policy_loss
         self._slime = SlimeLoss(loss) if loss.slime_loss else None
 
     def prepare(self, batch: TrainBatch) -> Objective:
@@ -151,7 +147,7 @@ class Update:
                         else:
                             logprobs, entropy = policy.predict(micro, batch, entropy_gradient=loss.entropy_coef != 0)
                             if batch.kind == "sft":
-                                terms = _demonstration_terms(logprobs, entropy)
+                                terms = demonstration_terms(logprobs, entropy)
                             else:
                                 progress = index / len(objective.steps)
                                 # At the first step the policy is pi_proximal; scored in another layout it would differ by rounding.
@@ -256,121 +252,6 @@ class Update:
         return self._parallel.sum(torch.from_numpy(values)).numpy()
 
 
-class Terms(NamedTuple):
-    """Of the tokens of one micro-batch, all [M]."""
-
-    loss: Tensor
-    """With gradient; exactly 0 at tokens that are dropped."""
-    metrics: dict[str, Tensor]
-    """To be summed with the weights of the reduction, as the loss is."""
-    weights: Tensor
-    """What the policy loss was multiplied by: 1 without a correction, 0 where rejected."""
-    dropped: Tensor
-    """Bool: left out because a log-prob or the advantage is not finite."""
-
-    def learn(self, weights: npt.NDArray[np.float64]) -> dict[str, float]:
-        """Add the loss's gradient, where it has one; returns the metrics' sums. Both with the reduction's weights [M]."""
-        by = torch.from_numpy(weights).to(self.loss.device)
-        if self.loss.requires_grad:
-            (self.loss * by.to(self.loss.dtype)).sum().backward()
-        sums = torch.stack([values.double() for values in self.metrics.values()]) @ by
-        count = self.dropped.sum().double()
-        return dict(zip([*self.metrics, DROPPED], torch.cat([sums, count[None]]).cpu().tolist(), strict=True))
-
-
-def _demonstration_terms(logprobs: Tensor, entropy: Tensor) -> Terms:
-    """Negative log-likelihood, for demonstrations."""
-    loss, _ = sft(logprobs)
-    named = {"train/loss": loss.detach(), "train/entropy_loss": entropy.detach()}
-    return Terms(loss, named, torch.ones_like(loss), torch.zeros_like(loss, dtype=torch.bool))
-
-
-def policy_tokens(
-    batch: TrainBatch,
-    objective: Objective,
-    target: Indices,
-    logprobs: Tensor,
-    entropy: Tensor,
-    loss: LossConfig,
-    *,
-    proximal: npt.NDArray[np.floating] | None,
-    progress: float,
-) -> tuple[PolicyTokens, Tensor]:
-    """What a policy loss is given, and which tokens are dropped [M]: those with a number that is not finite stand outside the mask, as 0.
-
-    Args:
-        batch: the whole batch.
-        objective: of that batch.
-        target: [M] indices in the batch.
-        logprobs: [M] of the policy under training, with gradient.
-        entropy: [M] of that policy; with gradient where `loss.entropy_coef` is set.
-        loss: the section.
-        proximal: [T] log-probs before the batch's first step, for `loss.proximal = "recomputed"`; None: those of `logprobs`.
-        progress: how much of the batch's optimizer steps is done, in [0, 1).
-    """
-
-    def like(values: npt.NDArray[np.floating]) -> Tensor:
-        return torch.as_tensor(values[target], dtype=logprobs.dtype, device=logprobs.device)
-
-    scores, current = objective.scores, logprobs.detach()
-    staleness = torch.from_numpy(batch.staleness[target]).to(logprobs.device)
-    sampler = like(batch.sampler_logprobs)
-    if loss.correction.ratio == "current":
-        anchor = current
-    elif loss.proximal == "sampler":
-        anchor = sampler
-    elif loss.proximal == "log_linear":
-        anchor = log_linear_proximal(current, sampler, staleness, progress=progress)
-    else:
-        anchor = current if proximal is None else like(proximal)
-    reference = () if scores.reference is None or loss.kl.loss_coef == 0 else (like(scores.reference),)
-    packed = packed_sequences(batch, target, device=logprobs.device)
-    known = torch.from_numpy(objective.finite[target]).to(logprobs.device)
-    finite = drop_nonfinite(packed.mask & known, logprobs, sampler, anchor, entropy, like(objective.advantages), *reference)
-    logprobs, sampler, anchor, entropy, advantages, *others = finite.values
-    tokens = PolicyTokens(
-        logprobs=logprobs,
-        proximal=anchor,
-        sampler=sampler,
-        advantages=advantages,
-        staleness=staleness,
-        sequences=Selected(packed, finite.keep),
-        entropy=entropy,
-        reference=others[0] if others else None,
-    )
-    return tokens, packed.mask & ~finite.keep
-
-
-def policy_terms(
-    surrogate: Tensor, measured: dict[str, Tensor], tokens: PolicyTokens, dropped: Tensor, config: LossConfig, factor: float
-) -> Terms:
-    """The policy loss [M] times the correction, plus KL, less entropy; those two stay at rejected tokens.
-
-    Args:
-        surrogate: the policy loss.
-        measured: its metrics.
-        tokens: what it was given.
-        dropped: [M] see `policy_tokens`.
-        config: the section `loss`.
-        factor: of the correction's weights, see `Updated`.
-    """
-    keep, entropy, kl = tokens.sequences.mask, tokens.entropy, config.kl
-    correction = correct(tokens.proximal, tokens.sampler, tokens.staleness, tokens.sequences, config.correction).scaled(factor)
-    loss = surrogate.masked_fill(~keep, 0.0) * correction.weights
-    # pi_proximal may be the sampler itself, or drawn towards it: then only the policy's own log-probs are the trainer's.
-    own = tokens.proximal if config.proximal == "recomputed" else tokens.logprobs.detach()
-    distance = (own - tokens.sampler).abs().masked_fill(~keep, 0.0)
-    named = {"train/pg_loss": loss.detach(), **measured, "train/train_rollout_logprob_abs_diff": distance, **correction.metrics}
-    if tokens.reference is not None:
-        divergence, found = kl_loss(tokens.logprobs, tokens.reference, tokens.proximal, estimator=kl.estimator, unbiased=kl.unbiased)
-        loss = loss + kl.loss_coef * divergence.masked_fill(~keep, 0.0)
-        named |= found
-    assert entropy is not None  # `policy_tokens` gives it
-    if config.entropy_coef != 0:
-        loss = loss - config.entropy_coef * entropy
-    return Terms(loss, {"train/loss": loss.detach(), **named, "train/entropy_loss": entropy.detach()}, correction.weights, dropped)
-
-
 def needed_roles(batch: TrainBatch, loss: LossConfig, steps: int) -> frozenset[Role]:
     """Whose scores a batch needs before the first of its `steps` optimizer steps. With one step the policy itself is pi_proximal."""
     if batch.kind == "sft":
@@ -382,25 +263,3 @@ def needed_roles(batch: TrainBatch, loss: LossConfig, steps: int) -> frozenset[R
     if loss.kl.loss_coef > 0:
         roles.add(Role.REFERENCE)
     return frozenset(roles)
-
-
-def _user_loss(reference: str) -> PolicyLoss:
-    found: Any = resolve(reference, what="policy loss", key="loss.policy")
-    function: PolicyLoss = found
-    if not callable(found):
-        raise ConfigError(
-            f"loss.policy = {reference!r} must name a function, got a {type(found).__name__}", key="loss.policy", got=type(found).__name__
-        )
-
-    def checked(tokens: PolicyTokens, config: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, metrics = function(tokens, config)
-        if loss.shape != tokens.logprobs.shape or any(value.shape != loss.shape for value in metrics.values()):
-            shapes = [tuple(value.shape) for value in (loss, *metrics.values())]
-            raise TrainingError(
-                f"expected {reference} to return a loss and metrics of shape {tuple(tokens.logprobs.shape)}, got {shapes}",
-                function=reference,
-                got=shapes,
-            )
-        return loss, metrics
-
-    return checked
