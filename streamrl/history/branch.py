@@ -26,6 +26,7 @@ from streamrl.history.branch_fold import BranchFold, parents_budget
 from streamrl.history.branch_state import begin, check_gaps, translate
 from streamrl.history.replay import Range, check_span, find_start
 from streamrl.history.replay_log import PastLedger, read_past, read_pending
+from streamrl.runtime.rundir import BRANCH_FILE
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
@@ -33,7 +34,6 @@ from streamrl.trainers.protocol import Trainer
 
 logger = logging.getLogger(__name__)
 
-BRANCH_FILE = "branch.json"
 LEDGER_FILE = "ledger.jsonl"
 
 CHANGES_LOSS = ("loss", "trainer.optimizer", "trainer.minibatches", "trainer.micro_tokens", "warmup.learning_rate", "run.steps")

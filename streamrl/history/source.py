@@ -17,13 +17,13 @@ from streamrl.config.tree import Config
 from streamrl.consumers.training.checkpoints import read_latest
 from streamrl.consumers.training.gaps import versions_made
 from streamrl.errors import ConfigError
-from streamrl.history.branch import BRANCH_FILE, read_branch_ledger
+from streamrl.history.branch import read_branch_ledger
 from streamrl.history.record import RECORDING_FILE
 from streamrl.history.record_log import RecordedLog
 from streamrl.history.replay_log import read_initial_digest, read_past
 from streamrl.runtime.run_bus import open_bus
 from streamrl.runtime.run_record import check_resume
-from streamrl.runtime.rundir import RunDir
+from streamrl.runtime.rundir import BRANCH_FILE, RunDir
 from streamrl.schemas.control import RunRecord
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import KEY_RUN, RUN_ID, Subjects

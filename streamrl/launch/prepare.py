@@ -25,12 +25,11 @@ from streamrl.data.problems import Problems, load_problems
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.doctor.run_checks import check_ports_wanted
 from streamrl.errors import ConfigError, LaunchError, StreamFull
-from streamrl.history.branch import BRANCH_FILE
 from streamrl.history.replay_log import read_past
 from streamrl.launch.build_model import build_model
 from streamrl.launch.code_check import check_code
 from streamrl.runtime.run_record import renew_digests, write_or_check
-from streamrl.runtime.rundir import RunDir
+from streamrl.runtime.rundir import BRANCH_FILE, RunDir
 from streamrl.schemas.control import RunRecord
 from streamrl.schemas.samples import MARK_START, Mark
 from streamrl.schemas.subjects import KEY_ACCEPTED_GAP, TASKS, Subjects

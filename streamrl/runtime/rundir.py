@@ -16,6 +16,9 @@ from streamrl.errors import ConfigError, LaunchError
 from streamrl.schemas.subjects import RUN_ID, check_name
 from streamrl.schemas.versions import Version
 
+BRANCH_FILE = "branch.json"
+"""In the directory of a branch: what it was trained from."""
+
 
 class RunDir:
     """Paths of one run. Making the object touches nothing; `create` makes the directories."""

@@ -8,12 +8,12 @@ import pytest
 
 from streamrl.config.tree import Config, DataConfig, OptimizerConfig, RunConfig, TrainerConfig, schedule_steps
 from streamrl.errors import ConfigError
-from streamrl.history.branch import BRANCH_FILE, BranchFile, changed_config, read_branch_ledger
+from streamrl.history.branch import BranchFile, changed_config, read_branch_ledger
 from streamrl.history.branch_run import train_branch
 from streamrl.history.replay import Range
 from streamrl.history.source import open_source, read_entries
 from streamrl.monitor.status import list_runs
-from streamrl.runtime.rundir import RunDir
+from streamrl.runtime.rundir import BRANCH_FILE, RunDir
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.trainers.checkpoints import list_checkpoints
 from tests.history.conftest import Recorded

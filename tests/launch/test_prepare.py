@@ -4,9 +4,8 @@ from pathlib import Path
 
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError
-from streamrl.history.branch import BRANCH_FILE
 from streamrl.launch.prepare import check_start
-from streamrl.runtime.rundir import RunDir
+from streamrl.runtime.rundir import BRANCH_FILE, RunDir
 from tests.support.errors import raises
 
 

@@ -16,6 +16,7 @@ from streamrl.launch.local import LocalLauncher
 from streamrl.launch.up import Consent, up
 from streamrl.monitor.numbers import RunNumbers
 from streamrl.monitor.screen import PlainLines
+from streamrl.monitor.view import RunView
 from streamrl.runtime.rundir import RunDir
 
 
@@ -26,11 +27,11 @@ class Failing(PlainLines):
         super().__init__(every_s=0.0)
         self._times = times
 
-    def show(self, numbers: RunNumbers) -> None:
+    def show(self, numbers: RunNumbers, view: RunView | None = None) -> None:
         if self._times:
             self._times -= 1
             raise ValueError("no such colour")
-        super().show(numbers)
+        super().show(numbers, view)
 
 
 def main() -> int:
