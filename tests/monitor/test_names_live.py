@@ -123,7 +123,6 @@ OF_SCORED = {
 OF_TROUBLED = {name for name, one in METRICS.items() if not one.when and not one.stays} - OF_SCORED | {
     *("eval/heldout", "lengths/cut_p50", "lengths/cut_p95", "lengths/distance"),
     *("train/mis_tis_mask_fraction_low", "train/mis_tis_mask_fraction_high", "rollouts/dropped_total/failed"),
-    *("trainer/down_s", "engine/down_s", "producer/slot_down_s"),
 }
 
 
