@@ -205,7 +205,7 @@ _DECLARED = (
     Metric("train/value_norm", _MEAN, "norm", "norm of the critic's parameters: a replay whose critic comes out otherwise shows it here"),
     Metric("train/grad_norm", _MEAN, "norm", "global gradient norm before clipping"),
     Metric("train/lr", _MEAN, "1", "learning rate"),
-    Metric("train/tokens_per_second", _MEAN, "tokens/s", "tokens of the batch, prompts included, over the time of its training step"),
+    Metric("train/tokens_per_second", _MEAN, "1/s", "tokens of the batch, prompts included, over the time of its training step"),
     Metric("train/mfu", _MEAN, "fraction", "useful FLOPs of the batch over what the trainer's devices reach at most in the step's time"),
     Metric("train/global_batch_size", _MEAN, "samples", "samples of an optimizer step"),
     Metric("train/answer_probability", _MEAN, "probability", "mean probability of whole answers in a batch of the warm-up"),
