@@ -31,7 +31,7 @@ from tests.support.digits import TABLE, write_digits
 from tests.support.processes import until, worker_pid
 from tests.support.programs import STREAMRL, Start, answer, said
 
-pytestmark = pytest.mark.nats
+pytestmark = [pytest.mark.nats, pytest.mark.timeout(400)]
 
 CODE = """
 import asyncio
