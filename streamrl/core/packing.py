@@ -7,7 +7,10 @@ out once and one branch for the rest of each (a group shares its prompt: with sh
 tokens). A row holds one or several trees. A token may look at earlier tokens of its row that belong to its tree and lie
 in the shared prefix or in its own branch, which is exactly what it would see in its sample alone.
 
-Rows are as long as the longest tree of their micro-batch; trees are placed longest first, each into the row with the
+Where `row_length` is given, a micro-batch is one *packed* row of exactly that length: whole samples one behind another, nothing shared, and
+`starts` says where each begins. All shapes of a run are then the same, so that a model can be compiled once.
+
+Rows are otherwise as long as the longest tree of their micro-batch; trees are placed longest first, each into the row with the
 least room that still takes it (best-fit decreasing).
 """
 
@@ -19,11 +22,15 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from streamrl.core.balance import sequence_cost
 from streamrl.core.batches import TrainBatch, samples_at
+from streamrl.errors import TrainingError
 
 Indices = npt.NDArray[np.int64]
+STARTS = (64, 256, 1024, 4096)
+"""Lengths of `MicroBatch.starts`: each is a shape that is compiled once. A row of more samples has one of its own."""
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +50,9 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     """[M] the predicted token's index in the batch."""
     plain: bool
     """True when each row holds one sample: then causal attention needs no further mask, and positions count from 0."""
+    starts: npt.NDArray[np.int32] | None = None
+    """Of a packed row: [S + 1] columns at which its samples begin, then L; the last may repeat, up to one of `STARTS` numbers. None: no
+    packed row."""
 
 
 class Tree(msgspec.Struct, frozen=True):
@@ -73,6 +83,7 @@ def plan_micro_batches(
     budget: int,
     share_prefixes: bool = True,
     several_per_row: bool = True,
+    row_length: int = 0,
     width: int = 1024,
 ) -> list[MicroBatch]:
     """Cut the samples into micro-batches so that each predicted token is predicted exactly once.
@@ -84,11 +95,17 @@ def plan_micro_batches(
         budget: most row positions (R * L) of a micro-batch. A single tree that is longer gets one of its own.
         share_prefixes: lay a group's common prefix out once, where that is cheaper and fits the budget.
         several_per_row: let a row hold several trees. False for models that cannot be masked freely.
+        row_length: of packed rows, at least the longest sample's; 0: rows are laid out by the other arguments.
         width: hidden size of the model, which weighs its linear layers against attention.
 
     Returns:
         Micro-batches, those with long rows first; none when nothing is predicted.
+
+    Raises:
+        TrainingError: a sample is longer than `row_length`.
     """
+    if row_length:
+        return _packed(batch, predicted, samples, row_length)
     trees = _trees(batch, predicted, samples, share_prefixes, budget, width)
     left = sorted(trees, key=lambda tree: (-tree.length, tree.samples))
     plans: list[MicroBatch] = []
@@ -125,6 +142,40 @@ def _trees(batch: TrainBatch, predicted: npt.NDArray[np.bool_], samples: Indices
     return trees
 
 
+def _packed(batch: TrainBatch, predicted: npt.NDArray[np.bool_], samples: Indices, length: int) -> list[MicroBatch]:
+    """One row a micro-batch, by best-fit decreasing; see `MicroBatch.starts`.
+
+    Example: samples of 3 and 2 fed tokens in a row of 8 give starts 0 3 5 8 (then 8 again, up to the next of `STARTS`); the padding is the
+    last sample.
+    """
+    trees = sorted(_trees(batch, predicted, samples, False, length, 0), key=lambda tree: (-tree.length, tree.samples))
+    if trees and trees[0].length > length:
+        raise TrainingError(
+            f"expected samples of at most {length} tokens, which a packed row holds, got one of {trees[0].length}",
+            hint="raise trainer.micro_tokens to model.max_len",
+            expected=length,
+            got=trees[0].length,
+        )
+    rows: list[list[Tree]] = []
+    room: list[tuple[int, int]] = []
+    for tree in trees:
+        best = bisect_left(room, (tree.length, 0))
+        free, row = room.pop(best) if best < len(room) else (length, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(tree)
+        insort(room, (free - tree.length, row))
+    plans: list[MicroBatch] = []
+    for row in rows:
+        plan = _lay_out(batch, predicted, [row], length)
+        ends = np.cumsum([tree.length for tree in row])
+        count = next((n for n in STARTS if n > len(row) + 1), len(row) + 2)
+        starts = np.full(count, length, np.int32)
+        starts[0], starts[1 : len(row) + 1] = 0, ends
+        plans.append(replace(plan, plain=False, starts=starts))
+    return plans
+
+
 def _common_prefix(batch: TrainBatch, samples: Indices, limit: int) -> int:
     grid = batch.tokens[batch.offsets[samples][:, None] + np.arange(limit)[None, :]]
     differs = (grid != grid[:1]).any(axis=0)
@@ -152,8 +203,8 @@ def _fill_rows(trees: Sequence[Tree], budget: int, several: bool) -> tuple[list[
     return rows, left
 
 
-def _lay_out(batch: TrainBatch, predicted: npt.NDArray[np.bool_], rows: Sequence[Sequence[Tree]]) -> MicroBatch:
-    """The arrays of `MicroBatch` for rows of trees.
+def _lay_out(batch: TrainBatch, predicted: npt.NDArray[np.bool_], rows: Sequence[Sequence[Tree]], length: int = 0) -> MicroBatch:
+    """The arrays of `MicroBatch` for rows of trees, `length` positions long (0: as the first tree).
 
     Example: samples 0 = p q r a b and 1 = p q r c d e of one task, trained on what follows the prompt p q r. Fed are all but the last
     tokens, the prompt once (prefix = 3), then the branch of each:
@@ -170,7 +221,7 @@ def _lay_out(batch: TrainBatch, predicted: npt.NDArray[np.bool_], rows: Sequence
         source      2  3 | 2  4  5
         target      3  4 | 8  9 10      (tokens of the batch: sample 1 begins at 5)
     """
-    shape = (len(rows), rows[0][0].length)
+    shape = (len(rows), length or rows[0][0].length)
     inputs, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     trees, branches = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     sources: list[Indices] = []

@@ -25,9 +25,11 @@ from streamrl.core.batches import TrainBatch, samples_at
 from streamrl.core.packing import MicroBatch
 from streamrl.errors import ConfigError
 from streamrl.tensors.building import BUILDING
+from streamrl.trainers.torch.attention import PACKED, register
 
 logger = logging.getLogger(__name__)
 
+Attention = Literal["sdpa", "flash", "packed"]
 # Wide enough for rounding in bfloat16, far below what a wrong mask or a missing scale does to the logits.
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
@@ -39,8 +41,9 @@ class CausalLM:
         model_dir: Hugging Face model directory.
         dtype: type of the weights.
         device: where they lie.
-        attention: `sdpa` or `flash`; see `TrainerConfig`.
+        attention: see `TrainerConfig`; `packed` is `sdpa` where the model cannot be run on packed rows.
         checkpoint_layers: keep only the layers' inputs for the backward pass.
+        compile_layers: run the layers as torch.compile makes them, on packed rows only.
 
     Raises:
         ConfigError: the directory holds no causal language model, one whose head cannot be called apart or, with
@@ -53,8 +56,9 @@ class CausalLM:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        attention: Literal["sdpa", "flash"] = "sdpa",
+        attention: Attention = "sdpa",
         checkpoint_layers: bool = False,
+        compile_layers: bool = False,
     ) -> None:
         self.module: Any = _load(model_dir, dtype, attention)
         self.module.to(device).eval()
@@ -69,11 +73,20 @@ class CausalLM:
         self._softcap: float = getattr(text, "final_logit_softcapping", None) or 0.0
         self._takes_positions = "position_ids" in inspect.signature(self._body.forward).parameters
         self._check_head()
-        maskable = attention == "sdpa" and self._takes_positions and _all_full_attention(self.module.config)
-        self.free_masks = maskable and self._masks_work()
+        maskable = attention != "flash" and self._takes_positions and _all_full_attention(self.module.config)
+        self.packs = maskable and attention == "packed" and self._packing_works()
+        """Whether it can be run on packed rows."""
+        if attention == "packed" and not self.packs:
+            logger.warning("event=rows_not_packed model=%s", type(self.module).__name__)
+            self.module.set_attn_implementation("sdpa")
+        self.free_masks = maskable and not self.packs and self._masks_work()
+        if compile_layers and self.packs:
+            for layer in self._layers("trainer.compile"):
+                layer.forward = torch.compile(layer.forward, dynamic=False)
         if checkpoint_layers:
-            _checkpoint_layers(self._body, self.module.config.get_text_config().num_hidden_layers)
-        if not self.free_masks:
+            for layer in self._layers("trainer.gradient_checkpointing"):
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        if not self.free_masks and not self.packs:
             logger.info("event=one_sample_per_row model=%s", type(self.module).__name__)
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -129,6 +142,13 @@ class CausalLM:
         inputs = self._tensor(micro.inputs)
         if micro.plain:
             return self._body(input_ids=inputs, use_cache=False).last_hidden_state
+        if micro.starts is not None:
+            # Not the longest sample's length, which would be another shape each time.
+            starts, longest = self._tensor(micro.starts), inputs.shape[1]
+            packed = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
+            return self._body(
+                input_ids=inputs, position_ids=self._tensor(micro.positions), use_cache=False, **packed
+            ).last_hidden_state
         mask = attention_mask(self._tensor(micro.tree), self._tensor(micro.branch))
         positions = self._tensor(micro.positions)
         return self._body(input_ids=inputs, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state
@@ -169,6 +189,25 @@ class CausalLM:
         first, second = (self._body(input_ids=row[:, branch[0] != other], use_cache=False).last_hidden_state[0] for other in (2, 1))
         return self._close(self._head(shared), self._head(torch.cat([first, second[4:]])))
 
+    @torch.no_grad()
+    def _packing_works(self) -> bool:
+        """Whether two samples in one packed row give the states of two rows."""
+        ids = torch.arange(2, 10, device=self.device)[None] % self.vocab_size
+        starts = torch.tensor([0, 5, 8, 8], dtype=torch.int32, device=self.device)
+        options = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 8, "max_length_k": 8}
+        positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]], device=self.device)
+        row = self._body(input_ids=ids, position_ids=positions, use_cache=False, **options).last_hidden_state[0]
+        alone = [self._body(input_ids=part, use_cache=False).last_hidden_state[0] for part in (ids[:, :5], ids[:, 5:])]
+        return self._close(self._head(row), self._head(torch.cat(alone)))
+
+    def _layers(self, key: str) -> torch.nn.ModuleList:
+        """The body's layers; ConfigError names `key` where they are not known."""
+        count = self.module.config.get_text_config().num_hidden_layers
+        stacks = [module for module in self._body.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == count]
+        if not stacks:
+            raise ConfigError(f"{key}: {type(self._body).__name__} has no list of {count} layers", hint="switch it off", key=key)
+        return stacks[0]
+
     def _close(self, ours: Tensor, theirs: Tensor) -> bool:
         bound = PROBE_TOLERANCE.get(ours.dtype, 1e-3) * max(1.0, float(theirs.abs().max()))
         return bool((ours - theirs).abs().max() <= bound)
@@ -186,7 +225,8 @@ def attention_mask(tree_RL: Tensor, branch_RL: Tensor) -> Tensor:
 def _load(model_dir: Path, dtype: torch.dtype, attention: str) -> Any:
     from transformers import AutoModelForCausalLM
 
-    kernels = {"sdpa": "sdpa", "flash": "flash_attention_2"}[attention]
+    kernels = {"sdpa": "sdpa", "flash": "flash_attention_2", "packed": PACKED}[attention]
+    register()
     try:
         with BUILDING:
             return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation=kernels)
@@ -201,18 +241,6 @@ def _load(model_dir: Path, dtype: torch.dtype, attention: str) -> Any:
         raise ConfigError(
             f"no causal language model in {model_dir}: {error}", hint="is model.path a Hugging Face directory?", path=str(model_dir)
         ) from error
-
-
-def _checkpoint_layers(body: Any, count: int) -> None:
-    """Run every layer under activation checkpointing. transformers' own switch asks for training mode, which would bring dropout."""
-    stacks = [module for module in body.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == count]
-    if not stacks:
-        raise ConfigError(
-            f"trainer.gradient_checkpointing: {type(body).__name__} has no list of {count} layers",
-            hint="switch it off and lower trainer.micro_tokens",
-        )
-    for layer in stacks[0]:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def _all_full_attention(config: Any) -> bool:
