@@ -48,6 +48,7 @@ FREE_KEYS = (
     "trainer.device",
     "trainer.gpu",
     "trainer.attention",
+    "trainer.compile",
     "trainer.gradient_checkpointing",
     "trainer.micro_tokens",
     "trainer.check_logprobs",

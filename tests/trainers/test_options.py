@@ -17,6 +17,7 @@ from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.fingerprint import numerics_fingerprint
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.torch.causal_lm import CausalLM
+from streamrl.trainers.torch.kernels import Kernels
 from tests.support.errors import raises
 
 
@@ -66,7 +67,7 @@ def test_checkpointed_layers_are_run_again_for_the_gradient(model_dir: Path, rol
 
 def test_what_is_not_there_is_refused(model_dir: Path) -> None:
     with raises(ConfigError, key="trainer.attention", got="flash") as caught:
-        CausalLM(model_dir, torch.float32, torch.device("cpu"), attention="flash")
+        CausalLM(model_dir, torch.float32, torch.device("cpu"), kernels=Kernels(attention="flash"))
     assert "sdpa" in caught.value.hint
     missing = torch.cuda.device_count() + 3
     with raises(ConfigError, key="trainer.gpu", gpu=missing, gpus=missing - 3):

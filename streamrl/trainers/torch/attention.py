@@ -6,14 +6,15 @@ Letters: `L` positions of a row, `S` samples in it, `N` heads, `K` heads of keys
 row of L = 8     a a a b b b b .      cu_seqlens = [0, 3, 7, 8]: sample s takes the columns cu_seqlens[s] to cu_seqlens[s + 1] - 1
 ```
 
-On a GPU this is torch's `varlen_attn` (FlashAttention 2, arXiv 2307.08691); elsewhere scaled dot products under a mask, which cost
-the square of a row and are for tests and small models. transformers calls it by the name `PACKED`.
+On a GPU, in bfloat16, this is torch's `varlen_attn` (FlashAttention 2, arXiv 2307.08691); elsewhere scaled dot products, one sample after
+another. transformers calls it by the name `PACKED`.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from typing import Any
 
 import torch
@@ -30,11 +31,11 @@ def register() -> None:
 
 
 def packed_attention(
-    module: torch.nn.Module,  # noqa: ARG001 - the signature is transformers'
+    module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,  # noqa: ARG001
+    attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
     cu_seq_lens_q: Tensor | None = None,
@@ -57,26 +58,17 @@ def packed_attention(
         [1, L, N, D], and no attention weights.
     """
     if cu_seq_lens_q is None:
-        out = _scaled_dot_products(query, key, value, None, scaling)
-    elif query.is_cuda:
+        return _causal(query, key, value, scaling).transpose(1, 2), None
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling)[None], None
-    else:
-        out = _scaled_dot_products(query, key, value, own_sample(cu_seq_lens_q, query.shape[2]), scaling)
-    return out.transpose(1, 2), None
+    bounds = cu_seq_lens_q.tolist()
+    parts = [_causal(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], scaling) for a, b in itertools.pairwise(bounds) if a < b]
+    return torch.cat(parts, 2).transpose(1, 2), None
 
 
-def own_sample(cu_seqlens: Tensor, length: int) -> Tensor:
-    """[L, L] bool: whether the key's column lies in the query's sample, and not behind it."""
-    columns = torch.arange(length, device=cu_seqlens.device)
-    sample = torch.searchsorted(cu_seqlens, columns, right=True)
-    return (sample[:, None] == sample[None, :]) & (columns[:, None] >= columns[None, :])
-
-
-def _scaled_dot_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
-    return torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
-    )
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scaling: float | None) -> Tensor:
@@ -94,7 +86,8 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longe
         options["scale"] = scaling
     elif scaling is not None and scaling != query.shape[-1] ** -0.5:
         query = query * (scaling * query.shape[-1] ** 0.5)
-    return varlen.varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **options)
+    found: Any = varlen.varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **options)
+    return found
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +26,14 @@ from streamrl.core.packing import MicroBatch
 from streamrl.errors import ConfigError
 from streamrl.tensors.building import BUILDING
 from streamrl.trainers.torch.attention import PACKED, register
+from streamrl.trainers.torch.kernels import Kernels
 
 logger = logging.getLogger(__name__)
 
-Attention = Literal["sdpa", "flash", "packed"]
 # Wide enough for rounding in bfloat16, far below what a wrong mask or a missing scale does to the logits.
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+
+_PLAIN = Kernels()
 
 
 class CausalLM:
@@ -41,9 +43,7 @@ class CausalLM:
         model_dir: Hugging Face model directory.
         dtype: type of the weights.
         device: where they lie.
-        attention: see `TrainerConfig`; `packed` is `sdpa` where the model cannot be run on packed rows.
-        checkpoint_layers: keep only the layers' inputs for the backward pass.
-        compile_layers: run the layers as torch.compile makes them, on packed rows only.
+        kernels: by which it is run; `packed` is `sdpa` where the model cannot be run on packed rows, and then nothing is compiled.
 
     Raises:
         ConfigError: the directory holds no causal language model, one whose head cannot be called apart or, with
@@ -56,10 +56,9 @@ class CausalLM:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        attention: Attention = "sdpa",
-        checkpoint_layers: bool = False,
-        compile_layers: bool = False,
+        kernels: Kernels = _PLAIN,
     ) -> None:
+        attention = kernels.attention
         self.module: Any = _load(model_dir, dtype, attention)
         self.module.to(device).eval()
         self.device = device
@@ -80,10 +79,10 @@ class CausalLM:
             logger.warning("event=rows_not_packed model=%s", type(self.module).__name__)
             self.module.set_attn_implementation("sdpa")
         self.free_masks = maskable and not self.packs and self._masks_work()
-        if compile_layers and self.packs:
+        if kernels.compile and self.packs:
             for layer in self._layers("trainer.compile"):
                 layer.forward = torch.compile(layer.forward, dynamic=False)
-        if checkpoint_layers:
+        if kernels.checkpoint_layers:
             for layer in self._layers("trainer.gradient_checkpointing"):
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         if not self.free_masks and not self.packs:
@@ -146,9 +145,7 @@ class CausalLM:
             # Not the longest sample's length, which would be another shape each time.
             starts, longest = self._tensor(micro.starts), inputs.shape[1]
             packed = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
-            return self._body(
-                input_ids=inputs, position_ids=self._tensor(micro.positions), use_cache=False, **packed
-            ).last_hidden_state
+            return self._body(input_ids=inputs, position_ids=self._tensor(micro.positions), use_cache=False, **packed).last_hidden_state
         mask = attention_mask(self._tensor(micro.tree), self._tensor(micro.branch))
         positions = self._tensor(micro.positions)
         return self._body(input_ids=inputs, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state

@@ -6,7 +6,6 @@ It is saved with the policy and restored with it; engines never see it. Letters:
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +18,7 @@ from streamrl.config.tree import OptimizerConfig
 from streamrl.core.packing import MicroBatch
 from streamrl.trainers.torch.checkpoint import ModelState, check_state, digest_of, host_copy
 from streamrl.trainers.torch.frozen import load_named
+from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.optimizer import ClippedAdamW
 
 HEAD = "value_head"
@@ -33,8 +33,7 @@ class Critic:
         device: where they lie.
         config: the section `loss.critic`.
         optimizer: the policy's, of which it takes all but the rate.
-        attention: see `TrainerConfig`.
-        checkpoint_layers: see `CausalLM`.
+        kernels: by which its body is run.
 
     Raises:
         ConfigError: there is no model in the directory.
@@ -48,12 +47,11 @@ class Critic:
         *,
         config: CriticConfig,
         optimizer: OptimizerConfig,
-        attention: Literal["sdpa", "flash"] = "sdpa",
-        checkpoint_layers: bool = False,
+        kernels: Kernels,
     ) -> None:
         path = Path(config.path or model_dir)
         self._config = config
-        self._model = load_named("loss.critic.path", path, dtype, device, attention=attention, checkpoint_layers=checkpoint_layers)
+        self._model = load_named("loss.critic.path", path, dtype, device, kernels=kernels)
         self._model.drop_head()
         self._head = torch.nn.Linear(self._model.width, 1, dtype=dtype if dtype.itemsize >= 4 else torch.float32, device=device)
         torch.nn.init.zeros_(self._head.weight)
@@ -66,6 +64,11 @@ class Critic:
     def free_masks(self) -> bool:
         """See `CausalLM`."""
         return self._model.free_masks
+
+    @property
+    def packs(self) -> bool:
+        """See `CausalLM`."""
+        return self._model.packs
 
     @property
     def width(self) -> int:

@@ -41,6 +41,7 @@ from streamrl.trainers.torch.checkpoint import (
 )
 from streamrl.trainers.torch.critic import Critic
 from streamrl.trainers.torch.frozen import Reference, load_frozen
+from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.optimizer import ClippedAdamW
 from streamrl.trainers.torch.parallel import DataParallel
 from streamrl.trainers.torch.profiling import StepProfiler
@@ -62,6 +63,7 @@ class TorchTrainer:
         trainer: this backend's section.
         loss: the objective.
         learning_rate: the rate of a batch's optimizer steps.
+        kernels: by which the models are run.
         dtype: type of the parameters; below float32 the optimizer holds float32 masters.
         device: where they lie.
         deterministic: refuse kernels that are not reproducible.
@@ -78,6 +80,7 @@ class TorchTrainer:
         trainer: TrainerConfig,
         loss: LossConfig,
         learning_rate: Callable[[TrainBatch], float],
+        kernels: Kernels,
         dtype: torch.dtype,
         device: torch.device,
         deterministic: bool,
@@ -90,8 +93,7 @@ class TorchTrainer:
         self._loss = loss
         self._learning_rate = learning_rate
         self._parallel = DataParallel(trainer.ranks)
-        attention, checkpointing = trainer.attention, trainer.gradient_checkpointing
-        self._policy = CausalLM(model_dir, dtype, device, attention=attention, checkpoint_layers=checkpointing)
+        self._policy = CausalLM(model_dir, dtype, device, kernels=kernels)
         if memory_tokens:
             self._policy.limit_memory(memory_tokens)
         self._parameters = list(self._policy.parameters())
@@ -106,14 +108,13 @@ class TorchTrainer:
                 device,
                 config=loss.critic,
                 optimizer=trainer.optimizer,
-                attention=attention,
-                checkpoint_layers=checkpointing,
+                kernels=kernels,
             )
         cuda = device.type == "cuda"
         self._snapshots = SnapshotRing(self._parameters, device, slots=snapshots) if cuda else None
         self._digester = NamedDigester(dict(self._parameters)) if cuda else None
         self._optimizer = ClippedAdamW(self._parameters, trainer.optimizer)
-        frozen = load_frozen(loss, model_dir, dtype, device, attention=attention, vocab_size=self._policy.vocab_size)
+        frozen = load_frozen(loss, model_dir, dtype, device, kernels=kernels, vocab_size=self._policy.vocab_size)
         self._reference: Reference | None = None
         if loss.kl.reference_every:
             self._reference = Reference(frozen[Role.REFERENCE], self._parameters, every=loss.kl.reference_every)
@@ -124,12 +125,13 @@ class TorchTrainer:
             optimizer=self._optimizer,
             frozen=frozen,
             critic=self._critic,
+            row_length=kernels.row_length,
             parallel=self._parallel,
             deterministic=deterministic,
             settle=self._settle,
         )
         # FlashAttention knows no float32.
-        widen = trainer.attention == "sdpa"
+        widen = kernels.attention != "flash"
         self._recheck = Recheck(self._parameters, samples=trainer.check_logprobs, versions=recheck_versions, widen=widen)
         self._micro_tokens = trainer.micro_tokens
         self._profiler = profiler

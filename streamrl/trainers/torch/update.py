@@ -39,6 +39,15 @@ _SCORING = {Role.PROXIMAL: "perf/log_probs_time", Role.REFERENCE: "perf/ref_log_
 """Metrics of the time that scoring takes."""
 
 
+class Layout(NamedTuple):
+    """How samples are laid out for some models: see `plan_micro_batches`."""
+
+    free_masks: bool
+    """Several samples a row, their prompts shared; else one sample a row."""
+    row_length: int
+    """Of packed rows; 0: rows are not packed."""
+
+
 class Updated(NamedTuple):
     """What the optimizer steps of a batch did; equal on all ranks."""
 
@@ -65,6 +74,7 @@ class Update:
         optimizer: the policy's.
         frozen: reference and teacher, as far as `loss` asks for them.
         critic: where the advantages need one.
+        row_length: of packed rows, for models that are run on them.
         parallel: sums over ranks.
         deterministic: refuse kernels that are not reproducible.
         settle: called before the policy's parameters are written.
@@ -82,6 +92,7 @@ class Update:
         optimizer: ClippedAdamW,
         frozen: dict[Role, CausalLM],
         critic: Critic | None,
+        row_length: int,
         parallel: DataParallel,
         deterministic: bool,
         settle: Callable[[], None],
@@ -94,6 +105,7 @@ class Update:
         """Whether an optimizer has begun to write in the batch that was prepared last: then its step cannot be repeated."""
         self.times: dict[str, float] = {}
         """Seconds by metric, of the batch that was prepared last."""
+        self._row_length = row_length
         self._policy = policy
         self._optimizer = optimizer
         self._frozen = frozen
@@ -128,7 +140,7 @@ class Update:
         """The optimizer steps of a batch; without `learns` those of the critic alone."""
         start_s = time.perf_counter()
         loss, policy, slime = self._loss, self._policy, self._slime if batch.kind == "rl" else None
-        free_masks = policy.free_masks and (self._critic is None or self._critic.free_masks)
+        layout = self._layout(policy, *([self._critic] if self._critic is not None else []))
         all_logprobs, all_weights = np.zeros(batch.num_tokens), np.zeros(batch.num_tokens)
         factor = self._factor(batch, objective)
         rows: list[dict[str, float]] = []
@@ -139,7 +151,7 @@ class Update:
                 wanted = objective.weights[index] > 0
                 if slime is not None:
                     wanted = slime.wanted(batch, wanted)
-                for micro in self._micro_batches(batch, wanted, samples, free_masks=free_masks, width=policy.width):
+                for micro in self._micro_batches(batch, wanted, samples, layout, policy.width):
                     with torch.set_grad_enabled(learns):
                         if slime is not None:
                             found, logprobs, target = slime.learn(policy, batch, objective, index, micro)
@@ -196,20 +208,27 @@ class Update:
             )
         found = torch.zeros(batch.num_tokens)
         with torch.no_grad(), reproducible(self._deterministic):
-            for micro in self._micro_batches(batch, wanted, samples, free_masks=model.free_masks, width=model.width):
+            for micro in self._micro_batches(batch, wanted, samples, self._layout(model), model.width):
                 values = model.values(micro) if isinstance(model, Critic) else model.predict(micro, batch)[0]
                 found[torch.from_numpy(micro.target)] = values.float().cpu()
         return self._parallel.sum(found).numpy()
 
-    def _micro_batches(self, batch: TrainBatch, wanted: Bools, samples: Indices, *, free_masks: bool, width: int) -> list[MicroBatch]:
-        """This rank's share of `samples`, laid out for a model that can (`free_masks`) or cannot be masked freely."""
+    def _layout(self, *models: CausalLM | Critic) -> Layout:
+        """What all of these models can be run on."""
+        if self._row_length and all(model.packs for model in models):
+            return Layout(False, self._row_length)
+        return Layout(all(model.free_masks for model in models), 0)
+
+    def _micro_batches(self, batch: TrainBatch, wanted: Bools, samples: Indices, layout: Layout, width: int) -> list[MicroBatch]:
+        """This rank's share of `samples`."""
         return plan_micro_batches(
             batch,
             wanted,
             split_ranks(batch, samples, self._parallel.ranks, width=width)[self._parallel.rank],
             budget=self.budget,
-            share_prefixes=free_masks,
-            several_per_row=free_masks,
+            share_prefixes=layout.free_masks,
+            several_per_row=layout.free_masks,
+            row_length=layout.row_length,
             width=width,
         )
 

@@ -1,0 +1,54 @@
+"""By which kernels the models of a trainer are run: chosen once, from the configuration and the device."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+import torch
+
+from streamrl.config.tree import Config
+from streamrl.errors import ConfigError
+
+
+class Kernels(msgspec.Struct, frozen=True, kw_only=True):
+    """What `CausalLM` is told; it may find out that a model cannot do all of it."""
+
+    attention: Literal["sdpa", "packed", "flash"] = "sdpa"
+    """See `TrainerConfig`."""
+    row_length: int = 0
+    """Of packed rows; 0 where rows are not packed."""
+    compile: bool = False
+    """Run the layers as torch.compile makes them, on packed rows only."""
+    checkpoint_layers: bool = False
+    """Keep only the layers' inputs for the backward pass."""
+
+
+def choose_kernels(config: Config, device: torch.device, dtype: torch.dtype) -> Kernels:
+    """What the configuration's `auto` means here.
+
+    Rows are packed on a GPU in bfloat16, which torch's variable-length attention needs. Compiled kernels are not known to give the same
+    bits in each process, so with run.numerics = "bitwise" there are none unless they are asked for.
+
+    Raises:
+        ConfigError: compiled layers were asked for with rows that are not packed.
+    """
+    trainer = config.trainer
+    cuda = device.type == "cuda"
+    attention = trainer.attention
+    if attention == "auto":
+        attention = "packed" if cuda and dtype in (torch.bfloat16, torch.float16) else "sdpa"
+    packed = attention == "packed"
+    if trainer.compile == "on" and not packed:
+        raise ConfigError(
+            f"trainer.compile = 'on' needs packed rows, got trainer.attention = {trainer.attention!r} for {dtype} on {device.type}",
+            hint="each row length would be compiled anew; set trainer.attention = 'packed', or trainer.compile = 'auto'",
+            key="trainer.compile",
+        )
+    compiled = trainer.compile == "on" or (trainer.compile == "auto" and packed and cuda and config.run.numerics != "bitwise")
+    return Kernels(
+        attention=attention,
+        row_length=max(trainer.micro_tokens, config.model.max_len) if packed else 0,
+        compile=compiled,
+        checkpoint_layers=trainer.gradient_checkpointing,
+    )
