@@ -95,7 +95,7 @@ def plan_micro_batches(
         budget: most row positions (R * L) of a micro-batch. A single tree that is longer gets one of its own.
         share_prefixes: lay a group's common prefix out once, where that is cheaper and fits the budget.
         several_per_row: let a row hold several trees. False for models that cannot be masked freely.
-        row_length: of packed rows, at least the longest sample's; 0: rows are laid out by the other arguments.
+        row_length: of packed rows, see `packed_row_length`; 0: rows are laid out by the other arguments.
         width: hidden size of the model, which weighs its linear layers against attention.
 
     Returns:
@@ -120,6 +120,17 @@ def split_groups(batch: TrainBatch, parts: int) -> list[Indices]:
     starts = np.flatnonzero(np.diff(batch.tasks, prepend=batch.tasks[:1] - 1))
     bounds = [int(chunk[0]) for chunk in np.array_split(starts, min(parts, len(starts)))]
     return [np.arange(a, b, dtype=np.int64) for a, b in zip(bounds, [*bounds[1:], batch.num_samples], strict=True)]
+
+
+def packed_row_length(batch: TrainBatch, budget: int) -> int:
+    """Length of all packed rows of a batch: the budget, or more where its longest sample is longer.
+
+    Then it is that sample's length, rounded up to one of eight lengths from each power of two to the next: a length that has not been
+    there before is compiled anew, so there must be few.
+    """
+    longest = int(batch.lengths.max(initial=1))
+    unit = 1 << max(0, longest.bit_length() - 4)
+    return max(budget, -(-longest // unit) * unit)
 
 
 def _trees(batch: TrainBatch, predicted: npt.NDArray[np.bool_], samples: Indices, share: bool, budget: int, width: int) -> list[Tree]:
@@ -152,7 +163,6 @@ def _packed(batch: TrainBatch, predicted: npt.NDArray[np.bool_], samples: Indice
     if trees and trees[0].length > length:
         raise TrainingError(
             f"expected samples of at most {length} tokens, which a packed row holds, got one of {trees[0].length}",
-            hint="raise trainer.micro_tokens to model.max_len",
             expected=length,
             got=trees[0].length,
         )

@@ -74,7 +74,7 @@ def _torch_numerics(config: Config) -> dict[str, str]:
     kernels = choose_kernels(config, device, training_dtype(config))
     return {
         "attention": kernels.attention,
-        **({"compile": "layers", "row_length": str(kernels.row_length)} if kernels.compile else {}),
+        **({"compile": "layers"} if kernels.compile else {}),
         "torch": str(torch.__version__),
         "transformers": transformers.__version__,
         "device": torch.cuda.get_device_name(device) if cuda else "cpu",

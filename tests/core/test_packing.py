@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from streamrl.core.batches import TrainBatch
-from streamrl.core.packing import MicroBatch, plan_micro_batches, split_groups
+from streamrl.core.packing import MicroBatch, packed_row_length, plan_micro_batches, split_groups
 
 MakeBatch = Callable[..., TrainBatch]
 
@@ -155,3 +155,13 @@ def test_optimizer_steps_take_whole_groups(make_batch: MakeBatch, groups_: int, 
     split = split_groups(batch, parts)
     assert [len(s) for s in split] == sizes
     assert np.concatenate(split).tolist() == list(range(batch.num_samples))
+
+
+def test_packed_rows_are_as_long_as_the_budget_or_of_one_of_few_lengths_for_longer_samples() -> None:
+    def length(longest: int, budget: int) -> int:
+        return packed_row_length(TrainBatch.from_lists([[1] * 2, [1]], [[1], [1] * (longest - 1)]), budget)
+
+    assert [length(longest, 40) for longest in (3, 39, 40)] == [40] * 3
+    found = {length(longest, 40) for longest in range(41, 1025)}
+    assert all(longest <= length(longest, 40) < 1.125 * longest for longest in range(41, 1025))
+    assert len(found) < 8 * 5 and max(found) == 1024

@@ -16,8 +16,6 @@ class Kernels(msgspec.Struct, frozen=True, kw_only=True):
 
     attention: Literal["sdpa", "packed", "flash"] = "sdpa"
     """See `TrainerConfig`."""
-    row_length: int = 0
-    """Of packed rows; 0 where rows are not packed."""
     compile: bool = False
     """Run the layers as torch.compile makes them, on packed rows only."""
     checkpoint_layers: bool = False
@@ -48,7 +46,6 @@ def choose_kernels(config: Config, device: torch.device, dtype: torch.dtype) -> 
     compiled = trainer.compile == "on" or (trainer.compile == "auto" and packed and cuda and config.run.numerics != "bitwise")
     return Kernels(
         attention=attention,
-        row_length=max(trainer.micro_tokens, config.model.max_len) if packed else 0,
         compile=compiled,
         checkpoint_layers=trainer.gradient_checkpointing,
     )

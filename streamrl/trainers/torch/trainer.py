@@ -20,7 +20,7 @@ from streamrl.config.loss import estimator_of
 from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch, sample_of_token
-from streamrl.core.packing import Indices
+from streamrl.core.packing import Indices, packed_row_length
 from streamrl.errors import OutOfMemory, TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine
@@ -125,7 +125,6 @@ class TorchTrainer:
             optimizer=self._optimizer,
             frozen=frozen,
             critic=self._critic,
-            row_length=kernels.row_length,
             parallel=self._parallel,
             deterministic=deterministic,
             settle=self._settle,
@@ -176,8 +175,9 @@ class TorchTrainer:
 
     def _check_repeatable(self, batch: TrainBatch, error: torch.OutOfMemoryError) -> None:
         """Raise OutOfMemory unless the step may be repeated with half the budget."""
-        budget, longest = self._update.budget, int(np.diff(batch.offsets).max())
-        half = budget // 2 if budget > longest else 0
+        budget, longest = self._update.budget, int(batch.lengths.max())
+        now, then = (packed_row_length(batch, n) if self._update.packs else max(n, longest) for n in (budget, budget // 2))
+        half = budget // 2 if then < now else 0
         if not half or self._update.wrote or self._parallel.ranks > 1:
             raise _out_of_memory(batch, budget, half, longest, str(error)) from error
 
@@ -324,8 +324,8 @@ def _out_of_memory(batch: TrainBatch, budget: int, half: int, longest: int, said
     else:
         hint = "set trainer.gradient_checkpointing = true, lower sampling.max_new_tokens, or train on a larger device"
     return OutOfMemory(
-        f"out of memory in the step from version {batch.version} with micro-batches of {budget} tokens, the longest sample has {longest}: "
-        + said,
+        f"out of memory in the step from version {batch.version} with micro-batches of {budget} tokens, the longest sample has {longest}"
+        f"{'' if half else ', and none is shorter than that'}: {said}",
         hint=hint,
         micro_tokens=half,
         number=batch.version.number + 1,

@@ -24,7 +24,7 @@ from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig, TrainerConfig
 from streamrl.core.balance import split_ranks
 from streamrl.core.batches import TrainBatch
-from streamrl.core.packing import Indices, MicroBatch, plan_micro_batches
+from streamrl.core.packing import Indices, MicroBatch, packed_row_length, plan_micro_batches
 from streamrl.errors import TrainingError
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.critic import Critic
@@ -74,7 +74,6 @@ class Update:
         optimizer: the policy's.
         frozen: reference and teacher, as far as `loss` asks for them.
         critic: where the advantages need one.
-        row_length: of packed rows, for models that are run on them.
         parallel: sums over ranks.
         deterministic: refuse kernels that are not reproducible.
         settle: called before the policy's parameters are written.
@@ -92,7 +91,6 @@ class Update:
         optimizer: ClippedAdamW,
         frozen: dict[Role, CausalLM],
         critic: Critic | None,
-        row_length: int,
         parallel: DataParallel,
         deterministic: bool,
         settle: Callable[[], None],
@@ -105,11 +103,11 @@ class Update:
         """Whether an optimizer has begun to write in the batch that was prepared last: then its step cannot be repeated."""
         self.times: dict[str, float] = {}
         """Seconds by metric, of the batch that was prepared last."""
-        self._row_length = row_length
         self._policy = policy
         self._optimizer = optimizer
         self._frozen = frozen
         self._critic = critic
+        self._trained: list[CausalLM | Critic] = [policy, *([critic] if critic is not None else [])]
         self._parallel = parallel
         self._deterministic = deterministic
         self._settle = settle
@@ -140,7 +138,7 @@ class Update:
         """The optimizer steps of a batch; without `learns` those of the critic alone."""
         start_s = time.perf_counter()
         loss, policy, slime = self._loss, self._policy, self._slime if batch.kind == "rl" else None
-        layout = self._layout(policy, *([self._critic] if self._critic is not None else []))
+        layout = self._layout(batch, *self._trained)
         all_logprobs, all_weights = np.zeros(batch.num_tokens), np.zeros(batch.num_tokens)
         factor = self._factor(batch, objective)
         rows: list[dict[str, float]] = []
@@ -208,15 +206,20 @@ class Update:
             )
         found = torch.zeros(batch.num_tokens)
         with torch.no_grad(), reproducible(self._deterministic):
-            for micro in self._micro_batches(batch, wanted, samples, self._layout(model), model.width):
+            for micro in self._micro_batches(batch, wanted, samples, self._layout(batch, model), model.width):
                 values = model.values(micro) if isinstance(model, Critic) else model.predict(micro, batch)[0]
                 found[torch.from_numpy(micro.target)] = values.float().cpu()
         return self._parallel.sum(found).numpy()
 
-    def _layout(self, *models: CausalLM | Critic) -> Layout:
+    @property
+    def packs(self) -> bool:
+        """Whether the policy is trained on packed rows."""
+        return all(model.packs for model in self._trained)
+
+    def _layout(self, batch: TrainBatch, *models: CausalLM | Critic) -> Layout:
         """What all of these models can be run on."""
-        if self._row_length and all(model.packs for model in models):
-            return Layout(False, self._row_length)
+        if all(model.packs for model in models):
+            return Layout(False, packed_row_length(batch, self.budget))
         return Layout(all(model.free_masks for model in models), 0)
 
     def _micro_batches(self, batch: TrainBatch, wanted: Bools, samples: Indices, layout: Layout, width: int) -> list[MicroBatch]:
