@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from streamrl.algorithms.chunked_head import ChunkKernels, chunk_kernels, chunked_logprobs
 from streamrl.algorithms.logprobs import CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS, LinearHead, linear_logprobs, token_logprobs
 from streamrl.core.batches import TrainBatch, samples_at
 from streamrl.core.packing import MicroBatch
@@ -79,9 +80,11 @@ class CausalLM:
             logger.warning("event=rows_not_packed model=%s", type(self.module).__name__)
             self.module.set_attn_implementation("sdpa")
         self.free_masks = maskable and not self.packs and self._masks_work()
+        self._chunks: ChunkKernels | None = None
         if kernels.compile and self.packs:
             for layer in self._layers("trainer.compile"):
                 layer.forward = torch.compile(layer.forward, dynamic=False)
+            self._chunks = chunk_kernels(self.vocab_size, compiled=True)
         if kernels.checkpoint_layers:
             for layer in self._layers("trainer.gradient_checkpointing"):
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
@@ -101,9 +104,14 @@ class CausalLM:
         sample = samples_at(batch, micro.target)
         truncated = bool(((batch.top_p[sample] < 1) | (batch.top_k[sample] > 0)).any())
         states, targets = self.states(micro), self._tensor(batch.tokens[micro.target].astype(np.int64))
+        temperature = self._tensor(batch.temperature[micro.target])
+        if self._chunks is not None and self._linear is not None and not truncated:
+            return chunked_logprobs(
+                states, targets, self._linear, temperature_M=temperature, kernels=self._chunks, entropy_gradient=entropy_gradient
+            )
         compute = partial(
             token_logprobs if self._linear is None else linear_logprobs,
-            temperature_M=self._tensor(batch.temperature[micro.target]),
+            temperature_M=temperature,
             top_p_M=self._tensor(batch.top_p[sample]) if truncated else None,
             top_k_M=self._tensor(batch.top_k[sample].astype(np.int64)) if truncated else None,
             entropy_gradient=entropy_gradient,
