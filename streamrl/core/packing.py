@@ -85,6 +85,8 @@ def plan_micro_batches(
     several_per_row: bool = True,
     row_length: int = 0,
     width: int = 1024,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> list[MicroBatch]:
     """Cut the samples into micro-batches so that each predicted token is predicted exactly once.
 
@@ -97,6 +99,8 @@ def plan_micro_batches(
         several_per_row: let a row hold several trees. False for models that cannot be masked freely.
         row_length: of packed rows, see `packed_row_length`; 0: rows are laid out by the other arguments.
         width: hidden size of the model, which weighs its linear layers against attention.
+        rank: whose share of the packed rows is laid out; rows of other kinds are shared out before, see `split_ranks`.
+        ranks: how many share them.
 
     Returns:
         Micro-batches, those with long rows first; none when nothing is predicted.
@@ -105,7 +109,8 @@ def plan_micro_batches(
         TrainingError: a sample is longer than `row_length`.
     """
     if row_length:
-        return _packed(batch, predicted, samples, row_length)
+        rows = _packed_rows(batch, predicted, samples, row_length)
+        return [_packed(batch, predicted, row, row_length) for row in _shares(rows, ranks, width)[rank]]
     trees = _trees(batch, predicted, samples, share_prefixes, budget, width)
     left = sorted(trees, key=lambda tree: (-tree.length, tree.samples))
     plans: list[MicroBatch] = []
@@ -153,12 +158,8 @@ def _trees(batch: TrainBatch, predicted: npt.NDArray[np.bool_], samples: Indices
     return trees
 
 
-def _packed(batch: TrainBatch, predicted: npt.NDArray[np.bool_], samples: Indices, length: int) -> list[MicroBatch]:
-    """One row a micro-batch, by best-fit decreasing; see `MicroBatch.starts`.
-
-    Example: samples of 3 and 2 fed tokens in a row of 8 give starts 0 3 5 8 (then 8 again, up to the next of `STARTS`); the padding is the
-    last sample.
-    """
+def _packed_rows(batch: TrainBatch, predicted: npt.NDArray[np.bool_], samples: Indices, length: int) -> list[list[Tree]]:
+    """Samples row by row, by best-fit decreasing over all of them: over a step of many rows that leaves hardly anything empty."""
     trees = sorted(_trees(batch, predicted, samples, False, length, 0), key=lambda tree: (-tree.length, tree.samples))
     if trees and trees[0].length > length:
         raise TrainingError(
@@ -175,15 +176,36 @@ def _packed(batch: TrainBatch, predicted: npt.NDArray[np.bool_], samples: Indice
             rows.append([])
         rows[row].append(tree)
         insort(room, (free - tree.length, row))
-    plans: list[MicroBatch] = []
-    for row in rows:
-        plan = _lay_out(batch, predicted, [row], length)
-        ends = np.cumsum([tree.length for tree in row])
-        count = next((n for n in STARTS if n > len(row) + 1), len(row) + 2)
-        starts = np.full(count, length, np.int32)
-        starts[0], starts[1 : len(row) + 1] = 0, ends
-        plans.append(replace(plan, plain=False, starts=starts))
-    return plans
+    return rows
+
+
+def _shares(rows: Sequence[list[Tree]], ranks: int, width: int) -> list[list[list[Tree]]]:
+    """The rows of each rank: as many for each, up to one, and nearly the same work. A rank's rows stand in the order they came in.
+
+    Of every `ranks` rows, from the costliest on, the rank that has the least so far gets the costliest.
+    """
+    costs = [sum(sequence_cost(tree.length, width) for tree in row) for row in rows]
+    order = sorted(range(len(rows)), key=lambda row: (-costs[row], row))
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    work = [0] * ranks
+    for first in range(0, len(rows), ranks):
+        poorest = sorted(range(ranks), key=lambda rank: (work[rank], rank))
+        for row, rank in zip(order[first : first + ranks], poorest, strict=False):
+            shares[rank].append(row)
+            work[rank] += costs[row]
+    return [[rows[row] for row in sorted(share)] for share in shares]
+
+
+def _packed(batch: TrainBatch, predicted: npt.NDArray[np.bool_], row: list[Tree], length: int) -> MicroBatch:
+    """One packed row; see `MicroBatch.starts`.
+
+    Example: samples of 3 and 2 fed tokens in a row of 8 give starts 0 3 5 8 (then 8 again, up to the next of `STARTS`); the padding is the
+    last sample.
+    """
+    count = next((n for n in STARTS if n > len(row) + 1), len(row) + 2)
+    starts = np.full(count, length, np.int32)
+    starts[0], starts[1 : len(row) + 1] = 0, np.cumsum([tree.length for tree in row])
+    return replace(_lay_out(batch, predicted, [row], length), plain=False, starts=starts)
 
 
 def _common_prefix(batch: TrainBatch, samples: Indices, limit: int) -> int:

@@ -165,3 +165,31 @@ def test_packed_rows_are_as_long_as_the_budget_or_of_one_of_few_lengths_for_long
     found = {length(longest, 40) for longest in range(41, 1025)}
     assert all(longest <= length(longest, 40) < 1.125 * longest for longest in range(41, 1025))
     assert len(found) < 8 * 5 and max(found) == 1024
+
+
+@pytest.mark.parametrize(("mean", "cap"), [(1500, 8192), (8000, 16_000)])
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_packed_rows_of_a_step_are_full_and_its_ranks_have_the_same_work(mean: int, cap: int, ranks: int) -> None:
+    """64 groups of 8 with prompts of 300 and log-normal answers, as reinforcement learning has them."""
+    length, width, prompt = 16_384, 1024, 300
+    answers = np.random.default_rng(0).lognormal(np.log(mean) - 0.32, 0.8, 512).clip(8, cap).astype(int)
+    batch = TrainBatch.from_lists([[1] * prompt] * 512, [[1] * n for n in answers], tasks=[i // 8 for i in range(512)])
+    assert packed_row_length(batch, length) == length
+    shares = [
+        plan_micro_batches(batch, batch.loss_mask, np.arange(512), budget=length, row_length=length, width=width, rank=rank, ranks=ranks)
+        for rank in range(ranks)
+    ]
+    assert sorted(np.concatenate([plan.target for share in shares for plan in share])) == np.flatnonzero(batch.loss_mask).tolist()
+    fed = int((batch.lengths - 1).sum())
+    assert all(plan.inputs.shape == (1, length) for share in shares for plan in share)
+    assert fed / (sum(len(share) for share in shares) * length) >= 0.97
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+    def work(share: list[MicroBatch]) -> tuple[int, int]:
+        sample = np.searchsorted(batch.offsets, np.concatenate([plan.target for plan in share]), side="right") - 1
+        own = batch.lengths[np.unique(sample)] - 1
+        return int(own.sum()), int((own**2).sum())
+
+    tokens, attention = zip(*map(work, shares), strict=True)
+    assert max(tokens) - min(tokens) <= 1.1 * length, "a row, and what another one lacks"
+    assert min(attention) > 0.93 * max(attention)

@@ -224,15 +224,18 @@ class Update:
 
     def _micro_batches(self, batch: TrainBatch, wanted: Bools, samples: Indices, layout: Layout, width: int) -> list[MicroBatch]:
         """This rank's share of `samples`."""
+        rank, ranks = self._parallel.rank, self._parallel.ranks
         return plan_micro_batches(
             batch,
             wanted,
-            split_ranks(batch, samples, self._parallel.ranks, width=width)[self._parallel.rank],
+            samples if layout.row_length else split_ranks(batch, samples, ranks, width=width)[rank],
             budget=self.budget,
             share_prefixes=layout.free_masks,
             several_per_row=layout.free_masks,
             row_length=layout.row_length,
             width=width,
+            rank=rank,
+            ranks=ranks,
         )
 
     def _factor(self, batch: TrainBatch, objective: Objective) -> float:
