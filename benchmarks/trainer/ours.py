@@ -68,7 +68,7 @@ class Ours:
     def settings(self) -> dict[str, Any]:
         """What it has chosen."""
         told = {name: value for name, value in numerics_fingerprint(self._config).items() if name in _TOLD}
-        return {**told, "micro_tokens": self._micro_tokens, "gradient_checkpointing": self._config.trainer.gradient_checkpointing}
+        return {**told, "micro_tokens": self._micro_tokens, "activations": self._config.trainer.activations}
 
     @contextmanager
     def counting(self) -> Generator[None]:

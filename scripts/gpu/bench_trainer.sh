@@ -31,7 +31,7 @@ measure() {
     [ "$left" -ge 30 ] || { echo "== no time left for $shape"; return 1; }
     rm -rf "$dir" && mkdir -p "$dir"
     # Without it the layers' activations of 4 billion parameters have no room.
-    [ "$shape" = 4b ] && own=(--set trainer.gradient_checkpointing=true)
+    [ "$shape" = 4b ] && own=(--set trainer.activations=0)
     # shellcheck disable=SC2086
     timeout --foreground --signal=INT --kill-after=10 "$left" python3 -m streamrl bench trainer --shape "$shape" "${size[@]}" \
         --rounds "$rounds" --steps "${STEPS:-2}" --out "$dir" "${own[@]}" ${OPTIONS:-} > "$dir/bench.log" 2>&1

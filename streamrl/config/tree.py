@@ -228,8 +228,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     compile: Literal["auto", "on", "off"] = "auto"
     """Whether the layers are compiled (torch.compile), once a run and for packed rows only. `auto`: on a GPU, unless run.numerics is
     bitwise."""
-    gradient_checkpointing: bool = False
-    """Keep only the layers' inputs of a forward pass and compute the rest again: less memory, a third more work, the same digits."""
+    activations: Literal["auto", "all"] | NonNegativeInt = "auto"
+    """How many layers, the last ones, keep what they computed for the backward pass; the others keep their input and are run again there:
+    less memory, for none kept a third more work, the same digits. `auto`: on a GPU as many as its memory is enough for, on a CPU `all`."""
     minibatches: PositiveInt = 1
     """Optimizer steps a batch."""
     micro_tokens: PositiveInt = 16384

@@ -49,7 +49,7 @@ FREE_KEYS = (
     "trainer.gpu",
     "trainer.attention",
     "trainer.compile",
-    "trainer.gradient_checkpointing",
+    "trainer.activations",
     "trainer.micro_tokens",
     "trainer.check_logprobs",
     "trainer.checkpoint_every",

@@ -61,9 +61,16 @@ def packed_attention(
         return _causal(query, key, value, scaling).transpose(1, 2), None
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling)[None], None
-    bounds = cu_seq_lens_q.tolist()
-    parts = [_causal(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], scaling) for a, b in itertools.pairwise(bounds) if a < b]
-    return torch.cat(parts, 2).transpose(1, 2), None
+    return _by_sample(query, key, value, cu_seq_lens_q, scaling).transpose(1, 2), None
+
+
+def _each_sample(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scaling: float | None) -> Tensor:
+    spans = [(a, b) for a, b in itertools.pairwise(cu_seqlens.tolist()) if a < b]
+    return torch.cat([_causal(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], scaling) for a, b in spans], 2)
+
+
+# Not compiled: the samples' lengths, which are numbers there, would be compiled in.
+_by_sample: Any = torch.compiler.disable(_each_sample)
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:

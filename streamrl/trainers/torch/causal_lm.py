@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from streamrl.algorithms.chunked_head import ChunkKernels, chunk_kernels, chunked_logprobs
 from streamrl.algorithms.logprobs import CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS, LinearHead, linear_logprobs, token_logprobs
 from streamrl.core.batches import TrainBatch, samples_at
-from streamrl.core.packing import MicroBatch
+from streamrl.core.packing import STARTS, MicroBatch
 from streamrl.errors import ConfigError
 from streamrl.tensors.building import BUILDING
 from streamrl.trainers.torch.attention import PACKED, register
@@ -48,7 +48,7 @@ class CausalLM:
 
     Raises:
         ConfigError: the directory holds no causal language model, one whose head cannot be called apart or, with
-            `checkpoint_layers`, one whose layers are not known; or FlashAttention is not installed.
+            `kept_layers`, one whose layers are not as many; or FlashAttention is not installed.
     """
 
     def __init__(
@@ -80,16 +80,79 @@ class CausalLM:
             logger.warning("event=rows_not_packed model=%s", type(self.module).__name__)
             self.module.set_attn_implementation("sdpa")
         self.free_masks = maskable and not self.packs and self._masks_work()
+        self._layers = [(layer, layer.forward) for layer in self._stack()]
+        self._fast: list[Any] = []
+        """The layers as torch.compile makes them, once that has been asked for."""
+        self._fast_chunks: ChunkKernels | None = None
         self._chunks: ChunkKernels | None = None
-        if kernels.compile and self.packs:
-            for layer in self._layers("trainer.compile"):
-                layer.forward = torch.compile(layer.forward, dynamic=False)
-            self._chunks = chunk_kernels(self.vocab_size, compiled=True)
-        if kernels.checkpoint_layers:
-            for layer in self._layers("trainer.gradient_checkpointing"):
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        self.arrange(compiled=kernels.compile, kept=None if kernels.kept_layers == "auto" else kernels.kept_layers)
         if not self.free_masks and not self.packs:
             logger.info("event=one_sample_per_row model=%s", type(self.module).__name__)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that can be compiled and run again; 0 where they are not known."""
+        return len(self._layers)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether layers and head are."""
+        return self._chunks is not None
+
+    def arrange(self, *, compiled: bool, kept: int | None) -> None:
+        """How it is run from here on.
+
+        Args:
+            compiled: layers and head as torch.compile makes them, when they are first run; not where rows are not packed.
+            kept: layers, the last ones, that keep their activations for the backward pass, None: all. The last, because theirs are gone
+                when the first are run again.
+
+        Raises:
+            ConfigError: there are not as many layers.
+        """
+        if kept is not None and not 0 <= kept <= self.num_layers:
+            raise ConfigError(
+                f"trainer.activations = {kept}, but {type(self._body).__name__} has {self.num_layers or 'no list of'} layers",
+                hint="set it to 'all'",
+                key="trainer.activations",
+                got=kept,
+            )
+        compiled = compiled and self.packs and bool(self._layers)
+        if compiled and self._fast_chunks is None:
+            self._fast = [torch.compile(plain, dynamic=False) for _, plain in self._layers]
+            self._fast_chunks = chunk_kernels(self.vocab_size, compiled=True)
+        self._chunks = self._fast_chunks if compiled else None
+        again = 0 if kept is None else self.num_layers - kept
+        for number, (layer, plain) in enumerate(self._layers):
+            run = self._fast[number] if compiled else plain
+            if number < again:
+                run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+            layer.forward = run
+
+    def try_compiled(self, row_length: int, *, gradient: bool) -> str:
+        """Run a row as a step does, so that what cannot be compiled is known before one; returns why it cannot, or an empty string."""
+        if self._chunks is None:
+            return ""
+        starts = np.full(STARTS[0], row_length, np.int32)
+        starts[0] = 0
+        # Laid out as a batch's are: a stride that differs is another shape.
+        ids, positions = np.zeros((2, 1, row_length), np.int64)
+        positions[0] = np.arange(row_length)
+        try:
+            with torch.set_grad_enabled(gradient):
+                states = self._packed(ids, positions, starts)[0, :1]
+                if self._linear is not None:
+                    one = torch.ones(1, device=self.device)
+                    states, _ = chunked_logprobs(states, one.long(), self._linear, temperature_M=one, kernels=self._chunks)
+                if gradient:
+                    states.sum().backward()
+        except torch.OutOfMemoryError:
+            return ""  # a step finds its budget by itself
+        except RuntimeError as error:  # of every part of torch.compile, down to a compiler that is not installed
+            return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        finally:
+            self.module.zero_grad(set_to_none=True)
+        return ""
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Trained parameters by Hugging Face name; tied ones once, under their first name."""
@@ -150,13 +213,17 @@ class CausalLM:
         if micro.plain:
             return self._body(input_ids=inputs, use_cache=False).last_hidden_state
         if micro.starts is not None:
-            # Not the longest sample's length, which would be another shape each time.
-            starts, longest = self._tensor(micro.starts), inputs.shape[1]
-            packed = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
-            return self._body(input_ids=inputs, position_ids=self._tensor(micro.positions), use_cache=False, **packed).last_hidden_state
+            return self._packed(micro.inputs, micro.positions, micro.starts)
         mask = attention_mask(self._tensor(micro.tree), self._tensor(micro.branch))
         positions = self._tensor(micro.positions)
         return self._body(input_ids=inputs, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state
+
+    def _packed(self, inputs: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], starts: npt.NDArray[np.int32]) -> Tensor:
+        bounds = self._tensor(starts)
+        # Not the longest sample's length, which would be another number each time.
+        options = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": inputs.shape[1], "max_length_k": inputs.shape[1]}
+        ids, places = self._tensor(inputs), self._tensor(positions)
+        return self._body(input_ids=ids, position_ids=places, use_cache=False, **options).last_hidden_state
 
     def _head(self, states: Tensor) -> Tensor:
         logits = self.module.get_output_embeddings()(states) * self._scale
@@ -205,13 +272,11 @@ class CausalLM:
         alone = [self._body(input_ids=part, use_cache=False).last_hidden_state[0] for part in (ids[:, :5], ids[:, 5:])]
         return self._close(self._head(row), self._head(torch.cat(alone)))
 
-    def _layers(self, key: str) -> torch.nn.ModuleList:
-        """The body's layers; ConfigError names `key` where they are not known."""
+    def _stack(self) -> list[Any]:
+        """The body's layers; none where they are not known."""
         count = self.module.config.get_text_config().num_hidden_layers
         stacks = [module for module in self._body.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == count]
-        if not stacks:
-            raise ConfigError(f"{key}: {type(self._body).__name__} has no list of {count} layers", hint="switch it off", key=key)
-        return stacks[0]
+        return list(stacks[0]) if stacks else []
 
     def _close(self, ours: Tensor, theirs: Tensor) -> bool:
         bound = PROBE_TOLERANCE.get(ours.dtype, 1e-3) * max(1.0, float(theirs.abs().max()))

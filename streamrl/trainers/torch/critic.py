@@ -16,6 +16,7 @@ from streamrl.algorithms.policy_losses import value_loss
 from streamrl.config.loss import CriticConfig
 from streamrl.config.tree import OptimizerConfig
 from streamrl.core.packing import MicroBatch
+from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.checkpoint import ModelState, check_state, digest_of, host_copy
 from streamrl.trainers.torch.frozen import load_named
 from streamrl.trainers.torch.kernels import Kernels
@@ -59,6 +60,11 @@ class Critic:
         head = [(f"{HEAD}.{name}", parameter) for name, parameter in self._head.named_parameters()]
         self._parameters = [*self._model.body_parameters(), *head]
         self._optimizer = ClippedAdamW(self._parameters, optimizer)
+
+    @property
+    def body(self) -> CausalLM:
+        """The model below the head."""
+        return self._model
 
     @property
     def free_masks(self) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig
@@ -41,6 +42,7 @@ def load_frozen(
     if loss.distillation.coef > 0:
         wanted[Role.TEACHER] = ("loss.distillation.teacher", Path(loss.distillation.teacher))
     loaded: dict[tuple[Path, bool], CausalLM] = {}
+    kernels = replace(kernels, kept_layers=None)  # there is no backward pass
 
     def place(role: Role, path: Path) -> tuple[Path, bool]:
         return path.resolve(), role == Role.REFERENCE and loss.kl.reference_every > 0

@@ -17,9 +17,11 @@ class Kernels(msgspec.Struct, frozen=True, kw_only=True):
     attention: Literal["sdpa", "packed", "flash"] = "sdpa"
     """See `TrainerConfig`."""
     compile: bool = False
-    """Run the layers as torch.compile makes them, on packed rows only."""
-    checkpoint_layers: bool = False
-    """Keep only the layers' inputs for the backward pass."""
+    """Run layers and head as torch.compile makes them, on packed rows only."""
+    free_compile: bool = False
+    """Whether `compile` was chosen here, and not by the configuration."""
+    kept_layers: int | Literal["auto"] | None = None
+    """Layers that keep their activations; None: all, `auto`: as many as the memory is enough for."""
 
 
 def choose_kernels(config: Config, device: torch.device, dtype: torch.dtype) -> Kernels:
@@ -47,5 +49,12 @@ def choose_kernels(config: Config, device: torch.device, dtype: torch.dtype) -> 
     return Kernels(
         attention=attention,
         compile=compiled,
-        checkpoint_layers=trainer.gradient_checkpointing,
+        free_compile=trainer.compile == "auto",
+        kept_layers=_kept_layers(trainer.activations, cuda=cuda),
     )
+
+
+def _kept_layers(activations: int | str, *, cuda: bool) -> int | Literal["auto"] | None:
+    if activations == "auto":
+        return "auto" if cuda else None
+    return activations if isinstance(activations, int) else None

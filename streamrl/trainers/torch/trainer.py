@@ -28,6 +28,7 @@ from streamrl.tensors.digest_torch import NamedDigester, NamedDigests
 from streamrl.trainers.checkpoints import BackgroundWriter, write_directory
 from streamrl.trainers.flops import flops_of, peak_flops
 from streamrl.trainers.protocol import WEIGHT_SUFFIXES, StepResult, TokenValues
+from streamrl.trainers.torch.arrangement import Arrangement
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.checkpoint import (
     ModelState,
@@ -129,6 +130,15 @@ class TorchTrainer:
             deterministic=deterministic,
             settle=self._settle,
         )
+        self._arrangement = Arrangement(
+            kernels,
+            trained=[self._policy, *([self._critic.body] if self._critic is not None else [])],
+            frozen=list(dict.fromkeys(frozen.values())),
+            parallel=self._parallel,
+            row_length=trainer.micro_tokens,
+            deterministic=deterministic,
+            snapshots=snapshots if cuda else 0,
+        )
         # FlashAttention knows no float32.
         widen = kernels.attention != "flash"
         self._recheck = Recheck(self._parameters, samples=trainer.check_logprobs, versions=recheck_versions, widen=widen)
@@ -148,6 +158,7 @@ class TorchTrainer:
         check_batch(batch)
         self._update.budget = batch.micro_tokens or self._micro_tokens
         with self._profiler.step(batch.version.number + 1) if self._profiler is not None else nullcontext():
+            self._arrangement.follow(batch.choices)
             while True:
                 try:
                     objective, learns = self._begin(batch)
@@ -200,6 +211,8 @@ class TorchTrainer:
             reference=reference,
             micro_tokens=self._update.budget,
             peak_s=self._peak_s(batch),
+            choices=self._arrangement.choices(packed_row_length(batch, self._update.budget) if self._update.packs else 0),
+            notices=self._arrangement.notices(),
             tokens=None if batch.kind == "sft" or self._loss.slime_loss else TokenValues(done.logprobs, done.weights),
         )
 
@@ -322,7 +335,7 @@ def _out_of_memory(batch: TrainBatch, budget: int, half: int, longest: int, said
     if half:
         hint = f"it begins again from its checkpoint with {half}; lower trainer.micro_tokens to spare that"
     else:
-        hint = "set trainer.gradient_checkpointing = true, lower sampling.max_new_tokens, or train on a larger device"
+        hint = "set trainer.activations = 0, lower sampling.max_new_tokens, or train on a larger device"
     return OutOfMemory(
         f"out of memory in the step from version {batch.version} with micro-batches of {budget} tokens, the longest sample has {longest}"
         f"{'' if half else ', and none is shorter than that'}: {said}",
