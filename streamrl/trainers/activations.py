@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 GIB = 1 << 30
-SPARE = 0.9
+SPARE = 0.95
 """Part of the free memory that is reckoned with; the rest is lost between the allocator's blocks."""
 EAGER = 1.6
 """Times as much as compiled layers keep: norms and rotations in float32, each product of two activations by itself."""
 HEAD_BYTES = 10
-"""A logit of the head's chunk in its backward pass, in float32, as its slope, and as that in the states' type."""
+"""A logit of the head's chunk in its backward pass: in float32, its slope, and that in the states' type."""
 CHUNK_TOKENS = 4096
 
 
@@ -29,14 +29,16 @@ class ModelShape(NamedTuple):
     inner: int
     """Of a mixture of experts that of the experts which a token meets."""
     vocab: int
+    tied: bool = False
+    """Whether the embedding serves as head, too."""
     experts: int = 1
     """All, for each that a token meets: of the inner width there is as much in memory."""
 
     @property
     def parameters(self) -> int:
-        """Numbers in the matrices, the embedding twice, though it may serve as head too."""
+        """Numbers in the matrices."""
         layer = self.hidden * (2 * self.queries + 2 * self.keys + 3 * self.inner * self.experts)
-        return self.layers * layer + 2 * self.vocab * self.hidden
+        return self.layers * layer + (1 if self.tied else 2) * self.vocab * self.hidden
 
     def layer_bytes(self, itemsize: int, *, compiled: bool) -> int:
         """Bytes a token that one layer keeps: (4 H + 3 Q + 4 K + 3 I) numbers, times `EAGER` where it is not compiled."""
@@ -65,8 +67,9 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape | None:
         if text.get("moe_intermediate_size") and text.get("num_experts_per_tok"):
             each = int(text["num_experts_per_tok"])
             inner, experts = int(text["moe_intermediate_size"]) * each, int(text.get("num_experts") or each) // each
+        tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings")))
         keys = int(text.get("num_key_value_heads") or heads) * width
-        return ModelShape(int(text["num_hidden_layers"]), hidden, heads * width, keys, inner, int(text["vocab_size"]), experts)
+        return ModelShape(int(text["num_hidden_layers"]), hidden, heads * width, keys, inner, int(text["vocab_size"]), tied, experts)
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
 

@@ -16,8 +16,9 @@ QWEN_4B: dict[str, Any] = {
     "head_dim": 128,
     "intermediate_size": 9728,
     "vocab_size": 151_936,
+    "tie_word_embeddings": True,
 }
-SHAPE = ModelShape(36, 2560, 4096, 1024, 9728, 151_936)
+SHAPE = ModelShape(36, 2560, 4096, 1024, 9728, 151_936, tied=True)
 
 
 def estimate(free_gib: float, tokens: int = 8192, *, compiled: bool = True, needed: int = 40 * GIB) -> Estimate:
@@ -26,7 +27,7 @@ def estimate(free_gib: float, tokens: int = 8192, *, compiled: bool = True, need
 
 def test_the_shape_is_read_from_a_models_configuration() -> None:
     assert model_shape(QWEN_4B) == model_shape({"text_config": QWEN_4B, "vision_config": {}}) == SHAPE
-    assert 4.0e9 < SHAPE.parameters < 4.5e9
+    assert 4.0e9 < SHAPE.parameters < 4.05e9
     mixture = model_shape(QWEN_4B | {"moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128})
     assert mixture is not None and (mixture.inner, mixture.experts) == (6144, 16)
     for broken in ({}, {"hidden_size": 8}, QWEN_4B | {"num_attention_heads": None}, QWEN_4B | {"num_attention_heads": 0, "head_dim": 0}):
@@ -49,5 +50,5 @@ def test_more_memory_keeps_more_layers_up_to_all_and_a_longer_row_fewer() -> Non
 def test_the_arithmetic_is_told() -> None:
     found = estimate(75)
     layer = 8192 * SHAPE.layer_bytes(2, compiled=True) / GIB
-    assert found.text.startswith(f"{found.kept} of 36 layers keep their activations: 90% of 75.0 GiB free")
+    assert found.text.startswith(f"{found.kept} of 36 layers keep their activations: 95% of 75.0 GiB free")
     assert found.text.endswith(f"= {layer:.2f}")
