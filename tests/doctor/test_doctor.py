@@ -183,16 +183,9 @@ def test_gpus_that_are_asked_for_must_be_there(sections: dict[str, Any], num_gpu
     ],
 )
 def test_layers_that_keep_their_activations_are_reckoned_for_the_gpu(tmp_path: Path, gib: int, asked: Any, state: str, says: str) -> None:
-    sizes: dict[str, Any] = {
-        "hidden_size": 2560,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    }
-    (tmp_path / "config.json").write_text(
-        json.dumps({**sizes, "intermediate_size": 9728, "vocab_size": 151_936, "tie_word_embeddings": True})
-    )
+    sizes: dict[str, Any] = {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
+    sizes |= {"head_dim": 128, "intermediate_size": 9728, "vocab_size": 151_936, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
     model = ModelConfig(path=str(tmp_path), dtype="bfloat16")
     config = Config(model=model, trainer=TrainerConfig(micro_tokens=8192, activations=asked, compile="on", attention="packed"))
     found = check_activations(config, gib << 30)
