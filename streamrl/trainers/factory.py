@@ -36,8 +36,8 @@ def make_trainer(config: Config, model_dir: Path, *, profile_dir: Path | None = 
     from transformers.utils.logging import disable_progress_bar
 
     from streamrl.trainers.device import training_device, training_dtype
-    from streamrl.trainers.torch.profiling import StepProfiler
     from streamrl.trainers.torch.kernels import choose_kernels
+    from streamrl.trainers.torch.profiling import StepProfiler
     from streamrl.trainers.torch.trainer import TorchTrainer
 
     disable_progress_bar()  # a worker's log is no terminal
