@@ -21,7 +21,7 @@ from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.optimizer import ClippedAdamW
-from streamrl.trainers.torch.parallel import DataParallel
+from streamrl.trainers.torch.parallel import Parallel
 from streamrl.trainers.torch.trainer import TorchTrainer
 
 _PARTS: dict[tuple[type, str], str] = {
@@ -29,7 +29,7 @@ _PARTS: dict[tuple[type, str], str] = {
     (CausalLM, "states"): "forward",
     (torch.Tensor, "backward"): "backward",
     (ClippedAdamW, "collect"): "backward",
-    (DataParallel, "sum_gradients"): "ranks",
+    (Parallel, "sum_gradients"): "ranks",
     (ClippedAdamW, "step"): "optimizer",
     (TorchTrainer, "digest"): "digest",
 }

@@ -92,6 +92,15 @@ def _check_work(config: Config) -> None:
         hint="set trainer.ranks = 1, or train with the torch backend",
         key="trainer.ranks",
     )
+    ranks, shards = config.trainer.ranks, config.trainer.shards
+    refuse(
+        ranks % shards != 0,
+        f"trainer.shards must divide trainer.ranks, got ranks = {ranks} and shards = {shards}: {ranks} = {ranks // shards} x {shards} + "
+        f"{ranks % shards}",
+        hint=f"set trainer.ranks to a multiple of {shards}, such as {shards * max(1, round(ranks / shards))}, or trainer.shards to a "
+        f"divisor of {ranks}",
+        key="trainer.shards",
+    )
     refuse(
         tasks.drop_zero_variance and tasks.num_rollouts == 1,
         "tasks.drop_zero_variance needs tasks.num_rollouts >= 2, got 1: a group of one has no spread, so every group would be dropped",

@@ -210,6 +210,12 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """`torch`: a Hugging Face model. `table`: the tabular policy of engine.kind = "table", without any framework."""
     ranks: PositiveInt = 1
     """Processes that share each batch and sum their gradients (over gloo, on GPUs over NCCL); torch only."""
+    shards: PositiveInt = 1
+    """Parts that parameters, gradients and optimizer state are cut into, one on a rank, so ranks / shards copies of the whole; layers are
+    gathered when they are run (FSDP2). 1: each rank holds all."""
+    gather: Literal["auto", "step", "micro_batch"] = "auto"
+    """How long the layers of a model that is cut stay gathered: `micro_batch` sends more, `step` holds all and its gradient meanwhile.
+    `auto`: a step where that is a quarter of the GPU's memory at most, and on CPUs."""
     rank_timeout_s: Annotated[float, Meta(ge=1)] = 300.0
     """Longest that a rank waits for another, to come or within a step; then all are restarted."""
     threads: PositiveInt = 1

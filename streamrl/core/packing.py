@@ -120,6 +120,24 @@ def plan_micro_batches(
     return plans
 
 
+def empty_micro_batch(row_length: int = 0) -> MicroBatch:
+    """One that predicts nothing: a row of one token, or a packed one of `row_length`."""
+    shape = (1, row_length or 1)
+    nothing = np.zeros(0, np.int64)
+    starts = np.full(STARTS[0], row_length, np.int32)
+    starts[0] = 0
+    return MicroBatch(
+        inputs=np.zeros(shape, np.int64),
+        positions=np.zeros(shape, np.int64),
+        tree=np.zeros(shape, np.int32),
+        branch=np.ones(shape, np.int32),
+        source=nothing,
+        target=nothing,
+        plain=not row_length,
+        starts=starts if row_length else None,
+    )
+
+
 def split_groups(batch: TrainBatch, parts: int) -> list[Indices]:
     """Samples of each optimizer step: whole groups, in order, in `parts` nearly equal parts (fewer if there are fewer groups)."""
     starts = np.flatnonzero(np.diff(batch.tasks, prepend=batch.tasks[:1] - 1))

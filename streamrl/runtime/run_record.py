@@ -43,6 +43,8 @@ FREE_KEYS = (
     "engine.sglang.python",
     "engine.sglang.gpus",
     "trainer.ranks",
+    "trainer.shards",
+    "trainer.gather",
     "trainer.rank_timeout_s",
     "trainer.threads",
     "trainer.device",

@@ -10,6 +10,7 @@ import hashlib
 import platform
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,7 @@ def numerics_fingerprint(config: Config) -> dict[str, str]:
     found = {
         "backend": trainer.backend,
         "ranks": str(trainer.ranks),
+        **({"shards": str(trainer.shards), "gather": trainer.gather} if trainer.shards > 1 else {}),
         "minibatches": str(trainer.minibatches),
         "micro_tokens": str(trainer.micro_tokens),
         "dtype": config.trainer.dtype or config.model.dtype,
@@ -33,6 +35,15 @@ def numerics_fingerprint(config: Config) -> dict[str, str]:
         "numpy": np.__version__,
     }
     return {**found, **(_numpy_numerics() if trainer.tabular else _torch_numerics(config))}
+
+
+def mesh_keys(values: Mapping[str, str]) -> dict[str, Any]:
+    """Of a fingerprint what says on which ranks it was, as keys of the section `trainer`."""
+    return {
+        "ranks": int(values.get("ranks", "1")),
+        "shards": int(values.get("shards", "1")),
+        "gather": values.get("gather", "auto"),
+    }
 
 
 def fingerprint_digest(values: Mapping[str, str]) -> str:

@@ -221,6 +221,8 @@ def test_bad_slice(write):
             "[engine]\nkind = 'table'\n[trainer]\nbackend = 'table'\n[debug]\nprofile_versions = [1]\n",
             "debug.profile_versions is for trainer.backend = torch, got table",
         ),
+        ("[trainer]\nranks = 5\nshards = 2\n", "trainer.shards must divide trainer.ranks, got ranks = 5 and shards = 2: 5 = 2 x 2 + 1"),
+        ("[trainer]\nshards = 2\n", "trainer.shards must divide trainer.ranks, got ranks = 1 and shards = 2: 1 = 0 x 2 + 1"),
         ("[trainer]\nrank_timeout_s = 0\n", "trainer.rank_timeout_s must be at least 1"),
         ("[tasks]\nnum_rollouts = 1\n", "tasks.drop_zero_variance needs tasks.num_rollouts >= 2"),
         ("label_key = ''\n[warmup]\nmax_steps = 5\n", "warmup.max_steps needs data.label_key"),

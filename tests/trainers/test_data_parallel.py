@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from streamrl.config.loss import CorrectionConfig, KLConfig, LossConfig, RejectionConfig
 from streamrl.config.tree import TrainerConfig
 from streamrl.errors import TrainingError
-from streamrl.trainers.torch.parallel import DataParallel
+from streamrl.trainers.mesh import mesh_of
+from streamrl.trainers.torch.parallel import Parallel
 from tests.support.errors import raises
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +34,7 @@ from streamrl.trainers.factory import make_trainer
 from streamrl.config.registry import Role
 from tests.support.scoring import score
 
-model, out, rank, ranks = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+model, out, rank, ranks, shards = Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:6])
 if ranks > 1:
     dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=ranks)
 
@@ -53,7 +54,7 @@ def batch(kind, step, groups):
     )
 
 def train(loss, out):
-    options = TrainerConfig(ranks=ranks, minibatches=2, optimizer=OptimizerConfig(clip_norm=0.0))
+    options = TrainerConfig(ranks=ranks, shards=shards, minibatches=2, optimizer=OptimizerConfig(clip_norm=0.0))
     trainer = make_trainer(Config(trainer=options, loss=loss), model)
     scores = score(trainer, batch("rl", 9, 5), Role.POLICY).tolist()
     results = [trainer.step(batch("sft", 0, 7)), trainer.step(batch("rl", 0, 7))]
@@ -65,7 +66,7 @@ def train(loss, out):
     results.append(trainer.step(batch("rl", 1, 1)))
     return {"scores": scores, "extra": extra, "digests": [r.digest for r in results], "metrics": [r.metrics for r in results]}
 
-answer = {name: train(loss, out / name) for name, loss in msgspec.json.decode(sys.argv[5], type=dict[str, LossConfig]).items()}
+answer = {name: train(loss, out / name) for name, loss in msgspec.json.decode(sys.argv[6], type=dict[str, LossConfig]).items()}
 (out / f"{rank}.json").write_text(json.dumps(answer))
 if ranks > 1:
     dist.destroy_process_group()
@@ -87,11 +88,11 @@ LOSSES = {
 }
 
 
-def launch(model: Path, out: Path, ranks: int) -> list[dict[str, Any]]:
+def launch(model: Path, out: Path, ranks: int, shards: int = 1) -> list[dict[str, Any]]:
     out.mkdir()
     losses = msgspec.json.encode(LOSSES).decode()
     children = [
-        subprocess.Popen([sys.executable, "-c", RANK, str(model), str(out), str(rank), str(ranks), losses], cwd=ROOT)
+        subprocess.Popen([sys.executable, "-c", RANK, str(model), str(out), str(rank), str(ranks), str(shards), losses], cwd=ROOT)
         for rank in range(ranks)
     ]
     try:
@@ -105,10 +106,11 @@ def launch(model: Path, out: Path, ranks: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.process
-def test_two_ranks_train_as_one(model_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "shards"), [(2, 1), (2, 2), (4, 2)])
+def test_ranks_train_as_one(model_dir: Path, tmp_path: Path, ranks: int, shards: int) -> None:
     (alone,) = launch(model_dir, tmp_path / "one", 1)
-    first, second = launch(model_dir, tmp_path / "two", 2)
-    assert first == second
+    first, *others = launch(model_dir, tmp_path / "more", ranks, shards)
+    assert all(other == first for other in others)
     for name in LOSSES:
         assert first[name]["extra"] == "extra"
         assert first[name]["scores"] == pytest.approx(alone[name]["scores"], abs=1e-5)
@@ -116,7 +118,7 @@ def test_two_ranks_train_as_one(model_dir: Path, tmp_path: Path) -> None:
             assert found == pytest.approx(expected, rel=1e-3, abs=1e-4), name
     # After two steps of a stage Adam's first moment is a mean of two gradients.
     for file in ("default/optimizer", "sequences/optimizer", "sequences/critic_optimizer"):
-        one, two = (load_file(tmp_path / ranks / f"{file}.safetensors") for ranks in ("one", "two"))
+        one, two = (load_file(tmp_path / ranks / f"{file}.safetensors") for ranks in ("one", "more"))
         assert one.keys() == two.keys()
         for name in one:
             if name.endswith("exp_avg"):
@@ -126,4 +128,4 @@ def test_two_ranks_train_as_one(model_dir: Path, tmp_path: Path) -> None:
 
 def test_more_ranks_without_a_process_group_are_refused() -> None:
     with raises(TrainingError, expected=2, got=1):
-        DataParallel(TrainerConfig(ranks=2).ranks)
+        Parallel(mesh_of(TrainerConfig(ranks=2)), torch.device("cpu"))

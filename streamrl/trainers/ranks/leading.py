@@ -44,6 +44,12 @@ class Shards(msgspec.Struct, frozen=True, tag=True):
     """Order: `Trainer.shards`."""
 
 
+class Export(msgspec.Struct, frozen=True, tag=True):
+    """Order: `Trainer.export`."""
+
+    path: str
+
+
 class Save(msgspec.Struct, frozen=True, tag=True):
     """Order: `Trainer.save`."""
 
@@ -60,7 +66,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     """Bytes of each file on rank 0, by its path within."""
 
 
-Order = Step | Digest | Shards | Save | Load
+Order = Step | Digest | Shards | Export | Save | Load
 
 
 class LeadingTrainer:
@@ -96,7 +102,7 @@ class LeadingTrainer:
         return digest
 
     def shards(self) -> Iterator[Shard]:
-        """See `Trainer.shards`: those of rank 0, which are the whole in a data-parallel group."""
+        """See `Trainer.shards`: those of rank 0, which are the whole."""
         self._group.order(pack(Shards()))
         found = self._own.shards()
         self._finish()
@@ -122,8 +128,10 @@ class LeadingTrainer:
         return extra
 
     def export(self, path: Path) -> None:
-        """See `Trainer.export`; the other ranks have no part in it."""
+        """See `Trainer.export`; rank 0 alone writes."""
+        self._group.order(pack(Export(str(path))))
         self._own.export(path)
+        self._finish()
 
     def close(self) -> None:
         """Let the other ranks end, and leave the group. Call it when nothing is under way."""
@@ -170,6 +178,8 @@ def _execute(own: Trainer, group: ProcessGroup, order: Order) -> str:
             return own.digest()
         case Shards():
             own.shards()
+        case Export():
+            own.export(Path(order.path))
         case Save():
             own.save(Path(order.path), order.extra, version=order.version).result()
         case Load():

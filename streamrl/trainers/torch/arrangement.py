@@ -16,7 +16,7 @@ from streamrl.schemas.ledger import Choices
 from streamrl.trainers.activations import Estimate, kept_layers, model_shape, training_bytes
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.kernels import Kernels
-from streamrl.trainers.torch.parallel import DataParallel
+from streamrl.trainers.torch.parallel import Parallel
 from streamrl.trainers.torch.reproducible import reproducible
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Arrangement:
         *,
         trained: Sequence[CausalLM],
         frozen: Sequence[CausalLM],
-        parallel: DataParallel,
+        parallel: Parallel,
         row_length: int,
         deterministic: bool,
         snapshots: int,

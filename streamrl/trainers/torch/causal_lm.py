@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from streamrl.algorithms.chunked_head import ChunkKernels, chunk_kernels, chunked_logprobs
@@ -28,6 +29,8 @@ from streamrl.errors import ConfigError
 from streamrl.tensors.building import BUILDING
 from streamrl.trainers.torch.attention import PACKED, register
 from streamrl.trainers.torch.kernels import Kernels
+from streamrl.trainers.torch.parallel import Parallel
+from streamrl.trainers.torch.sharding import Gathered, Held, cut
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +38,7 @@ logger = logging.getLogger(__name__)
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
 _PLAIN = Kernels()
+Result = TypeVar("Result")
 
 
 class CausalLM:
@@ -80,6 +84,7 @@ class CausalLM:
             logger.warning("event=rows_not_packed model=%s", type(self.module).__name__)
             self.module.set_attn_implementation("sdpa")
         self.free_masks = maskable and not self.packs and self._masks_work()
+        self._unit: Gathered | None = None
         self._layers = [(layer, layer.forward) for layer in self._stack()]
         self._fast: list[Any] = []
         """The layers as torch.compile makes them, once that has been asked for."""
@@ -88,6 +93,47 @@ class CausalLM:
         self.arrange(compiled=kernels.compile, kept=None if kernels.kept_layers == "auto" else kernels.kept_layers)
         if not self.free_masks and not self.packs:
             logger.info("event=one_sample_per_row model=%s", type(self.module).__name__)
+
+    def cut(self, parallel: Parallel, *, trained: bool) -> Held:
+        """The parameters as this rank holds them: all, or its part of them, which the model keeps alone from here on.
+
+        Args:
+            parallel: the ranks.
+            trained: a gradient is computed.
+
+        Raises:
+            ConfigError: it is to be cut, and its layers are not known.
+        """
+        types = {name: parameter.dtype for name, parameter in self.parameters()}
+        if parallel.sharded:
+            if not self._layers:
+                raise ConfigError(
+                    f"trainer.shards = {parallel.mesh.shard}, but {type(self._body).__name__} has no list of layers",
+                    hint="set it to 1",
+                    key="trainer.shards",
+                    got=parallel.mesh.shard,
+                )
+            layers = [layer for layer, _ in self._layers]
+            self._unit = cut(self.module, layers, parallel, self.module.dtype, trained=trained)
+        return Held(self.parameters(), types, parallel)
+
+    def save_pretrained(self, directory: Path, parameters: Mapping[str, Tensor] | None) -> None:
+        """Write weights and configuration as transformers does; the weights of a model that is cut are given."""
+        if parameters is None:
+            self.module.save_pretrained(directory)
+            return
+        rest = {name: value for name, value in self.module.state_dict().items() if not isinstance(value, DTensor)}
+        self.module.save_pretrained(directory, state_dict={**rest, **parameters})
+
+    def forget(self) -> None:
+        """Let go of what was gathered: the parameters have been written."""
+        if self._unit is not None:
+            self._unit.forget()
+
+    def accumulate(self, *, last: bool) -> None:
+        """Before each micro-batch of an optimizer step; see `Gathered`."""
+        if self._unit is not None:
+            self._unit.accumulate(last=last)
 
     @property
     def num_layers(self) -> int:
@@ -164,6 +210,9 @@ class CausalLM:
 
     def predict(self, micro: MicroBatch, batch: TrainBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probs [M] float32 of `micro.target`, with gradient, and entropies [M] float32, with one where it is asked for."""
+        return self._run(partial(self._predict, micro, batch, entropy_gradient))
+
+    def _predict(self, micro: MicroBatch, batch: TrainBatch, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
         sample = samples_at(batch, micro.target)
         truncated = bool(((batch.top_p[sample] < 1) | (batch.top_k[sample] > 0)).any())
         states, targets = self.states(micro), self._tensor(batch.tokens[micro.target].astype(np.int64))
@@ -186,13 +235,20 @@ class CausalLM:
 
     def logits(self, micro: MicroBatch, batch: TrainBatch) -> Tensor:
         """All logits [M, V] float32 at `micro.target`, over the temperature, nothing cut off: the whole of them, at once in memory."""
+        return self._run(partial(self._logits, micro, batch))
+
+    def _logits(self, micro: MicroBatch, batch: TrainBatch) -> Tensor:
         temperature = self._tensor(batch.temperature[micro.target])
         logits = self._head(self.states(micro))
         return (logits if logits.dtype == torch.float64 else logits.float()) / temperature[:, None]
 
     def states(self, micro: MicroBatch) -> Tensor:
         """Hidden states [M, H] that predict `micro.target`."""
-        return self._states(micro).flatten(0, 1)[self._tensor(micro.source)]
+        return self._run(lambda: self._states(micro).flatten(0, 1)[self._tensor(micro.source)])
+
+    def _run(self, compute: Callable[[], Result]) -> Result:
+        """What `compute` gives, run where the model's parameters are."""
+        return compute() if self._unit is None or self._unit.entered else self._unit(compute)
 
     def drop_head(self) -> None:
         """Forget the output head, where its weights are not the embedding's: only `states` works from here on."""

@@ -5,6 +5,8 @@ It is saved with the policy and restored with it; engines never see it. Letters:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +19,12 @@ from streamrl.config.loss import CriticConfig
 from streamrl.config.tree import OptimizerConfig
 from streamrl.core.packing import MicroBatch
 from streamrl.trainers.torch.causal_lm import CausalLM
-from streamrl.trainers.torch.checkpoint import ModelState, check_state, digest_of, host_copy
+from streamrl.trainers.torch.checkpoint import ModelState, check_state
 from streamrl.trainers.torch.frozen import load_named
 from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.optimizer import ClippedAdamW
+from streamrl.trainers.torch.parallel import Parallel
+from streamrl.trainers.torch.sharding import Held, cut
 
 HEAD = "value_head"
 
@@ -35,6 +39,7 @@ class Critic:
         config: the section `loss.critic`.
         optimizer: the policy's, of which it takes all but the rate.
         kernels: by which its body is run.
+        parallel: the ranks that it is trained on.
 
     Raises:
         ConfigError: there is no model in the directory.
@@ -49,6 +54,7 @@ class Critic:
         config: CriticConfig,
         optimizer: OptimizerConfig,
         kernels: Kernels,
+        parallel: Parallel,
     ) -> None:
         path = Path(config.path or model_dir)
         self._config = config
@@ -57,9 +63,11 @@ class Critic:
         self._head = torch.nn.Linear(self._model.width, 1, dtype=dtype if dtype.itemsize >= 4 else torch.float32, device=device)
         torch.nn.init.zeros_(self._head.weight)
         torch.nn.init.zeros_(self._head.bias)
-        head = [(f"{HEAD}.{name}", parameter) for name, parameter in self._head.named_parameters()]
-        self._parameters = [*self._model.body_parameters(), *head]
-        self._optimizer = ClippedAdamW(self._parameters, optimizer)
+        types = {name: parameter.dtype for name, parameter in self._named()}
+        self._model.cut(parallel, trained=True)
+        self._top = cut(self._head, [], parallel, self._head.weight.dtype, trained=True) if parallel.sharded else None
+        self._held = Held(self._named(), types, parallel)
+        self._optimizer = ClippedAdamW(self._held.parameters, optimizer, norm=parallel.norm)
 
     @property
     def body(self) -> CausalLM:
@@ -83,7 +91,21 @@ class Critic:
 
     def values(self, micro: MicroBatch) -> Tensor:
         """[M] V before each of `micro.target`, with gradient; never divided by a temperature."""
-        return self._head(self._model.states(micro).to(self._head.weight.dtype))[:, 0]
+        states = self._model.states(micro).to(self._head.weight.dtype)
+        values = self._head(states) if self._top is None else self._top(partial(self._head, states))
+        return values[:, 0]
+
+    def accumulate(self, *, last: bool) -> None:
+        """See `CausalLM`."""
+        self._model.accumulate(last=last)
+        if self._top is not None:
+            self._top.accumulate(last=last)
+
+    def idle(self, micro: MicroBatch) -> None:
+        """Run along where other ranks have a micro-batch and this one has none but an empty one."""
+        values = self.values(micro)
+        values.backward(torch.zeros_like(values))
+        self._optimizer.collect()
 
     def learn(
         self, micro: MicroBatch, weights: Tensor, old_values: npt.NDArray[np.floating], returns: npt.NDArray[np.floating]
@@ -117,21 +139,33 @@ class Critic:
 
     def step(self) -> tuple[float, bool]:
         """One update; the gradient's norm, and False when it was not finite and nothing was changed."""
-        return self._optimizer.step(self._config.learning_rate)
+        done = self._optimizer.step(self._config.learning_rate)
+        self._forget()
+        return done
 
     def norm(self) -> float:
         """Of all parameters together, in float64: a number that shows where two critics differ."""
-        return float(torch.stack([parameter.detach().double().square().sum() for _, parameter in self._parameters]).sum().sqrt())
+        if self._held.parallel.sharded:
+            return float(self._held.parallel.norm([one.rows.double() for one in self._held.slices()]))
+        return float(torch.stack([parameter.detach().double().square().sum() for _, parameter in self._held.parameters]).sum().sqrt())
 
     def state(self) -> ModelState:
-        """Copies of everything that the next step depends on."""
-        parameters = {name: host_copy(parameter) for name, parameter in self._parameters}
-        return ModelState(parameters=parameters, optimizer=self._optimizer.state(), digest=digest_of(parameters.items()))
+        """Copies of everything that the next step depends on; see `Held.copies`."""
+        moments = self._held.whole_moments(self._optimizer.state())
+        return ModelState(parameters=self._held.copies(), optimizer=moments, digest=self._held.digest())
 
     def restore(self, state: ModelState, where: Path) -> None:
         """Take what `state` gave; raises TrainingError where it is of another model, or was damaged."""
-        check_state(state, dict(self._parameters), where, "a critic")
-        with torch.no_grad():
-            for name, parameter in self._parameters:
-                parameter.copy_(state.parameters[name])
-        self._optimizer.restore(state.optimizer)
+        check_state(state, dict(self._held.parameters), where, "a critic")
+        self._held.take(state.parameters)
+        self._forget()
+        self._optimizer.restore(self._held.own_moments(state.optimizer))
+
+    def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        yield from self._model.body_parameters()
+        yield from ((f"{HEAD}.{name}", parameter) for name, parameter in self._head.named_parameters())
+
+    def _forget(self) -> None:
+        self._model.forget()
+        if self._top is not None:
+            self._top.forget()

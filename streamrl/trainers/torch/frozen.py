@@ -5,7 +5,6 @@ A reference may be renewed: then it takes over the policy's parameters now and a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,12 +15,14 @@ from streamrl.config.tree import LossConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import ConfigError
 from streamrl.trainers.torch.causal_lm import CausalLM
-from streamrl.trainers.torch.checkpoint import ModelState, check_state, digest_of, host_copy
+from streamrl.trainers.torch.checkpoint import ModelState, check_state
 from streamrl.trainers.torch.kernels import Kernels
+from streamrl.trainers.torch.parallel import Parallel
+from streamrl.trainers.torch.sharding import Held
 
 
 def load_frozen(
-    loss: LossConfig, model_dir: Path, dtype: torch.dtype, device: torch.device, *, kernels: Kernels, vocab_size: int
+    loss: LossConfig, model_dir: Path, dtype: torch.dtype, device: torch.device, *, kernels: Kernels, vocab_size: int, parallel: Parallel
 ) -> dict[Role, CausalLM]:
     """The models that `loss` looks at, each directory loaded once; a reference that is renewed is a model of its own.
 
@@ -32,6 +33,7 @@ def load_frozen(
         device: where they lie.
         kernels: by which they are run.
         vocab_size: of the policy, which theirs must be, too.
+        parallel: the ranks; models are cut as the policy is, but for a reference that is renewed, which `Reference` cuts.
 
     Raises:
         ConfigError: a directory holds no causal language model, or one of another vocabulary.
@@ -60,6 +62,8 @@ def load_frozen(
                 got=model.vocab_size,
             )
         model.module.requires_grad_(False)
+        if not place(role, path)[1]:
+            model.cut(parallel, trained=False)
         loaded[place(role, path)] = model
     return {role: loaded[place(role, path)] for role, (_, path) in wanted.items()}
 
@@ -68,26 +72,27 @@ class Reference:
     """A reference that becomes the policy as it is after every so many batches. When that is, the batch says, so a restart need not know.
 
     Args:
-        model: the reference.
-        policy: the policy's parameters, name and tensor.
+        model: the reference, whole yet.
+        policy: the policy's parameters.
         every: batches of reinforcement learning from one renewal to the next.
 
     Raises:
         ConfigError: the model is not of the policy's architecture.
     """
 
-    def __init__(self, model: CausalLM, policy: Sequence[tuple[str, torch.nn.Parameter]], *, every: int) -> None:
-        self._parameters = dict(model.parameters())
+    def __init__(self, model: CausalLM, policy: Held, *, every: int) -> None:
+        self._model = model
+        self._held = model.cut(policy.parallel, trained=False)
         self._policy = policy
         self._every = every
-        ours = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
-        if ours != {name: tuple(parameter.shape) for name, parameter in policy}:
+        ours, theirs = ({name: tuple(parameter.shape) for name, parameter in held.parameters} for held in (self._held, policy))
+        if ours != theirs:
             raise ConfigError(
                 "loss.kl.reference_every puts the policy in the place of loss.kl.reference, which is a model of another architecture",
                 hint="leave one of the two out",
                 key="loss.kl.reference_every",
             )
-        self.digest = digest_of(self._parameters.items())
+        self.digest = self._held.digest()
         """Of its parameters."""
 
     def due(self, batch: TrainBatch) -> bool:
@@ -97,20 +102,20 @@ class Reference:
     @torch.no_grad()
     def renew(self, digest: str) -> None:
         """Take over the policy's parameters, which have this digest."""
-        for name, parameter in self._policy:
-            self._parameters[name].copy_(parameter)
+        for own, policy in zip(self._held.slices(), self._policy.slices(), strict=True):
+            own.rows.copy_(policy.rows)
+        self._model.forget()
         self.digest = digest
 
     def state(self) -> ModelState:
-        """A copy of its parameters."""
-        return ModelState(parameters={name: host_copy(p) for name, p in self._parameters.items()}, optimizer={}, digest=self.digest)
+        """A copy of its parameters; see `Held.copies`."""
+        return ModelState(parameters=self._held.copies(), optimizer={}, digest=self.digest)
 
-    @torch.no_grad()
     def restore(self, state: ModelState, where: Path) -> None:
         """Take what `state` gave; raises TrainingError where it is of another model, or was damaged."""
-        check_state(state, self._parameters, where, "a reference")
-        for name, parameter in self._parameters.items():
-            parameter.copy_(state.parameters[name])
+        check_state(state, dict(self._held.parameters), where, "a reference")
+        self._held.take(state.parameters)
+        self._model.forget()
         self.digest = state.digest
 
 

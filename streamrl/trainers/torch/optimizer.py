@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from streamrl.config.tree import OptimizerConfig
 from streamrl.errors import TrainingError
 from streamrl.trainers.protocol import not_finite
 from streamrl.trainers.torch.checkpoint import host_copy
+from streamrl.trainers.torch.parallel import local
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -22,14 +24,23 @@ class ClippedAdamW:
     micro-batches are summed in; an update smaller than a bfloat16's rounding would otherwise be lost.
 
     Args:
-        parameters: name and parameter, in a fixed order.
+        parameters: name and parameter, in a fixed order. Of those that are cut into parts (DTensor, float32 at least) the master is what
+            this rank holds, and all that this class is given or gives is of that part.
         config: rates are given to `step`; `learning_rate` and the schedule's fields are not used here.
+        norm: of all elements of the tensors that this rank holds, or holds its part of.
     """
 
-    def __init__(self, parameters: Sequence[tuple[str, torch.nn.Parameter]], config: OptimizerConfig) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        config: OptimizerConfig,
+        *,
+        norm: Callable[[Sequence[Tensor]], Tensor] = torch.nn.utils.get_total_norm,
+    ) -> None:
         self._config = config
         self._parameters = parameters
-        self._masters = [(name, p if p.dtype in (torch.float32, torch.float64) else _master(p)) for name, p in parameters]
+        self._norm = norm
+        self._masters = [(name, _master(p)) for name, p in parameters]
         self._adam = self._fresh()
 
     def reset(self) -> None:
@@ -40,7 +51,8 @@ class ClippedAdamW:
         """Move the gradients of one backward pass to where they are summed; call it after each."""
         for (_, p), (_, master) in zip(self._parameters, self._masters, strict=True):
             if master is not p and p.grad is not None:
-                master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
+                grad = local(p.grad)
+                master.grad = grad.float() if master.grad is None else master.grad.add_(grad)
                 p.grad = None
 
     def gradients(self) -> list[Tensor]:
@@ -64,7 +76,7 @@ class ClippedAdamW:
         Raises:
             WeightsDiverged: the update made a parameter that is not finite.
         """
-        norm = torch.nn.utils.get_total_norm(self.gradients())
+        norm = self._norm(self.gradients())
         finite = bool(torch.isfinite(norm))
         if finite:
             bound = self._config.clip_norm
@@ -75,9 +87,9 @@ class ClippedAdamW:
             self._adam.step()
             with torch.no_grad():
                 for (_, p), (_, master) in zip(self._parameters, self._masters, strict=True):
-                    if master is not p:
+                    if master is not p and not isinstance(p, DTensor):
                         p.copy_(master)
-            if not torch.isfinite(torch.nn.utils.get_total_norm([p.detach() for _, p in self._parameters])):
+            if not torch.isfinite(self._norm([local(p) for _, p in self._parameters])):
                 raise not_finite(float(norm), learning_rate)
         for _, master in self._masters:
             master.grad = None
@@ -105,7 +117,7 @@ class ClippedAdamW:
             raise TrainingError(f"expected optimizer state of this model's parameters, got {unknown[0]} and {len(unknown) - 1} others")
         with torch.no_grad():
             for (name, p), (_, master) in zip(self._parameters, self._masters, strict=True):
-                if master is not p:
+                if f"{name}.master" in state or not (master is p or isinstance(p, DTensor)):
                     master.copy_(state[f"{name}.master"])
                 if f"{name}.step" in state:
                     # The step counter of the fused implementation lies beside the parameter.
@@ -120,4 +132,6 @@ class ClippedAdamW:
 
 
 def _master(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    return torch.nn.Parameter(parameter.detach().float())
+    if isinstance(parameter, DTensor):
+        return torch.nn.Parameter(local(parameter))
+    return parameter if parameter.dtype in (torch.float32, torch.float64) else torch.nn.Parameter(parameter.detach().float())

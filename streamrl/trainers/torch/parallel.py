@@ -1,47 +1,88 @@
-"""Data parallelism over torch.distributed: every rank holds all parameters and sums its share of the gradient."""
+"""The ranks of a mesh over torch.distributed: what they sum, and which part of the parameters each holds.
+
+With one shard every rank holds all parameters and sums its share of the gradient here; with more the gradient is summed where the layers
+are gathered (`streamrl.trainers.torch.sharding`), over all ranks.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from streamrl.errors import TrainingError
-from streamrl.trainers.ranks.collectives import among_ranks
+from streamrl.tensors.digest import MASK, combine
+from streamrl.trainers.mesh import Mesh
+from streamrl.trainers.ranks.collectives import HINT, among_ranks
+
+_SIGN = 1 << 63
 
 
-class DataParallel:
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a parameter or gradient, its rows or all of it, without gradient; it shares their memory."""
+    return tensor.detach() if not isinstance(tensor, DTensor) else cast(DTensor, tensor.detach()).to_local()
+
+
+class Parallel:
     """Sums over ranks; with one rank every method is the identity.
 
     All ranks get the same bits: a sum is made once and handed to all, so parameters that were equal stay equal.
 
     Args:
-        ranks: size of the group. Above 1 the default process group must have been initialised with that size.
+        mesh: with more than one rank the default process group must have been initialised with that many.
+        device: where the parameters lie.
+        gather: see `TrainerConfig`.
 
     Raises:
         TrainingError: the process group is missing or has another size.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+    def __init__(self, mesh: Mesh, device: torch.device, gather: Literal["auto", "step", "micro_batch"] = "auto") -> None:
+        self.mesh = mesh
+        self._device = device
+        self._gather = gather
+        self.ranks = mesh.ranks
         self.rank = 0
-        if ranks > 1:
+        self.devices: DeviceMesh | None = None
+        """Of a model that is cut into parts: (copies x) parts."""
+        if mesh.ranks > 1:
             size = dist.get_world_size() if dist.is_initialized() else 1
-            if size != ranks:
+            if size != mesh.ranks:
                 raise TrainingError(
-                    f"trainer.ranks is {ranks}, this process belongs to a group of {size}",
+                    f"trainer.ranks is {mesh.ranks}, this process belongs to a group of {size}",
                     hint="was it started by the launcher?",
-                    expected=ranks,
+                    expected=mesh.ranks,
                     got=size,
                 )
             self.rank = dist.get_rank()
+        self.copy, self.part = mesh.place(self.rank)
+        if mesh.shard > 1:
+            shape, names = ((mesh.replicate, mesh.shard), ("replicate", "shard")) if mesh.replicate > 1 else ((mesh.shard,), ("shard",))
+            with among_ranks("the mesh"):
+                self.devices = init_device_mesh(device.type, shape, mesh_dim_names=names)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a rank holds a part of the parameters only."""
+        return self.mesh.shard > 1
+
+    def gathers_once(self, nbytes: int) -> bool:
+        """Whether layers stay gathered for a whole optimizer step, which holds `nbytes` meanwhile; the same on all ranks, who call it."""
+        once = self._gather == "step"
+        if self._gather == "auto":
+            once = self._device.type == "cpu" or 4 * nbytes <= torch.cuda.get_device_properties(self._device).total_memory
+        return self.most(int(not once)) == 0
 
     def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Replace each gradient by its sum over ranks, in float32, as one message."""
-        if self.ranks == 1:
+        """Replace each gradient by its sum over ranks, in float32, as one message; those of parts are that sum already."""
+        if self.ranks == 1 or self.sharded:
             return
         flat = torch.cat([g.reshape(-1).float() for g in gradients])
         with among_ranks("the sum of the gradients"):
@@ -50,6 +91,31 @@ class DataParallel:
         for g in gradients:
             g.copy_(flat[first : first + g.numel()].view_as(g))
             first += g.numel()
+
+    def norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Norm of all elements of named tensors of which this rank holds `tensors`: over parts the squares are summed in float64."""
+        if not self.sharded:
+            return torch.nn.utils.get_total_norm(tensors)
+        squares = [torch.linalg.vector_norm(tensor, dtype=torch.float64).square() for tensor in tensors if tensor.numel()]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+        return self._sum_parts(total.cpu()).sqrt().to(tensors[0])
+
+    def digest(self, sums: Mapping[str, int]) -> str:
+        """Digest of named tensors, 16 hex digits, from the partial sums of the elements that this rank holds."""
+        if not self.sharded:
+            return combine(sums)
+        signed = [(value & MASK) - ((value & _SIGN) << 1) for value in sums.values()]
+        totals = self._sum_parts(torch.tensor(signed, dtype=torch.int64)).tolist()  # wraps, as it must
+        return combine({name: total & MASK for name, total in zip(sums, totals, strict=True)})
+
+    def most(self, count: int) -> int:
+        """The greatest of the ranks' counts, where ranks must keep step because layers are gathered; else this rank's."""
+        if not self.sharded:
+            return count
+        found = torch.tensor([count])
+        with among_ranks("an agreement"):
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return int(found)
 
     def sum_named(self, values: Mapping[str, float]) -> dict[str, float]:
         """Sums over ranks by name; a name that only some ranks have, for others had no work, counts there as 0."""
@@ -73,4 +139,23 @@ class DataParallel:
         if self.ranks > 1:
             with among_ranks("a sum over ranks"):
                 dist.all_reduce(values)
+        return values
+
+    @contextmanager
+    def gathering(self) -> Generator[None]:
+        """Raise TrainingError where a collective fails that torch makes beneath a forward or backward pass."""
+        try:
+            yield
+        except RuntimeError as error:
+            said = str(error)
+            if not self.sharded or not (isinstance(error, dist.DistError) or "gloo" in said or "NCCL" in said):
+                raise
+            first = (said.strip().splitlines() or [repr(error)])[0]
+            raise TrainingError(f"a step needs all ranks of the trainer: {first}", hint=HINT, what="a step") from error
+
+    def _sum_parts(self, values: Tensor) -> Tensor:
+        """The sum over the ranks that hold one copy of the model together."""
+        assert self.devices is not None
+        with among_ranks("a sum over parts"):
+            dist.all_reduce(values, group=self.devices.get_group("shard"))
         return values

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from streamrl.algorithms.objective import distances
 from streamrl.core.batches import TrainBatch, sample_of_token
@@ -36,14 +37,25 @@ class Recheck:
         parameters: of the model.
         samples: of each batch that are scored again; 0: nothing is kept and nothing done.
         versions: how many are kept, that being trained from included: one more than the oldest age to be scored.
-        widen: the model also runs in float32; one rollout of each batch is scored so, which takes a float32 copy for a moment.
+        widen: the model also runs in float32; one rollout of each batch is scored so, which takes a float32 copy for a moment. One that is
+            cut into parts, which are float32, runs in one type alone.
+        written: called when what is in the parameters' place has changed.
     """
 
-    def __init__(self, parameters: Sequence[tuple[str, torch.nn.Parameter]], *, samples: int, versions: int, widen: bool = True) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        *,
+        samples: int,
+        versions: int,
+        widen: bool = True,
+        written: Callable[[], None] = lambda: None,
+    ) -> None:
         self._parameters = [parameter for _, parameter in parameters]
         self._samples = samples
         self._versions = versions
         self._widen = widen and any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in self._parameters)
+        self._written = written
         self._kept: dict[int, list[Tensor]] = {}
 
     def keep(self, number: int) -> None:
@@ -92,14 +104,24 @@ class Recheck:
 
     @contextmanager
     def _in_place(self, values: Sequence[Tensor]) -> Generator[None]:
-        current = [parameter.data for parameter in self._parameters]
+        # What is gathered of a parameter is found by its memory, which must stay.
+        cut = any(isinstance(parameter, DTensor) for parameter in self._parameters)
+        current = [parameter.detach().clone() if cut else parameter.data for parameter in self._parameters]
+
+        def put(tensors: Sequence[Tensor]) -> None:
+            with torch.no_grad():
+                for parameter, tensor in zip(self._parameters, tensors, strict=True):
+                    if cut:
+                        parameter.copy_(tensor)
+                    else:
+                        parameter.data = tensor
+            self._written()
+
         try:
-            for parameter, value in zip(self._parameters, values, strict=True):
-                parameter.data = value
+            put(values)
             yield
         finally:
-            for parameter, data in zip(self._parameters, current, strict=True):
-                parameter.data = data
+            put(current)
 
 
 def single_age(batch: TrainBatch) -> npt.NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""The `torch` trainer: a Hugging Face causal language model under AdamW, one rank or data parallel, CPU or GPU."""
+"""The `torch` trainer: a Hugging Face causal language model under AdamW, on one rank or a mesh of several, CPU or GPU."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from streamrl.tensors.digest import combine
 from streamrl.tensors.digest_torch import NamedDigester, NamedDigests
 from streamrl.trainers.checkpoints import BackgroundWriter, write_directory
 from streamrl.trainers.flops import flops_of, peak_flops
+from streamrl.trainers.mesh import mesh_of
 from streamrl.trainers.protocol import WEIGHT_SUFFIXES, StepResult, TokenValues
 from streamrl.trainers.torch.arrangement import Arrangement
 from streamrl.trainers.torch.causal_lm import CausalLM
@@ -34,9 +35,7 @@ from streamrl.trainers.torch.checkpoint import (
     ModelState,
     TorchState,
     check_state,
-    digest_of,
     host_bytes,
-    host_copy,
     read_checkpoint,
     write_checkpoint,
 )
@@ -44,7 +43,7 @@ from streamrl.trainers.torch.critic import Critic
 from streamrl.trainers.torch.frozen import Reference, load_frozen
 from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.optimizer import ClippedAdamW
-from streamrl.trainers.torch.parallel import DataParallel
+from streamrl.trainers.torch.parallel import Parallel
 from streamrl.trainers.torch.profiling import StepProfiler
 from streamrl.trainers.torch.recheck import Recheck
 from streamrl.trainers.torch.snapshot import SnapshotRing
@@ -93,14 +92,15 @@ class TorchTrainer:
         self._model_dir = model_dir
         self._loss = loss
         self._learning_rate = learning_rate
-        self._parallel = DataParallel(trainer.ranks)
+        self._parallel = Parallel(mesh_of(trainer), device, trainer.gather)
         self._policy = CausalLM(model_dir, dtype, device, kernels=kernels)
         if memory_tokens:
             self._policy.limit_memory(memory_tokens)
-        self._parameters = list(self._policy.parameters())
         self._flops = flops_of(self._policy.module)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._peak = peak_flops(name, str(dtype).removeprefix("torch."))
+        self._held = self._policy.cut(self._parallel, trained=True)
+        self._parameters = self._held.parameters
         self._critic: Critic | None = None
         if Role.VALUE in estimator_of(loss).needs:
             self._critic = Critic(
@@ -110,15 +110,16 @@ class TorchTrainer:
                 config=loss.critic,
                 optimizer=trainer.optimizer,
                 kernels=kernels,
+                parallel=self._parallel,
             )
-        cuda = device.type == "cuda"
-        self._snapshots = SnapshotRing(self._parameters, device, slots=snapshots) if cuda else None
-        self._digester = NamedDigester(dict(self._parameters)) if cuda else None
-        self._optimizer = ClippedAdamW(self._parameters, trainer.optimizer)
-        frozen = load_frozen(loss, model_dir, dtype, device, kernels=kernels, vocab_size=self._policy.vocab_size)
+        whole = device.type == "cuda" and not self._parallel.sharded
+        self._snapshots = SnapshotRing(self._parameters, device, slots=snapshots) if whole else None
+        self._digester = NamedDigester(dict(self._parameters)) if whole else None
+        self._optimizer = ClippedAdamW(self._parameters, trainer.optimizer, norm=self._parallel.norm)
+        frozen = load_frozen(loss, model_dir, dtype, device, kernels=kernels, vocab_size=self._policy.vocab_size, parallel=self._parallel)
         self._reference: Reference | None = None
         if loss.kl.reference_every:
-            self._reference = Reference(frozen[Role.REFERENCE], self._parameters, every=loss.kl.reference_every)
+            self._reference = Reference(frozen[Role.REFERENCE], self._held, every=loss.kl.reference_every)
         self._update = Update(
             loss,
             trainer,
@@ -137,11 +138,13 @@ class TorchTrainer:
             parallel=self._parallel,
             row_length=trainer.micro_tokens,
             deterministic=deterministic,
-            snapshots=snapshots if cuda else 0,
+            snapshots=snapshots if whole else 0,
         )
         # FlashAttention knows no float32.
         widen = kernels.attention != "flash"
-        self._recheck = Recheck(self._parameters, samples=trainer.check_logprobs, versions=recheck_versions, widen=widen)
+        self._recheck = Recheck(
+            self._parameters, samples=trainer.check_logprobs, versions=recheck_versions, widen=widen, written=self._policy.forget
+        )
         self._micro_tokens = trainer.micro_tokens
         self._profiler = profiler
         self._stage = ""
@@ -157,7 +160,7 @@ class TorchTrainer:
         """
         check_batch(batch)
         self._update.budget = batch.micro_tokens or self._micro_tokens
-        with self._profiler.step(batch.version.number + 1) if self._profiler is not None else nullcontext():
+        with self._profiler.step(batch.version.number + 1) if self._profiler is not None else nullcontext(), self._parallel.gathering():
             self._arrangement.follow(batch.choices)
             while True:
                 try:
@@ -224,15 +227,15 @@ class TorchTrainer:
     def digest(self) -> str:
         """See `Trainer.digest`."""
         if self._digester is None:
-            return digest_of(self._parameters)
+            return self._held.digest()
         self._known = self._digester.digests()
         return combine(self._known.elements)
 
     def shards(self) -> Iterator[Shard]:
-        """See `Trainer.shards`; every rank of a data-parallel group gives the whole.
+        """See `Trainer.shards`; every rank gives the whole, but of a model that is cut rank 0 alone.
 
-        On a CPU all are copied before this returns. On a GPU they are when the first is drawn: into a buffer beside the training
-        stream, and the parameters are not written before that is done.
+        On a CPU, and where the model is cut, all are copied before this returns. On a GPU they are when the first is drawn: into a buffer
+        beside the training stream, and the parameters are not written before that is done.
         """
         if self._snapshots is not None:
             return self._snapshots.shards(self._known)
@@ -242,22 +245,22 @@ class TorchTrainer:
                     name=name,
                     dtype=str(p.dtype).removeprefix("torch."),
                     global_shape=tuple(p.shape),
-                    data=host_bytes(p).copy(),
+                    data=host_bytes(p),
                     shape=tuple(p.shape),
                 )
-                for name, p in self._parameters
+                for name, p in self._held.copies().items()
             ]
         )
 
     def save(self, path: Path, extra: bytes, *, version: Version, beside: Mapping[str, bytes] | None = None) -> Future[None]:
-        """See `Trainer.save`. Rank 0 writes, for all hold the same; on the others the future is done at once."""
-        if self._parallel.rank != 0:
-            done: Future[None] = Future()
-            done.set_result(None)
+        """See `Trainer.save`. Rank 0 writes, and of a model that is cut it is given the parts; on the others the future is done at once."""
+        done: Future[None] = Future()
+        done.set_result(None)
+        if self._parallel.rank != 0 and not self._parallel.sharded:
             return done
         state = TorchState(
             policy=ModelState(
-                parameters={name: host_copy(p) for name, p in self._parameters}, optimizer=self._optimizer.state(), digest=self.digest()
+                parameters=self._held.copies(), optimizer=self._held.whole_moments(self._optimizer.state()), digest=self.digest()
             ),
             critic=self._critic.state() if self._critic is not None else None,
             random=_random_state(self._policy.device),
@@ -265,6 +268,8 @@ class TorchTrainer:
             version=str(version),
             reference=self._reference.state() if self._reference is not None else None,
         )
+        if self._parallel.rank != 0:
+            return done
         return self._writer.submit(path, lambda directory: write_checkpoint(directory, state, extra), beside)
 
     def load(self, path: Path) -> bytes:
@@ -284,10 +289,9 @@ class TorchTrainer:
             self._reference.restore(state.reference, path)
         self._settle()
         self._known = None
-        with torch.no_grad():
-            for name, p in self._parameters:
-                p.copy_(state.policy.parameters[name])
-        self._optimizer.restore(state.policy.optimizer)
+        self._held.take(state.policy.parameters)
+        self._policy.forget()
+        self._optimizer.restore(self._held.own_moments(state.policy.optimizer))
         self._stage = state.stage
         torch.set_rng_state(state.random["cpu"])
         if "cuda" in state.random and self._policy.device.type == "cuda":
@@ -295,10 +299,13 @@ class TorchTrainer:
         return extra
 
     def export(self, path: Path) -> None:
-        """See `Trainer.export`: a Hugging Face directory with weights, configuration and tokenizer."""
+        """See `Trainer.export`: a Hugging Face directory with weights, configuration and tokenizer. All ranks of a cut model call it."""
+        parameters = self._held.copies() if self._parallel.sharded else None
+        if self._parallel.rank != 0:
+            return
 
         def write(directory: Path) -> None:
-            self._policy.module.save_pretrained(directory)
+            self._policy.save_pretrained(directory, parameters)
             for source in sorted(self._model_dir.iterdir()):
                 target = directory / source.name
                 if source.is_file() and not target.exists() and not source.name.endswith(WEIGHT_SUFFIXES):

@@ -24,12 +24,12 @@ from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig, TrainerConfig
 from streamrl.core.balance import split_ranks
 from streamrl.core.batches import TrainBatch
-from streamrl.core.packing import Indices, MicroBatch, packed_row_length, plan_micro_batches
+from streamrl.core.packing import Indices, MicroBatch, empty_micro_batch, packed_row_length, plan_micro_batches
 from streamrl.errors import TrainingError
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.critic import Critic
 from streamrl.trainers.torch.optimizer import ClippedAdamW
-from streamrl.trainers.torch.parallel import DataParallel
+from streamrl.trainers.torch.parallel import Parallel
 from streamrl.trainers.torch.reproducible import reproducible
 from streamrl.trainers.torch.slime_loss import SlimeLoss
 from streamrl.trainers.torch.terms import DROPPED, demonstration_terms, policy_terms, policy_tokens, user_loss
@@ -91,7 +91,7 @@ class Update:
         optimizer: ClippedAdamW,
         frozen: dict[Role, CausalLM],
         critic: Critic | None,
-        parallel: DataParallel,
+        parallel: Parallel,
         deterministic: bool,
         settle: Callable[[], None],
     ) -> None:
@@ -149,7 +149,12 @@ class Update:
                 wanted = objective.weights[index] > 0
                 if slime is not None:
                     wanted = slime.wanted(batch, wanted)
-                for micro in self._micro_batches(batch, wanted, samples, layout, policy.width):
+                micros = self._micro_batches(batch, wanted, samples, layout, policy.width)
+                for place, micro in enumerate(micros):
+                    self._accumulate(last=place == len(micros) - 1)
+                    if not len(micro.target):
+                        self._idle(batch, objective, micro, learns=learns)
+                        continue
                     with torch.set_grad_enabled(learns):
                         if slime is not None:
                             found, logprobs, target = slime.learn(policy, batch, objective, index, micro)
@@ -216,6 +221,20 @@ class Update:
         """Whether the policy is trained on packed rows."""
         return all(model.packs for model in self._trained)
 
+    def _accumulate(self, *, last: bool) -> None:
+        for model in self._trained:
+            model.accumulate(last=last)
+
+    def _idle(self, batch: TrainBatch, objective: Objective, micro: MicroBatch, *, learns: bool) -> None:
+        """An empty micro-batch: for the ranks that have one with tokens, the layers must be gathered here too."""
+        with torch.set_grad_enabled(learns):
+            logprobs, _ = self._policy.predict(micro, batch)
+        if learns:
+            logprobs.backward(torch.zeros_like(logprobs))
+            self._optimizer.collect()
+        if self._critic is not None and objective.returns is not None and objective.scores.values is not None:
+            self._critic.idle(micro)
+
     def _layout(self, batch: TrainBatch, *models: CausalLM | Critic) -> Layout:
         """What all of these models can be run on."""
         if all(model.packs for model in models):
@@ -223,9 +242,9 @@ class Update:
         return Layout(all(model.free_masks for model in models), 0)
 
     def _micro_batches(self, batch: TrainBatch, wanted: Bools, samples: Indices, layout: Layout, width: int) -> list[MicroBatch]:
-        """This rank's share of `samples`."""
+        """This rank's share of `samples`; empty ones at the end where another rank has more, and they must keep step."""
         rank, ranks = self._parallel.rank, self._parallel.ranks
-        return plan_micro_batches(
+        own = plan_micro_batches(
             batch,
             wanted,
             samples if layout.row_length else split_ranks(batch, samples, ranks, width=width)[rank],
@@ -237,6 +256,7 @@ class Update:
             rank=rank,
             ranks=ranks,
         )
+        return own + [empty_micro_batch(layout.row_length)] * (self._parallel.most(len(own)) - len(own))
 
     def _factor(self, batch: TrainBatch, objective: Objective) -> float:
         """What the correction's weights are multiplied by in all of a batch's steps: makes their mean 1 where that is asked for."""
@@ -265,6 +285,7 @@ class Update:
             self._settle()
             self.wrote = True
             norms["train/grad_norm"], applied = self._optimizer.step(rate)
+            self._policy.forget()
         if critic and self._critic is not None:
             self._parallel.sum_gradients(self._critic.gradients())
             self.wrote = True

@@ -1,0 +1,55 @@
+"""How the ranks of a trainer share one model: each of `replicate` copies of the parameters is cut into `shard` parts. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from streamrl.config.tree import TrainerConfig
+
+
+class Mesh(msgspec.Struct, frozen=True):
+    """Ranks of replicate x shard; those that hold one copy together are neighbours, so that they are of one host.
+
+    Example, of four ranks and two shards: ranks 0 and 1 hold a copy, and ranks 2 and 3.
+
+        >>> [Mesh(replicate=2, shard=2).place(rank) for rank in range(4)]
+        [(0, 0), (0, 1), (1, 0), (1, 1)]
+    """
+
+    replicate: int = 1
+    """Copies of the parameters."""
+    shard: int = 1
+    """Parts that each copy is cut into."""
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return self.replicate * self.shard
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """Which copy and which part of it a rank holds."""
+        return divmod(rank, self.shard)
+
+    def rows(self, count: int, part: int) -> range:
+        """Which of a tensor's `count` rows (dimension 0) part `part` holds: the first parts equally many, the last ones fewer or none.
+
+        It is torch's rule (`torch.chunk`), by which torch.distributed.fsdp cuts.
+
+            >>> [list(Mesh(shard=4).rows(5, part)) for part in range(4)]
+            [[0, 1], [2, 3], [4], []]
+        """
+        most = -(-count // self.shard)
+        return range(min(count, part * most), min(count, (part + 1) * most))
+
+    def slice(self, shape: Sequence[int], part: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Offset and shape of the slice of a tensor of `shape` that part `part` holds; a tensor without dimensions is cut like one row."""
+        whole = tuple(shape) or (1,)
+        rows = self.rows(whole[0], part)
+        return (rows.start, *(0 for _ in whole[1:])), (len(rows), *whole[1:])
+
+
+def mesh_of(trainer: TrainerConfig) -> Mesh:
+    """The mesh that a configuration asks for; it has been checked that `trainer.shards` divides `trainer.ranks`."""
+    return Mesh(replicate=trainer.ranks // trainer.shards, shard=trainer.shards)

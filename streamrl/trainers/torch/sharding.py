@@ -1,0 +1,197 @@
+"""A model cut into parts: FSDP2 of torch (`fully_shard`), one unit a layer and one for the rest, embedding and head.
+
+```text
+rank holds          rows of each parameter (float32 where it is trained: its masters)
+forward             gather a layer in the type it computes in -> run it -> forget what was gathered
+backward            gather it again -> run it -> sum the gradient over all ranks in float32, keep the rows
+optimizer           on the rows alone
+```
+Where memory allows it (`trainer.gather`) nothing is forgotten and no gradient sent before the last micro-batch of an optimizer step.
+What is published and digested is the rows in the type that is computed in. A rank without work runs along on an empty micro-batch, since
+gathering takes all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from streamrl.tensors.digest import slice_digest
+from streamrl.tensors.digest_torch import Region, region_digests
+from streamrl.trainers.torch.checkpoint import host_bytes, host_copy
+from streamrl.trainers.torch.optimizer import MOMENTS
+from streamrl.trainers.torch.parallel import Parallel, local
+
+logger = logging.getLogger(__name__)
+
+STEP = f".{MOMENTS[2]}"
+"""Ends the name of the one moment that has no rows: how many updates there were."""
+Result = TypeVar("Result")
+
+
+class Gathered(torch.nn.Module):
+    """The unit of all that is in no layer: what it is called with is run while embedding, norm and head are there.
+
+    They stay until a backward pass has come by; `forget` lets go of them before.
+    """
+
+    def __init__(self, module: torch.nn.Module, *, once: bool) -> None:
+        super().__init__()
+        self.module = module
+        self.entered = False
+        """Whether something is being run by it."""
+        self._once = once
+
+    def forward(self, compute: Callable[[], Result]) -> Result:
+        """What `compute` gives."""
+        self.entered = True
+        try:
+            return compute()
+        finally:
+            self.entered = False
+
+    def forget(self) -> None:
+        """Let go of everything that is gathered: call it when parameters have been written."""
+        for unit in self.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
+
+    def accumulate(self, *, last: bool) -> None:
+        """Before each micro-batch of an optimizer step: what waits for the `last` one waits."""
+        unit: Any = self
+        if self._once:
+            unit.set_requires_gradient_sync(last)
+            unit.set_reshard_after_backward(last)
+        else:
+            unit.set_requires_all_reduce(last)
+
+
+def cut(module: torch.nn.Module, layers: Iterable[torch.nn.Module], parallel: Parallel, dtype: torch.dtype, *, trained: bool) -> Gathered:
+    """Cut a whole model, the same on every rank, to this rank's rows; run it by the unit that is returned.
+
+    Args:
+        module: the model; its parameters become this rank's part.
+        layers: those of its modules that are gathered one at a time.
+        parallel: with a mesh of several parts.
+        dtype: what is gathered and computed in.
+        trained: keep the rows in float32 at least, and sum gradients in float32. Else there is no backward pass, and nothing stays.
+    """
+    wide = trained and dtype.itemsize < 4
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if wide else MixedPrecisionPolicy()
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    once = trained and parallel.gathers_once(numel * (dtype.itemsize + 4))
+    logger.info("event=model_cut parameters=%d shards=%d gathered=%s", numel, parallel.mesh.shard, "step" if once else "micro_batch")
+    root = Gathered(module, once=once)
+    for unit in [*layers, root]:
+        if wide:
+            unit.float()
+        # The rest comes first in a forward pass and last in a backward pass: between the two it would be gathered again at once.
+        forget = not trained or not (once or unit is root)
+        made: Any = fully_shard(unit, mesh=parallel.devices, mp_policy=policy, reshard_after_forward=forget)  # pyright: ignore[reportUnknownVariableType]
+        # A sum: weights of the loss are over the whole batch. By force, since gloo knows no division on the way.
+        made.set_gradient_divide_factor(1.0)
+        made.set_force_sum_reduction_for_comms(True)
+    return root
+
+
+class Slice(NamedTuple):
+    """What this rank holds of a parameter."""
+
+    name: str
+    rows: Tensor
+    """In the type that is published."""
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    offset: tuple[int, ...]
+    """Index of the first element in each dimension; empty: 0 everywhere."""
+
+
+class Held:
+    """A model's named parameters, as a rank of the mesh holds them.
+
+    Args:
+        parameters: name and parameter, after the model was cut.
+        types: of the parameters before, which they are published and saved in.
+        parallel: the ranks.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], types: Mapping[str, torch.dtype], parallel: Parallel) -> None:
+        self.parameters = list(parameters)
+        self.parallel = parallel
+        self._types = types
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters}
+
+    def slices(self) -> list[Slice]:
+        """Of all parameters: this rank's memory where it has the type to publish, else rounded copies."""
+        mesh, index = self.parallel.mesh, self.parallel.part
+        found: list[Slice] = []
+        for name, parameter in self.parameters:
+            shape = self._shapes[name]
+            offset = mesh.slice(shape, index)[0] if self.parallel.sharded else ()
+            found.append(Slice(name, local(parameter).to(self._types[name]), shape, offset))
+        return found
+
+    def digest(self) -> str:
+        """Digest of the whole parameters, 16 hex digits: the same in every mesh. All ranks call it."""
+        return digest_of_slices(self.slices(), self.parallel)
+
+    def copies(self) -> dict[str, Tensor]:
+        """The whole parameters, on the host: all ranks call it, and rank 0 gets them, another one of a cut model nothing."""
+        return self._whole({one.name: one.rows for one in self.slices()}, self._shapes)
+
+    def whole_moments(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`ClippedAdamW.state` of all ranks, on the host; as `copies`. Masters of parameters that are not rounded are left out."""
+        exact = {f"{name}.master" for name, dtype in self._types.items() if dtype.itemsize >= 4}
+        kept = {key: value for key, value in state.items() if key not in exact}
+        return self._whole(kept, {key: self._shapes[key.rpartition(".")[0]] for key in kept if not key.endswith(STEP)})
+
+    def own_moments(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of `whole_moments` what this rank holds."""
+        return {key: value if key.endswith(STEP) else self._own(value) for key, value in state.items()}
+
+    @torch.no_grad()
+    def take(self, values: Mapping[str, Tensor]) -> None:
+        """Write the whole parameters `values`, of which this rank keeps its part."""
+        for name, parameter in self.parameters:
+            local(parameter).copy_(self._own(values[name]))
+
+    def _own(self, value: Tensor) -> Tensor:
+        if not self.parallel.sharded:
+            return value
+        rows = self.parallel.mesh.rows(value.shape[0], self.parallel.part)
+        return value[rows.start : rows.stop]
+
+    def _whole(self, held: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+        if not self.parallel.sharded:
+            return {name: host_copy(value) for name, value in held.items()}
+        found: dict[str, Tensor] = {}
+        for name, value in held.items():
+            full = _gathered(value, shapes[name], self.parallel) if name in shapes else value
+            if self.parallel.rank == 0:
+                found[name] = host_copy(full)
+        return found
+
+
+def digest_of_slices(held: Sequence[Slice], parallel: Parallel) -> str:
+    """Digest of the whole tensors of which each rank holds slices, 16 hex digits."""
+    if held and held[0].rows.device.type == "cuda":
+        sums = region_digests([Region(one.rows, one.shape, one.offset) for one in held])
+    else:
+        sums = [slice_digest(host_bytes(one.rows), one.rows.element_size(), one.shape, one.offset, one.rows.shape) for one in held]
+    return parallel.digest({one.name: value for one, value in zip(held, sums, strict=True)})
+
+
+def _gathered(rows: Tensor, shape: Sequence[int], parallel: Parallel) -> Tensor:
+    assert parallel.devices is not None
+    placements = [*[Replicate()] * (parallel.devices.ndim - 1), Shard(0)]
+    whole = torch.empty(tuple(shape), device="meta")
+    on_device = rows.to(parallel.devices.device_type)
+    found = DTensor.from_local(on_device, parallel.devices, placements, shape=whole.shape, stride=whole.stride())
+    with parallel.gathering():
+        return found.full_tensor()

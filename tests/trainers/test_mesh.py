@@ -1,0 +1,41 @@
+"""How ranks share a model: arithmetic."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from streamrl.config.tree import TrainerConfig
+from streamrl.tensors.digest import MASK, slice_digest, tensor_digest
+from streamrl.trainers.mesh import Mesh, mesh_of
+
+
+def test_ranks_are_copies_times_parts() -> None:
+    mesh = mesh_of(TrainerConfig(ranks=6, shards=3))
+    assert (mesh.replicate, mesh.shard, mesh.ranks) == (2, 3, 6)
+    assert [mesh.place(rank) for rank in range(6)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert mesh_of(TrainerConfig(ranks=2)) == Mesh(replicate=2, shard=1)
+
+
+@pytest.mark.parametrize("shard", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("rows", [0, 1, 2, 5, 8])
+def test_rows_are_cut_as_torch_cuts_them(rows: int, shard: int) -> None:
+    chunks = [chunk.tolist() for chunk in torch.arange(rows).chunk(shard)] if rows else []
+    expected = chunks + [[]] * (shard - len(chunks))
+    assert [list(Mesh(shard=shard).rows(rows, part)) for part in range(shard)] == expected
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (4,), (1, 2), (0, 3), (3, 2, 2)])
+def test_slices_cover_a_tensor_and_their_digests_add_up(shape: tuple[int, ...]) -> None:
+    data = np.random.default_rng(0).integers(0, 256, 4 * math.prod(shape), np.uint8)
+    total, first = 0, 0
+    for part in range(4):
+        offset, size = Mesh(shard=4).slice(shape, part)
+        nbytes = 4 * math.prod(size)
+        total += slice_digest(data[first : first + nbytes], 4, shape, offset, size)
+        first += nbytes
+    assert first == data.nbytes
+    assert total & MASK == tensor_digest(data, 4)

@@ -1,0 +1,197 @@
+"""A model cut into parts: the same digests and, within a bound, the same training in every mesh. Rank 0 is this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from streamrl.config.loss import KLConfig, LossConfig
+from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
+from streamrl.core.batches import TrainBatch
+from streamrl.errors import TrainingError
+from streamrl.schemas.versions import Version
+from streamrl.trainers.factory import learning_rates, make_trainer
+from streamrl.trainers.protocol import Trainer
+from streamrl.trainers.ranks.local import open_trainer
+from streamrl.trainers.torch.kernels import Kernels
+from streamrl.trainers.torch.trainer import TorchTrainer
+from tests.support.batches import train_batch
+from tests.support.processes import children
+
+# Five meshes, one of them of four processes, on however few cores there are.
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+STEPS = 20
+MESHES = {(1, 1): "auto", (2, 1): "auto", (2, 2): "micro_batch", (4, 2): "micro_batch", (3, 3): "step"}
+"""Ranks and shards, and how long layers stay gathered. Of 16 rows the third of three parts has fewer."""
+BOUND = 2.0
+"""How far from one rank another mesh may end, as a multiple of how far one rank ends from a run in float64: docs/training.md."""
+
+
+def batch(step: int, groups: int = 4) -> TrainBatch:
+    """Every third batch has one group, which leaves ranks without work."""
+    rng = np.random.default_rng(step)
+    samples = [
+        {
+            "prompt": rng.integers(2, 16, 2 + task).tolist(),
+            "answer": (answer := rng.integers(2, 16, rng.integers(2, 9)).tolist()),
+            "mu": (-2.5 + 0.5 * rng.standard_normal(len(answer))).tolist(),
+            "reward": float(rollout == task % 3),
+            "task": task,
+            "rollout": rollout,
+        }
+        for task in range(1 if step % 3 == 2 else groups)
+        for rollout in range(3)
+    ]
+    return train_batch(samples, stage_step=step)
+
+
+def config(ranks: int, shards: int, **changes: object) -> Config:
+    # Few tokens a pass, so that ranks have several micro-batches, and unequally many.
+    options = {"optimizer": OptimizerConfig(learning_rate=1e-3), "micro_tokens": 48, "minibatches": 2, "rank_timeout_s": 120.0, **changes}
+    return Config(trainer=TrainerConfig(ranks=ranks, shards=shards, **options))  # pyright: ignore[reportArgumentType]
+
+
+class Ran(NamedTuple):
+    """A run of STEPS steps."""
+
+    begun: str
+    digests: list[str]
+    norms: list[float]
+    checkpoint: Path
+    half: Path
+
+
+def run(trainer: Trainer, where: Path) -> Ran:
+    begun = trainer.digest()
+    results = []
+    for step in range(STEPS):
+        results.append(trainer.step(batch(step)))
+        if step + 1 in (STEPS // 2, STEPS):
+            trainer.save(where / str(step + 1), b"at", version=Version(0, step + 1)).result()
+    norms = [result.metrics["train/grad_norm"] for result in results]
+    return Ran(begun, [result.digest for result in results], norms, where / str(STEPS), where / str(STEPS // 2))
+
+
+Runs = Callable[[tuple[int, int]], Ran]
+
+
+@pytest.fixture(scope="module")
+def ran(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """`ran(mesh)`: a run on it, made once."""
+
+    @cache
+    def made(mesh: tuple[int, int]) -> Ran:
+        with open_trainer(config(*mesh, gather=MESHES[mesh]), model_dir) as trainer:
+            return run(trainer, tmp_path_factory.mktemp("run"))
+
+    return made
+
+
+def test_the_same_parameters_have_one_digest_in_every_mesh(ran: Runs, model_dir: Path) -> None:
+    alone = make_trainer(config(1, 1), model_dir)
+    begun = alone.digest()
+    for made in map(ran, MESHES):
+        assert made.begun == begun
+        assert alone.load(made.checkpoint) == b"at"
+        assert alone.digest() == made.digests[-1]
+
+
+def test_meshes_end_as_near_to_one_rank_as_that_to_float64(ran: Runs, model_dir: Path, tmp_path: Path) -> None:
+    one = config(1, 1)
+    cpu = torch.device("cpu")
+    exact = TorchTrainer(
+        model_dir,
+        trainer=one.trainer,
+        loss=one.loss,
+        learning_rate=learning_rates(one),
+        kernels=Kernels(),
+        dtype=torch.float64,
+        device=cpu,
+        deterministic=True,
+    )
+    truth = load_file(run(exact, tmp_path).checkpoint / "model.safetensors")
+    start = load_file(model_dir / "model.safetensors")
+    found = {mesh: load_file(ran(mesh).checkpoint / "model.safetensors") for mesh in MESHES}
+    far = max(float((found[1, 1][name].double() - truth[name]).abs().max()) for name in truth)
+    moved = max(float((truth[name] - start[name].double()).abs().max()) for name in truth)
+    assert 0 < far < 1e-3 * moved  # else the bound would hold for anything
+    for mesh in MESHES:
+        apart = max(float((found[mesh][name] - found[1, 1][name]).abs().max()) for name in truth)
+        assert apart <= BOUND * far, mesh
+        assert apart > 0 or mesh == (1, 1)
+        assert ran(mesh).norms == pytest.approx(ran((1, 1)).norms, rel=1e-3), mesh
+
+
+@pytest.mark.parametrize("mesh", [(4, 2), (3, 3)], ids=str)
+def test_on_one_mesh_a_restart_and_a_replay_give_the_same_bits(ran: Runs, mesh: tuple[int, int], model_dir: Path) -> None:
+    made, half = ran(mesh), STEPS // 2
+    with open_trainer(config(*mesh, gather=MESHES[mesh]), model_dir) as trainer:
+        again = [trainer.step(batch(step)).digest for step in range(2)]
+        assert again == made.digests[:2]
+        assert trainer.load(made.half) == b"at"
+        assert [trainer.step(batch(step)).digest for step in range(half, STEPS)] == made.digests[half:]
+
+
+def test_another_mesh_goes_on_with_masters_and_moments(ran: Runs, model_dir: Path, tmp_path: Path) -> None:
+    """From a checkpoint of two copies of two parts, on three parts, and back: what is not trained comes out as it went in."""
+    made = ran((4, 2))
+    with open_trainer(config(3, 3), model_dir) as trainer:
+        assert trainer.load(made.half) == b"at"
+        assert trainer.digest() == made.digests[STEPS // 2 - 1]
+        trainer.save(tmp_path / "at", b"at", version=Version(0, STEPS // 2)).result()
+        norms = [trainer.step(batch(step)).metrics["train/grad_norm"] for step in range(STEPS // 2, STEPS)]
+    assert norms == pytest.approx(made.norms[STEPS // 2 :], rel=1e-3)
+    for file in ("model", "optimizer"):
+        before, after = (load_file(path / f"{file}.safetensors") for path in (made.half, tmp_path / "at"))
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_critic_and_renewed_reference_are_cut_too_in_bfloat16(model_dir: Path, tmp_path: Path) -> None:
+    """With a policy that is scored again by older versions, for which its parts are written over for a moment."""
+    loss = LossConfig(advantage="ppo", kl=KLConfig(loss_coef=0.1, reference_every=2))
+    results: dict[int, list[tuple[str, dict[str, float]]]] = {}
+    for shards in (1, 2):
+        asked = config(2, shards, dtype="bfloat16", check_logprobs=2)
+        with open_trainer(Config(trainer=asked.trainer, loss=loss), model_dir) as trainer:
+            stepped = [trainer.step(batch(step)) for step in range(5)]
+            results[shards] = [(result.reference, result.metrics) for result in stepped]
+            trainer.save(tmp_path / f"{shards}", b"", version=Version(0, 5)).result()
+            trainer.export(tmp_path / f"hf-{shards}")
+            assert {shard.dtype for shard in trainer.shards()} == {"bfloat16"}
+            digest = trainer.digest()
+        with open_trainer(Config(trainer=config(2, 2, dtype="bfloat16").trainer, loss=loss), model_dir) as other:
+            other.load(tmp_path / f"{shards}")
+            assert other.digest() == digest
+        assert make_trainer(config(1, 1, dtype="bfloat16"), tmp_path / f"hf-{shards}").digest() == digest
+    files = ("model", "optimizer", "critic", "critic_optimizer", "reference")
+    for file in files:
+        whole, parts = (load_file(tmp_path / f"{shards}" / f"{file}.safetensors") for shards in (1, 2))
+        assert {name: (value.shape, value.dtype) for name, value in whole.items()} == {
+            name: (value.shape, value.dtype) for name, value in parts.items()
+        }
+    for (reference, metrics), (other, others) in zip(results[1], results[2], strict=True):
+        assert bool(reference) and bool(other)
+        for name in ("train/loss", "train/value_loss", "train/grad_norm", "train/value_grad_norm", "train/kl_loss"):
+            assert others[name] == pytest.approx(metrics[name], rel=0.05, abs=1e-2), name
+        found = {name for name in metrics if not name.startswith("train/float32_")}
+        assert found == set(others)
+
+
+def test_a_rank_that_is_killed_ends_a_step_of_a_cut_model(model_dir: Path) -> None:
+    with pytest.raises(TrainingError, match="needs all ranks of the trainer") as caught, open_trainer(config(2, 2), model_dir) as trainer:
+        trainer.step(batch(0))
+        (pid,) = children("streamrl.trainers.ranks.local")
+        os.kill(pid, signal.SIGKILL)
+        for step in range(1, 3):
+            trainer.step(batch(step))
+    assert "logs/trainer-<rank>.log" in caught.value.hint
