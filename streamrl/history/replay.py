@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -23,6 +23,7 @@ from streamrl.core.records import Poison
 from streamrl.core.state import FoldState, initial_state
 from streamrl.data.model import vocab_size
 from streamrl.errors import BatchDiffers, BusError, ConfigError, TrainingError
+from streamrl.history.moving import Meshes, MovingTrainer
 from streamrl.history.replay_log import PastLedger, read_fingerprints, read_past, read_pending
 from streamrl.history.replay_report import Comparison, Difference, ReplayReport
 from streamrl.schemas.ledger import LedgerEntry
@@ -31,7 +32,6 @@ from streamrl.schemas.versions import Version
 from streamrl.trainers.checkpoints import list_checkpoints
 from streamrl.trainers.fingerprint import fingerprint_difference, fingerprint_digest, numerics_fingerprint
 from streamrl.trainers.protocol import Trainer
-from streamrl.trainers.ranks.local import open_trainer
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,7 @@ def replay(
     call: Caller,
     trainer: Trainer,
     numerics: Mapping[str, str],
+    also: Collection[str] = (),
     checkpoints: Path | None = None,
     span: Range | None = None,
     config_difference: str = "",
@@ -79,6 +80,7 @@ def replay(
         call: runs a coroutine of the log's loop.
         trainer: the backend with the run's initial weights.
         numerics: this process's numerics fingerprint.
+        also: digests of those that `trainer` has on other meshes, on which it trains what was trained there.
         checkpoints: the directory of the run's checkpoints, for a span that begins late.
         span: which versions; all of them if None.
         config_difference: what of `config` is known not to be what the run was trained with, in words.
@@ -103,7 +105,7 @@ def replay(
     state = FoldState.decode(trainer.load(start.path)) if start.path else initial_state(rules)
     entries, lost = _there(past, state.version.number, span.last, highest, end=call(log.state(SAMPLES)).last)
     ours = fingerprint_digest(numerics)
-    others = sorted({entry.fingerprint for entry in entries} - {ours})
+    others = sorted({entry.fingerprint for entry in entries} - {ours, *also})
     comparison = Comparison(entries, same_fingerprint=not others, known_cause=known_cause)
     pending = call(read_pending(log, state, start.path))
     reader = RecordReader(log, call.loop, after=state.cursor, capacity=4 * config.tasks.batch_tasks)
@@ -239,16 +241,21 @@ async def verify(
 ) -> ReplayReport:
     """Replay a run against its ledger: all of `streamrl replay --verify` but for opening the log. Arguments are those of `replay`."""
     call = Caller(asyncio.get_running_loop())
+    subjects = Subjects(config.run.name)
+    past = await read_past(log, subjects, config.trainer.name)
+    meshes = Meshes(config, past, await read_fingerprints(log, subjects))
 
     def work() -> ReplayReport:
+        first = find_start(past, checkpoints, config.trainer.name, span.first if span else 0).version.number + 1
         # Made in the thread that steps it, like the live trainer's backend.
-        with open_trainer(config, model_dir) as trainer:
+        with MovingTrainer(meshes.at, model_dir, first) as trainer:
             return replay(
                 config=config,
                 log=log,
                 call=call,
                 trainer=trainer,
                 numerics=numerics_fingerprint(config),
+                also=[fingerprint_digest(numerics_fingerprint(other)) for other in meshes.all()],
                 checkpoints=checkpoints,
                 span=span,
                 config_difference=config_difference,

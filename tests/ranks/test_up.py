@@ -47,14 +47,16 @@ backoff_s = 0.1
 
 
 @pytest.fixture
-async def up(tmp_path: Path, start: Start) -> asyncio.subprocess.Process:
-    """A run that is up."""
+async def up(tmp_path: Path, start: Start, shards: int) -> asyncio.subprocess.Process:
+    """A run that is up, its model cut into `shards`."""
     rows = [{"prompt": f"{a}{b}", "label": str((b + 3) % 10)} for b in range(10) for a in range(10)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "run.toml").write_text(TOML)
-    return await start(*STREAMRL, "up", "run.toml", "--json")
+    return await start(*STREAMRL, "up", "run.toml", "--json", "--set", f"trainer.shards={shards}")
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("shards", [1, 2])
 async def test_a_run_with_two_ranks_learns_survives_one_and_is_replayed(up: asyncio.subprocess.Process, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "runs" / NAME)
     leader = run.log_path("trainer-0")
@@ -78,6 +80,23 @@ async def test_a_run_with_two_ranks_learns_survives_one_and_is_replayed(up: asyn
     verdict = await judge(run)
     assert verdict.problems == []
     assert verdict.counts["fences"] == 2
+
+
+@pytest.mark.timeout(600)
+async def test_each_stretch_of_a_run_is_replayed_on_its_own_mesh(start: Start, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{a}{b}", "label": str((b + 3) % 10)} for b in range(10) for a in range(10)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "run.toml").write_text(TOML)
+    fixed = ("warmup.max_steps=2", "data.heldout=", "tasks.drop_zero_variance=false", "trainer.checkpoint_every=2")
+    for steps, ranks, shards in ((3, 2, 2), (5, 1, 1), (6, 2, 1)):
+        changed = (*fixed, f"run.steps={steps}", f"trainer.ranks={ranks}", f"trainer.shards={shards}")
+        process = await start(*STREAMRL, "up", "run.toml", "--json", *(word for text in changed for word in ("--set", text)))
+        _, err = await asyncio.wait_for(process.communicate(), 250)
+        assert process.returncode == 0, err.decode()
+    _, entries = await read_entries(NAME, base=tmp_path / "runs")
+    assert len({entry.fingerprint for entry in entries}) == 3
+    verdict = await judge(RunDir(tmp_path / "runs" / NAME))
+    assert verdict.problems == []
 
 
 @pytest.mark.timeout(400)

@@ -1,0 +1,112 @@
+"""A trainer that trains each version again on the mesh that it was trained on, since sums over other ranks have other last bits."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from streamrl.config.tree import Config
+from streamrl.core.batches import TrainBatch
+from streamrl.history.replay_log import PastLedger
+from streamrl.schemas.versions import Version
+from streamrl.trainers.fingerprint import mesh_keys
+from streamrl.trainers.protocol import StepResult, Trainer
+from streamrl.trainers.ranks.local import open_trainer
+from streamrl.weights.protocol import Shard
+
+logger = logging.getLogger(__name__)
+
+
+class Meshes(NamedTuple):
+    """On which mesh each version of a ledger was trained.
+
+    `config`: that of the replay, for versions whose trainer has told nothing.
+    """
+
+    config: Config
+    past: PastLedger
+    told: Mapping[str, Mapping[str, str]]
+    """Values of fingerprints by digest."""
+
+    def at(self, number: int) -> Config:
+        """The configuration with the mesh of version `number`."""
+        entry = self.past.at(number)
+        values = self.told.get(entry.fingerprint, {}) if entry is not None else {}
+        return replace(self.config, trainer=replace(self.config.trainer, **mesh_keys(values))) if values else self.config
+
+    def all(self) -> list[Config]:
+        """One configuration for each mesh that there is."""
+        found = {text: self.at(number) for number in self.past.entries if (text := str(self.at(number).trainer))}
+        return list(found.values())
+
+
+class MovingTrainer:
+    """Implements `streamrl.trainers.protocol.Trainer`, as a context manager: a checkpoint is carried from one mesh's ranks to the next's.
+
+    Args:
+        config_at: of a version's number.
+        model_dir: initial policy.
+        first: number of the version that is trained first.
+    """
+
+    def __init__(self, config_at: Callable[[int], Config], model_dir: Path, first: int) -> None:
+        self._config_at = config_at
+        self._model_dir = model_dir
+        self._stack = ExitStack()
+        self._config = config_at(first)
+        self._trainer: Trainer | None = None
+
+    def __enter__(self) -> MovingTrainer:
+        self._open(self._config)
+        return self
+
+    def __exit__(self, *raised: object) -> bool | None:
+        return self._stack.__exit__(*raised)  # pyright: ignore[reportArgumentType]
+
+    def step(self, batch: TrainBatch) -> StepResult:
+        config = self._config_at(batch.version.number + 1)
+        if config.trainer != self._config.trainer:
+            self._move(config, batch.version)
+        return self._own.step(batch)
+
+    def digest(self) -> str:
+        return self._own.digest()
+
+    def shards(self) -> Iterator[Shard]:
+        return self._own.shards()
+
+    def save(self, path: Path, extra: bytes, *, version: Version, beside: Mapping[str, bytes] | None = None) -> Future[None]:
+        return self._own.save(path, extra, version=version, beside=beside)
+
+    def load(self, path: Path) -> bytes:
+        return self._own.load(path)
+
+    def export(self, path: Path) -> None:
+        self._own.export(path)
+
+    @property
+    def _own(self) -> Trainer:
+        assert self._trainer is not None
+        return self._trainer
+
+    def _open(self, config: Config) -> None:
+        self._trainer = self._stack.enter_context(open_trainer(config, self._model_dir))
+        self._config = config
+
+    def _move(self, config: Config, version: Version) -> None:
+        settings = config.trainer
+        logger.info("event=replay_moves version=%s ranks=%d shards=%d", version, settings.ranks, settings.shards)
+        with tempfile.TemporaryDirectory(prefix="streamrl-replay-") as folder:
+            path = Path(folder) / "at"
+            self._own.save(path, b"", version=version).result()
+            self._trainer = None
+            self._stack.close()
+            self._open(config)
+            self._own.load(path)
