@@ -20,7 +20,8 @@ from streamrl.doctor.limits import GIBIBYTE
 from streamrl.errors import BusError, ConfigError
 from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import RunDir
-from streamrl.trainers.activations import kept_layers, model_shape, training_bytes
+from streamrl.trainers.activations import gathered_bytes, kept_layers, model_shape, training_bytes
+from streamrl.trainers.mesh import gathers_once
 
 SGLANG_TRIED = ("0.5.17", "0.5.23")
 _MAX_SKEW_S = 1.0
@@ -100,7 +101,12 @@ def check_activations(config: Config, gpu_bytes: int) -> Check | None:
     if shape is None or trainer.device == "cpu" or trainer.tabular:
         return None
     itemsize = 2 if (trainer.dtype or config.model.dtype) == "bfloat16" else 4
-    needed = training_bytes(shape.parameters, itemsize) + config.weights.ring * itemsize * shape.parameters
+    needed = training_bytes(shape.parameters, itemsize, trainer.shards)
+    if trainer.shards > 1:
+        once = gathers_once(trainer.gather, shape.parameters * (itemsize + 4), gpu_bytes)
+        needed += gathered_bytes(shape, itemsize, once=once)
+    else:
+        needed += config.weights.ring * itemsize * shape.parameters
     compiled = trainer.compile == "on" or (trainer.compile == "auto" and itemsize == 2 and config.run.numerics != "bitwise")
     estimate = kept_layers(
         shape, free_bytes=gpu_bytes, needed_bytes=needed, tokens=trainer.micro_tokens, itemsize=itemsize, compiled=compiled

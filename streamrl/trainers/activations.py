@@ -74,9 +74,32 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape | None:
         return None
 
 
-def training_bytes(parameters: int, itemsize: int) -> int:
-    """Parameters, gradient, summed gradient, moments and, below float32, masters."""
+def training_bytes(parameters: int, itemsize: int, shards: int = 1) -> int:
+    """Parameters, gradient, summed gradient, moments and, below float32, masters; of a model cut into `shards` one part, all in float32."""
+    if shards > 1:
+        return 16 * -(-parameters // shards)
     return parameters * (itemsize + 12 + (4 + itemsize if itemsize < 4 else 0))
+
+
+def held_bytes(parameters: int, itemsize: int, shards: int = 1) -> int:
+    """Of `training_bytes` what is there before the first step: parameters and masters."""
+    if shards > 1:
+        return 4 * -(-parameters // shards)
+    return parameters * (itemsize + (4 if itemsize < 4 else 0))
+
+
+def gathered_bytes(shape: ModelShape, itemsize: int, *, once: bool) -> int:
+    """What a rank holds of the whole of a model that is cut into parts, while it is run.
+
+    Args:
+        shape: of the model.
+        itemsize: bytes of a number that is gathered.
+        once: all stays for an optimizer step, with its gradient in float32. Else what is in no layer, and two layers, with the gradients.
+    """
+    if once:
+        return shape.parameters * (itemsize + 4)
+    ends = (1 if shape.tied else 2) * shape.vocab * shape.hidden
+    return 2 * itemsize * (ends + 2 * (shape.parameters - ends) // max(1, shape.layers))
 
 
 def kept_layers(shape: ModelShape, *, free_bytes: int, needed_bytes: int, tokens: int, itemsize: int, compiled: bool) -> Estimate:
@@ -98,8 +121,8 @@ def kept_layers(shape: ModelShape, *, free_bytes: int, needed_bytes: int, tokens
     kept = max(0, min(shape.layers, left // layer))
     text = (
         f"{kept} of {shape.layers} layers keep their activations: {SPARE:.0%} of {free_bytes / GIB:.1f} GiB free, less "
-        f"{needed_bytes / GIB:.1f} of gradients and moments, {head / GIB:.1f} of the head, {inputs / GIB:.1f} of the layers' inputs and "
-        f"{2 * layer / GIB:.1f} of one layer's backward pass, leaves {left / GIB:.1f}; a layer takes {tokens} tokens x "
+        f"{needed_bytes / GIB:.1f} of gradients, moments and copies, {head / GIB:.1f} of the head, {inputs / GIB:.1f} of the layers' "
+        f"inputs and {2 * layer / GIB:.1f} of one layer's backward pass, leaves {left / GIB:.1f}; a layer takes {tokens} tokens x "
         f"{layer / tokens / 1024:.0f} KiB = {layer / GIB:.2f}"
     )
     return Estimate(kept, text, left >= 0)

@@ -53,3 +53,14 @@ class Mesh(msgspec.Struct, frozen=True):
 def mesh_of(trainer: TrainerConfig) -> Mesh:
     """The mesh that a configuration asks for; it has been checked that `trainer.shards` divides `trainer.ranks`."""
     return Mesh(replicate=trainer.ranks // trainer.shards, shard=trainer.shards)
+
+
+def gathers_once(gather: str, nbytes: int, memory: int) -> bool:
+    """Whether the layers of a model that is cut stay gathered for a whole optimizer step.
+
+    Args:
+        gather: see `TrainerConfig`.
+        nbytes: what is held meanwhile.
+        memory: bytes of the device; 0: a CPU, which is not asked for.
+    """
+    return gather == "step" or (gather == "auto" and 4 * nbytes <= (memory or 4 * nbytes))

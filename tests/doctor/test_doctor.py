@@ -173,21 +173,26 @@ def test_gpus_that_are_asked_for_must_be_there(sections: dict[str, Any], num_gpu
 
 
 @pytest.mark.parametrize(
-    ("gib", "asked", "state", "says"),
+    ("gib", "asked", "shards", "state", "says"),
     [
-        (160, "auto", "ok", "36 of 36 layers keep"),
-        (40, "auto", "warn", "0 of 36 layers keep"),
-        (130, "auto", "ok", "of 36 layers keep"),
-        (130, "all", "warn", "of 36 layers keep"),
-        (130, 0, "ok", "of 36 layers keep"),
+        (160, "auto", 1, "ok", "36 of 36 layers keep"),
+        (40, "auto", 1, "warn", "0 of 36 layers keep"),
+        (130, "auto", 1, "ok", "of 36 layers keep"),
+        (130, "all", 1, "warn", "of 36 layers keep"),
+        (130, "all", 4, "ok", "36 of 36 layers keep"),
+        (40, "auto", 4, "ok", "of 36 layers keep"),
+        (130, 0, 1, "ok", "of 36 layers keep"),
     ],
 )
-def test_layers_that_keep_their_activations_are_reckoned_for_the_gpu(tmp_path: Path, gib: int, asked: Any, state: str, says: str) -> None:
+def test_layers_that_keep_their_activations_are_reckoned_for_the_gpu(
+    tmp_path: Path, gib: int, asked: Any, shards: int, state: str, says: str
+) -> None:
     sizes: dict[str, Any] = {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
     sizes |= {"head_dim": 128, "intermediate_size": 9728, "vocab_size": 151_936, "tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     model = ModelConfig(path=str(tmp_path), dtype="bfloat16")
-    config = Config(model=model, trainer=TrainerConfig(micro_tokens=8192, activations=asked, compile="on", attention="packed"))
+    trainer = TrainerConfig(micro_tokens=8192, activations=asked, compile="on", attention="packed", ranks=shards, shards=shards)
+    config = Config(model=model, trainer=trainer)
     found = check_activations(config, gib << 30)
     assert found is not None and (found.state, says in found.found) == (state, True), found
     (tmp_path / "config.json").write_text("[")

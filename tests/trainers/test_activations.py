@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.trainers.activations import GIB, Estimate, ModelShape, kept_layers, model_shape, training_bytes
+from streamrl.trainers.activations import GIB, Estimate, ModelShape, gathered_bytes, held_bytes, kept_layers, model_shape, training_bytes
 
 QWEN_4B: dict[str, Any] = {
     "hidden_size": 2560,
@@ -37,6 +37,20 @@ def test_the_shape_is_read_from_a_models_configuration() -> None:
 @pytest.mark.parametrize(("itemsize", "each"), [(2, 20), (4, 16)])
 def test_bytes_of_a_parameter_while_training(itemsize: int, each: int) -> None:
     assert training_bytes(10, itemsize) == 10 * each
+
+
+@pytest.mark.parametrize(("itemsize", "shards", "held"), [(2, 1, 6), (4, 1, 4), (2, 2, 2), (4, 4, 1)])
+def test_bytes_of_a_parameter_before_the_first_step(itemsize: int, shards: int, held: int) -> None:
+    assert held_bytes(100, itemsize, shards) == 100 * held
+    assert training_bytes(100, itemsize, shards) >= held_bytes(100, itemsize, shards)
+
+
+def test_parts_take_their_part_and_what_is_gathered() -> None:
+    assert [training_bytes(101, itemsize, 2) for itemsize in (2, 4)] == [16 * 51] * 2
+    assert gathered_bytes(SHAPE, 2, once=True) == 6 * SHAPE.parameters
+    ends = 151_936 * 2560
+    assert gathered_bytes(SHAPE, 2, once=False) == 4 * ends + 8 * (SHAPE.parameters - ends) // 36
+    assert gathered_bytes(SHAPE._replace(tied=False), 2, once=False) - gathered_bytes(SHAPE, 2, once=False) == 4 * ends
 
 
 def test_more_memory_keeps_more_layers_up_to_all_and_a_longer_row_fewer() -> None:

@@ -17,7 +17,6 @@ from streamrl.schemas.ledger import Choices
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.ranks.local import open_trainer
-from streamrl.trainers.torch.causal_lm import CausalLM
 
 pytestmark = [
     pytest.mark.process,
@@ -79,11 +78,30 @@ def test_what_cannot_be_compiled_is_run_as_it_is_and_says_so(model_dir: Path, ro
 
 
 @pytest.mark.slow
-def test_where_one_rank_cannot_none_does(model_dir: Path, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shards", [1, 2])
+def test_where_one_rank_cannot_none_does(model_dir: Path, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch, shards: int) -> None:
+    torch._dynamo.reset()
     # The other rank is another process, which can.
-    monkeypatch.setattr(CausalLM, "try_compiled", lambda self, row_length, *, gradient: "planted")
-    with open_trainer(config(compile="on", ranks=2, rank_timeout_s=300.0), model_dir) as leading:
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    both = {"ranks": 2, "shards": shards, "rank_timeout_s": 300.0}
+    with open_trainer(config(compile="on", **both), model_dir) as leading:
         found = leading.step(rollouts())
-    with open_trainer(config(compile="off", ranks=2, rank_timeout_s=300.0), model_dir) as leading:
+    with open_trainer(config(compile="off", **both), model_dir) as leading:
         assert leading.step(rollouts()).digest == found.digest
-    assert found.choices == Choices(attention="packed", row_length=ROW) and "planted" in found.notices[0]
+    assert found.choices == Choices(attention="packed", row_length=ROW) and "not compiled" in found.notices[0]
+
+
+@pytest.mark.parametrize("gather", ["step", pytest.param("micro_batch", marks=pytest.mark.slow)])
+def test_a_model_that_is_cut_is_compiled_once_and_learns_what_a_whole_one_does(model_dir: Path, rollouts: Rollouts, gather: str) -> None:
+    """One layer is run again in the backward pass, and a rank has fewer rows than the other."""
+    torch._dynamo.reset()
+    plain = make(model_dir, compile="off")
+    with open_trainer(config(compile="on", ranks=2, shards=2, gather=gather, activations=1, rank_timeout_s=300.0), model_dir) as cut:
+        graphs = counters["stats"]["unique_graphs"]
+        assert graphs > 0
+        for step in range(3):
+            ours, theirs = (trainer.step(rollouts(step)) for trainer in (cut, plain))
+            assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-3, abs=1e-5)
+            assert ours.choices == Choices(attention="packed", compiled=True, kept_layers=1, row_length=ROW)
+        assert counters["stats"]["unique_graphs"] == graphs

@@ -10,7 +10,7 @@ import torch
 
 from streamrl.config.tree import TrainerConfig
 from streamrl.tensors.digest import MASK, slice_digest, tensor_digest
-from streamrl.trainers.mesh import Mesh, mesh_of
+from streamrl.trainers.mesh import Mesh, gathers_once, mesh_of
 
 
 def test_ranks_are_copies_times_parts() -> None:
@@ -18,6 +18,21 @@ def test_ranks_are_copies_times_parts() -> None:
     assert (mesh.replicate, mesh.shard, mesh.ranks) == (2, 3, 6)
     assert [mesh.place(rank) for rank in range(6)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     assert mesh_of(TrainerConfig(ranks=2)) == Mesh(replicate=2, shard=1)
+
+
+@pytest.mark.parametrize(
+    ("gather", "memory", "once"),
+    [
+        ("auto", 400, True),
+        ("auto", 399, False),
+        ("auto", 0, True),
+        ("step", 1, True),
+        ("micro_batch", 400, False),
+        ("micro_batch", 0, False),
+    ],
+)
+def test_layers_stay_gathered_where_that_is_a_quarter_of_the_memory(gather: str, memory: int, once: bool) -> None:
+    assert gathers_once(gather, 100, memory) is once
 
 
 @pytest.mark.parametrize("shard", [1, 2, 3, 4, 7])

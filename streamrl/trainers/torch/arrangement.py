@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 import torch
 
+from streamrl.errors import ConfigError
 from streamrl.schemas.ledger import Choices
-from streamrl.trainers.activations import Estimate, kept_layers, model_shape, training_bytes
+from streamrl.trainers.activations import Estimate, gathered_bytes, held_bytes, kept_layers, model_shape, training_bytes
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.kernels import Kernels
+from streamrl.trainers.torch.layers import first_line
 from streamrl.trainers.torch.parallel import Parallel
 from streamrl.trainers.torch.reproducible import reproducible
 
@@ -106,9 +108,17 @@ class Arrangement:
 
     def _compiles(self) -> bool:
         """Whether all models can be, on all ranks."""
-        with reproducible(self._deterministic):
-            found = [(model, model.try_compiled(self._row_length, gradient=True)) for model in self._trained]
-            found += [(model, model.try_compiled(self._row_length, gradient=False)) for model in self._frozen]
+        try:
+            with reproducible(self._deterministic), self._parallel.gathering():
+                found = [(model, model.try_compiled(self._row_length, gradient=True)) for model in self._trained]
+                found += [(model, model.try_compiled(self._row_length, gradient=False)) for model in self._frozen]
+        except RuntimeError as error:  # of a model that is cut into parts alone
+            memory = isinstance(error, torch.OutOfMemoryError)
+            raise ConfigError(
+                f"a row of {self._row_length} tokens cannot be run with compiled layers: {first_line(error)}",
+                hint="lower trainer.micro_tokens or trainer.activations" if memory else "set trainer.compile = 'off'",
+                key="trainer.micro_tokens" if memory else "trainer.compile",
+            ) from error
         reasons = [f"{type(model.module).__name__}: {why}" for model, why in found if why]
         if not any(self._parallel.gather(len(reasons))):
             return True
@@ -133,14 +143,13 @@ class Arrangement:
             return None
         free, _ = torch.cuda.mem_get_info(policy.device)
         free += torch.cuda.memory_reserved(policy.device) - torch.cuda.memory_allocated(policy.device)
-        needed = 0
+        needed, itemsize, shards = 0, policy.dtype.itemsize, self._parallel.mesh.shard
         for model in self._trained:
-            numbers = sum(p.numel() for _, p in model.parameters())
-            itemsize = next(p.element_size() for _, p in model.parameters())
-            # Parameters and masters are there already.
-            needed += training_bytes(numbers, itemsize) - numbers * (itemsize + (4 if itemsize < 4 else 0))
-        size = sum(p.numel() * p.element_size() for _, p in policy.parameters())
-        itemsize = next(p.element_size() for _, p in policy.parameters())
+            numbers = sum(p.numel() for _, p in model.parameters())  # of the whole, also where it is cut
+            needed += training_bytes(numbers, itemsize, shards) - held_bytes(numbers, itemsize, shards)
+            if shards > 1:
+                needed += gathered_bytes(model_shape(model.module.config.to_dict()) or shape, itemsize, once=model.gathers_once)
+        size = sum(p.numel() for _, p in policy.parameters()) * itemsize
         return kept_layers(
             shape,
             free_bytes=free,

@@ -19,9 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
-from streamrl.algorithms.chunked_head import ChunkKernels, chunk_kernels, chunked_logprobs
+from streamrl.algorithms.chunked_head import chunk_kernels, chunked_logprobs
 from streamrl.algorithms.logprobs import CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS, LinearHead, linear_logprobs, token_logprobs
 from streamrl.core.batches import TrainBatch, samples_at
 from streamrl.core.packing import STARTS, MicroBatch
@@ -29,6 +28,7 @@ from streamrl.errors import ConfigError
 from streamrl.tensors.building import BUILDING
 from streamrl.trainers.torch.attention import PACKED, register
 from streamrl.trainers.torch.kernels import Kernels
+from streamrl.trainers.torch.layers import Layers, first_line
 from streamrl.trainers.torch.parallel import Parallel
 from streamrl.trainers.torch.sharding import Gathered, Held, cut
 
@@ -67,6 +67,8 @@ class CausalLM:
         self.module: Any = _load(model_dir, dtype, attention)
         self.module.to(device).eval()
         self.device = device
+        self.dtype = dtype
+        """That it computes in."""
         self._chunk_elements = CHUNK_ELEMENTS if device.type == "cpu" else GPU_CHUNK_ELEMENTS
         self.width: int = self.module.config.get_text_config().hidden_size
         self.vocab_size: int = self.module.get_output_embeddings().weight.shape[0]
@@ -85,11 +87,7 @@ class CausalLM:
             self.module.set_attn_implementation("sdpa")
         self.free_masks = maskable and not self.packs and self._masks_work()
         self._unit: Gathered | None = None
-        self._layers = [(layer, layer.forward) for layer in self._stack()]
-        self._fast: list[Any] = []
-        """The layers as torch.compile makes them, once that has been asked for."""
-        self._fast_chunks: ChunkKernels | None = None
-        self._chunks: ChunkKernels | None = None
+        self._layers = Layers(self._stack(), self.vocab_size)
         self.arrange(compiled=kernels.compile, kept=None if kernels.kept_layers == "auto" else kernels.kept_layers)
         if not self.free_masks and not self.packs:
             logger.info("event=one_sample_per_row model=%s", type(self.module).__name__)
@@ -113,8 +111,7 @@ class CausalLM:
                     key="trainer.shards",
                     got=parallel.mesh.shard,
                 )
-            layers = [layer for layer, _ in self._layers]
-            self._unit = cut(self.module, layers, parallel, self.module.dtype, trained=trained)
+            self._unit = cut(self.module, self._layers.modules, parallel, self.dtype, trained=trained)
         return Held(self.parameters(), types, parallel)
 
     def save_pretrained(self, directory: Path, parameters: Mapping[str, Tensor] | None) -> None:
@@ -141,9 +138,14 @@ class CausalLM:
         return len(self._layers)
 
     @property
+    def gathers_once(self) -> bool:
+        """See `Gathered`; False for a model that is not cut."""
+        return self._unit is not None and self._unit.once
+
+    @property
     def compiled(self) -> bool:
         """Whether layers and head are."""
-        return self._chunks is not None
+        return self._layers.chunks is not None
 
     def arrange(self, *, compiled: bool, kept: int | None) -> None:
         """How it is run from here on.
@@ -163,42 +165,51 @@ class CausalLM:
                 key="trainer.activations",
                 got=kept,
             )
-        compiled = compiled and self.packs and bool(self._layers)
-        if compiled and self._fast_chunks is None:
-            self._fast = [torch.compile(plain, dynamic=False) for _, plain in self._layers]
-            self._fast_chunks = chunk_kernels(self.vocab_size, compiled=True)
-        self._chunks = self._fast_chunks if compiled else None
-        again = 0 if kept is None else self.num_layers - kept
-        for number, (layer, plain) in enumerate(self._layers):
-            run = self._fast[number] if compiled else plain
-            if number < again:
-                run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
-            layer.forward = run
+        self._layers.arrange(compiled=compiled and self.packs and len(self._layers) > 0, kept=kept)
 
     def try_compiled(self, row_length: int, *, gradient: bool) -> str:
-        """Run a row as a step does, so that what cannot be compiled is known before one; returns why it cannot, or an empty string."""
-        if self._chunks is None:
+        """Run a row as a step does, so that what cannot be compiled is known before one; returns why it cannot, or an empty string.
+
+        Of a model that is cut into parts all ranks call it, and what fails in the backward pass, or for want of memory, is raised: this
+        rank cannot go on without the others.
+        """
+        if not self.compiled:
             return ""
+        try:
+            with self._layers.trying() as reasons:
+                with torch.set_grad_enabled(gradient):
+                    found = self._run(lambda: self._first_state(row_length, reasons))
+                if gradient:
+                    found.sum().backward()
+        except RuntimeError as error:
+            if self._unit is not None:
+                raise
+            # Out of memory: a step finds its budget by itself.
+            return "" if isinstance(error, torch.OutOfMemoryError) else first_line(error)
+        finally:
+            self.module.zero_grad(set_to_none=True)
+            self.forget()
+        return reasons[0] if reasons else ""
+
+    def _first_state(self, row_length: int, reasons: list[str]) -> Tensor:
+        """Of a packed row, or what the compiled head makes of it; as it is where that fails, and `reasons` says why."""
         starts = np.full(STARTS[0], row_length, np.int32)
         starts[0] = 0
         # Laid out as a batch's are: a stride that differs is another shape.
         ids, positions = np.zeros((2, 1, row_length), np.int64)
         positions[0] = np.arange(row_length)
+        states = self._packed(ids, positions, starts)[0, :1]
+        if self._linear is None or self._layers.chunks is None:
+            return states
+        one = torch.ones(1, device=self.device)
+        head = partial(chunked_logprobs, states, one.long(), self._linear, temperature_M=one)
         try:
-            with torch.set_grad_enabled(gradient):
-                states = self._packed(ids, positions, starts)[0, :1]
-                if self._linear is not None:
-                    one = torch.ones(1, device=self.device)
-                    states, _ = chunked_logprobs(states, one.long(), self._linear, temperature_M=one, kernels=self._chunks)
-                if gradient:
-                    states.sum().backward()
+            return head(kernels=self._layers.chunks)[0]
         except torch.OutOfMemoryError:
-            return ""  # a step finds its budget by itself
-        except RuntimeError as error:  # of every part of torch.compile, down to a compiler that is not installed
-            return (str(error).strip().splitlines() or [type(error).__name__])[0]
-        finally:
-            self.module.zero_grad(set_to_none=True)
-        return ""
+            raise
+        except RuntimeError as error:
+            reasons.append(first_line(error))
+            return head(kernels=chunk_kernels(self.vocab_size, compiled=False))[0]
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Trained parameters by Hugging Face name; tied ones once, under their first name."""
@@ -217,9 +228,10 @@ class CausalLM:
         truncated = bool(((batch.top_p[sample] < 1) | (batch.top_k[sample] > 0)).any())
         states, targets = self.states(micro), self._tensor(batch.tokens[micro.target].astype(np.int64))
         temperature = self._tensor(batch.temperature[micro.target])
-        if self._chunks is not None and self._linear is not None and not truncated:
+        chunks = self._layers.chunks
+        if chunks is not None and self._linear is not None and not truncated:
             return chunked_logprobs(
-                states, targets, self._linear, temperature_M=temperature, kernels=self._chunks, entropy_gradient=entropy_gradient
+                states, targets, self._linear, temperature_M=temperature, kernels=chunks, entropy_gradient=entropy_gradient
             )
         compute = partial(
             token_logprobs if self._linear is None else linear_logprobs,

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from streamrl.errors import TrainingError
 from streamrl.tensors.digest import MASK, combine
-from streamrl.trainers.mesh import Mesh
+from streamrl.trainers.mesh import Mesh, gathers_once
 from streamrl.trainers.ranks.collectives import HINT, among_ranks
 
 _SIGN = 1 << 63
@@ -75,9 +75,8 @@ class Parallel:
 
     def gathers_once(self, nbytes: int) -> bool:
         """Whether layers stay gathered for a whole optimizer step, which holds `nbytes` meanwhile; the same on all ranks, who call it."""
-        once = self._gather == "step"
-        if self._gather == "auto":
-            once = self._device.type == "cpu" or 4 * nbytes <= torch.cuda.get_device_properties(self._device).total_memory
+        memory = torch.cuda.get_device_properties(self._device).total_memory if self._device.type == "cuda" else 0
+        once = gathers_once(self._gather, nbytes, memory)
         return self.most(int(not once)) == 0
 
     def sum_gradients(self, gradients: Sequence[Tensor]) -> None:

@@ -46,7 +46,8 @@ class Gathered(torch.nn.Module):
         self.module = module
         self.entered = False
         """Whether something is being run by it."""
-        self._once = once
+        self.once = once
+        """Whether nothing is forgotten before the last micro-batch of an optimizer step."""
 
     def forward(self, compute: Callable[[], Result]) -> Result:
         """What `compute` gives."""
@@ -65,7 +66,7 @@ class Gathered(torch.nn.Module):
     def accumulate(self, *, last: bool) -> None:
         """Before each micro-batch of an optimizer step: what waits for the `last` one waits."""
         unit: Any = self
-        if self._once:
+        if self.once:
             unit.set_requires_gradient_sync(last)
             unit.set_reshard_after_backward(last)
         else:
