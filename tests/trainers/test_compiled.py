@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,14 @@ import torch
 from msgspec.structs import replace
 from torch._dynamo.utils import counters
 
-from streamrl.config.tree import Config, LossConfig, RunConfig, TrainerConfig
+from streamrl.config.tree import Config, DebugConfig, LossConfig, RunConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
+from streamrl.errors import ConfigError
 from streamrl.schemas.ledger import Choices
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.ranks.local import open_trainer
+from tests.support.errors import raises
 
 pytestmark = [
     pytest.mark.process,
@@ -24,6 +26,7 @@ pytestmark = [
     # Of torch, as it compiles.
     pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled:UserWarning"),
 ]
 Rollouts = Callable[..., TrainBatch]
 DIRECT = LossConfig(proximal="sampler")
@@ -37,6 +40,14 @@ def config(**trainer: Any) -> Config:
 
 def make(directory: Path, **trainer: Any) -> Trainer:
     return make_trainer(config(**trainer), directory)
+
+
+@pytest.fixture
+def no_compiler() -> Generator[None]:
+    """In this process."""
+    torch._dynamo.reset()
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}):
+        yield
 
 
 def test_a_run_is_compiled_once_and_learns_what_a_plain_one_does(model_dir: Path, rollouts: Rollouts) -> None:
@@ -65,31 +76,27 @@ def test_what_was_trained_before_is_run_as_it_was(model_dir: Path, rollouts: Rol
     assert make(model_dir, compile="off").step(replace(rollouts(), choices=before[0].choices)) == before[1]
 
 
-def test_what_cannot_be_compiled_is_run_as_it_is_and_says_so(model_dir: Path, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+@pytest.mark.usefixtures("no_compiler")
+def test_what_cannot_be_compiled_is_run_as_it_is_and_says_so(model_dir: Path, rollouts: Rollouts) -> None:
     trainer = make(model_dir, compile="on")
     found, expected = trainer.step(rollouts()), make(model_dir, compile="off").step(rollouts())
     assert found.digest == expected.digest and found.choices == expected.choices
     assert len(found.notices) == 1 and "not compiled" in found.notices[0] and "Qwen3ForCausalLM" in found.notices[0]
+    assert "no-such-compiler" in found.notices[0]
     assert not trainer.step(rollouts(1)).notices
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_compiler")
 @pytest.mark.parametrize("shards", [1, 2])
-def test_where_one_rank_cannot_none_does(model_dir: Path, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch, shards: int) -> None:
-    torch._dynamo.reset()
-    # The other rank is another process, which can.
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+def test_where_one_rank_cannot_none_does(model_dir: Path, rollouts: Rollouts, shards: int) -> None:
+    """The other rank is another process, which can."""
     both = {"ranks": 2, "shards": shards, "rank_timeout_s": 300.0}
     with open_trainer(config(compile="on", **both), model_dir) as leading:
         found = leading.step(rollouts())
     with open_trainer(config(compile="off", **both), model_dir) as leading:
         assert leading.step(rollouts()).digest == found.digest
-    assert found.choices == Choices(attention="packed", row_length=ROW) and "not compiled" in found.notices[0]
+    assert found.choices == Choices(attention="packed", row_length=ROW) and "no-such-compiler" in found.notices[0]
 
 
 @pytest.mark.parametrize("gather", ["step", pytest.param("micro_batch", marks=pytest.mark.slow)])
@@ -105,3 +112,10 @@ def test_a_model_that_is_cut_is_compiled_once_and_learns_what_a_whole_one_does(m
             assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-3, abs=1e-5)
             assert ours.choices == Choices(attention="packed", compiled=True, kept_layers=1, row_length=ROW)
         assert counters["stats"]["unique_graphs"] == graphs
+
+
+def test_a_row_that_a_cut_model_has_no_memory_for_is_refused_at_the_start(model_dir: Path) -> None:
+    """Whole models begin with half the row: a rank of a cut one cannot stop amid a pass and go on."""
+    asked = config(compile="on", ranks=2, shards=2, rank_timeout_s=300.0)
+    with raises(ConfigError, key="trainer.micro_tokens"), open_trainer(replace(asked, debug=DebugConfig(memory_tokens=ROW - 1)), model_dir):
+        pass

@@ -91,9 +91,10 @@ LOSSES = {
 def launch(model: Path, out: Path, ranks: int, shards: int = 1) -> list[dict[str, Any]]:
     out.mkdir()
     losses = msgspec.json.encode(LOSSES).decode()
+    # Rarely one is aborted after its last line, by C++ ("terminate called"): then this shows where.
+    python = [sys.executable, "-Xfaulthandler", "-c", RANK]
     children = [
-        subprocess.Popen([sys.executable, "-c", RANK, str(model), str(out), str(rank), str(ranks), str(shards), losses], cwd=ROOT)
-        for rank in range(ranks)
+        subprocess.Popen([*python, str(model), str(out), str(rank), str(ranks), str(shards), losses], cwd=ROOT) for rank in range(ranks)
     ]
     try:
         assert [child.wait(timeout=120) for child in children] == [0] * ranks
