@@ -34,7 +34,7 @@ _PARTS: dict[tuple[type, str], str] = {
     (TorchTrainer, "digest"): "digest",
 }
 """The head's backward pass is in `backward`: it is one call."""
-_TOLD = ("attention", "compile", "compiled", "dtype", "micro_tokens", "numerics")
+_TOLD = ("attention", "compile", "compiled", "dtype", "gather", "micro_tokens", "numerics", "ranks", "shards")
 """What of the fingerprint is told, as far as this version has it."""
 
 

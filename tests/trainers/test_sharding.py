@@ -7,78 +7,30 @@ import signal
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from streamrl.config.loss import KLConfig, LossConfig
 from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
-from streamrl.core.batches import TrainBatch
 from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
-from streamrl.trainers.factory import learning_rates, make_trainer
-from streamrl.trainers.protocol import Trainer
+from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.ranks.local import open_trainer
-from streamrl.trainers.torch.kernels import Kernels
-from streamrl.trainers.torch.trainer import TorchTrainer
-from tests.support.batches import train_batch
+from tests.support.meshes import BOUND, STEPS, Ran, apart, batch, in_float64, parameters, run
 from tests.support.processes import children
 
 # Five meshes, one of them of four processes, on however few cores there are.
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
-STEPS = 20
 MESHES = {(1, 1): "auto", (2, 1): "auto", (2, 2): "micro_batch", (4, 2): "micro_batch", (3, 3): "step"}
 """Ranks and shards, and how long layers stay gathered. Of 16 rows the third of three parts has fewer."""
-BOUND = 2.0
-"""How far from one rank another mesh may end, as a multiple of how far one rank ends from a run in float64: docs/training.md."""
-
-
-def batch(step: int, groups: int = 4) -> TrainBatch:
-    """Every third batch has one group, which leaves ranks without work."""
-    rng = np.random.default_rng(step)
-    samples = [
-        {
-            "prompt": rng.integers(2, 16, 2 + task).tolist(),
-            "answer": (answer := rng.integers(2, 16, rng.integers(2, 9)).tolist()),
-            "mu": (-2.5 + 0.5 * rng.standard_normal(len(answer))).tolist(),
-            "reward": float(rollout == task % 3),
-            "task": task,
-            "rollout": rollout,
-        }
-        for task in range(1 if step % 3 == 2 else groups)
-        for rollout in range(3)
-    ]
-    return train_batch(samples, stage_step=step)
 
 
 def config(ranks: int, shards: int, **changes: object) -> Config:
     # Few tokens a pass, so that ranks have several micro-batches, and unequally many.
     options = {"optimizer": OptimizerConfig(learning_rate=1e-3), "micro_tokens": 48, "minibatches": 2, "rank_timeout_s": 120.0, **changes}
     return Config(trainer=TrainerConfig(ranks=ranks, shards=shards, **options))  # pyright: ignore[reportArgumentType]
-
-
-class Ran(NamedTuple):
-    """A run of STEPS steps."""
-
-    begun: str
-    digests: list[str]
-    norms: list[float]
-    checkpoint: Path
-    half: Path
-
-
-def run(trainer: Trainer, where: Path) -> Ran:
-    begun = trainer.digest()
-    results = []
-    for step in range(STEPS):
-        results.append(trainer.step(batch(step)))
-        if step + 1 in (STEPS // 2, STEPS):
-            trainer.save(where / str(step + 1), b"at", version=Version(0, step + 1)).result()
-    norms = [result.metrics["train/grad_norm"] for result in results]
-    return Ran(begun, [result.digest for result in results], norms, where / str(STEPS), where / str(STEPS // 2))
 
 
 Runs = Callable[[tuple[int, int]], Ran]
@@ -106,28 +58,13 @@ def test_the_same_parameters_have_one_digest_in_every_mesh(ran: Runs, model_dir:
 
 
 def test_meshes_end_as_near_to_one_rank_as_that_to_float64(ran: Runs, model_dir: Path, tmp_path: Path) -> None:
-    one = config(1, 1)
-    cpu = torch.device("cpu")
-    exact = TorchTrainer(
-        model_dir,
-        trainer=one.trainer,
-        loss=one.loss,
-        learning_rate=learning_rates(one),
-        kernels=Kernels(),
-        dtype=torch.float64,
-        device=cpu,
-        deterministic=True,
-    )
-    truth = load_file(run(exact, tmp_path).checkpoint / "model.safetensors")
-    start = load_file(model_dir / "model.safetensors")
-    found = {mesh: load_file(ran(mesh).checkpoint / "model.safetensors") for mesh in MESHES}
-    far = max(float((found[1, 1][name].double() - truth[name]).abs().max()) for name in truth)
-    moved = max(float((truth[name] - start[name].double()).abs().max()) for name in truth)
-    assert 0 < far < 1e-3 * moved  # else the bound would hold for anything
+    truth = parameters(run(in_float64(config(1, 1), model_dir), tmp_path).checkpoint)
+    found = {mesh: parameters(ran(mesh).checkpoint) for mesh in MESHES}
+    far = apart(found[1, 1], truth)
+    assert 0 < far < 1e-3 * apart(truth, parameters(model_dir))  # else the bound would hold for anything
     for mesh in MESHES:
-        apart = max(float((found[mesh][name] - found[1, 1][name]).abs().max()) for name in truth)
-        assert apart <= BOUND * far, mesh
-        assert apart > 0 or mesh == (1, 1)
+        assert apart(found[mesh], found[1, 1]) <= BOUND * far, mesh
+        assert apart(found[mesh], found[1, 1]) > 0 or mesh == (1, 1)
         assert ran(mesh).norms == pytest.approx(ran((1, 1)).norms, rel=1e-3), mesh
 
 

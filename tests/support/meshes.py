@@ -1,0 +1,87 @@
+"""Runs of a few tiny steps on meshes of ranks, and how far they may end from each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from streamrl.config.tree import Config
+from streamrl.core.batches import TrainBatch
+from streamrl.schemas.versions import Version
+from streamrl.trainers.factory import learning_rates
+from streamrl.trainers.protocol import Trainer
+from streamrl.trainers.torch.kernels import Kernels
+from streamrl.trainers.torch.trainer import TorchTrainer
+from tests.support.batches import train_batch
+
+STEPS = 20
+BOUND = 2.0
+"""How far from one rank another mesh may end, as a multiple of how far one rank ends from a run in float64: docs/training.md."""
+
+
+class Ran(NamedTuple):
+    """A run of STEPS steps."""
+
+    begun: str
+    digests: list[str]
+    norms: list[float]
+    checkpoint: Path
+    half: Path
+
+
+def batch(step: int, groups: int = 4) -> TrainBatch:
+    """Every third batch has one group, which leaves ranks without work."""
+    rng = np.random.default_rng(step)
+    samples = [
+        {
+            "prompt": rng.integers(2, 16, 2 + task).tolist(),
+            "answer": (answer := rng.integers(2, 16, rng.integers(2, 9)).tolist()),
+            "mu": (-2.5 + 0.5 * rng.standard_normal(len(answer))).tolist(),
+            "reward": float(rollout == task % 3),
+            "task": task,
+            "rollout": rollout,
+        }
+        for task in range(1 if step % 3 == 2 else groups)
+        for rollout in range(3)
+    ]
+    return train_batch(samples, stage_step=step)
+
+
+def run(trainer: Trainer, where: Path) -> Ran:
+    """Train STEPS batches, with checkpoints at half of them and at the end."""
+    begun = trainer.digest()
+    results = []
+    for step in range(STEPS):
+        results.append(trainer.step(batch(step)))
+        if step + 1 in (STEPS // 2, STEPS):
+            trainer.save(where / str(step + 1), b"at", version=Version(0, step + 1)).result()
+    norms = [result.metrics["train/grad_norm"] for result in results]
+    return Ran(begun, [result.digest for result in results], norms, where / str(STEPS), where / str(STEPS // 2))
+
+
+def in_float64(config: Config, model_dir: Path) -> TorchTrainer:
+    """The trainer of a configuration of one rank, on a CPU, with parameters of float64."""
+    return TorchTrainer(
+        model_dir,
+        trainer=config.trainer,
+        loss=config.loss,
+        learning_rate=learning_rates(config),
+        kernels=Kernels(),
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+        deterministic=True,
+    )
+
+
+def parameters(checkpoint: Path) -> dict[str, Any]:
+    """Tensors by name."""
+    return load_file(checkpoint / "model.safetensors")
+
+
+def apart(some: dict[str, Any], others: dict[str, Any]) -> float:
+    """Greatest difference of an element."""
+    return max(float((some[name].double() - others[name].double()).abs().max()) for name in some)
