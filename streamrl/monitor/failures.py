@@ -7,8 +7,10 @@ from collections import Counter, deque
 
 from msgspec.structs import replace
 
+from streamrl.core.records import REASON_LENGTH
+from streamrl.monitor.drawing import visible
 from streamrl.monitor.numbers import RunNumbers
-from streamrl.monitor.screen import visible
+from streamrl.monitor.trained import known_reason
 from streamrl.schemas.samples import Tombstone
 
 REASONS = ("failed", "timeout", "deliveries", "poison")
@@ -17,33 +19,43 @@ REASONS = ("failed", "timeout", "deliveries", "poison")
 MOST_CHARS = 2000
 """Of an error's text, which may be whatever user code said."""
 MOST_STONES = 10_000
-"""Tombstones that are kept one by one until a batch is trained; those before are in the counts until then."""
+"""Tombstones of a kind that are kept one by one until a batch is trained; those before are in the counts until then."""
 FIRST_PAUSE_S = 10.0
 MOST_PAUSE_S = 600.0
 
 
 class Count:
-    """Rollouts and tasks that have ended without a sample."""
+    """Rollouts and tasks of one kind that have ended without a sample after the newest batch's cursor, in bounded memory."""
 
     def __init__(self) -> None:
         self.reasons: Counter[str] = Counter()
-        """Rollouts by reason."""
+        """Rollouts by reason (`known_reason`)."""
         self.num_tasks = 0
         """Tasks of which every rollout has."""
+        self._stones: deque[tuple[int, Tombstone]] = deque()
         self._rollouts: Counter[int] = Counter()
-        """By task."""
+        """By task of a stone that is kept."""
 
-    def add(self, stone: Tombstone) -> None:
+    def add(self, sequence: int, stone: Tombstone) -> None:
         """One more."""
+        self._stones.append((sequence, replace(stone, reason=stone.reason[:REASON_LENGTH], detail="")))
+        self._count(stone)
+        if len(self._stones) > MOST_STONES:
+            self._rollouts.pop(self._stones.popleft()[1].task, None)  # a task whose rollouts are all told; it stays counted
+
+    def trained(self, cursor: int) -> None:
+        """Count again, without what is at or before `cursor`."""
+        self._stones = deque((sequence, stone) for sequence, stone in self._stones if sequence > cursor)
+        self.reasons, self.num_tasks, self._rollouts = Counter(), 0, Counter()
+        for _, stone in self._stones:
+            self._count(stone)
+
+    def _count(self, stone: Tombstone) -> None:
         rollouts = stone.group_size if stone.rollout is None else 1
-        self.reasons[stone.reason] += rollouts
+        self.reasons[known_reason(stone.reason, self.reasons)] += rollouts
         before = self._rollouts[stone.task]
         self._rollouts[stone.task] = min(before + rollouts, stone.group_size)
         self.num_tasks += before < stone.group_size <= before + rollouts
-
-    def forget(self, task: int) -> None:
-        """A task whose rollouts are all told; it stays counted."""
-        self._rollouts.pop(task, None)
 
 
 class Failures:
@@ -52,7 +64,6 @@ class Failures:
     def __init__(self) -> None:
         self.newest = ""
         """Reason and detail of the newest; empty: none."""
-        self._stones: deque[tuple[int, Tombstone]] = deque()
         self._failed, self._given_up = Count(), Count()
 
     @property
@@ -75,21 +86,12 @@ class Failures:
         if stone.reason in REASONS:
             self.newest = f"{stone.reason}: {stone.detail}"[:MOST_CHARS] if stone.detail else stone.reason
         if sequence > after:
-            self._stones.append((sequence, replace(stone, detail="")))
-            self._count_of(stone).add(stone)
-            if len(self._stones) > MOST_STONES:
-                first = self._stones.popleft()[1]
-                self._count_of(first).forget(first.task)
+            (self._failed if stone.reason in REASONS else self._given_up).add(sequence, stone)
 
     def trained(self, cursor: int) -> None:
         """A batch was trained that holds the stream up to `cursor`; those failures are in its ledger entry."""
-        kept = deque((sequence, stone) for sequence, stone in self._stones if sequence > cursor)
-        self._stones, self._failed, self._given_up = kept, Count(), Count()
-        for _, stone in kept:
-            self._count_of(stone).add(stone)
-
-    def _count_of(self, stone: Tombstone) -> Count:
-        return self._failed if stone.reason in REASONS else self._given_up
+        self._failed.trained(cursor)
+        self._given_up.trained(cursor)
 
 
 def barren_line(numbers: RunNumbers, given_up: Counter[str]) -> str:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
-from streamrl.monitor.failures import FIRST_PAUSE_S, Pace, barren_line
+from streamrl.core.records import REASON_LENGTH
+from streamrl.monitor.failures import FIRST_PAUSE_S, MOST_STONES, Failures, Pace, barren_line
 from streamrl.monitor.screen import plain_line
+from streamrl.monitor.trained import MOST_REASONS
 from streamrl.monitor.view import RunView
 from streamrl.schemas.control import Grant
 from streamrl.schemas.ledger import Drop
 from streamrl.schemas.samples import Tombstone
+from streamrl.telemetry.names import OTHER_REASON
 from tests.monitor.conftest import MakeEntry, as_line
 
 
@@ -68,6 +71,29 @@ def test_what_producers_give_up_is_counted_before_any_batch_and_called_so(entry:
     assert said.startswith("12 tasks") and "filtered 18" in said and "None" in said
     view.ledger(as_line(entry(1, cursor=5, drops=[Drop(3, 1, (0, 1), "filtered")])))
     assert view.numbers(elapsed_s=1.0).drops == {"filtered": 2 + 8}
+
+
+def test_a_producers_own_words_are_counted_together_beyond_so_many_and_cut() -> None:
+    view = RunView("demo")
+    for sequence in range(1, 20_001):
+        view.tombstone(sequence, stone(sequence, f"too long: {sequence} {'x' * 1000}"))
+    reasons = view.failures.given_up.reasons
+    assert len(reasons) == MOST_REASONS + 1 and max(map(len, reasons)) == REASON_LENGTH
+    assert (reasons.total(), reasons[OTHER_REASON]) == (40_000, 2 * (20_000 - MOST_REASONS))
+    view.failures.trained(19_990)
+    assert len(reasons := view.failures.given_up.reasons) == 10 and max(map(len, reasons)) == REASON_LENGTH
+
+
+def test_what_is_given_up_pushes_no_failure_out() -> None:
+    failures = Failures()
+    failures.add(1, stone(1, rollout=0), after=0)
+    failures.add(2, stone(2), after=0)
+    for sequence in range(3, MOST_STONES + 4):
+        failures.add(sequence, stone(sequence, "filtered"), after=0)
+    failures.add(MOST_STONES + 4, stone(1, rollout=1), after=0)
+    assert (failures.num_tasks, failures.given_up.num_tasks) == (2, MOST_STONES + 1)
+    failures.trained(0)
+    assert (failures.num_tasks, failures.reasons) == (2, {"failed": 4})
 
 
 def test_tasks_with_samples_that_give_no_batch_are_asked_for_their_rewards() -> None:
