@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from streamrl.core.records import REASON_LENGTH
 from streamrl.monitor.failures import FIRST_PAUSE_S, MOST_STONES, Failures, Pace, barren_line
 from streamrl.monitor.screen import plain_line
@@ -94,6 +96,24 @@ def test_what_is_given_up_pushes_no_failure_out() -> None:
     assert (failures.num_tasks, failures.given_up.num_tasks) == (2, MOST_STONES + 1)
     failures.trained(0)
     assert (failures.num_tasks, failures.reasons) == (2, {"failed": 4})
+
+
+@pytest.mark.parametrize(
+    ("reasons", "said", "hint"),
+    [
+        (("lost",), "(lost 24)", "acknowledge"),
+        (("too\x1b easy",) * 7 + ("filtered",) * 5, "(too\N{MIDDLE DOT} easy 14, filtered 10)", "its rule"),
+        (tuple(f"too long: {number}" for number in range(9)) + ("filtered",) * 3, "(filtered 6, too long: 0 2,", "its rule"),
+        (("x" * 1000,), f"({'x' * 60} 24)", "its rule"),
+    ],
+)
+def test_what_is_not_filtered_is_not_blamed_on_a_return_of_none(reasons: tuple[str, ...], said: str, hint: str) -> None:
+    view = RunView("demo")
+    for task in range(12):
+        view.tombstone(1 + task, stone(task, reasons[task % len(reasons)]))
+    view.grant(Grant(granted=24, version=0, retired=12))
+    line = barren_line(view.numbers(elapsed_s=1.0), view.failures.given_up.reasons)
+    assert said in line and hint in line and "None" not in line
 
 
 def test_tasks_with_samples_that_give_no_batch_are_asked_for_their_rewards() -> None:
