@@ -18,7 +18,7 @@ from streamrl.launch.objectives import Objectives
 from streamrl.monitor.failures import Pace, barren_line
 from streamrl.monitor.follow import Follower
 from streamrl.monitor.numbers import WorkerLine
-from streamrl.monitor.run_state import RUNNING, RunState, write_state
+from streamrl.monitor.run_state import RUNNING, RunState, StateFile
 from streamrl.monitor.screen import Display, one_line
 from streamrl.monitor.slo import detail_of
 from streamrl.monitor.view import RunView
@@ -57,7 +57,7 @@ class Shown:
         self._display = display
         self._gone = gone
         self._unheard = False
-        self._written: RunState | None = None
+        self._state = StateFile(run)
         self._publishing: set[asyncio.Task[None]] = set()
         self._watch, self._failures = Watch(), Pace()
         self._warned = False
@@ -99,7 +99,7 @@ class Shown:
         await asyncio.gather(*self._publishing, return_exceptions=True)
 
     def write_state(self, state: str, view: RunView, error: str = "") -> None:
-        """For those who look at the run directory alone. A disk that is full must not end a run."""
+        """For those who look at the run directory alone."""
         found = RunState(
             state=state,
             step=view.trained.num_reinforced,
@@ -109,13 +109,7 @@ class Shown:
             length_distance=view.lengths.distance,
             length_cut=view.lengths.knows_cut,
         )
-        if found == self._written:
-            return
-        try:
-            write_state(self._run, found)
-        except OSError as failure:
-            logger.warning("event=state_not_written error=%s", failure)
-        self._written = found
+        self._state.tell(found, now_s=time.monotonic())
 
     def _show(self, bus: Bus, view: RunView, follower: Follower, workers: Mapping[str, WorkerLine]) -> None:
         for text in view.take_notices():
