@@ -15,7 +15,7 @@ from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
 from streamrl.errors import BusError
 from streamrl.launch.objectives import Objectives
-from streamrl.monitor.failures import Pace, barren_line
+from streamrl.monitor.failures import Barren, Pace, barren_line
 from streamrl.monitor.follow import Follower
 from streamrl.monitor.numbers import WorkerLine
 from streamrl.monitor.run_state import RUNNING, RunState, StateFile
@@ -60,7 +60,7 @@ class Shown:
         self._state = StateFile(run)
         self._publishing: set[asyncio.Task[None]] = set()
         self._watch, self._failures = Watch(), Pace()
-        self._warned = False
+        self._barren = Barren()
         self._objectives: Objectives | None = None
 
     def note(self, text: str) -> None:
@@ -129,9 +129,7 @@ class Shown:
         if self._objectives is not None:
             self._objectives.look(view, numbers, now_s=now_s, over=self.draining or numbers.phase == "finished")
         self.write_state(RUNNING, view)
-        barren = numbers.barren_tasks >= _BARREN_BATCHES * self._config.tasks.batch_tasks
-        warned, self._warned = self._warned, barren
-        if barren and not warned and 2 * numbers.failed_tasks <= numbers.barren_tasks:  # that most fail is said above
+        if self._barren.due(numbers, least=_BARREN_BATCHES * self._config.tasks.batch_tasks):
             self.note(barren_line(numbers, view.failures.given_up.reasons))
         self._tell(partial(self._display.show, numbers, view))
 

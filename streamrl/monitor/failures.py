@@ -141,6 +141,22 @@ def barren_line(numbers: RunNumbers, given_up: Counter[str]) -> str:
     )
 
 
+class Barren:
+    """When to say that tasks end and give no batch: once, until one is trained."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def due(self, numbers: RunNumbers, *, least: int) -> bool:
+        """Whether it is to be said now, of at least so many tasks; then it has been. Where most fail, that is what is said instead."""
+        if numbers.barren_tasks < least:
+            self._said = False
+        if self._said or numbers.barren_tasks < least or 2 * numbers.failed_tasks > numbers.barren_tasks:
+            return False
+        self._said = True
+        return True
+
+
 class Pace:
     """When to say something that goes on: at once, and then after pauses that double."""
 

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from streamrl.core.records import REASON_LENGTH
-from streamrl.monitor.failures import FIRST_PAUSE_S, MOST_STONES, Failures, Pace, barren_line
+from streamrl.monitor.failures import FIRST_PAUSE_S, MOST_STONES, Barren, Failures, Pace, barren_line
 from streamrl.monitor.screen import plain_line
 from streamrl.monitor.trained import MOST_REASONS
 from streamrl.monitor.view import RunView
@@ -121,6 +122,17 @@ def test_tasks_with_samples_that_give_no_batch_are_asked_for_their_rewards() -> 
     view.tombstone(1, stone(1, "filtered"))
     view.grant(Grant(granted=24, version=0, retired=12))
     assert "rewards" in barren_line(view.numbers(elapsed_s=1.0), view.failures.given_up.reasons)
+
+
+def test_that_tasks_give_no_batch_is_said_once_failures_are_not_most_of_them_any_more() -> None:
+    barren, numbers = Barren(), RunView("demo").numbers(elapsed_s=1.0)
+
+    def due(tasks: int, failed: int) -> bool:
+        return barren.due(replace(numbers, barren_tasks=tasks, failed_tasks=failed), least=8)
+
+    assert not due(7, 0) and not due(8, 5), "too few, then most have failed"
+    assert due(10, 5) and not due(12, 5) and not due(12, 7) and not due(20, 7)
+    assert not due(0, 0) and due(8, 0)
 
 
 def test_what_goes_on_is_said_at_once_and_then_ever_more_rarely() -> None:
