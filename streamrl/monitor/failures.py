@@ -49,7 +49,8 @@ class Count:
 
     def add(self, sequence: int, stone: Tombstone) -> None:
         """One more."""
-        self._stones.append((sequence, replace(stone, reason=stone.reason[:REASON_LENGTH], detail="")))
+        stone = replace(stone, reason=stone.reason[:REASON_LENGTH], detail="")  # as the ledger has it
+        self._stones.append((sequence, stone))
         self._count(stone)
         if len(self._stones) > MOST_STONES:
             self._rollouts.pop(self._stones.popleft()[1].task, None)  # a task whose rollouts are all told; it stays counted

@@ -11,7 +11,6 @@ from typing import TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from streamrl.core.records import REASON_LENGTH
 from streamrl.monitor.decoded import LedgerLine
 from streamrl.monitor.numbers import Point
 from streamrl.schemas.ledger import decided_by
@@ -28,8 +27,7 @@ _Key = TypeVar("_Key", int, str)
 
 
 def known_reason(reason: str, *counted: Collection[str]) -> str:
-    """The word under which a reason is counted beside those that are: itself, cut as in the ledger, or `other` beyond `MOST_REASONS`."""
-    reason = reason[:REASON_LENGTH]
+    """The word under which a reason is counted beside those that are: itself, or `other` beyond `MOST_REASONS`."""
     return reason if any(reason in words for words in counted) or sum(map(len, counted)) < MOST_REASONS else OTHER_REASON
 
 
