@@ -25,6 +25,7 @@ from streamrl.core.batches import TrainBatch, samples_at
 from streamrl.core.packing import MicroBatch
 from streamrl.errors import ConfigError
 from streamrl.tensors.building import BUILDING
+from streamrl.trainers.flops import sees_all
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,8 @@ class CausalLM:
         self._softcap: float = getattr(text, "final_logit_softcapping", None) or 0.0
         self._takes_positions = "position_ids" in inspect.signature(self._body.forward).parameters
         self._check_head()
-        maskable = attention == "sdpa" and self._takes_positions and _all_full_attention(self.module.config)
+        # An explicit mask would replace or bypass sliding windows, linear attention and state-space layers.
+        maskable = attention == "sdpa" and self._takes_positions and sees_all(text)
         self.free_masks = maskable and self._masks_work()
         if checkpoint_layers:
             _checkpoint_layers(self._body, self.module.config.get_text_config().num_hidden_layers)
@@ -213,13 +215,3 @@ def _checkpoint_layers(body: Any, count: int) -> None:
         )
     for layer in stacks[0]:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-
-
-def _all_full_attention(config: Any) -> bool:
-    """False for sliding windows, linear attention and state-space layers: an explicit mask would replace or bypass them."""
-    text = config.get_text_config()
-    kinds = getattr(text, "layer_types", None)
-    if kinds is not None:
-        return all(kind == "full_attention" for kind in kinds)
-    windowed = getattr(text, "sliding_window", None) is not None and getattr(text, "use_sliding_window", True)
-    return not windowed and not getattr(text, "is_encoder_decoder", False)
