@@ -80,9 +80,6 @@ def summary_rows(numbers: RunNumbers) -> list[tuple[Part, Cell]]:
         ),
         ("dropped", drops_text(numbers)),
     ]
-    if numbers.newest_error:
-        rows.append(("failure", Part(one_line(numbers.newest_error), "red" if numbers.failed_tasks else "")))
-    rows += [(word, Part(said, "yellow")) for word, said in warnings(numbers)]
     return [(Part(word, "bold cyan"), said) for word, said in rows]
 
 
