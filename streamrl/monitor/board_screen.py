@@ -47,11 +47,10 @@ class BoardScreen:
         self._look: Look | None = None
         self._frozen: Look | None = None
         self._board: Board | None = None
-        self._left = False
-        """Since Ctrl-Z the terminal is others'."""
+        self._left = True
+        """The terminal is others': until this process is in front, and since Ctrl-Z."""
 
     def __enter__(self) -> BoardScreen:
-        self._terminal.__enter__()
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGWINCH, self._draw_again)
         loop.add_signal_handler(signal.SIGTSTP, self._suspend)
@@ -65,13 +64,13 @@ class BoardScreen:
             self._terminal.__exit__(kind, error, trace)
 
     def show(self, look: Look) -> None:
-        """Draw it, or where it was paused, what was seen then; raises OSError when the terminal has gone."""
+        """Draw it, or where it was paused, what was seen then; nothing in the background. Raises OSError when the terminal has gone."""
         self._look = look
         if self._left:
             if not self._terminal.in_front:
                 return
+            self._left = False  # what is taken in part is given back too
             self._terminal.enter()
-            self._left = False
         self._frozen = (self._frozen or look) if self._place.paused else None
         width, height = self._terminal.size
         self._board = Board(self._frozen or look, width, self._ink)
@@ -92,14 +91,16 @@ class BoardScreen:
             self._gone()
 
     def _suspend(self) -> None:
-        self._terminal.leave()
-        self._left = True
+        if not self._left:
+            with contextlib.suppress(OSError):  # who has gone is noticed by the next draw
+                self._terminal.leave()
+            self._left = True
         os.kill(os.getpid(), signal.SIGSTOP)
         self._draw_again()
 
 
 class BoardDisplay:
-    """A run that this process keeps up: lines while it is prepared, then the board, and at the end the notes that stood on it.
+    """A run that this process keeps up: lines until it is prepared and in front, then the board, and at the end the notes that stood on it.
 
     Args:
         config: of the run.
@@ -129,6 +130,8 @@ class BoardDisplay:
     def show(self, numbers: RunNumbers, view: RunView) -> None:
         """Draw the board."""
         if self._screen is None:
+            if not in_front(sys.stdout.fileno()):
+                return
             # Who has gone is noticed by the next draw, and told by a signal.
             self._screen = self._opened.enter_context(BoardScreen(keys="Ctrl-C stops  ", gone=lambda: None))
         notes = [*([self._page] if self._page else []), *self._notes]
@@ -151,5 +154,10 @@ class BoardDisplay:
 
 
 def choose_display(config: Config, *, plain: bool) -> Display:
-    """A board when standard output is a terminal that can show it and this is no job in the background, else lines."""
-    return BoardDisplay(config) if not plain and draws(sys.stdout) and in_front(sys.stdout.fileno()) else PlainLines()
+    """A board where one can be shown, else lines."""
+    return BoardDisplay(config) if not plain and can_show() else PlainLines()
+
+
+def can_show() -> bool:
+    """Whether standard output is a terminal that can show a board, and this process is no job in the background."""
+    return draws(sys.stdout) and in_front(sys.stdout.fileno())
