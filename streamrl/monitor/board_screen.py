@@ -20,7 +20,7 @@ from streamrl.monitor.look import Look, look_of
 from streamrl.monitor.numbers import RunNumbers
 from streamrl.monitor.recent import Recent
 from streamrl.monitor.run_state import RUNNING
-from streamrl.monitor.screen import Display, PlainLines
+from streamrl.monitor.screen import Display, PlainLines, say
 from streamrl.monitor.terminal import Terminal, in_front
 from streamrl.monitor.view import RunView
 from streamrl.runtime.rundir import RunDir
@@ -108,11 +108,13 @@ class BoardDisplay:
 
     def __init__(self, config: Config) -> None:
         self._samples_bytes = config.bus.samples_bytes
-        self._recent = Recent(RunDir(Path(config.run.dir) / config.run.name).metrics)
+        run = RunDir(Path(config.run.dir) / config.run.name)
+        self._recent, self._log = Recent(run.metrics), run.events_path
         self._opened = contextlib.ExitStack()
         self._screen: BoardScreen | None = None
         self._notes: deque[str] = deque(maxlen=_NUM_NOTES)
         self._unsaid: deque[str] = deque(maxlen=_MOST_NOTES)
+        self._num_unsaid = 0
         self._page = ""
 
     def __enter__(self) -> BoardDisplay:
@@ -124,8 +126,10 @@ class BoardDisplay:
         self._screen = None
         self._opened.close()
         with contextlib.suppress(OSError):  # the terminal may have been closed
+            if left_out := self._num_unsaid - len(self._unsaid):
+                say(f"{left_out} earlier notes are in {self._log}", sys.stdout)
             for text in self._unsaid:
-                print(text, flush=True)
+                say(text, sys.stdout)
 
     def show(self, numbers: RunNumbers, view: RunView) -> None:
         """Draw the board."""
@@ -142,15 +146,16 @@ class BoardDisplay:
         said = f"[{time.strftime('%H:%M:%S')}] {text}"
         self._notes.append(said)
         if self._screen is None:
-            print(said, flush=True)
+            say(said, sys.stdout)
         else:
             self._unsaid.append(said)
+            self._num_unsaid += 1
 
     def page(self, address: str) -> None:
         """The address stays on the board."""
         self._page = f"page: {address}"
         if self._screen is None:
-            print(self._page, flush=True)
+            say(self._page, sys.stdout)
 
 
 def choose_display(config: Config, *, plain: bool) -> Display:

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from streamrl.config.load import load
-from streamrl.monitor.board_screen import BoardScreen
+from streamrl.monitor.board_screen import BoardDisplay, BoardScreen
 from streamrl.monitor.look import Look
 from streamrl.monitor.terminal import Terminal
+from streamrl.monitor.view import RunView
 from streamrl.runtime.rundir import RunDir
 from tests.support.programs import surroundings
 from tests.support.tiny import write_tiny
@@ -122,9 +123,9 @@ def test_top_in_the_background_prints_lines(tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def streams(monkeypatch: pytest.MonkeyPatch, keys: int, out: int) -> Generator[None]:
+def streams(monkeypatch: pytest.MonkeyPatch, keys: int, out: int, encoding: str = "utf-8") -> Generator[None]:
     """Standard input and output are these terminals; at the end they are closed."""
-    with open(keys, closefd=keys != out) as stdin, open(out, "w") as stdout, monkeypatch.context() as patched:
+    with open(keys, closefd=keys != out) as stdin, open(out, "w", encoding=encoding) as stdout, monkeypatch.context() as patched:
         patched.setattr("sys.stdin", stdin)
         patched.setattr("sys.stdout", stdout)
         yield
@@ -139,6 +140,25 @@ async def test_a_terminal_that_has_gone_is_an_os_error(monkeypatch: pytest.Monke
             terminal.enter()
         with pytest.raises(OSError, match="Input/output error"), screen:
             screen.show(Look(run="demo", state="running"))
+
+
+async def test_the_newest_notes_are_said_again_below_the_board_with_what_the_terminal_has_letters_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tiny(tmp_path)
+    config, view, terminal = load(tmp_path / "demo.toml"), RunView("demo"), Pty()
+    both = os.dup(terminal.slave)
+    with streams(monkeypatch, both, both, "latin-1"), BoardDisplay(config) as display:
+        display.note("before \x1b[2J")
+        display.show(view.numbers(elapsed_s=0.0), view)
+        for number in range(101):
+            display.note(f"note {number}")
+        display.note("日本語 \x1b[2J\nü")
+    before, _, after = terminal.hang_up().decode("latin-1").partition("\x1b[?1049h")
+    assert before.endswith("before \xb7[2J\r\n")
+    lines = after.rpartition("\x1b[?1049l")[2].splitlines()
+    assert lines[0] == f"2 earlier notes are in {RunDir(Path(config.run.dir) / 'demo').events_path}"
+    assert len(lines) == 101 and lines[1].endswith("] note 2") and lines[-1].endswith("] ??? \xb7[2J\xb7ü")
 
 
 async def test_keys_are_given_back_though_what_is_drawn_on_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
