@@ -35,12 +35,12 @@ class BoardScreen:
 
     Args:
         keys: named first in the foot.
-        quit: called when `q` is pressed; None: it means nothing.
+        stop: called when `q` is pressed; None: it means nothing.
         gone: called once it is known that nobody sees the screen any more.
     """
 
-    def __init__(self, *, keys: str, quit: Callable[[], None] | None = None, gone: Callable[[], None]) -> None:
-        self._keys, self._quit, self._gone = keys, quit, gone
+    def __init__(self, *, keys: str, stop: Callable[[], None] | None = None, gone: Callable[[], None]) -> None:
+        self._keys, self._stop, self._gone = keys, stop, gone
         self._terminal = Terminal(self._press, gone)
         self._ink = ink_of(sys.stdout)
         self._place = Place()
@@ -77,8 +77,8 @@ class BoardScreen:
         self._terminal.draw(self._board.frame(self._place, height, self._keys))
 
     def _press(self, key: str) -> None:
-        if key == "q" and self._quit is not None:
-            self._quit()
+        if key == "q" and self._stop is not None:
+            self._stop()
         elif self._board is not None:
             self._place = moved(self._place, key, self._board, self._terminal.size[1])
             self._draw_again()

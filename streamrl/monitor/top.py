@@ -73,7 +73,7 @@ async def _watch(run: RunDir) -> None:
     looker, done = Looker(run), asyncio.Event()
     loop = asyncio.get_running_loop()
     async with _following(looker) as following:
-        with BoardScreen(keys="q quit  ", quit=done.set, gone=done.set) as screen:
+        with BoardScreen(keys="q quit  ", stop=done.set, gone=done.set) as screen:
             for number in (signal.SIGTERM, signal.SIGHUP):
                 loop.add_signal_handler(number, done.set)
             with contextlib.suppress(OSError):  # the terminal has gone
