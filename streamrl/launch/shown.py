@@ -159,8 +159,6 @@ class Shown:
             return
         try:
             say()
-        except UnicodeError as error:  # a terminal that has not these letters: the next line may do
-            logger.warning("event=not_shown error=%s", error)
         except OSError as error:
             self._unheard = True
             logger.warning("event=display_gone error=%s", error)
