@@ -8,10 +8,10 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from streamrl.core.records import REASON_LENGTH
 from streamrl.monitor.drawing import visible
 from streamrl.monitor.numbers import Cause, RunNumbers
 from streamrl.monitor.trained import known_reason
+from streamrl.schemas.ledger import REASON_LENGTH
 from streamrl.schemas.samples import Tombstone
 from streamrl.telemetry.names import DROP_REASONS, OTHER_REASON
 

@@ -3,13 +3,12 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from streamrl.core.records import REASON_LENGTH
 from streamrl.monitor.failures import FIRST_PAUSE_S, MOST_STONES, Barren, Failures, Pace, barren_line
 from streamrl.monitor.screen import plain_line
 from streamrl.monitor.trained import MOST_REASONS
 from streamrl.monitor.view import RunView
 from streamrl.schemas.control import Grant
-from streamrl.schemas.ledger import Drop
+from streamrl.schemas.ledger import REASON_LENGTH, Drop
 from streamrl.schemas.samples import Tombstone
 from streamrl.telemetry.names import OTHER_REASON
 from tests.monitor.conftest import MakeEntry, as_line
