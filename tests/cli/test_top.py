@@ -176,7 +176,7 @@ async def test_once_as_text_and_json_and_of_a_run_that_is_over(streamrl: Start, 
         while True:
             look = await answer(await streamrl("top", "digits", "--json"))
             numbers = look["numbers"]
-            told = WORKERS_SHARES <= (look["shares"] or {}).keys()  # workers report one after the other
+            told = (look["shares"] or {}).keys() >= WORKERS_SHARES  # workers report one after the other
             if numbers and numbers["step"] + numbers["warmup_step"] > 3 and told:
                 return look
             await asyncio.sleep(0.5)
