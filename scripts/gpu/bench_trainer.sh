@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # bench_trainer.sh [SHAPE...]: training steps on this host's first GPU, the product's trainer beside a plain compiled loop.
 #
-#   scripts/gpu/bench_trainer.sh              # 0.6b and 4b, a round each: about 400 s on an H200
+#   scripts/gpu/bench_trainer.sh              # 0.6b and 4b, a round each: an estimated 400 s on an H200
 #   scripts/gpu/bench_trainer.sh 4b           # one shape, two rounds
 #   DEVICE=cpu scripts/gpu/bench_trainer.sh   # whether it works at all: a tiny model, no GPU
 #
@@ -14,7 +14,7 @@ set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 out=$(mkdir -p "${OUT:-out}" && cd "${OUT:-out}" && pwd)
 work=${WORK:-/tmp/bench-trainer}
-shapes=("$@")
+shapes=("${@,,}") # the command takes either case
 [ $# -gt 0 ] || shapes=(0.6b 4b)
 rounds=${ROUNDS:-$((${#shapes[@]} > 1 ? 1 : 2))}
 size=(--answers 1500,8000 --batch-tokens 98304 --rollouts 4)

@@ -26,6 +26,7 @@ from streamrl.core.batches import TrainBatch, samples_at
 from streamrl.core.packing import STARTS, MicroBatch
 from streamrl.errors import ConfigError
 from streamrl.tensors.building import BUILDING
+from streamrl.trainers.flops import sees_all
 from streamrl.trainers.torch.attention import PACKED, register
 from streamrl.trainers.torch.kernels import Kernels
 
@@ -73,7 +74,8 @@ class CausalLM:
         self._softcap: float = getattr(text, "final_logit_softcapping", None) or 0.0
         self._takes_positions = "position_ids" in inspect.signature(self._body.forward).parameters
         self._check_head()
-        maskable = attention != "flash" and self._takes_positions and _all_full_attention(self.module.config)
+        # An explicit mask would replace or bypass sliding windows, linear attention and state-space layers.
+        maskable = attention != "flash" and self._takes_positions and sees_all(text)
         self.packs = maskable and attention == "packed" and self._packing_works()
         """Whether it can be run on packed rows."""
         if attention == "packed" and not self.packs:
@@ -311,13 +313,3 @@ def _load(model_dir: Path, dtype: torch.dtype, attention: str) -> Any:
         raise ConfigError(
             f"no causal language model in {model_dir}: {error}", hint="is model.path a Hugging Face directory?", path=str(model_dir)
         ) from error
-
-
-def _all_full_attention(config: Any) -> bool:
-    """False for sliding windows, linear attention and state-space layers: an explicit mask would replace or bypass them."""
-    text = config.get_text_config()
-    kinds = getattr(text, "layer_types", None)
-    if kinds is not None:
-        return all(kind == "full_attention" for kind in kinds)
-    windowed = getattr(text, "sliding_window", None) is not None and getattr(text, "use_sliding_window", True)
-    return not windowed and not getattr(text, "is_encoder_decoder", False)

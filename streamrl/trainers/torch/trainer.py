@@ -182,7 +182,11 @@ class TorchTrainer:
             self._optimizer.reset()
             self._stage = batch.kind
         self._recheck.keep(batch.version.number)
-        return objective, batch.kind == "sft" or batch.stage_step >= self._loss.critic.only_steps
+        return objective, self._learns(batch)
+
+    def _learns(self, batch: TrainBatch) -> bool:
+        """Whether the policy does; a critic's first batches are its own."""
+        return batch.kind == "sft" or batch.stage_step >= self._loss.critic.only_steps
 
     def _check_repeatable(self, batch: TrainBatch, error: torch.OutOfMemoryError) -> None:
         """Raise OutOfMemory unless the step may be repeated with half the budget."""
@@ -217,7 +221,7 @@ class TorchTrainer:
         )
 
     def _peak_s(self, batch: TrainBatch) -> float | None:
-        if self._flops is None or self._peak is None:
+        if self._flops is None or self._peak is None or not self._learns(batch):
             return None
         return self._flops.step(batch.lengths, int(batch.loss_mask.sum())) / (self._peak * self._parallel.ranks)
 
