@@ -29,8 +29,8 @@ from streamrl.core.batches import TrainBatch, samples_at
 from streamrl.errors import TrainingError
 
 Indices = npt.NDArray[np.int64]
-STARTS = (64, 256, 1024, 4096)
-"""Lengths of `MicroBatch.starts`: each is a shape that is compiled once. A row of more samples has one of its own."""
+ROW = 8192
+"""Positions of a packed row where no sample is longer: enough for the matrix products, and longer rows keep more activations."""
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,8 +51,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     plain: bool
     """True when each row holds one sample: then causal attention needs no further mask, and positions count from 0."""
     starts: npt.NDArray[np.int32] | None = None
-    """Of a packed row: [S + 1] columns at which its samples begin, then L; the last may repeat, up to one of `STARTS` numbers. None: no
-    packed row."""
+    """Of a packed row: [S + 2] columns at which its samples and the padding begin, then L. None: no packed row."""
 
 
 class Tree(msgspec.Struct, frozen=True):
@@ -128,14 +127,18 @@ def split_groups(batch: TrainBatch, parts: int) -> list[Indices]:
 
 
 def packed_row_length(batch: TrainBatch, budget: int) -> int:
-    """Length of all packed rows of a batch: the budget, or more where its longest sample is longer.
+    """Length of all packed rows of a batch: `ROW`, or the power of two that holds its longest sample, but not above the budget.
 
-    Then it is that sample's length, rounded up to one of eight lengths from each power of two to the next: a length that has not been
-    there before is compiled anew, so there must be few.
+    Where a sample is longer than the budget it is that sample's length, rounded up to one of eight lengths from each power of two to the
+    next. A length that has not been there before is compiled anew, so there must be few.
+
+    Example: with a budget of 16,384, longest samples of 700, 9,000 and 17,000 tokens give rows of 8,192, 16,384 and 18,432.
     """
     longest = int(batch.lengths.max(initial=1))
+    if longest <= budget:
+        return min(budget, max(ROW, 1 << (longest - 1).bit_length()))
     unit = 1 << max(0, longest.bit_length() - 4)
-    return max(budget, -(-longest // unit) * unit)
+    return -(-longest // unit) * unit
 
 
 def _trees(batch: TrainBatch, predicted: npt.NDArray[np.bool_], samples: Indices, share: bool, budget: int, width: int) -> list[Tree]:
@@ -199,12 +202,9 @@ def _shares(rows: Sequence[list[Tree]], ranks: int, width: int) -> list[list[lis
 def _packed(batch: TrainBatch, predicted: npt.NDArray[np.bool_], row: list[Tree], length: int) -> MicroBatch:
     """One packed row; see `MicroBatch.starts`.
 
-    Example: samples of 3 and 2 fed tokens in a row of 8 give starts 0 3 5 8 (then 8 again, up to the next of `STARTS`); the padding is the
-    last sample.
+    Example: samples of 3 and 2 fed tokens in a row of 8 give starts 0 3 5 8; the padding is the last sample, of a full row an empty one.
     """
-    count = next((n for n in STARTS if n > len(row) + 1), len(row) + 2)
-    starts = np.full(count, length, np.int32)
-    starts[0], starts[1 : len(row) + 1] = 0, np.cumsum([tree.length for tree in row])
+    starts = np.array([0, *np.cumsum([tree.length for tree in row]), length], np.int32)
     return replace(_lay_out(batch, predicted, [row], length), plain=False, starts=starts)
 
 

@@ -75,8 +75,8 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape | None:
 
 
 def training_bytes(parameters: int, itemsize: int) -> int:
-    """Parameters, gradient, summed gradient, moments and, below float32, masters."""
-    return parameters * (itemsize + 12 + (4 + itemsize if itemsize < 4 else 0))
+    """Parameters, summed gradient, moments and, below float32, masters: a gradient of less than float32 is added to the sum at once."""
+    return parameters * (12 + (4 + itemsize if itemsize < 4 else 4))
 
 
 def kept_layers(shape: ModelShape, *, free_bytes: int, needed_bytes: int, tokens: int, itemsize: int, compiled: bool) -> Estimate:

@@ -162,6 +162,8 @@ def test_packed_rows_are_as_long_as_the_budget_or_of_one_of_few_lengths_for_long
         return packed_row_length(TrainBatch.from_lists([[1] * 2, [1]], [[1], [1] * (longest - 1)]), budget)
 
     assert [length(longest, 40) for longest in (3, 39, 40)] == [40] * 3
+    # Within a large budget no longer than they need be.
+    assert [length(longest, 20_000) for longest in (3, 8192, 8193, 16_384, 16_385)] == [8192, 8192, 16_384, 16_384, 20_000]
     found = {length(longest, 40) for longest in range(41, 1025)}
     assert all(longest <= length(longest, 40) < 1.125 * longest for longest in range(41, 1025))
     assert len(found) < 8 * 5 and max(found) == 1024

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from streamrl.schemas.ledger import Choices
-from streamrl.trainers.activations import Estimate, kept_layers, model_shape, training_bytes
+from streamrl.trainers.activations import ModelShape, kept_layers, model_shape, training_bytes
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.parallel import DataParallel
@@ -30,6 +30,16 @@ class Arranged(NamedTuple):
     """See `CausalLM.arrange`."""
 
 
+class _Room(NamedTuple):
+    """Of a device, before the first step."""
+
+    shape: ModelShape
+    free: int
+    """Bytes."""
+    needed: int
+    """Bytes of it that gradients, moments and snapshots will take."""
+
+
 class Arrangement:
     """Of all models of one trainer.
 
@@ -38,7 +48,7 @@ class Arrangement:
         trained: the policy first, then the body of the critic where there is one.
         frozen: models that are only looked at.
         parallel: the ranks.
-        row_length: of packed rows with the whole budget.
+        row_length: of packed rows where no sample is long.
         deterministic: refuse kernels that are not reproducible.
         snapshots: buffers of the size of the policy that are still to be made.
     """
@@ -64,22 +74,25 @@ class Arrangement:
         self._why = ""
         """Why nothing can be compiled, once that has been tried."""
         self._attention = kernels.attention if trained[0].packs or kernels.attention != "packed" else "sdpa"
-        kept = kernels.kept_layers
-        if kept == "auto":
-            kept = self._fitting(snapshots)
-        self._own = Arranged(kernels.compile and all(model.packs for model in trained), kept)
+        self._room = self._reckon(snapshots) if kernels.kept_layers == "auto" else None
+        self._reckoned: dict[int, int | None] = {}
+        """Layers that keep their activations, by the rows' length."""
+        compiled = kernels.compile and all(model.packs for model in trained)
         self._now = Arranged(False, None)
-        self._arrange(self._own)
-        self._own = self._now
+        self._arrange(Arranged(compiled, self._kept(row_length)))
+        self._compiled = self._now.compiled
 
-    def follow(self, recorded: Choices | None) -> None:
-        """Before a batch: run the models as it was trained before, or as this trainer has chosen. Every rank is told the same."""
-        wanted = self._own
+    def follow(self, recorded: Choices | None, row_length: int) -> None:
+        """Before a batch: run the models as it was trained before, or as this trainer chooses for rows of this length.
+
+        Every rank is told the same.
+        """
+        compiled, kept = self._compiled, self._kept(row_length)
         if recorded is not None and self._kernels.free_compile:
-            wanted = wanted._replace(compiled=recorded.compiled)
+            compiled = recorded.compiled
         if recorded is not None and self._kernels.kept_layers == "auto":
-            wanted = wanted._replace(kept=recorded.kept_layers)
-        if wanted != self._now:
+            kept = recorded.kept_layers
+        if (wanted := Arranged(compiled, kept)) != self._now:
             self._arrange(wanted)
 
     def choices(self, row_length: int) -> Choices | None:
@@ -98,7 +111,7 @@ class Arrangement:
         compiled = wanted.compiled and not self._why
         for model in models:
             model.arrange(compiled=compiled, kept=kept if model in self._trained else None)
-        if compiled and not self._compiles():
+        if compiled and not self._now.compiled and not self._compiles():
             compiled = False
             for model in models:
                 model.arrange(compiled=False, kept=kept if model in self._trained else None)
@@ -117,22 +130,34 @@ class Arrangement:
         logger.warning("event=not_compiled why=%s", self._why)
         return False
 
-    def _fitting(self, snapshots: int) -> int | None:
-        policy = self._trained[0]
-        estimate = self._estimate(policy, snapshots)
-        wanted = policy.num_layers if estimate is None else estimate.kept
-        kept = min(self._parallel.gather(wanted))
-        if estimate is not None:
+    def _kept(self, row_length: int) -> int | None:
+        kept = self._kernels.kept_layers
+        if kept != "auto" or self._room is None:
+            return None if kept == "auto" else kept
+        if row_length not in self._reckoned:
+            policy, room = self._trained[0], self._room
+            estimate = kept_layers(
+                room.shape,
+                free_bytes=room.free,
+                needed_bytes=room.needed,
+                tokens=row_length,
+                itemsize=next(p.element_size() for _, p in policy.parameters()),
+                compiled=self._kernels.compile and policy.packs,
+            )
             self._notices.append(estimate.text)
-            logger.info("event=activations kept=%d of=%d %s", kept, policy.num_layers, estimate.text)
-        return None if kept >= policy.num_layers else kept
+            logger.info("event=activations row=%d kept=%d of=%d %s", row_length, estimate.kept, policy.num_layers, estimate.text)
+            self._reckoned[row_length] = None if estimate.kept >= policy.num_layers else estimate.kept
+        return self._reckoned[row_length]
 
-    def _estimate(self, policy: CausalLM, snapshots: int) -> Estimate | None:
+    def _reckon(self, snapshots: int) -> _Room | None:
+        """The memory that is there, of the rank that has the least; None where the shape or the layers are not known."""
+        policy = self._trained[0]
         shape = model_shape(policy.module.config.to_dict())
-        if shape is None or not policy.num_layers:
-            return None
         free, _ = torch.cuda.mem_get_info(policy.device)
         free += torch.cuda.memory_reserved(policy.device) - torch.cuda.memory_allocated(policy.device)
+        least = min(self._parallel.gather(free))
+        if shape is None or not policy.num_layers:
+            return None
         needed = 0
         for model in self._trained:
             numbers = sum(p.numel() for _, p in model.parameters())
@@ -140,12 +165,4 @@ class Arrangement:
             # Parameters and masters are there already.
             needed += training_bytes(numbers, itemsize) - numbers * (itemsize + (4 if itemsize < 4 else 0))
         size = sum(p.numel() * p.element_size() for _, p in policy.parameters())
-        itemsize = next(p.element_size() for _, p in policy.parameters())
-        return kept_layers(
-            shape,
-            free_bytes=free,
-            needed_bytes=needed + snapshots * size,
-            tokens=self._row_length,
-            itemsize=itemsize,
-            compiled=self._kernels.compile and policy.packs,
-        )
+        return _Room(shape, least, needed + snapshots * size)

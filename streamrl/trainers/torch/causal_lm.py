@@ -18,14 +18,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch._dynamo.decorators import maybe_mark_dynamic
 from torch.utils.checkpoint import checkpoint
 
 from streamrl.algorithms.chunked_head import ChunkKernels, chunk_kernels, chunked_logprobs
 from streamrl.algorithms.logprobs import CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS, LinearHead, linear_logprobs, token_logprobs
 from streamrl.core.batches import TrainBatch, samples_at
-from streamrl.core.packing import STARTS, MicroBatch
+from streamrl.core.packing import MicroBatch
 from streamrl.errors import ConfigError
 from streamrl.tensors.building import BUILDING
+from streamrl.tensors.transfer import on_device
 from streamrl.trainers.flops import sees_all
 from streamrl.trainers.torch.attention import PACKED, register
 from streamrl.trainers.torch.kernels import Kernels
@@ -135,8 +137,7 @@ class CausalLM:
         """Run a row as a step does, so that what cannot be compiled is known before one; returns why it cannot, or an empty string."""
         if self._chunks is None:
             return ""
-        starts = np.full(STARTS[0], row_length, np.int32)
-        starts[0] = 0
+        starts = np.array([0, row_length, row_length], np.int32)
         # Laid out as a batch's are: a stride that differs is another shape.
         ids, positions = np.zeros((2, 1, row_length), np.int64)
         positions[0] = np.arange(row_length)
@@ -146,14 +147,12 @@ class CausalLM:
                 if self._linear is not None:
                     one = torch.ones(1, device=self.device)
                     states, _ = chunked_logprobs(states, one.long(), self._linear, temperature_M=one, kernels=self._chunks)
-                if gradient:
-                    states.sum().backward()
+                if gradient:  # of one parameter, so that none is added to a step's
+                    torch.autograd.grad(states.sum(), next(self._body.parameters()), allow_unused=True)
         except torch.OutOfMemoryError:
             return ""  # a step finds its budget by itself
         except RuntimeError as error:  # of every part of torch.compile, down to a compiler that is not installed
             return (str(error).strip().splitlines() or [type(error).__name__])[0]
-        finally:
-            self.module.zero_grad(set_to_none=True)
         return ""
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -222,6 +221,8 @@ class CausalLM:
 
     def _packed(self, inputs: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], starts: npt.NDArray[np.int32]) -> Tensor:
         bounds = self._tensor(starts)
+        # Of any number of samples, the same compiled code.
+        maybe_mark_dynamic(bounds, 0)
         # Not the longest sample's length, which would be another number each time.
         options = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": inputs.shape[1], "max_length_k": inputs.shape[1]}
         ids, places = self._tensor(inputs), self._tensor(positions)
@@ -238,7 +239,7 @@ class CausalLM:
         return LinearHead(head.weight, head.bias, self._scale, self._softcap) if type(head) is torch.nn.Linear else None
 
     def _tensor(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+        return on_device(array, self.device)
 
     @torch.no_grad()
     def _check_head(self) -> None:
