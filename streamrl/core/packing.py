@@ -30,7 +30,7 @@ from streamrl.errors import TrainingError
 
 Indices = npt.NDArray[np.int64]
 ROW = 8192
-"""Positions of a packed row where no sample is longer: enough for the matrix products, and longer rows keep more activations."""
+"""Positions of a short packed row: enough for the matrix products. Longer ones keep more activations at a time."""
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +51,10 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     plain: bool
     """True when each row holds one sample: then causal attention needs no further mask, and positions count from 0."""
     starts: npt.NDArray[np.int32] | None = None
-    """Of a packed row: [S + 2] columns at which its samples and the padding begin, then L. None: no packed row."""
+    """Of a packed row: [S + 2] columns at which its samples and the padding begin, then L; padding of several times `longest` is cut into
+    as many samples. None: no packed row."""
+    longest: int = 0
+    """Of a packed row: no sample of the batch is longer; one of few numbers."""
 
 
 class Tree(msgspec.Struct, frozen=True):
@@ -109,7 +112,8 @@ def plan_micro_batches(
     """
     if row_length:
         rows = _packed_rows(batch, predicted, samples, row_length)
-        return [_packed(batch, predicted, row, row_length) for row in _shares(rows, ranks, width)[rank]]
+        longest = packed_row_length(batch, row_length)
+        return [_packed(batch, predicted, row, row_length, longest) for row in _shares(rows, ranks, width)[rank]]
     trees = _trees(batch, predicted, samples, share_prefixes, budget, width)
     left = sorted(trees, key=lambda tree: (-tree.length, tree.samples))
     plans: list[MicroBatch] = []
@@ -126,8 +130,8 @@ def split_groups(batch: TrainBatch, parts: int) -> list[Indices]:
     return [np.arange(a, b, dtype=np.int64) for a, b in zip(bounds, [*bounds[1:], batch.num_samples], strict=True)]
 
 
-def packed_row_length(batch: TrainBatch, budget: int) -> int:
-    """Length of all packed rows of a batch: `ROW`, or the power of two that holds its longest sample, but not above the budget.
+def packed_row_length(batch: TrainBatch, budget: int, least: int = ROW) -> int:
+    """Length of all packed rows of a batch: `least`, or the power of two that holds its longest sample, but not above the budget.
 
     Where a sample is longer than the budget it is that sample's length, rounded up to one of eight lengths from each power of two to the
     next. A length that has not been there before is compiled anew, so there must be few.
@@ -136,7 +140,7 @@ def packed_row_length(batch: TrainBatch, budget: int) -> int:
     """
     longest = int(batch.lengths.max(initial=1))
     if longest <= budget:
-        return min(budget, max(ROW, 1 << (longest - 1).bit_length()))
+        return min(budget, max(least, 1 << (longest - 1).bit_length()))
     unit = 1 << max(0, longest.bit_length() - 4)
     return -(-longest // unit) * unit
 
@@ -199,13 +203,16 @@ def _shares(rows: Sequence[list[Tree]], ranks: int, width: int) -> list[list[lis
     return [[rows[row] for row in sorted(share)] for share in shares]
 
 
-def _packed(batch: TrainBatch, predicted: npt.NDArray[np.bool_], row: list[Tree], length: int) -> MicroBatch:
+def _packed(batch: TrainBatch, predicted: npt.NDArray[np.bool_], row: list[Tree], length: int, longest: int) -> MicroBatch:
     """One packed row; see `MicroBatch.starts`.
 
     Example: samples of 3 and 2 fed tokens in a row of 8 give starts 0 3 5 8; the padding is the last sample, of a full row an empty one.
+    Where no sample is longer than 2 they are 0 2 4 6 8 for samples of 2 and 2.
     """
-    starts = np.array([0, *np.cumsum([tree.length for tree in row]), length], np.int32)
-    return replace(_lay_out(batch, predicted, [row], length), plain=False, starts=starts)
+    ends = np.cumsum([0, *(tree.length for tree in row)])
+    padding = np.arange(ends[-1], length, longest)
+    starts = np.array([*ends, *padding[1:], length], np.int32)
+    return replace(_lay_out(batch, predicted, [row], length), plain=False, starts=starts, longest=longest)
 
 
 def _common_prefix(batch: TrainBatch, samples: Indices, limit: int) -> int:

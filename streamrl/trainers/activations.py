@@ -17,6 +17,8 @@ EAGER = 1.6
 HEAD_BYTES = 10
 """A logit of the head's chunk in its backward pass: in float32, its slope, and that in the states' type."""
 CHUNK_TOKENS = 4096
+KEPT_BYTES = 5 << 30
+"""Both as `streamrl.algorithms.chunked_head` has them."""
 
 
 class ModelShape(NamedTuple):
@@ -91,6 +93,8 @@ def kept_layers(shape: ModelShape, *, free_bytes: int, needed_bytes: int, tokens
         compiled: whether the layers are.
     """
     head = HEAD_BYTES * CHUNK_TOKENS * shape.vocab + 8 * shape.vocab * shape.hidden
+    if compiled and (kept := tokens * shape.vocab * itemsize) <= KEPT_BYTES:
+        head += kept
     layer = tokens * shape.layer_bytes(itemsize, compiled=compiled)
     # The inputs of all, and of the layer whose backward pass is under way what it keeps and as much again of gradients.
     inputs = tokens * shape.layers * shape.hidden * itemsize

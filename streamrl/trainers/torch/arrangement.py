@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from streamrl.core.packing import ROW
 from streamrl.schemas.ledger import Choices
 from streamrl.trainers.activations import ModelShape, kept_layers, model_shape, training_bytes
 from streamrl.trainers.torch.causal_lm import CausalLM
@@ -48,7 +49,7 @@ class Arrangement:
         trained: the policy first, then the body of the critic where there is one.
         frozen: models that are only looked at.
         parallel: the ranks.
-        row_length: of packed rows where no sample is long.
+        budget: positions of a forward and backward pass.
         deterministic: refuse kernels that are not reproducible.
         snapshots: buffers of the size of the policy that are still to be made.
     """
@@ -60,7 +61,7 @@ class Arrangement:
         trained: Sequence[CausalLM],
         frozen: Sequence[CausalLM],
         parallel: DataParallel,
-        row_length: int,
+        budget: int,
         deterministic: bool,
         snapshots: int,
     ) -> None:
@@ -68,7 +69,6 @@ class Arrangement:
         self._trained = trained
         self._frozen = frozen
         self._parallel = parallel
-        self._row_length = row_length
         self._deterministic = deterministic
         self._notices: list[str] = []
         self._why = ""
@@ -79,8 +79,14 @@ class Arrangement:
         """Layers that keep their activations, by the rows' length."""
         compiled = kernels.compile and all(model.packs for model in trained)
         self._now = Arranged(False, None)
-        self._arrange(Arranged(compiled, self._kept(row_length)))
+        # Long rows where they cost nothing: a short one takes the host as long to prepare.
+        self._row_length = budget if self._kept(budget) is None else min(budget, ROW)
+        self._arrange(Arranged(compiled, self._kept(self._row_length)))
         self._compiled = self._now.compiled
+
+    def least_row(self, recorded: Choices | None) -> int:
+        """Length of packed rows where no sample is longer."""
+        return (recorded.row_length if recorded is not None else 0) or self._row_length
 
     def follow(self, recorded: Choices | None, row_length: int) -> None:
         """Before a batch: run the models as it was trained before, or as this trainer chooses for rows of this length.

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from streamrl.algorithms.chunked_head import ChunkKernels, chunk_kernels, chunked_logprobs
 from streamrl.algorithms.logprobs import CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS, LinearHead, linear_logprobs, token_logprobs
 from streamrl.core.batches import TrainBatch, samples_at
-from streamrl.core.packing import MicroBatch
+from streamrl.core.packing import ROW, MicroBatch
 from streamrl.errors import ConfigError
 from streamrl.tensors.building import BUILDING
 from streamrl.tensors.transfer import on_device
@@ -137,13 +137,14 @@ class CausalLM:
         """Run a row as a step does, so that what cannot be compiled is known before one; returns why it cannot, or an empty string."""
         if self._chunks is None:
             return ""
-        starts = np.array([0, row_length, row_length], np.int32)
+        longest = min(row_length, ROW)
+        starts = np.array([0, *range(longest, row_length, longest), row_length, row_length], np.int32)
         # Laid out as a batch's are: a stride that differs is another shape.
         ids, positions = np.zeros((2, 1, row_length), np.int64)
         positions[0] = np.arange(row_length)
         try:
             with torch.set_grad_enabled(gradient):
-                states = self._packed(ids, positions, starts)[0, :1]
+                states = self._packed(ids, positions, starts, longest)[0, :1]
                 if self._linear is not None:
                     one = torch.ones(1, device=self.device)
                     states, _ = chunked_logprobs(states, one.long(), self._linear, temperature_M=one, kernels=self._chunks)
@@ -214,17 +215,18 @@ class CausalLM:
         if micro.plain:
             return self._body(input_ids=inputs, use_cache=False).last_hidden_state
         if micro.starts is not None:
-            return self._packed(micro.inputs, micro.positions, micro.starts)
+            return self._packed(micro.inputs, micro.positions, micro.starts, micro.longest)
         mask = attention_mask(self._tensor(micro.tree), self._tensor(micro.branch))
         positions = self._tensor(micro.positions)
         return self._body(input_ids=inputs, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state
 
-    def _packed(self, inputs: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], starts: npt.NDArray[np.int32]) -> Tensor:
+    def _packed(
+        self, inputs: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], starts: npt.NDArray[np.int32], longest: int
+    ) -> Tensor:
         bounds = self._tensor(starts)
         # Of any number of samples, the same compiled code.
         maybe_mark_dynamic(bounds, 0)
-        # Not the longest sample's length, which would be another number each time.
-        options = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": inputs.shape[1], "max_length_k": inputs.shape[1]}
+        options = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
         ids, places = self._tensor(inputs), self._tensor(positions)
         return self._body(input_ids=ids, position_ids=places, use_cache=False, **options).last_hidden_state
 

@@ -20,7 +20,7 @@ from streamrl.config.loss import estimator_of
 from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch, sample_of_token
-from streamrl.core.packing import ROW, Indices, packed_row_length
+from streamrl.core.packing import Indices
 from streamrl.errors import OutOfMemory, TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine
@@ -135,7 +135,7 @@ class TorchTrainer:
             trained=[self._policy, *([self._critic.body] if self._critic is not None else [])],
             frozen=list(dict.fromkeys(frozen.values())),
             parallel=self._parallel,
-            row_length=min(trainer.micro_tokens, ROW),
+            budget=trainer.micro_tokens,
             deterministic=deterministic,
             snapshots=snapshots if cuda else 0,
         )
@@ -158,7 +158,9 @@ class TorchTrainer:
         check_batch(batch)
         self._update.budget = batch.micro_tokens or self._micro_tokens
         with self._profiler.step(batch.version.number + 1) if self._profiler is not None else nullcontext():
-            self._arrangement.follow(batch.choices, self._row_length(batch, self._update.budget) or self._micro_tokens)
+            self._update.least_row = self._arrangement.least_row(batch.choices)
+            rows = self._update.row_length(batch, self._update.budget)
+            self._arrangement.follow(batch.choices, rows or self._micro_tokens)
             while True:
                 try:
                     objective, learns = self._begin(batch)
@@ -192,17 +194,13 @@ class TorchTrainer:
         """The budget that the step is repeated with; raises OutOfMemory where it may not be."""
         budget, longest = self._update.budget, int(batch.lengths.max())
         # A packed row may be shorter than the budget, which then is cut below the row.
-        now = self._row_length(batch, budget) or max(budget, longest)
+        now = self._update.row_length(batch, budget) or max(budget, longest)
         half = now // 2
-        if (self._row_length(batch, half) or max(half, longest)) >= now:
+        if (self._update.row_length(batch, half) or max(half, longest)) >= now:
             half = 0
         if not half or self._update.wrote or self._parallel.ranks > 1:
             raise _out_of_memory(batch, budget, half, longest, str(error)) from error
         return half
-
-    def _row_length(self, batch: TrainBatch, budget: int) -> int:
-        """Of the batch's packed rows; 0 where rows are not packed."""
-        return packed_row_length(batch, budget) if self._update.packs else 0
 
     def _result(self, batch: TrainBatch, objective: Objective, done: Updated) -> StepResult:
         metrics = {**objective.metrics, **done.metrics}
@@ -223,7 +221,7 @@ class TorchTrainer:
             reference=reference,
             micro_tokens=self._update.budget,
             peak_s=self._peak_s(batch),
-            choices=self._arrangement.choices(self._row_length(batch, self._update.budget)),
+            choices=self._arrangement.choices(self._update.row_length(batch, self._update.budget)),
             notices=self._arrangement.notices(),
             tokens=None if batch.kind == "sft" or self._loss.slime_loss else TokenValues(done.logprobs, done.weights),
         )

@@ -25,7 +25,7 @@ from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig, TrainerConfig
 from streamrl.core.balance import split_ranks
 from streamrl.core.batches import TrainBatch
-from streamrl.core.packing import Indices, MicroBatch, packed_row_length, plan_micro_batches
+from streamrl.core.packing import ROW, Indices, MicroBatch, packed_row_length, plan_micro_batches
 from streamrl.errors import TrainingError
 from streamrl.tensors.transfer import on_device
 from streamrl.trainers.torch.causal_lm import CausalLM
@@ -113,6 +113,8 @@ class Update:
         self._minibatches = trainer.minibatches
         self.budget = trainer.micro_tokens
         """Tokens of one forward and backward pass."""
+        self.least_row = ROW
+        """Positions of a packed row where no sample is longer, as far as the budget reaches."""
         self.wrote = False
         """Whether an optimizer has begun to write in the batch that was prepared last: then its step cannot be repeated."""
         self.times: dict[str, float] = {}
@@ -235,15 +237,14 @@ class Update:
                 found[torch.from_numpy(micro.target)] = one.float().cpu()
         return self._parallel.sum(found).numpy()
 
-    @property
-    def packs(self) -> bool:
-        """Whether the policy is trained on packed rows."""
-        return all(model.packs for model in self._trained)
+    def row_length(self, batch: TrainBatch, budget: int) -> int:
+        """Of the batch's packed rows with this budget; 0 where rows are not packed."""
+        return packed_row_length(batch, budget, self.least_row) if all(model.packs for model in self._trained) else 0
 
     def _layout(self, batch: TrainBatch, *models: CausalLM | Critic) -> Layout:
         """What all of these models can be run on."""
         if all(model.packs for model in models):
-            return Layout(False, packed_row_length(batch, self.budget))
+            return Layout(False, packed_row_length(batch, self.budget, self.least_row))
         return Layout(all(model.free_masks for model in models), 0)
 
     def _micro_batches(self, batch: TrainBatch, wanted: Bools, samples: Indices, layout: Layout, width: int) -> list[MicroBatch]:
