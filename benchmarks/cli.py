@@ -99,13 +99,17 @@ def _add_loop(kinds: Any) -> None:
     flag("--backend", default="torch", choices=("torch", "table"), help="table: without torch, to try it out")
     screens = "instead: what looking at the stream's run costs; file, page, page-top, or a sink's name (alone: all that are there)"
     flag("--screens", nargs="?", const="", metavar="NAMES", help=screens)
-    flag("--slices", type=int, default=4, help="of each run with --screens; each is a round in the report (default 4)")
+    flag("--slices", type=int, help="of each run with --screens, for spreads within runs (default 4)")
     _add_common(loop, rounds=5, out="bench-loop", run=_loop)
 
 
 def _loop(given: argparse.Namespace) -> int:
     if given.screens is not None:
         return _screens(given)
+    if given.slices is not None:
+        raise ConfigError(
+            "--slices: expected --screens with it, got none", hint="slices are of its runs", option="--slices", got=given.slices
+        )
     from benchmarks.loop.report import report_of
     from benchmarks.loop.run import measure
 
@@ -114,10 +118,12 @@ def _loop(given: argparse.Namespace) -> int:
 
 
 def _screens(given: argparse.Namespace) -> int:
-    from benchmarks.loop.screens import SCREENS, ScreensSpec, asked, measure
+    from benchmarks.loop.screens import SCREENS, SLICES, ScreensSpec, asked, measure
     from benchmarks.loop.screens_report import report_of
 
     given.screens = asked(given.screens)
+    if given.slices is None:
+        given.slices = SLICES
     return _run(given, SCREENS, ScreensSpec, measure, report_of)
 
 

@@ -199,6 +199,33 @@ def plain(axes: Axes, *, grid: str = "") -> None:
         axes.set_axisbelow(True)
 
 
+def bars(axes: Axes, names: Sequence[str], speeds: Sequence[Middle], colors: Sequence[str], title: str, *, size: int = 8) -> None:
+    """A bar a row, from the top, with its least and its most; `size` is that of the names."""
+    spread = [[speed.p50 - speed.low for speed in speeds], [speed.high - speed.p50 for speed in speeds]]
+    axes.barh(range(len(speeds)), [speed.p50 for speed in speeds], xerr=spread, color=colors, error_kw={"elinewidth": 0.8})
+    _names(axes, names, title, size)
+
+
+def stacks(
+    axes: Axes, names: Sequence[str], parts: Sequence[Mapping[str, float]], colors: Mapping[str, str], title: str, *, size: int = 8
+) -> None:
+    """A bar a row, from the top, made of the parts that have a color, in the order of the colors; `size` is that of the names."""
+    left = [0.0] * len(parts)
+    for part, color in colors.items():
+        values = [row.get(part, 0.0) for row in parts]
+        axes.barh(range(len(parts)), values, left=left, color=color, label=part)
+        left = [before + value for before, value in zip(left, values, strict=True)]
+    _names(axes, names, title, size)
+    axes.legend(frameon=False, fontsize=7, ncols=2)
+
+
+def _names(axes: Axes, names: Sequence[str], title: str, size: int) -> None:
+    axes.set_yticks(range(len(names)), names, fontsize=size)
+    axes.invert_yaxis()
+    axes.set_title(title, loc="left", fontsize=10)
+    plain(axes)
+
+
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
 

@@ -77,11 +77,9 @@ def _open(body: bytes | memoryview, place: str) -> pa.RecordBatch:
     head = _head(body)
     known = _known_schema(head)
     if known is not None:  # as our own encoder writes it: the schema need not be read
-        schema, optional = known
-        batch = read_plain_batch(pa.ipc.read_message(data.slice(len(head))), schema, place=place)
+        batch = read_plain_batch(pa.ipc.read_message(data.slice(len(head))), known, place=place)
         batch.validate(full=True)
-        full = schema is not former_schema() and all([batch.column(place).null_count < batch.num_rows for place in optional])
-        return batch if full else canonical(batch)
+        return canonical(batch)
     source = pa.BufferReader(data)
     schema = pa.ipc.read_schema(source)
     name = (schema.metadata or {}).get(SCHEMA_KEY, b"").decode(errors="replace")
@@ -103,17 +101,16 @@ def _head(body: bytes | memoryview) -> bytes:
 
 
 @lru_cache(maxsize=64)
-def _known_schema(head: bytes) -> tuple[pa.Schema, range] | None:
-    """The schema that our own encoder, of this version or an earlier one, writes as these bytes, and the places of its optional columns."""
-    base = len(arrow_schema())
+def _known_schema(head: bytes) -> pa.Schema | None:
+    """The schema that our own encoder, of this version or an earlier one, writes as these bytes."""
     if head == former_schema().serialize().to_pybytes():
-        return former_schema(), range(base, len(former_schema()))
+        return former_schema()
     try:
         names = pa.ipc.read_schema(pa.py_buffer(head)).names if head else []
     except _UNREADABLE:
         return None
     optional = [name for name in OPTIONAL if name in names]
-    return (arrow_schema(*optional), range(base, base + len(optional))) if head == schema_bytes(*optional) else None
+    return arrow_schema(*optional) if head == schema_bytes(*optional) else None
 
 
 def _alike(batches: Sequence[pa.RecordBatch]) -> Sequence[pa.RecordBatch]:

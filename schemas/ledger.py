@@ -18,6 +18,8 @@ FORMER_METRICS = {"rollout/zero_spread": "rollout/zero_variance"}
 
 NO_MESSAGE = 0
 """A sequence that no message has."""
+REASON_LENGTH = 400
+"""A reason of a drop is cut here: it may quote what it complains of."""
 
 
 class Drop(msgspec.Struct, frozen=True):

@@ -8,8 +8,7 @@ import msgspec
 
 from streamrl.errors import SchemaError
 
-RUN_ID = re.compile(r"^[A-Za-z0-9_-]{1,128}$")
-"""Names become folders and subjects, which may be 255 bytes long with what stands around a name."""
+RUN_ID = re.compile(r"^[A-Za-z0-9_-]+$")
 
 TASKS = "tasks"
 SAMPLES = "samples"
@@ -50,7 +49,7 @@ def check_name(kind: str, name: str) -> str:
     """Return `name` if it can be a token of a subject; raises SchemaError otherwise."""
     if not RUN_ID.fullmatch(name):
         raise SchemaError(
-            f"a {kind} may hold letters, digits, '_' and '-', at most 128 of them, got {name!r}",
+            f"a {kind} may hold letters, digits, '_' and '-', got {name!r}",
             hint=f"rename the {kind}, for example to 'my-run'",
             kind=kind,
             name=name,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.loop.ways import ASYNCHRONOUS, LOCKSTEP, OVERHEAD, TAIL, TITLES, Way
 from benchmarks.raw import Raw, read
-from benchmarks.report import Middle, Report, Row, Table, Target, about, picture, plain, rows_of, write_report
+from benchmarks.report import Middle, Report, Row, Table, Target, about, bars, picture, rows_of, stacks, write_report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -141,27 +141,11 @@ def _draw(report: Report, path: Path) -> None:
 
 
 def _bars(axes: Axes, rows: Sequence[Row], names: Sequence[str], title: str) -> None:
-    speeds = [row.values["batches_per_s"] for row in rows]
-    spread = [[speed.p50 - speed.low for speed in speeds], [speed.high - speed.p50 for speed in speeds]]
-    colors = [_COLORS.get(row.contender, "#8d99ae") for row in rows]
-    axes.barh(range(len(rows)), [speed.p50 for speed in speeds], xerr=spread, color=colors, error_kw={"elinewidth": 0.8})
-    _names(axes, names, title)
+    bars(axes, names, [row.values["batches_per_s"] for row in rows], [_COLORS.get(row.contender, "#8d99ae") for row in rows], title)
 
 
 def _stacks(axes: Axes, rows: Sequence[Row]) -> None:
     used = [_cpu(row) for row in rows]
     kinds = list(dict.fromkeys(kind for parts in used for kind in parts))
-    left = [0.0] * len(rows)
-    for kind, color in zip(kinds, _PARTS * (1 + len(kinds) // len(_PARTS)), strict=False):
-        values = [parts.get(kind, 0.0) for parts in used]
-        axes.barh(range(len(rows)), values, left=left, color=color, label=kind)
-        left = [before + value for before, value in zip(left, values, strict=True)]
-    _names(axes, [""] * len(rows), "CPU ms of a batch, by process")
-    axes.legend(frameon=False, fontsize=7, ncols=2)
-
-
-def _names(axes: Axes, names: Sequence[str], title: str) -> None:
-    axes.set_yticks(range(len(names)), names, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_title(title, loc="left", fontsize=10)
-    plain(axes)
+    colors = dict(zip(kinds, _PARTS * (1 + len(kinds) // len(_PARTS)), strict=False))
+    stacks(axes, [""] * len(rows), used, colors, "CPU ms of a batch, by process")

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 SCREENS = "loop --screens"
 """Its name in raw files and documents."""
+SLICES = 4
 
 
 class Screen(StrEnum):
@@ -55,8 +56,9 @@ class ScreensSpec(LoopSpec, frozen=True, kw_only=True):
     """One benchmark; of the loop's own fields those of its tail, and its ways, say nothing here."""
 
     screens: tuple[Screen, ...]
-    slices: int = 4
-    """Stretches of a run's measured batches, each a round of its own: spreads without starting as many runs."""
+    slices: int = SLICES
+    """Stretches of a run's measured batches, each a round of its own in the raw file: spreads without starting as many runs. Targets are
+    judged by runs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

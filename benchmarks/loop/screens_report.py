@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -36,23 +37,33 @@ def build_report(raw: Raw) -> Report:
     """Compute everything from the raw file."""
     rows = rows_of(raw.rounds, _quantities, {"against": (Screen.FILE, "per_cpu_s")})
     by_name = {row.contender: row for row in rows}
+    runs = _runs_of(raw)
     return Report(
         **about(raw.header),
         rows=rows,
         shown=[
             Table(
-                ("looks at the run", "batches/s", "CPU ms a batch", "against the file alone", "what looks, of the run's own CPU"),
-                _runs(rows),
+                (
+                    "looks at the run",
+                    "runs",
+                    "slices",
+                    "batches/s",
+                    "CPU ms a batch",
+                    "against the file alone",
+                    "what looks, of the run's own CPU",
+                ),
+                _screens(rows, runs),
             ),
             Table(("meanwhile", "process", "CPU ms a second", "of the run's own CPU", "CPU s before", "MB"), _processes(rows)),
             f"The run's own CPU is that of {', '.join(_OWN[:-2])} and nats-server. The supervisor writes the file and keeps the "
             "workers; both are counted. CPU s before: until the measured batches began, the start included. MB: resident at most while it "
-            "trains (the end, with its plot, is left out), what processes share counted in each. A round is a slice of a run.",
+            "trains (the end, with its plot, is left out), what processes share counted in each; the most of all runs. All else are "
+            "medians over the slices of all runs, least and greatest.",
         ],
         targets=[
-            _target("CPU of the file (supervisor as a whole)", MOST_FILE, by_name.get(Screen.FILE)),
-            _target("CPU of file, page and top", MOST_SCREENS, by_name.get(Screen.PAGE_TOP)),
-            _memory(by_name.get(Screen.PAGE_TOP)),
+            _target("CPU of the file (supervisor as a whole)", MOST_FILE, by_name.get(Screen.FILE), runs),
+            _target("CPU of file, page and top", MOST_SCREENS, by_name.get(Screen.PAGE_TOP), runs),
+            _memory(by_name.get(Screen.PAGE_TOP), runs),
         ],
     )
 
@@ -75,13 +86,20 @@ def _quantities(values: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-def _runs(rows: Sequence[Row]) -> list[list[str]]:
+def _runs_of(raw: Raw) -> dict[str, int]:
+    """How often each was run; a round in the raw file is a slice of a run, which earlier files know nothing of."""
+    slices = raw.header.spec.get("slices", 1)
+    return Counter(contender for contender, _ in {(one.contender, one.round // slices) for one in raw.rounds})
+
+
+def _screens(rows: Sequence[Row], runs: Mapping[str, int]) -> list[list[str]]:
     lines: list[list[str]] = []
     for row in rows:
         speed, against = row.values["batches_per_s"], row.values.get("against")
         more = f"{against.p50 - 1:+.1%} ({against.low - 1:+.1%} to {against.high - 1:+.1%})" if against else "-"
         speeds = f"{speed.p50:.2f} ({speed.low:.2f} - {speed.high:.2f})"
-        lines.append([_SAID[Screen(row.contender)], speeds, f"{row.values['cpu_ms'].p50:.0f}", more, _spread(row.values["share"])])
+        counts, cpu_ms = [str(runs[row.contender]), str(row.rounds)], f"{row.values['cpu_ms'].p50:.0f}"
+        lines.append([_SAID[Screen(row.contender)], *counts, speeds, cpu_ms, more, _spread(row.values["share"])])
     return lines
 
 
@@ -89,8 +107,8 @@ def _processes(rows: Sequence[Row]) -> list[list[str]]:
     lines: list[list[str]] = []
     for row in rows:
         for kind in (name.removeprefix(_SHARE) for name, used in row.values.items() if name.startswith(_SHARE) and used.high):
-            ms, before, size = (row.values[what + kind].p50 for what in (_MS_PER_S, _BEFORE, _MB))
-            share = _spread(row.values[_SHARE + kind])
+            ms, before = (row.values[what + kind].p50 for what in (_MS_PER_S, _BEFORE))
+            size, share = row.values[_MB + kind].high, _spread(row.values[_SHARE + kind])
             lines.append([_SAID[Screen(row.contender)], kind, f"{ms:.1f}", share, f"{before:.1f}", f"{size:.0f}"])
     return lines
 
@@ -99,23 +117,23 @@ def _spread(share: Middle) -> str:
     return f"{share.p50:.2%} ({share.low:.2%} - {share.high:.2%})"
 
 
-def _target(name: str, most: float, row: Row | None) -> Target:
+def _target(name: str, most: float, row: Row | None, runs: Mapping[str, int]) -> Target:
     if row is None:
         return Target(name, f"<= {most:.0%}", "-", None)
-    return _judged(Target(name, f"<= {most:.0%}", _spread(row.values["share"]), row.values["share"].p50 <= most), row)
+    return _judged(Target(name, f"<= {most:.0%}", _spread(row.values["share"]), row.values["share"].p50 <= most), runs[row.contender])
 
 
-def _memory(row: Row | None) -> Target:
-    found = {} if row is None else {kind: row.values[_MB + kind].p50 for kind in ("supervisor", "page", "top") if _MB + kind in row.values}
+def _memory(row: Row | None, runs: Mapping[str, int]) -> Target:
+    found = {} if row is None else {kind: row.values[_MB + kind].high for kind in ("supervisor", "page", "top") if _MB + kind in row.values}
     name, wanted = "memory of supervisor, page and top", f"<= {MOST_MB:.0f} MB"
     if row is None or len(found) < 3:
         return Target(name, wanted, "-", None)
     got = ", ".join(f"{kind} {size:.0f} MB" for kind, size in found.items())
-    return _judged(Target(name, wanted, got, max(found.values()) <= MOST_MB), row)
+    return _judged(Target(name, wanted, got, max(found.values()) <= MOST_MB), runs[row.contender])
 
 
-def _judged(target: Target, row: Row) -> Target:
-    """Few rounds say nothing."""
-    if row.rounds >= LEAST_ROUNDS:
+def _judged(target: Target, runs: int) -> Target:
+    """Few runs say nothing, in however many slices."""
+    if runs >= LEAST_ROUNDS:
         return target
-    return Target(target.name, target.wanted, f"{target.got}; {LEAST_ROUNDS} rounds are needed", None)
+    return Target(target.name, target.wanted, f"{target.got}; {LEAST_ROUNDS} runs are needed", None)

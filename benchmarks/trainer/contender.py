@@ -1,6 +1,7 @@
-"""One contender in one round, in a process of its own: `python -m benchmarks.trainer.contender CONTENDER ROUND SPEC MODEL_DIR`.
+"""One contender in one round, in a process of its own: `python -m benchmarks.trainer.contender CONTENDER ROUND SPEC MODEL_DIR PARENT`.
 
-Its records are lines of its standard output; all that libraries say goes to standard error. CONTENDER `model` writes the model instead.
+Its records are lines of its standard output; all that libraries say goes to standard error. It ends with the process
+PARENT. CONTENDER `model` writes the model instead.
 """
 
 from __future__ import annotations
@@ -21,14 +22,12 @@ from benchmarks.raw import Fact, Record, Round
 from benchmarks.shapes import parameters, shape_of, write_model
 from benchmarks.trainer.batch import at_step, make_batch
 from benchmarks.trainer.parts import Stopwatch
-from benchmarks.trainer.spec import Contender, TrainerSpec, cell_name, our_config
+from benchmarks.trainer.spec import MODEL, Contender, TrainerSpec, about_cell, cell_name, our_config
 from streamrl.core.batches import TrainBatch
 from streamrl.runtime.service import die_with_parent
 from streamrl.tensors.building import BUILDING
 from streamrl.trainers.device import training_device
 from streamrl.trainers.flops import ModelFlops, model_flops, peak_flops
-
-MODEL = "model"
 
 
 class Ran(msgspec.Struct, frozen=True):
@@ -97,7 +96,7 @@ def contend(contender: Contender, number: int, spec: TrainerSpec, model_dir: Pat
             for mean in spec.answers:
                 yield from _cell(stepper, contender, number, spec, mean, device, watch)
     except Exception as error:  # whatever a contender raises is the answer to whether it runs here
-        yield Fact("left out", f"{contender} ({cell_name(spec, mean)})", f"{type(error).__name__}: {error}".splitlines()[0][:300])
+        yield Fact("left out", about_cell(contender, cell_name(spec.shape, mean)), f"{type(error).__name__}: {error}".splitlines()[0][:300])
 
 
 @contextmanager
@@ -121,7 +120,7 @@ def _cell(
     stepper: Stepper, contender: Contender, number: int, spec: TrainerSpec, mean: int, device: torch.device, watch: Stopwatch
 ) -> Iterator[Record]:
     """One step that is not measured, those that are, and one by parts."""
-    batch, cell = make_batch(spec, mean), cell_name(spec, mean)
+    batch, cell = make_batch(spec, mean), cell_name(spec.shape, mean)
     trained = int(batch.loss_mask.sum())
     work = flops_of_shape(spec, shape_config(spec)).step(batch.lengths, trained)
     if device.type == "cuda":
@@ -148,8 +147,8 @@ def _cell(
         yield Round(cell=cell, contender=contender, round=number * spec.steps + step, values=values)
     with stepper.parts(), watch.running() as seconds:
         stepper.step(at_step(batch, 1 + spec.steps))
-    yield Fact("parts", f"{contender} ({cell})", seconds)
-    yield Fact("settings", f"{contender} ({cell})", stepper.settings())
+    yield Fact("parts", about_cell(contender, cell), seconds)
+    yield Fact("settings", about_cell(contender, cell), stepper.settings())
 
 
 def flops_of_shape(spec: TrainerSpec, config: Any) -> ModelFlops:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -13,7 +13,7 @@ import msgspec
 from benchmarks.processes import child
 from benchmarks.raw import Fact, Record, Round, header, write_measured
 from benchmarks.report import turn
-from benchmarks.trainer.spec import TrainerSpec, cell_name, our_config, resolved
+from benchmarks.trainer.spec import MODEL, TrainerSpec, about_cell, cell_name, our_config, resolved
 from streamrl.errors import LaunchError
 from streamrl.runtime.kinds import environment
 
@@ -35,31 +35,35 @@ def measure(spec: TrainerSpec, out: Path, command: str) -> None:
 
 
 def _records(spec: TrainerSpec, directory: Path) -> Iterator[Record]:
-    for record in ran("model", 0, spec, directory):
+    for record in ran(MODEL, 0, spec, directory):
         raise LaunchError(f"expected a model, got {record}")
-    left = {contender: list(spec.answers) for contender in spec.contenders}
+    left = {who: {about_cell(who, cell_name(spec.shape, mean)): mean for mean in spec.answers} for who in spec.contenders}
+    untried = {about: who for who, cells in left.items() for about in cells}
+    failed: dict[str, str] = {}
     for number in range(spec.rounds):
         for contender in turn(spec.contenders, number):
             if not left[contender]:
                 continue
-            done: set[str] = set()
-            for record in ran(contender, number, msgspec.structs.replace(spec, answers=tuple(left[contender])), directory):
+            for record in ran(contender, number, msgspec.structs.replace(spec, answers=tuple(left[contender].values())), directory):
                 if isinstance(record, Round):
-                    done.add(record.cell)
+                    untried.pop(about_cell(contender, record.cell), None)
                     logger.info("event=measured contender=%s cell=%s seconds=%.2f", contender, record.cell, record.values["step_s"])
                 elif record.name == "left out":
                     logger.warning("event=left_out what=%s why=%s", record.about, record.value)
+                    # What failed is not asked for again; what stood behind it is, in the next round.
+                    del left[contender][record.about]
+                    untried.pop(record.about, None)
+                    failed[contender] = record.about
                 yield record
-            # What failed is not asked for again; nor is anything, where not even the first could be begun.
-            failed = next((mean for mean in left[contender] if cell_name(spec, mean) not in done), None)
-            left[contender] = [mean for mean in left[contender] if mean != failed]
+    for about, contender in untried.items():
+        yield Fact("left out", about, f"not tried, because {failed[contender]} failed before it")
 
 
 def ran(name: str, number: int, spec: TrainerSpec, directory: Path) -> Iterator[Record]:
-    """The records of one process, as they come; one that dies without a word is left out with its exit code.
+    """The records of one process, as they come; where one dies without a word, the cell that it was at is left out with its exit code.
 
     Args:
-        name: a contender; `model`: the model is written, and there are no records.
+        name: a contender; `MODEL`: the model is written, and there are no records.
         number: of the round.
         spec: what it trains on.
         directory: the model is in it.
@@ -72,24 +76,25 @@ def ran(name: str, number: int, spec: TrainerSpec, directory: Path) -> Iterator[
     command = child("benchmarks.trainer.contender", name, number, text, directory / "model", os.getpid(), env=env)
     decoder = msgspec.json.Decoder(Record)
     said = False
+    left = [about_cell(name, cell_name(spec.shape, mean)) for mean in spec.answers]
     with subprocess.Popen(**command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         try:
             for line in process.stdout:
                 record = decoder.decode(line)
-                said = said or (isinstance(record, Fact) and record.name == "left out")
+                if isinstance(record, Fact):
+                    said = said or record.name == "left out"
+                    if record.name == "settings":  # a cell's last record
+                        left.remove(record.about)
                 yield record
         except BaseException:
             process.kill()
             raise
     if process.returncode == 0 or said:
         return
-    if name == "model":
+    if name == MODEL:
         raise LaunchError(
             f"the process that makes the model: expected exit code 0, got {process.returncode}", hint="its error stands above"
         )
-    yield Fact("left out", f"{name} ({_cells(spec, spec.answers)})", f"its process ended with exit code {process.returncode}")
-
-
-def _cells(spec: TrainerSpec, answers: Sequence[int]) -> str:
-    return "; ".join(cell_name(spec, mean) for mean in answers)
+    for about in left[:1]:
+        yield Fact("left out", about, f"its process ended with exit code {process.returncode}")

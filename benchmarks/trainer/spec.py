@@ -8,8 +8,9 @@ from typing import Literal
 import msgspec
 
 from benchmarks.shapes import SHAPES, Shape, shape_of
+from streamrl.config.check import field
 from streamrl.config.load import override
-from streamrl.config.tree import Config, DataConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from streamrl.config.tree import Config, DataConfig, ModelConfig, OptimizerConfig, TrainerConfig, refuse
 from streamrl.errors import ConfigError
 from streamrl.schemas.tasks import Sampling
 
@@ -18,6 +19,18 @@ LONGEST = 16_384
 """Tokens of a sample at most, prompt included."""
 SPREAD = 0.8
 """Standard deviation of the logarithm of an answer's length."""
+
+
+MODEL = "model"
+"""In place of a contender: its process writes the model that all train."""
+_OWN_OPTIONS = {
+    "trainer.ranks": "use --ranks",
+    "trainer.threads": "use --threads",
+    "trainer.device": "use --device",
+    "trainer.dtype": "it is the shape's",
+    "model.dtype": "it is the shape's",
+}
+"""Keys that `--set` may not change: report and contenders go by the benchmark's own options."""
 
 
 class Contender(StrEnum):
@@ -119,13 +132,22 @@ def longest_sample(spec: TrainerSpec, mean: int) -> int:
     return min(4 * (spec.prompt_tokens + mean), LONGEST, shape_of(spec.shape).max_positions)
 
 
-def cell_name(spec: TrainerSpec, mean: int) -> str:
+def cell_name(shape: str, mean: int) -> str:
     """What the records of answers of this mean are about."""
-    return f"{spec.shape}, {mean}"
+    return f"{shape}, {mean}"
+
+
+def about_cell(contender: str, cell: str) -> str:
+    """What facts of a contender in a cell are about."""
+    return f"{contender} ({cell})"
 
 
 def our_config(spec: TrainerSpec) -> Config:
-    """The configuration of the product's trainer: its defaults but for sizes and device, and what `settings` say."""
+    """The configuration of the product's trainer: its defaults but for sizes and device, and what `settings` say.
+
+    Raises:
+        ConfigError: a setting that is none, or that contradicts the benchmark's own options.
+    """
     longest = max(longest_sample(spec, mean) for mean in spec.answers)
     dtype: Literal["float32", "bfloat16"] = "bfloat16" if spec.dtype == "bfloat16" else "float32"
     config = Config(
@@ -139,7 +161,15 @@ def our_config(spec: TrainerSpec) -> Config:
             optimizer=OptimizerConfig(learning_rate=LEARNING_RATE),
         ),
     )
-    return override(config, spec.settings)
+    changed = override(config, spec.settings)
+    for key, hint in _OWN_OPTIONS.items():
+        refuse(
+            (got := field(changed, key)) != (own := field(config, key)),
+            f"--set {key}: expected {own!r} here, got {got!r}",
+            hint=hint,
+            key=key,
+        )
+    return changed
 
 
 def row_length(longest: int) -> int:

@@ -175,10 +175,7 @@ def train_version(
     arrays = replace(fold.assemble(batch), micro_tokens=budget(past), choices=recorded_choices(past if past is not None else fold.beside))
     waited = time.perf_counter() - start_s
     result = trainer.step(arrays)
-    metrics = result.metrics | measure(batch, arrays, before)
-    metrics |= speed(arrays, result, time.perf_counter() - start_s - waited) | {"perf/wait_s": waited} | result.times
-    if (learned_s := result.times.get("perf/actor_train_time", 0.0)) > 0:
-        metrics["perf/actor_train_tok_per_s"] = arrays.num_tokens / learned_s
+    metrics = result.metrics | measure(batch, arrays, before) | speed(arrays, result, waited, time.perf_counter() - start_s - waited)
     fold.train(batch, past, 0.0 if result.score is None else result.score)
     stepped = Stepped(
         before=before,
@@ -195,10 +192,14 @@ def train_version(
     return replace(stepped, state=fold.own)
 
 
-def speed(arrays: TrainBatch, result: StepResult, step_s: float) -> dict[str, float]:
-    """Metrics of how fast a batch was trained."""
-    found = {"perf/step_s": step_s, "train/tokens_per_second": arrays.num_tokens / step_s}
-    return found if result.peak_s is None else found | {"train/mfu": result.peak_s / step_s}
+def speed(arrays: TrainBatch, result: StepResult, waited_s: float, step_s: float) -> dict[str, float]:
+    """Metrics of how fast a batch was trained, and how long it was waited for."""
+    found = {"perf/wait_s": waited_s, "perf/step_s": step_s, "train/tokens_per_second": arrays.num_tokens / step_s, **result.times}
+    if (learned_s := result.times.get("perf/actor_train_time", 0.0)) > 0:
+        found["perf/actor_train_tok_per_s"] = arrays.num_tokens / learned_s
+    if result.peak_s is not None:
+        found["train/mfu"] = result.peak_s / step_s
+    return found
 
 
 def measure(batch: Batch, arrays: TrainBatch, state: FoldState) -> dict[str, float]:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # bench_trainer.sh [SHAPE...]: training steps on this host's first GPU, the product's trainer beside a plain compiled loop.
 #
-#   scripts/gpu/bench_trainer.sh              # 0.6b and 4b, a round each: about 400 s on an H200
+#   scripts/gpu/bench_trainer.sh              # 0.6b and 4b, a round each: an estimated 400 s on an H200
 #   scripts/gpu/bench_trainer.sh 4b           # one shape, two rounds
 #   DEVICE=cpu scripts/gpu/bench_trainer.sh   # whether it works at all: a tiny model, no GPU
 #
@@ -14,7 +14,7 @@ set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 out=$(mkdir -p "${OUT:-out}" && cd "${OUT:-out}" && pwd)
 work=${WORK:-/tmp/bench-trainer}
-shapes=("$@")
+shapes=("${@,,}") # the command takes either case
 [ $# -gt 0 ] || shapes=(0.6b 4b)
 rounds=${ROUNDS:-$((${#shapes[@]} > 1 ? 1 : 2))}
 size=(--answers 1500,8000 --batch-tokens 98304 --rollouts 4)
@@ -27,14 +27,12 @@ fi
 
 # measure SHAPE: one run; one that has no time left is ended and what it left is kept.
 measure() {
-    local shape=$1 dir=$work/$1 left=$((${LIMIT:-470} - SECONDS - 20)) own=()
+    local shape=$1 dir=$work/$1 left=$((${LIMIT:-470} - SECONDS - 20))
     [ "$left" -ge 30 ] || { echo "== no time left for $shape"; return 1; }
     rm -rf "$dir" && mkdir -p "$dir"
-    # Without it the layers' activations of 4 billion parameters have no room.
-    [ "$shape" = 4b ] && own=(--set trainer.activations=0)
     # shellcheck disable=SC2086
     timeout --foreground --signal=INT --kill-after=10 "$left" python3 -m streamrl bench trainer --shape "$shape" "${size[@]}" \
-        --rounds "$rounds" --steps "${STEPS:-2}" --out "$dir" "${own[@]}" ${OPTIONS:-} > "$dir/bench.log" 2>&1
+        --rounds "$rounds" --steps "${STEPS:-2}" --out "$dir" ${OPTIONS:-} > "$dir/bench.log" 2>&1
     local code=$?
     if [ ! -e "$dir/table.md" ] && [ -e "$dir/raw.jsonl" ]; then # it broke off: show what there is
         python3 -m streamrl bench trainer --report "$dir" >> "$dir/bench.log" 2>&1

@@ -21,6 +21,8 @@ from streamrl.algorithms.logprobs import LinearHead
 
 CHUNK_TOKENS = 4096
 """Most tokens of a chunk: enough for the matrix products."""
+KEPT_BYTES = 5 << 30
+"""Most that the probabilities of a row's tokens may take until the backward pass, in the states' type; else they are computed again."""
 CHUNK_LOGITS = 1 << 30
 """Most logits of a chunk: 4 GiB of float32, of which a compiled backward pass keeps less than twice as much at a time."""
 
@@ -29,7 +31,7 @@ class ChunkKernels(NamedTuple):
     """The two functions that do the work on a chunk, and its length."""
 
     tokens: int
-    statistics: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    statistics: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
     """`chunk_statistics`, compiled or not."""
     gradients: Callable[..., tuple[Tensor, Tensor, Tensor | None]]
     """`chunk_gradients`, likewise."""
@@ -87,14 +89,19 @@ class ChunkedHead(torch.autograd.Function):
         """See the class."""
         temperature_M = temperature_M.to(accumulation_dtype(hidden_MH))
         found = temperature_M.new_zeros((3, len(hidden_MH)))
+        keep = keeps_probabilities(len(hidden_MH), len(weight_VH), hidden_MH.element_size(), plan)
+        kept: list[Tensor] = []
         for first in range(0, len(hidden_MH), kernels.tokens):
             part = slice(first, first + kernels.tokens)
             hidden, targets, temperature = _chunk(kernels.tokens, hidden_MH[part], targets_M[part], temperature_M[part])
-            for row, values in zip(found, kernels.statistics(hidden, weight_VH, bias_V, targets, temperature, plan), strict=True):
+            *numbers, q = kernels.statistics(hidden, weight_VH, bias_V, targets, temperature, plan, keep)
+            for row, values in zip(found, numbers, strict=True):
                 row[part] = values[: len(row[part])]
+            if q is not None:
+                kept.append(q)
         logprobs, entropy, normalizer = found.unbind()
         if plan.remember:
-            ctx.save_for_backward(hidden_MH, weight_VH, bias_V, targets_M, temperature_M, normalizer, entropy.clone())
+            ctx.save_for_backward(hidden_MH, weight_VH, bias_V, targets_M, temperature_M, normalizer, entropy.clone(), *kept)
             ctx.plan, ctx.kernels = plan, kernels
         logprobs, entropy = logprobs.clone(), entropy.clone()
         if not plan.entropy_gradient:
@@ -106,7 +113,8 @@ class ChunkedHead(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Gradients of hidden, weight and bias. What tokens hold whose slopes are 0, NaN included, reaches nothing."""
         plan, kernels = ctx.plan, ctx.kernels
-        hidden_MH, weight, bias, *of_tokens = ctx.saved_tensors
+        hidden_MH, weight, bias, *saved = ctx.saved_tensors
+        of_tokens, kept = saved[:4], saved[4:]
         wide = of_tokens[1].dtype
         logprob_slopes, entropy_slopes = grad_outputs
         if not plan.entropy_gradient:
@@ -118,7 +126,8 @@ class ChunkedHead(torch.autograd.Function):
             part = slice(first, first + kernels.tokens)
             rows = (values[part] for values in (hidden_MH, *of_tokens, logprob_slopes, entropy_slopes))
             hidden, *others = _chunk(kernels.tokens, *rows)
-            of_hidden, of_weight, of_bias = kernels.gradients(hidden, weight, bias, *others, plan)
+            q = kept[first // kernels.tokens] if kept else None
+            of_hidden, of_weight, of_bias = kernels.gradients(hidden, weight, bias, *others, q, plan)
             hidden_slopes[part] = of_hidden[: len(hidden_MH[part])]
             weight_slopes += of_weight
             if bias_slopes is not None:
@@ -127,14 +136,23 @@ class ChunkedHead(torch.autograd.Function):
         return hidden_slopes, weight_slopes.to(weight.dtype), bias_slopes, None, None, None, None
 
 
+def keeps_probabilities(tokens: int, vocab: int, itemsize: int, plan: Plan) -> bool:
+    """Whether a forward pass keeps the softmax for the backward pass, which then needs no logits.
+
+    The gradients of an entropy and of capped logits need the logits themselves. In bfloat16 q is rounded as its slopes are anyway.
+    """
+    return plan.remember and not plan.entropy_gradient and not plan.softcap and tokens * vocab * itemsize <= KEPT_BYTES
+
+
 def chunk_statistics(
-    hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_C: Tensor, temperature_C: Tensor, plan: Plan
-) -> tuple[Tensor, Tensor, Tensor]:
-    """[C] each: log-prob of the target, entropy, logsumexp of the scaled logits."""
+    hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_C: Tensor, temperature_C: Tensor, plan: Plan, keep: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """[C] each: log-prob of the target, entropy, logsumexp of the scaled logits; with `keep` their softmax [C, V] in the states' type."""
     logits = scaled_logits(hidden_CH, weight_VH, bias_V, temperature_C, plan)
     greatest, total, moment, chosen = statistics(logits, targets_C, None)
     normalizer = greatest + total.log()
-    return chosen - normalizer, total.log() - moment / total, normalizer
+    q = (logits - normalizer[:, None]).exp().to(hidden_CH.dtype) if keep else None
+    return chosen - normalizer, total.log() - moment / total, normalizer, q
 
 
 def chunk_gradients(
@@ -147,23 +165,26 @@ def chunk_gradients(
     entropy_C: Tensor,
     logprob_slopes_C: Tensor,
     entropy_slopes_C: Tensor,
+    q_CV: Tensor | None,
     plan: Plan,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The loss's gradient with respect to hidden [C, H], weight [V, H] and bias [V], from those of log-probs and entropies.
 
     With z the scaled logits, q their softmax and S its entropy: d log q_t / dz_j = [j = t] - q_j and dS / dz_j = -q_j (log q_j + S).
-    Written so that a compiler makes one pass over the logits of it.
+    Written so that a compiler makes one pass over the logits of it; over q where the forward pass has kept it.
     """
     active = ((logprob_slopes_C != 0) | (entropy_slopes_C != 0))[:, None]
-    logits = scaled_logits(hidden_CH, weight_VH, bias_V, temperature_C, plan)
-    logq = logits - normalizer_C[:, None]
-    q = logq.exp()
-    here = torch.arange(logits.shape[1], device=logits.device)[None] == targets_C[:, None]
+    if q_CV is None:
+        logits = scaled_logits(hidden_CH, weight_VH, bias_V, temperature_C, plan)
+        q = (logits - normalizer_C[:, None]).exp()
+    else:
+        logits, q = None, q_CV.to(temperature_C.dtype)
+    here = torch.arange(q.shape[1], device=q.device)[None] == targets_C[:, None]
     slopes = (here.to(q.dtype) - q) * logprob_slopes_C[:, None]
-    if plan.entropy_gradient:
-        slopes = slopes - q * (logq + entropy_C[:, None]) * entropy_slopes_C[:, None]
+    if plan.entropy_gradient and logits is not None:
+        slopes = slopes - q * (logits - normalizer_C[:, None] + entropy_C[:, None]) * entropy_slopes_C[:, None]
     slopes = slopes * (plan.scale / temperature_C)[:, None]
-    if plan.softcap:
+    if plan.softcap and logits is not None:
         slopes = slopes * (1 - (logits * (temperature_C / plan.softcap)[:, None]).square())
     slopes = slopes.masked_fill(~active, 0.0)
     bias_slopes = None if bias_V is None else slopes.sum(0)

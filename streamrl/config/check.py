@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ from streamrl.config.check_ray import check_ray
 from streamrl.config.hosts import is_loopback, servers
 from streamrl.config.metrics import check_sinks
 from streamrl.config.paths import DATASETS, DIRECTORIES, FILES, FUNCTIONS, parse_dataset
-from streamrl.config.tree import BusConfig, Config, refuse
+from streamrl.config.tree import BusConfig, Config, RunConfig, refuse
 from streamrl.errors import ConfigError
 
 MIN_VOCAB_SIZE = 264
 """The special tokens and the 256 bytes, rounded up to a multiple of 8."""
+_LONGEST_NAME = 128
+"""Names become folders and subjects, which may be 255 bytes long with what stands around a name."""
 _MIN_SAMPLES_BYTES = 32 << 20
 
 
@@ -33,7 +36,8 @@ def check(config: Config) -> None:
 
 
 def check_files(config: Config) -> None:
-    """Raise ConfigError for the first file, directory or sink's package that is named but not there."""
+    """Raise ConfigError for the first file, directory or sink's package that is named but not there, and see `check_new_name`."""
+    check_new_name(config.run)
     check_sinks(config.metrics)
     for key in (*DATASETS, *DIRECTORIES, *FILES, *FUNCTIONS):
         text: str = field(config, key)
@@ -55,6 +59,16 @@ def check_files(config: Config) -> None:
                 key=key,
                 path=str(path),
             )
+
+
+def check_new_name(run: RunConfig) -> None:
+    """Raise ConfigError for too long a name of a run that has no directory yet; those that earlier versions made may have longer ones."""
+    refuse(
+        len(run.name) > _LONGEST_NAME and not os.path.lexists(Path(run.dir) / run.name),
+        f"a run name may hold letters, digits, '_' and '-', at most {_LONGEST_NAME} of them, got {run.name!r}",
+        hint="choose a shorter one",
+        key="run.name",
+    )
 
 
 def field(config: Config, key: str) -> Any:

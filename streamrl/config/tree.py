@@ -31,7 +31,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     """What is run, for how long, and where its files go."""
 
     name: str = "run"
-    """Run id: up to 128 letters, digits, '_' and '-'."""
+    """Run id: letters, digits, '_' and '-'; of a new run at most 128."""
     dir: str = "runs"
     """Directory that holds the run directories."""
     seed: int = 0

@@ -29,8 +29,8 @@ from streamrl.core.batches import TrainBatch, samples_at
 from streamrl.errors import TrainingError
 
 Indices = npt.NDArray[np.int64]
-STARTS = (64, 256, 1024, 4096)
-"""Lengths of `MicroBatch.starts`: each is a shape that is compiled once. A row of more samples has one of its own."""
+ROW = 8192
+"""Positions of a short packed row: enough for the matrix products. Longer ones keep more activations at a time."""
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,8 +51,10 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     plain: bool
     """True when each row holds one sample: then causal attention needs no further mask, and positions count from 0."""
     starts: npt.NDArray[np.int32] | None = None
-    """Of a packed row: [S + 1] columns at which its samples begin, then L; the last may repeat, up to one of `STARTS` numbers. None: no
-    packed row."""
+    """Of a packed row: [S + 2] columns at which its samples and the padding begin, then L; padding of several times `longest` is cut into
+    as many samples. None: no packed row."""
+    longest: int = 0
+    """Of a packed row: no sample of the batch is longer; one of few numbers."""
 
 
 class Tree(msgspec.Struct, frozen=True):
@@ -110,7 +112,8 @@ def plan_micro_batches(
     """
     if row_length:
         rows = _packed_rows(batch, predicted, samples, row_length)
-        return [_packed(batch, predicted, row, row_length) for row in _shares(rows, ranks, width)[rank]]
+        longest = packed_row_length(batch, row_length)
+        return [_packed(batch, predicted, row, row_length, longest) for row in _shares(rows, ranks, width)[rank]]
     trees = _trees(batch, predicted, samples, share_prefixes, budget, width)
     left = sorted(trees, key=lambda tree: (-tree.length, tree.samples))
     plans: list[MicroBatch] = []
@@ -120,12 +123,11 @@ def plan_micro_batches(
     return plans
 
 
-def empty_micro_batch(row_length: int = 0) -> MicroBatch:
-    """One that predicts nothing: a row of one token, or a packed one of `row_length`."""
+def empty_micro_batch(batch: TrainBatch, row_length: int = 0) -> MicroBatch:
+    """One that predicts nothing: a row of one token, or a packed one of `row_length`, as the batch's others are."""
     shape = (1, row_length or 1)
     nothing = np.zeros(0, np.int64)
-    starts = np.full(STARTS[0], row_length, np.int32)
-    starts[0] = 0
+    longest = packed_row_length(batch, row_length) if row_length else 0
     return MicroBatch(
         inputs=np.zeros(shape, np.int64),
         positions=np.zeros(shape, np.int64),
@@ -134,7 +136,8 @@ def empty_micro_batch(row_length: int = 0) -> MicroBatch:
         source=nothing,
         target=nothing,
         plain=not row_length,
-        starts=starts if row_length else None,
+        starts=np.array([*range(0, row_length, longest), row_length], np.int32) if row_length else None,
+        longest=longest,
     )
 
 
@@ -145,15 +148,19 @@ def split_groups(batch: TrainBatch, parts: int) -> list[Indices]:
     return [np.arange(a, b, dtype=np.int64) for a, b in zip(bounds, [*bounds[1:], batch.num_samples], strict=True)]
 
 
-def packed_row_length(batch: TrainBatch, budget: int) -> int:
-    """Length of all packed rows of a batch: the budget, or more where its longest sample is longer.
+def packed_row_length(batch: TrainBatch, budget: int, least: int = ROW) -> int:
+    """Length of all packed rows of a batch: `least`, or the power of two that holds its longest sample, but not above the budget.
 
-    Then it is that sample's length, rounded up to one of eight lengths from each power of two to the next: a length that has not been
-    there before is compiled anew, so there must be few.
+    Where a sample is longer than the budget it is that sample's length, rounded up to one of eight lengths from each power of two to the
+    next. A length that has not been there before is compiled anew, so there must be few.
+
+    Example: with a budget of 16,384, longest samples of 700, 9,000 and 17,000 tokens give rows of 8,192, 16,384 and 18,432.
     """
     longest = int(batch.lengths.max(initial=1))
+    if longest <= budget:
+        return min(budget, max(least, 1 << (longest - 1).bit_length()))
     unit = 1 << max(0, longest.bit_length() - 4)
-    return max(budget, -(-longest // unit) * unit)
+    return -(-longest // unit) * unit
 
 
 def _trees(batch: TrainBatch, predicted: npt.NDArray[np.bool_], samples: Indices, share: bool, budget: int, width: int) -> list[Tree]:
@@ -214,16 +221,16 @@ def _shares(rows: Sequence[list[Tree]], ranks: int, width: int) -> list[list[lis
     return [[rows[row] for row in sorted(share)] for share in shares]
 
 
-def _packed(batch: TrainBatch, predicted: npt.NDArray[np.bool_], row: list[Tree], length: int) -> MicroBatch:
+def _packed(batch: TrainBatch, predicted: npt.NDArray[np.bool_], row: list[Tree], length: int, longest: int) -> MicroBatch:
     """One packed row; see `MicroBatch.starts`.
 
-    Example: samples of 3 and 2 fed tokens in a row of 8 give starts 0 3 5 8 (then 8 again, up to the next of `STARTS`); the padding is the
-    last sample.
+    Example: samples of 3 and 2 fed tokens in a row of 8 give starts 0 3 5 8; the padding is the last sample, of a full row an empty one.
+    Where no sample is longer than 2 they are 0 2 4 6 8 for samples of 2 and 2.
     """
-    count = next((n for n in STARTS if n > len(row) + 1), len(row) + 2)
-    starts = np.full(count, length, np.int32)
-    starts[0], starts[1 : len(row) + 1] = 0, np.cumsum([tree.length for tree in row])
-    return replace(_lay_out(batch, predicted, [row], length), plain=False, starts=starts)
+    ends = np.cumsum([0, *(tree.length for tree in row)])
+    padding = np.arange(ends[-1], length, longest)
+    starts = np.array([*ends, *padding[1:], length], np.int32)
+    return replace(_lay_out(batch, predicted, [row], length), plain=False, starts=starts, longest=longest)
 
 
 def _common_prefix(batch: TrainBatch, samples: Indices, limit: int) -> int:

@@ -17,6 +17,7 @@ from streamrl.schemas.codec import decode
 from streamrl.schemas.columns import FORMER_NAME, SCHEMA_NAME
 from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.digests import body_digest
+from streamrl.schemas.ledger import REASON_LENGTH
 from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.samples import MARK_EPOCH, EpochMark, Mark, RewardUpdate, Status, Tombstone, is_turn_temperature
 from streamrl.schemas.subjects import kind_of
@@ -148,9 +149,6 @@ class Poison(msgspec.Struct, frozen=True):
 
 TASK_TEXT = re.compile(r"[0-9]{1,18}")
 """A task index as its header has it; 18 digits fit any 64-bit integer."""
-
-REASON_LENGTH = 400
-"""A reason is cut here: it goes into the ledger, and may quote what it complains of."""
 
 Record = Rollouts | Ended | Rewarded | Forked | Marked | Poison
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from streamrl.config.check import check_new_name
+from streamrl.config.tree import RunConfig
 from streamrl.consumers.training.calls import Caller
 from streamrl.data.model import vocab_size
 from streamrl.errors import ConfigError, StreamRLError
@@ -100,6 +102,7 @@ def _new_directory(base: Path, name: str | None, parent: str) -> RunDir:
             number += 1
         name = f"{parent}-branch-{number}"
     run = RunDir(base / check_name("run name", name))
+    check_new_name(RunConfig(name=name, dir=str(base)))
     try:
         run.path.mkdir(mode=0o700, parents=True)
     except FileExistsError as error:

@@ -20,13 +20,12 @@ from streamrl.monitor.view import RunView
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 1.0
 _MOST_WAITING = 16
 """Changes that wait for a webhook; beyond, the newest are lost, and logged."""
 
 
 class Objectives:
-    """Looks at a run once a second.
+    """Looks at a run, as often as it is asked to.
 
     Args:
         config: of the run.
@@ -42,15 +41,11 @@ class Objectives:
         self._levels: tuple[object, ...] = ()
         self._causes: tuple[object, ...] = ()
         self._told_s = 0.0
-        self._next_s = 0.0
         self._newest: object = None
         self._moved_s = time.monotonic()
 
     def look(self, view: RunView, numbers: RunNumbers, *, now_s: float, over: bool) -> None:
         """Judge, and tell of changes. A run that is `over`, or ends, is held to nothing any more."""
-        if now_s < self._next_s:
-            return
-        self._next_s = now_s + _LOOK_S
         newest = view.trained.newest
         if newest is not self._newest:
             self._newest, self._moved_s = newest, now_s
@@ -61,6 +56,7 @@ class Objectives:
                 batch=newest.metrics if newest else {},
                 window=view.series.window if view.series else {},
                 decided=view.series.decided if view.series else {},
+                given_up=view.failures.given_up.reasons,
                 still_s=now_s - self._moved_s,
                 batch_tasks=self._config.tasks.batch_tasks,
                 num_rollouts=self._config.tasks.num_rollouts,

@@ -15,10 +15,10 @@ from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
 from streamrl.errors import BusError
 from streamrl.launch.objectives import Objectives
-from streamrl.monitor.failures import Pace, barren_line
+from streamrl.monitor.failures import Barren, Pace, barren_line
 from streamrl.monitor.follow import Follower
 from streamrl.monitor.numbers import WorkerLine
-from streamrl.monitor.run_state import RUNNING, RunState, write_state
+from streamrl.monitor.run_state import RUNNING, RunState, StateFile
 from streamrl.monitor.screen import Display, one_line
 from streamrl.monitor.slo import detail_of
 from streamrl.monitor.view import RunView
@@ -57,10 +57,10 @@ class Shown:
         self._display = display
         self._gone = gone
         self._unheard = False
-        self._written: RunState | None = None
+        self._state = StateFile(run)
         self._publishing: set[asyncio.Task[None]] = set()
         self._watch, self._failures = Watch(), Pace()
-        self._warned = False
+        self._barren = Barren()
         self._objectives: Objectives | None = None
 
     def note(self, text: str) -> None:
@@ -99,7 +99,7 @@ class Shown:
         await asyncio.gather(*self._publishing, return_exceptions=True)
 
     def write_state(self, state: str, view: RunView, error: str = "") -> None:
-        """For those who look at the run directory alone. A disk that is full must not end a run."""
+        """For those who look at the run directory alone."""
         found = RunState(
             state=state,
             step=view.trained.num_reinforced,
@@ -109,13 +109,7 @@ class Shown:
             length_distance=view.lengths.distance,
             length_cut=view.lengths.knows_cut,
         )
-        if found == self._written:
-            return
-        try:
-            write_state(self._run, found)
-        except OSError as failure:
-            logger.warning("event=state_not_written error=%s", failure)
-        self._written = found
+        self._state.tell(found, now_s=time.monotonic())
 
     def _show(self, bus: Bus, view: RunView, follower: Follower, workers: Mapping[str, WorkerLine]) -> None:
         for text in view.take_notices():
@@ -135,9 +129,7 @@ class Shown:
         if self._objectives is not None:
             self._objectives.look(view, numbers, now_s=now_s, over=self.draining or numbers.phase == "finished")
         self.write_state(RUNNING, view)
-        barren = numbers.barren_tasks >= _BARREN_BATCHES * self._config.tasks.batch_tasks
-        warned, self._warned = self._warned, barren
-        if barren and not warned and 2 * numbers.failed_tasks <= numbers.barren_tasks:  # that most fail is said above
+        if self._barren.due(numbers, least=_BARREN_BATCHES * self._config.tasks.batch_tasks):
             self.note(barren_line(numbers, view.failures.given_up.reasons))
         self._tell(partial(self._display.show, numbers, view))
 
@@ -167,8 +159,6 @@ class Shown:
             return
         try:
             say()
-        except UnicodeError as error:  # a terminal that has not these letters: the next line may do
-            logger.warning("event=not_shown error=%s", error)
         except OSError as error:
             self._unheard = True
             logger.warning("event=display_gone error=%s", error)

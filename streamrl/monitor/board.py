@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -10,7 +10,7 @@ from streamrl.monitor.drawing import Cell, Ink, Line, Part, columns, fitted, fol
 from streamrl.monitor.lengths import distance_text, quantiles, side_by_side
 from streamrl.monitor.look import Look, SampleLine
 from streamrl.monitor.numbers import EngineLine, RunNumbers, WorkerLine
-from streamrl.monitor.screen import clock, decimal, is_normal, short, sparkline, summary_rows, warnings
+from streamrl.monitor.screen import clock, decimal, degraded_lines, is_normal, short, sparkline, summary_rows, warnings
 from streamrl.monitor.slo import worst_of
 from streamrl.monitor.summary import summary_line
 from streamrl.telemetry.names import LENGTHS, length_quantile
@@ -84,7 +84,8 @@ class Board:
         first = min(place.line, self.last_start(height))
         shown = self.lines[first : first + height - 2]
         above = f"lines {first + 1}-{first + len(shown)} of {len(self.lines)}"
-        foot = f"{keys}p {'go on' if place.paused else 'pause'}  arrows, page up/down scroll  tab section   {above}"
+        # What is cut on a narrow screen is how to move.
+        foot = f"{keys}p {'go on' if place.paused else 'pause'}  {above}  arrows, pages scroll  tab section"
         blank: list[Line] = [()] * (height - 2 - len(shown))
         return [self._painted(line) for line in (_head(self._look, paused=place.paused), *shown, *blank, [Part(foot, "dim")])]
 
@@ -141,14 +142,15 @@ def _head(look: Look, *, paused: bool) -> Line:
 
 def _sections(look: Look, width: int) -> list[tuple[str, list[Line]]]:
     numbers = look.numbers
-    notes: list[Line] = [[Part(text, "dim")] for note in look.notes for text in folded(note, width)]
+    notes = _told(look.notes, "dim", width)
     if numbers is None:
         said = "nothing is known of it yet" if look.summary is None else summary_line(look.summary)
-        return [("", [parts_of(said), *notes])]
+        return [("", [*_told([said], "", width), *notes])]
     tables: list[tuple[str, list[Line]]] = [
         ("", columns(summary_rows(numbers), width)),
-        ("alerts", _alerts(numbers)),
+        ("alerts", _told(_alerts(numbers), "yellow", width)),
         ("notes", notes),
+        ("newest failure", _told(_failures(numbers), "red" if numbers.failed_tasks else "", width)),
         ("engines", _engines(numbers.engines, width) or [[Part("none")]]),
         ("workers", _workers(numbers.workers, look.now_s, width) or [[Part("none")]]),
         ("lag", columns(_lag(look, numbers), width)),
@@ -167,10 +169,18 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, *,
     return columns([[Part(title, "dim") for title in titles], *rows], width, right=right) if rows else []
 
 
-def _alerts(numbers: RunNumbers) -> list[Line]:
-    said = [f"{word}: {said}" for word, said in warnings(numbers)]
-    said += [f"{engine.engine}: {engine.degraded}" for engine in numbers.engines if engine.degraded]
-    return [parts_of(Part(one, "yellow")) for one in said]
+def _told(texts: Iterable[str], style: str, width: int) -> list[Line]:
+    """Texts of which nothing may be cut: what to do stands at their end."""
+    return [[Part(line, style)] for text in texts for line in folded(text, width)]
+
+
+def _alerts(numbers: RunNumbers) -> list[str]:
+    return [*(f"{word}: {said}" for word, said in warnings(numbers)), *degraded_lines(numbers)]
+
+
+def _failures(numbers: RunNumbers) -> list[str]:
+    """The newest, without line breaks; behind the notes, for it may be long."""
+    return [" ".join(numbers.newest_error.split())] if numbers.newest_error else []
 
 
 def _engines(engines: Sequence[EngineLine], width: int) -> list[Line]:

@@ -4,46 +4,70 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from streamrl.monitor.numbers import RunNumbers
-from streamrl.monitor.screen import visible
+from streamrl.monitor.drawing import visible
+from streamrl.monitor.numbers import Cause, RunNumbers
+from streamrl.monitor.trained import known_reason
+from streamrl.schemas.ledger import REASON_LENGTH
 from streamrl.schemas.samples import Tombstone
+from streamrl.telemetry.names import DROP_REASONS, OTHER_REASON
 
 REASONS = ("failed", "timeout", "deliveries", "poison")
 """Reasons of tombstones that mean that something went wrong; a producer's own words, `filtered` and `lost` do not."""
 
+GIVEN_UP = Cause("given_up", "producers give most rollouts up", "a producer that returns None gives up; return chat.episode()")
+LOST = Cause(
+    "lost_tasks",
+    "most tasks are held by nobody any more, and end as lost",
+    "does a producer acknowledge tasks and store no samples? see its log, and `streamrl trace RUN TASK`",
+)
+_LEFT_OUT_HINT = "the producer says so itself: is its rule too strict for these problems?"
+_SAID_CHARS = 60
+"""Of a producer's own word within a line."""
 MOST_CHARS = 2000
 """Of an error's text, which may be whatever user code said."""
 MOST_STONES = 10_000
-"""Tombstones that are kept one by one until a batch is trained; those before are in the counts until then."""
+"""Tombstones of a kind that are kept one by one until a batch is trained; those before are in the counts until then."""
 FIRST_PAUSE_S = 10.0
 MOST_PAUSE_S = 600.0
 
 
 class Count:
-    """Rollouts and tasks that have ended without a sample."""
+    """Rollouts and tasks of one kind that have ended without a sample after the newest batch's cursor, in bounded memory."""
 
     def __init__(self) -> None:
         self.reasons: Counter[str] = Counter()
-        """Rollouts by reason."""
+        """Rollouts by reason (`known_reason`)."""
         self.num_tasks = 0
         """Tasks of which every rollout has."""
+        self._stones: deque[tuple[int, Tombstone]] = deque()
         self._rollouts: Counter[int] = Counter()
-        """By task."""
+        """By task of a stone that is kept."""
 
-    def add(self, stone: Tombstone) -> None:
+    def add(self, sequence: int, stone: Tombstone) -> None:
         """One more."""
+        stone = replace(stone, reason=stone.reason[:REASON_LENGTH], detail="")  # as the ledger has it
+        self._stones.append((sequence, stone))
+        self._count(stone)
+        if len(self._stones) > MOST_STONES:
+            self._rollouts.pop(self._stones.popleft()[1].task, None)  # a task whose rollouts are all told; it stays counted
+
+    def trained(self, cursor: int) -> None:
+        """Count again, without what is at or before `cursor`."""
+        self._stones = deque((sequence, stone) for sequence, stone in self._stones if sequence > cursor)
+        self.reasons, self.num_tasks, self._rollouts = Counter(), 0, Counter()
+        for _, stone in self._stones:
+            self._count(stone)
+
+    def _count(self, stone: Tombstone) -> None:
         rollouts = stone.group_size if stone.rollout is None else 1
-        self.reasons[stone.reason] += rollouts
+        self.reasons[known_reason(stone.reason, self.reasons)] += rollouts
         before = self._rollouts[stone.task]
         self._rollouts[stone.task] = min(before + rollouts, stone.group_size)
         self.num_tasks += before < stone.group_size <= before + rollouts
-
-    def forget(self, task: int) -> None:
-        """A task whose rollouts are all told; it stays counted."""
-        self._rollouts.pop(task, None)
 
 
 class Failures:
@@ -52,7 +76,6 @@ class Failures:
     def __init__(self) -> None:
         self.newest = ""
         """Reason and detail of the newest; empty: none."""
-        self._stones: deque[tuple[int, Tombstone]] = deque()
         self._failed, self._given_up = Count(), Count()
 
     @property
@@ -75,33 +98,64 @@ class Failures:
         if stone.reason in REASONS:
             self.newest = f"{stone.reason}: {stone.detail}"[:MOST_CHARS] if stone.detail else stone.reason
         if sequence > after:
-            self._stones.append((sequence, replace(stone, detail="")))
-            self._count_of(stone).add(stone)
-            if len(self._stones) > MOST_STONES:
-                first = self._stones.popleft()[1]
-                self._count_of(first).forget(first.task)
+            (self._failed if stone.reason in REASONS else self._given_up).add(sequence, stone)
 
     def trained(self, cursor: int) -> None:
         """A batch was trained that holds the stream up to `cursor`; those failures are in its ledger entry."""
-        kept = deque((sequence, stone) for sequence, stone in self._stones if sequence > cursor)
-        self._stones, self._failed, self._given_up = kept, Count(), Count()
-        for _, stone in kept:
-            self._count_of(stone).add(stone)
+        self._failed.trained(cursor)
+        self._given_up.trained(cursor)
 
-    def _count_of(self, stone: Tombstone) -> Count:
-        return self._failed if stone.reason in REASONS else self._given_up
+
+def given_up_kind(reasons: Mapping[str, int]) -> str:
+    """What most of the rollouts have ended as that did not fail: `filtered`, `lost`, or `other` for producers' own words together."""
+    counts = Counter({"filtered": 0})
+    for reason, count in reasons.items():
+        counts[reason if reason in ("filtered", "lost") else OTHER_REASON] += count
+    return counts.most_common(1)[0][0]
+
+
+def given_up_cause(reasons: Mapping[str, int]) -> Cause:
+    """Why they did (`given_up_kind`)."""
+    kind = given_up_kind(reasons)
+    return left_out(reasons) if kind == OTHER_REASON else LOST if kind == "lost" else GIVEN_UP
+
+
+def left_out(reasons: Mapping[str, int]) -> Cause:
+    """That producers end rollouts for reasons of their own, with those among `reasons`."""
+    own = Counter({reason: count for reason, count in reasons.items() if reason not in DROP_REASONS})
+    said = f": {_words(own)}" if own else ""
+    return Cause("left_out", f"producers end most rollouts for reasons of their own{said}", _LEFT_OUT_HINT)
+
+
+def _words(reasons: Counter[str]) -> str:
+    return ", ".join(f"{visible(reason)[:_SAID_CHARS]} {count}" for reason, count in reasons.most_common(3))
 
 
 def barren_line(numbers: RunNumbers, given_up: Counter[str]) -> str:
     """What to look at when tasks end and give no batch: rollouts without a sample (`given_up` by reason), or else equal rewards."""
     said = f"{numbers.barren_tasks} tasks have ended without giving a batch"
     if 2 * numbers.given_up_tasks > numbers.barren_tasks:
-        reasons = ", ".join(f"{visible(reason)} {count}" for reason, count in given_up.most_common(3))
-        return f"{said}: their rollouts ended without a sample ({reasons}). hint: a producer that returns None gives its rollout up"
+        return f"{said}: their rollouts ended without a sample ({_words(given_up)}). hint: {given_up_cause(given_up).hint}"
     return (
         f"{said}: are the rewards within each group all equal? "
         "hint: easier problems, a longer warm-up, more rollouts a task, or tasks.drop_zero_variance = false"
     )
+
+
+class Barren:
+    """When to say that tasks end and give no batch: once, until one is trained."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def due(self, numbers: RunNumbers, *, least: int) -> bool:
+        """Whether it is to be said now, of at least so many tasks; then it has been. Where most fail, that is what is said instead."""
+        if numbers.barren_tasks < least:
+            self._said = False
+        if self._said or numbers.barren_tasks < least or 2 * numbers.failed_tasks > numbers.barren_tasks:
+            return False
+        self._said = True
+        return True
 
 
 class Pace:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping
 
 import msgspec
@@ -9,9 +11,13 @@ import msgspec
 from streamrl.config.files import write_private
 from streamrl.runtime.rundir import RunDir
 
+logger = logging.getLogger(__name__)
+
 PREPARING = "preparing"
 RUNNING = "running"
 INTERRUPTED = "interrupted"
+LENGTHS_S = 20.0
+"""So often is it written for lengths alone, which change with every answer: a write waits for the disk."""
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +37,33 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """How far those of trained answers are from those of all that were decided on; None: too few to say."""
     length_cut: bool = False
     """Whether cut answers are in it."""
+
+
+class StateFile:
+    """`state.json` of a session. A disk that is full must not end a run: what cannot be written is logged.
+
+    Args:
+        run: its directory.
+    """
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._told: RunState | None = None
+        self._told_s = -math.inf
+
+    def tell(self, state: RunState, *, now_s: float) -> None:
+        """Write what is new of it: at once where more than lengths is, and those every `LENGTHS_S` at `now_s` on the monotonic clock."""
+        if state == self._told or (_but_lengths(state) == _but_lengths(self._told) and now_s - self._told_s < LENGTHS_S):
+            return
+        try:
+            write_state(self._run, state)
+        except OSError as error:
+            logger.warning("event=state_not_written error=%s", error)
+        self._told, self._told_s = state, now_s
+
+
+def _but_lengths(state: RunState | None) -> tuple[object, ...] | None:
+    return None if state is None else (state.state, state.step, state.steps, state.error)
 
 
 def write_state(run: RunDir, state: RunState) -> None:

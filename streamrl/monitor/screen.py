@@ -51,15 +51,21 @@ class PlainLines:
         now_s = time.monotonic()
         if now_s >= self._next_s:
             self._next_s = now_s + self._every_s
-            print(plain_line(numbers), file=self._out, flush=True)
+            say(plain_line(numbers), self._out)
 
     def note(self, text: str) -> None:
         """Print one line."""
-        print(f"[{time.strftime('%H:%M:%S')}] {text}", file=self._out, flush=True)
+        say(f"[{time.strftime('%H:%M:%S')}] {text}", self._out)
 
     def page(self, address: str) -> None:
         """Print where the page is."""
         self.note(f"page: {address}")
+
+
+def say(text: str, out: TextIO) -> None:
+    """Print one line: a point for what a terminal takes for a command, and `?` for letters that `out` has not."""
+    letters = out.encoding or "utf-8"
+    print(visible(text).encode(letters, "replace").decode(letters), file=out, flush=True)
 
 
 def summary_rows(numbers: RunNumbers) -> list[tuple[Part, Cell]]:
@@ -80,9 +86,6 @@ def summary_rows(numbers: RunNumbers) -> list[tuple[Part, Cell]]:
         ),
         ("dropped", drops_text(numbers)),
     ]
-    if numbers.newest_error:
-        rows.append(("failure", Part(one_line(numbers.newest_error), "red" if numbers.failed_tasks else "")))
-    rows += [(word, Part(said, "yellow")) for word, said in warnings(numbers)]
     return [(Part(word, "bold cyan"), said) for word, said in rows]
 
 

@@ -15,9 +15,11 @@ import msgspec
 from streamrl.config.slo import SloConfig
 from streamrl.errors import SchemaError
 from streamrl.monitor.engine_lines import worker_of
+from streamrl.monitor.failures import GIVEN_UP, LOST, given_up_kind, left_out
 from streamrl.monitor.numbers import Cause, Finding, Level, RunNumbers
 from streamrl.monitor.series import RUN, TRAINED
 from streamrl.schemas.events import SLO_EVENT, Event
+from streamrl.telemetry.names import OTHER_REASON
 
 _FALLS_BELOW = 0.9
 """A level is left below this part of its bound, lest it flap."""
@@ -42,6 +44,8 @@ class Signs(msgspec.Struct, frozen=True, kw_only=True):
     """Values of the newest window, by whose they are; empty before the first."""
     decided: Mapping[str, int] = {}
     """Of the newest window: see `Series.decided`."""
+    given_up: Mapping[str, int] = {}
+    """Rollouts that have ended since the newest batch with neither sample nor failure, by reason."""
     still_s: float = 0.0
     """Seconds since the newest batch."""
     num_rollouts: int = 1
@@ -215,16 +219,19 @@ def _vain(signs: Signs) -> Cause | None:
     if rate is None or rate < _MANY:
         return None
     if not total:  # no batch has said why
-        dropped, total = {_without_batch(signs.numbers): 1.0}, 1.0
+        dropped, total = {_without_batch(signs): 1.0}, 1.0
+    if dropped.get(OTHER_REASON, 0.0) > _MANY * total:
+        return left_out(signs.numbers.drops)
     for reasons, cause in _VAIN:
         if sum(dropped.get(reason, 0.0) for reason in reasons) > _MANY * total:
             return (_rewards(signs) or cause) if "timeout" in reasons else cause
     return None
 
 
-def _without_batch(numbers: RunNumbers) -> str:
+def _without_batch(signs: Signs) -> str:
     """Why most of the tasks give no batch that have ended since the newest one, as far as tombstones say."""
-    for count, reason in ((numbers.failed_tasks, "failed"), (numbers.given_up_tasks, "filtered")):
+    numbers = signs.numbers
+    for count, reason in ((numbers.failed_tasks, "failed"), (numbers.given_up_tasks, given_up_kind(signs.given_up))):
         if 2 * count > numbers.barren_tasks:
             return reason
     return "zero_variance"
@@ -251,7 +258,8 @@ _VAIN = (
         ("failed", "poison", "deliveries"),
         Cause("failing_code", "most rollouts fail", "`streamrl status` has the newest failure; mend the code"),
     ),
-    (("filtered",), Cause("given_up", "producers give most rollouts up", "a producer that returns None gives up; return chat.episode()")),
+    (("filtered",), GIVEN_UP),
+    (("lost",), LOST),
     (("unrewarded", "late"), Cause("late_rewards", "most rewards come too late", "raise reward.late_versions, or make rewards faster")),
     (("truncated",), Cause("truncated", "most answers are cut by a length limit", "raise sampling.max_new_tokens and model.max_len")),
 )

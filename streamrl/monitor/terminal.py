@@ -9,7 +9,7 @@ import re
 import sys
 import termios
 import tty
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
 
 _ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l\x1b[2J"
@@ -59,7 +59,7 @@ class Terminal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        with contextlib.suppress(OSError, termios.error):  # it may have gone
+        with contextlib.suppress(OSError):  # it may have gone
             self.leave()
 
     @property
@@ -79,21 +79,25 @@ class Terminal:
         return max(_SMALLEST[0], found.columns), max(_SMALLEST[1], found.lines)
 
     def enter(self) -> None:
-        """Take the terminal."""
+        """Take the terminal; raises OSError when it has gone."""
         if self._reads:
-            self._before = termios.tcgetattr(self._input)
-            tty.setcbreak(self._input, termios.TCSADRAIN)
+            with _modes():
+                self._before = termios.tcgetattr(self._input)
+                tty.setcbreak(self._input, termios.TCSADRAIN)
             asyncio.get_running_loop().add_reader(self._input, self._read)
         self._write(_ENTER)
 
     def leave(self) -> None:
-        """Give it back as it was; nothing is to be left twice, though it does no harm."""
+        """Give it back as it was; nothing is to be left twice, though it does no harm. Raises OSError when it has gone."""
         if self._reads:
             asyncio.get_running_loop().remove_reader(self._input)
-        self._write(_LEAVE)
-        if self._before is not None:
-            termios.tcsetattr(self._input, termios.TCSADRAIN, self._before)
-            self._before = None
+        before, self._before = self._before, None
+        try:
+            self._write(_LEAVE)
+        finally:  # keys may come from a terminal that is there still
+            if before is not None:
+                with _modes():
+                    termios.tcsetattr(self._input, termios.TCSADRAIN, before)
 
     def draw(self, lines: Sequence[str]) -> None:
         """Show these lines from the top; each must fit the width."""
@@ -115,6 +119,15 @@ class Terminal:
             return
         for name in keys_of(data.decode(errors="ignore")):
             self._key(name)
+
+
+@contextlib.contextmanager
+def _modes() -> Generator[None]:
+    """Inside, what fails does so with an OSError: that of `termios` is none."""
+    try:
+        yield
+    except termios.error as error:
+        raise OSError(*error.args) from error
 
 
 def in_front(descriptor: int) -> bool:

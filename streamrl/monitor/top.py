@@ -13,8 +13,8 @@ from collections.abc import AsyncGenerator
 import msgspec
 
 from streamrl.monitor.board import Board
-from streamrl.monitor.board_screen import BoardScreen
-from streamrl.monitor.drawing import draws, ink_of
+from streamrl.monitor.board_screen import BoardScreen, can_show
+from streamrl.monitor.drawing import ink_of
 from streamrl.monitor.look import Look
 from streamrl.monitor.looker import Looker
 from streamrl.monitor.run_state import RUNNING
@@ -30,13 +30,13 @@ _PATIENCE_S = 30.0
 def top(run: RunDir, *, once: bool, as_json: bool) -> None:
     """Show the run until `q` is pressed; or once, as text or as JSON.
 
-    Where there is no terminal to draw on (a pipe, TERM=dumb) lines are printed instead, until the run is down.
+    Where there is no terminal to draw on (a pipe, TERM=dumb, in the background) lines are printed instead, until the run is down.
     """
     logging.getLogger().addHandler(logging.NullHandler())  # a line of a log would stand across the screen
     if once or as_json:
         look = asyncio.run(_once(run))
         print(msgspec.json.format(msgspec.json.encode(look), indent=2).decode() if as_json else _text(look))
-    elif draws(sys.stdout):
+    elif can_show():
         asyncio.run(_watch(run))
     else:
         asyncio.run(_lines(run))
@@ -73,7 +73,7 @@ async def _watch(run: RunDir) -> None:
     looker, done = Looker(run), asyncio.Event()
     loop = asyncio.get_running_loop()
     async with _following(looker) as following:
-        with BoardScreen(keys="q quit  ", quit=done.set, gone=done.set) as screen:
+        with BoardScreen(keys="q quit  ", stop=done.set, gone=done.set) as screen:
             for number in (signal.SIGTERM, signal.SIGHUP):
                 loop.add_signal_handler(number, done.set)
             with contextlib.suppress(OSError):  # the terminal has gone

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -24,6 +24,11 @@ MOST_REASONS = 64
 """Words for which drops are counted by themselves: a producer may say anything, and the rest is counted as `other`."""
 _FIRST_REWARDS = 20
 _Key = TypeVar("_Key", int, str)
+
+
+def known_reason(reason: str, *counted: Collection[str]) -> str:
+    """The word under which a reason is counted beside those that are: itself, or `other` beyond `MOST_REASONS`."""
+    return reason if any(reason in words for words in counted) or sum(map(len, counted)) < MOST_REASONS else OTHER_REASON
 
 
 class _Batch(msgspec.Struct, frozen=True):
@@ -88,8 +93,7 @@ class Trained:
     def _known(self, drops: Counter[str]) -> Counter[str]:
         known = Counter[str]()
         for reason, count in drops.items():
-            is_known = reason in self.drops or len(self.drops) + len(known) < MOST_REASONS
-            known[reason if is_known else OTHER_REASON] += count
+            known[known_reason(reason, self.drops, known)] += count
         return known
 
     def _count(self, batch: _Batch, times: int) -> None:

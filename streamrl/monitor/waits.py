@@ -21,8 +21,8 @@ _AWAY_S = 10.0
 _SILENT_S = 10.0
 _HUNG_SHARE = 0.25
 """Of the credits: where user code that hangs holds more, the run slows down, and it is said."""
-_MOST_STEP_S = 1.0
-"""Of the time between two looks counts this much at most: while the looker was stopped, it saw nothing stand still."""
+_MOST_STEP_S = 2.5
+"""Of the time between two looks, about a second, counts this much at most: while the looker was stopped, it saw nothing stand still."""
 
 
 class Watch:

@@ -196,10 +196,15 @@ class RunDir:
         for run in candidates:
             if run.exists or (begun and run.lock_path.is_file()):
                 return run
-        if any(run.lock_path.is_file() for run in candidates):
+        if half := [run for run in candidates if run.lock_path.is_file()]:
+            from streamrl.runtime.lock import holder  # which imports this module
+
+            hint = f"wait for its `streamrl up`, or stop that with `streamrl down {text}`"
+            if all(holder(run) is None for run in half):
+                hint = "its start was interrupted; `streamrl up` begins it again"
             raise ConfigError(
                 f"expected a run that has been prepared, got {text!r}, whose start has not come that far",
-                hint=f"wait for its `streamrl up`, or stop that with `streamrl down {text}`",
+                hint=hint,
                 run=text,
             )
         known = [run.name for run in known_runs(base)]

@@ -38,7 +38,7 @@ CONDITIONS: Mapping[str, str] = MappingProxyType(
         "train/sapo_gate": "SAPO is the loss: `loss.policy`",
         "train/opsm_clipfrac": "`loss.opsm_delta` is set",
         "train/answer_probability": "there is a warm-up",
-        "train/mfu": "the peak of the trainer's GPU is known: H100 and H200 (SXM) in bfloat16",
+        "train/mfu": "the policy learns, and the peak of the trainer's GPU is known: H100 and H200 (SXM) in bfloat16",
         "train/stale_masked_fraction": "`loss.correction.mask_staleness` is set",
         "train/staleness_weight": "`loss.correction.staleness_decay` is below 1",
         **dict.fromkeys(("train/float32_sampler_abs_diff_max", "train/float32_trainer_abs_diff_max"), _FLOAT32),

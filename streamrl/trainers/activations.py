@@ -17,6 +17,8 @@ EAGER = 1.6
 HEAD_BYTES = 10
 """A logit of the head's chunk in its backward pass: in float32, its slope, and that in the states' type."""
 CHUNK_TOKENS = 4096
+KEPT_BYTES = 5 << 30
+"""Both as `streamrl.algorithms.chunked_head` has them."""
 
 
 class ModelShape(NamedTuple):
@@ -75,10 +77,13 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape | None:
 
 
 def training_bytes(parameters: int, itemsize: int, shards: int = 1) -> int:
-    """Parameters, gradient, summed gradient, moments and, below float32, masters; of a model cut into `shards` one part, all in float32."""
+    """Parameters, summed gradient, moments and, below float32, masters: a gradient of less than float32 is added to the sum at once.
+
+    Of a model cut into `shards` it is one part, all in float32.
+    """
     if shards > 1:
         return 16 * -(-parameters // shards)
-    return parameters * (itemsize + 12 + (4 + itemsize if itemsize < 4 else 0))
+    return parameters * (12 + (4 + itemsize if itemsize < 4 else 4))
 
 
 def held_bytes(parameters: int, itemsize: int, shards: int = 1) -> int:
@@ -114,6 +119,8 @@ def kept_layers(shape: ModelShape, *, free_bytes: int, needed_bytes: int, tokens
         compiled: whether the layers are.
     """
     head = HEAD_BYTES * CHUNK_TOKENS * shape.vocab + 8 * shape.vocab * shape.hidden
+    if compiled and (kept := tokens * shape.vocab * itemsize) <= KEPT_BYTES:
+        head += kept
     layer = tokens * shape.layer_bytes(itemsize, compiled=compiled)
     # The inputs of all, and of the layer whose backward pass is under way what it keeps and as much again of gradients.
     inputs = tokens * shape.layers * shape.hidden * itemsize

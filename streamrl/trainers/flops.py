@@ -28,6 +28,8 @@ CONVENTION = (
 
 _EXPERTS = re.compile(r"\.experts\.")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_LATENT = ("kv_lora_rank", "qk_nope_head_dim")
+"""Of multi-head latent attention, whose `head_dim` is a part of a head alone."""
 
 
 class ModelFlops(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +55,10 @@ class ModelFlops(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def model_flops(config: Any, body: Iterable[tuple[str, int]], head: int) -> ModelFlops | None:
-    """What a model multiplies; None where layers see a part of a sample or have no heads, or nobody says how many experts a token meets.
+    """What a model multiplies; None where this convention has no answer.
+
+    That is where layers see a part of a sample, have no heads, or heads whose widths differ between keys and values (multi-head latent
+    attention), and where nobody says how many experts a token meets.
 
     Args:
         config: of the text model, as transformers has it.
@@ -61,7 +66,7 @@ def model_flops(config: Any, body: Iterable[tuple[str, int]], head: int) -> Mode
         head: elements of the output head.
     """
     heads: int | None = getattr(config, "num_attention_heads", None)
-    if not heads or _sees_a_part(config):
+    if not heads or not sees_all(config) or any(getattr(config, name, None) is not None for name in _LATENT):
         return None
     met = 0.0
     for name, count in body:
@@ -85,12 +90,17 @@ def peak_flops(device: str, dtype: str) -> float | None:
     return PEAKS.get(device) if dtype == "bfloat16" else None
 
 
-def _sees_a_part(config: Any) -> bool:
-    """Sliding windows, linear attention, state spaces."""
+def sees_all(config: Any) -> bool:
+    """Whether every layer attends to all that is before a token: False for sliding windows, linear attention, state spaces, encoders.
+
+    Args:
+        config: of the text model, as transformers has it.
+    """
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
-        return any(kind != "full_attention" for kind in kinds)
-    return getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+        return all(kind == "full_attention" for kind in kinds)
+    windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    return not windowed and not getattr(config, "is_encoder_decoder", False)
 
 
 def _share_of_experts(config: Any) -> float | None:

@@ -40,6 +40,9 @@ class TokenValues(msgspec.Struct, frozen=True, eq=False):
             return NotImplemented
         return all(np.array_equal(a, b, equal_nan=True) for a, b in ((self.logprobs, other.logprobs), (self.weights, other.weights)))
 
+    __ne__ = object.__ne__
+    """The opposite; msgspec's own goes by identity."""
+
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
@@ -63,7 +66,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     micro_tokens: int = 0
     """Budget that the batch was cut by: the one asked for, or less where that was out of memory; 0 of a backend that cuts none."""
     peak_s: float | None = None
-    """Seconds that the useful FLOPs take at the peak of all ranks' devices (`streamrl.trainers.flops`); None where either is unknown."""
+    """Seconds that the useful FLOPs take at the peak of all ranks' devices (`streamrl.trainers.flops`); None where either is unknown or the
+    critic alone learns."""
     choices: Choices | None = None
     """How it was computed; None: as the defaults of `Choices` say."""
     notices: tuple[str, ...] = ()
@@ -75,6 +79,9 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         if not isinstance(other, StepResult):
             return NotImplemented
         return all(getattr(self, name) == getattr(other, name) for name in self.__struct_fields__ if name != "times")
+
+    __ne__ = object.__ne__
+    """The opposite; msgspec's own goes by identity."""
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 

@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.chunked_head import CHUNK_LOGITS, CHUNK_TOKENS, chunk_kernels, chunked_logprobs
+from streamrl.algorithms import chunked_head
+from streamrl.algorithms.chunked_head import CHUNK_LOGITS, CHUNK_TOKENS, chunk_kernels, chunked_logprobs, keeps_probabilities
+from streamrl.algorithms.fused_head import Plan
 from streamrl.algorithms.logprobs import LinearHead
+from streamrl.trainers import activations
 from tests.algorithms.test_logprobs import Case, Largest, M, Problem, V, grads, leaves, problem, written_out
 
 __all__ = ["problem"]
@@ -37,6 +40,26 @@ def test_equals_log_softmax_with_its_gradient(problem: Problem, case: Case, toke
     (expected @ slopes + (expected_entropy @ slopes.flip(0) if entropy_gradient else 0)).backward()
     for mine, reference in zip(grads(ours), grads(plain), strict=True):
         assert torch.allclose(mine, reference, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_probabilities_that_are_kept_give_the_gradients_of_those_computed_again(
+    problem: Problem, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[list[Tensor]] = []
+    for most in (chunked_head.KEPT_BYTES, 0):
+        monkeypatch.setattr(chunked_head, "KEPT_BYTES", most)
+        ours = leaves(problem, dtype)
+        logprobs, _ = chunked(ours, Case(scale=0.25), tokens=5)
+        assert keeps_probabilities(M, V, ours.hidden.element_size(), Plan(0)) == (most > 0)
+        (logprobs @ (torch.arange(M, dtype=logprobs.dtype) - 3)).backward()
+        found.append([gradient.double() for gradient in grads(ours)])
+    for kept, again in zip(*found, strict=True):
+        assert torch.allclose(kept, again, rtol=2e-2 if dtype == torch.bfloat16 else 1e-12, atol=1e-2 if dtype == torch.bfloat16 else 1e-12)
+
+
+def test_memory_is_reckoned_with_what_is_kept() -> None:
+    assert (activations.CHUNK_TOKENS, activations.KEPT_BYTES) == (CHUNK_TOKENS, chunked_head.KEPT_BYTES)
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # of torch, as it compiles

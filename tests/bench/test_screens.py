@@ -31,7 +31,7 @@ OWN = {"cpu/trainer": 6.0, "cpu/engine": 3.0, "cpu/nats-server": 1.0}
 
 
 def raw(supervisor: float, page: float, *, megabytes: float = 60.0) -> Raw:
-    """Three rounds; in each a second passes for a batch. CPU seconds of who looks, of a run that takes ten itself."""
+    """Three runs of one slice; in each a second passes for a batch. CPU seconds of who looks, of a run that takes ten itself."""
     rounds: list[Round] = []
     for number in range(3):
         values = {"seconds": 10.0, "batches": 10, "load": 1.0, "draws": 2, **OWN, "cpu/supervisor": supervisor}
@@ -39,7 +39,7 @@ def raw(supervisor: float, page: float, *, megabytes: float = 60.0) -> Raw:
         looks = {"cpu/page": page, "cpu/top": 0.1, "before/page": 0.7, "bytes/page": megabytes * 1e6, "bytes/top": 5e7, "bytes/engine": 9e9}
         looks["bytes/supervisor"] = 4e7
         rounds.append(Round(cell="", contender=Screen.PAGE_TOP, round=number, values={**values, **looks}))
-    spec = msgspec.to_builtins(ScreensSpec(screens=(Screen.FILE, Screen.PAGE_TOP)))
+    spec = msgspec.to_builtins(ScreensSpec(screens=(Screen.FILE, Screen.PAGE_TOP), slices=1))
     return Raw(header=Header(benchmark=SCREENS, command="streamrl bench loop --screens", machine=MACHINE, spec=spec), rounds=rounds)
 
 
@@ -58,6 +58,34 @@ def test_who_looks_is_held_against_the_runs_own_time(tmp_path: Path) -> None:
     assert [one.met for one in build_report(few).targets] == [None, None, None]
     write(tmp_path, raw(0.05, 0.1).header, raw(0.05, 0.1).rounds)
     assert msgspec.json.encode(report_of(tmp_path)) == msgspec.json.encode(report)
+
+
+def test_memory_that_grows_is_judged_by_its_most() -> None:
+    grown = raw(0.05, 0.1)
+    of_page = [one for one in grown.rounds if one.contender == Screen.PAGE_TOP]
+    for one, megabytes in zip(of_page, (60, 70, 150), strict=True):
+        one.values["bytes/page"] = megabytes * 1e6
+    report = build_report(grown)
+    assert (report.targets[-1].got, report.targets[-1].met) == ("supervisor 40 MB, page 150 MB, top 50 MB", False)
+    assert "| 0.7          | 150 |" in render(report)
+
+
+def test_slices_of_one_run_are_no_runs() -> None:
+    one_run = raw(0.05, 0.1)
+    one_run.header.spec["slices"] = 4
+    report = build_report(one_run)
+    assert {target.met for target in report.targets} == {None} and "3 runs are needed" in report.targets[0].got
+    assert "| page, a browser and top | 1    | 3      |" in render(report)
+    whole = [replace(one, round=number * 4 + one.round) for number in range(3) for one in one_run.rounds]
+    report = build_report(replace(one_run, rounds=whole))
+    assert {target.met for target in report.targets} == {True} and "| page, a browser and top | 3    | 9      |" in render(report)
+    del one_run.header.spec["slices"]  # as before there were any
+    assert {target.met for target in build_report(one_run).targets} == {True}
+
+
+def test_slices_without_screens_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "loop", "--slices", "2", "--batches", "4"]) == 1
+    assert "--slices" in capsys.readouterr().err
 
 
 def test_screens_are_named() -> None:

@@ -137,6 +137,14 @@ def test_shapes_go_by_their_names_in_any_case_and_settings_are_the_products() ->
         our_config(msgspec.structs.replace(spec, settings=("trainer.micro_tokens=0",)))
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("trainer.ranks", "2"), ("trainer.dtype", "float32"), ("model.dtype", "float32"), ("trainer.device", "cpu")]
+)
+def test_settings_do_not_contradict_what_the_report_goes_by(key: str, value: str) -> None:
+    with raises(ConfigError, key=key):
+        our_config(resolved(TrainerSpec(shape="4B", settings=(f"{key}={value}",))))
+
+
 def measured(contender: Contender, cell: str, number: int, step_s: float, ranks: int = 1) -> Round:
     values = {"step_s": step_s, "ranks": ranks, "samples": 64, "tokens": 100_000, "trained": 80_000, "flops": 989e12, "positions": 125_000}
     return Round(cell=cell, contender=contender, round=number, values={**values, "peak_bytes": 2**36, "first_s": 30.0, "load": 0.0})
@@ -182,6 +190,22 @@ def test_the_peak_of_several_ranks_is_theirs_together() -> None:
     assert [(target.got, target.met) for target in report.targets] == [("8B, 1500 (0.60)", False), ("20.0%", False)]
 
 
+def test_targets_are_judged_by_all_batches_that_were_asked_for_and_by_the_shortest() -> None:
+    whole = raw()
+    whole.header.spec["answers"] = [8000, 1500]
+    speed, mfu = build_report(whole).targets
+    assert (speed.got, speed.met) == ("1.20; 8000: nothing to compare with", None)
+    assert (mfu.got, mfu.met) == ("40.0%", False), "of the shorter answers, which stand second"
+    whole.header.spec["answers"] = [500, 1500]
+    assert [(target.got, target.met) for target in build_report(whole).targets] == [
+        ("1.20; 500: nothing to compare with", None),
+        ("-", None),
+    ]
+    whole.rounds.extend(measured(Contender.OURS, "4B, 500", number, 1.0) for number in range(3))
+    whole.rounds.extend(measured(Contender.PLAIN, "4B, 500", number, 1.5) for number in range(3))
+    assert [target.met for target in build_report(whole).targets] == [True, True]
+
+
 def test_a_trainer_that_failed_is_no_success() -> None:
     whole = raw()
     failed = [*whole.facts, Fact("left out", f"{Contender.OURS} (4B, 1500)", "OutOfMemory: 9 GiB")]
@@ -199,6 +223,44 @@ def test_a_process_that_dies_is_left_out_with_its_exit_code(tmp_path: Path, monk
     assert list(running.ran("plain", 0, SMALL, tmp_path)) == [Fact("left out", "plain (tiny, 16)", "its process ended with exit code 3")]
     with pytest.raises(LaunchError, match="exit code 0, got 3"):
         list(running.ran("model", 0, SMALL, tmp_path))
+
+
+FAILS = """
+import json, os, sys
+name, spec, how, worst = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+def tell(**record):
+    print(json.dumps(record), flush=True)
+for mean in spec["answers"] if name != "model" else []:
+    cell = f"tiny, {mean}"
+    tell(type="round", cell=cell, contender=name, round=0, values={"step_s": 1.0})
+    if mean == worst and how == "dies":
+        os._exit(3)
+    if mean == worst:
+        tell(type="fact", name="left out", about=f"{name} ({cell})", value="OutOfMemory: 9 GiB")
+        break
+    tell(type="fact", name="settings", about=f"{name} ({cell})", value={})
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("how", "why"), [("says", "OutOfMemory: 9 GiB"), ("dies", "its process ended with exit code 3")])
+def test_what_failed_is_struck_off_and_what_stood_behind_it_is_tried(
+    how: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def child(_: str, name: str, number: int, text: str, *__: object, env: object) -> dict[str, Any]:
+        return {"args": [sys.executable, "-c", FAILS, name, text, how, "32"]}
+
+    monkeypatch.setattr(running, "child", child)
+    spec = msgspec.structs.replace(SMALL, answers=(16, 32, 48), contenders=(Contender.PLAIN,), rounds=2)
+    running.measure(spec, tmp_path / "two", "")
+    found = read(tmp_path / "two", "trainer")
+    assert [one.cell for one in found.rounds] == ["tiny, 16", "tiny, 32", "tiny, 16", "tiny, 48"]
+    assert found.named("left out") == {"plain (tiny, 32)": why}
+    running.measure(msgspec.structs.replace(spec, rounds=1), tmp_path / "one", "")
+    assert read(tmp_path / "one", "trainer").named("left out") == {
+        "plain (tiny, 32)": why,
+        "plain (tiny, 48)": "not tried, because plain (tiny, 32) failed before it",
+    }
 
 
 @pytest.mark.process

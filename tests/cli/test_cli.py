@@ -230,6 +230,10 @@ def test_a_run_whose_start_was_killed_is_no_run_and_can_be_stopped(place: Path, 
     run = RunDir(place / "runs" / "half")
     run.create()
     run.lock_path.touch()
-    assert "whose start has not come that far" in refused(capsys, "status", "half")
+    said = refused(capsys, "status", "half")
+    assert "whose start has not come that far" in said and "its start was interrupted; `streamrl up` begins it again" in said
+    with lock_run(run):
+        said = refused(capsys, "status", "half")
+    assert "whose start has not come that far" in said and "wait for its `streamrl up`, or stop that with `streamrl down half`" in said
     assert main(["down", "half"]) == 0
     assert capsys.readouterr().out == "run half was not running\n"

@@ -6,8 +6,9 @@ from unittest.mock import ANY
 import pytest
 
 from streamrl.config.load import dump, from_json, load
-from streamrl.config.tree import Config, OptimizerConfig, TasksConfig
+from streamrl.config.tree import Config, OptimizerConfig, RunConfig, TasksConfig
 from streamrl.errors import ConfigError
+from streamrl.schemas.subjects import Subjects
 from tests.support.errors import raises
 
 
@@ -193,6 +194,18 @@ def test_a_folder_in_place_of_a_file_is_called_one(write, tmp_path):
 def test_names_that_can_be_no_folder_and_subject_are_refused(write, name):
     with pytest.raises(ConfigError, match="a run name may hold"):
         load(write(""), [f"run.name={name}"])
+
+
+def test_a_run_that_an_earlier_version_gave_a_longer_name_goes_on(write, tmp_path):
+    name = "x" * 200
+    set_keys = [f"run.name={name}", f"run.dir={tmp_path}"]
+    with raises(ConfigError, key="run.name"):
+        load(write(""), set_keys)
+    assert from_json(dump(Config(run=RunConfig(name=name)))).run.name == Subjects(name).run == name
+    (tmp_path / name).mkdir()
+    assert load(write(""), set_keys).run.name == name
+    with raises(ConfigError, key="run.name"):
+        load(write(""), [f"run.name={'x' * 300}", f"run.dir={tmp_path}"])
 
 
 def test_missing_password_file(write):

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from streamrl.core.batches import TrainBatch
-from streamrl.core.packing import MicroBatch, packed_row_length, plan_micro_batches, split_groups
+from streamrl.core.packing import ROW, MicroBatch, packed_row_length, plan_micro_batches, split_groups
 
 MakeBatch = Callable[..., TrainBatch]
 
@@ -162,9 +162,21 @@ def test_packed_rows_are_as_long_as_the_budget_or_of_one_of_few_lengths_for_long
         return packed_row_length(TrainBatch.from_lists([[1] * 2, [1]], [[1], [1] * (longest - 1)]), budget)
 
     assert [length(longest, 40) for longest in (3, 39, 40)] == [40] * 3
+    # Within a large budget no longer than they need be.
+    assert [length(longest, 20_000) for longest in (3, 8192, 8193, 16_384, 16_385)] == [8192, 8192, 16_384, 16_384, 20_000]
     found = {length(longest, 40) for longest in range(41, 1025)}
     assert all(longest <= length(longest, 40) < 1.125 * longest for longest in range(41, 1025))
     assert len(found) < 8 * 5 and max(found) == 1024
+
+
+def test_padding_is_cut_where_it_is_longer_than_samples_are() -> None:
+    """Attention looks at no more than `longest` positions of a sample: what it left out would be whatever was in memory."""
+    batch = TrainBatch.from_lists([[1]] * 3, [[1] * n for n in (ROW - 1, 4000, 3000)])
+    plans = plan_micro_batches(batch, batch.loss_mask, np.arange(3), budget=3 * ROW, row_length=3 * ROW)
+    assert [plan.longest for plan in plans] == [ROW]
+    (plan,) = plans
+    assert plan.starts is not None and plan.starts.tolist() == [0, ROW - 1, ROW + 3999, ROW + 6999, 2 * ROW + 6999, 3 * ROW]
+    assert np.diff(plan.starts).max() <= ROW
 
 
 @pytest.mark.parametrize(("mean", "cap"), [(1500, 8192), (8000, 16_000)])

@@ -58,7 +58,7 @@ async def test_a_fork_is_marked_and_its_tokens_are_trained(tmp_path: Path, bus: 
 
     async def train(**options: Any) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(trainer_service, "make_trainer", lambda *given: Unlike(make_trainer(*given), **options))
+            patch.setattr(trainer_service, "make_trainer", lambda *given, **named: Unlike(make_trainer(*given, **named), **options))
             async with asyncio.timeout(60):
                 await trainer_service.main(Worker(config=config, run_dir=run, bus=bus, kind="trainer", index=0))
 

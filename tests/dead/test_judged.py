@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from streamrl.core.records import REASON_LENGTH, Ended, Forked, Poison, Rewarded, Rollouts, judge
+from streamrl.core.records import Ended, Forked, Poison, Rewarded, Rollouts, judge
 from streamrl.schemas.codec import encode
 from streamrl.schemas.columns import SCHEMA_NAME
 from streamrl.schemas.digests import body_digest
+from streamrl.schemas.ledger import REASON_LENGTH
 from streamrl.schemas.samples import MARK_EPOCH, Mark, RewardUpdate, Tombstone
 from tests.dead.messages import SUBJECTS, broken_tables, patched, template
 

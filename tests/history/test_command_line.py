@@ -85,6 +85,7 @@ WRONG = (
     (("replay", "demo", "--from", "7", "--to", "5"), "expected --to above --from, 7"),
     (("replay", "demo", "--verify", "--set", LOSS), "takes no --verify"),
     (("replay", "demo", "--name", "x"), "takes no --name"),
+    (("replay", "demo", "--set", LOSS, "--name", "x" * 129), "at most 128 of them"),
     (("replay", "demo", "--policy-only", "--to", "5", "--verify"), "takes no --verify or --to"),
     (("replay", "demo", "--set", "engine.slots=1"), "has no part in training recorded samples"),
     (("replay", "demo", "--set", "tasks.max_stalenes=1"), "did you mean tasks.max_staleness?"),

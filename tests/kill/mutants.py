@@ -49,8 +49,8 @@ def position_before_checkpoint(bus: Any, module: ModuleType) -> Any:
 
         call: Callable[[Any], Any]
 
-    def made(*given: Any) -> Any:
-        trainer = Trainer(make(*given), Fuse(None))
+    def made(*given: Any, **named: Any) -> Any:
+        trainer = Trainer(make(*given, **named), Fuse(None))
         made_trainers.append(trainer)
         return trainer
 
@@ -102,7 +102,7 @@ def retired_set_missing(bus: Any, module: ModuleType) -> Any:
         def save(self, path: Path, extra: bytes, **options: Any) -> Future[None]:
             return self._inner.save(path, replace(FoldState.decode(extra), retired_above=frozenset()).encode(), **options)
 
-    module.make_trainer = lambda *given: Trainer(make(*given), Fuse(None))
+    module.make_trainer = lambda *given, **named: Trainer(make(*given, **named), Fuse(None))
     return bus
 
 

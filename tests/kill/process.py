@@ -40,7 +40,7 @@ async def serve(request: Request) -> None:
     module = importlib.import_module(module_name)
     if request.kind == "trainer":
         make_trainer, make_publisher = module.make_trainer, module.make_publisher
-        module.make_trainer = lambda *given: FusedTrainer(make_trainer(*given), fuse)
+        module.make_trainer = lambda *given, **named: FusedTrainer(make_trainer(*given, **named), fuse)
         module.make_publisher = lambda *given, **options: FusedPublisher(make_publisher(*given, **options), fuse)
     seams = plant(request.mutant, FusedBus(bus, fuse), module)
     try:

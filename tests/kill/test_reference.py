@@ -30,7 +30,7 @@ def renewing(base: Path) -> Config:
     config = ppo_config(base)
     return replace(
         config,
-        run=replace(config.run, name="renews"),
+        run=replace(config.run, name="renews", dir=str(base)),
         tasks=replace(config.tasks, num_rollouts=2),
         trainer=replace(config.trainer, checkpoint_every=3, minibatches=1),
         loss=LossConfig(kl=KLConfig(loss_coef=0.5, estimator="k2", reference_every=2)),

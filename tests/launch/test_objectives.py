@@ -16,15 +16,19 @@ import msgspec
 import pytest
 
 from streamrl.bus.protocol import Bus
+from streamrl.config.slo import SloConfig
+from streamrl.config.tree import Config, TasksConfig
 from streamrl.errors import StreamFull
-from streamrl.launch.objectives import Webhook
+from streamrl.launch.objectives import Objectives, Webhook
 from streamrl.monitor.numbers import Finding
 from streamrl.monitor.slo import findings_of
+from streamrl.monitor.view import RunView
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import connected
 from streamrl.schemas.codec import decode, encode
-from streamrl.schemas.control import Position
+from streamrl.schemas.control import Grant, Position
 from streamrl.schemas.events import SLO_EVENT, Event
+from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.subjects import EVENTS, PREFIX_POSITIONS, SAMPLES, Subjects
 from streamrl.schemas.versions import Version
 from tests.support.digits import TABLE, write_digits
@@ -337,6 +341,16 @@ async def test_a_healthy_run_is_ok_at_the_defaults(start: Start, run: RunDir) ->
     assert (code, err) == (0, "")
     assert "slo." not in out and "slo=" not in out
     assert msgspec.json.decode(run.summary_path.read_bytes())["slo"] == {}
+
+
+def test_lost_tasks_are_not_blamed_on_a_return_of_none() -> None:
+    view, said = RunView("demo"), list[str]()
+    for task in range(12):
+        view.tombstone(1 + task, Tombstone(task=task, reason="lost", group_size=2, source="main"))
+    view.grant(Grant(granted=24, version=0, retired=12))
+    config = Config(tasks=TasksConfig(batch_tasks=1), slo=SloConfig(hold_s=0.0))
+    Objectives(config, said.append, lambda _: None).look(view, view.numbers(elapsed_s=1.0), now_s=1.0, over=False)
+    assert len(said) == 1 and "slo.drop_rate" in said[0] and "end as lost" in said[0] and "None" not in said[0]
 
 
 def test_a_webhook_that_is_dead_or_slow_keeps_nobody_waiting(hook: Hook, caplog: pytest.LogCaptureFixture) -> None:

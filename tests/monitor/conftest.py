@@ -3,9 +3,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import msgspec
 import pytest
 
 from streamrl.monitor.decoded import LedgerLine
+from streamrl.monitor.numbers import Cause, Finding, Level, RunNumbers, Standing
 from streamrl.monitor.view import RunView
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import EnginePresence
@@ -84,6 +86,21 @@ def learned_run(entry: MakeEntry) -> RunView:
         problems = [{"prompt": f"{a}+8=", "expected": str(a + 8), "got": str(a + 8) if number > 50 or a == 1 else "7"} for a in range(3)]
         view.event(Event(kind="evaluation", worker="evaluator-0", detail=evaluation(number, accuracy, problems)))
     return view
+
+
+@pytest.fixture
+def troubled(learned_run: RunView) -> RunNumbers:
+    """A run that stands, misses an objective and has had a failure; none of it is said in less than 120 characters."""
+    cause = Cause(
+        "few_producers", "engines have 60% of their slots free, and producers none", "raise producer.concurrency, or producer.workers"
+    )
+    learned_run.slo = (Finding(objective="p95_age", level=Level.BREACH, value=12.0, bound=4.0, causes=(cause,)),)
+    learned_run.standing = Standing(
+        what="credit: all 96 granted tasks are issued, producers hold none, and 12 of them have no end",
+        hint="do rewards come late, or never (reward.late_versions)?",
+    )
+    numbers = learned_run.numbers(elapsed_s=65.0)
+    return msgspec.structs.replace(numbers, newest_error="failed: ValueError: expected a number" + ", got none" * 30, failed_tasks=1)
 
 
 def evaluation(number: int, accuracy: float, problems: Sequence[dict[str, str]] = ()) -> dict[str, object]:

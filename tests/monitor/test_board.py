@@ -9,6 +9,7 @@ from streamrl.monitor.board import Board, Place, moved
 from streamrl.monitor.drawing import Ink
 from streamrl.monitor.look import Look, SampleLine
 from streamrl.monitor.numbers import RunNumbers, Standing, WorkerLine
+from streamrl.monitor.summary import summarize, summary_line
 from streamrl.monitor.terminal import keys_of
 from streamrl.monitor.view import RunView
 from streamrl.schemas.control import EnginePresence
@@ -116,6 +117,30 @@ def test_what_waits_comes_before_the_tables(learned_run: RunView) -> None:
     learned_run.standing = Standing(what="credit", hint="see the log")
     lines = plain(Board(look_at(learned_run), 80, INK).text())
     assert any("waits for credit" in line for line in lines[:12])
+
+
+@pytest.mark.parametrize("width", [20, 80])
+def test_what_is_wrong_is_said_once_and_whole(troubled: RunNumbers, width: int) -> None:
+    text = "".join(Board(Look(run="demo", state="running", numbers=troubled), width, Ink.NONE).text())
+    assert troubled.standing is not None
+    for words in (troubled.standing.hint, troubled.slo[0].causes[0].hint, troubled.newest_error):
+        assert text.count(words) == 1, f"{words!r} is not once in\n{text}"
+
+
+def test_the_last_summary_of_a_run_that_is_away_is_whole(learned_run: RunView) -> None:
+    summary = summarize(learned_run, wall_s=65.0)
+    text = "".join(Board(Look(run="demo", state="stopped", summary=summary), 40, Ink.NONE).text())
+    assert summary_line(summary) in text
+
+
+@pytest.mark.parametrize("keys", ["Ctrl-C stops  ", "q quit  "])
+def test_the_foot_says_where_one_is_on_narrow_screens_and_fits_80_columns(learned_run: RunView, keys: str) -> None:
+    board = Board(look_at(learned_run, notes=["a note"] * 2000), 80, INK)
+    assert plain(board.frame(Place(paused=True), 24, keys))[-1].endswith(
+        f"lines 1-22 of {len(board.lines)}  arrows, pages scroll  tab section"
+    )
+    narrow = Board(look_at(learned_run), 40, INK)
+    assert f"lines 1-8 of {len(narrow.lines)}" in plain(narrow.frame(Place(), 10, keys))[-1]
 
 
 def test_keys_move_and_never_beyond_the_ends(look: Look) -> None:

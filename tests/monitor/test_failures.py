@@ -1,11 +1,16 @@
 from __future__ import annotations
 
-from streamrl.monitor.failures import FIRST_PAUSE_S, Pace, barren_line
+import pytest
+from msgspec.structs import replace
+
+from streamrl.monitor.failures import FIRST_PAUSE_S, MOST_STONES, Barren, Failures, Pace, barren_line
 from streamrl.monitor.screen import plain_line
+from streamrl.monitor.trained import MOST_REASONS
 from streamrl.monitor.view import RunView
 from streamrl.schemas.control import Grant
-from streamrl.schemas.ledger import Drop
+from streamrl.schemas.ledger import REASON_LENGTH, Drop
 from streamrl.schemas.samples import Tombstone
+from streamrl.telemetry.names import OTHER_REASON
 from tests.monitor.conftest import MakeEntry, as_line
 
 
@@ -70,11 +75,63 @@ def test_what_producers_give_up_is_counted_before_any_batch_and_called_so(entry:
     assert view.numbers(elapsed_s=1.0).drops == {"filtered": 2 + 8}
 
 
+def test_a_producers_own_words_are_counted_together_beyond_so_many_and_cut() -> None:
+    view = RunView("demo")
+    for sequence in range(1, 20_001):
+        view.tombstone(sequence, stone(sequence, f"too long: {sequence} {'x' * 1000}"))
+    reasons = view.failures.given_up.reasons
+    assert len(reasons) == MOST_REASONS + 1 and max(map(len, reasons)) == REASON_LENGTH
+    assert (reasons.total(), reasons[OTHER_REASON]) == (40_000, 2 * (20_000 - MOST_REASONS))
+    view.failures.trained(19_990)
+    assert len(reasons := view.failures.given_up.reasons) == 10 and max(map(len, reasons)) == REASON_LENGTH
+
+
+def test_what_is_given_up_pushes_no_failure_out() -> None:
+    failures = Failures()
+    failures.add(1, stone(1, rollout=0), after=0)
+    failures.add(2, stone(2), after=0)
+    for sequence in range(3, MOST_STONES + 4):
+        failures.add(sequence, stone(sequence, "filtered"), after=0)
+    failures.add(MOST_STONES + 4, stone(1, rollout=1), after=0)
+    assert (failures.num_tasks, failures.given_up.num_tasks) == (2, MOST_STONES + 1)
+    failures.trained(0)
+    assert (failures.num_tasks, failures.reasons) == (2, {"failed": 4})
+
+
+@pytest.mark.parametrize(
+    ("reasons", "said", "hint"),
+    [
+        (("lost",), "(lost 24)", "acknowledge"),
+        (("too\x1b easy",) * 7 + ("filtered",) * 5, "(too\N{MIDDLE DOT} easy 14, filtered 10)", "its rule"),
+        (tuple(f"too long: {number}" for number in range(9)) + ("filtered",) * 3, "(filtered 6, too long: 0 2,", "its rule"),
+        (("x" * 1000,), f"({'x' * 60} 24)", "its rule"),
+    ],
+)
+def test_what_is_not_filtered_is_not_blamed_on_a_return_of_none(reasons: tuple[str, ...], said: str, hint: str) -> None:
+    view = RunView("demo")
+    for task in range(12):
+        view.tombstone(1 + task, stone(task, reasons[task % len(reasons)]))
+    view.grant(Grant(granted=24, version=0, retired=12))
+    line = barren_line(view.numbers(elapsed_s=1.0), view.failures.given_up.reasons)
+    assert said in line and hint in line and "None" not in line
+
+
 def test_tasks_with_samples_that_give_no_batch_are_asked_for_their_rewards() -> None:
     view = RunView("demo")
     view.tombstone(1, stone(1, "filtered"))
     view.grant(Grant(granted=24, version=0, retired=12))
     assert "rewards" in barren_line(view.numbers(elapsed_s=1.0), view.failures.given_up.reasons)
+
+
+def test_that_tasks_give_no_batch_is_said_once_failures_are_not_most_of_them_any_more() -> None:
+    barren, numbers = Barren(), RunView("demo").numbers(elapsed_s=1.0)
+
+    def due(tasks: int, failed: int) -> bool:
+        return barren.due(replace(numbers, barren_tasks=tasks, failed_tasks=failed), least=8)
+
+    assert not due(7, 0) and not due(8, 5), "too few, then most have failed"
+    assert due(10, 5) and not due(12, 5) and not due(12, 7) and not due(20, 7)
+    assert not due(0, 0) and due(8, 0)
 
 
 def test_what_goes_on_is_said_at_once_and_then_ever_more_rarely() -> None:

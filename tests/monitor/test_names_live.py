@@ -128,18 +128,19 @@ OF_TROUBLED = {name for name, one in METRICS.items() if not one.when and not one
 
 @contextlib.asynccontextmanager
 async def moving(start: Start, place: Path, keys: Iterable[str]) -> AsyncGenerator[tuple[RunDir, Callable[[], set[str]]]]:
-    """A run that is up, and what has had two finite values in its file; it is ended without grace."""
+    """A run that is up, and what has had two finite values in rows of one kind and owner; it is ended without grace."""
     (place / "mine.py").write_text(CODE)
     process = await start(*STREAMRL, "up", "run.toml", "--plain", *(word for key in keys for word in ("--set", key)))
     run = RunDir(place / "runs" / "digits")
-    first: dict[str, float] = {}
+    first: dict[tuple[str, str, str], float] = {}
     moved: set[str] = set()
 
     def look() -> set[str]:
         assert process.returncode is None, "the run has ended"
         for path in files(run.metrics):
             for row in filter(None, map(decoded, path.read_bytes().splitlines())):
-                moved.update(name for name, value in row.values.items() if math.isfinite(value) and first.setdefault(name, value) != value)
+                finite = [(name, value) for name, value in row.values.items() if math.isfinite(value)]
+                moved.update(name for name, value in finite if first.setdefault((row.of, row.kind, name), value) != value)
         return moved
 
     try:

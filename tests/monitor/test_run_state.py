@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.config.tree import Config, RunConfig
-from streamrl.monitor.run_state import RunState, read_state, write_state
+from streamrl.monitor.run_state import LENGTHS_S, RunState, StateFile, read_state, write_state
 from streamrl.monitor.status import describe, list_runs, print_runs, steps_text
 from streamrl.runtime.lock import lock_run
 from streamrl.runtime.rundir import RunDir
@@ -47,6 +47,36 @@ def test_no_other_reader_sees_the_error_of_a_run_that_is_up_again(run: RunDir) -
     write_state(run, RunState(state="failed", error="former"))
     with lock_run(run):
         assert describe(run).error == ""
+
+
+def test_lengths_alone_are_written_rarely_and_all_else_at_once(run: RunDir) -> None:
+    file = StateFile(run)
+
+    def told(step: int, length: int, now_s: float, state: str = "running") -> RunState | None:
+        file.tell(RunState(state=state, step=step, steps=9, lengths={"lengths/trained": (length,)}), now_s=now_s)
+        return read_state(run)
+
+    first = told(0, 1, 100.0)
+    assert first is not None and first.lengths == {"lengths/trained": (1,)}
+    assert told(0, 2, 101.0) == told(0, 3, 99.9 + LENGTHS_S) == first
+    later = told(0, 4, 100.0 + LENGTHS_S)
+    assert later is not None and later.lengths == {"lengths/trained": (4,)}
+    assert told(0, 5, 101.0 + LENGTHS_S) == later
+    step = told(1, 6, 102.0 + LENGTHS_S)
+    assert step is not None and (step.step, step.lengths) == (1, {"lengths/trained": (6,)})
+    assert told(1, 7, 103.0 + LENGTHS_S) == step
+    end = told(1, 8, 104.0 + LENGTHS_S, "finished")
+    assert end is not None and (end.state, end.lengths) == ("finished", {"lengths/trained": (8,)})
+
+
+def test_a_disk_that_takes_no_state_ends_nothing_and_is_tried_again(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    file = StateFile(run)
+    run.state_path.mkdir()
+    file.tell(RunState(state="running"), now_s=0.0)
+    assert "event=state_not_written" in caplog.text
+    run.state_path.rmdir()
+    file.tell(RunState(state="running", step=1), now_s=1.0)
+    assert read_state(run) == RunState(state="running", step=1)
 
 
 def test_a_run_that_is_being_prepared_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

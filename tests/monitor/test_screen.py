@@ -104,6 +104,20 @@ def test_plain_lines_are_sparse_but_notes_are_not_held_back(learned_run: RunView
     assert len(out.getvalue().splitlines()) == 3
 
 
+def test_plain_lines_hold_no_command_for_a_terminal_and_no_letter_that_it_has_not(learned_run: RunView) -> None:
+    learned_run.worker("producer-\x1b[2J", WorkerPresence(worker="producer-\x1b[2J", kind="producer", state="stalled \x1b]0;owned\x07"))
+    learned_run.event(Event(kind="stalled", worker="producer-\x1b[2J"))
+    out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    with PlainLines(out) as lines:
+        lines.note("ü 日本 \x1b[2J\rnext \udcff")
+        lines.page("http://\x1b[2J")
+        lines.show(learned_run.numbers(elapsed_s=1.0))
+    out.seek(0)
+    said = out.read().splitlines()
+    assert said[0].endswith("] ü ?? \xb7[2J\xb7next \xb7") and said[1].endswith("] page: http://\xb7[2J")
+    assert "stream-full=producer-\xb7[2J" in said[2] and "\x1b" not in said[2] and len(said) == 3
+
+
 @pytest.mark.parametrize(
     ("values", "bars"),
     [((), ""), ((0.0, 1.0), "▁█"), ((0.0, 0.5, 1.0), "▁▅█"), ((-1.0, 1.0), "▁█"), ((0.0, 4.0), "▁█"), ((0.5, 0.5), "▅▅")],

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -32,6 +35,7 @@ def signs(
     shares: Mapping[str, float] | None = None,
     drops: Mapping[str, int] | None = None,
     trained: int = 8,
+    given_up: Mapping[str, int] | None = None,
     batch: Mapping[str, float] | None = None,
     **more: Any,
 ) -> Signs:
@@ -40,10 +44,11 @@ def signs(
     decided = {"trained": trained, **{PREFIX + reason: count for reason, count in (drops or {}).items()}}
     engines = more.pop("engines", (engine(0), engine(1)))
     return Signs(
-        numbers=numbers(engines=engines, tasks_in_flight=16, **more),
+        numbers=numbers(engines=engines, tasks_in_flight=16, drops=more.pop("numbers_drops", {}), **more),
         batch=batch or {},
         window={"": named},
         decided=decided,
+        given_up=given_up or {},
         num_rollouts=4,
         batch_tasks=8,
     )
@@ -91,8 +96,27 @@ TROUBLES: dict[str, tuple[str, list[Signs], str]] = {
     ),
     "producers that give up": (
         "drop_rate",
-        [signs(shares=starved(), drops={"filtered": 80}), signs(shares=starved(), trained=0, barren_tasks=60, given_up_tasks=50)],
+        [
+            signs(shares=starved(), drops={"filtered": 80}),
+            signs(shares=starved(), trained=0, barren_tasks=60, given_up_tasks=50, given_up={"filtered": 120, "lost": 80}),
+        ],
         "given_up",
+    ),
+    "tasks that nobody holds": (
+        "drop_rate",
+        [
+            signs(shares=starved(), drops={"lost": 80}),
+            signs(shares=starved(), trained=0, barren_tasks=60, given_up_tasks=50, given_up={"filtered": 80, "lost": 120}),
+        ],
+        "lost_tasks",
+    ),
+    "words of producers": (
+        "drop_rate",
+        [
+            signs(shares=starved(), drops={"other": 80}),
+            signs(shares=starved(), trained=0, barren_tasks=60, given_up_tasks=50, given_up={"filtered": 60, "easy": 50, "long": 50}),
+        ],
+        "left_out",
     ),
     "a sick engine": (
         "starvation",
@@ -111,6 +135,25 @@ TROUBLES: dict[str, tuple[str, list[Signs], str]] = {
 def test_the_cause_of_each_trouble_is_named_first(trouble: str, strength: int) -> None:
     objective, staged, cause = TROUBLES[trouble]
     assert causes(objective, staged[strength])[0].name == cause
+
+
+def test_words_of_producers_are_named() -> None:
+    (cause, *_) = causes("drop_rate", signs(drops={"other": 80}, numbers_drops={"zero_variance": 9, "too easy": 80, "too long": 7}))
+    assert cause.what.endswith(": too easy 80, too long 7")
+
+
+def test_every_cause_stands_in_the_table_of_the_docs() -> None:
+    root = Path(__file__).parents[2]
+    calls = [
+        node
+        for path in (root / "streamrl" / "monitor").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Cause"
+    ]
+    names = {node.args[0].value for node in calls if node.args and isinstance(node.args[0], ast.Constant)}
+    _, _, table = (root / "docs" / "slo.md").read_text().partition("| cause |")
+    listed = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1] if row.startswith("| `") else "")}
+    assert listed == names and {cause for _, _, cause in TROUBLES.values()} <= names
 
 
 @pytest.mark.parametrize("objective", ["starvation", "drop_rate", "p95_age"])

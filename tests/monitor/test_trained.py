@@ -133,7 +133,7 @@ def test_failures_without_a_batch_are_counted_all_and_kept_in_part() -> None:
         failures.add(sequence, Tombstone(task=sequence, reason="failed", detail="x" * 5000), after=0)
     assert failures.reasons == {"failed": MOST_STONES + 2000}
     assert failures.num_tasks == MOST_STONES + 2000
-    assert len(failures._stones) == MOST_STONES and len(failures._rollouts) == MOST_STONES
+    assert len(failures._failed._stones) == MOST_STONES and len(failures._failed._rollouts) == MOST_STONES
     failures.trained(MOST_STONES + 1990)
     assert (failures.reasons, failures.num_tasks) == ({"failed": 10}, 10)
 

@@ -11,7 +11,7 @@ from streamrl.monitor.look import Look
 from streamrl.monitor.numbers import EngineLine, RunNumbers, Standing, WorkerLine
 from streamrl.monitor.screen import plain_line
 from streamrl.monitor.view import RunView
-from streamrl.monitor.waits import LONG_S, Watch, diagnose, hung_line, standing_line
+from streamrl.monitor.waits import LONG_S, STILL_S, Watch, diagnose, hung_line, standing_line
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
 from streamrl.schemas.events import MOVING_EVENT, STANDING_EVENT, Event, MetricReport
@@ -109,6 +109,15 @@ def test_a_wait_is_said_within_30_s_and_over_once_something_moves() -> None:
     assert found.since_s == 1000.0
     assert watch.look(standing_run(), now_s=40.0, time_s=1040.0, away_s=0.0) == found
     assert watch.look(standing_run(issued=25), now_s=41.0, time_s=1041.0, away_s=0.0) is None
+
+
+@pytest.mark.parametrize("every_s", [1.0, 1.1, 1.3, 2.5])
+def test_looks_that_come_late_say_a_wait_within_30_s(every_s: float) -> None:
+    watch, now_s = Watch(), 0.0
+    while watch.look(standing_run(), now_s=now_s, time_s=1000.0 + now_s, away_s=0.0) is None:
+        now_s += every_s
+        assert now_s < 29
+    assert now_s >= STILL_S
 
 
 def test_what_the_looker_missed_itself_is_no_standing() -> None:

@@ -67,7 +67,7 @@ def resident_bytes() -> int:
 
 async def test_a_slow_trainer(tmp_path: Path, make_nats_bus: MakeBus, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = trainer_module.make_trainer
-    monkeypatch.setattr(trainer_module, "make_trainer", lambda *given: SlowTrainer(made(*given), step_s))
+    monkeypatch.setattr(trainer_module, "make_trainer", lambda *given, **named: SlowTrainer(made(*given, **named), step_s))
     tasks = TasksConfig(batch_tasks=BATCH, num_rollouts=2, max_staleness=BOUND)
     config = table_config(tmp_path, run_id, steps=STEPS, tasks=tasks, debug=DebugConfig())
     config = replace(config, bus=replace(config.bus, ack_wait_s=ACK_WAIT_S, samples_bytes=200_000_000, blobs_bytes=200_000_000))

@@ -139,7 +139,7 @@ async def test_rewards_come_hours_later_and_the_trainer_dies_meanwhile(
         await idle
         async with judges(nats_bus, run_id, judge):
             with monkeypatch.context() as patch:
-                patch.setattr(trainer_service, "make_trainer", lambda *given: Dying(make_trainer(*given)))
+                patch.setattr(trainer_service, "make_trainer", lambda *given, **named: Dying(make_trainer(*given, **named)))
                 for _ in range(2):
                     with pytest.raises(RuntimeError, match="killed"):
                         await train(config, run, nats_bus)

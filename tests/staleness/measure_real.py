@@ -48,7 +48,7 @@ async def measure(folder: Path, server: NatsServer, *, hold: bool, staleness: in
 async def main() -> None:
     """Print the table."""
     made = trainer_module.make_trainer
-    trainer_module.make_trainer = lambda *given: SlowTrainer(made(*given), lambda number: STEP_S)  # type: ignore[assignment]
+    trainer_module.make_trainer = lambda *given, **named: SlowTrainer(made(*given, **named), lambda number: STEP_S)  # type: ignore[assignment]
     sys.stdout.write("| policy | S | full credits: mean age, dropped, busy | hold_ahead: mean age, dropped, busy |\n|---|---|---|---|\n")
     with tempfile.TemporaryDirectory() as folder:
         server = NatsServer(Path(folder) / "nats")

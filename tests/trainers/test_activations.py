@@ -34,7 +34,7 @@ def test_the_shape_is_read_from_a_models_configuration() -> None:
         assert model_shape(broken) is None
 
 
-@pytest.mark.parametrize(("itemsize", "each"), [(2, 20), (4, 16)])
+@pytest.mark.parametrize(("itemsize", "each"), [(2, 18), (4, 16)])
 def test_bytes_of_a_parameter_while_training(itemsize: int, each: int) -> None:
     assert training_bytes(10, itemsize) == 10 * each
 

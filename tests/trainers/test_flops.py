@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.shapes import num_elements, shape_of, write_model
+from streamrl.config.loss import CriticConfig, LossConfig
 from streamrl.config.tree import Config, TrainerConfig
 from streamrl.consumers.training.steps import speed
 from streamrl.core.batches import TrainBatch
@@ -60,6 +62,8 @@ def test_what_cannot_be_counted_is_none() -> None:
     assert model_flops(SimpleNamespace(**sizes), [("layers.0.mlp.experts.up", 5)], 7) is None
     assert model_flops(SimpleNamespace(**sizes, layer_types=["full_attention", "sliding_attention"]), [("a", 5)], 7) is None
     assert model_flops(SimpleNamespace(**sizes, sliding_window=4), [("a", 5)], 7) is None
+    # DeepSeek-V3's head_dim is that of the rotated part alone.
+    assert model_flops(SimpleNamespace(**sizes, kv_lora_rank=4, qk_nope_head_dim=2, head_dim=1), [("a", 5)], 7) is None
     assert model_flops(SimpleNamespace(**sizes | {"num_attention_heads": None}), [("a", 5)], 7) is None
 
 
@@ -69,7 +73,7 @@ def test_a_trainer_tells_the_time_at_its_peak(
     config, batch = Config(trainer=TrainerConfig(device="cpu", dtype="bfloat16")), rollouts()
     model_dir = make_model(dtype="bfloat16")
     result = make_trainer(config, model_dir).step(batch)
-    assert result.peak_s is None and "train/mfu" not in speed(batch, result, 2.0)
+    assert result.peak_s is None and "train/mfu" not in speed(batch, result, 1.0, 2.0)
     monkeypatch.setattr(flops, "PEAKS", {"cpu": 1e9})
     result = make_trainer(config, model_dir).step(batch)
     # Of each of 2 layers: q, o, k, v; gate, up, down; four norms. One norm at the end, 16 tokens of 32 dimensions in the head.
@@ -77,9 +81,27 @@ def test_a_trainer_tells_the_time_at_its_peak(
     body, head, lengths = 2 * layer + 32, 16 * 32, np.diff(batch.offsets)
     wanted = 6 * body * batch.num_tokens + 6 * head * batch.loss_mask.sum() + 6 * (2 * 32) * (lengths**2).sum()
     assert result.peak_s == pytest.approx(wanted / 1e9)
-    assert speed(batch, result, 2.0) == pytest.approx(
-        {"perf/step_s": 2.0, "train/tokens_per_second": batch.num_tokens / 2, "train/mfu": wanted / 2e9}
+    found = speed(batch, replace(result, times={"perf/actor_train_time": 0.5}), 1.0, 2.0)
+    assert found == pytest.approx(
+        {
+            "perf/wait_s": 1.0,
+            "perf/step_s": 2.0,
+            "train/tokens_per_second": batch.num_tokens / 2,
+            "train/mfu": wanted / 2e9,
+            "perf/actor_train_time": 0.5,
+            "perf/actor_train_tok_per_s": batch.num_tokens / 0.5,
+        }
     )
+
+
+def test_a_critic_that_learns_alone_is_no_work_of_the_policy(
+    make_model: Callable[..., Path], rollouts: Callable[..., TrainBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flops, "PEAKS", {"cpu": 1e9})
+    loss = LossConfig(advantage="ppo", critic=CriticConfig(only_steps=1))
+    trainer = make_trainer(Config(trainer=TrainerConfig(device="cpu", dtype="bfloat16"), loss=loss), make_model(dtype="bfloat16"))
+    alone, both = trainer.step(rollouts(0)), trainer.step(rollouts(1))
+    assert alone.peak_s is None and both.peak_s is not None
 
 
 def test_a_peak_is_of_a_device_and_a_type() -> None:

@@ -6,10 +6,12 @@ import gzip
 import json
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from streamrl.config.load import convert
 from streamrl.config.tree import Config, DebugConfig, TrainerConfig
@@ -17,6 +19,7 @@ from streamrl.core.batches import TrainBatch
 from streamrl.errors import ConfigError, OutOfMemory
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
+from streamrl.trainers.torch.profiling import StepProfiler
 from tests.support.errors import raises
 
 Rollouts = Callable[..., TrainBatch]
@@ -60,6 +63,46 @@ def test_what_cannot_be_written_costs_a_line(model_dir: Path, rollouts: Rollouts
     trainer = make(model_dir, tmp_path / "profile")
     assert trainer.step(rollouts(1)) == make(model_dir, None).step(rollouts(1))
     assert "event=profile_lost" in caplog.text
+
+
+def broken(*_: object, **__: object) -> None:
+    raise RuntimeError("it is broken")
+
+
+@pytest.mark.parametrize("method", ["start", "stop"])
+def test_a_profiler_that_breaks_costs_a_line(
+    method: str, model_dir: Path, rollouts: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = torch.profiler.profile.stop
+    monkeypatch.setattr(torch.profiler.profile, method, lambda self: (whole(self) if method == "stop" else None, broken()))
+    trainer = make(model_dir, tmp_path)
+    assert trainer.step(rollouts(1)) == make(model_dir, None).step(rollouts(1))
+    assert "event=profile_lost" in caplog.text and not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+@pytest.mark.parametrize("breaks", ["_dump_snapshot", "_record_memory_history", "stop"])
+def test_the_history_of_memory_ends_with_its_step_whatever_breaks(breaks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, kept = torch.profiler.profile.stop, [False]
+
+    def record(enabled: str | None = "all", **_: object) -> None:
+        if breaks == "_record_memory_history" and enabled:
+            kept.append(True)
+            broken()
+        kept.append(enabled is not None)
+
+    def stop(profiler: torch.profiler.profile) -> None:
+        whole(profiler)
+        if breaks == "stop":
+            raise KeyError("of another kind")
+
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", broken)
+    monkeypatch.setattr(torch.profiler.profile, "stop", stop)
+    profiler = StepProfiler(tmp_path, [1], torch.device("cuda"), rank=0)
+    with pytest.raises(KeyError) if breaks == "stop" else nullcontext(), profiler.step(1):
+        assert kept[-1]
+    assert not kept[-1]
 
 
 @pytest.mark.parametrize("wrong", [[0], [-1], [1.5], ["x"], 3, [True]])

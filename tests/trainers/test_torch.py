@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from operator import eq, ne
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -221,7 +222,11 @@ def test_a_step_tells_the_times_of_its_parts_and_the_samples_of_an_optimizer_ste
     alone, again = trainer.step(rollouts()), trainer.step(rollouts(9))
     assert alone.times.keys() == again.times.keys() == {"perf/actor_train_time"}, "one step: the policy itself is what it began from"
     assert (several.metrics["train/global_batch_size"], alone.metrics["train/global_batch_size"]) == (6.0, 12.0)
-    assert make(model_dir).step(rollouts()) == alone != again, "times are no part of what a step comes to"
+    once_more = make(model_dir).step(rollouts())
+    assert once_more.times != alone.times, "times are no part of what a step comes to"
+    for same, other, one in ((once_more, again, alone), (once_more.tokens, again.tokens, alone.tokens)):
+        assert one is not None and eq(same, one) and not ne(same, one)
+        assert ne(other, one) and not eq(other, one)
 
 
 def test_the_process_keeps_its_own_switches(model_dir: Path, rollouts: Callable[..., TrainBatch]) -> None:

@@ -57,7 +57,7 @@ export function cells(rows, numeric = []) {
 }
 
 export function table(heads, rows, numeric = []) {
-  const head = element("tr", {}, ...heads.map((head, at) => element("th", { scope: "col", class: kind(numeric, at) }, head)));
+  const head = element("tr", {}, ...heads.map((title, at) => element("th", { scope: "col", class: kind(numeric, at) }, title)));
   return element("table", {}, element("thead", {}, head), element("tbody", {}, ...cells(rows, numeric)));
 }
 

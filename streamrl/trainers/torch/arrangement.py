@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import torch
 
+from streamrl.core.packing import ROW
 from streamrl.errors import ConfigError
 from streamrl.schemas.ledger import Choices
-from streamrl.trainers.activations import Estimate, gathered_bytes, held_bytes, kept_layers, model_shape, training_bytes
+from streamrl.trainers.activations import ModelShape, gathered_bytes, held_bytes, kept_layers, model_shape, training_bytes
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.layers import first_line
@@ -32,6 +33,16 @@ class Arranged(NamedTuple):
     """See `CausalLM.arrange`."""
 
 
+class _Room(NamedTuple):
+    """Of a device, before the first step."""
+
+    shape: ModelShape
+    free: int
+    """Bytes."""
+    needed: int
+    """Bytes of it that gradients, moments and snapshots will take."""
+
+
 class Arrangement:
     """Of all models of one trainer.
 
@@ -40,7 +51,7 @@ class Arrangement:
         trained: the policy first, then the body of the critic where there is one.
         frozen: models that are only looked at.
         parallel: the ranks.
-        row_length: of packed rows with the whole budget.
+        budget: positions of a forward and backward pass.
         deterministic: refuse kernels that are not reproducible.
         snapshots: buffers of the size of the policy that are still to be made.
     """
@@ -52,7 +63,7 @@ class Arrangement:
         trained: Sequence[CausalLM],
         frozen: Sequence[CausalLM],
         parallel: Parallel,
-        row_length: int,
+        budget: int,
         deterministic: bool,
         snapshots: int,
     ) -> None:
@@ -60,28 +71,36 @@ class Arrangement:
         self._trained = trained
         self._frozen = frozen
         self._parallel = parallel
-        self._row_length = row_length
         self._deterministic = deterministic
         self._notices: list[str] = []
         self._why = ""
         """Why nothing can be compiled, once that has been tried."""
         self._attention = kernels.attention if trained[0].packs or kernels.attention != "packed" else "sdpa"
-        kept = kernels.kept_layers
-        if kept == "auto":
-            kept = self._fitting(snapshots)
-        self._own = Arranged(kernels.compile and all(model.packs for model in trained), kept)
+        self._room = self._reckon(snapshots) if kernels.kept_layers == "auto" else None
+        self._reckoned: dict[int, int | None] = {}
+        """Layers that keep their activations, by the rows' length."""
+        compiled = kernels.compile and all(model.packs for model in trained)
         self._now = Arranged(False, None)
-        self._arrange(self._own)
-        self._own = self._now
+        # Long rows where they cost nothing: a short one takes the host as long to prepare.
+        self._row_length = budget if self._kept(budget) is None else min(budget, ROW)
+        self._arrange(Arranged(compiled, self._kept(self._row_length)))
+        self._compiled = self._now.compiled
 
-    def follow(self, recorded: Choices | None) -> None:
-        """Before a batch: run the models as it was trained before, or as this trainer has chosen. Every rank is told the same."""
-        wanted = self._own
+    def least_row(self, recorded: Choices | None) -> int:
+        """Length of packed rows where no sample is longer."""
+        return (recorded.row_length if recorded is not None else 0) or self._row_length
+
+    def follow(self, recorded: Choices | None, row_length: int) -> None:
+        """Before a batch: run the models as it was trained before, or as this trainer chooses for rows of this length.
+
+        Every rank is told the same.
+        """
+        compiled, kept = self._compiled, self._kept(row_length)
         if recorded is not None and self._kernels.free_compile:
-            wanted = wanted._replace(compiled=recorded.compiled)
+            compiled = recorded.compiled
         if recorded is not None and self._kernels.kept_layers == "auto":
-            wanted = wanted._replace(kept=recorded.kept_layers)
-        if wanted != self._now:
+            kept = recorded.kept_layers
+        if (wanted := Arranged(compiled, kept)) != self._now:
             self._arrange(wanted)
 
     def choices(self, row_length: int) -> Choices | None:
@@ -100,7 +119,7 @@ class Arrangement:
         compiled = wanted.compiled and not self._why
         for model in models:
             model.arrange(compiled=compiled, kept=kept if model in self._trained else None)
-        if compiled and not self._compiles():
+        if compiled and not self._now.compiled and not self._compiles():
             compiled = False
             for model in models:
                 model.arrange(compiled=False, kept=kept if model in self._trained else None)
@@ -127,22 +146,34 @@ class Arrangement:
         logger.warning("event=not_compiled why=%s", self._why)
         return False
 
-    def _fitting(self, snapshots: int) -> int | None:
-        policy = self._trained[0]
-        estimate = self._estimate(policy, snapshots)
-        wanted = policy.num_layers if estimate is None else estimate.kept
-        kept = min(self._parallel.gather(wanted))
-        if estimate is not None:
+    def _kept(self, row_length: int) -> int | None:
+        kept = self._kernels.kept_layers
+        if kept != "auto" or self._room is None:
+            return None if kept == "auto" else kept
+        if row_length not in self._reckoned:
+            policy, room = self._trained[0], self._room
+            estimate = kept_layers(
+                room.shape,
+                free_bytes=room.free,
+                needed_bytes=room.needed,
+                tokens=row_length,
+                itemsize=next(p.element_size() for _, p in policy.parameters()),
+                compiled=self._kernels.compile and policy.packs,
+            )
             self._notices.append(estimate.text)
-            logger.info("event=activations kept=%d of=%d %s", kept, policy.num_layers, estimate.text)
-        return None if kept >= policy.num_layers else kept
+            logger.info("event=activations row=%d kept=%d of=%d %s", row_length, estimate.kept, policy.num_layers, estimate.text)
+            self._reckoned[row_length] = None if estimate.kept >= policy.num_layers else estimate.kept
+        return self._reckoned[row_length]
 
-    def _estimate(self, policy: CausalLM, snapshots: int) -> Estimate | None:
+    def _reckon(self, snapshots: int) -> _Room | None:
+        """The memory that is there, of the rank that has the least; None where the shape or the layers are not known."""
+        policy = self._trained[0]
         shape = model_shape(policy.module.config.to_dict())
-        if shape is None or not policy.num_layers:
-            return None
         free, _ = torch.cuda.mem_get_info(policy.device)
         free += torch.cuda.memory_reserved(policy.device) - torch.cuda.memory_allocated(policy.device)
+        least = min(self._parallel.gather(free))
+        if shape is None or not policy.num_layers:
+            return None
         needed, itemsize, shards = 0, policy.dtype.itemsize, self._parallel.mesh.shard
         for model in self._trained:
             numbers = sum(p.numel() for _, p in model.parameters())  # of the whole, also where it is cut
@@ -150,11 +181,4 @@ class Arrangement:
             if shards > 1:
                 needed += gathered_bytes(model_shape(model.module.config.to_dict()) or shape, itemsize, once=model.gathers_once)
         size = sum(p.numel() for _, p in policy.parameters()) * itemsize
-        return kept_layers(
-            shape,
-            free_bytes=free,
-            needed_bytes=needed + snapshots * size,
-            tokens=self._row_length,
-            itemsize=itemsize,
-            compiled=self._kernels.compile and policy.packs,
-        )
+        return _Room(shape, least, needed + snapshots * size)

@@ -18,14 +18,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch._dynamo.decorators import maybe_mark_dynamic
 from torch.distributed.tensor import DTensor
 
 from streamrl.algorithms.chunked_head import chunk_kernels, chunked_logprobs
 from streamrl.algorithms.logprobs import CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS, LinearHead, linear_logprobs, token_logprobs
 from streamrl.core.batches import TrainBatch, samples_at
-from streamrl.core.packing import STARTS, MicroBatch
+from streamrl.core.packing import ROW, MicroBatch
 from streamrl.errors import ConfigError
 from streamrl.tensors.building import BUILDING
+from streamrl.tensors.transfer import on_device
+from streamrl.trainers.flops import sees_all
 from streamrl.trainers.torch.attention import PACKED, register
 from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.layers import Layers, first_line
@@ -79,7 +82,8 @@ class CausalLM:
         self._softcap: float = getattr(text, "final_logit_softcapping", None) or 0.0
         self._takes_positions = "position_ids" in inspect.signature(self._body.forward).parameters
         self._check_head()
-        maskable = attention != "flash" and self._takes_positions and _all_full_attention(self.module.config)
+        # An explicit mask would replace or bypass sliding windows, linear attention and state-space layers.
+        maskable = attention != "flash" and self._takes_positions and sees_all(text)
         self.packs = maskable and attention == "packed" and self._packing_works()
         """Whether it can be run on packed rows."""
         if attention == "packed" and not self.packs:
@@ -179,26 +183,29 @@ class CausalLM:
             with self._layers.trying() as reasons:
                 with torch.set_grad_enabled(gradient):
                     found = self._run(lambda: self._first_state(row_length, reasons))
-                if gradient:
+                if gradient and self._unit is not None:
                     found.sum().backward()
+                elif gradient:  # of one parameter, so that none is added to a step's
+                    torch.autograd.grad(found.sum(), next(self._body.parameters()), allow_unused=True)
         except RuntimeError as error:
             if self._unit is not None:
                 raise
             # Out of memory: a step finds its budget by itself.
             return "" if isinstance(error, torch.OutOfMemoryError) else first_line(error)
         finally:
-            self.module.zero_grad(set_to_none=True)
-            self.forget()
+            if self._unit is not None:
+                self.module.zero_grad(set_to_none=True)
+                self.forget()
         return reasons[0] if reasons else ""
 
     def _first_state(self, row_length: int, reasons: list[str]) -> Tensor:
         """Of a packed row, or what the compiled head makes of it; as it is where that fails, and `reasons` says why."""
-        starts = np.full(STARTS[0], row_length, np.int32)
-        starts[0] = 0
+        longest = min(row_length, ROW)
+        starts = np.array([0, *range(longest, row_length, longest), row_length, row_length], np.int32)
         # Laid out as a batch's are: a stride that differs is another shape.
         ids, positions = np.zeros((2, 1, row_length), np.int64)
         positions[0] = np.arange(row_length)
-        states = self._packed(ids, positions, starts)[0, :1]
+        states = self._packed(ids, positions, starts, longest)[0, :1]
         if self._linear is None or self._layers.chunks is None:
             return states
         one = torch.ones(1, device=self.device)
@@ -281,15 +288,18 @@ class CausalLM:
         if micro.plain:
             return self._body(input_ids=inputs, use_cache=False).last_hidden_state
         if micro.starts is not None:
-            return self._packed(micro.inputs, micro.positions, micro.starts)
+            return self._packed(micro.inputs, micro.positions, micro.starts, micro.longest)
         mask = attention_mask(self._tensor(micro.tree), self._tensor(micro.branch))
         positions = self._tensor(micro.positions)
         return self._body(input_ids=inputs, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state
 
-    def _packed(self, inputs: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], starts: npt.NDArray[np.int32]) -> Tensor:
+    def _packed(
+        self, inputs: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], starts: npt.NDArray[np.int32], longest: int
+    ) -> Tensor:
         bounds = self._tensor(starts)
-        # Not the longest sample's length, which would be another number each time.
-        options = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": inputs.shape[1], "max_length_k": inputs.shape[1]}
+        # Of any number of samples, the same compiled code.
+        maybe_mark_dynamic(bounds, 0)
+        options = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
         ids, places = self._tensor(inputs), self._tensor(positions)
         return self._body(input_ids=ids, position_ids=places, use_cache=False, **options).last_hidden_state
 
@@ -304,7 +314,7 @@ class CausalLM:
         return LinearHead(head.weight, head.bias, self._scale, self._softcap) if type(head) is torch.nn.Linear else None
 
     def _tensor(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+        return on_device(array, self.device)
 
     @torch.no_grad()
     def _check_head(self) -> None:
@@ -379,13 +389,3 @@ def _load(model_dir: Path, dtype: torch.dtype, attention: str) -> Any:
         raise ConfigError(
             f"no causal language model in {model_dir}: {error}", hint="is model.path a Hugging Face directory?", path=str(model_dir)
         ) from error
-
-
-def _all_full_attention(config: Any) -> bool:
-    """False for sliding windows, linear attention and state-space layers: an explicit mask would replace or bypass them."""
-    text = config.get_text_config()
-    kinds = getattr(text, "layer_types", None)
-    if kinds is not None:
-        return all(kind == "full_attention" for kind in kinds)
-    windowed = getattr(text, "sliding_window", None) is not None and getattr(text, "use_sliding_window", True)
-    return not windowed and not getattr(text, "is_encoder_decoder", False)

@@ -18,6 +18,7 @@ from streamrl.algorithms.policy_losses import value_loss
 from streamrl.config.loss import CriticConfig
 from streamrl.config.tree import OptimizerConfig
 from streamrl.core.packing import MicroBatch
+from streamrl.tensors.transfer import on_device
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.checkpoint import ModelState, check_state
 from streamrl.trainers.torch.frozen import load_named
@@ -25,6 +26,7 @@ from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.optimizer import ClippedAdamW
 from streamrl.trainers.torch.parallel import Parallel
 from streamrl.trainers.torch.sharding import Held, cut
+from streamrl.trainers.torch.terms import Sums
 
 HEAD = "value_head"
 
@@ -105,11 +107,8 @@ class Critic:
         """Run along where other ranks have a micro-batch and this one has none but an empty one."""
         values = self.values(micro)
         values.backward(torch.zeros_like(values))
-        self._optimizer.collect()
 
-    def learn(
-        self, micro: MicroBatch, weights: Tensor, old_values: npt.NDArray[np.floating], returns: npt.NDArray[np.floating]
-    ) -> dict[str, float]:
+    def learn(self, micro: MicroBatch, weights: Tensor, old_values: npt.NDArray[np.floating], returns: npt.NDArray[np.floating]) -> Sums:
         """Add the gradient of one micro-batch.
 
         Args:
@@ -122,12 +121,11 @@ class Critic:
             Sums over the micro-batch, with these weights: `train/value_loss` and `train/value_clipfrac`.
         """
         values = self.values(micro)
-        old, target = (torch.as_tensor(a[micro.target], dtype=values.dtype, device=values.device) for a in (old_values, returns))
+        old, target = (on_device(a[micro.target], values.device, values.dtype) for a in (old_values, returns))
         loss, metrics = value_loss(values, old, target, clip=self._config.clip)
         (loss * weights.to(loss.dtype)).sum().backward()
-        self._optimizer.collect()
         named = {"train/value_loss": loss.detach(), **metrics}
-        return {name: float((found.double() * weights).sum()) for name, found in named.items()}
+        return Sums(tuple(named), torch.stack([(found.double() * weights).sum() for found in named.values()]))
 
     def gradients(self) -> list[Tensor]:
         """The summed gradients, written to in place by data parallelism."""

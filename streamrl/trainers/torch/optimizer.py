@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ class ClippedAdamW:
     """AdamW (arXiv 1711.05101) in float32 behind a global-norm clip. Weight decay applies to matrices, not to norms and biases.
 
     Parameters of less than float32 get a float32 master copy, which the update is made on and which gradients of several
-    micro-batches are summed in; an update smaller than a bfloat16's rounding would otherwise be lost.
+    micro-batches are summed in; an update smaller than a bfloat16's rounding would otherwise be lost. A gradient is moved there as soon
+    as a backward pass has it, so that those of the parameters' own type are never in memory together.
 
     Args:
         parameters: name and parameter, in a fixed order. Of those that are cut into parts (DTensor, float32 at least) the master is what
@@ -42,22 +44,19 @@ class ClippedAdamW:
         self._norm = norm
         self._masters = [(name, _master(p)) for name, p in parameters]
         self._adam = self._fresh()
+        for (_, p), (_, master) in zip(parameters, self._masters, strict=True):
+            if master is not p and not isinstance(p, DTensor):
+                p.register_post_accumulate_grad_hook(partial(_move_gradient, master))
 
     def reset(self) -> None:
         """Forget the moments; master copies stay."""
         self._adam = self._fresh()
 
-    def collect(self) -> None:
-        """Move the gradients of one backward pass to where they are summed; call it after each."""
-        for (_, p), (_, master) in zip(self._parameters, self._masters, strict=True):
-            if master is not p and p.grad is not None:
-                grad = local(p.grad)
-                master.grad = grad.float() if master.grad is None else master.grad.add_(grad)
-                p.grad = None
-
     def gradients(self) -> list[Tensor]:
         """The summed gradients, zeros where a parameter has none, in parameter order; written to in place by data parallelism."""
-        for _, master in self._masters:
+        for (_, p), (_, master) in zip(self._parameters, self._masters, strict=True):
+            if isinstance(p, DTensor) and p.grad is not None:  # summed there by torch.distributed.fsdp
+                master.grad, p.grad = local(p.grad), None
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
         return [master.grad for _, master in self._masters if master.grad is not None]
@@ -129,6 +128,12 @@ class ClippedAdamW:
         others = [master for _, master in self._masters if master.ndim < 2]
         groups = [{"params": matrices, "weight_decay": c.weight_decay}, {"params": others, "weight_decay": 0.0}]
         return torch.optim.AdamW([g for g in groups if g["params"]], lr=c.learning_rate, betas=(c.beta1, c.beta2), eps=c.eps, fused=True)
+
+
+def _move_gradient(master: torch.nn.Parameter, parameter: Tensor) -> None:
+    assert parameter.grad is not None  # a hook behind its accumulation
+    master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
+    parameter.grad = None
 
 
 def _master(parameter: torch.nn.Parameter) -> torch.nn.Parameter:

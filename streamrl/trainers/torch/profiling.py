@@ -41,32 +41,64 @@ class StepProfiler:
         if number not in self._versions:
             yield
             return
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if self._cuda:
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-            torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)  # pyright: ignore[reportPrivateUsage]
-        profiler = torch.profiler.profile(activities=activities)
-        profiler.start()
+        name = f"v{number:08d}-rank{self._rank}"
+        trace, history = self._directory / f"{name}.json.gz", self._directory / f"{name}.pickle"
+        profiler: torch.profiler.profile | None = None
+        remembers = False
         try:
+            with _costs_a_line(history):
+                remembers = self._cuda and _remember()
+            with _costs_a_line(trace):
+                profiler = _started(cuda=self._cuda)
             yield
         finally:
-            profiler.stop()
-            name = f"v{number:08d}-rank{self._rank}"
-            self._write(f"{name}.json.gz", profiler.export_chrome_trace)
-            if self._cuda:
-                self._write(f"{name}.pickle", torch.cuda.memory._dump_snapshot)  # pyright: ignore[reportPrivateUsage]
-                torch.cuda.memory._record_memory_history(enabled=None)  # pyright: ignore[reportPrivateUsage]
+            try:
+                if profiler is not None:
+                    with _costs_a_line(trace):
+                        profiler.stop()
+                        _write(trace, profiler.export_chrome_trace)
+                if remembers:
+                    with _costs_a_line(history):
+                        _write(history, torch.cuda.memory._dump_snapshot)  # pyright: ignore[reportPrivateUsage]
+            finally:
+                if self._cuda:
+                    with _costs_a_line(history):
+                        torch.cuda.memory._record_memory_history(enabled=None)  # pyright: ignore[reportPrivateUsage]
 
-    def _write(self, name: str, export: Callable[[str], object]) -> None:
-        path = self._directory / name
-        half = path.with_name(f".half-{name}")  # the profiler packs by the end of the name
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            export(str(half))
-            os.replace(half, path)
-        except (OSError, RuntimeError) as error:  # the profiler's own are RuntimeErrors
-            with suppress(OSError):
-                half.unlink()
-            logger.warning("event=profile_lost path=%s error=%s", path, error)
-        else:
-            logger.info("event=profiled path=%s bytes=%d", path, path.stat().st_size)
+
+def _remember() -> bool:
+    """Begin the history of the GPU's memory."""
+    torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)  # pyright: ignore[reportPrivateUsage]
+    return True
+
+
+def _started(*, cuda: bool) -> torch.profiler.profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if cuda:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    profiler = torch.profiler.profile(activities=activities)
+    profiler.start()
+    return profiler
+
+
+@contextmanager
+def _costs_a_line(path: Path) -> Generator[None]:
+    """What goes wrong with a file of the profile is said, and is no error of the step."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # the profiler's own are RuntimeErrors
+        logger.warning("event=profile_lost path=%s error=%s", path, error)
+
+
+def _write(path: Path, export: Callable[[str], object]) -> None:
+    """Whole or not at all; raises what `export` does."""
+    half = path.with_name(f".half-{path.name}")  # the profiler packs by the end of the name
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        export(str(half))
+        os.replace(half, path)
+    except BaseException:
+        with suppress(OSError):
+            half.unlink()
+        raise
+    logger.info("event=profiled path=%s bytes=%d", path, path.stat().st_size)

@@ -20,7 +20,7 @@ from streamrl.config.loss import estimator_of
 from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch, sample_of_token
-from streamrl.core.packing import Indices, packed_row_length
+from streamrl.core.packing import Indices
 from streamrl.errors import OutOfMemory, TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine
@@ -136,7 +136,7 @@ class TorchTrainer:
             trained=[self._policy, *([self._critic.body] if self._critic is not None else [])],
             frozen=list(dict.fromkeys(frozen.values())),
             parallel=self._parallel,
-            row_length=trainer.micro_tokens,
+            budget=trainer.micro_tokens,
             deterministic=deterministic,
             snapshots=snapshots if whole else 0,
         )
@@ -161,19 +161,21 @@ class TorchTrainer:
         check_batch(batch)
         self._update.budget = batch.micro_tokens or self._micro_tokens
         with self._profiler.step(batch.version.number + 1) if self._profiler is not None else nullcontext(), self._parallel.gathering():
-            self._arrangement.follow(batch.choices)
+            self._update.least_row = self._arrangement.least_row(batch.choices)
+            rows = self._update.row_length(batch, self._update.budget)
+            self._arrangement.follow(batch.choices, rows or self._micro_tokens)
             while True:
                 try:
                     objective, learns = self._begin(batch)
                     done = self._update.run(batch, objective, self._learning_rate(batch), learns=learns)
                     return self._result(batch, objective, done)
                 except torch.OutOfMemoryError as error:
-                    self._check_repeatable(batch, error)
+                    budget = self._half_budget(batch, error)
                 # Only here the error, whose frames hold on to the pass's memory, is gone.
                 self._update.discard()
                 if self._policy.device.type == "cuda":
                     torch.cuda.empty_cache()
-                self._update.budget //= 2
+                self._update.budget = budget
 
     def _begin(self, batch: TrainBatch) -> tuple[Objective, bool]:
         """The batch's objective, and whether the policy learns from it; begun again where a step is repeated."""
@@ -185,15 +187,23 @@ class TorchTrainer:
             self._optimizer.reset()
             self._stage = batch.kind
         self._recheck.keep(batch.version.number)
-        return objective, batch.kind == "sft" or batch.stage_step >= self._loss.critic.only_steps
+        return objective, self._learns(batch)
 
-    def _check_repeatable(self, batch: TrainBatch, error: torch.OutOfMemoryError) -> None:
-        """Raise OutOfMemory unless the step may be repeated with half the budget."""
+    def _learns(self, batch: TrainBatch) -> bool:
+        """Whether the policy does; a critic's first batches are its own."""
+        return batch.kind == "sft" or batch.stage_step >= self._loss.critic.only_steps
+
+    def _half_budget(self, batch: TrainBatch, error: torch.OutOfMemoryError) -> int:
+        """The budget that the step is repeated with; raises OutOfMemory where it may not be."""
         budget, longest = self._update.budget, int(batch.lengths.max())
-        now, then = (packed_row_length(batch, n) if self._update.packs else max(n, longest) for n in (budget, budget // 2))
-        half = budget // 2 if then < now else 0
+        # A packed row may be shorter than the budget, which then is cut below the row.
+        now = self._update.row_length(batch, budget) or max(budget, longest)
+        half = now // 2
+        if (self._update.row_length(batch, half) or max(half, longest)) >= now:
+            half = 0
         if not half or self._update.wrote or self._parallel.ranks > 1:
             raise _out_of_memory(batch, budget, half, longest, str(error)) from error
+        return half
 
     def _result(self, batch: TrainBatch, objective: Objective, done: Updated) -> StepResult:
         metrics = {**objective.metrics, **done.metrics}
@@ -214,13 +224,13 @@ class TorchTrainer:
             reference=reference,
             micro_tokens=self._update.budget,
             peak_s=self._peak_s(batch),
-            choices=self._arrangement.choices(packed_row_length(batch, self._update.budget) if self._update.packs else 0),
+            choices=self._arrangement.choices(self._update.row_length(batch, self._update.budget)),
             notices=self._arrangement.notices(),
             tokens=None if batch.kind == "sft" or self._loss.slime_loss else TokenValues(done.logprobs, done.weights),
         )
 
     def _peak_s(self, batch: TrainBatch) -> float | None:
-        if self._flops is None or self._peak is None:
+        if self._flops is None or self._peak is None or not self._learns(batch):
             return None
         return self._flops.step(batch.lengths, int(batch.loss_mask.sum())) / (self._peak * self._parallel.ranks)
 
