@@ -110,6 +110,15 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
     """Of packed rows; 0: rows were not packed. It follows from the budget and the batch."""
 
 
+class TrainedOn(msgspec.Struct, frozen=True, kw_only=True):
+    """The ranks that a version was trained on, as keys of the section `trainer`: sums over others have other last bits."""
+
+    ranks: int = 1
+    shards: int = 1
+    gather: str = "auto"
+    """Of a model that is cut."""
+
+
 class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
     """What made one version out of the one before. Immutable; its message id is `version.number` within its trainer."""
 
@@ -166,6 +175,8 @@ class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
     choices: Choices | msgspec.UnsetType = msgspec.UNSET
     """How it was computed: whoever trains it again does it likewise. Not on the wire when unset, which says what the defaults of
     `Choices` do."""
+    trained_on: TrainedOn | msgspec.UnsetType = msgspec.UNSET
+    """Whoever trains it again does so on these. Not on the wire when unset, as in entries of earlier builds and of gaps."""
     gap: Gap | msgspec.UnsetType = msgspec.UNSET
     """Set on an entry that says what was lost, and has no batch; see `take_entry`. Not on the wire when unset."""
 

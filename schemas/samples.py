@@ -209,7 +209,9 @@ MARK_EPOCH = "epoch"
 
 
 class EpochMark(msgspec.Struct, frozen=True):
-    """A restart has forked the epoch: versions `epoch.first` and on exist; of the epoch before it those up to `last_before` do.
+    """A restart has begun an epoch: versions `epoch.first` and on exist; of the epoch before it those up to `last_before` do.
+
+    Other digits than the ledger's make it begin within the one before, ranks in other numbers also right behind it.
 
     It stands on the stream before any weights of the epoch are published, so before every token that they sample.
     """

@@ -19,6 +19,7 @@ from streamrl.core.seeds import run_seed
 from streamrl.errors import Diverged
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.versions import Version
+from streamrl.trainers.mesh import trained_on
 from streamrl.trainers.protocol import StepResult
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ def ledger_books(
     """A ledger to write to.
 
     A version that is in it with the same digest is known by that entry. With other digits it is another one: the epoch is forked, or
-    with run.numerics = "bitwise" that is an error.
+    with run.numerics = "bitwise" that is an error. On another mesh than the ledger's an epoch begins, whatever the digits.
 
     Args:
         ledger: opened by whoever holds its fence.
@@ -51,22 +52,28 @@ def ledger_books(
     Returns:
         Its `enter` raises Diverged, and Fenced when another trainer has taken over.
     """
+    own = trained_on(config.trainer)
+
+    def moved(entry: LedgerEntry | None) -> bool:
+        return entry is not None and entry.trained_on not in (UNSET, own)
 
     def enter(stepped: Stepped) -> Version:
         past, version = stepped.past, stepped.state.version
         if past is not None and past.version.epoch >= version.epoch:
-            if same_result(stepped.result, past):
-                return past.version
-            if config.run.numerics == "bitwise":
-                raise Diverged(
-                    f"version {past.version} has {_digests(stepped.result, past)}",
-                    hint=diverged,
-                    version=str(past.version),
-                )
+            if not moved(past):
+                if same_result(stepped.result, past):
+                    return past.version
+                if config.run.numerics == "bitwise":
+                    raise Diverged(
+                        f"version {past.version} has {_digests(stepped.result, past)}",
+                        hint=diverged,
+                        version=str(past.version),
+                    )
             version = Version(ledger.max_epoch + 1, version.number)
             logger.warning("event=epoch_forked version=%s ledger_version=%s ledger_digest=%s", version, past.version, past.digest)
         elif past is None:
-            version = Version(max(version.epoch, ledger.max_epoch), version.number)  # after a gap: the epoch that it began
+            # The newest epoch may be one that a gap began.
+            version = Version(max(version.epoch, ledger.max_epoch + moved(ledger.newest)), version.number)
         call(ledger.append(entry_of(stepped, version, config, fingerprint, fence=ledger.fence)))
         if appended is not None:
             appended(stepped)
@@ -111,6 +118,7 @@ def entry_of(stepped: Stepped, version: Version, config: Config, fingerprint: st
         reward=UNSET if reward is None else reward,
         staleness=tuple(ages(stepped.batch, before)["total"]),
         reference=stepped.result.reference or UNSET,
+        trained_on=trained_on(config.trainer),
         micro_tokens=stepped.result.micro_tokens or UNSET,
         choices=stepped.result.choices or UNSET,
         num_samples=stepped.arrays.num_samples,

@@ -38,6 +38,8 @@ class Ledger:
         self._subject = subjects.ledger(trainer)
         self.tail = 0
         """Sequence of the newest entry, which the next one must follow."""
+        self.newest: LedgerEntry | None = None
+        """The newest entry; None where there is none, or a gap."""
         self._numbers: dict[int, tuple[int, int]] = {}
 
     @property
@@ -118,8 +120,9 @@ class Ledger:
         self.max_epoch = max(self.max_epoch, epoch)
         self.tail = sequence
         if entry.gap is not msgspec.UNSET:
-            self.last_number = number
+            self.last_number, self.newest = number, None
             return
+        self.newest = entry
         self.last_number = max(self.last_number, number)
         first, last = self._numbers.get(epoch, (number, number))
         self._numbers[epoch] = (min(first, number), max(last, number))

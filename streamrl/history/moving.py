@@ -10,7 +10,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from msgspec.structs import replace
+from msgspec import UNSET
+from msgspec.structs import asdict, replace
 
 from streamrl.config.tree import Config
 from streamrl.core.batches import TrainBatch
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 class Meshes(NamedTuple):
     """On which mesh each version of a ledger was trained.
 
-    `config`: that of the replay, for versions whose trainer has told nothing.
+    `config`: that of the replay, for versions whose trainer has told nothing. Entries of earlier builds do not say; their fingerprints do.
     """
 
     config: Config
@@ -38,8 +39,15 @@ class Meshes(NamedTuple):
     def at(self, number: int) -> Config:
         """The configuration with the mesh of version `number`."""
         entry = self.past.at(number)
-        values = self.told.get(entry.fingerprint, {}) if entry is not None else {}
-        return replace(self.config, trainer=replace(self.config.trainer, **mesh_keys(values))) if values else self.config
+        if entry is None:
+            return self.config
+        if entry.trained_on is not UNSET:
+            keys = asdict(entry.trained_on)
+        elif values := self.told.get(entry.fingerprint):
+            keys = mesh_keys(values)
+        else:
+            return self.config
+        return replace(self.config, trainer=replace(self.config.trainer, **keys))
 
     def all(self) -> list[Config]:
         """One configuration for each mesh that there is."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from streamrl.config.tree import TrainerConfig
+from streamrl.schemas.ledger import TrainedOn
 
 
 class Mesh(msgspec.Struct, frozen=True):
@@ -53,6 +54,11 @@ class Mesh(msgspec.Struct, frozen=True):
 def mesh_of(trainer: TrainerConfig) -> Mesh:
     """The mesh that a configuration asks for; it has been checked that `trainer.shards` divides `trainer.ranks`."""
     return Mesh(replicate=trainer.ranks // trainer.shards, shard=trainer.shards)
+
+
+def trained_on(trainer: TrainerConfig) -> TrainedOn:
+    """What a ledger entry says of it."""
+    return TrainedOn(ranks=trainer.ranks, shards=trainer.shards, gather=trainer.gather if trainer.shards > 1 else "auto")
 
 
 def gathers_once(gather: str, nbytes: int, memory: int) -> bool:

@@ -18,7 +18,7 @@ from streamrl.schemas.control import EnginePresence, Grant, Latest, MicroBudget,
 from streamrl.schemas.dead import DeadRecord
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.events import Event, MetricReport
-from streamrl.schemas.ledger import Choices, Drop, Gap, LedgerEntry, SpilledDrops, Used
+from streamrl.schemas.ledger import Choices, Drop, Gap, LedgerEntry, SpilledDrops, TrainedOn, Used
 from streamrl.schemas.samples import (
     BlobRef,
     Branch,
@@ -237,6 +237,17 @@ def records() -> dict[str, Any]:
             granted=68,
             retired=36,
             micro_tokens=8192,
+        ),
+        "ledger_trained_on": LedgerEntry(
+            run="golden",
+            trainer="main",
+            version=Version(2, 18),
+            source="main",
+            used=(),
+            cursor=10,
+            granted=8,
+            retired=2,
+            trained_on=TrainedOn(ranks=4, shards=2, gather="step"),
         ),
         "ledger_choices": LedgerEntry(
             run="golden",

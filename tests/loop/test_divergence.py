@@ -7,11 +7,11 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.bus.memory import MemoryBus
-from streamrl.config.tree import Config, RunConfig
+from streamrl.config.tree import Config, RunConfig, TrainerConfig
 from streamrl.consumers.training.books import ledger_books
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.divergence import MOST, Divergence
-from streamrl.consumers.training.ledger import open_ledger
+from streamrl.consumers.training.ledger import Ledger, open_ledger
 from streamrl.consumers.training.steps import Stepped
 from streamrl.core.batches import TrainBatch
 from streamrl.core.fold import Batch
@@ -21,6 +21,7 @@ from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
 from streamrl.trainers.protocol import StepResult
+from tests.support.batches import train_batch
 from tests.support.errors import raises
 
 
@@ -63,3 +64,36 @@ async def test_a_step_with_other_digits_says_whose(digest: str, reference: str, 
     with raises(Diverged, version="0.3") as caught:
         books.enter(stepped)
     assert said in caught.value.message
+
+
+async def test_another_mesh_begins_an_epoch_within_the_ledger_and_right_behind_it() -> None:
+    """Whatever the digits, also where others are an error; a restart on that mesh knows its versions, one on another does not."""
+
+    def run(ledger: Ledger, ranks: int, state: FoldState, numbers: range) -> list[str]:
+        config = Config(run=RunConfig(numerics="bitwise"), trainer=TrainerConfig(ranks=ranks))
+        books = ledger_books(ledger, call, config, "", diverged="compare")
+        versions: list[str] = []
+        for number in numbers:
+            state = FoldState(version=Version(state.version.epoch, number))
+            result = StepResult(digest=f"{number} on {ranks}", metrics={})
+            past, none = ledger.at(number), Batch("main", ())
+            stepped = Stepped(before=state, state=state, batch=none, arrays=arrays, result=result, reward=None, metrics={}, past=past)
+            state = FoldState(version=books.enter(stepped))
+            versions.append(str(state.version))
+        return versions
+
+    call, bus = Caller(asyncio.get_running_loop()), MemoryBus("demo")
+    arrays = train_batch([{"prompt": [1], "answer": [2]}], mu=0.0, reward=0.0)
+
+    async def restart(ranks: int, after: Version, to: int) -> list[str]:
+        ledger = await open_ledger(bus, Subjects("demo"), "main")
+        found = await asyncio.to_thread(run, ledger, ranks, FoldState(version=after), range(after.number + 1, to + 1))
+        forks.append([(fork.epoch, fork.first, fork.last_before) for fork in ledger.forks])
+        return found
+
+    forks: list[list[tuple[int, int, int]]] = []
+    assert await restart(2, Version(0, 0), 4) == ["0.1", "0.2", "0.3", "0.4"]
+    assert await restart(1, Version(0, 2), 5) == ["1.3", "1.4", "1.5"]  # from an older checkpoint
+    assert await restart(1, Version(0, 2), 6) == ["1.3", "1.4", "1.5", "1.6"]
+    assert await restart(2, Version(1, 6), 7) == ["2.7"]  # from the end
+    assert forks == [[], [(1, 3, 4)], [(1, 3, 4)], [(1, 3, 4), (2, 7, 6)]]

@@ -7,11 +7,13 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from streamrl.history.source import read_entries
 from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.ledger import TrainedOn
 from tests.faults.shapes import NAME
 from tests.faults.verdict import judge
 from tests.support.digits import TRANSFORMER
@@ -95,6 +97,12 @@ async def test_each_stretch_of_a_run_is_replayed_on_its_own_mesh(start: Start, t
         assert process.returncode == 0, err.decode()
     _, entries = await read_entries(NAME, base=tmp_path / "runs")
     assert len({entry.fingerprint for entry in entries}) == 3
+    # Each begins an epoch right behind the one before, whose parameters and moments it carries on.
+    assert [entry.version.number for entry in entries] == list(range(1, len(entries) + 1))
+    stretches = dict.fromkeys((entry.version.epoch, cast("TrainedOn", entry.trained_on)) for entry in entries)
+    assert list(stretches) == [
+        (epoch, TrainedOn(ranks=ranks, shards=shards)) for epoch, (ranks, shards) in enumerate(((2, 2), (1, 1), (2, 1)))
+    ]
     verdict = await judge(RunDir(tmp_path / "runs" / NAME))
     assert verdict.problems == []
 
