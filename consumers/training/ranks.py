@@ -22,6 +22,7 @@ from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.ranks.local import uses_cuda
 
 if TYPE_CHECKING:
+    from streamrl.trainers.ranks.leading import LeadingTrainer
     from streamrl.trainers.ranks.process_group import ProcessGroup
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ def form_process_group(worker: Worker, call: Caller) -> ProcessGroup | None:
     return meeting.begin(cuda=uses_cuda(worker.config, 0))
 
 
-def lead(trainer: Trainer, group: ProcessGroup) -> Trainer:
+def lead(trainer: Trainer, group: ProcessGroup) -> LeadingTrainer:
     """Rank 0's trainer as one that takes the other ranks along; raises TrainingError when they began with other parameters."""
     from streamrl.trainers.ranks.leading import LeadingTrainer
 
@@ -110,6 +111,7 @@ def _follow(worker: Worker, call: Caller) -> None:
             _, said = call(lower_budget(worker.bus, worker.config.trainer, error.micro_tokens, error.number))
             call(worker.notice(said))
         raise
+    del trainer  # a model that is cut holds the group
     group.close()
 
 

@@ -58,9 +58,9 @@ def train(worker: Worker, call: Caller) -> tuple[FoldState, bool] | None:
     group = form_process_group(worker, call) if config.trainer.ranks > 1 else None
     if group is None and config.trainer.ranks > 1:
         return None
-    trainer = make_trainer(config, model_dir, profile_dir=run_dir.profile)
-    if group is not None:
-        trainer = lead(trainer, group)
+    make = partial(make_trainer, config, model_dir, profile_dir=run_dir.profile)
+    leading = lead(make(), group) if group is not None else None
+    trainer = leading or make()
     numerics = numerics_fingerprint(config)
     fingerprint = fingerprint_digest(numerics)
     call(worker.event(NUMERICS_EVENT, {"fingerprint": fingerprint, "values": numerics}))
@@ -96,7 +96,6 @@ def train(worker: Worker, call: Caller) -> tuple[FoldState, bool] | None:
     keep_all()
     result = live.run(worker.draining.is_set)
     publisher.close()
-    if group is not None:
-        group.dismiss()
-        group.close()
+    if leading is not None:
+        leading.close()
     return result

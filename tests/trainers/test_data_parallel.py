@@ -31,6 +31,7 @@ from streamrl.config.tree import Config, LossConfig, OptimizerConfig, TrainerCon
 from streamrl.core.batches import TrainBatch
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
+from streamrl.trainers.ranks.process_group import leave
 from streamrl.config.registry import Role
 from tests.support.scoring import score
 
@@ -69,7 +70,7 @@ def train(loss, out):
 answer = {name: train(loss, out / name) for name, loss in msgspec.json.decode(sys.argv[6], type=dict[str, LossConfig]).items()}
 (out / f"{rank}.json").write_text(json.dumps(answer))
 if ranks > 1:
-    dist.destroy_process_group()
+    leave()
 """
 
 
@@ -91,8 +92,7 @@ LOSSES = {
 def launch(model: Path, out: Path, ranks: int, shards: int = 1) -> list[dict[str, Any]]:
     out.mkdir()
     losses = msgspec.json.encode(LOSSES).decode()
-    # Rarely one is aborted after its last line, by C++ ("terminate called"): then this shows where.
-    python = [sys.executable, "-Xfaulthandler", "-c", RANK]
+    python = [sys.executable, "-c", RANK]
     children = [
         subprocess.Popen([*python, str(model), str(out), str(rank), str(ranks), str(shards), losses], cwd=ROOT) for rank in range(ranks)
     ]

@@ -124,6 +124,19 @@ def test_critic_and_renewed_reference_are_cut_too_in_bfloat16(model_dir: Path, t
         assert found == set(others)
 
 
+def test_no_thread_of_the_ranks_is_left_when_they_have_parted(model_dir: Path) -> None:
+    """One that was left aborted the process now and then when the interpreter was torn down."""
+
+    def threads() -> set[str]:
+        return {task.name for task in Path("/proc/self/task").iterdir() if "gloo" in (task / "comm").read_text()}
+
+    before = threads()
+    with open_trainer(config(2, 2), model_dir) as trainer:
+        trainer.step(batch(0))
+        assert threads() > before
+    assert threads() <= before
+
+
 def test_a_rank_that_is_killed_ends_a_step_of_a_cut_model(model_dir: Path) -> None:
     with pytest.raises(TrainingError, match="needs all ranks of the trainer") as caught, open_trainer(config(2, 2), model_dir) as trainer:
         trainer.step(batch(0))

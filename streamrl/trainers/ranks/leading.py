@@ -134,8 +134,9 @@ class LeadingTrainer:
         self._finish()
 
     def close(self) -> None:
-        """Let the other ranks end, and leave the group. Call it when nothing is under way."""
+        """Let the other ranks end, and leave the group. Call it when nothing is under way; afterwards this is of no use."""
         self._group.dismiss()
+        del self._own  # a model that is cut holds the group
         self._group.close()
 
     def _finish(self, when: str = "", digest: str = "") -> None:

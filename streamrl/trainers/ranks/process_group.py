@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import os
 import secrets
 import socket
@@ -25,6 +26,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from streamrl.errors import TrainingError
 from streamrl.trainers.ranks.collectives import HINT, among_ranks
@@ -33,6 +35,31 @@ _POLL_S = 0.05
 _CONNECT_S = 2.0
 _SIOCGIFADDR = 0x8915
 _SIGN = 1 << 63
+
+
+_meshes: list[DeviceMesh] = []
+"""Of this process's default group."""
+
+
+def make_device_mesh(device: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """All ranks: torch's mesh over the default group."""
+    with among_ranks("the mesh"):
+        _meshes.append(init_device_mesh(device, shape, mesh_dim_names=names))
+    return _meshes[-1]
+
+
+def leave() -> None:
+    """Leave the default group and end its threads, as far as nobody holds a model that was cut over it.
+
+    Torch remembers for good how tensors of a mesh were handed about, and with it the mesh, and a mesh holds its groups: their threads would
+    live until the interpreter is torn down, where a process is aborted now and then ("terminate called without an active exception").
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for mesh in _meshes:
+        mesh._pg_registry.clear()  # pyright: ignore[reportPrivateUsage]
+    _meshes.clear()
+    gc.collect()  # a model that is cut is a cycle
 
 
 class RendezvousAddress(msgspec.Struct, frozen=True):
@@ -102,9 +129,8 @@ class ProcessGroup:
         self._store.delete_key(f"order/{self._orders}")
 
     def close(self) -> None:
-        """Leave the process group; safe to call twice."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        """Leave the process group; safe to call twice. What was made of it must not be held any more, see `leave`."""
+        leave()
 
     def _announce(self, nbytes: int) -> None:
         self._orders += 1

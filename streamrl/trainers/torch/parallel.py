@@ -14,13 +14,14 @@ from typing import Literal, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from streamrl.errors import TrainingError
 from streamrl.tensors.digest import MASK, combine
 from streamrl.trainers.mesh import Mesh, gathers_once
 from streamrl.trainers.ranks.collectives import HINT, among_ranks
+from streamrl.trainers.ranks.process_group import make_device_mesh
 
 _SIGN = 1 << 63
 
@@ -65,8 +66,7 @@ class Parallel:
         self.copy, self.part = mesh.place(self.rank)
         if mesh.shard > 1:
             shape, names = ((mesh.replicate, mesh.shard), ("replicate", "shard")) if mesh.replicate > 1 else ((mesh.shard,), ("shard",))
-            with among_ranks("the mesh"):
-                self.devices = init_device_mesh(device.type, shape, mesh_dim_names=names)
+            self.devices = make_device_mesh(device.type, shape, names)
 
     @property
     def sharded(self) -> bool:
