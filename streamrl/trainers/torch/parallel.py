@@ -21,6 +21,7 @@ from streamrl.errors import TrainingError
 from streamrl.tensors.digest import MASK, combine
 from streamrl.trainers.mesh import Mesh, gathers_once
 from streamrl.trainers.ranks.collectives import HINT, among_ranks
+from streamrl.trainers.ranks.writers import Writers
 
 _SIGN = 1 << 63
 
@@ -52,6 +53,8 @@ class Parallel:
         self.rank = 0
         self.devices: DeviceMesh | None = None
         """Of a model that is cut into parts: (copies x) parts."""
+        self.writers: Writers | None = None
+        """Of its checkpoints: the ranks that hold the first copy."""
         if mesh.ranks > 1:
             size = dist.get_world_size() if dist.is_initialized() else 1
             if size != mesh.ranks:
@@ -67,6 +70,8 @@ class Parallel:
             shape, names = ((mesh.replicate, mesh.shard), ("replicate", "shard")) if mesh.replicate > 1 else ((mesh.shard,), ("shard",))
             with among_ranks("the mesh"):
                 self.devices = init_device_mesh(device.type, shape, mesh_dim_names=names)
+            writers = Writers(mesh.shard)
+            self.writers = writers if self.copy == 0 else None
 
     @property
     def sharded(self) -> bool:
