@@ -1,7 +1,7 @@
 """A version of a run as a model directory, without a GPU and without a trainer: from its checkpoint, or from its bytes on the log.
 
-Nothing is held as a whole: a checkpoint's file is copied, or its parts are joined, and parts and changes from the bus go straight to where they belong in the new
-file, which is then read back tensor by tensor against the version's digests.
+Nothing is held as a whole: a checkpoint's file is copied, or its parts are joined, and parts and changes from the bus go straight to where
+they belong in the new file, which is then read back tensor by tensor against the version's digests.
 """
 
 from __future__ import annotations
