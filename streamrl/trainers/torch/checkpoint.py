@@ -61,8 +61,8 @@ class ModelState(msgspec.Struct, frozen=True, kw_only=True):
 
     def on_host(self, copy: Callable[[Tensor], Tensor]) -> ModelState:
         """The same, of tensors that `copy` has made, on the host."""
-        parameters = {name: copy(value).to(self.types.get(name, value.dtype)) for name, value in self.parameters.items()}
-        return replace(self, parameters=parameters, optimizer={name: copy(value) for name, value in self.optimizer.items()})
+        parameters, optimizer = ({name: copy(value) for name, value in held.items()} for held in (self.parameters, self.optimizer))
+        return replace(self, parameters=parameters, optimizer=optimizer)
 
 
 class TorchState(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +106,8 @@ def write_tensors(directory: Path, state: TorchState, mesh: Mesh, part: int) -> 
     """Write what one rank holds of all models into an existing directory."""
     for model, stem in ((state.policy, "model"), (state.critic, "critic"), (state.reference, "reference")):
         if model is not None:
-            _save(directory / f"{stem}.safetensors", model.parameters, model.shapes, mesh, part)
+            parameters = {name: value.to(model.types.get(name, value.dtype)) for name, value in model.parameters.items()}
+            _save(directory / f"{stem}.safetensors", parameters, model.shapes, mesh, part)
     for model, stem in ((state.policy, "optimizer"), (state.critic, "critic_optimizer")):
         if model is not None:
             shapes = {name: model.shapes[name.rpartition(".")[0]] for name in model.optimizer if not name.endswith(STEP)}

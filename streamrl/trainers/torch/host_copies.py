@@ -19,16 +19,34 @@ from streamrl.trainers.torch.checkpoint import TorchState, host_bytes
 from streamrl.trainers.torch.snapshot import HostReader
 
 
+class HostMemory:
+    """Tensors on the host that the next checkpoint is copied to as well: memory that is new takes several times as long to fill."""
+
+    def __init__(self, reader: HostReader) -> None:
+        self._reader = reader
+        self._tensors: list[Tensor] = []
+
+    def copy(self, place: int, tensor: Tensor) -> Tensor:
+        """A copy of `tensor` in the memory that the one at this place was copied to before, if it was like it."""
+        self._tensors += [torch.empty(0)] * (place + 1 - len(self._tensors))
+        if (out := self._tensors[place]).shape != tensor.shape or out.dtype != tensor.dtype:
+            self._tensors[place] = out = torch.empty(tensor.shape, dtype=tensor.dtype)
+        with self._reader.stream():
+            flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        self._reader.read(flat, host_bytes(out))
+        return out
+
+
 class HostCopies:
     """Of one state, as it is at this point of the current stream, if nothing writes it before `settle` has returned.
 
     Args:
-        reader: brings a device's memory to the host.
+        memory: takes them, and nobody uses what it has taken before.
         device: where the state lies.
     """
 
-    def __init__(self, reader: HostReader, device: torch.device) -> None:
-        self._reader = reader
+    def __init__(self, memory: HostMemory, device: torch.device) -> None:
+        self._memory = memory
         self._made = threading.Event()
         self._ready: Any = None
         if device.type == "cuda":
@@ -41,8 +59,10 @@ class HostCopies:
 
         def copy(tensor: Tensor) -> Tensor:
             place = (tensor.data_ptr(), tensor.nbytes)  # a part's rows are parameter and master in one
-            if place not in known or not tensor.numel():
-                known[place] = self._copy(tensor)
+            if not tensor.numel():
+                return torch.empty(tensor.shape, dtype=tensor.dtype)
+            if place not in known:
+                known[place] = self._memory.copy(len(known), tensor)
             return known[place]
 
         try:
@@ -61,11 +81,3 @@ class HostCopies:
         start_s = time.perf_counter()
         self._made.wait()
         return time.perf_counter() - start_s
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        out = torch.empty(tensor.shape, dtype=tensor.dtype)
-        if tensor.numel():
-            with self._reader.stream():
-                flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            self._reader.read(flat, host_bytes(out))
-        return out

@@ -43,7 +43,7 @@ from streamrl.trainers.torch.checkpoint import (
 )
 from streamrl.trainers.torch.critic import Critic
 from streamrl.trainers.torch.frozen import Reference, load_frozen
-from streamrl.trainers.torch.host_copies import HostCopies
+from streamrl.trainers.torch.host_copies import HostCopies, HostMemory
 from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.optimizer import ClippedAdamW
 from streamrl.trainers.torch.parallel import Parallel
@@ -157,7 +157,7 @@ class TorchTrainer:
         self._known: NamedDigests | None = None
         """Of the parameters as they are, on a GPU; None when nobody has asked since they were written."""
         self._writer = BackgroundWriter()
-        self._reader = HostReader(device)
+        self._memory = HostMemory(HostReader(device))
         self._copies: HostCopies | None = None
         """Of the newest checkpoint, while they may still be under way."""
         self._waited_s: float | None = None
@@ -300,7 +300,7 @@ class TorchTrainer:
             version=str(version),
             reference=self._reference.state() if self._reference is not None else None,
         )
-        self._copies = copies = HostCopies(self._reader, self._policy.device)
+        self._copies = copies = HostCopies(self._memory, self._policy.device)
 
         def write_own(folder: Path) -> None:
             write_tensors(folder, copies.make(state), parallel.mesh, parallel.part)
