@@ -21,7 +21,7 @@ from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.core.packing import Indices
-from streamrl.errors import OutOfMemory, TrainingError
+from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine
 from streamrl.tensors.digest_torch import NamedDigester, NamedDigests
@@ -29,7 +29,7 @@ from streamrl.trainers.checkpoints import BackgroundWriter, write_directory
 from streamrl.trainers.flops import flops_of, peak_flops
 from streamrl.trainers.mesh import mesh_of
 from streamrl.trainers.parts import part_folder
-from streamrl.trainers.protocol import WEIGHT_SUFFIXES, StepResult, TokenValues
+from streamrl.trainers.protocol import WEIGHT_SUFFIXES, StepResult, TokenValues, out_of_memory
 from streamrl.trainers.torch.arrangement import Arrangement
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.checkpoint import (
@@ -214,7 +214,7 @@ class TorchTrainer:
         if (self._update.row_length(batch, half) or max(half, longest)) >= now:
             half = 0
         if not half or self._update.wrote or self._parallel.ranks > 1:
-            raise _out_of_memory(batch, budget, half, longest, str(error)) from error
+            raise out_of_memory(batch, budget, half, longest, str(error)) from error
         return half
 
     def _result(self, batch: TrainBatch, objective: Objective, done: Updated) -> StepResult:
@@ -385,20 +385,6 @@ class TorchTrainer:
             self._copies = None
         if self._snapshots is not None:
             self._snapshots.settle()
-
-
-def _out_of_memory(batch: TrainBatch, budget: int, half: int, longest: int, said: str) -> OutOfMemory:
-    if half:
-        hint = f"it begins again from its checkpoint with {half}; lower trainer.micro_tokens to spare that"
-    else:
-        hint = "set trainer.activations = 0, lower sampling.max_new_tokens, or train on a larger device"
-    return OutOfMemory(
-        f"out of memory in the step from version {batch.version} with micro-batches of {budget} tokens, the longest sample has {longest}"
-        f"{'' if half else ', and none is shorter than that'}: {said}",
-        hint=hint,
-        micro_tokens=half,
-        number=batch.version.number + 1,
-    )
 
 
 def _done(error: TrainingError | None) -> Future[None]:
