@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import socket
@@ -14,13 +15,16 @@ from pathlib import Path
 from streamrl.bus import BusAddress, connect
 from streamrl.bus.permissions import READER
 from streamrl.config.code import rollout_code
+from streamrl.config.loss import estimator_of
+from streamrl.config.registry import Role
 from streamrl.config.tree import Config
 from streamrl.doctor.findings import Check
 from streamrl.doctor.limits import GIBIBYTE
 from streamrl.errors import BusError, ConfigError
 from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import RunDir
-from streamrl.trainers.activations import gathered_bytes, kept_layers, model_shape, training_bytes
+from streamrl.trainers.activations import ModelShape, gathered_bytes, kept_layers, model_shape, training_bytes
+from streamrl.trainers.checkpoints import list_checkpoints
 from streamrl.trainers.mesh import gathers_once
 
 SGLANG_TRIED = ("0.5.17", "0.5.23")
@@ -34,6 +38,8 @@ _SAY_VERSION = "from importlib.metadata import version; print(version('sglang'))
 def check_config(config: Config, *, num_gpus: int, gpu_bytes: int = 0, up: bool = False) -> list[Check]:
     """What the configuration asks for; `gpu_bytes`: memory of the trainer's GPU; `up`: its run holds its ports already."""
     checks = [check_budgets(config), check_gpus_wanted(config, num_gpus)]
+    if room := check_checkpoints(config):
+        checks.append(room)
     if gpu_bytes and (found := check_activations(config, gpu_bytes)):
         checks.append(found)
     if not up:
@@ -54,15 +60,39 @@ def check_budgets(config: Config) -> Check:
     if config.bus.url:
         return Check("budgets", "ok", "the log is on the cluster's disks")
     wanted = config.bus.samples_bytes + config.bus.blobs_bytes
-    place = Path(config.run.dir).absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    place, free = _room(config)
     found = f"samples and blobs may take {wanted / GIBIBYTE:.1f} GB, {free / GIBIBYTE:.1f} GB are free at {place}"
     if wanted > free:
         hint = "lower bus.samples_bytes and bus.blobs_bytes, or choose another place with run.dir; a full disk stops the bus"
         return Check("budgets", "warn", found, hint)
     return Check("budgets", "ok", found)
+
+
+def check_checkpoints(config: Config) -> Check | None:
+    """Whether the disk holds two checkpoints, the newest and the one that is written, beside the log; None where that is not known.
+
+    An older one is removed when all files of the newer have been read back, so with less room than that there is no second one.
+    """
+    if config.ray.address or (shape := _shape(config.model.path)) is None or config.trainer.tabular:
+        return None
+    itemsize, loss = 2 if (config.trainer.dtype or config.model.dtype) == "bfloat16" else 4, config.loss
+    trained = [shape.parameters]
+    if Role.VALUE in estimator_of(loss).needs:
+        critic = _shape(loss.critic.path) or shape
+        trained.append(critic.parameters)
+    each = sum(trained) * (itemsize + 8 + (4 if itemsize < 4 else 0)) + (shape.parameters * itemsize if loss.kl.reference_every else 0)
+    place, free = _room(config)
+    run = RunDir(Path(config.run.dir) / config.run.name)
+    there = sum(_bytes(path) for _, path in list_checkpoints(run.checkpoints, f"{config.trainer.name}-"))
+    found = f"{each / GIBIBYTE:.1f} GB each, {free / GIBIBYTE:.1f} GB are free at {place}"
+    found += f" and {there / GIBIBYTE:.1f} GB hold those that there are" if there else ""
+    kept = config.trainer.keep_checkpoints
+    hint = "free some space, or choose another place with run.dir"
+    if 2 * each > free + there:
+        return Check("checkpoints", "fail", f"{found}: not enough for one that is kept and one that is written", hint)
+    if (kept + 1) * each > free + there:
+        return Check("checkpoints", "warn", f"{found}: not enough for trainer.keep_checkpoints = {kept} and one more", hint)
+    return Check("checkpoints", "ok", found)
 
 
 def check_logins(config: Config) -> Check:
@@ -93,11 +123,7 @@ def check_credits(config: Config) -> Check:
 
 def check_activations(config: Config, gpu_bytes: int) -> Check | None:
     """How many layers would keep their activations if the trainer had the GPU for itself; None where that is not known."""
-    try:
-        shape = model_shape(json.loads((Path(config.model.path) / "config.json").read_text()))
-    except (OSError, ValueError, AttributeError):
-        return None
-    trainer = config.trainer
+    trainer, shape = config.trainer, _shape(config.model.path)
     if shape is None or trainer.device == "cpu" or trainer.tabular:
         return None
     itemsize = 2 if (trainer.dtype or config.model.dtype) == "bfloat16" else 4
@@ -211,6 +237,31 @@ def check_skew(theirs_s: float, asked_s: float, now_s: float) -> Check:
         hint = "set both by NTP: certificates may be refused, and times in logs and plots do not fit together"
         return Check("clock skew", "warn", found, hint)
     return Check("clock skew", "ok", found)
+
+
+def _shape(model: str) -> ModelShape | None:
+    """Sizes of the model in a directory, as far as its description tells them."""
+    try:
+        return model_shape(json.loads((Path(model) / "config.json").read_text()))
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _bytes(directory: Path) -> int:
+    """Of all files in it; a run that is up may be removing them."""
+    total = 0
+    for file in directory.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += file.stat().st_size if file.is_file() else 0
+    return total
+
+
+def _room(config: Config) -> tuple[Path, int]:
+    """The part of the path to the runs that there is, and how many bytes are free there."""
+    place = Path(config.run.dir).absolute()
+    while not place.exists():
+        place = place.parent
+    return place, shutil.disk_usage(place).free
 
 
 def _elsewhere(config: Config) -> bool:

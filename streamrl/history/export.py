@@ -1,7 +1,7 @@
 """A version of a run as a model directory, without a GPU and without a trainer: from its checkpoint, or from its bytes on the log.
 
-Nothing is held as a whole: a checkpoint's file is copied, and parts and changes from the bus go straight to where they belong in the new
-file, which is then read back tensor by tensor against the version's digests.
+Nothing is held as a whole: a checkpoint's file is copied, or its parts are joined, and parts and changes from the bus go straight to where
+they belong in the new file, which is then read back tensor by tensor against the version's digests.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from streamrl.tensors.concatenation import ITEM_BYTES
 from streamrl.tensors.digest import MASK, digest_text, tensor_digest
 from streamrl.trainers.checkpoints import check_files, list_checkpoints, write_directory
 from streamrl.trainers.factory import make_trainer
+from streamrl.trainers.parts import join_tensors
 from streamrl.trainers.protocol import WEIGHT_SUFFIXES
 from streamrl.weights.blobs import PartStore
 from streamrl.weights.delta import BLOCK_ELEMENTS, apply_block, read_blocks
@@ -117,7 +118,7 @@ async def export(config: Config, bus: Bus, model_dir: Path, found: Found, versio
 
     def write(directory: Path) -> None:
         if checkpoint is not None:
-            shutil.copyfile(checkpoint / WEIGHTS_FILE, directory / WEIGHTS_FILE)
+            join_tensors(checkpoint, WEIGHTS_FILE, directory / WEIGHTS_FILE)
             dtype = _first_type(directory / WEIGHTS_FILE)
         else:
             manifest, way = found.log[version]

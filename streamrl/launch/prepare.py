@@ -23,7 +23,7 @@ from streamrl.consumers.training.ledger import publish_mark
 from streamrl.data.model import check_positions
 from streamrl.data.problems import Problems, load_problems
 from streamrl.data.tokenizer import load_tokenizer
-from streamrl.doctor.run_checks import check_ports_wanted
+from streamrl.doctor.run_checks import check_checkpoints, check_ports_wanted
 from streamrl.errors import ConfigError, LaunchError, StreamFull
 from streamrl.history.replay_log import read_past
 from streamrl.launch.build_model import build_model
@@ -127,10 +127,10 @@ def _note_left_out(key: str, found: Problems, config: Config, note: Callable[[st
 
 
 async def check_start(config: Config, run: RunDir) -> None:
-    """Look at ports, and at the user's code in a process of its own; before the bus is started, which takes a port.
+    """Look at the disk, at ports, and at the user's code in a process of its own; before the bus is started, which takes a port.
 
     Raises:
-        LaunchError: a port that is named is taken.
+        LaunchError: a port that is named is taken, or there is no room for two checkpoints.
         ConfigError: a function cannot be used, or the run's directory is a branch's.
     """
     if (run.path / BRANCH_FILE).exists():
@@ -140,6 +140,8 @@ async def check_start(config: Config, run: RunDir) -> None:
             key="run.name",
             path=str(run.path),
         )
+    if (room := check_checkpoints(config)) and room.state == "fail":
+        raise LaunchError(f"expected room for two checkpoints: {room.found}", hint=room.hint)
     deadline = time.monotonic() + _PORTS_S
     while (found := check_ports_wanted(config)).state == "fail":
         if time.monotonic() > deadline:

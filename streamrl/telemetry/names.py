@@ -278,6 +278,11 @@ _DECLARED = (
     Metric("perf/log_probs_time", _MEAN, "s", "part of `perf/step_s` in which the policy scored the batch before its first step"),
     Metric("perf/ref_log_probs_time", _MEAN, "s", "part of `perf/step_s` in which the reference scored the batch"),
     Metric("perf/actor_train_time", _MEAN, "s", "part of `perf/step_s` of passes with gradients and of optimizers, a critic's included"),
+    Metric(
+        *("perf/checkpoint_wait_s", _MEAN, "s"),
+        "part of `perf/step_s` in which the optimizer waited until the checkpoint before it had been copied to the host",
+        when="a checkpoint was begun before the batch",
+    ),
     Metric("perf/actor_train_tok_per_s", _MEAN, "1/s", "the batch's tokens, prompts included, over `perf/actor_train_time`"),
     Metric("perf/wait_time_ratio", _MEAN, "fraction", "part of a batch's time in which the trainer waited for it"),
     # What the fold of a run makes of its ledger, events and presence (`streamrl.monitor`); no worker reports these.

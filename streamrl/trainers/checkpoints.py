@@ -1,5 +1,8 @@
 """Directories that are complete or absent: written under a hidden name, synced, read back, then renamed.
 
+Several ranks may fill one directory (`Others`): each writes, syncs and reads back files of its own, and rank 0, when it has heard of
+all, seals the whole and gives it its name.
+
 Beside a directory `name` there may be `.name.writing-*` (a write that never finished) and `.name.replaced` (the former
 content while it is being exchanged). `list_checkpoints` sees neither; the next write or `recover` of that name and `prune`
 tidy them up. `name.damaged` is a checkpoint that could not be read; `prune` removes it once there are newer ones.
@@ -13,7 +16,7 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -36,6 +39,12 @@ class SealedFile(msgspec.Struct, frozen=True):
     nbytes: int
     digest: str
     """`streamrl.schemas.digests.file_digest`."""
+
+
+Sealed = dict[str, SealedFile]
+"""By path within the directory."""
+Others = Callable[[Path], tuple[Sealed, Set[str]]]
+"""Waits for what other ranks write into a directory that is being filled: their files, and those that none has read back yet."""
 
 
 def list_checkpoints(root: Path, prefix: str = "", *, suffix: str = "") -> list[tuple[Version, Path]]:
@@ -86,8 +95,12 @@ def recover(path: Path) -> None:
         logger.info("event=unfinished_checkpoint_removed path=%s", leftover)
 
 
-def check_files(path: Path) -> None:
+def check_files(path: Path, *, known: Set[str] = frozenset()) -> None:
     """Read every file of a checkpoint and hold it against its seal; one without a seal passes.
+
+    Args:
+        path: of the checkpoint.
+        known: files that have been read back, of which the size alone is looked at.
 
     Raises:
         CheckpointDamaged: a file is gone, or not what was written.
@@ -98,12 +111,12 @@ def check_files(path: Path) -> None:
             raise damaged(path, "there is no such directory")
         if not (path / SEAL_FILE).exists():
             return
-        for name, sealed in msgspec.json.decode((path / SEAL_FILE).read_bytes(), type=dict[str, SealedFile]).items():
+        for name, sealed in msgspec.json.decode((path / SEAL_FILE).read_bytes(), type=Sealed).items():
             if not (path / name).is_file():
                 raise damaged(path, f"{name} is gone")
             if (nbytes := (path / name).stat().st_size) != sealed.nbytes:
                 raise damaged(path, f"{name} has {nbytes} bytes, {sealed.nbytes} were written")
-            if file_digest(path / name) != sealed.digest:
+            if name not in known and file_digest(path / name) != sealed.digest:
                 raise damaged(path, f"the bytes of {name} are not those that were written")
     except msgspec.MsgspecError as error:
         raise damaged(path, f"{SEAL_FILE} cannot be read: {error}") from error
@@ -129,7 +142,23 @@ def unreadable(path: Path, error: OSError) -> TrainingError:
     return TrainingError(f"cannot read the checkpoint {path}: {error}", hint="mend that and start again; nothing is lost")
 
 
-def write_directory(path: Path, write: Callable[[Path], None], *, seal: bool = False) -> None:
+def begin_directory(path: Path) -> Path:
+    """An empty hidden directory beside `path`, for `write_directory` to fill; what an earlier write of `path` left is tidied up.
+
+    Raises:
+        TrainingError: there can be none.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        recover(path)
+        return Path(tempfile.mkdtemp(prefix=f".{path.name}.writing-", dir=path.parent))
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def write_directory(
+    path: Path, write: Callable[[Path], None], *, seal: bool = False, begun: Path | None = None, others: Others | None = None
+) -> None:
     """Make the directory `path` with what `write` puts into the empty directory it is given.
 
     All files and directories are synced before the rename, so `path` has its whole content or does not exist, across a
@@ -140,34 +169,54 @@ def write_directory(path: Path, write: Callable[[Path], None], *, seal: bool = F
         write: fills it.
         seal: note the digest of every file beside them, and read all of it back before the rename, from the disk where the system
             forgets pages on request.
+        begun: of `begin_directory`, where other ranks fill it too.
+        others: waits for them; asked whatever becomes of `write`.
 
     Raises:
         TrainingError: it could not be written; nothing is left behind.
     """
+    temporary = begun or begin_directory(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        recover(path)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.writing-", dir=path.parent))
         try:
             write(temporary)
-            if seal:
-                _seal(temporary)
-            _sync_tree(temporary)
-            if seal:
-                check_files(temporary)
-            os.chmod(temporary, 0o755)
-            _exchange(temporary, path)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+        finally:
+            theirs, unread = others(temporary) if others is not None else ({}, frozenset())
+        if seal:
+            own = _seal_files(temporary, temporary, without=theirs)
+            (temporary / SEAL_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(own | theirs)))
+        _sync_tree(temporary)
+        if seal:
+            check_files(temporary, known=theirs.keys() - unread)
+        os.chmod(temporary, 0o755)
+        _exchange(temporary, path)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise _unwritable(path, error) from error
+        raise
+
+
+def write_part(root: Path, folder: str, write: Callable[[Path], None]) -> Sealed:
+    """Fill a folder of a directory that several ranks write; synced and read back, it is what rank 0 is told of.
+
+    Raises:
+        TrainingError: it could not be written, or is not what was written.
+    """
+    try:
+        (root / folder).mkdir(parents=True)
+        write(root / folder)
+        sealed = _seal_files(root, root / folder)
+        _sync_tree(root / folder)
+        for name, one in sealed.items():
+            if file_digest(root / name) != one.digest:
+                raise damaged(root, f"the bytes of {name} are not those that were written")
+        return sealed
     except OSError as error:
-        raise TrainingError(
-            f"cannot write {path}: {error}", hint="is the disk full, or the directory not writable?", path=str(path)
-        ) from error
+        raise _unwritable(root / folder, error) from error
 
 
 class BackgroundWriter:
-    """Writes directories on its own thread, one at a time: a second `submit` waits for the first to finish.
+    """Writes directories on its own thread, one at a time: a second `start` waits for the first to finish.
 
     The thread is no daemon: a process that ends in the ordinary way ends after its last write.
     """
@@ -175,21 +224,38 @@ class BackgroundWriter:
     def __init__(self) -> None:
         self._last: threading.Thread | None = None
 
-    def submit(self, path: Path, write: Callable[[Path], None], beside: Mapping[str, bytes] | None = None) -> Future[None]:
-        """Start `write_directory` of a sealed checkpoint, with the files `beside` what `write` puts there; the future holds its outcome."""
+    def wait(self) -> None:
+        """Until nothing is being written."""
         if self._last is not None:
             self._last.join()
-        future: Future[None] = Future()
-        future.set_running_or_notify_cancel()
+
+    def submit(
+        self,
+        path: Path,
+        write: Callable[[Path], None],
+        beside: Mapping[str, bytes] | None = None,
+        *,
+        begun: Path | None = None,
+        others: Others | None = None,
+    ) -> Future[None]:
+        """Start `write_directory` of a sealed checkpoint, with the files `beside` what `write` puts there; the future holds its outcome."""
 
         def fill(directory: Path) -> None:
             write(directory)
             for name, data in (beside or {}).items():
                 (directory / name).write_bytes(data)
 
+        return self.start(path, lambda: write_directory(path, fill, seal=True, begun=begun, others=others))
+
+    def start(self, path: Path, write: Callable[[], object]) -> Future[None]:
+        """Call `write`, which writes `path` or a part of it; the future holds its outcome."""
+        self.wait()
+        future: Future[None] = Future()
+        future.set_running_or_notify_cancel()
+
         def work() -> None:
             try:
-                write_directory(path, fill, seal=True)
+                write()
             except BaseException as error:
                 logger.error("event=checkpoint_failed path=%s error=%s", path, error)
                 future.set_exception(error)
@@ -211,17 +277,22 @@ def _exchange(temporary: Path, path: Path) -> None:
         shutil.rmtree(replaced)
 
 
-def _seal(directory: Path) -> None:
-    files = sorted(file for file in directory.rglob("*") if file.is_file())
-    sealed = {str(file.relative_to(directory)): SealedFile(file.stat().st_size, file_digest(file)) for file in files}
-    (directory / SEAL_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(sealed)))
+def _seal_files(directory: Path, within: Path, *, without: Collection[str] = ()) -> Sealed:
+    """Size and digest of the files of a part of a directory, or of all, but for some."""
+    names = sorted(str(file.relative_to(directory)) for file in within.rglob("*") if file.is_file())
+    return {name: SealedFile((directory / name).stat().st_size, file_digest(directory / name)) for name in names if name not in without}
 
 
 def _sync_tree(directory: Path) -> None:
+    """Have the disk hold all of a directory."""
     for folder, _, files in os.walk(directory):
         for name in files:
             _sync(Path(folder) / name)
         _sync(Path(folder))
+
+
+def _unwritable(path: Path, error: OSError) -> TrainingError:
+    return TrainingError(f"cannot write {path}: {error}", hint="is the disk full, or the directory not writable?", path=str(path))
 
 
 def _sync(path: Path) -> None:

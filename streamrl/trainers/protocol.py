@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.core.batches import TrainBatch
-from streamrl.errors import WeightsDiverged
+from streamrl.errors import OutOfMemory, WeightsDiverged
 from streamrl.schemas.ledger import Choices
 from streamrl.schemas.versions import Version
 from streamrl.weights.protocol import Shard
@@ -91,6 +91,29 @@ def not_finite(norm: float, learning_rate: float) -> WeightsDiverged:
     return WeightsDiverged(
         f"the weights diverged: parameters are not finite after an update at rate {learning_rate:g} by a gradient of norm {norm:g}",
         hint=MEND,
+    )
+
+
+def out_of_memory(batch: TrainBatch, budget: int, half: int, longest: int, said: str) -> OutOfMemory:
+    """The error for a step that is out of memory.
+
+    Args:
+        batch: whose step.
+        budget: tokens of a micro-batch that were tried.
+        half: what to begin again with; 0: no less would help.
+        longest: tokens of the longest sample.
+        said: by the device.
+    """
+    if half:
+        hint = f"it begins again from its checkpoint with {half}; lower trainer.micro_tokens to spare that"
+    else:
+        hint = "set trainer.activations = 0, lower sampling.max_new_tokens, or train on a larger device"
+    return OutOfMemory(
+        f"out of memory in the step from version {batch.version} with micro-batches of {budget} tokens, the longest sample has {longest}"
+        f"{'' if half else ', and none is shorter than that'}: {said}",
+        hint=hint,
+        micro_tokens=half,
+        number=batch.version.number + 1,
     )
 
 

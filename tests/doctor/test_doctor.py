@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from streamrl.bus import connect
 from streamrl.bus.server import NatsServer
 from streamrl.cli import main
 from streamrl.config.engines import EngineConfig, SglangConfig
+from streamrl.config.loss import KLConfig, LossConfig
 from streamrl.config.ray import RayConfig
 from streamrl.config.tree import BusConfig, Config, DebugConfig, ModelConfig, ProducerConfig, TasksConfig, TrainerConfig
 from streamrl.doctor import machine as doctor
@@ -24,6 +26,7 @@ from streamrl.doctor.run_checks import (
     check_activations,
     check_budgets,
     check_bus,
+    check_checkpoints,
     check_config,
     check_credits,
     check_gpus_wanted,
@@ -153,6 +156,43 @@ def test_a_budget_beyond_the_disk_is_warned(tmp_path: Path) -> None:
     check = check_budgets(config)
     assert check.state == "warn" and "bus.samples_bytes" in check.hint
     assert check_budgets(replace(config, bus=BusConfig(samples_bytes=1 << 60, url="nats://elsewhere:4222"))).state == "ok"
+
+
+def of_size(tmp_path: Path, nbytes: float) -> Config:
+    """A configuration whose model has checkpoints of about so many bytes in float32, 12 a parameter: all of them embedding and head."""
+    described = {"num_attention_heads": 1, "hidden_size": 1, "intermediate_size": 1, "num_hidden_layers": 0, "vocab_size": int(nbytes / 24)}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    config = Config(run=replace(Config().run, dir=str(tmp_path / "runs")))
+    return replace(config, model=replace(config.model, path=str(tmp_path)))
+
+
+def test_there_must_be_room_for_two_checkpoints(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    states = {part: check_checkpoints(of_size(tmp_path, part * free)) for part in (0.1, 0.4, 0.6)}
+    assert [check.state for check in states.values() if check] == ["ok", "warn", "fail"]
+    assert check_checkpoints(Config()) is None, "a model that is built is small"
+    config = of_size(tmp_path, 0.3 * free)
+    assert [check.state for check in check_config(config, num_gpus=0) if check.name == "checkpoints"] == ["ok"]
+    # A critic doubles it, bfloat16 has masters beside the parameters, and a reference that is renewed is a part of it.
+    critic = replace(config, loss=LossConfig(advantage="ppo"))
+    rounded = replace(of_size(tmp_path, 0.45 * free), trainer=TrainerConfig(dtype="bfloat16", keep_checkpoints=1))
+    renewed = replace(rounded, loss=LossConfig(kl=KLConfig(loss_coef=0.1, reference_every=2)))
+    assert [one.state for one in map(check_checkpoints, (critic, rounded, renewed)) if one] == ["fail", "fail", "fail"]
+    within = replace(of_size(tmp_path, 0.4 * free), trainer=TrainerConfig(dtype="bfloat16", keep_checkpoints=1))
+    assert [one.state for one in map(check_checkpoints, (within, replace(within, loss=renewed.loss))) if one] == ["ok", "fail"]
+
+
+def test_checkpoints_that_are_there_count_as_room(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    config = of_size(tmp_path, 0.4 * free)
+    before = check_checkpoints(config)
+    there = RunDir(tmp_path / "runs" / config.run.name).checkpoints / "main-v00000001-e0" / "part-1-of-2"
+    there.mkdir(parents=True)
+    with (there / "model.safetensors").open("wb") as file:
+        file.truncate(free // 2)  # takes no room itself
+    after = check_checkpoints(config)
+    assert before is not None and before.state == "warn"
+    assert after is not None and after.state == "ok" and "hold those that there are" in after.found
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,8 @@ def newest_checkpoint(run: RunDir) -> Path | None:
 
 
 def _files(path: Path | None) -> list[Path]:
-    return sorted((file for file in path.iterdir() if file.stat().st_size), key=lambda file: file.stat().st_size) if path else []
+    files = [file for file in path.rglob("*") if file.is_file() and file.stat().st_size] if path else []
+    return sorted(files, key=lambda file: file.stat().st_size)
 
 
 def cut_checkpoint(run: RunDir, rng: random.Random) -> str:

@@ -29,7 +29,9 @@ from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
 from streamrl.trainers.checkpoints import write_directory
-from streamrl.trainers.torch.checkpoint import digest_of
+from streamrl.trainers.mesh import Mesh
+from streamrl.trainers.parts import part_folder
+from streamrl.trainers.torch.checkpoint import digest_of, read_checkpoint, write_checkpoint, write_tensors
 from tests.history.test_critic import ppo_config
 from tests.kill.world import table_config
 from tests.loop.harness import make_run, read_ledger, run_to_end, services
@@ -82,6 +84,23 @@ def logits(path: Path) -> torch.Tensor:
         return model(input_ids=torch.arange(2, 18)[None]).logits
 
 
+def in_parts(whole: Path, path: Path) -> Path:
+    """The same checkpoint as three ranks would have written it."""
+    mesh = Mesh(shard=3)
+
+    def write(directory: Path) -> None:
+        for part in range(mesh.shard):
+            state, extra = read_checkpoint(whole, mesh, part)
+            if part == 0:
+                write_checkpoint(directory, state, extra, mesh)
+            else:
+                (directory / part_folder(mesh, part)).mkdir()
+                write_tensors(directory / part_folder(mesh, part), state, mesh, part)
+
+    write_directory(path, write, seal=True)
+    return path
+
+
 def nothing_beside(path: Path) -> bool:
     return not list(path.parent.glob(f".{path.name}*"))
 
@@ -91,8 +110,10 @@ async def test_it_is_what_the_trainer_exports_wherever_it_comes_from(made: Expor
     assert {path.name for path in made.run.hf.iterdir()} == {"v00000004", "v00000006"}, "every 4 versions, and at the end"
     assert await made.export(newest, tmp_path / "a") == "checkpoint main-v00000006-e0"
     assert await made.export(newest, tmp_path / "b", checkpoints={}) == "the bus"
+    parts = in_parts(made.run.checkpoints / "main-v00000006-e0", tmp_path / "main-v00000006-e1")
+    assert await made.export(newest, tmp_path / "c", checkpoints={newest: parts}) == f"checkpoint {parts.name}"
     expected = logits(own)
-    for name in ("a", "b"):
+    for name in ("a", "b", "c"):
         assert torch.equal(logits(tmp_path / name), expected), name
         assert AutoModelForCausalLM.from_pretrained(tmp_path / name).dtype == AutoModelForCausalLM.from_pretrained(own).dtype
         assert AutoTokenizer.from_pretrained(tmp_path / name).get_vocab() == AutoTokenizer.from_pretrained(own).get_vocab()

@@ -14,6 +14,7 @@ import pytest
 from streamrl.history.source import read_entries
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.ledger import TrainedOn
+from streamrl.trainers.checkpoints import list_checkpoints
 from tests.faults.shapes import NAME
 from tests.faults.verdict import judge
 from tests.support.digits import TRANSFORMER
@@ -104,6 +105,36 @@ async def test_each_stretch_of_a_run_is_replayed_on_its_own_mesh(start: Start, t
         (epoch, TrainedOn(ranks=ranks, shards=shards)) for epoch, (ranks, shards) in enumerate(((2, 2), (1, 1), (2, 1)))
     ]
     verdict = await judge(RunDir(tmp_path / "runs" / NAME))
+    assert verdict.problems == []
+
+
+@pytest.mark.timeout(600)
+async def test_a_damaged_part_of_the_newest_checkpoint_is_gone_back_behind(start: Start, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{a}{b}", "label": str((b + 3) % 10)} for b in range(10) for a in range(10)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "run.toml").write_text(TOML)
+    fixed = ("warmup.max_steps=2", "data.heldout=", "tasks.drop_zero_variance=false", "trainer.checkpoint_every=2", "trainer.shards=2")
+    run = RunDir(tmp_path / "runs" / NAME)
+
+    async def up_to(steps: int) -> None:
+        options = (*fixed, f"run.steps={steps}")
+        process = await start(*STREAMRL, "up", "run.toml", "--json", *(word for text in options for word in ("--set", text)))
+        _, err = await asyncio.wait_for(process.communicate(), 250)
+        assert process.returncode == 0, err.decode()
+
+    await up_to(4)
+    older, newest = (path for _, path in list_checkpoints(run.checkpoints, "main-"))
+    moments = newest / "part-2-of-2" / "optimizer.safetensors"
+    data = bytearray(moments.read_bytes())
+    data[-1] ^= 1
+    moments.write_bytes(data)
+    await up_to(5)
+    said = run.events_path.read_text()
+    assert f"checkpoint {newest.name} cannot be gone on from" in said and "part-2-of-2/optimizer.safetensors" in said
+    assert f"goes on from checkpoint {older.name}" in said
+    _, entries = await read_entries(NAME, base=tmp_path / "runs")
+    assert len({entry.version.number for entry in entries}) == len(entries) and entries[-1].version.epoch == 0
+    verdict = await judge(run)
     assert verdict.problems == []
 
 

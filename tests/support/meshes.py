@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from streamrl.config.tree import Config
 from streamrl.core.batches import TrainBatch
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import learning_rates
+from streamrl.trainers.parts import join_tensors
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.trainer import TorchTrainer
@@ -77,9 +79,11 @@ def in_float64(config: Config, model_dir: Path) -> TorchTrainer:
     )
 
 
-def parameters(checkpoint: Path) -> dict[str, Any]:
-    """Tensors by name."""
-    return load_file(checkpoint / "model.safetensors")
+def parameters(checkpoint: Path, stem: str = "model") -> dict[str, Any]:
+    """Tensors of a checkpoint by name, whatever mesh wrote it."""
+    with TemporaryDirectory() as folder:
+        join_tensors(checkpoint, f"{stem}.safetensors", Path(folder) / "whole")
+        return {name: value.clone() for name, value in load_file(Path(folder) / "whole").items()}
 
 
 def apart(some: dict[str, Any], others: dict[str, Any]) -> float:

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from streamrl.config.loss import CorrectionConfig, KLConfig, LossConfig, RejectionConfig
 from streamrl.config.tree import TrainerConfig
@@ -19,6 +18,7 @@ from streamrl.errors import TrainingError
 from streamrl.trainers.mesh import mesh_of
 from streamrl.trainers.torch.parallel import Parallel
 from tests.support.errors import raises
+from tests.support.meshes import parameters
 
 ROOT = Path(__file__).parents[2]
 RANK = """
@@ -118,8 +118,8 @@ def test_ranks_train_as_one(model_dir: Path, tmp_path: Path, ranks: int, shards:
         for found, expected in zip(first[name]["metrics"], alone[name]["metrics"], strict=True):
             assert found == pytest.approx(expected, rel=1e-3, abs=1e-4), name
     # After two steps of a stage Adam's first moment is a mean of two gradients.
-    for file in ("default/optimizer", "sequences/optimizer", "sequences/critic_optimizer"):
-        one, two = (load_file(tmp_path / ranks / f"{file}.safetensors") for ranks in ("one", "more"))
+    for loss, stem in (("default", "optimizer"), ("sequences", "optimizer"), ("sequences", "critic_optimizer")):
+        one, two = (parameters(tmp_path / ranks / loss, stem) for ranks in ("one", "more"))
         assert one.keys() == two.keys()
         for name in one:
             if name.endswith("exp_avg"):

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from streamrl.config.loss import KLConfig, LossConfig
 from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
@@ -88,7 +87,7 @@ def test_another_mesh_goes_on_with_masters_and_moments(ran: Runs, model_dir: Pat
         norms = [trainer.step(batch(step)).metrics["train/grad_norm"] for step in range(STEPS // 2, STEPS)]
     assert norms == pytest.approx(made.norms[STEPS // 2 :], rel=1e-3)
     for file in ("model", "optimizer"):
-        before, after = (load_file(path / f"{file}.safetensors") for path in (made.half, tmp_path / "at"))
+        before, after = (parameters(path, file) for path in (made.half, tmp_path / "at"))
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -112,7 +111,7 @@ def test_critic_and_renewed_reference_are_cut_too_in_bfloat16(model_dir: Path, t
         assert make_trainer(config(1, 1, dtype="bfloat16"), tmp_path / f"hf-{shards}").digest() == digest
     files = ("model", "optimizer", "critic", "critic_optimizer", "reference")
     for file in files:
-        whole, parts = (load_file(tmp_path / f"{shards}" / f"{file}.safetensors") for shards in (1, 2))
+        whole, parts = (parameters(tmp_path / f"{shards}", file) for shards in (1, 2))
         assert {name: (value.shape, value.dtype) for name, value in whole.items()} == {
             name: (value.shape, value.dtype) for name, value in parts.items()
         }

@@ -118,6 +118,21 @@ def test_bitwise_numerics_give_equal_bits_also_from_a_checkpoint(
         assert resumed.step(rollouts(step, **sampling)).digest == two.step(rollouts(step, **sampling)).digest
 
 
+def test_a_checkpoint_is_of_the_moment_it_was_asked_for_while_steps_go_on(
+    make_model: Any, rollouts: Callable[..., TrainBatch], tmp_path: Path
+) -> None:
+    directory = make_model()
+    trainer = make(directory, numerics="bitwise")
+    for number in range(1, 7):
+        trainer.step(rollouts(number))
+        saved = trainer.save(tmp_path / str(number), b"", version=Version(0, number))
+        following = trainer.step(rollouts(number + 100))
+        saved.result()
+        again = make(directory, numerics="bitwise")
+        again.load(tmp_path / str(number))
+        assert again.step(rollouts(number + 100)).digest == following.digest
+
+
 LOSSES = {
     "critic": LossConfig(
         advantage="ppo",

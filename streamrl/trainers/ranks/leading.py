@@ -12,7 +12,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 import msgspec
@@ -86,6 +86,7 @@ class LeadingTrainer:
     def __init__(self, own: Trainer, group: ProcessGroup) -> None:
         self._own = own
         self._group = group
+        self._saved: Future[None] | None = None
         self._agree("at the start", own.digest())
 
     def step(self, batch: TrainBatch) -> StepResult:
@@ -110,9 +111,9 @@ class LeadingTrainer:
 
     def save(self, path: Path, extra: bytes, *, version: Version, beside: Mapping[str, bytes] | None = None) -> Future[None]:
         self._group.order(pack(Save(str(path), extra, version)))
-        saved = self._own.save(path, extra, version=version, beside=beside)  # rank 0 alone writes
+        self._saved = self._own.save(path, extra, version=version, beside=beside)
         self._finish()
-        return saved
+        return self._saved
 
     def load(self, path: Path) -> bytes:
         """See `Trainer.load`. Ranks that do not see the files, being on another host, are sent them."""
@@ -134,8 +135,13 @@ class LeadingTrainer:
         self._finish()
 
     def close(self) -> None:
-        """Let the other ranks end, and leave the group. Call it when nothing is under way; afterwards this is of no use."""
+        """Let the other ranks end when the last checkpoint is written, and leave the group.
+
+        Call it when nothing else is under way; afterwards this is of no use.
+        """
         self._group.dismiss()
+        if self._saved is not None:
+            wait([self._saved])
         del self._own  # a model that is cut holds the group
         self._group.close()
 
@@ -165,12 +171,21 @@ def follow(own: Trainer, group: ProcessGroup) -> None:
         TrainingError: rank 0 or another one has ended, or an order failed here; this process must end then.
     """
     group.gather(int(own.digest(), 16))
+    saved: Future[None] | None = None
     while (body := group.next_order()) is not None:
-        digest = _execute(own, group, unpack(body, Order))
+        order = unpack(body, Order)
+        if isinstance(order, Save):
+            # What becomes of it is rank 0's to say, which hears of it.
+            saved = own.save(Path(order.path), order.extra, version=order.version)
+            group.gather(0)
+            continue
+        digest = _execute(own, group, order)
         group.gather(int(digest, 16) if digest else 0)
+    if saved is not None:
+        wait([saved])
 
 
-def _execute(own: Trainer, group: ProcessGroup, order: Order) -> str:
+def _execute(own: Trainer, group: ProcessGroup, order: Step | Digest | Shards | Export | Load) -> str:
     """The digest that rank 0 compares; empty where it compares none."""
     match order:
         case Step():
@@ -181,8 +196,6 @@ def _execute(own: Trainer, group: ProcessGroup, order: Order) -> str:
             own.shards()
         case Export():
             own.export(Path(order.path))
-        case Save():
-            own.save(Path(order.path), order.extra, version=order.version).result()
         case Load():
             _load(own, group, order)
             return own.digest()

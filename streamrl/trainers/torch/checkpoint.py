@@ -1,23 +1,35 @@
-"""Files of a torch trainer's checkpoint: safetensors, JSON and the caller's bytes; nothing in it is unpickled."""
+"""Files of a torch trainer's checkpoint: safetensors, JSON and the caller's bytes; nothing in it is unpickled.
+
+The tensors of a model that is cut are in a file a part, each written by the rank that holds it (`streamrl.trainers.parts`), and any mesh
+reads of them the rows that each of its ranks holds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError
+from msgspec.structs import replace
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from streamrl.errors import TrainingError
 from streamrl.tensors.digest import combine, tensor_digest
 from streamrl.trainers.checkpoints import check_files, damaged, recover, unreadable
+from streamrl.trainers.mesh import Mesh
+from streamrl.trainers.parts import OFFSETS, find_tensors, offsets_text, part_folder
 
-FORMAT = 1
+FORMAT, FORMAT_PARTS = 1, 2
+"""Of a checkpoint with one file for all of a model's tensors, and of one with a file for each part."""
+STEP = ".step"
+"""Ends the name of the one moment that has no rows: how many updates there were."""
 
 
 class Meta(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,16 +48,25 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelState(msgspec.Struct, frozen=True, kw_only=True):
-    """A model under training, on the host."""
+    """A model under training, as one rank holds it: all of its tensors, or their rows (dimension 0)."""
 
     parameters: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     digest: str
-    """Of the parameters."""
+    """Of the whole parameters."""
+    shapes: dict[str, tuple[int, ...]]
+    """Of the whole parameters."""
+    types: Mapping[str, torch.dtype] = {}
+    """Of the parameters in a file, where that is another."""
+
+    def on_host(self, copy: Callable[[Tensor], Tensor]) -> ModelState:
+        """The same, of tensors that `copy` has made, on the host."""
+        parameters, optimizer = ({name: copy(value) for name, value in held.items()} for held in (self.parameters, self.optimizer))
+        return replace(self, parameters=parameters, optimizer=optimizer)
 
 
 class TorchState(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the next step depends on, on the host."""
+    """Everything the next step depends on."""
 
     policy: ModelState
     critic: ModelState | None
@@ -55,52 +76,98 @@ class TorchState(msgspec.Struct, frozen=True, kw_only=True):
     reference: ModelState | None = None
     """Without an optimizer; None where it is never renewed."""
 
+    def on_host(self, copy: Callable[[Tensor], Tensor]) -> TorchState:
+        """The same, of tensors that `copy` has made, on the host."""
+        critic, reference = (one.on_host(copy) if one is not None else None for one in (self.critic, self.reference))
+        return replace(self, policy=self.policy.on_host(copy), critic=critic, reference=reference)
+
 
 def host_copy(tensor: Tensor) -> Tensor:
     """A copy on the host, of its own memory."""
     return tensor.detach().to("cpu", copy=True)
 
 
-def write_checkpoint(directory: Path, state: TorchState, extra: bytes) -> None:
-    """Write all files of a checkpoint into an existing directory."""
-    save_file(state.policy.parameters, directory / "model.safetensors", metadata={"format": "pt"})
-    save_file(state.policy.optimizer, directory / "optimizer.safetensors")
-    if state.critic is not None:
-        save_file(state.critic.parameters, directory / "critic.safetensors")
-        save_file(state.critic.optimizer, directory / "critic_optimizer.safetensors")
-    if state.reference is not None:
-        save_file(state.reference.parameters, directory / "reference.safetensors", metadata={"format": "pt"})
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """State of the random generators, of its own memory."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_random(state: Mapping[str, Tensor], device: torch.device) -> None:
+    """Take what `random_state` gave."""
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def write_tensors(directory: Path, state: TorchState, mesh: Mesh, part: int) -> None:
+    """Write what one rank holds of all models into an existing directory."""
+    for model, stem in ((state.policy, "model"), (state.critic, "critic"), (state.reference, "reference")):
+        if model is not None:
+            parameters = {name: value.to(model.types.get(name, value.dtype)) for name, value in model.parameters.items()}
+            _save(directory / f"{stem}.safetensors", parameters, model.shapes, mesh, part)
+    for model, stem in ((state.policy, "optimizer"), (state.critic, "critic_optimizer")):
+        if model is not None:
+            shapes = {name: model.shapes[name.rpartition(".")[0]] for name in model.optimizer if not name.endswith(STEP)}
+            _save(directory / f"{stem}.safetensors", model.optimizer, shapes, mesh, part)
+
+
+def write_checkpoint(directory: Path, state: TorchState, extra: bytes, mesh: Mesh) -> None:
+    """Write what rank 0 writes of a checkpoint into an existing directory: all of it, or of a model that is cut all but the other parts."""
+    own = directory / part_folder(mesh, 0) if mesh.shard > 1 else directory
+    own.mkdir(exist_ok=True)
+    write_tensors(own, state, mesh, 0)
     save_file(state.random, directory / "random.safetensors")
     (directory / "extra.bin").write_bytes(extra)
-    critic = state.critic.digest if state.critic is not None else ""
-    reference = state.reference.digest if state.reference is not None else ""
     meta = Meta(
-        format=FORMAT,
+        format=FORMAT_PARTS if mesh.shard > 1 else FORMAT,
         backend="torch",
         version=state.version,
         stage=state.stage,
         digest=state.policy.digest,
-        critic=critic,
-        reference=reference,
+        critic=state.critic.digest if state.critic is not None else "",
+        reference=state.reference.digest if state.reference is not None else "",
     )
     (directory / "meta.json").write_bytes(msgspec.json.format(msgspec.json.encode(meta)))
 
 
-def read_checkpoint(path: Path) -> tuple[TorchState, bytes]:
-    """State and the caller's bytes; raises CheckpointDamaged, and TrainingError for a checkpoint of another format."""
+def read_checkpoint(path: Path, mesh: Mesh, part: int, *, check: bool = True) -> tuple[TorchState, bytes]:
+    """What one rank of a mesh holds of the state, and the caller's bytes.
+
+    Args:
+        path: of the checkpoint, of whatever mesh.
+        mesh: that reads it.
+        part: of the mesh.
+        check: hold all files against their seals; else somebody has.
+
+    Raises:
+        CheckpointDamaged: it is gone, or not what was written.
+        TrainingError: it has another format.
+    """
     recover(path)
-    check_files(path)
+    if check:
+        check_files(path)
     try:
         meta = msgspec.json.decode((path / "meta.json").read_bytes(), type=Meta)
-        if (meta.format, meta.backend) != (FORMAT, "torch"):
-            raise TrainingError(f"expected a torch checkpoint of format {FORMAT} in {path}, got {meta.backend} of format {meta.format}")
+        if meta.backend != "torch" or meta.format not in (FORMAT, FORMAT_PARTS):
+            raise TrainingError(
+                f"expected a torch checkpoint of format {FORMAT} or {FORMAT_PARTS} in {path}, got {meta.backend} of format {meta.format}"
+            )
+
+        def read(stem: str, optimizer: str, digest: str) -> ModelState:
+            parameters, shapes = _read(path, stem, mesh, part)
+            moments = _read(path, optimizer, mesh, part)[0] if optimizer else {}
+            return ModelState(parameters=parameters, optimizer=moments, digest=digest, shapes=shapes)
+
         state = TorchState(
-            policy=_read(path / "model.safetensors", path / "optimizer.safetensors", meta.digest),
-            critic=_read(path / "critic.safetensors", path / "critic_optimizer.safetensors", meta.critic) if meta.critic else None,
+            policy=read("model", "optimizer", meta.digest),
+            critic=read("critic", "critic_optimizer", meta.critic) if meta.critic else None,
             random=load_file(path / "random.safetensors"),
             stage=meta.stage,
             version=meta.version,
-            reference=_read(path / "reference.safetensors", None, meta.reference) if meta.reference else None,
+            reference=read("reference", "", meta.reference) if meta.reference else None,
         )
         return state, (path / "extra.bin").read_bytes()
     except OSError as error:
@@ -109,26 +176,38 @@ def read_checkpoint(path: Path) -> tuple[TorchState, bytes]:
         raise damaged(path, str(error)) from error
 
 
-def _read(parameters: Path, optimizer: Path | None, digest: str) -> ModelState:
-    return ModelState(parameters=load_file(parameters), optimizer=load_file(optimizer) if optimizer else {}, digest=digest)
+def _save(file: Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], mesh: Mesh, part: int) -> None:
+    """One safetensors file; what has no rows is in that of the first part, and parts without rows are left out."""
+    if mesh.shard == 1:
+        save_file(dict(tensors), file, metadata={"format": "pt"})
+        return
+    held = {name: value for name, value in tensors.items() if (value.numel() if name in shapes else part == 0)}
+    offsets = {name: mesh.slice(shapes[name], part)[0] if name in shapes else () for name in held}
+    save_file(held, file, metadata={"format": "pt", "DCP_VERSION": "1.0", OFFSETS: offsets_text(offsets)})
 
 
-def check_state(state: ModelState, parameters: Mapping[str, Tensor], where: Path, what: str) -> None:
-    """Raise TrainingError unless the state has these parameters' names and shapes, CheckpointDamaged unless the digest that it says."""
-    expected = {name: tuple(p.shape) for name, p in parameters.items()}
-    got = {name: tuple(value.shape) for name, value in state.parameters.items()}
-    if expected != got:
-        odd = sorted(set(expected.items()) ^ set(got.items()))[0]
-        raise TrainingError(
-            f"the checkpoint {where} has {what} of another model: {odd[0]} {odd[1]} is only in one of them",
-            hint="was the path of its model changed?",
-            path=str(where),
-            what=what,
-            parameter=odd[0],
-        )
-    if (digest := digest_of(state.parameters.items())) != state.digest:
-        problem = f"expected {what} with digest {state.digest}, got {digest}"
-        raise damaged(where, problem, what=what, expected=state.digest, got=digest)
+def _read(path: Path, stem: str, mesh: Mesh, part: int) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
+    """The rows of part `part` of all tensors of a file, and the tensors' shapes."""
+    found: dict[str, Tensor] = {}
+    stored = find_tensors(path, f"{stem}.safetensors")
+    with ExitStack() as stack:
+        files: dict[Path, Any] = {}
+        for name, one in stored.items():
+            for piece in one.pieces:
+                if piece.file not in files:
+                    files[piece.file] = stack.enter_context(safe_open(piece.file, "pt"))
+            if not one.shape:
+                found[name] = files[one.pieces[0].file].get_tensor(name)
+                continue
+            wanted = mesh.rows(one.shape[0], part) if mesh.shard > 1 else range(one.shape[0])
+            rows: list[Tensor] = []
+            for piece in one.pieces:
+                first, last = max(wanted.start, piece.first), min(wanted.stop, piece.first + piece.rows)
+                if first < last or piece is one.pieces[0]:  # whoever holds none still learns the type
+                    first = min(first, last)
+                    rows.append(files[piece.file].get_slice(name)[first - piece.first : last - piece.first])
+            found[name] = rows[0] if len(rows) == 1 else torch.cat(rows)
+    return found, {name: one.shape for name, one in stored.items()}
 
 
 def host_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:

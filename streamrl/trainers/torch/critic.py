@@ -20,7 +20,7 @@ from streamrl.config.tree import OptimizerConfig
 from streamrl.core.packing import MicroBatch
 from streamrl.tensors.transfer import on_device
 from streamrl.trainers.torch.causal_lm import CausalLM
-from streamrl.trainers.torch.checkpoint import ModelState, check_state
+from streamrl.trainers.torch.checkpoint import ModelState
 from streamrl.trainers.torch.frozen import load_named
 from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.optimizer import ClippedAdamW
@@ -148,16 +148,15 @@ class Critic:
         return float(torch.stack([parameter.detach().double().square().sum() for _, parameter in self._held.parameters]).sum().sqrt())
 
     def state(self) -> ModelState:
-        """Copies of everything that the next step depends on; see `Held.copies`."""
-        moments = self._held.whole_moments(self._optimizer.state())
-        return ModelState(parameters=self._held.copies(), optimizer=moments, digest=self._held.digest())
+        """See `Held.state`; all ranks that hold a copy together call it."""
+        return self._held.state(self._optimizer.state(), self._held.digest())
 
     def restore(self, state: ModelState, where: Path) -> None:
-        """Take what `state` gave; raises TrainingError where it is of another model, or was damaged."""
-        check_state(state, dict(self._held.parameters), where, "a critic")
+        """Take what `state` gave; raises as `Held.check`."""
+        self._held.check(state, where, "a critic")
         self._held.take(state.parameters)
         self._forget()
-        self._optimizer.restore(self._held.own_moments(state.optimizer))
+        self._optimizer.restore(state.optimizer)
 
     def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         yield from self._model.body_parameters()

@@ -15,7 +15,7 @@ from streamrl.config.tree import LossConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import ConfigError
 from streamrl.trainers.torch.causal_lm import CausalLM
-from streamrl.trainers.torch.checkpoint import ModelState, check_state
+from streamrl.trainers.torch.checkpoint import ModelState
 from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.parallel import Parallel
 from streamrl.trainers.torch.sharding import Held
@@ -108,12 +108,12 @@ class Reference:
         self.digest = digest
 
     def state(self) -> ModelState:
-        """A copy of its parameters; see `Held.copies`."""
-        return ModelState(parameters=self._held.copies(), optimizer={}, digest=self.digest)
+        """See `Held.state`."""
+        return self._held.state({}, self.digest)
 
     def restore(self, state: ModelState, where: Path) -> None:
-        """Take what `state` gave; raises TrainingError where it is of another model, or was damaged."""
-        check_state(state, dict(self._held.parameters), where, "a reference")
+        """Take what `state` gave; raises as `Held.check`."""
+        self._held.check(state, where, "a reference")
         self._held.take(state.parameters)
         self._model.forget()
         self.digest = state.digest

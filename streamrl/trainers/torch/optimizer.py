@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from streamrl.config.tree import OptimizerConfig
 from streamrl.errors import TrainingError
 from streamrl.trainers.protocol import not_finite
-from streamrl.trainers.torch.checkpoint import host_copy
 from streamrl.trainers.torch.parallel import local
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -95,13 +94,13 @@ class ClippedAdamW:
         return float(norm), finite
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of the moments (none before the first step) and of the master copies, on the host."""
+        """The moments (none before the first step) and the master copies: the memory that `step` writes."""
         found: dict[str, Tensor] = {}
         for (name, p), (_, master) in zip(self._parameters, self._masters, strict=True):
             for moment, value in self._adam.state.get(master, {}).items():
-                found[f"{name}.{moment}"] = host_copy(value)
+                found[f"{name}.{moment}"] = value
             if master is not p:
-                found[f"{name}.master"] = host_copy(master)
+                found[f"{name}.master"] = master.detach()
         return found
 
     def restore(self, state: Mapping[str, Tensor]) -> None:

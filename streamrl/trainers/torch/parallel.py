@@ -22,6 +22,7 @@ from streamrl.tensors.digest import MASK, combine
 from streamrl.trainers.mesh import Mesh, gathers_once
 from streamrl.trainers.ranks.collectives import HINT, among_ranks
 from streamrl.trainers.ranks.process_group import make_device_mesh
+from streamrl.trainers.ranks.writers import Writers
 
 _SIGN = 1 << 63
 
@@ -53,6 +54,8 @@ class Parallel:
         self.rank = 0
         self.devices: DeviceMesh | None = None
         """Of a model that is cut into parts: (copies x) parts."""
+        self.writers: Writers | None = None
+        """Of its checkpoints: the ranks that hold the first copy."""
         if mesh.ranks > 1:
             size = dist.get_world_size() if dist.is_initialized() else 1
             if size != mesh.ranks:
@@ -67,6 +70,8 @@ class Parallel:
         if mesh.shard > 1:
             shape, names = ((mesh.replicate, mesh.shard), ("replicate", "shard")) if mesh.replicate > 1 else ((mesh.shard,), ("shard",))
             self.devices = make_device_mesh(device.type, shape, names)
+            writers = Writers(mesh.shard)
+            self.writers = writers if self.copy == 0 else None
 
     @property
     def sharded(self) -> bool:

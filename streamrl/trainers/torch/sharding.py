@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -22,16 +23,15 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from streamrl.errors import TrainingError
 from streamrl.tensors.digest import slice_digest
 from streamrl.tensors.digest_torch import Region, region_digests
-from streamrl.trainers.torch.checkpoint import host_bytes, host_copy
-from streamrl.trainers.torch.optimizer import MOMENTS
+from streamrl.trainers.checkpoints import damaged
+from streamrl.trainers.torch.checkpoint import ModelState, host_bytes, host_copy
 from streamrl.trainers.torch.parallel import Parallel, local
 
 logger = logging.getLogger(__name__)
 
-STEP = f".{MOMENTS[2]}"
-"""Ends the name of the one moment that has no rows: how many updates there were."""
 Result = TypeVar("Result")
 
 
@@ -130,13 +130,7 @@ class Held:
 
     def slices(self) -> list[Slice]:
         """Of all parameters: this rank's memory where it has the type to publish, else rounded copies."""
-        mesh, index = self.parallel.mesh, self.parallel.part
-        found: list[Slice] = []
-        for name, parameter in self.parameters:
-            shape = self._shapes[name]
-            offset = mesh.slice(shape, index)[0] if self.parallel.sharded else ()
-            found.append(Slice(name, local(parameter).to(self._types[name]), shape, offset))
-        return found
+        return [self._slice(name, local(parameter).to(self._types[name])) for name, parameter in self.parameters]
 
     def digest(self) -> str:
         """Digest of the whole parameters, 16 hex digits: the same in every mesh. All ranks call it."""
@@ -144,39 +138,60 @@ class Held:
 
     def copies(self) -> dict[str, Tensor]:
         """The whole parameters, on the host: all ranks call it, and rank 0 gets them, another one of a cut model nothing."""
-        return self._whole({one.name: one.rows for one in self.slices()}, self._shapes)
+        held = self.slices()
+        if not self.parallel.sharded:
+            return {one.name: host_copy(one.rows) for one in held}
+        found: dict[str, Tensor] = {}
+        for one in held:
+            full = _gathered(one.rows, one.shape, self.parallel)
+            if self.parallel.rank == 0:
+                found[one.name] = host_copy(full)
+        return found
 
-    def whole_moments(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """`ClippedAdamW.state` of all ranks, on the host; as `copies`. Masters of parameters that are not rounded are left out."""
+    def state(self, optimizer: Mapping[str, Tensor], digest: str) -> ModelState:
+        """What this rank holds, for a checkpoint; it refers to the memory that the next step writes.
+
+        Args:
+            optimizer: `ClippedAdamW.state`, of which masters of parameters that are not rounded are left out.
+            digest: of the parameters.
+        """
         exact = {f"{name}.master" for name, dtype in self._types.items() if dtype.itemsize >= 4}
-        kept = {key: value for key, value in state.items() if key not in exact}
-        return self._whole(kept, {key: self._shapes[key.rpartition(".")[0]] for key in kept if not key.endswith(STEP)})
+        return ModelState(
+            parameters={name: local(parameter) for name, parameter in self.parameters},
+            optimizer={key: value for key, value in optimizer.items() if key not in exact},
+            digest=digest,
+            shapes=self._shapes,
+            types=self._types,
+        )
 
-    def own_moments(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of `whole_moments` what this rank holds."""
-        return {key: value if key.endswith(STEP) else self._own(value) for key, value in state.items()}
+    def check(self, state: ModelState, where: Path, what: str) -> None:
+        """Raise TrainingError unless a checkpoint's state has these parameters, CheckpointDamaged unless the digest that it says.
+
+        All ranks call it.
+        """
+        if self._shapes != state.shapes:
+            odd = sorted(set(self._shapes.items()) ^ set(state.shapes.items()))[0]
+            raise TrainingError(
+                f"the checkpoint {where} has {what} of another model: {odd[0]} {odd[1]} is only in one of them",
+                hint="was the path of its model changed?",
+                path=str(where),
+                what=what,
+                parameter=odd[0],
+            )
+        digest = digest_of_slices([self._slice(name, state.parameters[name]) for name in self._shapes], self.parallel)
+        if digest != state.digest:
+            problem = f"expected {what} with digest {state.digest}, got {digest}"
+            raise damaged(where, problem, what=what, expected=state.digest, got=digest)
 
     @torch.no_grad()
-    def take(self, values: Mapping[str, Tensor]) -> None:
-        """Write the whole parameters `values`, of which this rank keeps its part."""
+    def take(self, held: Mapping[str, Tensor]) -> None:
+        """Write what this rank holds of the parameters."""
         for name, parameter in self.parameters:
-            local(parameter).copy_(self._own(values[name]))
+            local(parameter).copy_(held[name])
 
-    def _own(self, value: Tensor) -> Tensor:
-        if not self.parallel.sharded:
-            return value
-        rows = self.parallel.mesh.rows(value.shape[0], self.parallel.part)
-        return value[rows.start : rows.stop]
-
-    def _whole(self, held: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-        if not self.parallel.sharded:
-            return {name: host_copy(value) for name, value in held.items()}
-        found: dict[str, Tensor] = {}
-        for name, value in held.items():
-            full = _gathered(value, shapes[name], self.parallel) if name in shapes else value
-            if self.parallel.rank == 0:
-                found[name] = host_copy(full)
-        return found
+    def _slice(self, name: str, rows: Tensor) -> Slice:
+        shape = self._shapes[name]
+        return Slice(name, rows, shape, self.parallel.mesh.slice(shape, self.parallel.part)[0] if self.parallel.sharded else ())
 
 
 def digest_of_slices(held: Sequence[Slice], parallel: Parallel) -> str:

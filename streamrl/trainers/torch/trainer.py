@@ -6,12 +6,12 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from streamrl.algorithms.batch_metrics import ratio_metrics, weight_metrics
 from streamrl.algorithms.groups import rollout_mean, rollout_of_sample
@@ -21,35 +21,41 @@ from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.core.packing import Indices
-from streamrl.errors import OutOfMemory, TrainingError
+from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine
 from streamrl.tensors.digest_torch import NamedDigester, NamedDigests
 from streamrl.trainers.checkpoints import BackgroundWriter, write_directory
 from streamrl.trainers.flops import flops_of, peak_flops
 from streamrl.trainers.mesh import mesh_of
-from streamrl.trainers.protocol import WEIGHT_SUFFIXES, StepResult, TokenValues
+from streamrl.trainers.parts import part_folder
+from streamrl.trainers.protocol import WEIGHT_SUFFIXES, StepResult, TokenValues, out_of_memory
 from streamrl.trainers.torch.arrangement import Arrangement
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.checkpoint import (
-    ModelState,
     TorchState,
-    check_state,
     host_bytes,
+    random_state,
     read_checkpoint,
+    restore_random,
     write_checkpoint,
+    write_tensors,
 )
 from streamrl.trainers.torch.critic import Critic
 from streamrl.trainers.torch.frozen import Reference, load_frozen
+from streamrl.trainers.torch.host_copies import HostCopies, HostMemory
 from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.optimizer import ClippedAdamW
 from streamrl.trainers.torch.parallel import Parallel
 from streamrl.trainers.torch.profiling import StepProfiler
 from streamrl.trainers.torch.recheck import Recheck
-from streamrl.trainers.torch.snapshot import SnapshotRing
+from streamrl.trainers.torch.snapshot import HostReader, SnapshotRing
 from streamrl.trainers.torch.terms import DROPPED
 from streamrl.trainers.torch.update import Update, Updated
 from streamrl.weights.protocol import Shard
+
+COPY_WAIT = "perf/checkpoint_wait_s"
+"""Metric of the time that the optimizer waited for a checkpoint's copies."""
 
 
 class TorchTrainer:
@@ -151,6 +157,11 @@ class TorchTrainer:
         self._known: NamedDigests | None = None
         """Of the parameters as they are, on a GPU; None when nobody has asked since they were written."""
         self._writer = BackgroundWriter()
+        self._memory = HostMemory(HostReader(device))
+        self._copies: HostCopies | None = None
+        """Of the newest checkpoint, while they may still be under way."""
+        self._waited_s: float | None = None
+        """For them; None: for none since the last step."""
 
     def step(self, batch: TrainBatch) -> StepResult:
         """See `Trainer.step`. Metrics are means over the batch's optimizer steps, weighted as the loss is.
@@ -180,6 +191,7 @@ class TorchTrainer:
     def _begin(self, batch: TrainBatch) -> tuple[Objective, bool]:
         """The batch's objective, and whether the policy learns from it; begun again where a step is repeated."""
         if self._reference is not None and self._reference.due(batch):
+            self._settle()
             self._reference.renew(self.digest())
         self._known = None
         objective = self._update.prepare(batch)
@@ -202,7 +214,7 @@ class TorchTrainer:
         if (self._update.row_length(batch, half) or max(half, longest)) >= now:
             half = 0
         if not half or self._update.wrote or self._parallel.ranks > 1:
-            raise _out_of_memory(batch, budget, half, longest, str(error)) from error
+            raise out_of_memory(batch, budget, half, longest, str(error)) from error
         return half
 
     def _result(self, batch: TrainBatch, objective: Objective, done: Updated) -> StepResult:
@@ -215,10 +227,13 @@ class TorchTrainer:
         dropped = done.metrics[DROPPED]
         finite = done.finite and (dropped == 0 or dropped < batch.loss_mask.sum())
         reference = self._reference.digest if self._reference is not None else ""
+        times = dict(self._update.times)
+        if self._waited_s is not None:
+            times[COPY_WAIT], self._waited_s = self._waited_s, None
         return StepResult(
             digest=self.digest(),
             metrics=metrics,
-            times=dict(self._update.times),
+            times=times,
             finite=bool(finite),
             score=score,
             reference=reference,
@@ -263,29 +278,53 @@ class TorchTrainer:
         )
 
     def save(self, path: Path, extra: bytes, *, version: Version, beside: Mapping[str, bytes] | None = None) -> Future[None]:
-        """See `Trainer.save`. Rank 0 writes, and of a model that is cut it is given the parts; on the others the future is done at once."""
-        done: Future[None] = Future()
-        done.set_result(None)
-        if self._parallel.rank != 0 and not self._parallel.sharded:
-            return done
+        """See `Trainer.save`. Of a model that is cut the ranks of its first copy write their parts; on others the future is done at once.
+
+        The state is copied to the host by the thread that writes; whatever writes the state waits for that (`_settle`).
+        """
+        parallel = self._parallel
+        if parallel.copy or (parallel.rank and not parallel.sharded):
+            return _done(None)
+        self._writer.wait()
+        begun, seen = None, True
+        if parallel.writers is not None:
+            try:
+                begun, seen = parallel.writers.meet(path)
+            except TrainingError as error:
+                return _done(error)
         state = TorchState(
-            policy=ModelState(
-                parameters=self._held.copies(), optimizer=self._held.whole_moments(self._optimizer.state()), digest=self.digest()
-            ),
+            policy=self._held.state(self._optimizer.state(), self.digest()),
             critic=self._critic.state() if self._critic is not None else None,
-            random=_random_state(self._policy.device),
+            random=random_state(self._policy.device),
             stage=self._stage,
             version=str(version),
             reference=self._reference.state() if self._reference is not None else None,
         )
-        if self._parallel.rank != 0:
-            return done
-        return self._writer.submit(path, lambda directory: write_checkpoint(directory, state, extra), beside)
+        self._copies = copies = HostCopies(self._memory, self._policy.device)
+
+        def write_own(folder: Path) -> None:
+            write_tensors(folder, copies.make(state), parallel.mesh, parallel.part)
+
+        def write_all(directory: Path) -> None:
+            write_checkpoint(directory, copies.make(state), extra, parallel.mesh)
+
+        if parallel.writers is None or begun is None:
+            future = self._writer.submit(path, write_all, beside)
+        elif parallel.rank == 0:
+            future = self._writer.submit(path, write_all, beside, begun=begun, others=parallel.writers.hear)
+        else:
+            future = self._writer.start(
+                path, partial(parallel.writers.write, begun, part_folder(parallel.mesh, parallel.part), write_own, seen=seen)
+            )
+        future.add_done_callback(lambda _: copies.end())
+        return future
 
     def load(self, path: Path) -> bytes:
-        """See `Trainer.load`."""
-        state, extra = read_checkpoint(path)
-        check_state(state.policy, dict(self._parameters), path, "parameters")
+        """See `Trainer.load`; of several ranks each reads what it holds, and the caller has looked at all files."""
+        parallel = self._parallel
+        state, extra = read_checkpoint(path, parallel.mesh, parallel.part, check=parallel.ranks == 1)
+        self._held.check(state.policy, path, "parameters")
+        self._settle()
         if self._critic is not None:
             if state.critic is None:
                 raise TrainingError(
@@ -297,15 +336,12 @@ class TorchTrainer:
             self._critic.restore(state.critic, path)
         if self._reference is not None and state.reference is not None:  # a branch's parent may never have renewed it
             self._reference.restore(state.reference, path)
-        self._settle()
         self._known = None
         self._held.take(state.policy.parameters)
         self._policy.forget()
-        self._optimizer.restore(self._held.own_moments(state.policy.optimizer))
+        self._optimizer.restore(state.policy.optimizer)
         self._stage = state.stage
-        torch.set_rng_state(state.random["cpu"])
-        if "cuda" in state.random and self._policy.device.type == "cuda":
-            torch.cuda.set_rng_state(state.random["cuda"], self._policy.device)
+        restore_random(state.random, self._policy.device)
         return extra
 
     def export(self, path: Path) -> None:
@@ -343,27 +379,18 @@ class TorchTrainer:
         }
 
     def _settle(self) -> None:
-        """Before the parameters are written: let a snapshot of them be complete."""
+        """Before parameters and moments are written: let copies of them be complete."""
+        if self._copies is not None:
+            self._waited_s = (self._waited_s or 0.0) + self._copies.settle()
+            self._copies = None
         if self._snapshots is not None:
             self._snapshots.settle()
 
 
-def _out_of_memory(batch: TrainBatch, budget: int, half: int, longest: int, said: str) -> OutOfMemory:
-    if half:
-        hint = f"it begins again from its checkpoint with {half}; lower trainer.micro_tokens to spare that"
+def _done(error: TrainingError | None) -> Future[None]:
+    future: Future[None] = Future()
+    if error is None:
+        future.set_result(None)
     else:
-        hint = "set trainer.activations = 0, lower sampling.max_new_tokens, or train on a larger device"
-    return OutOfMemory(
-        f"out of memory in the step from version {batch.version} with micro-batches of {budget} tokens, the longest sample has {longest}"
-        f"{'' if half else ', and none is shorter than that'}: {said}",
-        hint=hint,
-        micro_tokens=half,
-        number=batch.version.number + 1,
-    )
-
-
-def _random_state(device: torch.device) -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
+        future.set_exception(error)
+    return future

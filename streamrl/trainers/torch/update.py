@@ -90,7 +90,7 @@ class Update:
         critic: where the advantages need one.
         parallel: sums over ranks.
         deterministic: refuse kernels that are not reproducible.
-        settle: called before the policy's parameters are written.
+        settle: called before parameters and moments are written.
 
     Raises:
         ConfigError: a function that `loss` names is not there.
@@ -313,6 +313,7 @@ class Update:
             self._policy.forget()
         if critic and self._critic is not None:
             self._parallel.sum_gradients(self._critic.gradients())
+            self._settle()
             self.wrote = True
             norms["train/value_grad_norm"], also = self._critic.step()
             norms["train/value_norm"] = self._critic.norm()

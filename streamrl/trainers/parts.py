@@ -1,0 +1,142 @@
+"""Tensors of a checkpoint in safetensors files: one file for all, or one for each part of a model that is cut, in a folder of that part.
+
+```text
+checkpoint/meta.json, random.safetensors, extra.bin, ...
+checkpoint/part-1-of-2/model.safetensors      rows (dimension 0) of every tensor, with their offsets in the header
+checkpoint/part-2-of-2/model.safetensors
+```
+The files are those of torch.distributed.checkpoint's `HuggingFaceStorageWriter` (key `DCP_SHARDING_INFO` of the header), whose reader
+reads them. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from streamrl.trainers.checkpoints import damaged
+from streamrl.trainers.mesh import Mesh
+
+OFFSETS = "DCP_SHARDING_INFO"
+"""Key of a header's metadata: JSON of the offset of each tensor's first element."""
+_COPY_BYTES = 64 << 20
+
+
+class Piece(NamedTuple):
+    """Rows of a tensor in a file."""
+
+    file: Path
+    first: int
+    """Of these rows in the whole tensor."""
+    rows: int
+    begin: int
+    """Place in the file."""
+    nbytes: int
+
+
+class Stored(NamedTuple):
+    """A tensor and where its rows are, in their order."""
+
+    dtype: str
+    """As safetensors calls it."""
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+def part_folder(mesh: Mesh, part: int) -> str:
+    """Name of the folder of one of a mesh's parts."""
+    return f"part-{part + 1}-of-{mesh.shard}"
+
+
+def offsets_text(offsets: Mapping[str, tuple[int, ...]]) -> str:
+    """What stands under `OFFSETS` in the header of a file."""
+    return json.dumps({name: {"saved_offsets": offset} for name, offset in offsets.items()})
+
+
+def find_tensors(checkpoint: Path, file: str) -> dict[str, Stored]:
+    """The tensors of `file` in a checkpoint, however it was cut.
+
+    Raises:
+        CheckpointDamaged: a part is missing, or a header says what cannot be.
+        OSError: a file is not there, or cannot be read.
+    """
+    found: dict[str, list[tuple[str, tuple[int, ...], Piece]]] = {}
+    for path in _files(checkpoint, file):
+        try:
+            for name, dtype, shape, piece in _pieces(path):
+                found.setdefault(name, []).append((dtype, shape, piece))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise damaged(checkpoint, f"the header of {path.relative_to(checkpoint)} cannot be read: {error}") from error
+    return {name: _joined(checkpoint, name, pieces) for name, pieces in found.items()}
+
+
+def join_tensors(checkpoint: Path, file: str, out: Path) -> None:
+    """Write the tensors of `file` of a checkpoint as one safetensors file `out`, without holding any; raises as `find_tensors`.
+
+    Rows of several parts follow each other in the whole tensor, so its bytes are theirs, one after the other.
+    """
+    if (checkpoint / file).is_file():
+        shutil.copyfile(checkpoint / file, out)
+        return
+    tensors = find_tensors(checkpoint, file)
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, one in tensors.items():
+        begin, end = end, end + sum(piece.nbytes for piece in one.pieces)
+        header[name] = {"dtype": one.dtype, "shape": one.shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with out.open("wb") as target:
+        target.write(len(text).to_bytes(8, "little") + text)
+        for one in tensors.values():
+            for piece in one.pieces:
+                with piece.file.open("rb") as source:
+                    source.seek(piece.begin)
+                    left = piece.nbytes
+                    while left:
+                        if not (data := source.read(min(left, _COPY_BYTES))):
+                            raise damaged(checkpoint, f"{piece.file.relative_to(checkpoint)} ends early")
+                        left -= target.write(data)
+
+
+def _files(checkpoint: Path, file: str) -> list[Path]:
+    folders = {match[0]: match for path in checkpoint.glob("part-*") if (match := re.fullmatch(r"part-(\d+)-of-(\d+)", path.name))}
+    if not folders:
+        return [checkpoint / file]
+    parts = int(next(iter(folders.values()))[2])
+    expected = [part_folder(Mesh(shard=parts), part) for part in range(parts)]
+    if sorted(expected) != sorted(folders):
+        raise damaged(checkpoint, f"expected {parts} parts, got {', '.join(sorted(folders))}")
+    return [checkpoint / name / file for name in expected]
+
+
+def _pieces(path: Path) -> list[tuple[str, str, tuple[int, ...], Piece]]:
+    with path.open("rb") as source:
+        nbytes = int.from_bytes(source.read(8), "little")
+        if nbytes > path.stat().st_size - 8:
+            raise ValueError(f"it has {nbytes} bytes, the file fewer")
+        header: dict[str, Any] = json.loads(source.read(nbytes))
+    offsets = json.loads(header.pop("__metadata__", {}).get(OFFSETS, "{}"))
+    found: list[tuple[str, str, tuple[int, ...], Piece]] = []
+    for name, told in header.items():
+        shape, (begin, end) = tuple(map(int, told["shape"])), map(int, told["data_offsets"])
+        offset = tuple(map(int, offsets[name]["saved_offsets"])) if name in offsets else (0,) * len(shape)
+        if len(offset) != len(shape) or any(offset[1:]) or min((*shape, *offset, 0)) < 0 or not 0 <= begin <= end:
+            raise ValueError(f"expected rows of {name!r}, got shape {shape} at {offset}")
+        piece = Piece(path, offset[0] if offset else 0, shape[0] if shape else 1, 8 + nbytes + begin, end - begin)
+        found.append((name, str(told["dtype"]), shape, piece))
+    return found
+
+
+def _joined(checkpoint: Path, name: str, found: list[tuple[str, tuple[int, ...], Piece]]) -> Stored:
+    found = sorted(found, key=lambda one: one[2].first)
+    (dtype, shape, _), rows = found[0], 0
+    for other, part, piece in found:
+        if piece.first != rows or other != dtype or part[1:] != shape[1:]:
+            raise damaged(checkpoint, f"the parts of {name!r} do not fit together")
+        rows += piece.rows
+    return Stored(dtype, (rows, *shape[1:]) if shape else (), tuple(piece for _, _, piece in found))
