@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -19,7 +20,7 @@ from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Contribution, Link, Manifest, PartRef, Piece, TensorSlice, TensorSpec
 from streamrl.tensors.concatenation import aligned
 from streamrl.tensors.digest import MASK, combine, digest_text
-from streamrl.weights.manifest import ITEM_BYTES, shard_digests, sum_text
+from streamrl.weights.manifest import ITEM_BYTES, check_consecutive, copy_bytes, cover, shard_digests, sum_text
 from streamrl.weights.protocol import Shard, Slice
 
 _GATHER_HINT = "gather the parameter on one rank (full_tensor() of a DTensor) and publish it there, or shard it by rows"
@@ -47,17 +48,17 @@ class RankContent:
         self.starts = stored_starts(self.slices)
         """First byte of each slice in what is stored."""
         self.nbytes = self.starts[-1] + _nbytes(self.slices[-1]) if self.slices else 0
-        self._data = [shard.host() for shard, _ in ordered]
+        self._shards = [shard for shard, _ in ordered]
 
     def fill(self, start: int, out: npt.NDArray[np.uint8]) -> None:
         """Write bytes `start .. start + len(out)` of what is stored into `out` ([n] uint8)."""
         end = start + len(out)
         out[:] = 0
         for index in range(max(0, bisect.bisect_right(self.starts, start) - 1), bisect.bisect_left(self.starts, end)):
-            first, data = self.starts[index], self._data[index]
-            low, high = max(start, first), min(end, first + len(data))
+            first, data = self.starts[index], self._shards[index].data
+            low, high = max(start, first), min(end, first + data.nbytes)
             if low < high:
-                out[low - start : high - start] = data[low - first : high - first]
+                copy_bytes(data, low - first, out[low - start : high - start])
 
 
 def merge(contributions: Sequence[Contribution], *, published_s: float = 0.0) -> Manifest:
@@ -100,6 +101,41 @@ def merge(contributions: Sequence[Contribution], *, published_s: float = 0.0) ->
         nbytes=tensors[-1].offset + tensors[-1].nbytes,
         published_s=published_s,
     )
+
+
+def check_places(manifest: Manifest) -> None:
+    """Raise WeightSyncError unless the parts hold every byte of every tensor at exactly one place."""
+    where = f"manifest of {manifest.policy} {manifest.version}"
+    if not manifest.pieces:
+        list(cover(manifest, ()))
+        return
+    end = check_consecutive(manifest)
+    stored = 0
+    for piece in manifest.pieces:
+        if piece.nbytes < 1 or piece.stored < stored or piece.stored + piece.nbytes > end:
+            raise WeightSyncError(
+                f"{where}: expected pieces in order within its {end} stored bytes, got {piece.nbytes} at {piece.stored} behind {stored}",
+                stored=piece.stored,
+            )
+        stored = piece.stored + piece.nbytes
+    specs = sorted((spec for spec in manifest.tensors if spec.nbytes), key=lambda spec: spec.offset)
+    ends = [spec.offset + spec.nbytes for spec in specs]
+    reached = 0
+    for piece in [*sorted(manifest.pieces, key=lambda piece: piece.start), Piece(0, manifest.nbytes, 0)]:
+        if piece.start < reached or piece.start + piece.nbytes > manifest.nbytes:
+            raise WeightSyncError(
+                f"{where}: expected pieces apart from each other within its {manifest.nbytes} bytes, got {piece.nbytes} at {piece.start} "
+                f"behind {reached}",
+                start=piece.start,
+            )
+        # The first tensor with a byte at or behind what is reached: none of its bytes may come before the piece.
+        index = bisect.bisect_right(ends, reached)
+        if index < len(specs) and max(specs[index].offset, reached) < piece.start:
+            spec = specs[index]
+            raise WeightSyncError(
+                f"{where}: expected a piece with byte {max(spec.offset, reached)}, of tensor {spec.name!r}, got none", tensor=spec.name
+            )
+        reached = piece.start + piece.nbytes
 
 
 def placed(pieces: Sequence[Piece], start: int, nbytes: int) -> Iterator[Piece]:
@@ -259,10 +295,7 @@ def _stores(one: Contribution) -> bool:
 
 
 def _moved(parts: Sequence[PartRef], by: int) -> list[PartRef]:
-    moved: list[PartRef] = []
-    for part in parts:
-        moved.append(PartRef(location=part.location, offset=part.offset + by, nbytes=part.nbytes, sha256=part.sha256))
-    return moved
+    return [msgspec.structs.replace(part, offset=part.offset + by) for part in parts]
 
 
 def _said(link: Link) -> str:
