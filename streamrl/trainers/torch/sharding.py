@@ -27,6 +27,7 @@ from streamrl.tensors.digest_torch import Region, region_digests
 from streamrl.trainers.torch.checkpoint import host_bytes, host_copy
 from streamrl.trainers.torch.optimizer import MOMENTS
 from streamrl.trainers.torch.parallel import Parallel, local
+from streamrl.trainers.torch.snapshot import Published
 
 logger = logging.getLogger(__name__)
 
@@ -128,15 +129,19 @@ class Held:
         self._types = types
         self._shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters}
 
-    def slices(self) -> list[Slice]:
-        """Of all parameters: this rank's memory where it has the type to publish, else rounded copies."""
+    def published(self) -> list[Published]:
+        """What this rank has to publish of all parameters: its memory, and the type that it is rounded to."""
         mesh, index = self.parallel.mesh, self.parallel.part
-        found: list[Slice] = []
+        found: list[Published] = []
         for name, parameter in self.parameters:
             shape = self._shapes[name]
             offset = mesh.slice(shape, index)[0] if self.parallel.sharded else ()
-            found.append(Slice(name, local(parameter).to(self._types[name]), shape, offset))
+            found.append(Published(name, local(parameter), self._types[name], shape, offset))
         return found
+
+    def slices(self) -> list[Slice]:
+        """The same, rounded: this rank's memory where it has the type to publish, else copies."""
+        return [Slice(one.name, one.held.to(one.dtype), one.shape, one.offset) for one in self.published()]
 
     def digest(self) -> str:
         """Digest of the whole parameters, 16 hex digits: the same in every mesh. All ranks call it."""

@@ -36,6 +36,7 @@ from streamrl.trainers.torch.checkpoint import (
     TorchState,
     check_state,
     host_bytes,
+    host_copy,
     read_checkpoint,
     write_checkpoint,
 )
@@ -112,9 +113,9 @@ class TorchTrainer:
                 kernels=kernels,
                 parallel=self._parallel,
             )
-        whole = device.type == "cuda" and not self._parallel.sharded
-        self._snapshots = SnapshotRing(self._parameters, device, slots=snapshots) if whole else None
-        self._digester = NamedDigester(dict(self._parameters)) if whole else None
+        cuda = device.type == "cuda"
+        self._snapshots = SnapshotRing(self._held.published(), device, slots=snapshots) if cuda else None
+        self._digester = NamedDigester(dict(self._parameters)) if cuda and not self._parallel.sharded else None
         self._optimizer = ClippedAdamW(self._parameters, trainer.optimizer, norm=self._parallel.norm)
         frozen = load_frozen(loss, model_dir, dtype, device, kernels=kernels, vocab_size=self._policy.vocab_size, parallel=self._parallel)
         self._reference: Reference | None = None
@@ -138,7 +139,7 @@ class TorchTrainer:
             parallel=self._parallel,
             budget=trainer.micro_tokens,
             deterministic=deterministic,
-            snapshots=snapshots if whole else 0,
+            snapshots=snapshots if cuda else 0,
         )
         # FlashAttention knows no float32.
         widen = kernels.attention != "flash"
@@ -242,23 +243,24 @@ class TorchTrainer:
         return combine(self._known.elements)
 
     def shards(self) -> Iterator[Shard]:
-        """See `Trainer.shards`; every rank gives the whole, but of a model that is cut rank 0 alone.
+        """See `Trainer.shards`.
 
-        On a CPU, and where the model is cut, all are copied before this returns. On a GPU they are when the first is drawn: into a buffer
-        beside the training stream, and the parameters are not written before that is done.
+        On a CPU all are copied before this returns. On a GPU they are when the first is drawn: into a buffer beside the training stream,
+        and the parameters are not written before that is done.
         """
         if self._snapshots is not None:
             return self._snapshots.shards(self._known)
         return iter(
             [
                 Shard(
-                    name=name,
-                    dtype=str(p.dtype).removeprefix("torch."),
-                    global_shape=tuple(p.shape),
-                    data=host_bytes(p),
-                    shape=tuple(p.shape),
+                    name=one.name,
+                    dtype=str(one.rows.dtype).removeprefix("torch."),
+                    global_shape=one.shape,
+                    offset=one.offset,
+                    data=host_bytes(host_copy(one.rows)),
+                    shape=tuple(one.rows.shape),
                 )
-                for name, p in self._held.copies().items()
+                for one in self._held.slices()
             ]
         )
 
