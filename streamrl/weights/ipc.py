@@ -128,17 +128,19 @@ class IpcTransport:
         known = self._contributed.get(version)
         if known is not None and known[0].slices == content.slices and not known[1].revoked:
             return known[0]
-        part, lease = await self._hand_out(version, snapshot)
         made = Contribution(
             run=self._run,
             policy=self._policy,
             version=version,
             slices=content.slices,
-            links=(Link(version=version, parts=(part,)),),
+            links=(),
             transport="ipc",
             host=host_id(self._directory),
         )
-        self._contributed = {version: (made, lease)}
+        if content.nbytes:
+            part, lease = await self._hand_out(version, snapshot)
+            made = msgspec.structs.replace(made, links=(Link(version=version, parts=(part,)),))
+            self._contributed = {version: (made, lease)}
         return made
 
     def merge(self, contributions: Sequence[Contribution]) -> Manifest:
@@ -268,7 +270,8 @@ def _memory(manifest: Manifest) -> tuple[DeviceMemory, ...]:
 def _check_layout(starts: Mapping[str, int], nbytes: int, shards: Sequence[Shard], snapshot: Snapshot) -> None:
     """Raise WeightSyncError unless the snapshot's memory is what is published."""
     for shard in shards:
-        if not isinstance(shard.data, np.ndarray) and shard.data.start != starts[shard.name]:
-            raise WeightSyncError(f"tensor {shard.name!r}: expected at byte {starts[shard.name]} of the snapshot, got {shard.data.start}")
+        start = starts.get(shard.name)
+        if start is not None and not isinstance(shard.data, np.ndarray) and shard.data.start != start:
+            raise WeightSyncError(f"tensor {shard.name!r}: expected at byte {start} of the snapshot, got {shard.data.start}")
     if snapshot.nbytes != nbytes:
         raise WeightSyncError(f"expected a snapshot of {nbytes} bytes, got {snapshot.nbytes}")

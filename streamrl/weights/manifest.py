@@ -1,7 +1,8 @@
 """Manifests as pure functions: how shards become one byte string, how it is cut into parts, what of it a reader wants.
 
-A version is the concatenation of its tensors in order of name, each beginning at a multiple of 64 bytes (the gaps
-are zero). It is cut into parts of equal size, each with its own SHA-256, and a part may begin and end in the middle of a tensor.
+A version is the concatenation of its tensors in order of name (`streamrl.tensors.concatenation.place_of`), each beginning at a multiple of
+64 bytes (the gaps are zero). It is cut into parts of equal size, each with its own SHA-256, and a part may begin and end in the middle of
+a tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from streamrl.errors import SchemaError, WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Link, Manifest, PartRef, TensorSpec
-from streamrl.tensors.concatenation import ITEM_BYTES, aligned
+from streamrl.tensors.concatenation import ITEM_BYTES, aligned, place_of
 from streamrl.tensors.digest import MASK, WORD_BYTES, as_words, combine, digest_text, slice_digest
 from streamrl.weights.protocol import DeviceBytes, HostBytes, Shard, Slice
 
@@ -51,7 +52,7 @@ class Content:
         self._shards = by_name
         specs: list[TensorSpec] = []
         end = 0
-        for name in sorted(by_name):
+        for name in sorted(by_name, key=place_of):
             spec = _spec(by_name[name], aligned(end))
             specs.append(spec)
             end = spec.offset + spec.nbytes

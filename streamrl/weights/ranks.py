@@ -18,7 +18,7 @@ import numpy.typing as npt
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Contribution, Link, Manifest, PartRef, Piece, TensorSlice, TensorSpec
-from streamrl.tensors.concatenation import aligned
+from streamrl.tensors.concatenation import aligned, place_of
 from streamrl.tensors.digest import MASK, combine, digest_text
 from streamrl.weights.manifest import ITEM_BYTES, check_consecutive, copy_bytes, cover, shard_digests, sum_text
 from streamrl.weights.protocol import Shard, Slice
@@ -43,12 +43,15 @@ class RankContent:
             if shard.name in by_name:
                 raise WeightSyncError(f"tensor {shard.name!r}: expected one slice of a rank, got two", hint=_GATHER_HINT, tensor=shard.name)
             by_name[shard.name] = (shard, one)
-        ordered = [by_name[name] for name in sorted(by_name)]
-        self.slices = tuple(one for _, one in ordered)
-        self.starts = stored_starts(self.slices)
+        ordered = [by_name[name] for name in sorted(by_name, key=place_of)]
+        starts = stored_starts([one for _, one in ordered])
+        self.nbytes = starts[-1] + _nbytes(ordered[-1][1]) if ordered else 0
+        # Of a tensor that has elements a rank without any of them says nothing.
+        said = [(shard, one, start) for (shard, one), start in zip(ordered, starts, strict=True) if one.count or not math.prod(one.shape)]
+        self.slices = tuple(one for _, one, _ in said)
+        self.starts = tuple(start for _, _, start in said)
         """First byte of each slice in what is stored."""
-        self.nbytes = self.starts[-1] + _nbytes(self.slices[-1]) if self.slices else 0
-        self._shards = [shard for shard, _ in ordered]
+        self._shards = [shard for shard, _, _ in said]
 
     def fill(self, start: int, out: npt.NDArray[np.uint8]) -> None:
         """Write bytes `start .. start + len(out)` of what is stored into `out` ([n] uint8)."""
@@ -222,7 +225,7 @@ def _tensors(contributions: Sequence[Contribution]) -> tuple[TensorSpec, ...]:
             by_name.setdefault(piece.name, []).append(piece)
     specs: list[TensorSpec] = []
     end = 0
-    for name in sorted(by_name):
+    for name in sorted(by_name, key=place_of):
         slices = sorted(by_name[name], key=lambda piece: piece.first)
         like = slices[0]
         reached = total = 0
@@ -264,10 +267,18 @@ def _whole(contributions: Sequence[Contribution], offsets: dict[str, int]) -> Li
         if link is None and _stores(one):
             return None
         parts.extend(_moved(link.parts if link else (), stored))
+        before = False  # whether the slice before is the end of its tensor, so that only padding follows
         for start, piece in zip(stored_starts(one.slices), one.slices, strict=True):
+            if not piece.count:
+                continue
             item = ITEM_BYTES[piece.dtype]
-            if piece.count:
-                pieces.append(Piece(stored + start, offsets[piece.name] + piece.first * item, piece.count * item))
+            place = Piece(stored + start, offsets[piece.name] + piece.first * item, piece.count * item)
+            if before and not piece.first and place.start - pieces[-1].start == place.stored - pieces[-1].stored:
+                # They go on alike, as whole experts do: pieces are few then, and large.
+                place = Piece(pieces[-1].stored, pieces[-1].start, place.stored + place.nbytes - pieces[-1].stored)
+                pieces.pop()
+            pieces.append(place)
+            before = piece.first + piece.count == math.prod(piece.shape)
         stored += link.nbytes if link else 0
     whole = len(contributions) == 1 and all(piece.stored == piece.start for piece in pieces)
     return Link(version=contributions[0].version, parts=tuple(parts), pieces=() if whole else tuple(pieces))

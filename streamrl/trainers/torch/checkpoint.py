@@ -15,6 +15,7 @@ from torch import Tensor
 
 from streamrl.errors import TrainingError
 from streamrl.tensors.digest import combine, tensor_digest
+from streamrl.tensors.names import named
 from streamrl.trainers.checkpoints import check_files, damaged, recover, unreadable
 
 FORMAT = 1
@@ -113,7 +114,7 @@ def _read(parameters: Path, optimizer: Path | None, digest: str) -> ModelState:
     return ModelState(parameters=load_file(parameters), optimizer=load_file(optimizer) if optimizer else {}, digest=digest)
 
 
-def check_state(state: ModelState, parameters: Mapping[str, Tensor], where: Path, what: str) -> None:
+def check_state(state: ModelState, parameters: Mapping[str, Tensor], where: Path, what: str, model_type: str) -> None:
     """Raise TrainingError unless the state has these parameters' names and shapes, CheckpointDamaged unless the digest that it says."""
     expected = {name: tuple(p.shape) for name, p in parameters.items()}
     got = {name: tuple(value.shape) for name, value in state.parameters.items()}
@@ -126,7 +127,7 @@ def check_state(state: ModelState, parameters: Mapping[str, Tensor], where: Path
             what=what,
             parameter=odd[0],
         )
-    if (digest := digest_of(state.parameters.items())) != state.digest:
+    if (digest := digest_of(state.parameters.items(), model_type)) != state.digest:
         problem = f"expected {what} with digest {state.digest}, got {digest}"
         raise damaged(where, problem, what=what, expected=state.digest, got=digest)
 
@@ -136,6 +137,11 @@ def host_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def digest_of(parameters: Iterable[tuple[str, Tensor]]) -> str:
-    """Digest of named tensors, 16 hex digits."""
-    return combine({name: tensor_digest(host_bytes(p), p.element_size()) for name, p in parameters})
+def digest_of(parameters: Iterable[tuple[str, Tensor]], model_type: str) -> str:
+    """Digest of a model's parameters, 16 hex digits: by the names of checkpoints."""
+    sums: dict[str, int] = {}
+    for name, parameter in parameters:
+        data, item = host_bytes(parameter), parameter.element_size()
+        for one in named(model_type, name, parameter.shape):
+            sums[one.name] = tensor_digest(data[one.first * item : (one.first + one.numel) * item], item)
+    return combine(sums)

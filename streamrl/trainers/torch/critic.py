@@ -68,7 +68,7 @@ class Critic:
         types = {name: parameter.dtype for name, parameter in self._named()}
         self._model.cut(parallel, trained=True)
         self._top = cut(self._head, [], parallel, self._head.weight.dtype, trained=True) if parallel.sharded else None
-        self._held = Held(self._named(), types, parallel)
+        self._held = Held(self._named(), types, parallel, self._model.module.config.model_type)
         self._optimizer = ClippedAdamW(self._held.parameters, optimizer, norm=parallel.norm)
 
     @property
@@ -154,7 +154,7 @@ class Critic:
 
     def restore(self, state: ModelState, where: Path) -> None:
         """Take what `state` gave; raises TrainingError where it is of another model, or was damaged."""
-        check_state(state, dict(self._held.parameters), where, "a critic")
+        check_state(state, dict(self._held.parameters), where, "a critic", self._held.model_type)
         self._held.take(state.parameters)
         self._forget()
         self._optimizer.restore(self._held.own_moments(state.optimizer))

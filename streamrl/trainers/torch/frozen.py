@@ -113,7 +113,7 @@ class Reference:
 
     def restore(self, state: ModelState, where: Path) -> None:
         """Take what `state` gave; raises TrainingError where it is of another model, or was damaged."""
-        check_state(state, dict(self._held.parameters), where, "a reference")
+        check_state(state, dict(self._held.parameters), where, "a reference", self._held.model_type)
         self._held.take(state.parameters)
         self._model.forget()
         self.digest = state.digest

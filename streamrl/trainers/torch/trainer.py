@@ -24,7 +24,7 @@ from streamrl.core.packing import Indices
 from streamrl.errors import OutOfMemory, TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine
-from streamrl.tensors.digest_torch import NamedDigester, NamedDigests
+from streamrl.tensors.digest_torch import NamedDigester, NamedDigests, Region
 from streamrl.trainers.checkpoints import BackgroundWriter, write_directory
 from streamrl.trainers.flops import flops_of, peak_flops
 from streamrl.trainers.mesh import mesh_of
@@ -115,7 +115,9 @@ class TorchTrainer:
             )
         cuda = device.type == "cuda"
         self._snapshots = SnapshotRing(self._held.published(), device, slots=snapshots) if cuda else None
-        self._digester = NamedDigester(dict(self._parameters)) if cuda and not self._parallel.sharded else None
+        self._digester: NamedDigester | None = None
+        if cuda and not self._parallel.sharded:
+            self._digester = NamedDigester({one.name: Region(one.held, one.shape) for one in self._held.published()})
         self._optimizer = ClippedAdamW(self._parameters, trainer.optimizer, norm=self._parallel.norm)
         frozen = load_frozen(loss, model_dir, dtype, device, kernels=kernels, vocab_size=self._policy.vocab_size, parallel=self._parallel)
         self._reference: Reference | None = None
@@ -254,13 +256,13 @@ class TorchTrainer:
             [
                 Shard(
                     name=one.name,
-                    dtype=str(one.rows.dtype).removeprefix("torch."),
+                    dtype=str(one.dtype).removeprefix("torch."),
                     global_shape=one.shape,
                     offset=one.offset,
-                    data=host_bytes(host_copy(one.rows)),
-                    shape=tuple(one.rows.shape),
+                    data=host_bytes(host_copy(one.held).to(one.dtype)),
+                    shape=tuple(one.held.shape),
                 )
-                for one in self._held.slices()
+                for one in self._held.published()
             ]
         )
 
@@ -287,7 +289,7 @@ class TorchTrainer:
     def load(self, path: Path) -> bytes:
         """See `Trainer.load`."""
         state, extra = read_checkpoint(path)
-        check_state(state.policy, dict(self._parameters), path, "parameters")
+        check_state(state.policy, dict(self._parameters), path, "parameters", self._held.model_type)
         if self._critic is not None:
             if state.critic is None:
                 raise TrainingError(
