@@ -23,7 +23,7 @@ from typing import Protocol, TypeVar, cast
 import msgspec
 
 from streamrl.bus.protocol import KeyEntry, KeyValue
-from streamrl.errors import StreamRLError, WeightSyncError
+from streamrl.errors import SchemaError, StreamRLError, WeightSyncError
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.subjects import PREFIX_RANKS, check_name
 from streamrl.schemas.versions import Version
@@ -221,11 +221,17 @@ class RankPublisher:
 
 
 async def _values(kv: KeyValue, key: str, kind: type[T]) -> AsyncGenerator[T]:
-    """The values of a key, from its present one on, for ever."""
+    """The values of a key, from its present one on, for ever; one that cannot be read is passed over, for the next is put over it."""
     async with aclosing(cast(AsyncGenerator[KeyEntry], kv.watch_key(key))) as entries:
         async for entry in entries:
-            if entry.value is not None:
-                yield decode(entry.value, kind, where=f"key {key}")
+            if entry.value is None:
+                continue
+            try:
+                value = decode(entry.value, kind, where=f"key {key}")
+            except SchemaError as error:
+                logger.warning("event=weights_key_unreadable key=%s action=passed_over reason=%s", key, error.message)
+                continue
+            yield value
 
 
 def _wanted_key(policy: str) -> str:

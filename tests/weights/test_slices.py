@@ -223,6 +223,17 @@ async def test_what_was_asked_of_ranks_before_is_not_answered(tmp_path: Path, co
     assert (await announced(bus)).digest == Content(model(2)).digest
 
 
+async def test_damaged_keys_are_passed_over(tmp_path: Path, config: WeightsConfig) -> None:
+    """Else ranks that are started again would read them again, and end again."""
+    bus = MemoryBus("r")
+    for key in ("ranks/wanted-policy", "ranks/stored-policy-1"):
+        await bus.kv.put(key, b"\xc1 no message")
+    ranks = Ranks(bus, tmp_path, config)
+    await ranks.offer(1)
+    await ranks.close()
+    assert (await announced(bus)).digest == Content(model(1)).digest
+
+
 LARGE = (256, 4096)
 RANK = """
 import asyncio, sys
