@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 
 ITEM_BYTES: Mapping[str, int] = {
     "float64": 8,
@@ -30,6 +31,7 @@ def aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
+@lru_cache(maxsize=1 << 16)
 def place_of(name: str) -> tuple[str | int, ...]:
     """What names are ordered by: numbers in them by their value, so that layers and experts lie one after the other.
 
