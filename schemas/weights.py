@@ -91,6 +91,25 @@ class Contribution(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""
 
 
+class WantedSlices(msgspec.Struct, frozen=True):
+    """Rank 0 asks the other ranks of a trainer to store their slices of a version."""
+
+    word: str
+    """Of the ranks that are asked: others, started before them, are not."""
+    version: Version
+
+
+class StoredSlices(msgspec.Struct, frozen=True):
+    """What a rank has stored of the version that was asked for."""
+
+    word: str
+    version: Version
+    contributions: dict[str, Contribution] = {}
+    """By transport."""
+    error: str = ""
+    """Why it has stored nothing."""
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """A version: names, shapes, digests, and the parts that hold the bytes."""
 

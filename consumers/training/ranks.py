@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from streamrl.bus.reading import read_key
 from streamrl.config.hosts import address_towards
+from streamrl.config.tree import TrainerConfig
 from streamrl.consumers.training.budget import lower_budget
 from streamrl.consumers.training.calls import Caller
 from streamrl.data.model import ensure_model
@@ -20,6 +21,8 @@ from streamrl.schemas.subjects import PREFIX_RANKS
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.ranks.local import uses_cuda
+from streamrl.weights.factory import make_rank_publisher
+from streamrl.weights.slices import OtherRanks
 
 if TYPE_CHECKING:
     from streamrl.trainers.ranks.leading import LeadingTrainer
@@ -83,6 +86,11 @@ def lead(trainer: Trainer, group: ProcessGroup) -> LeadingTrainer:
     return LeadingTrainer(trainer, group)
 
 
+def others_of(leading: LeadingTrainer, settings: TrainerConfig) -> OtherRanks | None:
+    """The ranks that have a part of what rank 0 publishes: the others of its copy of the parameters."""
+    return OtherRanks(settings.shards - 1, leading.offer, settings.rank_timeout_s) if settings.shards > 1 else None
+
+
 async def follow_rank_0(worker: Worker) -> None:
     """Any other rank: do what rank 0 orders until it says that all is over. A drain is rank 0's to carry out.
 
@@ -104,8 +112,21 @@ def _follow(worker: Worker, call: Caller) -> None:
     trainer = make_trainer(worker.config, model_dir, profile_dir=worker.run_dir.profile)
     logger.info("event=following rank=%d", group.rank)
     worker.state = "follows rank 0"
+    publisher = None
+    if group.rank < worker.config.trainer.shards:
+        publisher = make_rank_publisher(
+            worker.config.weights,
+            bus=worker.bus,
+            subjects=worker.subjects,
+            policy="policy",
+            run_dir=worker.run_dir.path,
+            loop=call.loop,
+            rank=group.rank,
+        )
     try:
-        follow(trainer, group)
+        follow(trainer, group, publisher.offer if publisher is not None else None)
+        if publisher is not None:
+            publisher.close()
     except OutOfMemory as error:
         if error.micro_tokens:
             _, said = call(lower_budget(worker.bus, worker.config.trainer, error.micro_tokens, error.number))

@@ -9,7 +9,7 @@ from functools import partial
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.checkpoints import keep_trimmed
 from streamrl.consumers.training.loop import LiveTrainer
-from streamrl.consumers.training.ranks import check_rank, follow_rank_0, form_process_group, lead
+from streamrl.consumers.training.ranks import check_rank, follow_rank_0, form_process_group, lead, others_of
 from streamrl.core.state import FoldState
 from streamrl.data.model import ensure_model, vocab_size
 from streamrl.runtime.collection import keep_all
@@ -60,6 +60,7 @@ def train(worker: Worker, call: Caller) -> tuple[FoldState, bool] | None:
         return None
     make = partial(make_trainer, config, model_dir, profile_dir=run_dir.profile)
     leading = lead(make(), group) if group is not None else None
+    others = others_of(leading, config.trainer) if leading is not None else None
     trainer = leading or make()
     numerics = numerics_fingerprint(config)
     fingerprint = fingerprint_digest(numerics)
@@ -72,6 +73,7 @@ def train(worker: Worker, call: Caller) -> tuple[FoldState, bool] | None:
         run_dir=run_dir.path,
         loop=call.loop,
         report=worker.metrics,
+        others=others,
     )
 
     def export(version: Version) -> None:

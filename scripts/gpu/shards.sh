@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # shards.sh [pytest's options]: a model cut into parts over this host's GPUs, two at least: meshes beside one GPU (float32 within the bound,
-# equal digests, bfloat16 packed and compiled, equal bits on one mesh), then training steps on two GPUs whole and in parts.
+# equal digests, bfloat16 packed and compiled, equal bits on one mesh), what ranks publish of their parts and an engine reads, then training
+# steps on two GPUs whole and in parts.
 #
 #   scripts/gpu/shards.sh
 #   NO_BENCH=1 scripts/gpu/shards.sh -k bfloat16
@@ -30,7 +31,7 @@ result=0
 if [ -z "${NO_TESTS:-}" ]; then
     # The other tests' conftest needs plugins for asyncio and a message bus; these do without.
     timeout --kill-after=10 $((${LIMIT:-570} - 20)) python3 -m pytest -c scripts/gpu/pytest.ini --rootdir . --confcutdir tests/trainers \
-        -m gpu -s -p no:cacheprovider --durations=0 tests/trainers/test_shards_gpu.py "$@" 2>&1 | tee -a "$out/shards.txt"
+        -m gpu -s -p no:cacheprovider --durations=0 tests/trainers/test_shards_gpu.py tests/weights/test_ipc_gpu.py "$@" 2>&1 | tee -a "$out/shards.txt"
     result=$?
     grep -F '[measured]' "$out/shards.txt" > "$out/measured.txt"
 fi

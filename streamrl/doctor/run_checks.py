@@ -131,8 +131,7 @@ def check_activations(config: Config, gpu_bytes: int) -> Check | None:
     if trainer.shards > 1:
         once = gathers_once(trainer.gather, shape.parameters * (itemsize + 4), gpu_bytes)
         needed += gathered_bytes(shape, itemsize, once=once)
-    else:
-        needed += config.weights.ring * itemsize * shape.parameters
+    needed += config.weights.ring * itemsize * -(-shape.parameters // trainer.shards)
     compiled = trainer.compile == "on" or (trainer.compile == "auto" and itemsize == 2 and config.run.numerics != "bitwise")
     estimate = kept_layers(
         shape, free_bytes=gpu_bytes, needed_bytes=needed, tokens=trainer.micro_tokens, itemsize=itemsize, compiled=compiled

@@ -1,8 +1,10 @@
-"""Where the tensors of a version lie in its bytes: in order of name, each at a multiple of `ALIGNMENT`, zeros between them."""
+"""Where the tensors of a version lie in its bytes: in order of name (`place_of`), each at a multiple of `ALIGNMENT`, zeros between them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from functools import lru_cache
 
 ITEM_BYTES: Mapping[str, int] = {
     "float64": 8,
@@ -19,6 +21,7 @@ ITEM_BYTES: Mapping[str, int] = {
     "bool": 1,
 }
 """Bytes of an element, for the types that a version may have."""
+_NUMBERS = re.compile(r"(\d+)", re.ASCII)
 ALIGNMENT = 64
 """Bytes; a cache line, and enough for any dtype to be viewed in place."""
 
@@ -26,6 +29,17 @@ ALIGNMENT = 64
 def aligned(offset: int) -> int:
     """The first multiple of `ALIGNMENT` that is not below `offset`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+@lru_cache(maxsize=1 << 16)
+def place_of(name: str) -> tuple[str | int, ...]:
+    """What names are ordered by: numbers in them by their value, so that layers and experts lie one after the other.
+
+    >>> sorted(["experts.10.up", "experts.2.up", "experts.2.down", "a"], key=place_of)
+    ['a', 'experts.2.down', 'experts.2.up', 'experts.10.up']
+    """
+    parts = _NUMBERS.split(name)
+    return tuple(int(part) if index % 2 else part for index, part in enumerate(parts))
 
 
 def lay_out(nbytes: Mapping[str, int]) -> tuple[dict[str, int], int]:
@@ -36,7 +50,7 @@ def lay_out(nbytes: Mapping[str, int]) -> tuple[dict[str, int], int]:
     """
     starts: dict[str, int] = {}
     end = 0
-    for name in sorted(nbytes):
+    for name in sorted(nbytes, key=place_of):
         starts[name] = aligned(end)
         end = starts[name] + nbytes[name]
     return starts, end

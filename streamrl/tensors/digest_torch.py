@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from streamrl.errors import SchemaError
-from streamrl.tensors.digest import GAMMA, MASK, WORD_BYTES
+from streamrl.tensors.digest import GAMMA, MASK, WORD_BYTES, as_words
 
 if TYPE_CHECKING:
     from streamrl.tensors.digest_triton import Launch
@@ -59,19 +59,19 @@ class Walk(msgspec.Struct, frozen=True):
 
 
 class Digester:
-    """Digests whole tensors that stay where they are, again and again: what the kernel needs is laid out on the device once.
+    """Digests tensors that stay where they are, again and again: what the kernel needs is laid out on the device once.
 
     Args:
-        tensors: on one device; neither their memory nor their strides may change.
+        tensors: whole ones, or regions of some, on one device; neither their memory nor their strides may change.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._walks = [walk(Region(tensor, tuple(tensor.shape))) for tensor in tensors]
+    def __init__(self, tensors: Sequence[Tensor | Region]) -> None:
+        self._walks = [walk(_region(tensor)) for tensor in tensors]
         self._some = [index for index, one in enumerate(self._walks) if one.bits.numel()]
         self._prepared: list[tuple[list[int], Launch]] | None = None
 
     def digests(self) -> list[int]:
-        """As `tensor_digests` of the tensors as they are now, on the current stream."""
+        """As `region_digests` of the tensors as they are now, on the current stream."""
         found = [0] * len(self._walks)
         if not self._some:
             return found
@@ -92,7 +92,7 @@ class Digester:
 
 
 class NamedDigests(msgspec.Struct, frozen=True):
-    """Digests of whole tensors by name: of their elements, and of the words of 8 bytes of those that are made of words."""
+    """Digests by name, partial ones of regions: of elements, and of the words of 8 bytes of what is made of words."""
 
     elements: Mapping[str, int]
     words: Mapping[str, int]
@@ -101,10 +101,10 @@ class NamedDigests(msgspec.Struct, frozen=True):
 class NamedDigester:
     """As `Digester`, of named tensors and by words as well; words need a tensor whose elements lie in memory in C order."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor | Region]) -> None:
         self._names = list(tensors)
         self._elements = Digester(list(tensors.values()))
-        words = {name: view for name, tensor in tensors.items() if (view := as_word_tensor(tensor)) is not None}
+        words = {name: words for name, tensor in tensors.items() if (words := _as_words(_region(tensor))) is not None}
         self._word_names = list(words)
         self._words = Digester(list(words.values()))
 
@@ -119,6 +119,17 @@ def as_word_tensor(tensor: Tensor) -> Tensor | None:
     if not tensor.is_contiguous() or tensor.nbytes % WORD_BYTES or tensor.data_ptr() % WORD_BYTES:
         return None
     return tensor.detach().view(-1).view(torch.int64)
+
+
+def _region(tensor: Tensor | Region) -> Region:
+    return tensor if isinstance(tensor, Region) else Region(tensor, tuple(tensor.shape))
+
+
+def _as_words(region: Region) -> Region | None:
+    place = as_words(region.tensor.element_size(), region.global_shape, region.offset, region.tensor.shape)
+    view = as_word_tensor(region.tensor)
+    # Rows of whole words lie in memory as the words do.
+    return Region(view, place[0], place[1]) if view is not None and place is not None and len(place[0]) == 1 else None
 
 
 def tensor_digests(tensors: Sequence[Tensor]) -> list[int]:

@@ -135,7 +135,7 @@ class Trainer(Protocol):
         ...
 
     def shards(self) -> Iterator[Shard]:
-        """This rank's parameters: a snapshot of them when the first is drawn at the latest, on the host or on a device."""
+        """What this rank holds, rows of each parameter or all: a snapshot when the first is drawn at the latest, on host or device."""
         ...
 
     def save(self, path: Path, extra: bytes, *, version: Version, beside: Mapping[str, bytes] | None = None) -> Future[None]:

@@ -248,6 +248,7 @@ class BusTransport:
         started = time.monotonic()
         async with contextlib.aclosing(self._store.get(link.parts, what=f"{manifest.policy} {link.version}")) as stored:
             if link.parent is None:
+                ranks.check_places(msgspec.structs.replace(manifest, parts=link.parts, pieces=link.pieces))
                 async for part, data in stored:
                     await asyncio.to_thread(self._image.write, link, part.offset, data)
                 self._image.reached(link.version)

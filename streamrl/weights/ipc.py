@@ -14,22 +14,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.subjects import check_name
 from streamrl.schemas.versions import Version
-from streamrl.schemas.weights import Manifest, PartRef
+from streamrl.schemas.weights import Contribution, Link, Manifest, PartRef
 from streamrl.weights import manifest as manifests
+from streamrl.weights import ranks
 from streamrl.weights.ipc_lease import Lease, Owner, ReadLease, is_held, owner_of
 from streamrl.weights.pins import Pins
-from streamrl.weights.protocol import CudaSource, DeviceMemory, FileSource, HostBytes, Part, Shard, Slice, Snapshot, WeightTransport
-from streamrl.weights.shm import check_host, host_id
+from streamrl.weights.protocol import CudaSource, DeviceMemory, FileSource, HostBytes, Part, Shard, Slice, Snapshot
+from streamrl.weights.shm import ShmTransport, check_host, host_id
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +54,8 @@ class Opener(Protocol):
         """Whether this process can open device memory at all."""
         ...
 
-    def open(self, handle: bytes, owner: str) -> Opened:
-        """The memory of a publisher, open until another one's is opened; raises WeightSyncError when it is gone."""
+    def open(self, handle: bytes, owner: str, owners: Collection[str]) -> Opened:
+        """The memory of a publisher, open until one is opened of a version with other `owners`; raises WeightSyncError when it is gone."""
         ...
 
 
@@ -74,7 +76,7 @@ class IpcTransport:
         run: str,
         policy: str,
         directory: Path,
-        fallback: WeightTransport,
+        fallback: ShmTransport,
         opener: Callable[[], Opener] | None = None,
         pins: Pins | None = None,
     ) -> None:
@@ -87,80 +89,100 @@ class IpcTransport:
         self._pins = pins
         self._owner: Owner | None = None
         self._published: dict[Version, tuple[Manifest, Lease]] = {}
+        self._contributed: dict[Version, tuple[Contribution, Lease]] = {}
         self._told = False
 
     async def publish(self, version: Version, shards: Iterator[Shard]) -> Manifest:
         given = tuple(shards)
-        snapshot = _snapshot(given)
+        snapshot = self._snapshot(given)
         if snapshot is None:
-            if not self._told:
-                logger.warning(
-                    "event=weights_ipc_unavailable policy=%s reason=trainer_has_no_gpu action=publish_on_the_fallback", self._policy
-                )
-                self._told = True
             return await self._fallback.publish(version, iter(given))
         content = await asyncio.to_thread(manifests.Content, given)
-        _check_layout(content, given, snapshot)
+        _check_layout({spec.name: spec.offset for spec in content.tensors}, content.nbytes, given, snapshot)
         known = self._published.get(version)
         if known is not None:
             manifests.check_same(known[0], content.digest)
             if await self.holds(known[0]):
                 return known[0]
-        handle = await asyncio.to_thread(snapshot.handle)
-        if self._owner is None:
-            self._owner = Owner(self._directory, self._policy)
-        lease = self._owner.publish(version)
-        snapshot.guard(lease)
+        part, lease = await self._hand_out(version, snapshot)
         built = manifests.build(
             content,
             run=self._run,
             policy=self._policy,
             version=version,
-            parts=(PartRef(location=lease.path.name, offset=0, nbytes=content.nbytes, handle=handle),),
+            parts=(part,),
             transport="ipc",
             host=host_id(self._directory),
             published_s=time.time(),
         )
-        self._published = {number: entry for number, entry in self._published.items() if not entry[1].revoked}
-        self._published[version] = built, lease
+        self._keep(built, lease)
         return built
 
+    async def contribute(self, version: Version, shards: Iterator[Shard]) -> Contribution:
+        given = tuple(shards)
+        snapshot = self._snapshot(given)
+        if snapshot is None:
+            return await self._fallback.contribute(version, iter(given))
+        content = await asyncio.to_thread(ranks.RankContent, given)
+        _check_layout(dict(zip((one.name for one in content.slices), content.starts, strict=True)), content.nbytes, given, snapshot)
+        known = self._contributed.get(version)
+        if known is not None and known[0].slices == content.slices and not known[1].revoked:
+            return known[0]
+        made = Contribution(
+            run=self._run,
+            policy=self._policy,
+            version=version,
+            slices=content.slices,
+            links=(),
+            transport="ipc",
+            host=host_id(self._directory),
+        )
+        if content.nbytes:
+            part, lease = await self._hand_out(version, snapshot)
+            made = msgspec.structs.replace(made, links=(Link(version=version, parts=(part,)),))
+            self._contributed = {version: (made, lease)}
+        return made
+
+    def merge(self, contributions: Sequence[Contribution]) -> Manifest:
+        if contributions and contributions[0].transport != "ipc":
+            return self._fallback.merge(contributions)
+        merged = msgspec.structs.replace(ranks.merge(contributions, published_s=time.time()), links={})
+        self._keep(merged, self._contributed[merged.version][1])
+        return merged
+
     async def fetch(self, manifest: Manifest, wants: Sequence[Slice]) -> AsyncIterator[Part]:
-        covered = list(manifests.cover(manifest, wants))
-        if not covered:
+        manifests.check_wants(manifest, wants)
+        ranks.check_places(manifest)
+        chosen = [(part, pieces) for part in manifest.parts if (pieces := ranks.wanted(manifest.pieces, part, wants))]
+        if not chosen:
             return
-        lease = self._take(manifest)
-        try:
-            memory = await asyncio.to_thread(self._open, manifest)
-            for _, pieces in covered:
+        with self._leased(manifest) as leases:
+            for part, pieces in chosen:
+                memory = await asyncio.to_thread(self._open, manifest, part)
                 for piece in pieces:
                     for cut in manifests.cut(piece.nbytes, PIECE_BYTES):
                         out = np.empty(cut.nbytes, np.uint8)
-                        await asyncio.to_thread(memory.read, piece.start + cut.start, out)
-                        lease.check()
+                        await asyncio.to_thread(memory.read, piece.stored - part.offset + cut.start, out)
+                        leases[part.location].check()
                         yield Part(piece.start + cut.start, out.data)
-        finally:
-            lease.release()
 
     @asynccontextmanager
     async def source(self, manifest: Manifest) -> AsyncGenerator[FileSource | CudaSource]:
         """The device memory itself; leaving raises WeightSyncError when the trainer took it back meanwhile."""
-        list(manifests.cover(manifest, ()))
-        lease = self._take(manifest)
-        try:
-            yield CudaSource(tuple(DeviceMemory(part.handle, 0, part.nbytes, owner_of(part.location)) for part in manifest.parts))
-            lease.check()
-        finally:
-            lease.release()
+        ranks.check_places(manifest)
+        with self._leased(manifest) as leases:
+            yield CudaSource(_memory(manifest))
+            for lease in leases.values():
+                lease.check()
 
     async def holds(self, manifest: Manifest) -> bool:
         if manifest.transport != "ipc":
             return await self._fallback.holds(manifest)
-        if manifest.host != host_id(self._directory) or len(manifest.parts) != 1:
+        if manifest.host != host_id(self._directory) or not manifest.parts:
             return False
         if manifest.version not in self._published and self._make_opener is not None and not await asyncio.to_thread(self._usable):
             return False
-        return is_held(self._directory, manifest.parts[0].location)
+        return all(is_held(self._directory, part.location) for part in manifest.parts)
 
     async def retire(self, older_than: Version) -> None:
         pinned = await self._pins.versions() if self._pins is not None else frozenset[Version]()
@@ -176,19 +198,45 @@ class IpcTransport:
             self._owner.close()
             self._owner = None
 
-    def _take(self, manifest: Manifest) -> ReadLease:
-        where = f"{manifest.policy} {manifest.version}"
+    def _snapshot(self, shards: Sequence[Shard]) -> Snapshot | None:
+        """The snapshot that the shards are of; None, and said once, where they lie on the host."""
+        snapshot = _snapshot(shards)
+        if snapshot is None and not self._told:
+            logger.warning("event=weights_ipc_unavailable policy=%s reason=trainer_has_no_gpu action=publish_on_the_fallback", self._policy)
+            self._told = True
+        return snapshot
+
+    async def _hand_out(self, version: Version, snapshot: Snapshot) -> tuple[PartRef, Lease]:
+        handle = await asyncio.to_thread(snapshot.handle)
+        if self._owner is None:
+            self._owner = Owner(self._directory, self._policy)
+        lease = self._owner.publish(version)
+        snapshot.guard(lease)
+        return PartRef(location=lease.path.name, offset=0, nbytes=snapshot.nbytes, handle=handle), lease
+
+    def _keep(self, manifest: Manifest, lease: Lease) -> None:
+        self._published = {number: entry for number, entry in self._published.items() if not entry[1].revoked}
+        self._published[manifest.version] = manifest, lease
+
+    @contextmanager
+    def _leased(self, manifest: Manifest) -> Generator[dict[str, ReadLease]]:
+        """The leases of all parts, by location."""
         check_host(manifest, self._directory, what="device memory")
-        if len(manifest.parts) != 1:
-            raise WeightSyncError(f"{where}: expected one part in device memory, got {len(manifest.parts)}")
-        return ReadLease(self._directory, manifest.parts[0].location, where=where)
+        leases: dict[str, ReadLease] = {}
+        try:
+            for part in manifest.parts:
+                leases[part.location] = ReadLease(self._directory, part.location, where=f"{manifest.policy} {manifest.version}")
+            yield leases
+        finally:
+            for lease in leases.values():
+                lease.release()
 
     def _usable(self) -> bool:
         if self._opener is None and self._make_opener is not None:
             self._opener = self._make_opener()
         return self._opener is not None and self._opener.usable()
 
-    def _open(self, manifest: Manifest) -> Opened:
+    def _open(self, manifest: Manifest, part: PartRef) -> Opened:
         if not self._usable() or self._opener is None:
             raise WeightSyncError(
                 f"{manifest.policy} {manifest.version}: expected a CUDA device to read its memory with, got none in this process",
@@ -196,7 +244,7 @@ class IpcTransport:
                 version=str(manifest.version),
                 device="cuda",
             )
-        return self._opener.open(manifest.parts[0].handle, owner_of(manifest.parts[0].location))
+        return self._opener.open(part.handle, owner_of(part.location), {owner_of(one.location) for one in manifest.parts})
 
 
 def _snapshot(shards: Sequence[Shard]) -> Snapshot | None:
@@ -209,11 +257,21 @@ def _snapshot(shards: Sequence[Shard]) -> Snapshot | None:
     return next(iter(found.values()))
 
 
-def _check_layout(content: manifests.Content, shards: Sequence[Shard], snapshot: Snapshot) -> None:
-    """Raise WeightSyncError unless the snapshot's memory is the version's concatenation."""
-    starts = {shard.name: shard.data.start for shard in shards if not isinstance(shard.data, np.ndarray)}
-    for spec in content.tensors:
-        if starts[spec.name] != spec.offset:
-            raise WeightSyncError(f"tensor {spec.name!r}: expected at byte {spec.offset} of the snapshot, got {starts[spec.name]}")
-    if snapshot.nbytes != content.nbytes:
-        raise WeightSyncError(f"expected a snapshot of {content.nbytes} bytes, got {snapshot.nbytes}")
+def _memory(manifest: Manifest) -> tuple[DeviceMemory, ...]:
+    """Where the version lies, in the order of its concatenation."""
+    found = [
+        DeviceMemory(part.handle, piece.stored - part.offset, piece.nbytes, owner_of(part.location), piece.start)
+        for part in manifest.parts
+        for piece in ranks.placed(manifest.pieces, part.offset, part.nbytes)
+    ]
+    return tuple(sorted(found, key=lambda memory: memory.start or 0))
+
+
+def _check_layout(starts: Mapping[str, int], nbytes: int, shards: Sequence[Shard], snapshot: Snapshot) -> None:
+    """Raise WeightSyncError unless the snapshot's memory is what is published."""
+    for shard in shards:
+        start = starts.get(shard.name)
+        if start is not None and not isinstance(shard.data, np.ndarray) and shard.data.start != start:
+            raise WeightSyncError(f"tensor {shard.name!r}: expected at byte {start} of the snapshot, got {shard.data.start}")
+    if snapshot.nbytes != nbytes:
+        raise WeightSyncError(f"expected a snapshot of {nbytes} bytes, got {snapshot.nbytes}")

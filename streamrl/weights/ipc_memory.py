@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -18,21 +19,18 @@ class CudaOpener:
     """Implements `streamrl.weights.ipc.Opener`: keeps the ring's buffers open between versions, for opening one takes milliseconds."""
 
     def __init__(self) -> None:
-        self._owner = ""
-        self._opened: dict[bytes, CudaMemory] = {}
+        self._opened: dict[tuple[str, bytes], CudaMemory] = {}
         self._lock = threading.Lock()
 
     def usable(self) -> bool:
         return torch.cuda.is_available()
 
-    def open(self, handle: bytes, owner: str) -> CudaMemory:
+    def open(self, handle: bytes, owner: str, owners: Collection[str]) -> CudaMemory:
         with self._lock:
-            if owner != self._owner:
-                self._opened.clear()
-                self._owner = owner
-            if handle not in self._opened:
-                self._opened[handle] = CudaMemory(cuda_ipc.open_shared(handle, torch.device("cuda")))
-            return self._opened[handle]
+            self._opened = {key: memory for key, memory in self._opened.items() if key[0] in owners}
+            if (owner, handle) not in self._opened:
+                self._opened[owner, handle] = CudaMemory(cuda_ipc.open_shared(handle, torch.device("cuda")))
+            return self._opened[owner, handle]
 
 
 class CudaMemory:

@@ -1,7 +1,8 @@
 """Manifests as pure functions: how shards become one byte string, how it is cut into parts, what of it a reader wants.
 
-A version is the concatenation of its tensors in order of name, each beginning at a multiple of 64 bytes (the gaps
-are zero). It is cut into parts of equal size, each with its own SHA-256, and a part may begin and end in the middle of a tensor.
+A version is the concatenation of its tensors in order of name (`streamrl.tensors.concatenation.place_of`), each beginning at a multiple of
+64 bytes (the gaps are zero). It is cut into parts of equal size, each with its own SHA-256, and a part may begin and end in the middle of
+a tensor.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import numpy.typing as npt
 from streamrl.errors import SchemaError, WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Link, Manifest, PartRef, TensorSpec
-from streamrl.tensors.concatenation import ITEM_BYTES, aligned
+from streamrl.tensors.concatenation import ITEM_BYTES, aligned, place_of
 from streamrl.tensors.digest import MASK, WORD_BYTES, as_words, combine, digest_text, slice_digest
-from streamrl.weights.protocol import HostBytes, Shard, Slice
+from streamrl.weights.protocol import DeviceBytes, HostBytes, Shard, Slice
 
 
 class Content:
@@ -51,7 +52,7 @@ class Content:
         self._shards = by_name
         specs: list[TensorSpec] = []
         end = 0
-        for name in sorted(by_name):
+        for name in sorted(by_name, key=place_of):
             spec = _spec(by_name[name], aligned(end))
             specs.append(spec)
             end = spec.offset + spec.nbytes
@@ -78,10 +79,7 @@ class Content:
     def _copy(self, spec: TensorSpec, first: int, out: HostBytes) -> None:
         shards = self._shards[spec.name]
         data = shards[0].data if len(shards) == 1 else self._joined(spec)
-        if isinstance(data, np.ndarray):
-            out[:] = data[first : first + len(out)]
-        else:
-            data.copy_to(first, out)
+        copy_bytes(data, first, out)
 
     def _joined(self, spec: TensorSpec) -> HostBytes:
         shards = self._shards[spec.name]
@@ -95,6 +93,14 @@ class Content:
         data = whole.reshape(-1).view(np.uint8)
         self._shards[spec.name] = [msgspec.structs.replace(shards[0], data=data, shape=spec.shape, offset=())]
         return data
+
+
+def copy_bytes(data: HostBytes | DeviceBytes, first: int, out: HostBytes) -> None:
+    """Write bytes `first .. first + len(out)` of a shard to the host's `out`."""
+    if isinstance(data, np.ndarray):
+        out[:] = data[first : first + len(out)]
+    else:
+        data.copy_to(first, out)
 
 
 def build(
@@ -136,25 +142,33 @@ def cover(manifest: Manifest, wants: Sequence[Slice]) -> Iterator[tuple[PartRef,
     Raises:
         WeightSyncError: the parts do not cover the version without gaps, or a wanted range lies outside of it.
     """
-    where = f"{manifest.policy} {manifest.version}"
-    end = 0
-    for part in manifest.parts:
-        if part.offset != end or part.nbytes < 1:
-            raise WeightSyncError(
-                f"manifest of {where}: expected a part at byte {end}, got one of {part.nbytes} bytes at {part.offset}",
-                expected=end,
-                got=part.offset,
-            )
-        end += part.nbytes
+    end = check_consecutive(manifest)
     if end != manifest.nbytes:
         raise WeightSyncError(
-            f"manifest of {where}: expected parts of {manifest.nbytes} bytes in all, got {end}", expected=manifest.nbytes, got=end
+            f"manifest of {manifest.policy} {manifest.version}: expected parts of {manifest.nbytes} bytes in all, got {end}",
+            expected=manifest.nbytes,
+            got=end,
         )
     check_wants(manifest, wants)
     for part in manifest.parts:
         inside = tuple(piece for want in wants if (piece := _overlap(want, part)) is not None)
         if inside:
             yield part, inside
+
+
+def check_consecutive(manifest: Manifest) -> int:
+    """Bytes of all parts; raises WeightSyncError unless each begins where the one before it ends."""
+    end = 0
+    for part in manifest.parts:
+        if part.offset != end or part.nbytes < 1:
+            raise WeightSyncError(
+                f"manifest of {manifest.policy} {manifest.version}: expected a part at byte {end}, got one of {part.nbytes} bytes at "
+                f"{part.offset}",
+                expected=end,
+                got=part.offset,
+            )
+        end += part.nbytes
+    return end
 
 
 def check_wants(manifest: Manifest, wants: Sequence[Slice]) -> None:

@@ -147,10 +147,12 @@ class DeviceMemory(msgspec.Struct, frozen=True):
     nbytes: int
     owner: str = ""
     """Process that the buffer belongs to. Buffers of another that are still open keep the memory of a dead one from being freed."""
+    start: int | None = None
+    """First byte in the version's concatenation; None: right after the memory before."""
 
 
 class CudaSource(msgspec.Struct, frozen=True, tag="cuda"):
-    """Device memory that holds the version's concatenation, in consecutive pieces."""
+    """Device memory that holds the version's concatenation, in order; only what lies between tensors may be left out."""
 
     memory: tuple[DeviceMemory, ...]
 

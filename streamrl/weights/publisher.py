@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 
 import msgspec
@@ -46,6 +46,8 @@ class Publisher:
         loop: the loop that runs the bus, in another thread than the one that calls `offer` and `close`.
         keep: newest announced versions whose bytes stay. 0: all of them, and no version is ever skipped.
         report: gets the metrics `weights/publish_s` and `weights/bytes_total` of each version.
+        offered: called by `offer` before it draws, with the version and those before it that may still be published: other ranks that
+            have a part of each take theirs.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Publisher:
         keep: int = 4,
         mirrors: Mapping[str, WeightTransport] | None = None,
         report: Callable[[dict[str, float]], Awaitable[None]] | None = None,
+        offered: Callable[[Version, Sequence[Version]], None] | None = None,
     ) -> None:
         self._bus = bus
         self._subject = subjects.weights(policy)
@@ -67,6 +70,8 @@ class Publisher:
         self._mirrors = dict(mirrors or {})
         self._keep = keep
         self._report = report
+        self._offered = offered
+        self._publishing: Version | None = None
         self._loop = loop
         self._waiting: deque[_Offer] = deque()
         self._changed = threading.Condition()
@@ -86,7 +91,7 @@ class Publisher:
         Args:
             version: the version the shards are.
             digest: of all tensors, as in the version's ledger entry.
-            shards: every slice of every tensor.
+            shards: every slice of every tensor, or this rank's of each.
 
         Raises:
             WeightSyncError: an earlier version could not be published, its bytes do not have the digest that was offered with it, or the
@@ -104,6 +109,9 @@ class Publisher:
                 raise WeightSyncError(
                     f"{self._policy} {version}: expected an open publisher, got a closed one", version=str(version), closed=True
                 )
+            kept = [*([self._publishing] if self._publishing else []), *(waiting.version for waiting in self._waiting)]
+        if self._offered is not None:
+            self._offered(version, kept)
         offer = _Offer(version, digest, tuple(shards))
         with self._changed:
             self._waiting.append(offer)
@@ -141,6 +149,7 @@ class Publisher:
     def _next(self) -> _Offer | None:
         with self._changed:
             offer = self._waiting.popleft() if self._waiting else None
+            self._publishing = offer.version if offer is not None else None
             self._changed.notify_all()
             return offer
 

@@ -11,15 +11,16 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Contribution, Link, Manifest, PartRef, Piece, TensorSlice, TensorSpec
-from streamrl.tensors.concatenation import aligned
+from streamrl.tensors.concatenation import aligned, place_of
 from streamrl.tensors.digest import MASK, combine, digest_text
-from streamrl.weights.manifest import ITEM_BYTES, shard_digests, sum_text
+from streamrl.weights.manifest import ITEM_BYTES, check_consecutive, copy_bytes, cover, shard_digests, sum_text
 from streamrl.weights.protocol import Shard, Slice
 
 _GATHER_HINT = "gather the parameter on one rank (full_tensor() of a DTensor) and publish it there, or shard it by rows"
@@ -42,22 +43,25 @@ class RankContent:
             if shard.name in by_name:
                 raise WeightSyncError(f"tensor {shard.name!r}: expected one slice of a rank, got two", hint=_GATHER_HINT, tensor=shard.name)
             by_name[shard.name] = (shard, one)
-        ordered = [by_name[name] for name in sorted(by_name)]
-        self.slices = tuple(one for _, one in ordered)
-        self.starts = stored_starts(self.slices)
+        ordered = [by_name[name] for name in sorted(by_name, key=place_of)]
+        starts = stored_starts([one for _, one in ordered])
+        self.nbytes = starts[-1] + _nbytes(ordered[-1][1]) if ordered else 0
+        # Of a tensor that has elements a rank without any of them says nothing.
+        said = [(shard, one, start) for (shard, one), start in zip(ordered, starts, strict=True) if one.count or not math.prod(one.shape)]
+        self.slices = tuple(one for _, one, _ in said)
+        self.starts = tuple(start for _, _, start in said)
         """First byte of each slice in what is stored."""
-        self.nbytes = self.starts[-1] + _nbytes(self.slices[-1]) if self.slices else 0
-        self._data = [shard.host() for shard, _ in ordered]
+        self._shards = [shard for shard, _, _ in said]
 
     def fill(self, start: int, out: npt.NDArray[np.uint8]) -> None:
         """Write bytes `start .. start + len(out)` of what is stored into `out` ([n] uint8)."""
         end = start + len(out)
         out[:] = 0
         for index in range(max(0, bisect.bisect_right(self.starts, start) - 1), bisect.bisect_left(self.starts, end)):
-            first, data = self.starts[index], self._data[index]
-            low, high = max(start, first), min(end, first + len(data))
+            first, data = self.starts[index], self._shards[index].data
+            low, high = max(start, first), min(end, first + data.nbytes)
             if low < high:
-                out[low - start : high - start] = data[low - first : high - first]
+                copy_bytes(data, low - first, out[low - start : high - start])
 
 
 def merge(contributions: Sequence[Contribution], *, published_s: float = 0.0) -> Manifest:
@@ -100,6 +104,41 @@ def merge(contributions: Sequence[Contribution], *, published_s: float = 0.0) ->
         nbytes=tensors[-1].offset + tensors[-1].nbytes,
         published_s=published_s,
     )
+
+
+def check_places(manifest: Manifest) -> None:
+    """Raise WeightSyncError unless the parts hold every byte of every tensor at exactly one place."""
+    where = f"manifest of {manifest.policy} {manifest.version}"
+    if not manifest.pieces:
+        list(cover(manifest, ()))
+        return
+    end = check_consecutive(manifest)
+    stored = 0
+    for piece in manifest.pieces:
+        if piece.nbytes < 1 or piece.stored < stored or piece.stored + piece.nbytes > end:
+            raise WeightSyncError(
+                f"{where}: expected pieces in order within its {end} stored bytes, got {piece.nbytes} at {piece.stored} behind {stored}",
+                stored=piece.stored,
+            )
+        stored = piece.stored + piece.nbytes
+    specs = sorted((spec for spec in manifest.tensors if spec.nbytes), key=lambda spec: spec.offset)
+    ends = [spec.offset + spec.nbytes for spec in specs]
+    reached = 0
+    for piece in [*sorted(manifest.pieces, key=lambda piece: piece.start), Piece(0, manifest.nbytes, 0)]:
+        if piece.start < reached or piece.start + piece.nbytes > manifest.nbytes:
+            raise WeightSyncError(
+                f"{where}: expected pieces apart from each other within its {manifest.nbytes} bytes, got {piece.nbytes} at {piece.start} "
+                f"behind {reached}",
+                start=piece.start,
+            )
+        # The first tensor with a byte at or behind what is reached: none of its bytes may come before the piece.
+        index = bisect.bisect_right(ends, reached)
+        if index < len(specs) and max(specs[index].offset, reached) < piece.start:
+            spec = specs[index]
+            raise WeightSyncError(
+                f"{where}: expected a piece with byte {max(spec.offset, reached)}, of tensor {spec.name!r}, got none", tensor=spec.name
+            )
+        reached = piece.start + piece.nbytes
 
 
 def placed(pieces: Sequence[Piece], start: int, nbytes: int) -> Iterator[Piece]:
@@ -186,7 +225,7 @@ def _tensors(contributions: Sequence[Contribution]) -> tuple[TensorSpec, ...]:
             by_name.setdefault(piece.name, []).append(piece)
     specs: list[TensorSpec] = []
     end = 0
-    for name in sorted(by_name):
+    for name in sorted(by_name, key=place_of):
         slices = sorted(by_name[name], key=lambda piece: piece.first)
         like = slices[0]
         reached = total = 0
@@ -228,10 +267,18 @@ def _whole(contributions: Sequence[Contribution], offsets: dict[str, int]) -> Li
         if link is None and _stores(one):
             return None
         parts.extend(_moved(link.parts if link else (), stored))
+        before = False  # whether the slice before is the end of its tensor, so that only padding follows
         for start, piece in zip(stored_starts(one.slices), one.slices, strict=True):
+            if not piece.count:
+                continue
             item = ITEM_BYTES[piece.dtype]
-            if piece.count:
-                pieces.append(Piece(stored + start, offsets[piece.name] + piece.first * item, piece.count * item))
+            place = Piece(stored + start, offsets[piece.name] + piece.first * item, piece.count * item)
+            if before and not piece.first and place.start - pieces[-1].start == place.stored - pieces[-1].stored:
+                # They go on alike, as whole experts do: pieces are few then, and large.
+                place = Piece(pieces[-1].stored, pieces[-1].start, place.stored + place.nbytes - pieces[-1].stored)
+                pieces.pop()
+            pieces.append(place)
+            before = piece.first + piece.count == math.prod(piece.shape)
         stored += link.nbytes if link else 0
     whole = len(contributions) == 1 and all(piece.stored == piece.start for piece in pieces)
     return Link(version=contributions[0].version, parts=tuple(parts), pieces=() if whole else tuple(pieces))
@@ -259,10 +306,7 @@ def _stores(one: Contribution) -> bool:
 
 
 def _moved(parts: Sequence[PartRef], by: int) -> list[PartRef]:
-    moved: list[PartRef] = []
-    for part in parts:
-        moved.append(PartRef(location=part.location, offset=part.offset + by, nbytes=part.nbytes, sha256=part.sha256))
-    return moved
+    return [msgspec.structs.replace(part, offset=part.offset + by) for part in parts]
 
 
 def _said(link: Link) -> str:

@@ -337,10 +337,9 @@ def _files(manifest: Manifest) -> dict[str, int]:
                 location=part.location,
             )
         nbytes[part.location] = nbytes.get(part.location, 0) + part.nbytes
-    if not manifest.pieces:
-        list(manifests.cover(manifest, ()))
-        if len(nbytes) != 1:
-            raise WeightSyncError(f"{manifest.policy} {manifest.version}: expected one weights file, got {sorted(nbytes)}")
+    ranks.check_places(manifest)
+    if not manifest.pieces and len(nbytes) != 1:
+        raise WeightSyncError(f"{manifest.policy} {manifest.version}: expected one weights file, got {sorted(nbytes)}")
     return nbytes
 
 

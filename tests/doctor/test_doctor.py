@@ -16,7 +16,7 @@ from streamrl.cli import main
 from streamrl.config.engines import EngineConfig, SglangConfig
 from streamrl.config.loss import KLConfig, LossConfig
 from streamrl.config.ray import RayConfig
-from streamrl.config.tree import BusConfig, Config, DebugConfig, ModelConfig, ProducerConfig, TasksConfig, TrainerConfig
+from streamrl.config.tree import BusConfig, Config, DebugConfig, ModelConfig, ProducerConfig, TasksConfig, TrainerConfig, WeightsConfig
 from streamrl.doctor import machine as doctor
 from streamrl.doctor import run_checks
 from streamrl.doctor.findings import Check, print_checks, summary
@@ -235,6 +235,9 @@ def test_layers_that_keep_their_activations_are_reckoned_for_the_gpu(
     config = Config(model=model, trainer=trainer)
     found = check_activations(config, gib << 30)
     assert found is not None and (found.state, says in found.found) == (state, True), found
+    # Snapshots of what is published are a rank's part, too.
+    large = check_activations(replace(config, weights=WeightsConfig(ring=64 * shards)), gib << 30)
+    assert large is not None and large.state == "warn"
     (tmp_path / "config.json").write_text("[")
     assert check_activations(config, gib << 30) is None
 

@@ -14,6 +14,7 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from streamrl.engines.protocol import Chunk, Engine, GenerateRequest
 from streamrl.schemas.versions import Version
+from streamrl.tensors.names import named
 
 VOCABULARY = 64
 _SHAPE: dict[str, Any] = {
@@ -47,6 +48,8 @@ def config(kind: str) -> PretrainedConfig:
         return transformers.MistralConfig(**_SHAPE, sliding_window=6, tie_word_embeddings=False)
     if kind == "gemma2":
         return transformers.Gemma2Config(**_SHAPE, sliding_window=6, query_pre_attn_scalar=8, attn_logit_softcapping=2.0)
+    if kind == "qwen3-moe":
+        return transformers.Qwen3MoeConfig(**_SHAPE, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2)
     if kind == "mamba":
         return transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4)
     raise ValueError(kind)
@@ -68,7 +71,12 @@ def save_config(kind: str, path: Path) -> Path:
 
 
 def tensors(model: PreTrainedModel) -> dict[str, npt.NDArray[np.float32]]:
-    return {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+    """As a checkpoint has them, whatever the installed transformers makes of it."""
+    found: dict[str, npt.NDArray[np.float32]] = {}
+    for name, parameter in model.named_parameters():
+        for one in named(model.config.model_type, name, tuple(parameter.shape)):
+            found[one.name] = parameter.detach().reshape(-1)[one.first : one.first + one.numel].view(one.shape).numpy()
+    return found
 
 
 @torch.no_grad()

@@ -91,6 +91,7 @@ CASES = [
     ("llama-full", "functional"),
     ("mistral", "auto"),
     ("gemma2", "auto"),
+    ("qwen3-moe", "auto"),
 ]
 
 

@@ -34,7 +34,7 @@ from streamrl.schemas.samples import (
 )
 from streamrl.schemas.tasks import RolloutTask, Sampling
 from streamrl.schemas.versions import Version
-from streamrl.schemas.weights import Link, Manifest, PartRef, Piece, TensorSpec
+from streamrl.schemas.weights import Contribution, Link, Manifest, PartRef, Piece, StoredSlices, TensorSlice, TensorSpec, WantedSlices
 
 FOLDER = Path(__file__).parent
 
@@ -314,6 +314,26 @@ def records() -> dict[str, Any]:
             digest="847822ab7c2d7e8c",
             nbytes=48,
         ),
+        "wanted-slices": WantedSlices("0123456789abcdef", version),
+        "stored-slices": StoredSlices(
+            "0123456789abcdef",
+            version,
+            contributions={
+                "shm": Contribution(
+                    run="golden",
+                    policy="policy",
+                    version=version,
+                    slices=(
+                        TensorSlice("logits", "float32", (3, 4), 8, 4, "d1430de7c9a85298"),
+                        TensorSlice("w", "float32", (4, 4), 8, 8, "d1430de7c9a85298", words="0123456789abcdef"),
+                    ),
+                    links=(Link(version=version, parts=(part,)),),
+                    transport="shm",
+                    host="host-1",
+                )
+            },
+        ),
+        "stored-slices-failed": StoredSlices("0123456789abcdef", version, error="no room"),
         "grant": Grant(68, 17, 36, None),
         "grant-open": Grant(68, 17, 36, None, 37),
         "budget": MicroBudget(16384, 8192),

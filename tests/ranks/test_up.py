@@ -7,13 +7,17 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
-from streamrl.history.source import read_entries
+from streamrl.history.replay_log import stretch
+from streamrl.history.source import open_source, read_entries
 from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.codec import decode
+from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import TrainedOn
+from streamrl.schemas.subjects import EVENTS, Subjects
 from streamrl.trainers.checkpoints import list_checkpoints
 from tests.faults.shapes import NAME
 from tests.faults.verdict import judge
@@ -134,6 +138,52 @@ async def test_a_damaged_part_of_the_newest_checkpoint_is_gone_back_behind(start
     assert f"goes on from checkpoint {older.name}" in said
     _, entries = await read_entries(NAME, base=tmp_path / "runs")
     assert len({entry.version.number for entry in entries}) == len(entries) and entries[-1].version.epoch == 0
+    verdict = await judge(run)
+    assert verdict.problems == []
+
+
+def contributed(run: RunDir, rank: int) -> list[str]:
+    """Versions that a rank has stored its part of, as its log says."""
+    path = run.log_path(f"trainer-{rank}")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [line.partition("version=")[2].split()[0] for line in lines if "event=weights_contributed" in line]
+
+
+async def told(place: Path) -> list[dict[str, Any]]:
+    """What engines have said of versions that they took, or could not."""
+    async with open_source(NAME, base=place / "runs") as source:
+        state = await source.log.state(EVENTS)
+        messages = stretch(source.log, EVENTS, first=state.first, last=state.last, subject=Subjects(NAME).events("weights"))
+        return [decode(message.body, Event).detail async for message in messages]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("transport", ["shm", "bus"])
+async def test_engines_serve_what_the_parts_of_a_cut_model_make_together(start: Start, tmp_path: Path, transport: str) -> None:
+    """Rank 1 is killed as soon as it is asked for its part of a version; engines go on, and serve the ledger's digests at every commit."""
+    rows = [{"prompt": f"{a}{b}", "label": str((b + 3) % 10)} for b in range(10) for a in range(10)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "run.toml").write_text(TOML)
+    changed = ("warmup.max_steps=2", "data.heldout=", "tasks.drop_zero_variance=false", "run.steps=10", "trainer.shards=2")
+    sent = (f"weights.transport={transport}", f"weights.also_on_bus={str(transport == 'shm').lower()}", "weights.anchor_every=4")
+    process = await start(*STREAMRL, "up", "run.toml", "--json", *(word for text in (*changed, *sent) for word in ("--set", text)))
+    run = RunDir(tmp_path / "runs" / NAME)
+    await until(lambda: len(contributed(run, 1)) >= 3, within_s=200)
+    first = worker_pid(run, "trainer", 1)
+    assert first is not None
+    os.kill(first, signal.SIGSTOP)  # it takes part in no further version, whatever is asked of it
+    await asyncio.sleep(0.2)
+    os.kill(first, signal.SIGKILL)
+    _, err = await asyncio.wait_for(process.communicate(), 300)
+    assert process.returncode == 0, err.decode()
+    _, entries = await read_entries(NAME, base=tmp_path / "runs")
+    assert contributed(run, 1)[-1] == str(entries[-1].version)
+    ledger = {str(entry.version): entry.digest for entry in entries}
+    taken = {str(detail["version"]): detail["digest"] for detail in await told(tmp_path) if "digest" in detail}
+    del taken["0.0"]  # the initial weights have no entry
+    assert len(taken) >= 3
+    assert taken == {version: ledger[version] for version in taken}
+    assert {detail["transport"] for detail in await told(tmp_path) if "digest" in detail} == {transport}
     verdict = await judge(run)
     assert verdict.problems == []
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
+from math import prod
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.engines.live_swap.plan import Copy, apart, canonical, cut, merge, windows
+from streamrl.engines.live_swap.moves import moves
+from streamrl.engines.live_swap.plan import DEVICE_WINDOW_BYTES, Copy, apart, canonical, cut, merge, windows
+from streamrl.tensors.concatenation import lay_out
+from streamrl.tensors.names import named
 
 
 @st.composite
@@ -80,6 +84,106 @@ def test_neighbours_become_one_copy():
     up = Copy(3, 8, 8, 1, 8, 5, 108, 8)
     elsewhere = Copy(3, 16, 8, 1, 8, 5, 200, 8)
     assert merge([elsewhere, up, gate]) == [Copy(3, 0, 16, 1, 16, 5, 100, 16), elsewhere]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3), st.booleans()), min_size=1, max_size=12),
+    order=st.randoms(use_true_random=False),
+    window_bytes=st.sampled_from([40, 200, 10_000]),
+)
+def test_moves_bring_what_the_pieces_would(sizes, order, window_bytes):
+    """Tensors one after the other, in any order beside each other in one of two parameters, some of them as every second column."""
+    targets = list(range(len(sizes)))
+    order.shuffle(targets)
+    copies_of, offsets = [], []
+    end = 0
+    for tensor, (rows, cols, apart_) in enumerate(sizes):
+        parameter, place = targets[tensor] % 2, targets[tensor] // 2 * 40
+        copies_of.append(Copy(tensor, 0, cols, 1, rows * cols, parameter, place, rows * cols))
+        if apart_ and rows > 1:
+            copies_of[-1] = Copy(tensor, 0, cols, rows, cols, parameter, place, 2 * cols)
+        offsets.append(end)
+        end += -(-2 * rows * cols // 8) * 8
+    for window in windows(copies_of, offsets, [2] * len(sizes), [(0, end)], window_bytes):
+        expected = {
+            (piece.copy.parameter, target): offsets[piece.copy.tensor] // 2 + source
+            for piece in window.pieces
+            for target, source in written(piece.copy).items()
+        }
+        found: dict[tuple[int, int], int] = {}
+        for move in moves(window.pieces):
+            first = move.first
+            base = first.first_byte // 2 - first.copy.start
+            for indices in product(*(range(one.times) for one in move.recurs)):
+                step = sum(index * one.step for index, one in zip(indices, move.recurs, strict=True))
+                target_step = sum(index * one.target_step for index, one in zip(indices, move.recurs, strict=True))
+                for target, source in written(first.copy).items():
+                    place = (first.copy.parameter, target + target_step)
+                    assert place not in found
+                    found[place] = base + source + step
+        assert found == expected
+
+
+def plan_of_experts(tensors: dict[str, tuple[int, ...]], ranks: int) -> tuple[list[Copy], list[int], int]:
+    """How SGLang's rank 0 takes bfloat16 tensors: experts into one parameter for gate and up and one for down, of which it has columns."""
+    starts, nbytes = lay_out({name: 2 * prod(shape) for name, shape in tensors.items()})
+    parameters: dict[str, int] = {}
+    found = []
+    for tensor, (name, shape) in enumerate(tensors.items()):
+        before, _, after = name.partition(".experts.")
+        rows, cols = shape if len(shape) == 2 else (1, shape[0])
+        target = 0
+        if after:
+            expert, kind = int(after.split(".")[0]), after.split(".")[1]
+            parameter = parameters.setdefault(f"{before}.{'w2' if kind == 'down_proj' else 'w13'}", len(parameters))
+            whole = rows * cols // ranks
+            target = expert * whole if kind == "down_proj" else (2 * expert + (kind == "up_proj")) * whole
+        else:
+            parameter = parameters.setdefault(name, len(parameters))
+        if "down_proj" in name and ranks > 1:
+            found.append(Copy(tensor, 0, cols, rows, cols // ranks, parameter, target, cols // ranks))
+        else:
+            count = rows * cols // (ranks if "_proj" in name else 1)
+            found.append(Copy(tensor, 0, count, 1, count, parameter, target, count))
+    return found, [starts[name] for name in tensors], nbytes
+
+
+def number_of_moves(tensors: dict[str, tuple[int, ...]], ranks: int, sources: int = 1) -> int:
+    plan, offsets, nbytes = plan_of_experts(tensors, ranks)
+    edges = [nbytes * index // sources // 64 * 64 for index in range(sources)] + [nbytes]
+    cut_ = windows(plan, offsets, [2] * len(offsets), list(pairwise(edges)), DEVICE_WINDOW_BYTES)
+    assert sum(window.nbytes for window in cut_) == 2 * sum(copy.count for copy in plan)
+    return sum(len(moves(window.pieces)) for window in cut_)
+
+
+def mixture(layers: int, experts: int, hidden: int, inner: int, heads: int) -> dict[str, tuple[int, ...]]:
+    """Tensors of a Qwen3-MoE, with the names that its checkpoints have."""
+    found: dict[str, tuple[int, ...]] = {"lm_head.weight": (151_936, hidden), "model.embed_tokens.weight": (151_936, hidden)}
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        shapes = {"q_proj": (heads, hidden), "k_proj": (heads // 8, hidden), "v_proj": (heads // 8, hidden), "o_proj": (hidden, heads)}
+        found |= {f"{at}.self_attn.{name}.weight": shape for name, shape in shapes.items()}
+        found |= {f"{at}.self_attn.{name}.weight": (128,) for name in ("q_norm", "k_norm")}
+        found |= {f"{at}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
+        for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
+            fused = f"{at}.mlp.experts.{'down_proj' if name == 'down' else 'gate_up_proj'}"
+            height = shape[0] * (1 if name == "down" else 2)
+            found |= {one.name: one.shape for one in named("qwen3_moe", fused, (experts, height, shape[1]))}
+        found[f"{at}.mlp.gate.weight"] = (experts, hidden)
+    return found | {"model.norm.weight": (hidden,)}
+
+
+def test_a_mixture_of_experts_is_few_and_large_moves():
+    """Of Qwen3-30B-A3B there were 18,867 copies; a layer's experts lie in windows of 512 MB, and all of a kind in a window are one move."""
+    small = mixture(layers=2, experts=12, hidden=64, inner=16, heads=64)
+    assert len(small) == 2 * (3 * 12 + 9) + 3
+    assert number_of_moves(small, 1) == 2 * (2 + 9) + 3
+    assert number_of_moves(small, 2) == 2 * (2 + 9) + 3
+    large = mixture(layers=48, experts=128, hidden=2048, inner=768, heads=4096)
+    assert len(large) == 18_867
+    assert number_of_moves(large, 1) <= 900
+    assert number_of_moves(large, 2) <= 900
 
 
 def test_what_is_no_rows_of_elements_is_refused():

@@ -10,13 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from streamrl.config.loss import KLConfig, LossConfig
 from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
 from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
+from streamrl.tensors.digest import combine, tensor_digest
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.ranks.local import open_trainer
+from streamrl.trainers.torch.checkpoint import host_bytes
 from tests.support.meshes import BOUND, STEPS, Ran, apart, batch, in_float64, parameters, run
 from tests.support.processes import children
 
@@ -134,6 +138,30 @@ def test_no_thread_of_the_ranks_is_left_when_they_have_parted(model_dir: Path) -
         trainer.step(batch(0))
         assert threads() > before
     assert threads() <= before
+
+
+def test_experts_are_published_by_the_names_of_checkpoints_whatever_holds_them(tmp_path: Path) -> None:
+    """Three experts in two parts: one has two of them whole, the other one."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    experts = {"moe_intermediate_size": 16, "num_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 32}
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=16, max_position_embeddings=64, **sizes, **experts)).save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer_config.json").write_text("{}")
+    saved = load_file(tmp_path / "hf" / "model.safetensors")
+    alone = make_trainer(config(1, 1), tmp_path / "hf")
+    found = {shard.name: (shard.global_shape, shard.host().tobytes()) for shard in alone.shards()}
+    assert found == {name: (tuple(value.shape), host_bytes(value).tobytes()) for name, value in saved.items()}
+    assert alone.digest() == combine({name: tensor_digest(host_bytes(value), 4) for name, value in saved.items()})
+    with open_trainer(config(2, 2), tmp_path / "hf") as trainer:
+        assert trainer.digest() == alone.digest()
+        held = {shard.name: shard.shape[0] for shard in trainer.shards()}
+        assert held.keys() == saved.keys()
+        assert [held[f"model.layers.0.mlp.experts.{expert}.up_proj.weight"] for expert in range(3)] == [16, 16, 0]
+        for step in range(2):
+            digest = trainer.step(batch(step)).digest
+        trainer.save(tmp_path / "at", b"at", version=Version(0, 2)).result()
+    assert alone.load(tmp_path / "at") == b"at"
+    assert alone.digest() == digest
 
 
 def test_a_rank_that_is_killed_ends_a_step_of_a_cut_model(model_dir: Path) -> None:

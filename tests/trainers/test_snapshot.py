@@ -10,9 +10,10 @@ import torch
 
 from streamrl.errors import TrainingError
 from streamrl.tensors.digest_torch import NamedDigester
-from streamrl.trainers.torch.snapshot import SnapshotRing
+from streamrl.trainers.torch.snapshot import Published, SnapshotRing
 from streamrl.weights.manifest import Content
 from streamrl.weights.protocol import Shard
+from streamrl.weights.ranks import RankContent
 from tests.support.errors import raises
 
 CPU = torch.device("cpu")
@@ -108,6 +109,31 @@ def test_snapshots_have_the_digests_of_their_bytes() -> None:
     host = Content([msgspec.structs.replace(shard, data=shard.host()) for shard in snapshots.take()])
     assert Content(snapshots.take()).tensors == host.tensors
     assert [bool(spec.words) for spec in host.tensors] == [True, False, True, True]
+
+
+def test_rows_of_parameters_are_published_in_their_type_with_their_part_of_the_digests() -> None:
+    """What two ranks hold in float32 is published in bfloat16: bytes and digests are those of the whole."""
+    whole = {"w": torch.randn(5, 8), "odd": torch.randn(5, 3), "b": torch.randn(1)}
+
+    def rank(low: int, high: int) -> RankContent:
+        held = []
+        for name, w in whole.items():
+            first, end = min(low, len(w)), min(high, len(w))
+            held.append(Published(name, w[first:end].clone(), torch.bfloat16, tuple(w.shape), (first, 0)[: w.ndim]))
+        return RankContent(SnapshotRing(held, CPU, slots=1).take())
+
+    contents = [rank(0, 3), rank(3, 6)]
+    alone = Content(ring_of(whole).take())
+    for spec in alone.tensors:
+        parts = [one for content in contents for one in content.slices if one.name == spec.name]
+        assert sum(int(one.digest, 16) for one in parts) % 2**64 == int(spec.digest, 16)
+        if spec.name == "w":
+            assert sum(int(one.words, 16) for one in parts) % 2**64 == int(spec.words, 16)
+    assert [one.words for content in contents for one in content.slices if one.name == "odd"] == ["", ""]
+
+
+def ring_of(whole: dict[str, torch.Tensor]) -> SnapshotRing:
+    return SnapshotRing([(name, w.bfloat16()) for name, w in whole.items()], CPU, slots=1)
 
 
 def test_known_digests_go_with_the_snapshot_and_tell_of_other_bytes() -> None:

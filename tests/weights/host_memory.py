@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,7 +31,7 @@ class MappedOpener:
     def usable(self) -> bool:
         return self._usable
 
-    def open(self, handle: bytes, owner: str) -> Mapped:
+    def open(self, handle: bytes, owner: str, owners: Collection[str]) -> Mapped:
         try:
             return Mapped(np.memmap(handle.decode(), dtype=np.uint8, mode="r"))
         except OSError as error:

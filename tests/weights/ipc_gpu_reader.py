@@ -38,11 +38,13 @@ class Reader:
     async def device(self, manifest: Manifest) -> str:
         async with self._transport.source(manifest) as source:
             assert isinstance(source, CudaSource)
-            (memory,) = source.memory
-            if memory.handle not in self._opened:
-                self._opened[memory.handle] = open_shared(memory.handle, self._device)
-            mine = self._opened[memory.handle].clone()
-            assert mine.device == self._device
+            mine = torch.zeros(manifest.nbytes, dtype=torch.uint8, device=self._device)
+            for memory in source.memory:
+                if memory.handle not in self._opened:
+                    self._opened[memory.handle] = open_shared(memory.handle, self._device)
+                there = self._opened[memory.handle]
+                assert there.device == self._device and memory.start is not None
+                mine[memory.start : memory.start + memory.nbytes] = there[memory.offset : memory.offset + memory.nbytes]
             torch.cuda.synchronize(self._device)
         tensors = [mine[t.offset : t.offset + t.nbytes].view(getattr(torch, t.dtype)).view(t.shape) for t in manifest.tensors]
         return combine(dict(zip([t.name for t in manifest.tensors], tensor_digests(tensors), strict=True)))

@@ -25,7 +25,7 @@ from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
 from streamrl.tensors.digest import combine, tensor_digest
-from streamrl.trainers.torch.snapshot import SnapshotRing
+from streamrl.trainers.torch.snapshot import Published, SnapshotRing
 from streamrl.weights.ipc import IpcTransport
 from streamrl.weights.manifest import Content
 from streamrl.weights.pins import Pins
@@ -165,7 +165,7 @@ async def test_a_buffer_is_not_written_while_an_engine_reads_it(tmp_path: Path) 
 
 def memory(manifest: Manifest) -> bytes:
     out = np.empty(manifest.nbytes, np.uint8)
-    MappedOpener().open(manifest.parts[0].handle, "").read(0, out)
+    MappedOpener().open(manifest.parts[0].handle, "", {""}).read(0, out)
     return out.tobytes()
 
 
@@ -276,6 +276,64 @@ async def test_memory_that_cannot_be_reached_from_here_is_not_held(trainer: Trai
     crooked = msgspec.structs.replace(manifest, parts=(msgspec.structs.replace(manifest.parts[0], location="../x.lease"),))
     with raises(WeightSyncError, lease=ANY):
         await read(reader(trainer.directory), crooked)
+
+
+def ranks_of(directory: Path, count: int) -> list[tuple[dict[str, torch.Tensor], SnapshotRing, IpcTransport]]:
+    """For each rank the rows that it holds, their snapshots and its transport."""
+    whole = Trainer(directory).parameters
+    made = []
+    for rank in range(count):
+        held: list[Published] = []
+        for name, w in whole.items():
+            if not w.ndim:
+                continue
+            rows = -(-len(w) // count)
+            first, end = (min(len(w), edge * rows) for edge in (rank, rank + 1))
+            held.append(Published(name, w[first:end].clone(), w.dtype, tuple(w.shape), (first, *(0,) * (w.ndim - 1))))
+        ring = SnapshotRing(held, CPU, slots=2, share=share, reader_patience_s=30.0)
+        made.append(({one.name: one.held for one in held}, ring, reader(directory)))
+    return made
+
+
+async def test_ranks_hand_out_their_slices_where_they_lie(tmp_path: Path) -> None:
+    """A reader opens the memory of all of them, and finds the version by its places; when one writes on, the version is gone."""
+    ranks = ranks_of(tmp_path, 3)
+    other = reader(tmp_path)
+    manifests: list[Manifest] = []
+    for number in range(3):
+        given = [(transport, await asyncio.to_thread(ring.take)) for _, ring, transport in ranks]
+        contributions = [await transport.contribute(Version(0, number), iter(shards)) for transport, shards in given]
+        # Asked again, a rank says the same.
+        assert await given[1][0].contribute(Version(0, number), iter(given[1][1])) == contributions[1]
+        manifests.append(ranks[0][2].merge(contributions))
+        whole = {name: torch.cat([held[name] for held, _, _ in ranks]) for name in ranks[0][0]}
+        expected = {name: tensor_digest(w.reshape(-1).view(torch.uint8).numpy(), w.element_size()) for name, w in whole.items()}
+        assert await read(other, manifests[-1]) == manifests[-1].digest == combine(expected)
+        async with reader(tmp_path, sources=True).source(manifests[-1]) as source:
+            assert isinstance(source, CudaSource)
+            assert [memory.start for memory in source.memory] == sorted(piece.start for piece in manifests[-1].pieces)
+            assert len({memory.owner for memory in source.memory}) == 3
+        del given
+        for held, ring, _ in ranks:
+            ring.settle()
+            for parameter in held.values():
+                parameter.mul_(-1.5)
+    assert [await other.holds(manifest) for manifest in manifests] == [False, True, True]
+    with raises(WeightSyncError, gone="policy 0.0"):
+        await read(other, manifests[0])
+    # One rank that goes takes the version along.
+    ranks[1][2].close()
+    assert not await other.holds(manifests[-1])
+    with raises(WeightSyncError, gone="policy 0.2"):
+        await read(other, manifests[-1])
+
+
+async def test_ranks_without_a_gpu_contribute_on_the_fallback(tmp_path: Path) -> None:
+    transport = reader(tmp_path)
+    shards = [msgspec.structs.replace(shard, data=shard.host()) for shard in Trainer(tmp_path).ring.take()]
+    manifest = transport.merge([await transport.contribute(Version(0, 1), iter(shards))])
+    assert manifest.transport == "shm"
+    assert await transport.holds(manifest)
 
 
 def test_host_transports_read_the_snapshot(trainer: Trainer) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from streamrl.schemas.versions import Version
-from streamrl.schemas.weights import Manifest
+from streamrl.schemas.weights import Contribution, Manifest
 from streamrl.tensors.digest import combine, tensor_digest
 from streamrl.trainers.torch.snapshot import SnapshotRing
 from streamrl.weights.ipc import IpcTransport
 from streamrl.weights.manifest import Content
+from streamrl.weights.ranks import merge
 from streamrl.weights.shm import ShmTransport
 from tests.support.needs import need
 
@@ -114,6 +115,52 @@ async def kill_both(tmp_path: Path) -> None:
         successor = Trainer(tmp_path)
         manifest = await successor.publish(3)
         assert await ask(process, manifest, "device") == manifest.digest
+
+
+@asynccontextmanager
+async def rank_of(directory: Path, rank: int, ranks: int) -> AsyncIterator[Process]:
+    """A process that holds rows of a model, on a GPU of its own where there are so many."""
+    gpu = rank % torch.cuda.device_count()
+    command = [sys.executable, str(Path(__file__).with_name("ipc_gpu_rank.py")), str(directory), str(rank), str(ranks), str(gpu)]
+    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, limit=1 << 24)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def tell(process: Process, line: str) -> str:
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(f"{line}\n".encode())
+    return (await process.stdout.readline()).decode().strip()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_engine_reads_the_parts_that_ranks_hand_out(tmp_path: Path, ranks: int) -> None:
+    """Rounded from float32 by the copy; digests of parts made on the device add up to that of the bytes that arrive."""
+    asyncio.run(read_parts(tmp_path, ranks))
+
+
+async def read_parts(tmp_path: Path, ranks: int) -> None:
+    async with AsyncExitStack() as stack:
+        processes = [await stack.enter_async_context(rank_of(tmp_path, rank, ranks)) for rank in range(ranks)]
+        reader = await stack.enter_async_context(engine(tmp_path, 0))
+        seen: list[str] = []
+        for number in range(4):
+            said = [await tell(process, f"publish {number}") for process in processes]
+            manifest = merge([msgspec.msgpack.decode(bytes.fromhex(one), type=Contribution) for one in said])
+            manifest = msgspec.structs.replace(manifest, links={})
+            # The next step writes the parameters while the version is read.
+            assert [await tell(process, "step") for process in processes] == ["stepped"] * ranks
+            assert await ask(reader, manifest, "device") == manifest.digest
+            assert await ask(reader, manifest, "host") == manifest.digest
+            seen.append(manifest.digest)
+        assert len(set(seen)) == 4
+        processes[-1].kill()
+        await processes[-1].wait()
+        assert (await ask(reader, manifest, "device")).startswith("error policy 0.3: its device memory holds a newer version")
 
 
 def test_no_snapshot_is_torn_by_the_steps_after_it(tmp_path: Path) -> None:

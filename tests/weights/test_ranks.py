@@ -21,10 +21,11 @@ from streamrl.errors import WeightSyncError
 from streamrl.schemas.codec import decode
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Contribution, Link, PartRef, Piece
+from streamrl.tensors.names import named
 from streamrl.weights.bus import BusTransport
 from streamrl.weights.manifest import Content
 from streamrl.weights.protocol import Shard, WeightTransport
-from streamrl.weights.ranks import RankContent, merge, placed
+from streamrl.weights.ranks import RankContent, check_places, merge, placed
 from streamrl.weights.shm import ShmTransport
 from tests.weights.wanted import slices
 
@@ -142,6 +143,33 @@ def test_pieces_are_found_wherever_a_part_is_cut():
     assert list(placed(pieces, 10, 54)) == []
     assert list(placed(pieces, 130, 4)) == [Piece(130, 52, 4)]
     assert list(placed((), 7, 3)) == [Piece(7, 7, 3)]
+
+
+def experts_of(experts: int, layers: int, ranks: int) -> list[Contribution]:
+    """Whole experts by rank, of layers whose norm is cut; numbers of one and of several digits."""
+    made = []
+    for rank in range(ranks):
+        own: list[Shard] = []
+        for layer in range(layers):
+            norm = Shard(
+                name=f"l.{layer}.norm", dtype="bfloat16", global_shape=(ranks,), shape=(1,), offset=(rank,), data=np.zeros(2, np.uint8)
+            )
+            own.append(norm)
+            for name, shape in (("gate_up_proj", (experts, 6, 5)), ("down_proj", (experts, 5, 3))):
+                rows = range(experts * rank // ranks, experts * (rank + 1) // ranks)
+                for one in named("qwen3_moe", f"l.{layer}.mlp.experts.{name}", shape, rows):
+                    data = np.zeros(2 * one.numel, np.uint8)
+                    own.append(Shard(name=one.name, dtype="bfloat16", global_shape=one.shape, shape=one.held, offset=one.offset, data=data))
+        made.append(contribution(own, 1000, {}, str(rank)))
+    return made
+
+
+def test_experts_of_a_rank_are_one_piece_a_layer():
+    """Else there would be a piece for each matrix of each expert: 18,432 of Qwen3-30B-A3B, where a layer's experts are one piece a rank."""
+    manifest = merge(experts_of(experts=128, layers=3, ranks=2))
+    check_places(manifest)
+    assert len(manifest.tensors) == 3 * (3 * 128 + 1)
+    assert len(manifest.pieces) == 2 * 3 * 2
 
 
 @pytest.mark.parametrize(

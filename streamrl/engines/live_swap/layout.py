@@ -86,3 +86,8 @@ def source_view(data: Tensor, first_byte: int, copy: Copy, dtype: torch.dtype) -
     size = dtype.itemsize
     typed = data[: data.numel() // size * size].view(dtype)
     return typed.as_strided((copy.rows, copy.cols), (copy.stride, 1), typed.storage_offset() + first_byte // size)
+
+
+def recurring(view: Tensor, counts: Sequence[int], steps: Sequence[int]) -> Tensor:
+    """A view's elements as often as `counts` say, so many elements behind each other as `steps` say: [*counts, *shape of the view]."""
+    return view.as_strided((*counts, *view.shape), (*steps, *view.stride()), view.storage_offset()) if counts else view

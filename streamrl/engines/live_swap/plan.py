@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -272,14 +273,19 @@ def windows(
         copies: the plan; a copy's index is its region's.
         offsets: first byte of each tensor in the concatenation.
         itemsizes: bytes of an element of each tensor.
-        sources: first byte and end of each source in the concatenation.
+        sources: first byte and end of each source in the concatenation, in order.
         window_bytes: bytes of source a window may span.
         window_copies: pieces that a window may have.
     """
     pieces: list[Piece] = []
+    ends = [end for _, end in sources]
     for region, copy in enumerate(copies):
         item, base = itemsizes[copy.tensor], offsets[copy.tensor]
-        for index, (first, end) in enumerate(sources):
+        low, high = base + copy.start * item, base + (copy.start + (copy.rows - 1) * copy.stride + copy.cols) * item
+        for index in range(bisect.bisect_right(ends, low), len(sources)):
+            first, end = sources[index]
+            if first >= high:
+                break
             for part in cut(copy, -(-(first - base) // item), (end - base) // item):
                 pieces.extend(_narrow(part, region, index, base, item, window_bytes))
     pieces.sort(key=lambda piece: (piece.source, piece.first_byte))

@@ -79,6 +79,7 @@ class DeviceImages:
             data = self._opened(memory.owner, memory.handle)[memory.offset : memory.offset + memory.nbytes]
             if data.numel() != memory.nbytes:
                 raise WeightSyncError(f"expected {memory.nbytes} bytes at {memory.offset} of a device buffer, got {data.numel()}")
+            first = first if memory.start is None else memory.start
             spans.append(DeviceSpan(first, data))
             first += memory.nbytes
         return spans

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from streamrl.engines.live_swap.digests import Digests, make_digests, make_word_digests, sums
 from streamrl.engines.live_swap.fallback import DerivedLoad
-from streamrl.engines.live_swap.layout import Layout, source_view, target_view
+from streamrl.engines.live_swap.layout import Layout, recurring, source_view, target_view
 from streamrl.engines.live_swap.messages import Prepare, Prepared, Served, Stage, Staged, TensorEntry
+from streamrl.engines.live_swap.moves import moves
 from streamrl.engines.live_swap.pace import Pacer, Passes
 from streamrl.engines.live_swap.plan import DEVICE_WINDOW_BYTES, Window
 from streamrl.engines.live_swap.recorder import record
@@ -193,9 +194,12 @@ class Stager:
         parameters = self._swap.buffers.sets[idle]
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        for index, piece in enumerate(window.pieces):
-            targets.append(target_view(parameters, piece.copy))
-            sources.append(source_view(data, piece.first_byte - first_byte, piece.copy, layout.dtypes[piece.copy.tensor]))
+        for index, move in enumerate(moves(window.pieces)):
+            copy = move.first.copy
+            counts = [one.times for one in move.recurs]
+            targets.append(recurring(target_view(parameters, copy), counts, [one.target_step for one in move.recurs]))
+            source = source_view(data, move.first.first_byte - first_byte, copy, layout.dtypes[copy.tensor])
+            sources.append(recurring(source, counts, [one.step for one in move.recurs]))
             if index % BREATH == BREATH - 1:
                 time.sleep(0)
         return targets, sources

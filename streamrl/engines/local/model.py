@@ -24,9 +24,11 @@ from streamrl.engines.local.modules import ModuleForward, check_config
 from streamrl.engines.local.sampling import draw
 from streamrl.errors import ConfigError
 from streamrl.tensors.building import BUILDING
+from streamrl.tensors.names import named
 
 logger = logging.getLogger(__name__)
 
+Bound = tuple[str, list[TensorLayout], tuple[int, ...]]
 PREFILL_TOKENS = 8192
 """Padded tokens of one prefill pass; more joiners are prefilled in several passes."""
 
@@ -91,7 +93,8 @@ class LocalModel:
         if known and forward != "modules":
             rotary: nn.Module = model.get_decoder().rotary_emb  # type: ignore[assignment]
             self._functional = FunctionalForward(config, rotary, max_len=max_len, dtype=dtype, device=device)
-        self.layout = _layout(config, parameters, fused=self._functional is not None)
+        self._bound = _bound(config, parameters, fused=self._functional is not None)
+        self.layout = tuple(tensor for _, tensors, _ in self._bound for tensor in tensors)
         # The modules' own parameters are re-pointed at a commit; the functional forward has no modules.
         self._parameters = {} if self._functional else parameters
         self._forward: Forward = self._functional or ModuleForward(model)
@@ -115,9 +118,10 @@ class LocalModel:
         starts = offsets(self.layout)
         for buffer in self._on_device:
             views: dict[str, Tensor] = {}
-            for tensor in self.layout:
-                raw = buffer[starts[tensor.name] : starts[tensor.name] + tensor.nbytes]
-                views[tensor.name] = raw.view(getattr(torch, tensor.dtype)).view(tensor.shape)
+            for name, tensors, shape in self._bound:
+                first = starts[tensors[0].name]
+                raw = buffer[first : first + sum(tensor.nbytes for tensor in tensors)]
+                views[name] = raw.view(getattr(torch, tensors[0].dtype)).view(shape)
             self._views.append(views)
 
     def prepare(self, index: int) -> None:
@@ -215,14 +219,15 @@ def _empty_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
     return model
 
 
-def _layout(config: PretrainedConfig, parameters: Mapping[str, Tensor], *, fused: bool) -> tuple[TensorLayout, ...]:
-    names = buffer_order(config, list(parameters)) if fused else list(parameters)
-    return tuple(
-        TensorLayout(
-            name, str(parameters[name].dtype).removeprefix("torch."), tuple(parameters[name].shape), fused and name.endswith(GLUED)
-        )
-        for name in names
-    )
+def _bound(config: PretrainedConfig, parameters: Mapping[str, Tensor], *, fused: bool) -> list[Bound]:
+    """Each parameter, the tensors of a version that follow each other in its memory, and its shape."""
+    found: list[Bound] = []
+    for name in buffer_order(config, list(parameters)) if fused else list(parameters):
+        shape, dtype = tuple(parameters[name].shape), str(parameters[name].dtype).removeprefix("torch.")
+        glued = fused and name.endswith(GLUED)
+        parts = enumerate(named(config.model_type, name, shape))
+        found.append((name, [TensorLayout(one.name, dtype, one.shape, glued or index > 0) for index, one in parts], shape))
+    return found
 
 
 def _eos_ids(model_dir: Path, config: PretrainedConfig) -> tuple[int, ...]:

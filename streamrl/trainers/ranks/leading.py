@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 
@@ -40,8 +40,12 @@ class Digest(msgspec.Struct, frozen=True, tag=True):
     """Order: compare parameters."""
 
 
-class Shards(msgspec.Struct, frozen=True, tag=True):
-    """Order: `Trainer.shards`."""
+class Offer(msgspec.Struct, frozen=True, tag=True):
+    """Order: take `Trainer.shards` for `RankOffer`, for rank 0 may publish them."""
+
+    word: str
+    version: Version
+    kept: tuple[Version, ...]
 
 
 class Export(msgspec.Struct, frozen=True, tag=True):
@@ -66,7 +70,9 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     """Bytes of each file on rank 0, by its path within."""
 
 
-Order = Step | Digest | Shards | Export | Save | Load
+Order = Step | Digest | Offer | Export | Save | Load
+RankOffer = Callable[[str, Version, Sequence[Version], Iterator[Shard]], None]
+"""`streamrl.weights.slices.RankPublisher.offer`."""
 
 
 class LeadingTrainer:
@@ -103,11 +109,13 @@ class LeadingTrainer:
         return digest
 
     def shards(self) -> Iterator[Shard]:
-        """See `Trainer.shards`: those of rank 0, which are the whole."""
-        self._group.order(pack(Shards()))
-        found = self._own.shards()
+        """See `Trainer.shards`: those of rank 0."""
+        return self._own.shards()
+
+    def offer(self, word: str, version: Version, kept: Sequence[Version]) -> None:
+        """Have the other ranks take theirs, too: see `streamrl.weights.slices.RankPublisher.offer`."""
+        self._group.order(pack(Offer(word, version, tuple(kept))))
         self._finish()
-        return found
 
     def save(self, path: Path, extra: bytes, *, version: Version, beside: Mapping[str, bytes] | None = None) -> Future[None]:
         self._group.order(pack(Save(str(path), extra, version)))
@@ -164,8 +172,13 @@ class LeadingTrainer:
             )
 
 
-def follow(own: Trainer, group: ProcessGroup) -> None:
+def follow(own: Trainer, group: ProcessGroup, offer: RankOffer | None = None) -> None:
     """Do what rank 0 orders until it dismisses this rank.
+
+    Args:
+        own: this rank's trainer.
+        group: formed.
+        offer: gets this rank's part of what rank 0 publishes; None: it has none.
 
     Raises:
         TrainingError: rank 0 or another one has ended, or an order failed here; this process must end then.
@@ -179,21 +192,22 @@ def follow(own: Trainer, group: ProcessGroup) -> None:
             saved = own.save(Path(order.path), order.extra, version=order.version)
             group.gather(0)
             continue
-        digest = _execute(own, group, order)
+        digest = _execute(own, group, order, offer)
         group.gather(int(digest, 16) if digest else 0)
     if saved is not None:
         wait([saved])
 
 
-def _execute(own: Trainer, group: ProcessGroup, order: Step | Digest | Shards | Export | Load) -> str:
+def _execute(own: Trainer, group: ProcessGroup, order: Step | Digest | Offer | Export | Load, offer: RankOffer | None) -> str:
     """The digest that rank 0 compares; empty where it compares none."""
     match order:
         case Step():
             return own.step(order.batch).digest
         case Digest():
             return own.digest()
-        case Shards():
-            own.shards()
+        case Offer():
+            if offer is not None:
+                offer(order.word, order.version, order.kept, own.shards())
         case Export():
             own.export(Path(order.path))
         case Load():

@@ -53,7 +53,7 @@ class Arrangement:
         parallel: the ranks.
         budget: positions of a forward and backward pass.
         deterministic: refuse kernels that are not reproducible.
-        snapshots: buffers of the size of the policy that are still to be made.
+        snapshots: buffers of the size of the policy, or of this rank's part, that are still to be made.
     """
 
     def __init__(
@@ -180,5 +180,5 @@ class Arrangement:
             needed += training_bytes(numbers, itemsize, shards) - held_bytes(numbers, itemsize, shards)
             if shards > 1:
                 needed += gathered_bytes(model_shape(model.module.config.to_dict()) or shape, itemsize, once=model.gathers_once)
-        size = sum(p.numel() for _, p in policy.parameters()) * itemsize
+        size = -(-sum(p.numel() for _, p in policy.parameters()) // shards) * itemsize
         return _Room(shape, least, needed + snapshots * size)

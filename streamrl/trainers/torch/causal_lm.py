@@ -116,7 +116,7 @@ class CausalLM:
                     got=parallel.mesh.shard,
                 )
             self._unit = cut(self.module, self._layers.modules, parallel, self.dtype, trained=trained)
-        return Held(self.parameters(), types, parallel)
+        return Held(self.parameters(), types, parallel, self.module.config.model_type)
 
     def save_pretrained(self, directory: Path, parameters: Mapping[str, Tensor] | None) -> None:
         """Write weights and configuration as transformers does; the weights of a model that is cut are given."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from streamrl.errors import TrainingError
 from streamrl.tensors.digest import combine, tensor_digest
+from streamrl.tensors.names import named
 from streamrl.trainers.checkpoints import check_files, damaged, recover, unreadable
 from streamrl.trainers.mesh import Mesh
 from streamrl.trainers.parts import OFFSETS, find_tensors, offsets_text, part_folder
@@ -215,6 +216,11 @@ def host_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def digest_of(parameters: Iterable[tuple[str, Tensor]]) -> str:
-    """Digest of named tensors, 16 hex digits."""
-    return combine({name: tensor_digest(host_bytes(p), p.element_size()) for name, p in parameters})
+def digest_of(parameters: Iterable[tuple[str, Tensor]], model_type: str) -> str:
+    """Digest of a model's parameters, 16 hex digits: by the names of checkpoints."""
+    sums: dict[str, int] = {}
+    for name, parameter in parameters:
+        data, item = host_bytes(parameter), parameter.element_size()
+        for one in named(model_type, name, parameter.shape):
+            sums[one.name] = tensor_digest(data[one.first * item : (one.first + one.numel) * item], item)
+    return combine(sums)

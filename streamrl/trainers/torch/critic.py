@@ -68,7 +68,7 @@ class Critic:
         types = {name: parameter.dtype for name, parameter in self._named()}
         self._model.cut(parallel, trained=True)
         self._top = cut(self._head, [], parallel, self._head.weight.dtype, trained=True) if parallel.sharded else None
-        self._held = Held(self._named(), types, parallel)
+        self._held = Held(self._named(), types, parallel, self._model.module.config.model_type)
         self._optimizer = ClippedAdamW(self._held.parameters, optimizer, norm=parallel.norm)
 
     @property

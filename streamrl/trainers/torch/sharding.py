@@ -26,9 +26,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from streamrl.errors import TrainingError
 from streamrl.tensors.digest import slice_digest
 from streamrl.tensors.digest_torch import Region, region_digests
+from streamrl.tensors.names import named
 from streamrl.trainers.checkpoints import damaged
 from streamrl.trainers.torch.checkpoint import ModelState, host_bytes, host_copy
 from streamrl.trainers.torch.parallel import Parallel, local
+from streamrl.trainers.torch.snapshot import Published
 
 logger = logging.getLogger(__name__)
 
@@ -120,11 +122,19 @@ class Held:
         parameters: name and parameter, after the model was cut.
         types: of the parameters before, which they are published and saved in.
         parallel: the ranks.
+        model_type: of the configuration.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], types: Mapping[str, torch.dtype], parallel: Parallel) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        types: Mapping[str, torch.dtype],
+        parallel: Parallel,
+        model_type: str,
+    ) -> None:
         self.parameters = list(parameters)
         self.parallel = parallel
+        self.model_type = model_type
         self._types = types
         self._shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters}
 
@@ -132,9 +142,17 @@ class Held:
         """Of all parameters: this rank's memory where it has the type to publish, else rounded copies."""
         return [self._slice(name, local(parameter).to(self._types[name])) for name, parameter in self.parameters]
 
+    def published(self) -> list[Published]:
+        """What this rank has to publish: its memory, under the names of checkpoints, and the type that it is rounded to."""
+        found: list[Published] = []
+        for name, parameter in self.parameters:
+            held = as_named(self._slice(name, local(parameter)), self.model_type)
+            found += [Published(one.name, one.rows, self._types[name], one.shape, one.offset) for one in held]
+        return found
+
     def digest(self) -> str:
         """Digest of the whole parameters, 16 hex digits: the same in every mesh. All ranks call it."""
-        return digest_of_slices(self.slices(), self.parallel)
+        return digest_of_slices(self.slices(), self.parallel, self.model_type)
 
     def copies(self) -> dict[str, Tensor]:
         """The whole parameters, on the host: all ranks call it, and rank 0 gets them, another one of a cut model nothing."""
@@ -178,7 +196,8 @@ class Held:
                 what=what,
                 parameter=odd[0],
             )
-        digest = digest_of_slices([self._slice(name, state.parameters[name]) for name in self._shapes], self.parallel)
+        held = [self._slice(name, state.parameters[name]) for name in self._shapes]
+        digest = digest_of_slices(held, self.parallel, self.model_type)
         if digest != state.digest:
             problem = f"expected {what} with digest {state.digest}, got {digest}"
             raise damaged(where, problem, what=what, expected=state.digest, got=digest)
@@ -194,8 +213,19 @@ class Held:
         return Slice(name, rows, shape, self.parallel.mesh.slice(shape, self.parallel.part)[0] if self.parallel.sharded else ())
 
 
-def digest_of_slices(held: Sequence[Slice], parallel: Parallel) -> str:
-    """Digest of the whole tensors of which each rank holds slices, 16 hex digits."""
+def as_named(held: Slice, model_type: str) -> list[Slice]:
+    """The same rows under the names of the architecture's checkpoints (`streamrl.tensors.names`); they share its memory."""
+    first = held.offset[0] if held.offset else 0
+    found = list(named(model_type, held.name, held.shape, range(first, first + len(held.rows)) if held.offset else None))
+    if len(found) == 1:
+        return [held._replace(name=found[0].name)]
+    flat = held.rows.view(-1)
+    return [Slice(one.name, flat[one.first : one.first + one.numel].view(one.held), one.shape, one.offset) for one in found]
+
+
+def digest_of_slices(slices: Iterable[Slice], parallel: Parallel, model_type: str) -> str:
+    """Digest of the whole tensors of which each rank holds slices, 16 hex digits: by the names of checkpoints."""
+    held = [one for whole in slices for one in as_named(whole, model_type)]
     if held and held[0].rows.device.type == "cuda":
         sums = region_digests([Region(one.rows, one.shape, one.offset) for one in held])
     else:

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ from torch import Tensor
 from streamrl.errors import TrainingError
 from streamrl.tensors import cuda_ipc
 from streamrl.tensors.concatenation import lay_out
-from streamrl.tensors.digest import WORD_BYTES
-from streamrl.tensors.digest_torch import NamedDigester, NamedDigests
+from streamrl.tensors.digest import WORD_BYTES, as_words
+from streamrl.tensors.digest_torch import NamedDigester, NamedDigests, Region
 from streamrl.weights.protocol import Guard, HostBytes, Shard
 
 STAGING_BYTES = 64 << 20
@@ -39,17 +39,42 @@ LARGE_BYTES = 4 << 20
 smaller ones the calls would take longer than the copies."""
 
 
+class Published(NamedTuple):
+    """What a snapshot has of one parameter."""
+
+    name: str
+    held: Tensor
+    """What is copied."""
+    dtype: torch.dtype
+    """That it is published in."""
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    offset: tuple[int, ...] = ()
+    """Index in it of the first element that is held, in each dimension; empty: 0 everywhere."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is published."""
+        return self.held.numel() * self.dtype.itemsize
+
+    def places(self) -> dict[int, tuple[tuple[int, ...], ...]]:
+        """Shape of the whole, offset and shape of what is held, by the bytes of what they count: elements, and words if there are any."""
+        item, own = self.dtype.itemsize, tuple(self.held.shape)
+        words = as_words(item, self.shape, self.offset, own)
+        elements = (self.shape, self.offset or (0,) * len(own), own)
+        return ({} if words is None else {WORD_BYTES: words}) | {item: elements}
+
+
 class Buffer:
     """One of the ring's buffers: a version's bytes as they are published, and the parameters' views of it."""
 
-    def __init__(self, names: Sequence[str], like: Sequence[Tensor], device: torch.device, share: Callable[[Tensor], bytes]) -> None:
-        sizes = {name: tensor.nbytes for name, tensor in zip(names, like, strict=True)}
-        self.starts, self.nbytes = lay_out(sizes)
+    def __init__(self, published: Sequence[Published], device: torch.device, share: Callable[[Tensor], bytes]) -> None:
+        self.starts, self.nbytes = lay_out({one.name: one.nbytes for one in published})
         # Zeros once: the gaps between tensors are never written.
         self.memory = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
         self.views = [
-            self.memory[self.starts[name] : self.starts[name] + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for name, tensor in zip(names, like, strict=True)
+            self.memory[self.starts[one.name] : self.starts[one.name] + one.nbytes].view(one.dtype).view(one.held.shape)
+            for one in published
         ]
         self.held = False
         """By a snapshot that is referenced."""
@@ -58,7 +83,8 @@ class Buffer:
         """When it was last written, as a count of snapshots."""
         self._share = share
         self._handle = b""
-        self.digester = NamedDigester(dict(zip(names, self.views, strict=True)))
+        regions = [Region(view, one.shape, one.offset) for one, view in zip(published, self.views, strict=True)]
+        self.digester = NamedDigester({one.name: region for one, region in zip(published, regions, strict=True)})
 
     def handle(self) -> bytes:
         """See `Snapshot.handle`; made once, and the same for all versions that pass through this buffer."""
@@ -104,24 +130,26 @@ class DeviceSnapshot:
 
 
 class SnapshotBytes:
-    """Implements `streamrl.weights.protocol.DeviceBytes`: one whole tensor of a snapshot."""
+    """Implements `streamrl.weights.protocol.DeviceBytes`: what a snapshot has of one tensor."""
 
-    def __init__(self, snapshot: DeviceSnapshot, name: str, start: int, nbytes: int, item: int) -> None:
+    def __init__(self, snapshot: DeviceSnapshot, start: int, published: Published) -> None:
         self.snapshot = snapshot
         self.start = start
-        self.nbytes = nbytes
-        self._item = item
-        self._name = name
+        self.nbytes = published.nbytes
+        self._item = published.dtype.itemsize
+        self._name = published.name
+        self._places = published.places()
 
     def copy_to(self, first: int, out: HostBytes) -> None:
         self.snapshot.copy_to(self.start + first, out)
 
     def digest(self, itemsize: int, global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> int:
-        if tuple(global_shape) != tuple(shape):
+        asked = (tuple(global_shape), tuple(offset) or (0,) * len(shape), tuple(shape))
+        if (whole := self._places[itemsize]) != asked:
             raise TrainingError(
-                f"expected to digest a whole tensor of shape {tuple(global_shape)}, got a slice of shape {tuple(shape)}",
-                shape=tuple(global_shape),
-                got=tuple(shape),
+                f"expected to digest all that is held, {whole[2]} at {whole[1]} of {whole[0]}, got {asked[2]} at {asked[1]} of {asked[0]}",
+                shape=whole[2],
+                got=asked[2],
             )
         digests = self.snapshot.digests()
         return digests.elements[self._name] if itemsize == self._item else digests.words[self._name]
@@ -168,14 +196,15 @@ class SnapshotRing:
     """Takes snapshots of named parameters; see the module. One thread calls `take`, `shards` and `settle`.
 
     Args:
-        parameters: name and tensor, all on `device`; their addresses stay.
+        parameters: name and tensor, which is published whole and as it is, or what is held of a larger one; all on `device`, at addresses
+            that stay.
         slots: buffers. With one a snapshot waits for the readers of the one before; every buffer costs the model's bytes.
         share: gives a buffer's handle.
     """
 
     def __init__(
         self,
-        parameters: Sequence[tuple[str, Tensor]],
+        parameters: Sequence[tuple[str, Tensor] | Published],
         device: torch.device,
         *,
         slots: int,
@@ -183,14 +212,13 @@ class SnapshotRing:
         reader_patience_s: float = READER_PATIENCE_S,
         holder_patience_s: float = HOLDER_PATIENCE_S,
     ) -> None:
-        self._names = [name for name, _ in parameters]
-        self._tensors = [tensor.detach() for _, tensor in parameters]
-        self._described = [
-            (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes, tensor.element_size())
-            for tensor in self._tensors
+        self._published = [
+            one if isinstance(one, Published) else Published(one[0], one[1].detach(), one[1].dtype, tuple(one[1].shape))
+            for one in parameters
         ]
-        self._of_words = {name for name, (_, _, nbytes, _) in zip(self._names, self._described, strict=True) if not nbytes % WORD_BYTES}
-        large = [tensor.nbytes >= LARGE_BYTES and tensor.is_contiguous() for tensor in self._tensors]
+        self._tensors = [one.held for one in self._published]
+        self._of_words = {one.name for one in self._published if WORD_BYTES in one.places()}
+        large = [one.nbytes >= LARGE_BYTES and one.held.is_contiguous() for one in self._published]
         self._large = [index for index, is_large in enumerate(large) if is_large]
         self._small = [index for index, is_large in enumerate(large) if not is_large]
         self._device = device
@@ -229,13 +257,14 @@ class SnapshotRing:
         weakref.finalize(snapshot, self._release, buffer).atexit = False
         return [
             Shard(
-                name=name,
-                dtype=dtype,
-                global_shape=shape,
-                shape=shape,
-                data=SnapshotBytes(snapshot, name, buffer.starts[name], nbytes, item),
+                name=one.name,
+                dtype=str(one.dtype).removeprefix("torch."),
+                global_shape=one.shape,
+                offset=one.offset,
+                shape=tuple(one.held.shape),
+                data=SnapshotBytes(snapshot, buffer.starts[one.name], one),
             )
-            for name, (dtype, shape, nbytes, item) in zip(self._names, self._described, strict=True)
+            for one in self._published
         ]
 
     def shards(self, known: NamedDigests | None = None) -> Iterator[Shard]:
@@ -271,7 +300,7 @@ class SnapshotRing:
                 if buffer := next((one for one in free if one.guard is None), None):
                     break
                 if len(self._buffers) < self._slots:
-                    self._buffers.append(buffer := Buffer(self._names, self._tensors, self._device, self._share))
+                    self._buffers.append(buffer := Buffer(self._published, self._device, self._share))
                     break
                 if free:
                     buffer = min(free, key=lambda one: one.used)

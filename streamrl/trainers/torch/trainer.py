@@ -24,7 +24,7 @@ from streamrl.core.packing import Indices
 from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine
-from streamrl.tensors.digest_torch import NamedDigester, NamedDigests
+from streamrl.tensors.digest_torch import NamedDigester, NamedDigests, Region
 from streamrl.trainers.checkpoints import BackgroundWriter, write_directory
 from streamrl.trainers.flops import flops_of, peak_flops
 from streamrl.trainers.mesh import mesh_of
@@ -35,6 +35,7 @@ from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.checkpoint import (
     TorchState,
     host_bytes,
+    host_copy,
     random_state,
     read_checkpoint,
     restore_random,
@@ -118,9 +119,11 @@ class TorchTrainer:
                 kernels=kernels,
                 parallel=self._parallel,
             )
-        whole = device.type == "cuda" and not self._parallel.sharded
-        self._snapshots = SnapshotRing(self._parameters, device, slots=snapshots) if whole else None
-        self._digester = NamedDigester(dict(self._parameters)) if whole else None
+        cuda = device.type == "cuda"
+        self._snapshots = SnapshotRing(self._held.published(), device, slots=snapshots) if cuda else None
+        self._digester: NamedDigester | None = None
+        if cuda and not self._parallel.sharded:
+            self._digester = NamedDigester({one.name: Region(one.held, one.shape) for one in self._held.published()})
         self._optimizer = ClippedAdamW(self._parameters, trainer.optimizer, norm=self._parallel.norm)
         frozen = load_frozen(loss, model_dir, dtype, device, kernels=kernels, vocab_size=self._policy.vocab_size, parallel=self._parallel)
         self._reference: Reference | None = None
@@ -144,7 +147,7 @@ class TorchTrainer:
             parallel=self._parallel,
             budget=trainer.micro_tokens,
             deterministic=deterministic,
-            snapshots=snapshots if whole else 0,
+            snapshots=snapshots if cuda else 0,
         )
         # FlashAttention knows no float32.
         widen = kernels.attention != "flash"
@@ -257,23 +260,24 @@ class TorchTrainer:
         return combine(self._known.elements)
 
     def shards(self) -> Iterator[Shard]:
-        """See `Trainer.shards`; every rank gives the whole, but of a model that is cut rank 0 alone.
+        """See `Trainer.shards`.
 
-        On a CPU, and where the model is cut, all are copied before this returns. On a GPU they are when the first is drawn: into a buffer
-        beside the training stream, and the parameters are not written before that is done.
+        On a CPU all are copied before this returns. On a GPU they are when the first is drawn: into a buffer beside the training stream,
+        and the parameters are not written before that is done.
         """
         if self._snapshots is not None:
             return self._snapshots.shards(self._known)
         return iter(
             [
                 Shard(
-                    name=name,
-                    dtype=str(p.dtype).removeprefix("torch."),
-                    global_shape=tuple(p.shape),
-                    data=host_bytes(p),
-                    shape=tuple(p.shape),
+                    name=one.name,
+                    dtype=str(one.dtype).removeprefix("torch."),
+                    global_shape=one.shape,
+                    offset=one.offset,
+                    data=host_bytes(host_copy(one.held).to(one.dtype)),
+                    shape=tuple(one.held.shape),
                 )
-                for name, p in self._held.copies().items()
+                for one in self._held.published()
             ]
         )
 
