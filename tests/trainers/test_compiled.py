@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from streamrl.schemas.ledger import Choices
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.ranks.local import open_trainer
-from streamrl.trainers.torch.causal_lm import CausalLM
 
 pytestmark = [
     pytest.mark.process,
@@ -25,6 +24,7 @@ pytestmark = [
     # Of torch, as it compiles.
     pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled:UserWarning"),
 ]
 Rollouts = Callable[..., TrainBatch]
 DIRECT = LossConfig(proximal="sampler")
@@ -38,6 +38,14 @@ def config(**trainer: Any) -> Config:
 
 def make(directory: Path, **trainer: Any) -> Trainer:
     return make_trainer(config(**trainer), directory)
+
+
+@pytest.fixture
+def no_compiler() -> Generator[None]:
+    """In this process."""
+    torch._dynamo.reset()
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}):
+        yield
 
 
 def test_a_run_is_compiled_once_and_learns_what_a_plain_one_does(model_dir: Path, rollouts: Rollouts) -> None:
@@ -66,24 +74,23 @@ def test_what_was_trained_before_is_run_as_it_was(model_dir: Path, rollouts: Rol
     assert make(model_dir, compile="off").step(replace(rollouts(), choices=before[0].choices)) == before[1]
 
 
-def test_what_cannot_be_compiled_is_run_as_it_is_and_says_so(model_dir: Path, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+@pytest.mark.usefixtures("no_compiler")
+def test_what_cannot_be_compiled_is_run_as_it_is_and_says_so(model_dir: Path, rollouts: Rollouts) -> None:
     trainer = make(model_dir, compile="on")
     found, expected = trainer.step(rollouts()), make(model_dir, compile="off").step(rollouts())
     assert found.digest == expected.digest and found.choices == expected.choices
     assert len(found.notices) == 1 and "not compiled" in found.notices[0] and "Qwen3ForCausalLM" in found.notices[0]
+    assert "no-such-compiler" in found.notices[0]
     assert not trainer.step(rollouts(1)).notices
 
 
 @pytest.mark.slow
-def test_where_one_rank_cannot_none_does(model_dir: Path, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The other rank is another process, which can.
-    monkeypatch.setattr(CausalLM, "try_compiled", lambda self, row_length, *, gradient: "planted")
-    with open_trainer(config(compile="on", ranks=2, rank_timeout_s=300.0), model_dir) as leading:
+@pytest.mark.usefixtures("no_compiler")
+def test_where_one_rank_cannot_none_does(model_dir: Path, rollouts: Rollouts) -> None:
+    """The other rank is another process, which can."""
+    both = {"ranks": 2, "rank_timeout_s": 300.0}
+    with open_trainer(config(compile="on", **both), model_dir) as leading:
         found = leading.step(rollouts())
-    with open_trainer(config(compile="off", ranks=2, rank_timeout_s=300.0), model_dir) as leading:
+    with open_trainer(config(compile="off", **both), model_dir) as leading:
         assert leading.step(rollouts()).digest == found.digest
-    assert found.choices == Choices(attention="packed", row_length=ROW) and "planted" in found.notices[0]
+    assert found.choices == Choices(attention="packed", row_length=ROW) and "no-such-compiler" in found.notices[0]
