@@ -97,6 +97,19 @@ class Gap(msgspec.Struct, frozen=True, kw_only=True):
     """Whence that is known: `ledger`, `checkpoint` or `manifest`."""
 
 
+class Choices(msgspec.Struct, frozen=True, kw_only=True):
+    """How a version was computed, as far as the run chose that itself, from the device and its memory."""
+
+    attention: str = "sdpa"
+    """What `trainer.attention` says, `auto` resolved."""
+    compiled: bool = False
+    """Whether layers and head were compiled."""
+    kept_layers: int | None = None
+    """Layers that kept their activations; None: all. No digit depends on it."""
+    row_length: int = 0
+    """Of packed rows; 0: rows were not packed. It follows from the budget and the batch."""
+
+
 class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
     """What made one version out of the one before. Immutable; its message id is `version.number` within its trainer."""
 
@@ -150,6 +163,9 @@ class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
     micro_tokens: int | msgspec.UnsetType = msgspec.UNSET
     """Budget that the batch was cut into micro-batches by, which the digits depend on: whoever trains it again uses the same. Not on the
     wire when unset."""
+    choices: Choices | msgspec.UnsetType = msgspec.UNSET
+    """How it was computed: whoever trains it again does it likewise. Not on the wire when unset, which says what the defaults of
+    `Choices` do."""
     gap: Gap | msgspec.UnsetType = msgspec.UNSET
     """Set on an entry that says what was lost, and has no batch; see `take_entry`. Not on the wire when unset."""
 

@@ -16,6 +16,7 @@ from benchmarks.trainer.spec import TrainerSpec, our_config
 from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import MicroBatch
 from streamrl.errors import TrainingError
+from streamrl.schemas.ledger import Choices
 from streamrl.trainers.fingerprint import numerics_fingerprint
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.ranks.local import open_trainer
@@ -28,7 +29,6 @@ _PARTS: dict[tuple[type, str], str] = {
     (CausalLM, "predict"): "head",
     (CausalLM, "states"): "forward",
     (torch.Tensor, "backward"): "backward",
-    (ClippedAdamW, "collect"): "backward",
     (DataParallel, "sum_gradients"): "ranks",
     (ClippedAdamW, "step"): "optimizer",
     (TorchTrainer, "digest"): "digest",
@@ -47,6 +47,7 @@ class Ours:
         self._ranks = spec.ranks
         self._config = our_config(spec)
         self._micro_tokens = 0
+        self._choices: Choices | None = None
         self._positions = 0
 
     def start(self, batch: TrainBatch) -> None:
@@ -56,7 +57,7 @@ class Ours:
         """One step of all ranks."""
         self._positions = 0
         result = self._trainer.step(batch)
-        self._micro_tokens = result.micro_tokens
+        self._micro_tokens, self._choices = result.micro_tokens, result.choices
         if not result.finite:
             raise TrainingError("expected a step that trains, got one whose gradient is not finite", hint="is the shape's type float32?")
         return Ran(positions=self._positions if self._ranks == 1 else 0)
@@ -68,7 +69,9 @@ class Ours:
     def settings(self) -> dict[str, Any]:
         """What it has chosen."""
         told = {name: value for name, value in numerics_fingerprint(self._config).items() if name in _TOLD}
-        return {**told, "micro_tokens": self._micro_tokens, "gradient_checkpointing": self._config.trainer.gradient_checkpointing}
+        chosen = self._choices or Choices()
+        kept = "all" if chosen.kept_layers is None else chosen.kept_layers
+        return {**told, "micro_tokens": self._micro_tokens, "row": chosen.row_length, "kept_layers": kept}
 
     @contextmanager
     def counting(self) -> Generator[None]:

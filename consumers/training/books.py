@@ -112,6 +112,7 @@ def entry_of(stepped: Stepped, version: Version, config: Config, fingerprint: st
         staleness=tuple(ages(stepped.batch, before)["total"]),
         reference=stepped.result.reference or UNSET,
         micro_tokens=stepped.result.micro_tokens or UNSET,
+        choices=stepped.result.choices or UNSET,
         num_samples=stepped.arrays.num_samples,
         num_tokens=stepped.arrays.num_tokens,
         metrics=metrics,

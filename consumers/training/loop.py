@@ -226,6 +226,8 @@ class LiveTrainer:
                 if stop():
                     return False
                 continue
+            for notice in stepped.result.notices:
+                self.say(notice)
             if 0 < stepped.result.micro_tokens < (stepped.arrays.micro_tokens or self.config.trainer.micro_tokens):
                 self._lower_budget(stepped.result.micro_tokens, number)
             divergence.check(stepped.state.version, finite=stepped.result.finite)

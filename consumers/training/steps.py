@@ -27,7 +27,7 @@ from streamrl.core.batches import STATUS_CODES, TrainBatch
 from streamrl.core.fold import Batch
 from streamrl.core.state import FoldState
 from streamrl.errors import BatchDiffers
-from streamrl.schemas.ledger import LedgerEntry, Used
+from streamrl.schemas.ledger import Choices, LedgerEntry, Used
 from streamrl.schemas.samples import Status
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.names import dropped_tokens, staleness_part
@@ -125,6 +125,13 @@ def recorded_budget(entry: LedgerEntry | None) -> int:
     return entry.micro_tokens if entry is not None and not isinstance(entry.micro_tokens, UnsetType) else 0
 
 
+def recorded_choices(entry: LedgerEntry | None) -> Choices | None:
+    """How an entry's version was computed; None: it has not been before."""
+    if entry is None:
+        return None
+    return Choices() if isinstance(entry.choices, UnsetType) else entry.choices
+
+
 def train_version(
     fold: Folding,
     trainer: Trainer,
@@ -165,7 +172,7 @@ def train_version(
             used(batch),
             hint=books.hint,
         )
-    arrays = replace(fold.assemble(batch), micro_tokens=budget(past))
+    arrays = replace(fold.assemble(batch), micro_tokens=budget(past), choices=recorded_choices(past if past is not None else fold.beside))
     waited = time.perf_counter() - start_s
     result = trainer.step(arrays)
     metrics = result.metrics | measure(batch, arrays, before) | speed(arrays, result, waited, time.perf_counter() - start_s - waited)

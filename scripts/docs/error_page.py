@@ -165,7 +165,7 @@ ENTRIES: dict[type[StreamRLError], Entry] = {
         "`trainer.micro_tokens` and says so, without an error; several ranks, and one that has written, end with it and begin again from "
         "their checkpoint with half of it.",
         "Lower `trainer.micro_tokens` to spare the next run that. Where a single sample does not fit: "
-        "`trainer.gradient_checkpointing = true`, a lower `sampling.max_new_tokens`, or a larger device.",
+        "`trainer.activations = 0`, a lower `sampling.max_new_tokens`, or a larger device.",
         (provoked.one_sample_too_long,),
     ),
     errors.Diverged: Entry(

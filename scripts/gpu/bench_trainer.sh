@@ -27,14 +27,12 @@ fi
 
 # measure SHAPE: one run; one that has no time left is ended and what it left is kept.
 measure() {
-    local shape=$1 dir=$work/$1 left=$((${LIMIT:-470} - SECONDS - 20)) own=()
+    local shape=$1 dir=$work/$1 left=$((${LIMIT:-470} - SECONDS - 20))
     [ "$left" -ge 30 ] || { echo "== no time left for $shape"; return 1; }
     rm -rf "$dir" && mkdir -p "$dir"
-    # Without it the layers' activations of 4 billion parameters have no room.
-    [ "$shape" = 4b ] && own=(--set trainer.gradient_checkpointing=true)
     # shellcheck disable=SC2086
     timeout --foreground --signal=INT --kill-after=10 "$left" python3 -m streamrl bench trainer --shape "$shape" "${size[@]}" \
-        --rounds "$rounds" --steps "${STEPS:-2}" --out "$dir" "${own[@]}" ${OPTIONS:-} > "$dir/bench.log" 2>&1
+        --rounds "$rounds" --steps "${STEPS:-2}" --out "$dir" ${OPTIONS:-} > "$dir/bench.log" 2>&1
     local code=$?
     if [ ! -e "$dir/table.md" ] && [ -e "$dir/raw.jsonl" ]; then # it broke off: show what there is
         python3 -m streamrl bench trainer --report "$dir" >> "$dir/bench.log" 2>&1

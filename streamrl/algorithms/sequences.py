@@ -6,6 +6,7 @@ Losses and corrections that look at whole sequences (GSPO, sequence-level import
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -72,10 +73,12 @@ class Packed:
         return values_S[self._sequence]
 
 
-def packed_sequences(batch: TrainBatch, target: npt.NDArray[np.int64], *, device: torch.device | None = None) -> Packed:
-    """Which of a batch's tokens `target` [M] belong to one sample; samples without any are left out."""
+def packed_sequences(
+    batch: TrainBatch, target: npt.NDArray[np.int64], *, place: Callable[[npt.NDArray[np.int64]], Tensor] = torch.from_numpy
+) -> Packed:
+    """Which of a batch's tokens `target` [M] belong to one sample; samples without any are left out. `place` makes the numbers a tensor."""
     samples, number = np.unique(samples_at(batch, target), return_inverse=True)
-    return Packed(torch.as_tensor(number, device=device), len(samples))
+    return Packed(place(number), len(samples))
 
 
 class Padded:

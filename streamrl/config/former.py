@@ -13,7 +13,13 @@ from streamrl.errors import ConfigError
 
 RENAMED_KEYS = {"tasks.drop_zero_spread": "tasks.drop_zero_variance"}
 """Keys that have another name now."""
-FORMER_KEYS = RENAMED_KEYS | {f"loss.correction.reject_{name}": "loss.correction.reject" for name in ("level", "low", "high")}
+CHECKPOINTING: str = "trainer.gradient_checkpointing"
+ACTIVATIONS: str = "trainer.activations"
+FORMER_KEYS = (
+    RENAMED_KEYS
+    | {CHECKPOINTING: ACTIVATIONS}
+    | {f"loss.correction.reject_{name}": "loss.correction.reject" for name in ("level", "low", "high")}
+)
 """Those, and keys that are parts of another key now."""
 LATER_DECISIONS = {"tasks.inexact": "allow", "tasks.check_max_len": False}
 """What a recorded configuration means by lacking a key that has another default: a decision that there was not yet is off. `dump` leaves
@@ -26,12 +32,12 @@ def in_present_words(tree: Mapping[str, Any]) -> dict[str, Any]:
 
     `loss.advantage = "gspo"` (or `cispo`) is `grpo` with that policy loss. `loss.correction.reject = "k3"` with `reject_level`,
     `reject_low` and `reject_high` is a list of one criterion, and `"none"` an empty one; where there is one criterion already, the three
-    keys change it.
+    keys change it. `trainer.gradient_checkpointing = true` is `trainer.activations = 0`, and false `"all"`.
 
     Raises:
         ConfigError: the old words contradict the new ones beside them.
     """
-    tree = _renamed(tree)
+    tree = _activations(_renamed(tree))
     loss = tree.get("loss")
     if not isinstance(loss, Mapping):
         return tree
@@ -72,6 +78,26 @@ def _renamed(tree: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"expected {new} alone, got {old} too, which is its former name", hint=f"remove {old}", key=old)
         present[section] = {key if name == former else name: value for name, value in values.items()}
     return present
+
+
+def kept_layers(checkpointing: Any) -> Any:
+    """`trainer.activations` for a value of `trainer.gradient_checkpointing`; one that was never right stays as it is."""
+    return (0 if checkpointing else "all") if isinstance(checkpointing, bool) else checkpointing
+
+
+def _activations(tree: dict[str, Any]) -> dict[str, Any]:
+    trainer = tree.get("trainer")
+    former, key = CHECKPOINTING.partition(".")[2], ACTIVATIONS.partition(".")[2]
+    if not isinstance(trainer, Mapping) or former not in trainer:
+        return tree
+    if key in trainer:
+        raise ConfigError(
+            f"expected {ACTIVATIONS} alone, got {CHECKPOINTING} too, which it has replaced",
+            hint=f"remove {CHECKPOINTING}",
+            key=CHECKPOINTING,
+        )
+    rest = {name: value for name, value in trainer.items() if name != former}
+    return {**tree, "trainer": {**rest, key: kept_layers(trainer[former])}}
 
 
 def _advantage(loss: Mapping[str, Any]) -> dict[str, Any]:

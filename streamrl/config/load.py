@@ -16,7 +16,16 @@ from urllib.parse import urlsplit, urlunsplit
 import msgspec
 
 from streamrl.config.check import check, check_files
-from streamrl.config.former import FORMER_KEYS, RENAMED_KEYS, as_recorded, for_the_record, in_present_words
+from streamrl.config.former import (
+    ACTIVATIONS,
+    CHECKPOINTING,
+    FORMER_KEYS,
+    RENAMED_KEYS,
+    as_recorded,
+    for_the_record,
+    in_present_words,
+    kept_layers,
+)
 from streamrl.config.paths import resolve
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError, SchemaError
@@ -147,7 +156,10 @@ def _parse_override(text: str) -> tuple[list[str], Any]:
     parts = RENAMED_KEYS.get(key.strip(), key.strip()).split(".")
     if not equals or not all(parts):
         raise ConfigError(f"expected --set section.key=value, got {text!r}", hint="for example --set tasks.max_staleness=2", override=text)
-    return parts, _value(value.strip(), parts)
+    given = _value(value.strip(), parts)
+    if ".".join(parts) == CHECKPOINTING:
+        parts, given = ACTIVATIONS.split("."), kept_layers(given)
+    return parts, given
 
 
 def _value(text: str, parts: Sequence[str]) -> Any:

@@ -221,10 +221,16 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     dtype: Literal["", "float32", "bfloat16"] = ""
     """Type of the parameters that are trained and published, the same as the engines'; empty: model.dtype. With `bfloat16` the optimizer
     updates float32 masters and rounds them: 20 bytes a parameter while training, 14 in a checkpoint."""
-    attention: Literal["sdpa", "flash"] = "sdpa"
-    """`sdpa`: torch's kernels. `flash`: FlashAttention, an own package; one sample a row then, so prompts are not shared within a group."""
-    gradient_checkpointing: bool = False
-    """Keep only the layers' inputs of a forward pass and compute the rest again: less memory, a third more work, the same digits."""
+    attention: Literal["auto", "packed", "sdpa", "flash"] = "auto"
+    """`packed`: samples one behind another in rows of micro_tokens, by torch's attention of variable length. `sdpa`: torch's attention
+    under masks; a group's prompt is shared. `flash`: FlashAttention, an own package; one sample a row. `auto`: packed on a GPU in
+    bfloat16, else sdpa."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Whether the layers are compiled (torch.compile), once a run and for packed rows only. `auto`: on a GPU, unless run.numerics is
+    bitwise."""
+    activations: Literal["auto", "all"] | NonNegativeInt = "auto"
+    """How many layers, the last ones, keep what they computed for the backward pass; the others keep their input and are run again there:
+    less memory, for none kept a third more work, the same digits. `auto`: on a GPU as many as its memory is enough for, on a CPU `all`."""
     minibatches: PositiveInt = 1
     """Optimizer steps a batch."""
     micro_tokens: PositiveInt = 16384

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.errors import TrainingError
+from streamrl.schemas.ledger import Choices
 from streamrl.schemas.samples import Status
 from streamrl.schemas.versions import Version
 
@@ -52,6 +53,8 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     """[N]; how the sample ended, as `STATUS_CODES` has it."""
     micro_tokens: int = 0
     """Tokens of one forward and backward pass; 0: the trainer's own budget."""
+    choices: Choices | None = None
+    """How it was computed when it was trained before; None: as the trainer chooses."""
 
     @classmethod
     def from_lists(

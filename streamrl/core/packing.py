@@ -7,7 +7,10 @@ out once and one branch for the rest of each (a group shares its prompt: with sh
 tokens). A row holds one or several trees. A token may look at earlier tokens of its row that belong to its tree and lie
 in the shared prefix or in its own branch, which is exactly what it would see in its sample alone.
 
-Rows are as long as the longest tree of their micro-batch; trees are placed longest first, each into the row with the
+Where `row_length` is given, a micro-batch is one *packed* row of exactly that length: whole samples one behind another, nothing shared, and
+`starts` says where each begins. All shapes of a run are then the same, so that a model can be compiled once.
+
+Rows are otherwise as long as the longest tree of their micro-batch; trees are placed longest first, each into the row with the
 least room that still takes it (best-fit decreasing).
 """
 
@@ -19,11 +22,15 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from streamrl.core.balance import sequence_cost
 from streamrl.core.batches import TrainBatch, samples_at
+from streamrl.errors import TrainingError
 
 Indices = npt.NDArray[np.int64]
+ROW = 8192
+"""Positions of a short packed row: enough for the matrix products. Longer ones keep more activations at a time."""
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +50,11 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     """[M] the predicted token's index in the batch."""
     plain: bool
     """True when each row holds one sample: then causal attention needs no further mask, and positions count from 0."""
+    starts: npt.NDArray[np.int32] | None = None
+    """Of a packed row: [S + 2] columns at which its samples and the padding begin, then L; padding of several times `longest` is cut into
+    as many samples. None: no packed row."""
+    longest: int = 0
+    """Of a packed row: no sample of the batch is longer; one of few numbers."""
 
 
 class Tree(msgspec.Struct, frozen=True):
@@ -73,7 +85,10 @@ def plan_micro_batches(
     budget: int,
     share_prefixes: bool = True,
     several_per_row: bool = True,
+    row_length: int = 0,
     width: int = 1024,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> list[MicroBatch]:
     """Cut the samples into micro-batches so that each predicted token is predicted exactly once.
 
@@ -84,11 +99,21 @@ def plan_micro_batches(
         budget: most row positions (R * L) of a micro-batch. A single tree that is longer gets one of its own.
         share_prefixes: lay a group's common prefix out once, where that is cheaper and fits the budget.
         several_per_row: let a row hold several trees. False for models that cannot be masked freely.
+        row_length: of packed rows, see `packed_row_length`; 0: rows are laid out by the other arguments.
         width: hidden size of the model, which weighs its linear layers against attention.
+        rank: whose share of the packed rows is laid out; rows of other kinds are shared out before, see `split_ranks`.
+        ranks: how many share them.
 
     Returns:
         Micro-batches, those with long rows first; none when nothing is predicted.
+
+    Raises:
+        TrainingError: a sample is longer than `row_length`.
     """
+    if row_length:
+        rows = _packed_rows(batch, predicted, samples, row_length)
+        longest = packed_row_length(batch, row_length)
+        return [_packed(batch, predicted, row, row_length, longest) for row in _shares(rows, ranks, width)[rank]]
     trees = _trees(batch, predicted, samples, share_prefixes, budget, width)
     left = sorted(trees, key=lambda tree: (-tree.length, tree.samples))
     plans: list[MicroBatch] = []
@@ -103,6 +128,21 @@ def split_groups(batch: TrainBatch, parts: int) -> list[Indices]:
     starts = np.flatnonzero(np.diff(batch.tasks, prepend=batch.tasks[:1] - 1))
     bounds = [int(chunk[0]) for chunk in np.array_split(starts, min(parts, len(starts)))]
     return [np.arange(a, b, dtype=np.int64) for a, b in zip(bounds, [*bounds[1:], batch.num_samples], strict=True)]
+
+
+def packed_row_length(batch: TrainBatch, budget: int, least: int = ROW) -> int:
+    """Length of all packed rows of a batch: `least`, or the power of two that holds its longest sample, but not above the budget.
+
+    Where a sample is longer than the budget it is that sample's length, rounded up to one of eight lengths from each power of two to the
+    next. A length that has not been there before is compiled anew, so there must be few.
+
+    Example: with a budget of 16,384, longest samples of 700, 9,000 and 17,000 tokens give rows of 8,192, 16,384 and 18,432.
+    """
+    longest = int(batch.lengths.max(initial=1))
+    if longest <= budget:
+        return min(budget, max(least, 1 << (longest - 1).bit_length()))
+    unit = 1 << max(0, longest.bit_length() - 4)
+    return -(-longest // unit) * unit
 
 
 def _trees(batch: TrainBatch, predicted: npt.NDArray[np.bool_], samples: Indices, share: bool, budget: int, width: int) -> list[Tree]:
@@ -123,6 +163,56 @@ def _trees(batch: TrainBatch, predicted: npt.NDArray[np.bool_], samples: Indices
                 continue
         trees.extend(Tree((sample,), (length,), 0) for sample, length in zip(group.tolist(), lengths.tolist(), strict=True))
     return trees
+
+
+def _packed_rows(batch: TrainBatch, predicted: npt.NDArray[np.bool_], samples: Indices, length: int) -> list[list[Tree]]:
+    """Samples row by row, by best-fit decreasing over all of them: over a step of many rows that leaves hardly anything empty."""
+    trees = sorted(_trees(batch, predicted, samples, False, length, 0), key=lambda tree: (-tree.length, tree.samples))
+    if trees and trees[0].length > length:
+        raise TrainingError(
+            f"expected samples of at most {length} tokens, which a packed row holds, got one of {trees[0].length}",
+            expected=length,
+            got=trees[0].length,
+        )
+    rows: list[list[Tree]] = []
+    room: list[tuple[int, int]] = []
+    for tree in trees:
+        best = bisect_left(room, (tree.length, 0))
+        free, row = room.pop(best) if best < len(room) else (length, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(tree)
+        insort(room, (free - tree.length, row))
+    return rows
+
+
+def _shares(rows: Sequence[list[Tree]], ranks: int, width: int) -> list[list[list[Tree]]]:
+    """The rows of each rank: as many for each, up to one, and nearly the same work. A rank's rows stand in the order they came in.
+
+    Of every `ranks` rows, from the costliest on, the rank that has the least so far gets the costliest.
+    """
+    costs = [sum(sequence_cost(tree.length, width) for tree in row) for row in rows]
+    order = sorted(range(len(rows)), key=lambda row: (-costs[row], row))
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    work = [0] * ranks
+    for first in range(0, len(rows), ranks):
+        poorest = sorted(range(ranks), key=lambda rank: (work[rank], rank))
+        for row, rank in zip(order[first : first + ranks], poorest, strict=False):
+            shares[rank].append(row)
+            work[rank] += costs[row]
+    return [[rows[row] for row in sorted(share)] for share in shares]
+
+
+def _packed(batch: TrainBatch, predicted: npt.NDArray[np.bool_], row: list[Tree], length: int, longest: int) -> MicroBatch:
+    """One packed row; see `MicroBatch.starts`.
+
+    Example: samples of 3 and 2 fed tokens in a row of 8 give starts 0 3 5 8; the padding is the last sample, of a full row an empty one.
+    Where no sample is longer than 2 they are 0 2 4 6 8 for samples of 2 and 2.
+    """
+    ends = np.cumsum([0, *(tree.length for tree in row)])
+    padding = np.arange(ends[-1], length, longest)
+    starts = np.array([*ends, *padding[1:], length], np.int32)
+    return replace(_lay_out(batch, predicted, [row], length), plain=False, starts=starts, longest=longest)
 
 
 def _common_prefix(batch: TrainBatch, samples: Indices, limit: int) -> int:
@@ -152,8 +242,8 @@ def _fill_rows(trees: Sequence[Tree], budget: int, several: bool) -> tuple[list[
     return rows, left
 
 
-def _lay_out(batch: TrainBatch, predicted: npt.NDArray[np.bool_], rows: Sequence[Sequence[Tree]]) -> MicroBatch:
-    """The arrays of `MicroBatch` for rows of trees.
+def _lay_out(batch: TrainBatch, predicted: npt.NDArray[np.bool_], rows: Sequence[Sequence[Tree]], length: int = 0) -> MicroBatch:
+    """The arrays of `MicroBatch` for rows of trees, `length` positions long (0: as the first tree).
 
     Example: samples 0 = p q r a b and 1 = p q r c d e of one task, trained on what follows the prompt p q r. Fed are all but the last
     tokens, the prompt once (prefix = 3), then the branch of each:
@@ -170,7 +260,7 @@ def _lay_out(batch: TrainBatch, predicted: npt.NDArray[np.bool_], rows: Sequence
         source      2  3 | 2  4  5
         target      3  4 | 8  9 10      (tokens of the batch: sample 1 begins at 5)
     """
-    shape = (len(rows), rows[0][0].length)
+    shape = (len(rows), length or rows[0][0].length)
     inputs, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     trees, branches = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     sources: list[Indices] = []

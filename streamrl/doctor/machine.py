@@ -51,7 +51,7 @@ def examine_config(path: str, overrides: Sequence[str] = ()) -> list[Check]:
         config = load(path, overrides)
     except ConfigError as error:
         return [Check("config", "fail", error.message, error.hint)]
-    return [Check("config", "ok", path), *check_config(config, num_gpus=count_gpus())]
+    return [Check("config", "ok", path), *check_config(config, num_gpus=count_gpus(), gpu_bytes=gpu_memory(config.trainer.gpu))]
 
 
 def examine_run(run: RunDir) -> list[Check]:
@@ -59,7 +59,7 @@ def examine_run(run: RunDir) -> list[Check]:
     up = holder(run) is not None
     config = run.load_config()
     check_trust(engine_code(config), run.foreign, trusted=False)
-    return [*check_config(config, num_gpus=count_gpus(), up=up), *asyncio.run(check_bus(run))]
+    return [*check_config(config, num_gpus=count_gpus(), gpu_bytes=gpu_memory(config.trainer.gpu), up=up), *asyncio.run(check_bus(run))]
 
 
 def count_gpus() -> int:
@@ -69,6 +69,15 @@ def count_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def gpu_memory(index: int) -> int:
+    """Bytes of a GPU, free or not; 0 where there is none of that number."""
+    if index >= count_gpus():
+        return 0
+    import torch
+
+    return int(torch.cuda.get_device_properties(index).total_memory)
 
 
 def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Check:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from streamrl.doctor.limits import GIBIBYTE
 from streamrl.errors import BusError, ConfigError
 from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import RunDir
+from streamrl.trainers.activations import kept_layers, model_shape, training_bytes
 
 SGLANG_TRIED = ("0.5.17", "0.5.23")
 _MAX_SKEW_S = 1.0
@@ -28,9 +30,11 @@ _START_S = 60.0
 _SAY_VERSION = "from importlib.metadata import version; print(version('sglang'))"
 
 
-def check_config(config: Config, *, num_gpus: int, up: bool = False) -> list[Check]:
-    """What the configuration asks for; `up`: its run holds its ports already."""
+def check_config(config: Config, *, num_gpus: int, gpu_bytes: int = 0, up: bool = False) -> list[Check]:
+    """What the configuration asks for; `gpu_bytes`: memory of the trainer's GPU; `up`: its run holds its ports already."""
     checks = [check_budgets(config), check_gpus_wanted(config, num_gpus)]
+    if gpu_bytes and (found := check_activations(config, gpu_bytes)):
+        checks.append(found)
     if not up:
         checks.append(check_ports_wanted(config))
     if config.bus.url:
@@ -84,6 +88,29 @@ def check_credits(config: Config) -> Check:
     enough = "at any rate" if always else f"for {credits / (2 * hung * hold_s):.1f} tasks/s"
     found = f"{credits} credits; where {_HUNG_ROLLOUTS:.0%} of rollouts hang, {hung:.0%} of tasks hold one for {limit}: enough {enough}"
     return Check("credits", "ok", found)
+
+
+def check_activations(config: Config, gpu_bytes: int) -> Check | None:
+    """How many layers would keep their activations if the trainer had the GPU for itself; None where that is not known."""
+    try:
+        shape = model_shape(json.loads((Path(config.model.path) / "config.json").read_text()))
+    except (OSError, ValueError, AttributeError):
+        return None
+    trainer = config.trainer
+    if shape is None or trainer.device == "cpu" or trainer.tabular:
+        return None
+    itemsize = 2 if (trainer.dtype or config.model.dtype) == "bfloat16" else 4
+    needed = training_bytes(shape.parameters, itemsize) + config.weights.ring * itemsize * shape.parameters
+    compiled = trainer.compile == "on" or (trainer.compile == "auto" and itemsize == 2 and config.run.numerics != "bitwise")
+    estimate = kept_layers(
+        shape, free_bytes=gpu_bytes, needed_bytes=needed, tokens=trainer.micro_tokens, itemsize=itemsize, compiled=compiled
+    )
+    if isinstance(asked := trainer.activations, str):
+        asked = shape.layers if asked == "all" else estimate.kept
+    if estimate.fits and asked <= estimate.kept:
+        return Check("activations", "ok", estimate.text)
+    hint = "lower trainer.micro_tokens or trainer.activations, or take a larger GPU; a step that is out of memory halves its micro-batches"
+    return Check("activations", "warn", estimate.text, hint)
 
 
 def check_gpus_wanted(config: Config, num_gpus: int) -> Check:

@@ -36,6 +36,7 @@ def make_trainer(config: Config, model_dir: Path, *, profile_dir: Path | None = 
     from transformers.utils.logging import disable_progress_bar
 
     from streamrl.trainers.device import training_device, training_dtype
+    from streamrl.trainers.torch.kernels import choose_kernels
     from streamrl.trainers.torch.profiling import StepProfiler
     from streamrl.trainers.torch.trainer import TorchTrainer
 
@@ -44,6 +45,7 @@ def make_trainer(config: Config, model_dir: Path, *, profile_dir: Path | None = 
     bitwise = config.run.numerics == "bitwise"
     rank = torch.distributed.get_rank() if config.trainer.ranks > 1 and torch.distributed.is_initialized() else 0
     device = training_device(config.trainer, rank)
+    dtype = training_dtype(config)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if bitwise and device.type == "cuda":
@@ -58,7 +60,8 @@ def make_trainer(config: Config, model_dir: Path, *, profile_dir: Path | None = 
         trainer=config.trainer,
         loss=config.loss,
         learning_rate=rate,
-        dtype=training_dtype(config),
+        kernels=choose_kernels(config, device, dtype),
+        dtype=dtype,
         device=device,
         snapshots=config.weights.ring,
         memory_tokens=config.debug.memory_tokens,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from streamrl.config.tree import Config, TrainerConfig
+from streamrl.config.tree import Config
 
 
 def numerics_fingerprint(config: Config) -> dict[str, str]:
@@ -25,14 +25,14 @@ def numerics_fingerprint(config: Config) -> dict[str, str]:
         "minibatches": str(trainer.minibatches),
         "micro_tokens": str(trainer.micro_tokens),
         "dtype": config.trainer.dtype or config.model.dtype,
-        "attention": trainer.attention,
+        "attention": "sdpa" if trainer.attention == "auto" else trainer.attention,
         "numerics": config.run.numerics,
         "machine": platform.machine(),
         "processor": _processor(),
         "python": ".".join(platform.python_version_tuple()[:2]),
         "numpy": np.__version__,
     }
-    return {**found, **(_numpy_numerics() if trainer.tabular else _torch_numerics(trainer))}
+    return {**found, **(_numpy_numerics() if trainer.tabular else _torch_numerics(config))}
 
 
 def fingerprint_digest(values: Mapping[str, str]) -> str:
@@ -62,15 +62,19 @@ def _numpy_numerics() -> dict[str, str]:
     return {"simd": ",".join(shown.get("SIMD Extensions", {}).get("found", []))}
 
 
-def _torch_numerics(trainer: TrainerConfig) -> dict[str, str]:
+def _torch_numerics(config: Config) -> dict[str, str]:
     import torch
     import transformers
 
-    from streamrl.trainers.device import training_device
+    from streamrl.trainers.device import training_device, training_dtype
+    from streamrl.trainers.torch.kernels import choose_kernels
 
-    device = training_device(trainer)
+    device = training_device(config.trainer)
     cuda = device.type == "cuda"
+    kernels = choose_kernels(config, device, training_dtype(config))
     return {
+        "attention": kernels.attention,
+        **({"compile": "layers"} if kernels.compile else {}),
         "torch": str(torch.__version__),
         "transformers": transformers.__version__,
         "device": torch.cuda.get_device_name(device) if cuda else "cpu",

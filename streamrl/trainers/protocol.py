@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import WeightsDiverged
+from streamrl.schemas.ledger import Choices
 from streamrl.schemas.versions import Version
 from streamrl.weights.protocol import Shard
 
@@ -67,6 +68,10 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     peak_s: float | None = None
     """Seconds that the useful FLOPs take at the peak of all ranks' devices (`streamrl.trainers.flops`); None where either is unknown or the
     critic alone learns."""
+    choices: Choices | None = None
+    """How it was computed; None: as the defaults of `Choices` say."""
+    notices: tuple[str, ...] = ()
+    """What people should know of how it is computed from here on, once."""
     tokens: TokenValues | None = None
     """None for demonstrations, and where the loss has no weight of single tokens."""
 

@@ -131,8 +131,8 @@ def test_shapes_go_by_their_names_in_any_case_and_settings_are_the_products() ->
     assert [named_shape(text) for text in ("0.6b", "4B", "tiny")] == ["0.6B", "4B", "tiny"]
     with raises(ConfigError, option="--shape", got="30B-A3B"):
         named_shape("30B-A3B")
-    spec = resolved(TrainerSpec(shape="4B", settings=("trainer.gradient_checkpointing=true",)))
-    assert our_config(spec).trainer.gradient_checkpointing and our_config(spec).model.dtype == "bfloat16"
+    spec = resolved(TrainerSpec(shape="4B", settings=("trainer.activations=0",)))
+    assert our_config(spec).trainer.activations == 0 and our_config(spec).model.dtype == "bfloat16"
     with raises(ConfigError, key="trainer.micro_tokens"):
         our_config(msgspec.structs.replace(spec, settings=("trainer.micro_tokens=0",)))
 

@@ -152,3 +152,23 @@ def test_a_recorded_configuration_without_a_decision_is_one_without_it() -> None
     assert json.loads(dump(old)) == tree, "it stays one without it, however often it is written"
     assert convert(tree, where="a file").tasks.inexact == "mask"
     assert from_json(json.dumps({"tasks": 3} | {"run": {}}).replace("3", "{}")).tasks.inexact == "allow"
+
+
+@pytest.mark.parametrize(("former", "present"), [(True, 0), (False, "all")])
+def test_gradient_checkpointing_is_a_number_of_layers_that_keep_their_activations(former: bool, present: int | str) -> None:
+    assert convert({"trainer": {"gradient_checkpointing": former}}, where="old.json").trainer.activations == present
+    text = f"trainer.gradient_checkpointing={str(former).lower()}"
+    assert override(Config(), ["data.train=x", text]).trainer.activations == present
+    assert override_keys([text]) == ["trainer.activations"]
+    recorded = json.loads(dump(Config()))
+    del recorded["trainer"]["activations"]
+    recorded["trainer"]["gradient_checkpointing"] = former
+    assert from_json(json.dumps(recorded)).trainer.activations == present
+
+
+def test_gradient_checkpointing_beside_activations_or_of_another_type_is_refused() -> None:
+    with raises(ConfigError, key="trainer.gradient_checkpointing"):
+        convert({"trainer": {"gradient_checkpointing": True, "activations": 3}}, where="x.toml")
+    for given in ({"gradient_checkpointing": "yes"}, {"activations": -1}, {"activations": "some"}, {"activations": True}):
+        with pytest.raises(ConfigError, match="activations"):
+            convert({"trainer": given}, where="x.toml")

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from streamrl.core.batches import TrainBatch
-from streamrl.core.packing import MicroBatch, plan_micro_batches, split_groups
+from streamrl.core.packing import ROW, MicroBatch, packed_row_length, plan_micro_batches, split_groups
 
 MakeBatch = Callable[..., TrainBatch]
 
@@ -155,3 +155,53 @@ def test_optimizer_steps_take_whole_groups(make_batch: MakeBatch, groups_: int, 
     split = split_groups(batch, parts)
     assert [len(s) for s in split] == sizes
     assert np.concatenate(split).tolist() == list(range(batch.num_samples))
+
+
+def test_packed_rows_are_as_long_as_the_budget_or_of_one_of_few_lengths_for_longer_samples() -> None:
+    def length(longest: int, budget: int) -> int:
+        return packed_row_length(TrainBatch.from_lists([[1] * 2, [1]], [[1], [1] * (longest - 1)]), budget)
+
+    assert [length(longest, 40) for longest in (3, 39, 40)] == [40] * 3
+    # Within a large budget no longer than they need be.
+    assert [length(longest, 20_000) for longest in (3, 8192, 8193, 16_384, 16_385)] == [8192, 8192, 16_384, 16_384, 20_000]
+    found = {length(longest, 40) for longest in range(41, 1025)}
+    assert all(longest <= length(longest, 40) < 1.125 * longest for longest in range(41, 1025))
+    assert len(found) < 8 * 5 and max(found) == 1024
+
+
+def test_padding_is_cut_where_it_is_longer_than_samples_are() -> None:
+    """Attention looks at no more than `longest` positions of a sample: what it left out would be whatever was in memory."""
+    batch = TrainBatch.from_lists([[1]] * 3, [[1] * n for n in (ROW - 1, 4000, 3000)])
+    plans = plan_micro_batches(batch, batch.loss_mask, np.arange(3), budget=3 * ROW, row_length=3 * ROW)
+    assert [plan.longest for plan in plans] == [ROW]
+    (plan,) = plans
+    assert plan.starts is not None and plan.starts.tolist() == [0, ROW - 1, ROW + 3999, ROW + 6999, 2 * ROW + 6999, 3 * ROW]
+    assert np.diff(plan.starts).max() <= ROW
+
+
+@pytest.mark.parametrize(("mean", "cap"), [(1500, 8192), (8000, 16_000)])
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_packed_rows_of_a_step_are_full_and_its_ranks_have_the_same_work(mean: int, cap: int, ranks: int) -> None:
+    """64 groups of 8 with prompts of 300 and log-normal answers, as reinforcement learning has them."""
+    length, width, prompt = 16_384, 1024, 300
+    answers = np.random.default_rng(0).lognormal(np.log(mean) - 0.32, 0.8, 512).clip(8, cap).astype(int)
+    batch = TrainBatch.from_lists([[1] * prompt] * 512, [[1] * n for n in answers], tasks=[i // 8 for i in range(512)])
+    assert packed_row_length(batch, length) == length
+    shares = [
+        plan_micro_batches(batch, batch.loss_mask, np.arange(512), budget=length, row_length=length, width=width, rank=rank, ranks=ranks)
+        for rank in range(ranks)
+    ]
+    assert sorted(np.concatenate([plan.target for share in shares for plan in share])) == np.flatnonzero(batch.loss_mask).tolist()
+    fed = int((batch.lengths - 1).sum())
+    assert all(plan.inputs.shape == (1, length) for share in shares for plan in share)
+    assert fed / (sum(len(share) for share in shares) * length) >= 0.97
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+    def work(share: list[MicroBatch]) -> tuple[int, int]:
+        sample = np.searchsorted(batch.offsets, np.concatenate([plan.target for plan in share]), side="right") - 1
+        own = batch.lengths[np.unique(sample)] - 1
+        return int(own.sum()), int((own**2).sum())
+
+    tokens, attention = zip(*map(work, shares), strict=True)
+    assert max(tokens) - min(tokens) <= 1.1 * length, "a row, and what another one lacks"
+    assert min(attention) > 0.93 * max(attention)

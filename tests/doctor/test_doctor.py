@@ -14,13 +14,14 @@ from streamrl.bus.server import NatsServer
 from streamrl.cli import main
 from streamrl.config.engines import EngineConfig, SglangConfig
 from streamrl.config.ray import RayConfig
-from streamrl.config.tree import BusConfig, Config, DebugConfig, ProducerConfig, TasksConfig, TrainerConfig
+from streamrl.config.tree import BusConfig, Config, DebugConfig, ModelConfig, ProducerConfig, TasksConfig, TrainerConfig
 from streamrl.doctor import machine as doctor
 from streamrl.doctor import run_checks
 from streamrl.doctor.findings import Check, print_checks, summary
 from streamrl.doctor.limits import check_cores, check_disk, check_files, check_memory, check_shm
 from streamrl.doctor.machine import check_nats_server, check_python, examine
 from streamrl.doctor.run_checks import (
+    check_activations,
     check_budgets,
     check_bus,
     check_config,
@@ -169,6 +170,28 @@ def test_a_budget_beyond_the_disk_is_warned(tmp_path: Path) -> None:
 )
 def test_gpus_that_are_asked_for_must_be_there(sections: dict[str, Any], num_gpus: int, state: str) -> None:
     assert check_gpus_wanted(Config(**sections), num_gpus).state == state
+
+
+@pytest.mark.parametrize(
+    ("gib", "asked", "state", "says"),
+    [
+        (160, "auto", "ok", "36 of 36 layers keep"),
+        (40, "auto", "warn", "0 of 36 layers keep"),
+        (130, "auto", "ok", "of 36 layers keep"),
+        (130, "all", "warn", "of 36 layers keep"),
+        (130, 0, "ok", "of 36 layers keep"),
+    ],
+)
+def test_layers_that_keep_their_activations_are_reckoned_for_the_gpu(tmp_path: Path, gib: int, asked: Any, state: str, says: str) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
+    sizes |= {"head_dim": 128, "intermediate_size": 9728, "vocab_size": 151_936, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    model = ModelConfig(path=str(tmp_path), dtype="bfloat16")
+    config = Config(model=model, trainer=TrainerConfig(micro_tokens=8192, activations=asked, compile="on", attention="packed"))
+    found = check_activations(config, gib << 30)
+    assert found is not None and (found.state, says in found.found) == (state, True), found
+    (tmp_path / "config.json").write_text("[")
+    assert check_activations(config, gib << 30) is None
 
 
 def test_a_port_that_somebody_has_fails() -> None:

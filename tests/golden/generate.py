@@ -18,7 +18,7 @@ from streamrl.schemas.control import EnginePresence, Grant, Latest, MicroBudget,
 from streamrl.schemas.dead import DeadRecord
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.events import Event, MetricReport
-from streamrl.schemas.ledger import Drop, Gap, LedgerEntry, SpilledDrops, Used
+from streamrl.schemas.ledger import Choices, Drop, Gap, LedgerEntry, SpilledDrops, Used
 from streamrl.schemas.samples import (
     BlobRef,
     Branch,
@@ -237,6 +237,18 @@ def records() -> dict[str, Any]:
             granted=68,
             retired=36,
             micro_tokens=8192,
+        ),
+        "ledger_choices": LedgerEntry(
+            run="golden",
+            trainer="main",
+            version=Version(2, 18),
+            source="tasks",
+            used=(Used(40, (0,), (100,)),),
+            cursor=104,
+            granted=68,
+            retired=36,
+            micro_tokens=8192,
+            choices=Choices(attention="packed", compiled=True, kept_layers=12, row_length=8192),
         ),
         "ledger_gap": LedgerEntry(
             run="golden",

@@ -21,7 +21,7 @@ from streamrl.history.replay import Range, verify
 from streamrl.history.replay_log import PastLedger
 from streamrl.launch.prepare import prepare
 from streamrl.runtime.run_record import write_or_check
-from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.ledger import Choices, LedgerEntry
 from streamrl.trainers.checkpoints import list_checkpoints
 from streamrl.trainers.ranks.local import open_trainer
 from tests.history.test_critic import ppo_config
@@ -35,7 +35,7 @@ def limited(base: Path, memory_tokens: int) -> Config:
         config,
         run=replace(config.run, name="halved", steps=6, numerics="bitwise"),
         tasks=replace(config.tasks, num_rollouts=2),
-        trainer=replace(config.trainer, checkpoint_every=3, minibatches=1, micro_tokens=64),
+        trainer=replace(config.trainer, checkpoint_every=3, minibatches=1, micro_tokens=64, activations=0),
         loss=type(config.loss)(),
         debug=DebugConfig(memory_tokens=memory_tokens),
     )
@@ -57,6 +57,7 @@ async def test_a_halved_budget_is_kept_recorded_and_replayed(tmp_path: Path) -> 
         larger = replace(config, debug=DebugConfig(), run=replace(config.run, steps=5))
         await run_to_end(larger, run, bus)
         entries = await read_ledger(bus, "halved")
+        assert {entry.choices for entry in entries} == {Choices(kept_layers=0)}, "what it chose stands beside the budget"
         assert [entry.micro_tokens for entry in entries] == [32] * 5, "more memory alone does not change it back"
         another = replace(larger, trainer=replace(larger.trainer, micro_tokens=48), run=replace(larger.run, steps=6))
         await run_to_end(another, run, bus)

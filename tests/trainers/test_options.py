@@ -6,17 +6,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from streamrl.config.tree import Config, ModelConfig, OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import ConfigError
+from streamrl.schemas.ledger import Choices
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.fingerprint import numerics_fingerprint
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.torch.causal_lm import CausalLM
+from streamrl.trainers.torch.kernels import Kernels
 from tests.support.errors import raises
 
 
@@ -49,24 +53,53 @@ def test_the_trainers_type_wins_over_the_models(model_dir: Path) -> None:
     assert {shard.dtype for shard in make_trainer(config, model_dir).shards()} == {"bfloat16"}
 
 
-def test_activation_checkpointing_changes_no_bit(model_dir: Path, rollouts: Callable[..., TrainBatch]) -> None:
-    plain, saving = make(model_dir), make(model_dir, gradient_checkpointing=True)
+@pytest.mark.parametrize("kept", [0, 1])
+def test_how_many_layers_keep_their_activations_changes_no_bit(model_dir: Path, rollouts: Callable[..., TrainBatch], kept: int) -> None:
+    plain, saving = make(model_dir), make(model_dir, activations=kept)
     for step in range(2):
-        assert saving.step(rollouts(step)) == plain.step(rollouts(step))
+        ours, theirs = saving.step(rollouts(step)), plain.step(rollouts(step))
+        assert (ours.choices, theirs.choices) == (Choices(kept_layers=kept), None)
+        assert replace(ours, choices=None) == theirs
 
 
-def test_checkpointed_layers_are_run_again_for_the_gradient(model_dir: Path, rollouts: Callable[..., TrainBatch]) -> None:
-    trainer: Any = make(model_dir, gradient_checkpointing=True)
-    seen: list[int] = []
-    for layer in trainer._policy._body.layers:
-        layer.mlp.register_forward_pre_hook(lambda *_: seen.append(1))
+@pytest.mark.parametrize("kept", ["all", 0, 1, 2])
+def test_layers_that_keep_nothing_are_run_again_the_first_of_them(
+    model_dir: Path, rollouts: Callable[..., TrainBatch], kept: int | str
+) -> None:
+    trainer: Any = make(model_dir, activations=kept)
+    seen = [0, 0]
+
+    def count(number: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            seen[number] += 1
+
+        return hook
+
+    for number, layer in enumerate(trainer._policy._body.layers):
+        layer.mlp.register_forward_pre_hook(count(number))
     trainer.step(rollouts())
-    assert len(seen) == 2 * 2
+    once = 2 if kept == "all" else int(kept)
+    assert seen == [2] * (2 - once) + [1] * once
+
+
+def test_what_was_recorded_is_done_again_where_the_configuration_leaves_it_open(
+    model_dir: Path, rollouts: Callable[..., TrainBatch]
+) -> None:
+    trainer = make(model_dir, activations=1)
+    recorded = replace(rollouts(), choices=Choices(kept_layers=0))
+    found = trainer.step(recorded).choices
+    assert found is not None and found.kept_layers == 1, "it does not"
+
+
+def test_more_layers_than_there_are_are_refused(model_dir: Path) -> None:
+    with raises(ConfigError, key="trainer.activations", got=3) as caught:
+        make(model_dir, activations=3)
+    assert "has 2 layers" in str(caught.value)
 
 
 def test_what_is_not_there_is_refused(model_dir: Path) -> None:
     with raises(ConfigError, key="trainer.attention", got="flash") as caught:
-        CausalLM(model_dir, torch.float32, torch.device("cpu"), attention="flash")
+        CausalLM(model_dir, torch.float32, torch.device("cpu"), kernels=Kernels(attention="flash"))
     assert "sdpa" in caught.value.hint
     missing = torch.cuda.device_count() + 3
     with raises(ConfigError, key="trainer.gpu", gpu=missing, gpus=missing - 3):

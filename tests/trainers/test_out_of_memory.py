@@ -77,6 +77,20 @@ def test_it_is_halved_until_it_fits(model_dir: Path, rollouts: Rollouts) -> None
     assert found == make(model_dir, DIRECT, micro_tokens=BUDGET // 4).step(rollouts())
 
 
+def test_packed_rows_shrink_with_the_budget_and_never_under_the_longest_sample(model_dir: Path, rollouts: Rollouts) -> None:
+    disturbed, half = (make(model_dir, DIRECT, attention="packed", micro_tokens=n) for n in (BUDGET, BUDGET // 2))
+    sizes = fails_at(disturbed, 2)
+    assert disturbed.step(rollouts()) == half.step(rollouts())
+    assert sizes[:2] == [BUDGET] * 2 and set(sizes[2:]) == {BUDGET // 2}
+    longest = int(rollouts().lengths.max())
+    tight = make(model_dir, DIRECT, attention="packed", limit=longest)
+    sizes = fails_at(tight, 0)
+    assert tight.step(rollouts()).micro_tokens == BUDGET // 4 < longest == sizes[-1]
+    with raises(OutOfMemory, micro_tokens=0) as caught:
+        make(model_dir, DIRECT, attention="packed", limit=longest - 1).step(rollouts())
+    assert f"{longest}, and none is shorter" in str(caught.value)
+
+
 def test_what_has_been_written_is_not_repeated(model_dir: Path, rollouts: Rollouts) -> None:
     clean, disturbed = make(model_dir, DIRECT, minibatches=2), make(model_dir, DIRECT, minibatches=2)
     before = disturbed.digest()
@@ -91,7 +105,7 @@ def test_what_has_been_written_is_not_repeated(model_dir: Path, rollouts: Rollou
 def test_one_sample_that_is_too_long_has_no_smaller_budget(model_dir: Path, rollouts: Rollouts) -> None:
     with raises(OutOfMemory, micro_tokens=0) as caught:
         make(model_dir, DIRECT, limit=1).step(rollouts())
-    assert "trainer.gradient_checkpointing" in caught.value.hint
+    assert "trainer.activations" in caught.value.hint
 
 
 @pytest.mark.process

@@ -24,6 +24,7 @@ from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.torch.causal_lm import CausalLM
+from streamrl.trainers.torch.kernels import Kernels
 from tests.support.batches import by_turn
 from tests.support.errors import raises
 from tests.support.scoring import score
@@ -55,11 +56,11 @@ def plain_logprobs(directory: Path, batch: TrainBatch) -> npt.NDArray[np.float32
     return found
 
 
-@pytest.mark.parametrize("layout", ["shared", "packed", "rows", "cut"])
+@pytest.mark.parametrize("layout", ["shared", "several", "rows", "cut", "packed"])
 def test_every_layout_gives_transformers_log_probs(model_dir: Path, rollouts: Callable[..., TrainBatch], layout: str) -> None:
     batch = by_turn(rollouts())
-    policy = CausalLM(model_dir, torch.float32, CPU)
-    assert policy.free_masks
+    policy = CausalLM(model_dir, torch.float32, CPU, kernels=Kernels(attention="packed" if layout == "packed" else "sdpa"))
+    assert (policy.free_masks, policy.packs) == (layout != "packed", layout == "packed")
     wanted = np.ones(batch.num_tokens, np.bool_)
     wanted[batch.offsets[:-1]] = False
     plans = plan_micro_batches(
@@ -69,6 +70,7 @@ def test_every_layout_gives_transformers_log_probs(model_dir: Path, rollouts: Ca
         budget={"cut": 20}.get(layout, 10_000),
         share_prefixes=layout in ("shared", "cut"),
         several_per_row=layout != "rows",
+        row_length=20 if layout == "packed" else 0,
     )
     assert any(plan.plain for plan in plans) == (layout == "rows")
     found = np.zeros(batch.num_tokens, np.float32)

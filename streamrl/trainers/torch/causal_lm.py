@@ -12,25 +12,32 @@ import logging
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch._dynamo.decorators import maybe_mark_dynamic
 from torch.utils.checkpoint import checkpoint
 
+from streamrl.algorithms.chunked_head import ChunkKernels, chunk_kernels, chunked_logprobs
 from streamrl.algorithms.logprobs import CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS, LinearHead, linear_logprobs, token_logprobs
 from streamrl.core.batches import TrainBatch, samples_at
-from streamrl.core.packing import MicroBatch
+from streamrl.core.packing import ROW, MicroBatch
 from streamrl.errors import ConfigError
 from streamrl.tensors.building import BUILDING
+from streamrl.tensors.transfer import on_device
 from streamrl.trainers.flops import sees_all
+from streamrl.trainers.torch.attention import PACKED, register
+from streamrl.trainers.torch.kernels import Kernels
 
 logger = logging.getLogger(__name__)
 
 # Wide enough for rounding in bfloat16, far below what a wrong mask or a missing scale does to the logits.
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+
+_PLAIN = Kernels()
 
 
 class CausalLM:
@@ -40,12 +47,11 @@ class CausalLM:
         model_dir: Hugging Face model directory.
         dtype: type of the weights.
         device: where they lie.
-        attention: `sdpa` or `flash`; see `TrainerConfig`.
-        checkpoint_layers: keep only the layers' inputs for the backward pass.
+        kernels: by which it is run; `packed` is `sdpa` where the model cannot be run on packed rows, and then nothing is compiled.
 
     Raises:
         ConfigError: the directory holds no causal language model, one whose head cannot be called apart or, with
-            `checkpoint_layers`, one whose layers are not known; or FlashAttention is not installed.
+            `kept_layers`, one whose layers are not as many; or FlashAttention is not installed.
     """
 
     def __init__(
@@ -54,9 +60,9 @@ class CausalLM:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        attention: Literal["sdpa", "flash"] = "sdpa",
-        checkpoint_layers: bool = False,
+        kernels: Kernels = _PLAIN,
     ) -> None:
+        attention = kernels.attention
         self.module: Any = _load(model_dir, dtype, attention)
         self.module.to(device).eval()
         self.device = device
@@ -71,12 +77,84 @@ class CausalLM:
         self._takes_positions = "position_ids" in inspect.signature(self._body.forward).parameters
         self._check_head()
         # An explicit mask would replace or bypass sliding windows, linear attention and state-space layers.
-        maskable = attention == "sdpa" and self._takes_positions and sees_all(text)
-        self.free_masks = maskable and self._masks_work()
-        if checkpoint_layers:
-            _checkpoint_layers(self._body, self.module.config.get_text_config().num_hidden_layers)
-        if not self.free_masks:
+        maskable = attention != "flash" and self._takes_positions and sees_all(text)
+        self.packs = maskable and attention == "packed" and self._packing_works()
+        """Whether it can be run on packed rows."""
+        if attention == "packed" and not self.packs:
+            logger.warning("event=rows_not_packed model=%s", type(self.module).__name__)
+            self.module.set_attn_implementation("sdpa")
+        self.free_masks = maskable and not self.packs and self._masks_work()
+        self._layers = [(layer, layer.forward) for layer in self._stack()]
+        self._fast: list[Any] = []
+        """The layers as torch.compile makes them, once that has been asked for."""
+        self._fast_chunks: ChunkKernels | None = None
+        self._chunks: ChunkKernels | None = None
+        self.arrange(compiled=kernels.compile, kept=None if kernels.kept_layers == "auto" else kernels.kept_layers)
+        if not self.free_masks and not self.packs:
             logger.info("event=one_sample_per_row model=%s", type(self.module).__name__)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that can be compiled and run again; 0 where they are not known."""
+        return len(self._layers)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether layers and head are."""
+        return self._chunks is not None
+
+    def arrange(self, *, compiled: bool, kept: int | None) -> None:
+        """How it is run from here on.
+
+        Args:
+            compiled: layers and head as torch.compile makes them, when they are first run; not where rows are not packed.
+            kept: layers, the last ones, that keep their activations for the backward pass, None: all. The last, because theirs are gone
+                when the first are run again.
+
+        Raises:
+            ConfigError: there are not as many layers.
+        """
+        if kept is not None and not 0 <= kept <= self.num_layers:
+            raise ConfigError(
+                f"trainer.activations = {kept}, but {type(self._body).__name__} has {self.num_layers or 'no list of'} layers",
+                hint="set it to 'all'",
+                key="trainer.activations",
+                got=kept,
+            )
+        compiled = compiled and self.packs and bool(self._layers)
+        if compiled and self._fast_chunks is None:
+            self._fast = [torch.compile(plain, dynamic=False) for _, plain in self._layers]
+            self._fast_chunks = chunk_kernels(self.vocab_size, compiled=True)
+        self._chunks = self._fast_chunks if compiled else None
+        again = 0 if kept is None else self.num_layers - kept
+        for number, (layer, plain) in enumerate(self._layers):
+            run = self._fast[number] if compiled else plain
+            if number < again:
+                run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+            layer.forward = run
+
+    def try_compiled(self, row_length: int, *, gradient: bool) -> str:
+        """Run a row as a step does, so that what cannot be compiled is known before one; returns why it cannot, or an empty string."""
+        if self._chunks is None:
+            return ""
+        longest = min(row_length, ROW)
+        starts = np.array([0, *range(longest, row_length, longest), row_length, row_length], np.int32)
+        # Laid out as a batch's are: a stride that differs is another shape.
+        ids, positions = np.zeros((2, 1, row_length), np.int64)
+        positions[0] = np.arange(row_length)
+        try:
+            with torch.set_grad_enabled(gradient):
+                states = self._packed(ids, positions, starts, longest)[0, :1]
+                if self._linear is not None:
+                    one = torch.ones(1, device=self.device)
+                    states, _ = chunked_logprobs(states, one.long(), self._linear, temperature_M=one, kernels=self._chunks)
+                if gradient:  # of one parameter, so that none is added to a step's
+                    torch.autograd.grad(states.sum(), next(self._body.parameters()), allow_unused=True)
+        except torch.OutOfMemoryError:
+            return ""  # a step finds its budget by itself
+        except RuntimeError as error:  # of every part of torch.compile, down to a compiler that is not installed
+            return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return ""
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Trained parameters by Hugging Face name; tied ones once, under their first name."""
@@ -91,9 +169,14 @@ class CausalLM:
         sample = samples_at(batch, micro.target)
         truncated = bool(((batch.top_p[sample] < 1) | (batch.top_k[sample] > 0)).any())
         states, targets = self.states(micro), self._tensor(batch.tokens[micro.target].astype(np.int64))
+        temperature = self._tensor(batch.temperature[micro.target])
+        if self._chunks is not None and self._linear is not None and not truncated:
+            return chunked_logprobs(
+                states, targets, self._linear, temperature_M=temperature, kernels=self._chunks, entropy_gradient=entropy_gradient
+            )
         compute = partial(
             token_logprobs if self._linear is None else linear_logprobs,
-            temperature_M=self._tensor(batch.temperature[micro.target]),
+            temperature_M=temperature,
             top_p_M=self._tensor(batch.top_p[sample]) if truncated else None,
             top_k_M=self._tensor(batch.top_k[sample].astype(np.int64)) if truncated else None,
             entropy_gradient=entropy_gradient,
@@ -131,9 +214,21 @@ class CausalLM:
         inputs = self._tensor(micro.inputs)
         if micro.plain:
             return self._body(input_ids=inputs, use_cache=False).last_hidden_state
+        if micro.starts is not None:
+            return self._packed(micro.inputs, micro.positions, micro.starts, micro.longest)
         mask = attention_mask(self._tensor(micro.tree), self._tensor(micro.branch))
         positions = self._tensor(micro.positions)
         return self._body(input_ids=inputs, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state
+
+    def _packed(
+        self, inputs: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], starts: npt.NDArray[np.int32], longest: int
+    ) -> Tensor:
+        bounds = self._tensor(starts)
+        # Of any number of samples, the same compiled code.
+        maybe_mark_dynamic(bounds, 0)
+        options = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+        ids, places = self._tensor(inputs), self._tensor(positions)
+        return self._body(input_ids=ids, position_ids=places, use_cache=False, **options).last_hidden_state
 
     def _head(self, states: Tensor) -> Tensor:
         logits = self.module.get_output_embeddings()(states) * self._scale
@@ -146,7 +241,7 @@ class CausalLM:
         return LinearHead(head.weight, head.bias, self._scale, self._softcap) if type(head) is torch.nn.Linear else None
 
     def _tensor(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+        return on_device(array, self.device)
 
     @torch.no_grad()
     def _check_head(self) -> None:
@@ -171,6 +266,23 @@ class CausalLM:
         first, second = (self._body(input_ids=row[:, branch[0] != other], use_cache=False).last_hidden_state[0] for other in (2, 1))
         return self._close(self._head(shared), self._head(torch.cat([first, second[4:]])))
 
+    @torch.no_grad()
+    def _packing_works(self) -> bool:
+        """Whether two samples in one packed row give the states of two rows."""
+        ids = torch.arange(2, 10, device=self.device)[None] % self.vocab_size
+        starts = torch.tensor([0, 5, 8, 8], dtype=torch.int32, device=self.device)
+        options = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 8, "max_length_k": 8}
+        positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]], device=self.device)
+        row = self._body(input_ids=ids, position_ids=positions, use_cache=False, **options).last_hidden_state[0]
+        alone = [self._body(input_ids=part, use_cache=False).last_hidden_state[0] for part in (ids[:, :5], ids[:, 5:])]
+        return self._close(self._head(row), self._head(torch.cat(alone)))
+
+    def _stack(self) -> list[Any]:
+        """The body's layers; none where they are not known."""
+        count = self.module.config.get_text_config().num_hidden_layers
+        stacks = [module for module in self._body.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == count]
+        return list(stacks[0]) if stacks else []
+
     def _close(self, ours: Tensor, theirs: Tensor) -> bool:
         bound = PROBE_TOLERANCE.get(ours.dtype, 1e-3) * max(1.0, float(theirs.abs().max()))
         return bool((ours - theirs).abs().max() <= bound)
@@ -188,7 +300,8 @@ def attention_mask(tree_RL: Tensor, branch_RL: Tensor) -> Tensor:
 def _load(model_dir: Path, dtype: torch.dtype, attention: str) -> Any:
     from transformers import AutoModelForCausalLM
 
-    kernels = {"sdpa": "sdpa", "flash": "flash_attention_2"}[attention]
+    kernels = {"sdpa": "sdpa", "flash": "flash_attention_2", "packed": PACKED}[attention]
+    register()
     try:
         with BUILDING:
             return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation=kernels)
@@ -203,15 +316,3 @@ def _load(model_dir: Path, dtype: torch.dtype, attention: str) -> Any:
         raise ConfigError(
             f"no causal language model in {model_dir}: {error}", hint="is model.path a Hugging Face directory?", path=str(model_dir)
         ) from error
-
-
-def _checkpoint_layers(body: Any, count: int) -> None:
-    """Run every layer under activation checkpointing. transformers' own switch asks for training mode, which would bring dropout."""
-    stacks = [module for module in body.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == count]
-    if not stacks:
-        raise ConfigError(
-            f"trainer.gradient_checkpointing: {type(body).__name__} has no list of {count} layers",
-            hint="switch it off and lower trainer.micro_tokens",
-        )
-    for layer in stacks[0]:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

@@ -6,7 +6,6 @@ It is saved with the policy and restored with it; engines never see it. Letters:
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +16,13 @@ from streamrl.algorithms.policy_losses import value_loss
 from streamrl.config.loss import CriticConfig
 from streamrl.config.tree import OptimizerConfig
 from streamrl.core.packing import MicroBatch
+from streamrl.tensors.transfer import on_device
+from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.checkpoint import ModelState, check_state, digest_of, host_copy
 from streamrl.trainers.torch.frozen import load_named
+from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.optimizer import ClippedAdamW
+from streamrl.trainers.torch.terms import Sums
 
 HEAD = "value_head"
 
@@ -33,8 +36,7 @@ class Critic:
         device: where they lie.
         config: the section `loss.critic`.
         optimizer: the policy's, of which it takes all but the rate.
-        attention: see `TrainerConfig`.
-        checkpoint_layers: see `CausalLM`.
+        kernels: by which its body is run.
 
     Raises:
         ConfigError: there is no model in the directory.
@@ -48,12 +50,11 @@ class Critic:
         *,
         config: CriticConfig,
         optimizer: OptimizerConfig,
-        attention: Literal["sdpa", "flash"] = "sdpa",
-        checkpoint_layers: bool = False,
+        kernels: Kernels,
     ) -> None:
         path = Path(config.path or model_dir)
         self._config = config
-        self._model = load_named("loss.critic.path", path, dtype, device, attention=attention, checkpoint_layers=checkpoint_layers)
+        self._model = load_named("loss.critic.path", path, dtype, device, kernels=kernels)
         self._model.drop_head()
         self._head = torch.nn.Linear(self._model.width, 1, dtype=dtype if dtype.itemsize >= 4 else torch.float32, device=device)
         torch.nn.init.zeros_(self._head.weight)
@@ -63,9 +64,19 @@ class Critic:
         self._optimizer = ClippedAdamW(self._parameters, optimizer)
 
     @property
+    def body(self) -> CausalLM:
+        """The model below the head."""
+        return self._model
+
+    @property
     def free_masks(self) -> bool:
         """See `CausalLM`."""
         return self._model.free_masks
+
+    @property
+    def packs(self) -> bool:
+        """See `CausalLM`."""
+        return self._model.packs
 
     @property
     def width(self) -> int:
@@ -76,9 +87,7 @@ class Critic:
         """[M] V before each of `micro.target`, with gradient; never divided by a temperature."""
         return self._head(self._model.states(micro).to(self._head.weight.dtype))[:, 0]
 
-    def learn(
-        self, micro: MicroBatch, weights: Tensor, old_values: npt.NDArray[np.floating], returns: npt.NDArray[np.floating]
-    ) -> dict[str, float]:
+    def learn(self, micro: MicroBatch, weights: Tensor, old_values: npt.NDArray[np.floating], returns: npt.NDArray[np.floating]) -> Sums:
         """Add the gradient of one micro-batch.
 
         Args:
@@ -91,12 +100,11 @@ class Critic:
             Sums over the micro-batch, with these weights: `train/value_loss` and `train/value_clipfrac`.
         """
         values = self.values(micro)
-        old, target = (torch.as_tensor(a[micro.target], dtype=values.dtype, device=values.device) for a in (old_values, returns))
+        old, target = (on_device(a[micro.target], values.device, values.dtype) for a in (old_values, returns))
         loss, metrics = value_loss(values, old, target, clip=self._config.clip)
         (loss * weights.to(loss.dtype)).sum().backward()
-        self._optimizer.collect()
         named = {"train/value_loss": loss.detach(), **metrics}
-        return {name: float((found.double() * weights).sum()) for name, found in named.items()}
+        return Sums(tuple(named), torch.stack([(found.double() * weights).sum() for found in named.values()]))
 
     def gradients(self) -> list[Tensor]:
         """The summed gradients, written to in place by data parallelism."""

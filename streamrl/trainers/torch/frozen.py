@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
+from msgspec.structs import replace
 
 from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig
@@ -17,10 +17,11 @@ from streamrl.core.batches import TrainBatch
 from streamrl.errors import ConfigError
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.checkpoint import ModelState, check_state, digest_of, host_copy
+from streamrl.trainers.torch.kernels import Kernels
 
 
 def load_frozen(
-    loss: LossConfig, model_dir: Path, dtype: torch.dtype, device: torch.device, *, attention: Literal["sdpa", "flash"], vocab_size: int
+    loss: LossConfig, model_dir: Path, dtype: torch.dtype, device: torch.device, *, kernels: Kernels, vocab_size: int
 ) -> dict[Role, CausalLM]:
     """The models that `loss` looks at, each directory loaded once; a reference that is renewed is a model of its own.
 
@@ -29,7 +30,7 @@ def load_frozen(
         model_dir: the initial policy.
         dtype: type of the weights.
         device: where they lie.
-        attention: see `TrainerConfig`.
+        kernels: by which they are run.
         vocab_size: of the policy, which theirs must be, too.
 
     Raises:
@@ -41,6 +42,7 @@ def load_frozen(
     if loss.distillation.coef > 0:
         wanted[Role.TEACHER] = ("loss.distillation.teacher", Path(loss.distillation.teacher))
     loaded: dict[tuple[Path, bool], CausalLM] = {}
+    kernels = replace(kernels, kept_layers=None)  # there is no backward pass
 
     def place(role: Role, path: Path) -> tuple[Path, bool]:
         return path.resolve(), role == Role.REFERENCE and loss.kl.reference_every > 0
@@ -48,7 +50,7 @@ def load_frozen(
     for role, (key, path) in wanted.items():
         if place(role, path) in loaded:
             continue
-        model = load_named(key, path, dtype, device, attention=attention)
+        model = load_named(key, path, dtype, device, kernels=kernels)
         if model.vocab_size != vocab_size:
             raise ConfigError(
                 f"{key} = {path} has {model.vocab_size} tokens, the policy {vocab_size}",
@@ -118,8 +120,7 @@ def load_named(
     dtype: torch.dtype,
     device: torch.device,
     *,
-    attention: Literal["sdpa", "flash"],
-    checkpoint_layers: bool = False,
+    kernels: Kernels,
 ) -> CausalLM:
     """A causal language model whose errors name the configuration's key; raises ConfigError."""
     if not path.is_dir():
@@ -130,6 +131,6 @@ def load_named(
             path=str(path),
         )
     try:
-        return CausalLM(path, dtype, device, attention=attention, checkpoint_layers=checkpoint_layers)
+        return CausalLM(path, dtype, device, kernels=kernels)
     except ConfigError as error:
         raise ConfigError(f"{key} = {path}: {error.message}", hint=error.hint, key=key, path=str(path)) from error

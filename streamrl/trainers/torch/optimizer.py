@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ class ClippedAdamW:
     """AdamW (arXiv 1711.05101) in float32 behind a global-norm clip. Weight decay applies to matrices, not to norms and biases.
 
     Parameters of less than float32 get a float32 master copy, which the update is made on and which gradients of several
-    micro-batches are summed in; an update smaller than a bfloat16's rounding would otherwise be lost.
+    micro-batches are summed in; an update smaller than a bfloat16's rounding would otherwise be lost. A gradient is moved there as soon
+    as a backward pass has it, so that those of the parameters' own type are never in memory together.
 
     Args:
         parameters: name and parameter, in a fixed order.
@@ -31,17 +33,13 @@ class ClippedAdamW:
         self._parameters = parameters
         self._masters = [(name, p if p.dtype in (torch.float32, torch.float64) else _master(p)) for name, p in parameters]
         self._adam = self._fresh()
+        for (_, p), (_, master) in zip(parameters, self._masters, strict=True):
+            if master is not p:
+                p.register_post_accumulate_grad_hook(partial(_move_gradient, master))
 
     def reset(self) -> None:
         """Forget the moments; master copies stay."""
         self._adam = self._fresh()
-
-    def collect(self) -> None:
-        """Move the gradients of one backward pass to where they are summed; call it after each."""
-        for (_, p), (_, master) in zip(self._parameters, self._masters, strict=True):
-            if master is not p and p.grad is not None:
-                master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
-                p.grad = None
 
     def gradients(self) -> list[Tensor]:
         """The summed gradients, zeros where a parameter has none, in parameter order; written to in place by data parallelism."""
@@ -117,6 +115,12 @@ class ClippedAdamW:
         others = [master for _, master in self._masters if master.ndim < 2]
         groups = [{"params": matrices, "weight_decay": c.weight_decay}, {"params": others, "weight_decay": 0.0}]
         return torch.optim.AdamW([g for g in groups if g["params"]], lr=c.learning_rate, betas=(c.beta1, c.beta2), eps=c.eps, fused=True)
+
+
+def _move_gradient(master: torch.nn.Parameter, parameter: Tensor) -> None:
+    assert parameter.grad is not None  # a hook behind its accumulation
+    master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
+    parameter.grad = None
 
 
 def _master(parameter: torch.nn.Parameter) -> torch.nn.Parameter:

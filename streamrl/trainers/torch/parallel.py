@@ -64,6 +64,10 @@ class DataParallel:
         sums = self.sum(torch.tensor([values.get(name, 0.0) for name in names], dtype=torch.float64))
         return dict(zip(names, sums.tolist(), strict=True))
 
+    def gather(self, value: int) -> list[int]:
+        """A number of each rank, by rank."""
+        return self.sum(torch.tensor([value * (rank == self.rank) for rank in range(self.ranks)])).tolist()
+
     def sum(self, values: Tensor) -> Tensor:
         """The sum over ranks."""
         if self.ranks > 1:

@@ -20,8 +20,21 @@ from streamrl.config.tree import LossConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import Indices
 from streamrl.errors import ConfigError, TrainingError
+from streamrl.tensors.transfer import on_device
 
 DROPPED = "train/nonfinite_tokens"
+
+
+class Sums(NamedTuple):
+    """Of metrics over the tokens of one micro-batch, where they were computed: whoever reads them waits for them."""
+
+    names: tuple[str, ...]
+    values: Tensor
+    """Float64, one for each name."""
+
+    def read(self) -> dict[str, float]:
+        """By name."""
+        return dict(zip(self.names, self.values.tolist(), strict=True))
 
 
 class Terms(NamedTuple):
@@ -36,14 +49,14 @@ class Terms(NamedTuple):
     dropped: Tensor
     """Bool: left out because a log-prob or the advantage is not finite."""
 
-    def learn(self, weights: npt.NDArray[np.float64]) -> dict[str, float]:
+    def learn(self, weights: npt.NDArray[np.float64]) -> Sums:
         """Add the loss's gradient, where it has one; returns the metrics' sums. Both with the reduction's weights [M]."""
-        by = torch.from_numpy(weights).to(self.loss.device)
+        by = on_device(weights, self.loss.device)
         if self.loss.requires_grad:
             (self.loss * by.to(self.loss.dtype)).sum().backward()
         sums = torch.stack([values.double() for values in self.metrics.values()]) @ by
         count = self.dropped.sum().double()
-        return dict(zip([*self.metrics, DROPPED], torch.cat([sums, count[None]]).cpu().tolist(), strict=True))
+        return Sums((*self.metrics, DROPPED), torch.cat([sums, count[None]]))
 
 
 def demonstration_terms(logprobs: Tensor, entropy: Tensor) -> Terms:
@@ -78,10 +91,10 @@ def policy_tokens(
     """
 
     def like(values: npt.NDArray[np.floating]) -> Tensor:
-        return torch.as_tensor(values[target], dtype=logprobs.dtype, device=logprobs.device)
+        return on_device(values[target], logprobs.device, logprobs.dtype)
 
     scores, current = objective.scores, logprobs.detach()
-    staleness = torch.from_numpy(batch.staleness[target]).to(logprobs.device)
+    staleness = on_device(batch.staleness[target], logprobs.device)
     sampler = like(batch.sampler_logprobs)
     if loss.correction.ratio == "current":
         anchor = current
@@ -92,8 +105,8 @@ def policy_tokens(
     else:
         anchor = current if proximal is None else like(proximal)
     reference = () if scores.reference is None or loss.kl.loss_coef == 0 else (like(scores.reference),)
-    packed = packed_sequences(batch, target, device=logprobs.device)
-    known = torch.from_numpy(objective.finite[target]).to(logprobs.device)
+    packed = packed_sequences(batch, target, place=lambda numbers: on_device(numbers, logprobs.device))
+    known = on_device(objective.finite[target], logprobs.device)
     finite = drop_nonfinite(packed.mask & known, logprobs, sampler, anchor, entropy, like(objective.advantages), *reference)
     logprobs, sampler, anchor, entropy, advantages, *others = finite.values
     tokens = PolicyTokens(

@@ -28,6 +28,7 @@ from streamrl.tensors.digest_torch import NamedDigester, NamedDigests
 from streamrl.trainers.checkpoints import BackgroundWriter, write_directory
 from streamrl.trainers.flops import flops_of, peak_flops
 from streamrl.trainers.protocol import WEIGHT_SUFFIXES, StepResult, TokenValues
+from streamrl.trainers.torch.arrangement import Arrangement
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.checkpoint import (
     ModelState,
@@ -41,6 +42,7 @@ from streamrl.trainers.torch.checkpoint import (
 )
 from streamrl.trainers.torch.critic import Critic
 from streamrl.trainers.torch.frozen import Reference, load_frozen
+from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.optimizer import ClippedAdamW
 from streamrl.trainers.torch.parallel import DataParallel
 from streamrl.trainers.torch.profiling import StepProfiler
@@ -62,6 +64,7 @@ class TorchTrainer:
         trainer: this backend's section.
         loss: the objective.
         learning_rate: the rate of a batch's optimizer steps.
+        kernels: by which the models are run.
         dtype: type of the parameters; below float32 the optimizer holds float32 masters.
         device: where they lie.
         deterministic: refuse kernels that are not reproducible.
@@ -78,6 +81,7 @@ class TorchTrainer:
         trainer: TrainerConfig,
         loss: LossConfig,
         learning_rate: Callable[[TrainBatch], float],
+        kernels: Kernels,
         dtype: torch.dtype,
         device: torch.device,
         deterministic: bool,
@@ -90,8 +94,7 @@ class TorchTrainer:
         self._loss = loss
         self._learning_rate = learning_rate
         self._parallel = DataParallel(trainer.ranks)
-        attention, checkpointing = trainer.attention, trainer.gradient_checkpointing
-        self._policy = CausalLM(model_dir, dtype, device, attention=attention, checkpoint_layers=checkpointing)
+        self._policy = CausalLM(model_dir, dtype, device, kernels=kernels)
         if memory_tokens:
             self._policy.limit_memory(memory_tokens)
         self._parameters = list(self._policy.parameters())
@@ -106,14 +109,13 @@ class TorchTrainer:
                 device,
                 config=loss.critic,
                 optimizer=trainer.optimizer,
-                attention=attention,
-                checkpoint_layers=checkpointing,
+                kernels=kernels,
             )
         cuda = device.type == "cuda"
         self._snapshots = SnapshotRing(self._parameters, device, slots=snapshots) if cuda else None
         self._digester = NamedDigester(dict(self._parameters)) if cuda else None
         self._optimizer = ClippedAdamW(self._parameters, trainer.optimizer)
-        frozen = load_frozen(loss, model_dir, dtype, device, attention=attention, vocab_size=self._policy.vocab_size)
+        frozen = load_frozen(loss, model_dir, dtype, device, kernels=kernels, vocab_size=self._policy.vocab_size)
         self._reference: Reference | None = None
         if loss.kl.reference_every:
             self._reference = Reference(frozen[Role.REFERENCE], self._parameters, every=loss.kl.reference_every)
@@ -128,8 +130,17 @@ class TorchTrainer:
             deterministic=deterministic,
             settle=self._settle,
         )
+        self._arrangement = Arrangement(
+            kernels,
+            trained=[self._policy, *([self._critic.body] if self._critic is not None else [])],
+            frozen=list(dict.fromkeys(frozen.values())),
+            parallel=self._parallel,
+            budget=trainer.micro_tokens,
+            deterministic=deterministic,
+            snapshots=snapshots if cuda else 0,
+        )
         # FlashAttention knows no float32.
-        widen = trainer.attention == "sdpa"
+        widen = kernels.attention != "flash"
         self._recheck = Recheck(self._parameters, samples=trainer.check_logprobs, versions=recheck_versions, widen=widen)
         self._micro_tokens = trainer.micro_tokens
         self._profiler = profiler
@@ -147,18 +158,21 @@ class TorchTrainer:
         check_batch(batch)
         self._update.budget = batch.micro_tokens or self._micro_tokens
         with self._profiler.step(batch.version.number + 1) if self._profiler is not None else nullcontext():
+            self._update.least_row = self._arrangement.least_row(batch.choices)
+            rows = self._update.row_length(batch, self._update.budget)
+            self._arrangement.follow(batch.choices, rows or self._micro_tokens)
             while True:
                 try:
                     objective, learns = self._begin(batch)
                     done = self._update.run(batch, objective, self._learning_rate(batch), learns=learns)
                     return self._result(batch, objective, done)
                 except torch.OutOfMemoryError as error:
-                    self._check_repeatable(batch, error)
+                    budget = self._half_budget(batch, error)
                 # Only here the error, whose frames hold on to the pass's memory, is gone.
                 self._update.discard()
                 if self._policy.device.type == "cuda":
                     torch.cuda.empty_cache()
-                self._update.budget //= 2
+                self._update.budget = budget
 
     def _begin(self, batch: TrainBatch) -> tuple[Objective, bool]:
         """The batch's objective, and whether the policy learns from it; begun again where a step is repeated."""
@@ -176,12 +190,17 @@ class TorchTrainer:
         """Whether the policy does; a critic's first batches are its own."""
         return batch.kind == "sft" or batch.stage_step >= self._loss.critic.only_steps
 
-    def _check_repeatable(self, batch: TrainBatch, error: torch.OutOfMemoryError) -> None:
-        """Raise OutOfMemory unless the step may be repeated with half the budget."""
-        budget, longest = self._update.budget, int(np.diff(batch.offsets).max())
-        half = budget // 2 if budget > longest else 0
+    def _half_budget(self, batch: TrainBatch, error: torch.OutOfMemoryError) -> int:
+        """The budget that the step is repeated with; raises OutOfMemory where it may not be."""
+        budget, longest = self._update.budget, int(batch.lengths.max())
+        # A packed row may be shorter than the budget, which then is cut below the row.
+        now = self._update.row_length(batch, budget) or max(budget, longest)
+        half = now // 2
+        if (self._update.row_length(batch, half) or max(half, longest)) >= now:
+            half = 0
         if not half or self._update.wrote or self._parallel.ranks > 1:
             raise _out_of_memory(batch, budget, half, longest, str(error)) from error
+        return half
 
     def _result(self, batch: TrainBatch, objective: Objective, done: Updated) -> StepResult:
         metrics = {**objective.metrics, **done.metrics}
@@ -202,6 +221,8 @@ class TorchTrainer:
             reference=reference,
             micro_tokens=self._update.budget,
             peak_s=self._peak_s(batch),
+            choices=self._arrangement.choices(self._update.row_length(batch, self._update.budget)),
+            notices=self._arrangement.notices(),
             tokens=None if batch.kind == "sft" or self._loss.slime_loss else TokenValues(done.logprobs, done.weights),
         )
 
@@ -324,10 +345,10 @@ def _out_of_memory(batch: TrainBatch, budget: int, half: int, longest: int, said
     if half:
         hint = f"it begins again from its checkpoint with {half}; lower trainer.micro_tokens to spare that"
     else:
-        hint = "set trainer.gradient_checkpointing = true, lower sampling.max_new_tokens, or train on a larger device"
+        hint = "set trainer.activations = 0, lower sampling.max_new_tokens, or train on a larger device"
     return OutOfMemory(
-        f"out of memory in the step from version {batch.version} with micro-batches of {budget} tokens, the longest sample has {longest}: "
-        + said,
+        f"out of memory in the step from version {batch.version} with micro-batches of {budget} tokens, the longest sample has {longest}"
+        f"{'' if half else ', and none is shorter than that'}: {said}",
         hint=hint,
         micro_tokens=half,
         number=batch.version.number + 1,

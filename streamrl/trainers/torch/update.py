@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from streamrl.algorithms.corrections import correct
 from streamrl.algorithms.estimators import needed_scores
@@ -24,19 +25,41 @@ from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig, TrainerConfig
 from streamrl.core.balance import split_ranks
 from streamrl.core.batches import TrainBatch
-from streamrl.core.packing import Indices, MicroBatch, plan_micro_batches
+from streamrl.core.packing import ROW, Indices, MicroBatch, packed_row_length, plan_micro_batches
 from streamrl.errors import TrainingError
+from streamrl.tensors.transfer import on_device
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.critic import Critic
 from streamrl.trainers.torch.optimizer import ClippedAdamW
 from streamrl.trainers.torch.parallel import DataParallel
 from streamrl.trainers.torch.reproducible import reproducible
 from streamrl.trainers.torch.slime_loss import SlimeLoss
-from streamrl.trainers.torch.terms import DROPPED, demonstration_terms, policy_terms, policy_tokens, user_loss
+from streamrl.trainers.torch.terms import DROPPED, Sums, demonstration_terms, policy_terms, policy_tokens, user_loss
 
 Bools = npt.NDArray[np.bool_]
 _SCORING = {Role.PROXIMAL: "perf/log_probs_time", Role.REFERENCE: "perf/ref_log_probs_time"}
 """Metrics of the time that scoring takes."""
+
+
+class Layout(NamedTuple):
+    """How samples are laid out for some models: see `plan_micro_batches`."""
+
+    free_masks: bool
+    """Several samples a row, their prompts shared; else one sample a row."""
+    row_length: int
+    """Of packed rows; 0: rows are not packed."""
+
+
+class Told(NamedTuple):
+    """Of one micro-batch, where it was computed. It is read after the last one: the host lays out the next while the device works."""
+
+    sums: Sums
+    target: Indices
+    """[m] of the batch's tokens."""
+    logprobs: Tensor | None = None
+    """[m] of the policy."""
+    weights: Tensor | None = None
+    """[m] of the policy loss."""
 
 
 class Updated(NamedTuple):
@@ -90,6 +113,8 @@ class Update:
         self._minibatches = trainer.minibatches
         self.budget = trainer.micro_tokens
         """Tokens of one forward and backward pass."""
+        self.least_row = ROW
+        """Positions of a packed row where no sample is longer, as far as the budget reaches."""
         self.wrote = False
         """Whether an optimizer has begun to write in the batch that was prepared last: then its step cannot be repeated."""
         self.times: dict[str, float] = {}
@@ -98,6 +123,7 @@ class Update:
         self._optimizer = optimizer
         self._frozen = frozen
         self._critic = critic
+        self._trained: list[CausalLM | Critic] = [policy, *([critic] if critic is not None else [])]
         self._parallel = parallel
         self._deterministic = deterministic
         self._settle = settle
@@ -127,8 +153,8 @@ class Update:
     def run(self, batch: TrainBatch, objective: Objective, rate: float, *, learns: bool) -> Updated:
         """The optimizer steps of a batch; without `learns` those of the critic alone."""
         start_s = time.perf_counter()
-        loss, policy, slime = self._loss, self._policy, self._slime if batch.kind == "rl" else None
-        free_masks = policy.free_masks and (self._critic is None or self._critic.free_masks)
+        policy, slime = self._policy, self._slime if batch.kind == "rl" else None
+        layout = self._layout(batch, *self._trained)
         all_logprobs, all_weights = np.zeros(batch.num_tokens), np.zeros(batch.num_tokens)
         factor = self._factor(batch, objective)
         rows: list[dict[str, float]] = []
@@ -136,34 +162,21 @@ class Update:
         with reproducible(self._deterministic):
             for index, samples in enumerate(objective.steps):
                 sums: dict[str, float] = {"train/loss": 0.0, DROPPED: 0.0}
+                told: list[Told] = []
                 wanted = objective.weights[index] > 0
                 if slime is not None:
                     wanted = slime.wanted(batch, wanted)
-                for micro in self._micro_batches(batch, wanted, samples, free_masks=free_masks, width=policy.width):
+                for micro in self._micro_batches(batch, wanted, samples, layout, policy.width):
                     with torch.set_grad_enabled(learns):
-                        if slime is not None:
-                            found, logprobs, target = slime.learn(policy, batch, objective, index, micro)
-                            all_logprobs[target] = logprobs
-                        else:
-                            logprobs, entropy = policy.predict(micro, batch, entropy_gradient=loss.entropy_coef != 0)
-                            if batch.kind == "sft":
-                                terms = demonstration_terms(logprobs, entropy)
-                            else:
-                                progress = index / len(objective.steps)
-                                # At the first step the policy is pi_proximal; scored in another layout it would differ by rounding.
-                                before = objective.scores.proximal if index else None
-                                tokens, dropped = policy_tokens(
-                                    batch, objective, micro.target, logprobs, entropy, loss, proximal=before, progress=progress
-                                )
-                                surrogate, measured = self._policy_loss(tokens, loss)
-                                terms = policy_terms(surrogate, measured, tokens, dropped, loss, factor)
-                            found = terms.learn(objective.weights[index][micro.target])
-                            all_logprobs[micro.target] = logprobs.detach().double().cpu().numpy()
-                            all_weights[micro.target] = terms.weights.double().cpu().numpy()
-                    if learns:
-                        self._optimizer.collect()
-                    for name, value in (found | self._teach(objective, index, micro)).items():
+                        told.append(self._learn(batch, objective, index, micro, factor, slime))
+                    told.extend(self._teach(objective, index, micro))
+                for one in told:
+                    for name, value in one.sums.read().items():
                         sums[name] = sums.get(name, 0.0) + value
+                    if one.logprobs is not None:
+                        all_logprobs[one.target] = one.logprobs.double().cpu().numpy()
+                    if one.weights is not None:
+                        all_weights[one.target] = one.weights.double().cpu().numpy()
                 sums = self._parallel.sum_named(sums)
                 norms, applied = self._apply(rate, policy=learns, critic=batch.kind == "rl")
                 finite = finite and applied
@@ -174,6 +187,28 @@ class Update:
             torch.cuda.current_stream(policy.device).synchronize()  # the last optimizer step may be on its way
         self.times["perf/actor_train_time"] = time.perf_counter() - start_s
         return Updated(metrics, finite, self._everyones(all_logprobs), self._everyones(all_weights), factor)
+
+    def _learn(
+        self, batch: TrainBatch, objective: Objective, index: int, micro: MicroBatch, factor: float, slime: SlimeLoss | None
+    ) -> Told:
+        """The policy's part of a micro-batch of optimizer step `index`, with its gradient where gradients are on."""
+        loss, policy = self._loss, self._policy
+        if slime is not None:
+            sums, found, target = slime.learn(policy, batch, objective, index, micro)
+            values = torch.tensor(list(sums.values()), dtype=torch.float64)
+            return Told(Sums(tuple(sums), values), target, torch.from_numpy(found))
+        logprobs, entropy = policy.predict(micro, batch, entropy_gradient=loss.entropy_coef != 0)
+        if batch.kind == "sft":
+            terms = demonstration_terms(logprobs, entropy)
+        else:
+            progress = index / len(objective.steps)
+            # At the first step the policy is pi_proximal; scored in another layout it would differ by rounding.
+            before = objective.scores.proximal if index else None
+            tokens, dropped = policy_tokens(batch, objective, micro.target, logprobs, entropy, loss, proximal=before, progress=progress)
+            surrogate, measured = self._policy_loss(tokens, loss)
+            terms = policy_terms(surrogate, measured, tokens, dropped, loss, factor)
+        sums = terms.learn(objective.weights[index][micro.target])
+        return Told(sums, micro.target, logprobs.detach(), terms.weights)
 
     def discard(self) -> None:
         """Forget what has been summed of a batch that is begun again."""
@@ -196,21 +231,36 @@ class Update:
             )
         found = torch.zeros(batch.num_tokens)
         with torch.no_grad(), reproducible(self._deterministic):
-            for micro in self._micro_batches(batch, wanted, samples, free_masks=model.free_masks, width=model.width):
-                values = model.values(micro) if isinstance(model, Critic) else model.predict(micro, batch)[0]
-                found[torch.from_numpy(micro.target)] = values.float().cpu()
+            micros = self._micro_batches(batch, wanted, samples, self._layout(batch, model), model.width)
+            values = [model.values(micro) if isinstance(model, Critic) else model.predict(micro, batch)[0] for micro in micros]
+            for micro, one in zip(micros, values, strict=True):
+                found[torch.from_numpy(micro.target)] = one.float().cpu()
         return self._parallel.sum(found).numpy()
 
-    def _micro_batches(self, batch: TrainBatch, wanted: Bools, samples: Indices, *, free_masks: bool, width: int) -> list[MicroBatch]:
-        """This rank's share of `samples`, laid out for a model that can (`free_masks`) or cannot be masked freely."""
+    def row_length(self, batch: TrainBatch, budget: int) -> int:
+        """Of the batch's packed rows with this budget; 0 where rows are not packed."""
+        return packed_row_length(batch, budget, self.least_row) if all(model.packs for model in self._trained) else 0
+
+    def _layout(self, batch: TrainBatch, *models: CausalLM | Critic) -> Layout:
+        """What all of these models can be run on."""
+        if all(model.packs for model in models):
+            return Layout(False, packed_row_length(batch, self.budget, self.least_row))
+        return Layout(all(model.free_masks for model in models), 0)
+
+    def _micro_batches(self, batch: TrainBatch, wanted: Bools, samples: Indices, layout: Layout, width: int) -> list[MicroBatch]:
+        """This rank's share of `samples`."""
+        rank, ranks = self._parallel.rank, self._parallel.ranks
         return plan_micro_batches(
             batch,
             wanted,
-            split_ranks(batch, samples, self._parallel.ranks, width=width)[self._parallel.rank],
+            samples if layout.row_length else split_ranks(batch, samples, ranks, width=width)[rank],
             budget=self.budget,
-            share_prefixes=free_masks,
-            several_per_row=free_masks,
+            share_prefixes=layout.free_masks,
+            several_per_row=layout.free_masks,
+            row_length=layout.row_length,
             width=width,
+            rank=rank,
+            ranks=ranks,
         )
 
     def _factor(self, batch: TrainBatch, objective: Objective) -> float:
@@ -224,12 +274,13 @@ class Update:
         sequences = packed_sequences(batch, target)
         return normalization(correct(torch.from_numpy(proximal[target]).to(mu.dtype), mu, ages, sequences, self._loss.correction).sums)
 
-    def _teach(self, objective: Objective, index: int, micro: MicroBatch) -> dict[str, float]:
-        """The critic's part of a micro-batch."""
+    def _teach(self, objective: Objective, index: int, micro: MicroBatch) -> list[Told]:
+        """The critic's part of a micro-batch, where there is a critic."""
         if self._critic is None or objective.returns is None or objective.scores.values is None:
-            return {}
+            return []
         kept = np.where(objective.finite, objective.weights[index], 0.0)[micro.target]
-        return self._critic.learn(micro, torch.from_numpy(kept).to(self._policy.device), objective.scores.values, objective.returns)
+        weights = on_device(kept, self._policy.device)
+        return [Told(self._critic.learn(micro, weights, objective.scores.values, objective.returns), micro.target)]
 
     def _apply(self, rate: float, *, policy: bool, critic: bool) -> tuple[dict[str, float], bool]:
         """One step of the policy and of the critic; the gradients' norms, and whether all were finite."""

@@ -1,0 +1,109 @@
+"""How many layers keep their activations for the backward pass, reckoned from the memory that is there and the model's shape.
+
+A layer that keeps none is run again in the backward pass, from its input, which all keep. Letters as in a model's config.json: `H` hidden
+size, `Q` and `K` width of the queries and of the keys, `I` inner width of the feed-forward part, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+GIB = 1 << 30
+SPARE = 0.95
+"""Part of the free memory that is reckoned with; the rest is lost between the allocator's blocks."""
+EAGER = 1.6
+"""Times as much as compiled layers keep: norms and rotations in float32, each product of two activations by itself."""
+HEAD_BYTES = 10
+"""A logit of the head's chunk in its backward pass: in float32, its slope, and that in the states' type."""
+CHUNK_TOKENS = 4096
+KEPT_BYTES = 5 << 30
+"""Both as `streamrl.algorithms.chunked_head` has them."""
+
+
+class ModelShape(NamedTuple):
+    """Sizes of a decoder."""
+
+    layers: int
+    hidden: int
+    queries: int
+    keys: int
+    inner: int
+    """Of a mixture of experts that of the experts which a token meets."""
+    vocab: int
+    tied: bool = False
+    """Whether the embedding serves as head, too."""
+    experts: int = 1
+    """All, for each that a token meets: of the inner width there is as much in memory."""
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in the matrices."""
+        layer = self.hidden * (2 * self.queries + 2 * self.keys + 3 * self.inner * self.experts)
+        return self.layers * layer + (1 if self.tied else 2) * self.vocab * self.hidden
+
+    def layer_bytes(self, itemsize: int, *, compiled: bool) -> int:
+        """Bytes a token that one layer keeps: (4 H + 3 Q + 4 K + 3 I) numbers, times `EAGER` where it is not compiled."""
+        numbers = 4 * self.hidden + 3 * self.queries + 4 * self.keys + 3 * self.inner
+        return int(itemsize * numbers * (1.0 if compiled else EAGER))
+
+
+class Estimate(NamedTuple):
+    """What the memory is enough for."""
+
+    kept: int
+    """Layers that keep their activations."""
+    text: str
+    """The arithmetic, for people."""
+    fits: bool
+    """False: not even without any kept."""
+
+
+def model_shape(config: Mapping[str, Any]) -> ModelShape | None:
+    """From a config.json; None where it does not tell the sizes in the usual words."""
+    text: Mapping[str, Any] = config.get("text_config") or config
+    try:
+        heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
+        width = int(text.get("head_dim") or hidden // heads)
+        inner, experts = int(text["intermediate_size"]), 1
+        if text.get("moe_intermediate_size") and text.get("num_experts_per_tok"):
+            each = int(text["num_experts_per_tok"])
+            inner, experts = int(text["moe_intermediate_size"]) * each, int(text.get("num_experts") or each) // each
+        tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings")))
+        keys = int(text.get("num_key_value_heads") or heads) * width
+        return ModelShape(int(text["num_hidden_layers"]), hidden, heads * width, keys, inner, int(text["vocab_size"]), tied, experts)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return None
+
+
+def training_bytes(parameters: int, itemsize: int) -> int:
+    """Parameters, summed gradient, moments and, below float32, masters: a gradient of less than float32 is added to the sum at once."""
+    return parameters * (12 + (4 + itemsize if itemsize < 4 else 4))
+
+
+def kept_layers(shape: ModelShape, *, free_bytes: int, needed_bytes: int, tokens: int, itemsize: int, compiled: bool) -> Estimate:
+    """As many layers as there is room for.
+
+    Args:
+        shape: of the model.
+        free_bytes: of the device's memory.
+        needed_bytes: of those, what gradients, moments and the like will take.
+        tokens: of one forward and backward pass.
+        itemsize: bytes of a parameter.
+        compiled: whether the layers are.
+    """
+    head = HEAD_BYTES * CHUNK_TOKENS * shape.vocab + 8 * shape.vocab * shape.hidden
+    if compiled and (kept := tokens * shape.vocab * itemsize) <= KEPT_BYTES:
+        head += kept
+    layer = tokens * shape.layer_bytes(itemsize, compiled=compiled)
+    # The inputs of all, and of the layer whose backward pass is under way what it keeps and as much again of gradients.
+    inputs = tokens * shape.layers * shape.hidden * itemsize
+    left = int(SPARE * free_bytes) - needed_bytes - head - inputs - 2 * layer
+    kept = max(0, min(shape.layers, left // layer))
+    text = (
+        f"{kept} of {shape.layers} layers keep their activations: {SPARE:.0%} of {free_bytes / GIB:.1f} GiB free, less "
+        f"{needed_bytes / GIB:.1f} of gradients and moments, {head / GIB:.1f} of the head, {inputs / GIB:.1f} of the layers' inputs and "
+        f"{2 * layer / GIB:.1f} of one layer's backward pass, leaves {left / GIB:.1f}; a layer takes {tokens} tokens x "
+        f"{layer / tokens / 1024:.0f} KiB = {layer / GIB:.2f}"
+    )
+    return Estimate(kept, text, left >= 0)

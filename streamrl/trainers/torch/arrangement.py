@@ -1,0 +1,174 @@
+"""What a trainer chooses of how its models are run: compiled or not, and how many layers keep their activations.
+
+Chosen when the trainer is made, before anything is trained, and the same on all ranks: each says what it can, and the least of it is
+done. A batch that was trained before names what was chosen then, which is done again, unless the configuration says otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from streamrl.core.packing import ROW
+from streamrl.schemas.ledger import Choices
+from streamrl.trainers.activations import ModelShape, kept_layers, model_shape, training_bytes
+from streamrl.trainers.torch.causal_lm import CausalLM
+from streamrl.trainers.torch.kernels import Kernels
+from streamrl.trainers.torch.parallel import DataParallel
+from streamrl.trainers.torch.reproducible import reproducible
+
+logger = logging.getLogger(__name__)
+
+
+class Arranged(NamedTuple):
+    """How the models are run."""
+
+    compiled: bool
+    kept: int | None
+    """See `CausalLM.arrange`."""
+
+
+class _Room(NamedTuple):
+    """Of a device, before the first step."""
+
+    shape: ModelShape
+    free: int
+    """Bytes."""
+    needed: int
+    """Bytes of it that gradients, moments and snapshots will take."""
+
+
+class Arrangement:
+    """Of all models of one trainer.
+
+    Args:
+        kernels: what the configuration asks for.
+        trained: the policy first, then the body of the critic where there is one.
+        frozen: models that are only looked at.
+        parallel: the ranks.
+        budget: positions of a forward and backward pass.
+        deterministic: refuse kernels that are not reproducible.
+        snapshots: buffers of the size of the policy that are still to be made.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        *,
+        trained: Sequence[CausalLM],
+        frozen: Sequence[CausalLM],
+        parallel: DataParallel,
+        budget: int,
+        deterministic: bool,
+        snapshots: int,
+    ) -> None:
+        self._kernels = kernels
+        self._trained = trained
+        self._frozen = frozen
+        self._parallel = parallel
+        self._deterministic = deterministic
+        self._notices: list[str] = []
+        self._why = ""
+        """Why nothing can be compiled, once that has been tried."""
+        self._attention = kernels.attention if trained[0].packs or kernels.attention != "packed" else "sdpa"
+        self._room = self._reckon(snapshots) if kernels.kept_layers == "auto" else None
+        self._reckoned: dict[int, int | None] = {}
+        """Layers that keep their activations, by the rows' length."""
+        compiled = kernels.compile and all(model.packs for model in trained)
+        self._now = Arranged(False, None)
+        # Long rows where they cost nothing: a short one takes the host as long to prepare.
+        self._row_length = budget if self._kept(budget) is None else min(budget, ROW)
+        self._arrange(Arranged(compiled, self._kept(self._row_length)))
+        self._compiled = self._now.compiled
+
+    def least_row(self, recorded: Choices | None) -> int:
+        """Length of packed rows where no sample is longer."""
+        return (recorded.row_length if recorded is not None else 0) or self._row_length
+
+    def follow(self, recorded: Choices | None, row_length: int) -> None:
+        """Before a batch: run the models as it was trained before, or as this trainer chooses for rows of this length.
+
+        Every rank is told the same.
+        """
+        compiled, kept = self._compiled, self._kept(row_length)
+        if recorded is not None and self._kernels.free_compile:
+            compiled = recorded.compiled
+        if recorded is not None and self._kernels.kept_layers == "auto":
+            kept = recorded.kept_layers
+        if (wanted := Arranged(compiled, kept)) != self._now:
+            self._arrange(wanted)
+
+    def choices(self, row_length: int) -> Choices | None:
+        """For the ledger, with the length of the batch's packed rows, or 0; None where nothing is out of the ordinary."""
+        found = Choices(attention=self._attention, compiled=self._now.compiled, kept_layers=self._now.kept, row_length=row_length)
+        return None if found == Choices() else found
+
+    def notices(self) -> tuple[str, ...]:
+        """What people should know, each once."""
+        found, self._notices = tuple(self._notices), []
+        return found
+
+    def _arrange(self, wanted: Arranged) -> None:
+        models = [*self._trained, *self._frozen]
+        kept = wanted.kept if wanted.kept is None else min(wanted.kept, *(model.num_layers for model in self._trained))
+        compiled = wanted.compiled and not self._why
+        for model in models:
+            model.arrange(compiled=compiled, kept=kept if model in self._trained else None)
+        if compiled and not self._now.compiled and not self._compiles():
+            compiled = False
+            for model in models:
+                model.arrange(compiled=False, kept=kept if model in self._trained else None)
+        self._now = Arranged(compiled, kept)
+
+    def _compiles(self) -> bool:
+        """Whether all models can be, on all ranks."""
+        with reproducible(self._deterministic):
+            found = [(model, model.try_compiled(self._row_length, gradient=True)) for model in self._trained]
+            found += [(model, model.try_compiled(self._row_length, gradient=False)) for model in self._frozen]
+        reasons = [f"{type(model.module).__name__}: {why}" for model, why in found if why]
+        if not any(self._parallel.gather(len(reasons))):
+            return True
+        self._why = reasons[0] if reasons else "another rank cannot"
+        self._notices.append(f"the layers are not compiled, so that training is slower: {self._why}")
+        logger.warning("event=not_compiled why=%s", self._why)
+        return False
+
+    def _kept(self, row_length: int) -> int | None:
+        kept = self._kernels.kept_layers
+        if kept != "auto" or self._room is None:
+            return None if kept == "auto" else kept
+        if row_length not in self._reckoned:
+            policy, room = self._trained[0], self._room
+            estimate = kept_layers(
+                room.shape,
+                free_bytes=room.free,
+                needed_bytes=room.needed,
+                tokens=row_length,
+                itemsize=next(p.element_size() for _, p in policy.parameters()),
+                compiled=self._kernels.compile and policy.packs,
+            )
+            self._notices.append(estimate.text)
+            logger.info("event=activations row=%d kept=%d of=%d %s", row_length, estimate.kept, policy.num_layers, estimate.text)
+            self._reckoned[row_length] = None if estimate.kept >= policy.num_layers else estimate.kept
+        return self._reckoned[row_length]
+
+    def _reckon(self, snapshots: int) -> _Room | None:
+        """The memory that is there, of the rank that has the least; None where the shape or the layers are not known."""
+        policy = self._trained[0]
+        shape = model_shape(policy.module.config.to_dict())
+        free, _ = torch.cuda.mem_get_info(policy.device)
+        free += torch.cuda.memory_reserved(policy.device) - torch.cuda.memory_allocated(policy.device)
+        least = min(self._parallel.gather(free))
+        if shape is None or not policy.num_layers:
+            return None
+        needed = 0
+        for model in self._trained:
+            numbers = sum(p.numel() for _, p in model.parameters())
+            itemsize = next(p.element_size() for _, p in model.parameters())
+            # Parameters and masters are there already.
+            needed += training_bytes(numbers, itemsize) - numbers * (itemsize + (4 if itemsize < 4 else 0))
+        size = sum(p.numel() * p.element_size() for _, p in policy.parameters())
+        return _Room(shape, least, needed + snapshots * size)

@@ -1,0 +1,105 @@
+"""Attention over packed rows: several samples stand one behind another in a row, each attends to itself alone.
+
+Letters: `L` positions of a row, `S` samples in it, `N` heads, `K` heads of keys and values, `D` size of a head.
+
+```text
+row of L = 8     a a a b b b b .      cu_seqlens = [0, 3, 7, 8]: sample s takes the columns cu_seqlens[s] to cu_seqlens[s + 1] - 1
+```
+
+On a GPU, in bfloat16, this is torch's `varlen_attn` (FlashAttention 2, arXiv 2307.08691); elsewhere scaled dot products, one sample after
+another. transformers calls it by the name `PACKED`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PACKED = "streamrl_packed"
+
+
+def register() -> None:
+    """Make `PACKED` known to transformers, as a value of `attn_implementation`."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(PACKED, packed_attention)
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each sample of a row.
+
+    Args:
+        module: of transformers; not looked at.
+        query: [1, N, L, D]; [R, N, L, D] without `cu_seq_lens_q`.
+        key: [1, K, L, D]; N is a multiple of K.
+        value: [1, K, L, D].
+        attention_mask: must say nothing that `cu_seq_lens_q` does not; not looked at.
+        scaling: of the dot products; None: 1 / sqrt(D).
+        cu_seq_lens_q: [S + 1] int32, where each sample begins, and L; None: every row is one sample.
+        max_length_q: no sample is longer.
+
+    Returns:
+        [1, L, N, D], and no attention weights.
+    """
+    if cu_seq_lens_q is None:
+        return _causal(query, key, value, scaling).transpose(1, 2), None
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling)[None], None
+    return _by_sample(query, key, value, cu_seq_lens_q, scaling).transpose(1, 2), None
+
+
+def _each_sample(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scaling: float | None) -> Tensor:
+    spans = [(a, b) for a, b in itertools.pairwise(cu_seqlens.tolist()) if a < b]
+    return torch.cat([_causal(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], scaling) for a, b in spans], 2)
+
+
+# Not compiled: the samples' lengths, which are numbers there, would be compiled in.
+_by_sample: Any = torch.compiler.disable(_each_sample)
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    grouped = query.shape[1] != key.shape[1]
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scaling: float | None) -> Tensor:
+    from torch.nn.attention import varlen
+
+    knows = _options()
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [L, N or K, D]
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in knows else {"is_causal": True}
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and "enable_gqa" in knows:
+        options["enable_gqa"] = True
+    elif groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if scaling is not None and "scale" in knows:
+        options["scale"] = scaling
+    elif scaling is not None and scaling != query.shape[-1] ** -0.5:
+        query = query * (scaling * query.shape[-1] ** 0.5)
+    found: Any = varlen.varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **options)
+    return found
+
+
+@functools.cache
+def _options() -> frozenset[str]:
+    """Parameters that `varlen_attn` of this torch has: `is_causal` became `window_size`, `enable_gqa` and `scale` came later."""
+    from torch.nn.attention import varlen
+
+    return frozenset(inspect.signature(varlen.varlen_attn).parameters)

@@ -1,0 +1,60 @@
+"""By which kernels the models of a trainer are run: chosen once, from the configuration and the device."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+import torch
+
+from streamrl.config.tree import Config
+from streamrl.errors import ConfigError
+
+
+class Kernels(msgspec.Struct, frozen=True, kw_only=True):
+    """What `CausalLM` is told; it may find out that a model cannot do all of it."""
+
+    attention: Literal["sdpa", "packed", "flash"] = "sdpa"
+    """See `TrainerConfig`."""
+    compile: bool = False
+    """Run layers and head as torch.compile makes them, on packed rows only."""
+    free_compile: bool = False
+    """Whether `compile` was chosen here, and not by the configuration."""
+    kept_layers: int | Literal["auto"] | None = None
+    """Layers that keep their activations; None: all, `auto`: as many as the memory is enough for."""
+
+
+def choose_kernels(config: Config, device: torch.device, dtype: torch.dtype) -> Kernels:
+    """What the configuration's `auto` means here.
+
+    Rows are packed on a GPU in bfloat16, which torch's variable-length attention needs. Compiled kernels are not known to give the same
+    bits in each process, so with run.numerics = "bitwise" there are none unless they are asked for.
+
+    Raises:
+        ConfigError: compiled layers were asked for with rows that are not packed.
+    """
+    trainer = config.trainer
+    cuda = device.type == "cuda"
+    attention = trainer.attention
+    if attention == "auto":
+        attention = "packed" if cuda and dtype in (torch.bfloat16, torch.float16) else "sdpa"
+    packed = attention == "packed"
+    if trainer.compile == "on" and not packed:
+        raise ConfigError(
+            f"trainer.compile = 'on' needs packed rows, got trainer.attention = {trainer.attention!r} for {dtype} on {device.type}",
+            hint="each row length would be compiled anew; set trainer.attention = 'packed', or trainer.compile = 'auto'",
+            key="trainer.compile",
+        )
+    compiled = trainer.compile == "on" or (trainer.compile == "auto" and packed and cuda and config.run.numerics != "bitwise")
+    return Kernels(
+        attention=attention,
+        compile=compiled,
+        free_compile=trainer.compile == "auto",
+        kept_layers=_kept_layers(trainer.activations, cuda=cuda),
+    )
+
+
+def _kept_layers(activations: int | str, *, cuda: bool) -> int | Literal["auto"] | None:
+    if activations == "auto":
+        return "auto" if cuda else None
+    return activations if isinstance(activations, int) else None

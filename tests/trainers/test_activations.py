@@ -1,0 +1,54 @@
+"""How many layers keep their activations: more memory keeps more, never more than there are, and the arithmetic is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from streamrl.trainers.activations import GIB, Estimate, ModelShape, kept_layers, model_shape, training_bytes
+
+QWEN_4B: dict[str, Any] = {
+    "hidden_size": 2560,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 9728,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": True,
+}
+SHAPE = ModelShape(36, 2560, 4096, 1024, 9728, 151_936, tied=True)
+
+
+def estimate(free_gib: float, tokens: int = 8192, *, compiled: bool = True, needed: int = 40 * GIB) -> Estimate:
+    return kept_layers(SHAPE, free_bytes=int(free_gib * GIB), needed_bytes=needed, tokens=tokens, itemsize=2, compiled=compiled)
+
+
+def test_the_shape_is_read_from_a_models_configuration() -> None:
+    assert model_shape(QWEN_4B) == model_shape({"text_config": QWEN_4B, "vision_config": {}}) == SHAPE
+    assert 4.0e9 < SHAPE.parameters < 4.05e9
+    mixture = model_shape(QWEN_4B | {"moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128})
+    assert mixture is not None and (mixture.inner, mixture.experts) == (6144, 16)
+    for broken in ({}, {"hidden_size": 8}, QWEN_4B | {"num_attention_heads": None}, QWEN_4B | {"num_attention_heads": 0, "head_dim": 0}):
+        assert model_shape(broken) is None
+
+
+@pytest.mark.parametrize(("itemsize", "each"), [(2, 18), (4, 16)])
+def test_bytes_of_a_parameter_while_training(itemsize: int, each: int) -> None:
+    assert training_bytes(10, itemsize) == 10 * each
+
+
+def test_more_memory_keeps_more_layers_up_to_all_and_a_longer_row_fewer() -> None:
+    found = [estimate(gib).kept for gib in (20, 60, 75, 90, 200)]
+    assert found == sorted(found) and found[0] == 0 and found[-1] == 36 and 0 < found[2] < 36
+    assert estimate(80, 16_384).kept < estimate(80).kept
+    assert estimate(80, compiled=False).kept < estimate(80).kept
+    assert not estimate(20).fits and estimate(90).fits
+
+
+def test_the_arithmetic_is_told() -> None:
+    found = estimate(75)
+    layer = 8192 * SHAPE.layer_bytes(2, compiled=True) / GIB
+    assert found.text.startswith(f"{found.kept} of 36 layers keep their activations: 95% of 75.0 GiB free")
+    assert found.text.endswith(f"= {layer:.2f}")

@@ -1,0 +1,96 @@
+"""Compiled layers and head on a CPU: the numbers of plain ones, one compilation a run, and what cannot be compiled is run as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch._dynamo.utils import counters
+
+from streamrl.config.tree import Config, LossConfig, RunConfig, TrainerConfig
+from streamrl.core.batches import TrainBatch
+from streamrl.schemas.ledger import Choices
+from streamrl.trainers.factory import make_trainer
+from streamrl.trainers.protocol import Trainer
+from streamrl.trainers.ranks.local import open_trainer
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.timeout(600),
+    # Of torch, as it compiles.
+    pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled:UserWarning"),
+]
+Rollouts = Callable[..., TrainBatch]
+DIRECT = LossConfig(proximal="sampler")
+ROW = 24
+
+
+def config(**trainer: Any) -> Config:
+    options: dict[str, Any] = {"attention": "packed", "micro_tokens": ROW, **trainer}
+    return Config(run=RunConfig(numerics="fast"), trainer=TrainerConfig(**options), loss=DIRECT)
+
+
+def make(directory: Path, **trainer: Any) -> Trainer:
+    return make_trainer(config(**trainer), directory)
+
+
+@pytest.fixture
+def no_compiler() -> Generator[None]:
+    """In this process."""
+    torch._dynamo.reset()
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}):
+        yield
+
+
+def test_a_run_is_compiled_once_and_learns_what_a_plain_one_does(model_dir: Path, rollouts: Rollouts) -> None:
+    torch._dynamo.reset()
+    compiled, plain = make(model_dir, compile="on"), make(model_dir, compile="off")
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs > 0, "compiled before the first step, so that what cannot be is known"
+    for step in range(3):
+        ours, theirs = (trainer.step(rollouts(step)) for trainer in (compiled, plain))
+        assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-3, abs=1e-5)
+        assert ours.choices == Choices(attention="packed", compiled=True, row_length=ROW)
+        assert theirs.choices == Choices(attention="packed", row_length=ROW)
+        assert not ours.notices
+    assert counters["stats"]["unique_graphs"] == graphs, "other samples in the rows are no other shapes"
+
+
+def test_what_was_trained_before_is_run_as_it_was(model_dir: Path, rollouts: Rollouts) -> None:
+    torch._dynamo.reset()
+    compiled, plain, free = make(model_dir, compile="on"), make(model_dir, compile="off"), make(model_dir)
+    before = compiled.step(rollouts()), plain.step(rollouts())
+    assert before[0].digest != before[1].digest, "else nothing is shown"
+    assert free.step(replace(rollouts(), choices=before[0].choices)) == before[0]
+    again = make(model_dir)
+    assert again.step(replace(rollouts(), choices=before[1].choices)) == before[1]
+    # What the configuration names stands above what was recorded.
+    assert make(model_dir, compile="off").step(replace(rollouts(), choices=before[0].choices)) == before[1]
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_what_cannot_be_compiled_is_run_as_it_is_and_says_so(model_dir: Path, rollouts: Rollouts) -> None:
+    trainer = make(model_dir, compile="on")
+    found, expected = trainer.step(rollouts()), make(model_dir, compile="off").step(rollouts())
+    assert found.digest == expected.digest and found.choices == expected.choices
+    assert len(found.notices) == 1 and "not compiled" in found.notices[0] and "Qwen3ForCausalLM" in found.notices[0]
+    assert "no-such-compiler" in found.notices[0]
+    assert not trainer.step(rollouts(1)).notices
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_compiler")
+def test_where_one_rank_cannot_none_does(model_dir: Path, rollouts: Rollouts) -> None:
+    """The other rank is another process, which can."""
+    both = {"ranks": 2, "rank_timeout_s": 300.0}
+    with open_trainer(config(compile="on", **both), model_dir) as leading:
+        found = leading.step(rollouts())
+    with open_trainer(config(compile="off", **both), model_dir) as leading:
+        assert leading.step(rollouts()).digest == found.digest
+    assert found.choices == Choices(attention="packed", row_length=ROW) and "no-such-compiler" in found.notices[0]

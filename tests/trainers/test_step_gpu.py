@@ -1,0 +1,222 @@
+"""The step on a GPU: packed attention and the compiled head against float64, one compilation, equal bits, activations that fit.
+
+`scripts/gpu/step.sh` runs them and shows what was measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from streamrl.algorithms.chunked_head import chunk_kernels, chunked_logprobs
+from streamrl.algorithms.logprobs import LinearHead
+from streamrl.config.tree import Config, LossConfig, ModelConfig, OptimizerConfig, RunConfig, TrainerConfig
+from streamrl.core.batches import TrainBatch
+from streamrl.trainers.factory import make_trainer
+from streamrl.trainers.protocol import Trainer
+from streamrl.trainers.torch.attention import packed_attention
+
+# As the trainer's process does before torch begins: cuBLAS reads it once.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+pytestmark = [pytest.mark.gpu, pytest.mark.process, pytest.mark.timeout(400)]
+GIB = 1 << 30
+Rollouts = Callable[..., TrainBatch]
+DIGEST = """
+import sys
+from pathlib import Path
+import numpy as np
+from streamrl.config.tree import Config, LossConfig, OptimizerConfig, RunConfig, TrainerConfig
+from streamrl.core.batches import TrainBatch
+from streamrl.trainers.factory import make_trainer
+
+optimizer = OptimizerConfig(learning_rate=1e-4)
+trainer = TrainerConfig(dtype="bfloat16", device="cuda", compile=sys.argv[2], micro_tokens=512, optimizer=optimizer)
+made = make_trainer(Config(run=RunConfig(numerics="bitwise"), trainer=trainer, loss=LossConfig(proximal="sampler")), Path(sys.argv[1]))
+rng = np.random.default_rng(0)
+for step in range(3):
+    answers = [rng.integers(2, 1000, int(n)).tolist() for n in rng.integers(20, 200, 16)]
+    batch = TrainBatch.from_lists(
+        [[5, 6, 7, 8]] * 16, answers, rewards=[float(i % 4 == 0) for i in range(16)], tasks=[i // 4 for i in range(16)],
+        sampler_logprobs=[[-7.0] * len(a) for a in answers], stage_step=step,
+    )
+    result = made.step(batch)
+assert (result.choices is not None and result.choices.compiled) == (sys.argv[2] == "on"), result.notices
+print("digest", result.digest)
+"""
+
+
+def say(text: str) -> None:
+    print(f"\n[measured] {text}", flush=True)
+
+
+def make(directory: Path, *, numerics: Any = "fast", **trainer: Any) -> Trainer:
+    options: dict[str, Any] = {"dtype": "bfloat16", "device": "cuda", "optimizer": OptimizerConfig(learning_rate=1e-4), **trainer}
+    config = Config(run=RunConfig(numerics=numerics), model=ModelConfig(dtype="bfloat16"), trainer=TrainerConfig(**options))
+    return make_trainer(Config(run=config.run, model=config.model, trainer=config.trainer, loss=LossConfig(proximal="sampler")), directory)
+
+
+def answers_of(count: int, mean: int, cap: int, *, seed: int, vocab: int) -> TrainBatch:
+    """Groups of 8 with prompts of 300 and log-normal answers."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.lognormal(np.log(mean) - 0.32, 0.8, count).clip(8, cap).astype(int)
+    answers = [rng.integers(2, vocab, int(n)).tolist() for n in lengths]
+    return TrainBatch.from_lists(
+        [rng.integers(2, vocab, 300).tolist()] * count,
+        answers,
+        rewards=[float(i % 8 == 0) for i in range(count)],
+        sampler_logprobs=[[-float(np.log(vocab))] * len(answer) for answer in answers],
+        tasks=[i // 8 for i in range(count)],
+        stage_step=seed,
+    )
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of Qwen3-0.6B's shape."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    config = Qwen3Config(vocab_size=151_936, **sizes, intermediate_size=3072, tie_word_embeddings=True, max_position_embeddings=32768)
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Qwen3ForCausalLM(config)
+    path = tmp_path_factory.mktemp("qwen3-0.6b")
+    model.to(torch.bfloat16).save_pretrained(path)
+    (path / "tokenizer_config.json").write_text("{}")
+    return path
+
+
+def test_packed_attention_is_that_of_each_sample_in_float64() -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(heads: int) -> torch.Tensor:
+        return torch.randn(1, heads, 1024, 64, device="cuda", generator=generator).bfloat16().requires_grad_()
+
+    query, key, value = normal(8), normal(2), normal(2)
+    bounds = [0, 1, 130, 700, 1000, 1024, 1024, 1024]
+    starts = torch.tensor(bounds, dtype=torch.int32, device="cuda")
+    out, _ = packed_attention(torch.nn.Module(), query, key, value, None, scaling=0.1, cu_seq_lens_q=starts, max_length_q=1024)
+    slopes = torch.randn(out.shape, device="cuda", generator=generator).bfloat16()
+    out.backward(slopes)
+    wide = [x.detach().double().requires_grad_() for x in (query, key, value)]
+    parts: list[torch.Tensor] = []
+    for first, end in itertools.pairwise(bounds):
+        q, k, v = (x[0, :, first:end] for x in wide)
+        k, v = k.repeat_interleave(4, 0), v.repeat_interleave(4, 0)
+        mask = torch.ones(end - first, end - first, dtype=torch.bool, device="cuda").tril()
+        parts.append(((q @ k.transpose(1, 2) * 0.1).masked_fill(~mask, -torch.inf).softmax(-1) @ v).transpose(0, 1))
+    expected = torch.cat(parts)[None]
+    expected.backward(slopes.double())
+    say(f"packed attention: greatest error {(out.double() - expected).abs().max():.1e}")
+    assert torch.allclose(out.double(), expected, atol=2e-2, rtol=2e-2)
+    for ours, theirs in zip((query, key, value), wide, strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        assert (ours.grad.double() - theirs.grad).norm() < 2e-2 * theirs.grad.norm()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_head_by_chunks_is_that_of_float64(compiled: bool) -> None:
+    vocab, tokens = 151_936, 5000
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(tokens, 1024, device="cuda", generator=generator).bfloat16().requires_grad_()
+    weight = (0.05 * torch.randn(vocab, 1024, device="cuda", generator=generator)).bfloat16().requires_grad_()
+    targets = torch.randint(0, vocab, (tokens,), device="cuda", generator=generator)
+    temperature = torch.full((tokens,), 0.8, device="cuda")
+    kernels = chunk_kernels(vocab, compiled=compiled)
+    slopes = torch.randn(tokens, device="cuda", generator=generator)
+    for _ in range(2):  # the first compiles
+        hidden.grad = weight.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        logprobs, entropy = chunked_logprobs(hidden, targets, LinearHead(weight), temperature_M=temperature, kernels=kernels)
+        (logprobs @ slopes).backward()
+        end.record()
+        end.synchronize()
+    peak = (torch.cuda.max_memory_allocated() - before) / GIB
+    assert hidden.grad is not None and weight.grad is not None
+    sample = slice(0, 5000, 50)
+    z = hidden.detach()[sample].double() @ weight.detach().double().T / 0.8
+    q = z.log_softmax(-1)
+    expected = q.gather(-1, targets[sample, None])[:, 0]
+    of_hidden = ((torch.nn.functional.one_hot(targets[sample], vocab) - q.exp()) * slopes[sample, None] / 0.8) @ weight.detach().double()
+    error = float((logprobs.detach()[sample] - expected).abs().max())
+    relative = float((hidden.grad[sample].double() - of_hidden).norm() / of_hidden.norm())
+    say(
+        f"head by chunks, compiled={compiled}: {begin.elapsed_time(end):.0f} ms, {peak:.1f} GiB, errors {error:.1e} of log-probs, "
+        f"{relative:.1e} of gradients"
+    )
+    assert error < 1e-3 and relative < 1e-2
+    assert (entropy.detach()[sample] + (q.exp() * q).sum(-1)).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("compile_", ["off", "on"])
+def test_fresh_processes_with_empty_and_with_warm_caches_give_the_same_digest(
+    make_model: Callable[..., Path], tmp_path: Path, compile_: str
+) -> None:
+    directory = make_model("bfloat16", vocab_size=1000, hidden_size=256, head_dim=64, num_attention_heads=4, max_position_embeddings=1024)
+    found: list[str] = []
+    for cache in ("one", "two", "two"):
+        caches = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / cache), "TRITON_CACHE_DIR": str(tmp_path / cache / "triton")}
+        done = subprocess.run(
+            [sys.executable, "-c", DIGEST, str(directory), compile_], env=os.environ | caches, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append(done.stdout.split()[-1])
+    say(f"digests of three processes, trainer.compile = {compile_}: {found}")
+    assert len(set(found)) == 1
+
+
+def test_a_run_is_compiled_once(make_model: Callable[..., Path]) -> None:
+    directory = make_model("bfloat16", vocab_size=1000, hidden_size=256, head_dim=64, num_attention_heads=4, max_position_embeddings=4096)
+    torch._dynamo.reset()
+    trainer = make(directory, micro_tokens=4096)
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs > 0
+    for seed, mean in enumerate((200, 800, 1500)):
+        result = trainer.step(answers_of(32, mean, 3000, seed=seed, vocab=1000))
+        assert result.choices is not None and result.choices.compiled and result.choices.attention == "packed"
+        assert counters["stats"]["unique_graphs"] == graphs
+
+
+def test_the_compiled_step_learns_what_the_plain_one_does(make_model: Callable[..., Path]) -> None:
+    directory = make_model("bfloat16", vocab_size=1000, hidden_size=256, head_dim=64, num_attention_heads=4, max_position_embeddings=4096)
+    fast, plain = make(directory, micro_tokens=4096), make(directory, micro_tokens=4096, compile="off", attention="sdpa")
+    for seed in range(3):
+        batch = answers_of(32, 400, 2000, seed=seed, vocab=1000)
+        ours, theirs = fast.step(batch).metrics, plain.step(batch).metrics
+        for name in ("train/loss", "train/grad_norm", "rollout/log_probs"):
+            assert ours[name] == pytest.approx(theirs[name], rel=5e-2, abs=5e-3), name
+
+
+@pytest.mark.parametrize("activations", ["auto", 0, 14])
+def test_activations_fit_as_reckoned(qwen: Path, activations: Any) -> None:
+    torch.cuda.empty_cache()
+    trainer = make(qwen, activations=activations, micro_tokens=16_384)
+    batch = answers_of(32, 1500, 8192, seed=0, vocab=151_936)
+    first = trainer.step(batch)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    result = trainer.step(batch)
+    end.record()
+    end.synchronize()
+    peak, seconds = torch.cuda.max_memory_allocated() / GIB, begin.elapsed_time(end) / 1000
+    for notice in first.notices:
+        say(notice)
+    say(f"0.6B, {activations=}: {seconds:.2f} s, {batch.num_tokens / seconds:.0f} tokens/s, peak {peak:.1f} GiB, {result.choices}")
+    assert result.micro_tokens == 16_384, "it was not out of memory"
