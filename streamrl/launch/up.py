@@ -258,7 +258,7 @@ class Session:
     async def _connect(self, server: BusServer) -> JetStreamBus:
         if self._config.bus.url:  # it may be away, which takes a minute to find out
             self._note(f"connecting to {self._config.bus.url}")
-        return await connect(server.address, self._run.name, self._config.bus, name="supervisor")
+        return await connect(server.address, self._run.name, self._config.bus, name="supervisor", gather=True)
 
     async def _begin_anew(self, bus: JetStreamBus, server: BusServer) -> tuple[JetStreamBus, RunRecord]:
         """Streams, keys and the built model of a run that has no version yet are made again."""

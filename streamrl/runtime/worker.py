@@ -262,7 +262,9 @@ async def farewell() -> AsyncGenerator[None]:
 
 
 @contextlib.asynccontextmanager
-async def connected(run: RunDir, *, role: str = "", name: str = "", patience_s: float | None = None) -> AsyncGenerator[Bus]:
+async def connected(
+    run: RunDir, *, role: str = "", name: str = "", patience_s: float | None = None, gather: bool = False
+) -> AsyncGenerator[Bus]:
     """The bus of a prepared run, closed at the end.
 
     Args:
@@ -270,6 +272,7 @@ async def connected(run: RunDir, *, role: str = "", name: str = "", patience_s: 
         role: whose rights are enough (`streamrl.bus.permissions.ROLES`); empty: the operator's, who also makes missing streams.
         name: shown in the server's monitoring.
         patience_s: how long the first connection is tried; bus.patience_s if None.
+        gather: see `streamrl.bus.connect`.
 
     Raises:
         ConfigError: the run has no address yet.
@@ -277,7 +280,7 @@ async def connected(run: RunDir, *, role: str = "", name: str = "", patience_s: 
     """
     path = run.bus_path_of(role) if role else run.bus_path
     address, config = BusAddress.load(path), run.load_config().bus
-    bus = await connect(address, run.name, config, create=path == run.bus_path, name=name, patience_s=patience_s)
+    bus = await connect(address, run.name, config, create=path == run.bus_path, name=name, patience_s=patience_s, gather=gather)
     try:
         yield bus
     finally:
