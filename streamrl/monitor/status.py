@@ -184,7 +184,8 @@ def print_status(status: RunStatus, *, as_json: bool) -> None:
     else:
         print("\n".join([plain_line(numbers), *degraded_lines(numbers)]))
         for worker in numbers.workers:
-            print(f"  {worker.worker}: {worker.state}{since(worker.since_s)}")
+            failed = f"; {worker.failed_rollouts} rollouts failed lately" if worker.failed_rollouts else ""
+            print(f"  {worker.worker}: {worker.state}{since(worker.since_s)}{failed}")
         if held := hung_line(numbers):
             print(held)
         if numbers.newest_error:
