@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +18,8 @@ _INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Errors of streamrl are printed with their hint and without a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # as a name or an answer may have letters that the terminal lacks
     arguments = parser().parse_args(argv)
     try:
         code: int = arguments.run_verb(arguments)
