@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = arguments.run_verb(arguments)
     except StreamRLError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _print_error(error)
         return 1
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -39,6 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: no more open files than {whose}: {error}\nhint: raise the limit, see `ulimit -n`", file=sys.stderr)
         return 1
     return code
+
+
+def _print_error(error: StreamRLError) -> None:
+    """In lines without commands for the terminal: it may quote what user code has said."""
+    from streamrl.monitor.drawing import visible
+
+    print("\n".join(map(visible, f"error: {error}".split("\n"))), file=sys.stderr)
 
 
 def parser() -> argparse.ArgumentParser:
