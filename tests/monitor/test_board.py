@@ -37,6 +37,18 @@ def plain(lines: list[str]) -> list[str]:
     return [Text.from_ansi(line).plain for line in lines]
 
 
+def test_rollouts_that_failed_lately_stand_beside_their_producer_where_there_are_any(troubled: RunNumbers) -> None:
+    def board(*workers: WorkerLine) -> str:
+        return "\n".join(Board(Look(run="demo", state="running", numbers=replace(troubled, workers=workers)), 80, Ink.NONE).text())
+
+    healthy = WorkerLine(worker="producer-0", state="running")
+    assert "failed lately" not in board(healthy)
+    (line,) = (
+        line for line in board(healthy, replace(healthy, worker="producer-1", failed_rollouts=212)).splitlines() if "producer-1" in line
+    )
+    assert line.split() == ["producer-1", "running", "212"]
+
+
 def bare(text: str) -> str:
     """Without blanks, at which lines are folded, and in a word that is longer than one."""
     return "".join(text.split())
