@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.config.tree import Config, RunConfig
+from streamrl.launch.down import stop_run
 from streamrl.runtime.bus_server import run_bus_server
 from streamrl.runtime.processes import started
 from streamrl.runtime.rundir import RunDir
@@ -48,7 +49,8 @@ def server_of(run: RunDir) -> tuple[int, str]:
     return int(pid), began
 
 
-async def test_a_server_that_outlives_its_supervisor_has_ended_before_another_opens_its_store(start: Start, run: RunDir) -> None:
+@pytest.mark.parametrize("by", ["up", "down"])
+async def test_a_server_that_outlives_its_supervisor_is_ended_before_another_opens_its_store(start: Start, run: RunDir, by: str) -> None:
     supervisor = await start("-c", SUPERVISOR, str(run.path))
     assert supervisor.stdout is not None
     assert await asyncio.wait_for(supervisor.stdout.readline(), 60) == b"up\n"
@@ -56,6 +58,11 @@ async def test_a_server_that_outlives_its_supervisor_has_ended_before_another_op
     await supervisor.wait()
     pid, began = server_of(run)
     assert started(pid) == began, "it lives on"
+    if by == "down":
+        run.write_config(Config(run=RunConfig(name="demo")))
+        assert not stop_run(run)
+        assert started(pid) != began
+        return
     async with run_bus_server(Config(run=RunConfig(name="demo")), run, print):
         assert started(pid) != began
         assert server_of(run)[0] != pid
