@@ -60,7 +60,7 @@ async def test_a_server_that_outlives_its_supervisor_is_ended_before_another_ope
     assert started(pid) == began, "it lives on"
     if by == "down":
         run.write_config(Config(run=RunConfig(name="demo")))
-        assert not stop_run(run)
+        assert not stop_run(run, now=False, timeout_s=60)
         assert started(pid) != began
         return
     async with run_bus_server(Config(run=RunConfig(name="demo")), run, print):
