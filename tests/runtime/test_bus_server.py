@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
 from streamrl.config.tree import Config, RunConfig
 from streamrl.launch.down import stop_run
-from streamrl.runtime.bus_server import run_bus_server
+from streamrl.runtime.bus_server import end_former, run_bus_server
 from streamrl.runtime.processes import started
 from streamrl.runtime.rundir import RunDir
 from tests.support.programs import Start
@@ -37,10 +38,11 @@ asyncio.run(main())
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
+def run(tmp_path: Path) -> Generator[RunDir]:
     run = RunDir(tmp_path / "demo")
     run.create()
-    return run
+    yield run
+    end_former(run)  # a test that has failed leaves none
 
 
 def server_of(run: RunDir) -> tuple[int, str]:
