@@ -346,7 +346,8 @@ class SuperviseConfig(Section, frozen=True, kw_only=True):
     """A worker that has loaded and whose event loop has not turned for this long writes its stacks to its log, is killed, and started
     again; 0: never."""
     max_failed_batches: NonNegativeInt = 3
-    """The run ends as failed once this many batches' worth of tasks have failed without one trained batch in between; 0: never."""
+    """The run ends as failed once this many batches' worth of tasks have failed without one trained batch in between, unless a producer at
+    work has failed less than its share of them; 0: never."""
 
 
 class DebugConfig(Section, frozen=True, kw_only=True):
