@@ -222,9 +222,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Type of the parameters that are trained and published, the same as the engines'; empty: model.dtype. With `bfloat16` the optimizer
     updates float32 masters and rounds them: 20 bytes a parameter while training, 14 in a checkpoint."""
     attention: Literal["auto", "packed", "sdpa", "flash"] = "auto"
-    """`packed`: samples one behind another in rows of micro_tokens, by torch's attention of variable length. `sdpa`: torch's attention
-    under masks; a group's prompt is shared. `flash`: FlashAttention, an own package; one sample a row. `auto`: packed on a GPU in
-    bfloat16, else sdpa."""
+    """`packed`: samples one behind another in rows of up to micro_tokens, by torch's attention of variable length. `sdpa`: torch's
+    attention under masks; a group's prompt is shared. `flash`: FlashAttention, an own package; one sample a row. `auto`: packed on a GPU
+    in bfloat16, else sdpa."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Whether the layers are compiled (torch.compile), once a run and for packed rows only. `auto`: on a GPU, unless run.numerics is
     bitwise."""

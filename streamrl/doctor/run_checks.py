@@ -15,6 +15,7 @@ from streamrl.bus import BusAddress, connect
 from streamrl.bus.permissions import READER
 from streamrl.config.code import rollout_code
 from streamrl.config.tree import Config
+from streamrl.core.packing import ROW
 from streamrl.doctor.findings import Check
 from streamrl.doctor.limits import GIBIBYTE
 from streamrl.errors import BusError, ConfigError
@@ -101,10 +102,13 @@ def check_activations(config: Config, gpu_bytes: int) -> Check | None:
         return None
     itemsize = 2 if (trainer.dtype or config.model.dtype) == "bfloat16" else 4
     needed = training_bytes(shape.parameters, itemsize) + config.weights.ring * itemsize * shape.parameters
-    compiled = trainer.compile == "on" or (trainer.compile == "auto" and itemsize == 2 and config.run.numerics != "bitwise")
-    estimate = kept_layers(
-        shape, free_bytes=gpu_bytes, needed_bytes=needed, tokens=trainer.micro_tokens, itemsize=itemsize, compiled=compiled
-    )
+    packed = trainer.attention == "packed" or (trainer.attention == "auto" and itemsize == 2)
+    compiled = trainer.compile == "on" or (trainer.compile == "auto" and packed and config.run.numerics != "bitwise")
+    # As the trainer does: rows of the whole budget where all layers keep their activations then, else short ones.
+    for tokens in (trainer.micro_tokens, min(trainer.micro_tokens, ROW) if packed else trainer.micro_tokens):
+        estimate = kept_layers(shape, free_bytes=gpu_bytes, needed_bytes=needed, tokens=tokens, itemsize=itemsize, compiled=compiled)
+        if estimate.kept == shape.layers:
+            break
     if isinstance(asked := trainer.activations, str):
         asked = shape.layers if asked == "all" else estimate.kept
     if estimate.fits and asked <= estimate.kept:

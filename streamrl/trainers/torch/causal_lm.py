@@ -30,7 +30,7 @@ from streamrl.tensors.building import BUILDING
 from streamrl.tensors.transfer import on_device
 from streamrl.trainers.flops import sees_all
 from streamrl.trainers.torch.attention import PACKED, register
-from streamrl.trainers.torch.kernels import Kernels
+from streamrl.trainers.torch.kernels import Kernels, never_eager_again
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +123,7 @@ class CausalLM:
             )
         compiled = compiled and self.packs and bool(self._layers)
         if compiled and self._fast_chunks is None:
+            never_eager_again()
             self._fast = [torch.compile(plain, dynamic=False) for _, plain in self._layers]
             self._fast_chunks = chunk_kernels(self.vocab_size, compiled=True)
         self._chunks = self._fast_chunks if compiled else None
@@ -211,11 +212,11 @@ class CausalLM:
         self._body.register_forward_pre_hook(refuse, with_kwargs=True)
 
     def _states(self, micro: MicroBatch) -> Tensor:
+        if micro.starts is not None:
+            return self._packed(micro.inputs, micro.positions, micro.starts, micro.longest)
         inputs = self._tensor(micro.inputs)
         if micro.plain:
             return self._body(input_ids=inputs, use_cache=False).last_hidden_state
-        if micro.starts is not None:
-            return self._packed(micro.inputs, micro.positions, micro.starts, micro.longest)
         mask = attention_mask(self._tensor(micro.tree), self._tensor(micro.branch))
         positions = self._tensor(micro.positions)
         return self._body(input_ids=inputs, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state

@@ -137,7 +137,7 @@ class TorchTrainer:
             parallel=self._parallel,
             budget=trainer.micro_tokens,
             deterministic=deterministic,
-            snapshots=snapshots if cuda else 0,
+            copies=(snapshots if cuda else 0) + (recheck_versions if trainer.check_logprobs else 0),
         )
         # FlashAttention knows no float32.
         widen = kernels.attention != "flash"
@@ -167,7 +167,7 @@ class TorchTrainer:
                     done = self._update.run(batch, objective, self._learning_rate(batch), learns=learns)
                     return self._result(batch, objective, done)
                 except torch.OutOfMemoryError as error:
-                    budget = self._half_budget(batch, error)
+                    budget = self._repeatable(batch, error)
                 # Only here the error, whose frames hold on to the pass's memory, is gone.
                 self._update.discard()
                 if self._policy.device.type == "cuda":
@@ -190,16 +190,19 @@ class TorchTrainer:
         """Whether the policy does; a critic's first batches are its own."""
         return batch.kind == "sft" or batch.stage_step >= self._loss.critic.only_steps
 
-    def _half_budget(self, batch: TrainBatch, error: torch.OutOfMemoryError) -> int:
-        """The budget that the step is repeated with; raises OutOfMemory where it may not be."""
+    def _repeatable(self, batch: TrainBatch, error: torch.OutOfMemoryError) -> int:
+        """The budget that the step is repeated with, after fewer layers keep their activations; raises OutOfMemory where it may not be."""
         budget, longest = self._update.budget, int(batch.lengths.max())
+        alone = not self._update.wrote and self._parallel.ranks == 1
+        if alone and self._arrangement.keep_fewer():  # which changes no digit, as another budget does
+            return budget
         # A packed row may be shorter than the budget, which then is cut below the row.
         now = self._update.row_length(batch, budget) or max(budget, longest)
         half = now // 2
         if (self._update.row_length(batch, half) or max(half, longest)) >= now:
             half = 0
-        if not half or self._update.wrote or self._parallel.ranks > 1:
-            raise _out_of_memory(batch, budget, half, longest, str(error)) from error
+        if not half or not alone:
+            raise _out_of_memory(batch, now, half, longest, str(error)) from error
         return half
 
     def _result(self, batch: TrainBatch, objective: Objective, done: Updated) -> StepResult:
@@ -341,14 +344,14 @@ class TorchTrainer:
             self._snapshots.settle()
 
 
-def _out_of_memory(batch: TrainBatch, budget: int, half: int, longest: int, said: str) -> OutOfMemory:
+def _out_of_memory(batch: TrainBatch, tokens: int, half: int, longest: int, said: str) -> OutOfMemory:
     if half:
         hint = f"it begins again from its checkpoint with {half}; lower trainer.micro_tokens to spare that"
     else:
         hint = "set trainer.activations = 0, lower sampling.max_new_tokens, or train on a larger device"
     return OutOfMemory(
-        f"out of memory in the step from version {batch.version} with micro-batches of {budget} tokens, the longest sample has {longest}"
-        f"{'' if half else ', and none is shorter than that'}: {said}",
+        f"out of memory in the step from version {batch.version} with micro-batches of {tokens} tokens, the longest sample has {longest}"
+        f"{'' if half else ', which must fit into one'}: {said}",
         hint=hint,
         micro_tokens=half,
         number=batch.version.number + 1,
