@@ -216,7 +216,7 @@ def stacks(
         axes.barh(range(len(parts)), values, left=left, color=color, label=part)
         left = [before + value for before, value in zip(left, values, strict=True)]
     _names(axes, names, title, size)
-    axes.legend(frameon=False, fontsize=7, ncols=2)
+    axes.legend(frameon=False, fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.1))
 
 
 def _names(axes: Axes, names: Sequence[str], title: str, size: int) -> None:

@@ -107,7 +107,7 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
     kept_layers: int | None = None
     """Layers that kept their activations; None: all. No digit depends on it."""
     row_length: int = 0
-    """Of packed rows; 0: rows were not packed. It follows from the budget and the batch."""
+    """Of packed rows; 0: rows were not packed. It follows from the budget, the batch and the trainer's memory, and digits depend on it."""
 
 
 class TrainedOn(msgspec.Struct, frozen=True, kw_only=True):

@@ -73,26 +73,28 @@ class Sampler:
     def _look(self) -> tuple[dict[str, float], dict[str, int]]:
         """CPU seconds so far, and resident memory, by kind of process."""
         resident: dict[str, int] = {}
+        memories: set[tuple[bytes, bytes]] = set()
         for pid, seconds in cpu_by_process(self._root).items():
             # A process that is ending has no command line any more; one that has just been forked still has its parent's.
-            self._kinds[pid] = _kind(pid) or self._kinds.get(pid, "other")
+            command, pages = _read(pid, "cmdline"), _read(pid, "statm")
+            self._kinds[pid] = _kind(command) or self._kinds.get(pid, "other")
             self._seconds[pid] = max(seconds, self._seconds.get(pid, 0.0))
-            resident[self._kinds[pid]] = resident.get(self._kinds[pid], 0) + _resident(pid)
+            # Until its own program begins, its memory is its parent's too, and none besides.
+            if pages and (command, pages) not in memories:
+                memories.add((command, pages))
+                resident[self._kinds[pid]] = resident.get(self._kinds[pid], 0) + int(pages.split()[1]) * _PAGE_BYTES
         total: dict[str, float] = {}
         for pid, kind in self._kinds.items():
             total[kind] = total.get(kind, 0.0) + self._seconds[pid]
         return total, resident
 
 
-def _kind(pid: int) -> str:
-    """`engine` for `python -m streamrl worker engine ...`, `page` for `python -m streamrl page ...`, `sink-wandb` for that sink.
+def _kind(command: bytes) -> str:
+    """Of a command line: `engine` for `python -m streamrl worker engine ...`, `page` for `python -m streamrl page ...`.
 
-    The program's name for what is not ours; empty where it cannot be told.
+    `sink-wandb` for that sink, the program's name for what is not ours; empty where it cannot be told.
     """
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return ""
+    words = command.decode(errors="replace").split("\0")
     if "worker" in words:
         return words[words.index("worker") + 1]
     for first, second, third in zip(words, words[1:], words[2:], strict=False):
@@ -106,9 +108,9 @@ def _kind(pid: int) -> str:
     return Path(words[0]).name
 
 
-def _resident(pid: int) -> int:
-    """Bytes; 0 once it is gone."""
+def _read(pid: int, name: str) -> bytes:
+    """A file of /proc; empty once the process is gone."""
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+        return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
-        return 0
+        return b""

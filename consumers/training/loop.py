@@ -37,7 +37,7 @@ from streamrl.consumers.training.ledger import Ledger, mark_epoch, open_ledger, 
 from streamrl.consumers.training.reader import Incoming, RecordReader, open_samples
 from streamrl.consumers.training.reaper import Reaper
 from streamrl.consumers.training.resuming import Resuming
-from streamrl.consumers.training.steps import Stepped, recorded_budget, train_version
+from streamrl.consumers.training.steps import Cut, Stepped, recorded_cut, train_version
 from streamrl.consumers.training.stream_fold import StreamFold
 from streamrl.core.fold import Effects
 from streamrl.core.fold_config import fold_config
@@ -217,7 +217,7 @@ class LiveTrainer:
                     books,
                     lambda: stop() or self._at_end(fold.own, ledger),
                     began=lambda batch, number=number: self._doing(f"trains version {number}"),
-                    budget=self._micro_tokens,
+                    cut=self._cut,
                 )
             except OutOfMemory as error:
                 self._lower_budget(error.micro_tokens, number)
@@ -255,11 +255,12 @@ class LiveTrainer:
         with self.call.clock.within("checkpoint"):
             saver.while_waiting(state)
 
-    def _micro_tokens(self, past: LedgerEntry | None) -> int:
-        """A version is trained again as it was trained before, unless that was out of memory."""
+    def _cut(self, past: LedgerEntry | None) -> Cut:
+        """A version is trained again as it was trained before, with another budget where that was out of memory."""
+        found = recorded_cut(past)
         if past is None or past.version.number == self._budget.failed:
-            return self._budget.micro_tokens
-        return recorded_budget(past)
+            return found._replace(micro_tokens=self._budget.micro_tokens)
+        return found
 
     def _lower_budget(self, micro_tokens: int, number: int) -> None:
         if micro_tokens:

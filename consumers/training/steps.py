@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -120,15 +120,24 @@ class Folding(Protocol):
         ...
 
 
-def recorded_budget(entry: LedgerEntry | None) -> int:
-    """The micro-batches' budget that an entry's version was cut by; 0 where none is recorded: the trainer's own."""
-    return entry.micro_tokens if entry is not None and not isinstance(entry.micro_tokens, UnsetType) else 0
+class Cut(NamedTuple):
+    """How a version is computed."""
+
+    micro_tokens: int
+    """Budget of its micro-batches; 0: the trainer's own."""
+    choices: Choices | None
+    """None: as the trainer chooses."""
 
 
-def recorded_choices(entry: LedgerEntry | None) -> Choices | None:
-    """How an entry's version was computed; None: it has not been before."""
+def recorded_cut(entry: LedgerEntry | None) -> Cut:
+    """How the version of an entry was computed; without one nothing is recorded."""
     if entry is None:
-        return None
+        return Cut(0, None)
+    return Cut(0 if isinstance(entry.micro_tokens, UnsetType) else entry.micro_tokens, recorded_choices(entry))
+
+
+def recorded_choices(entry: LedgerEntry) -> Choices | None:
+    """What a trainer chose for the entry's version; of an earlier build that chose nothing."""
     return Choices() if isinstance(entry.choices, UnsetType) else entry.choices
 
 
@@ -139,7 +148,7 @@ def train_version(
     stop: Callable[[], bool],
     *,
     began: Callable[[Batch], None] | None = None,
-    budget: Callable[[LedgerEntry | None], int] = recorded_budget,
+    cut: Callable[[LedgerEntry | None], Cut] = recorded_cut,
 ) -> Stepped | None:
     """Train the next batch and write it down; None when `stop` came true while waiting for one.
 
@@ -151,7 +160,7 @@ def train_version(
         books: where it is written down.
         stop: asked while a batch is awaited.
         began: told of the batch that is there.
-        budget: tokens of a micro-batch for a version, from the entry of when it was trained before; 0: the trainer's own.
+        cut: how a version is computed, from the entry of when it was trained before.
 
     Raises:
         BatchDiffers: the stream does not give the batch that the books say it gave (G4).
@@ -172,7 +181,8 @@ def train_version(
             used(batch),
             hint=books.hint,
         )
-    arrays = replace(fold.assemble(batch), micro_tokens=budget(past), choices=recorded_choices(past if past is not None else fold.beside))
+    tokens, choices = cut(past)
+    arrays = replace(fold.assemble(batch), micro_tokens=tokens, choices=choices)
     waited = time.perf_counter() - start_s
     result = trainer.step(arrays)
     metrics = result.metrics | measure(batch, arrays, before) | speed(arrays, result, waited, time.perf_counter() - start_s - waited)

@@ -18,7 +18,14 @@ __all__ = ["Blobs", "Bus", "BusAddress", "KeyEntry", "KeyValue", "Lease", "Messa
 
 
 async def connect(
-    address: BusAddress, run: str, config: BusConfig | None = None, *, create: bool = True, name: str = "", patience_s: float | None = None
+    address: BusAddress,
+    run: str,
+    config: BusConfig | None = None,
+    *,
+    create: bool = True,
+    name: str = "",
+    patience_s: float | None = None,
+    gather: bool = False,
 ) -> JetStreamBus:
     """Connect to a run's bus on NATS JetStream and make the streams that are missing.
 
@@ -29,6 +36,8 @@ async def connect(
         create: make missing streams. Without it the credentials need no right to create any.
         name: shown in the server's monitoring, for example the worker's name.
         patience_s: how long the first connection is tried; the configuration's patience if None.
+        gather: new messages come up to 0.25 s later, several at once, which costs a fraction of the processor time: for who only looks.
+            Answers come as soon as without.
 
     Raises:
         BusUnavailable: no server answers within the patience, or it refuses the credentials or its certificate is not trusted.
@@ -36,4 +45,4 @@ async def connect(
     """
     from streamrl.bus.jetstream.bus import JetStreamBus
 
-    return await JetStreamBus.open(address, run, config or BusConfig(), create=create, name=name, patience_s=patience_s)
+    return await JetStreamBus.open(address, run, config or BusConfig(), create=create, name=name, patience_s=patience_s, gather=gather)

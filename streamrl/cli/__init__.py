@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import sys
 from collections.abc import Sequence
 
@@ -17,11 +18,13 @@ _INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Errors of streamrl are printed with their hint and without a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # as a name or an answer may have letters that the terminal lacks
     arguments = parser().parse_args(argv)
     try:
         code: int = arguments.run_verb(arguments)
     except StreamRLError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _print_error(error)
         return 1
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -36,6 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: no more open files than {whose}: {error}\nhint: raise the limit, see `ulimit -n`", file=sys.stderr)
         return 1
     return code
+
+
+def _print_error(error: StreamRLError) -> None:
+    """In lines without commands for the terminal: it may quote what user code has said."""
+    from streamrl.monitor.drawing import visible
+
+    print("\n".join(map(visible, f"error: {error}".split("\n"))), file=sys.stderr)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -49,15 +49,17 @@ def memory_file(name: str) -> tuple[int, str, Callable[[], None]]:
     return descriptor, path, free
 
 
-def death_signal(number: int) -> Callable[[], int]:
+def death_signal(number: int) -> Callable[[], int] | None:
     """What asks the kernel for signal `number` when the parent of the process that calls it dies, however it dies; gives errno, or 0.
 
-    To be made before a fork and called after it. Elsewhere than on Linux nothing is asked, and nothing comes.
+    To be made before a fork and called after it. None elsewhere than on Linux.
     """
     prctl = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None)
+    if prctl is None:
+        return None
 
     def ask() -> int:
-        return ctypes.get_errno() if prctl is not None and prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) else 0
+        return ctypes.get_errno() if prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) else 0
 
     return ask
 
@@ -70,7 +72,8 @@ def dies_with_parent(number: int) -> Callable[[], None]:
     parent, ask = os.getpid(), death_signal(number)
 
     def tie() -> None:
-        ask()
+        if ask is not None:
+            ask()
         if os.getppid() != parent:  # it died between the fork and the call
             os._exit(1)
 

@@ -228,9 +228,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Type of the parameters that are trained and published, the same as the engines'; empty: model.dtype. With `bfloat16` the optimizer
     updates float32 masters and rounds them: 20 bytes a parameter while training, 14 in a checkpoint."""
     attention: Literal["auto", "packed", "sdpa", "flash"] = "auto"
-    """`packed`: samples one behind another in rows of micro_tokens, by torch's attention of variable length. `sdpa`: torch's attention
-    under masks; a group's prompt is shared. `flash`: FlashAttention, an own package; one sample a row. `auto`: packed on a GPU in
-    bfloat16, else sdpa."""
+    """`packed`: samples one behind another in rows of up to micro_tokens, by torch's attention of variable length. `sdpa`: torch's
+    attention under masks; a group's prompt is shared. `flash`: FlashAttention, an own package; one sample a row. `auto`: packed on a GPU
+    in bfloat16, else sdpa."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Whether the layers are compiled (torch.compile), once a run and for packed rows only. `auto`: on a GPU, unless run.numerics is
     bitwise."""
@@ -352,7 +352,8 @@ class SuperviseConfig(Section, frozen=True, kw_only=True):
     """A worker that has loaded and whose event loop has not turned for this long writes its stacks to its log, is killed, and started
     again; 0: never."""
     max_failed_batches: NonNegativeInt = 3
-    """The run ends as failed once this many batches' worth of tasks have failed without one trained batch in between; 0: never."""
+    """The run ends as failed once this many batches' worth of tasks have failed without one trained batch in between, unless a producer at
+    work has failed less than its share of them; 0: never."""
 
 
 class DebugConfig(Section, frozen=True, kw_only=True):

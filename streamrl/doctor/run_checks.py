@@ -18,6 +18,7 @@ from streamrl.config.code import rollout_code
 from streamrl.config.loss import estimator_of
 from streamrl.config.registry import Role
 from streamrl.config.tree import Config
+from streamrl.core.packing import ROW
 from streamrl.doctor.findings import Check
 from streamrl.doctor.limits import GIBIBYTE
 from streamrl.errors import BusError, ConfigError
@@ -132,10 +133,13 @@ def check_activations(config: Config, gpu_bytes: int) -> Check | None:
         once = gathers_once(trainer.gather, shape.parameters * (itemsize + 4), gpu_bytes)
         needed += gathered_bytes(shape, itemsize, once=once)
     needed += config.weights.ring * itemsize * -(-shape.parameters // trainer.shards)
-    compiled = trainer.compile == "on" or (trainer.compile == "auto" and itemsize == 2 and config.run.numerics != "bitwise")
-    estimate = kept_layers(
-        shape, free_bytes=gpu_bytes, needed_bytes=needed, tokens=trainer.micro_tokens, itemsize=itemsize, compiled=compiled
-    )
+    packed = trainer.attention == "packed" or (trainer.attention == "auto" and itemsize == 2)
+    compiled = trainer.compile == "on" or (trainer.compile == "auto" and packed and config.run.numerics != "bitwise")
+    # As the trainer does: rows of the whole budget where all layers keep their activations then, else short ones.
+    for tokens in (trainer.micro_tokens, min(trainer.micro_tokens, ROW) if packed else trainer.micro_tokens):
+        estimate = kept_layers(shape, free_bytes=gpu_bytes, needed_bytes=needed, tokens=tokens, itemsize=itemsize, compiled=compiled)
+        if estimate.kept == shape.layers:
+            break
     if isinstance(asked := trainer.activations, str):
         asked = shape.layers if asked == "all" else estimate.kept
     if estimate.fits and asked <= estimate.kept:

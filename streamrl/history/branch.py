@@ -22,7 +22,7 @@ from streamrl.consumers.training.steps import Books, Stepped, train_version
 from streamrl.core.fold_config import fold_config
 from streamrl.core.state import FoldState
 from streamrl.errors import ConfigError, SchemaError
-from streamrl.history.branch_fold import BranchFold, parents_budget
+from streamrl.history.branch_fold import BranchFold, parents_cut
 from streamrl.history.branch_state import begin, check_gaps, translate
 from streamrl.history.replay import Range, check_span, find_start
 from streamrl.history.replay_log import PastLedger, read_past, read_pending
@@ -158,8 +158,8 @@ def branch(
             books = Books(lambda number: None, enter)  # all of its versions are new
             # A record that is awaited comes: the parent's ledger says so. Without a further entry there is nothing left.
             end = stretch[-1].version.number
-            budget = parents_budget(fold, config, parent)
-            while train_version(fold, trainer, books, lambda: fold.state.parent.version.number >= end, budget=budget):
+            cut = parents_cut(fold, config, parent)
+            while train_version(fold, trainer, books, lambda: fold.state.parent.version.number >= end, cut=cut):
                 pass
     finally:
         reader.close()

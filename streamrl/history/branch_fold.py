@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from streamrl.config.tree import Config
 from streamrl.consumers.training.reader import Incoming, RecordReader
-from streamrl.consumers.training.steps import Entries, batch_differs, recorded_budget
+from streamrl.consumers.training.steps import Cut, Entries, batch_differs, recorded_cut
 from streamrl.consumers.training.stream_fold import POLL_S, HeldMessages
 from streamrl.core.assembly import assemble, used
 from streamrl.core.batches import TrainBatch
@@ -132,14 +132,10 @@ class BranchFold:
         self._held.take(incoming, self.own, lambda samples: translate(samples, numbers))
 
 
-def parents_budget(fold: BranchFold, config: Config, parent: Config) -> Callable[[LedgerEntry | None], int]:
+def parents_cut(fold: BranchFold, config: Config, parent: Config) -> Callable[[LedgerEntry | None], Cut]:
     """See `train_version`: where `trainer.micro_tokens` is its parent's, a new version is cut as the parent's was, for equal digits."""
     same = config.trainer.micro_tokens == parent.trainer.micro_tokens
-
-    def budget(past: LedgerEntry | None) -> int:
-        return recorded_budget(past if past is not None else fold.beside if same else None)
-
-    return budget
+    return lambda past: recorded_cut(past if past is not None else fold.beside if same else None)
 
 
 def _wrong(entry: LedgerEntry, batch: Batch | None) -> BatchDiffers:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from msgspec import UNSET
 
-from streamrl.consumers.training.steps import Stepped, same_result
+from streamrl.consumers.training.steps import Stepped, recorded_choices, same_result
 from streamrl.core.assembly import ages
-from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.ledger import Choices, LedgerEntry
 
 COMPARED = ("train/loss", "train/grad_norm", "train/tis", "train/entropy_loss", "train/answer_probability")
 """Metrics that follow the digits; those of other numerics stay close, and are compared by tolerance."""
@@ -147,6 +147,8 @@ class Comparison:
                 "numerics",
                 f"micro-batches of {past.micro_tokens} tokens in the ledger, {stepped.result.micro_tokens} here: out of memory",
             )
+        if computed := differing_choices(stepped.result.choices, past):
+            return "numerics", computed
         if not self._same_fingerprint:
             return "numerics", "the fingerprints differ, the batch is the same"
         distances = self._deviations(stepped.metrics, past.metrics)
@@ -175,6 +177,16 @@ def differing_books(stepped: Stepped, past: LedgerEntry) -> str:
             pairs.append((name, past.metrics[name], stepped.metrics[name]))
     found = [f"{name}: {_short(theirs)} in the ledger, {_short(ours)} here" for name, theirs, ours in pairs if theirs != ours]
     return "; ".join(found)
+
+
+def differing_choices(choices: Choices | None, past: LedgerEntry) -> str:
+    """How a version was computed otherwise than its entry says, as far as digits depend on it; an empty string if it was not."""
+    ours, theirs = choices or Choices(), recorded_choices(past) or Choices()
+    found = [
+        f"{name}: {getattr(theirs, name)} in the ledger, {getattr(ours, name)} here" for name in ("attention", "compiled", "row_length")
+    ]
+    same = [ours.attention in (theirs.attention, "flash"), ours.compiled == theirs.compiled, ours.row_length == theirs.row_length]
+    return "; ".join(text for text, equal in zip(found, same, strict=True) if not equal)  # older entries do not name `flash`
 
 
 def _short(value: object) -> str:

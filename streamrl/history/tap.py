@@ -29,7 +29,7 @@ from streamrl.core.state import FoldState
 from streamrl.data.model import ensure_model, vocab_size
 from streamrl.errors import CheckpointDamaged, ConfigError
 from streamrl.history.branch import changed_config
-from streamrl.history.branch_fold import BranchFold, parents_budget
+from streamrl.history.branch_fold import BranchFold, parents_cut
 from streamrl.history.branch_state import BranchState, begin, check_gaps, gap_in_the_way, translate
 from streamrl.history.replay import find_start
 from streamrl.history.replay_log import PastLedger, read_past, read_pending
@@ -189,8 +189,8 @@ class Tap:
         books = ledger_books(ledger, call, self.config, self.fingerprint, hint=other, diverged=other)
         logger.info("event=tapping version=%s parent=%s cursor=%d fence=%d", state.version, state.parent.version, state.cursor, fence)
         try:
-            budget = parents_budget(fold, self.config, self.parent)
-            while train_version(fold, self.trainer, books, lambda: self._stops(fold.state, stop), budget=budget):
+            cut = parents_cut(fold, self.config, self.parent)
+            while train_version(fold, self.trainer, books, lambda: self._stops(fold.state, stop), cut=cut):
                 saver.after_step(fold.state)
                 if stop():  # a tap that is behind never waits
                     break

@@ -6,6 +6,7 @@ import signal
 import time
 
 from streamrl.errors import LaunchError
+from streamrl.runtime.bus_server import end_former
 from streamrl.runtime.lock import Holder, holder, lock_run
 from streamrl.runtime.processes import signal_process
 from streamrl.runtime.rundir import RunDir
@@ -17,7 +18,7 @@ _POLL_S = 0.1
 def stop_run(run: RunDir, *, now: bool, timeout_s: float) -> bool:
     """Signal the run's supervisor and wait until it is gone; returns whether it was running.
 
-    Of a run whose supervisor was killed, free the shared memory that it left behind.
+    Of a run whose supervisor was killed, free the shared memory that it left behind, and end its nats-server if that is still there.
 
     Args:
         run: which run.
@@ -32,6 +33,7 @@ def stop_run(run: RunDir, *, now: bool, timeout_s: float) -> bool:
         if not run.exists:  # its preparation was killed
             return False
         with lock_run(run):
+            end_former(run)
             free_weights(run.load_config().weights, run.name, run.path)
         return False
     _signal(found, run)

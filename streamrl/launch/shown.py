@@ -19,7 +19,7 @@ from streamrl.monitor.failures import Barren, Pace, barren_line
 from streamrl.monitor.follow import Follower
 from streamrl.monitor.numbers import WorkerLine
 from streamrl.monitor.run_state import RUNNING, RunState, StateFile
-from streamrl.monitor.screen import Display, one_line
+from streamrl.monitor.screen import Display, failed_line, one_line
 from streamrl.monitor.slo import detail_of
 from streamrl.monitor.view import RunView
 from streamrl.monitor.waits import Watch, standing_line
@@ -124,7 +124,7 @@ class Shown:
             self._report(bus, STANDING_EVENT if found else MOVING_EVENT, to_builtins(found) if found else {})
         if numbers.failed_tasks and self._failures.due(now_s):
             counts = dict(view.failures.reasons)
-            self.note(f"{numbers.failed_tasks} tasks have failed since the newest batch; the newest: {one_line(numbers.newest_error)}")
+            self.note(failed_line(numbers, view.failures.producers))
             self._report(bus, FAILURES_EVENT, {"tasks": numbers.failed_tasks, "rollouts": counts, "newest": numbers.newest_error})
         if self._objectives is not None:
             self._objectives.look(view, numbers, now_s=now_s, over=self.draining or numbers.phase == "finished")

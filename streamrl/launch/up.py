@@ -28,6 +28,7 @@ from streamrl.launch.protocol import Launcher
 from streamrl.launch.shown import Shown
 from streamrl.launch.sinks import sinks_beside
 from streamrl.launch.supervisor import Supervisor
+from streamrl.monitor.failures import alone_to_blame
 from streamrl.monitor.follow import Follower, read_totals
 from streamrl.monitor.metrics_file import MetricsFile, written_version
 from streamrl.monitor.outcome import Outcome, conclude
@@ -258,7 +259,7 @@ class Session:
     async def _connect(self, server: BusServer) -> JetStreamBus:
         if self._config.bus.url:  # it may be away, which takes a minute to find out
             self._note(f"connecting to {self._config.bus.url}")
-        return await connect(server.address, self._run.name, self._config.bus, name="supervisor")
+        return await connect(server.address, self._run.name, self._config.bus, name="supervisor", gather=True)
 
     async def _begin_anew(self, bus: JetStreamBus, server: BusServer) -> tuple[JetStreamBus, RunRecord]:
         """Streams, keys and the built model of a run that has no version yet are made again."""
@@ -338,9 +339,11 @@ class Session:
         return state, failure
 
     def _check_failures(self, view: RunView) -> None:
-        """Raise LaunchError once too many batches' worth of tasks have failed without one trained."""
+        """Raise LaunchError once too many batches' worth of tasks have failed without one trained, and no producer does any better."""
         most = self._config.supervise.max_failed_batches * self._config.tasks.batch_tasks
         if not most or view.failures.num_tasks < most or 2 * view.failures.num_tasks < view.num_barren_tasks:
+            return
+        if not alone_to_blame(view.failures.producers, view.working_producers, most=most):
             return
         reasons = ", ".join(f"{reason} {count}" for reason, count in view.failures.reasons.most_common())
         raise LaunchError(

@@ -195,12 +195,14 @@ def _engines(engines: Sequence[EngineLine], width: int) -> list[Line]:
 
 def _workers(workers: Sequence[WorkerLine], now_s: float, width: int) -> list[Line]:
     rows: list[tuple[Cell, ...]] = []
+    any_failed = any(one.failed_rollouts for one in workers)
     for one in workers:
         since = clock(max(0.0, now_s - one.since_s)) if one.since_s else ""
         where = f"{one.pid or ''} {one.host}".strip()
         state = Part(one.state, "" if is_normal(one.state) else "yellow")
-        rows.append((one.worker, state, since, str(one.restarts or ""), where))
-    return _table(("worker", "state", "since", "restarts", "process"), rows, width)
+        failed = (Part(str(one.failed_rollouts or ""), "yellow"),) if any_failed else ()
+        rows.append((one.worker, state, since, str(one.restarts or ""), *failed, where))
+    return _table(("worker", "state", "since", "restarts", *(("failed lately",) if any_failed else ()), "process"), rows, width)
 
 
 def _lag(look: Look, numbers: RunNumbers) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ What a screen that is drawn every second needs, for a tenth of the time that ric
 from __future__ import annotations
 
 import os
+import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from enum import Enum
@@ -15,6 +16,7 @@ from rich.cells import cell_len, set_cell_size
 
 _CODES = {"bold": "1", "dim": "2", "reverse": "7", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _COLOURS = frozenset({"red", "green", "yellow", "cyan"})
+_WORDS = re.compile(" +|[^ ]+")
 _GAP = 2
 """Cells between columns."""
 
@@ -80,15 +82,19 @@ def fitted(line: Line, width: int) -> Line:
 
 
 def folded(text: str, width: int) -> list[str]:
-    """The text on as many lines as it takes, at least one."""
-    lines, used = [""], 0
-    for one in visible(text):
-        cells = cell_len(one)
-        if used + cells > width:
+    """The text on as many lines as it takes, at least one. Only a word that is longer than a line goes on in the next one."""
+    lines = [""]
+    for word in _WORDS.findall(visible(text)):
+        if cell_len(lines[-1]) + cell_len(word) <= width:
+            lines[-1] += word
+            continue
+        lines[-1] = lines[-1].rstrip(" ")
+        if lines[-1]:
             lines.append("")
-            used = 0
-        lines[-1] += one
-        used += cells
+        for one in word.strip(" "):
+            if lines[-1] and cell_len(lines[-1]) + cell_len(one) > width:
+                lines.append("")
+            lines[-1] += one
     return lines
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from msgspec.structs import replace
 
@@ -31,6 +31,8 @@ MOST_CHARS = 2000
 """Of an error's text, which may be whatever user code said."""
 MOST_STONES = 10_000
 """Tombstones of a kind that are kept one by one until a batch is trained; those before are in the counts until then."""
+LATELY = 1000
+"""Messages of the sample stream; who failed in them is named though batches have been trained since."""
 FIRST_PAUSE_S = 10.0
 MOST_PAUSE_S = 600.0
 
@@ -43,6 +45,8 @@ class Count:
         """Rollouts by reason (`known_reason`)."""
         self.num_tasks = 0
         """Tasks of which every rollout has."""
+        self.producers: Counter[str] = Counter()
+        """The same by the producer whose claim ended so, where that is told."""
         self._stones: deque[tuple[int, Tombstone]] = deque()
         self._rollouts: Counter[int] = Counter()
         """By task of a stone that is kept."""
@@ -58,16 +62,19 @@ class Count:
     def trained(self, cursor: int) -> None:
         """Count again, without what is at or before `cursor`."""
         self._stones = deque((sequence, stone) for sequence, stone in self._stones if sequence > cursor)
-        self.reasons, self.num_tasks, self._rollouts = Counter(), 0, Counter()
+        self.reasons, self.num_tasks, self.producers, self._rollouts = Counter(), 0, Counter(), Counter()
         for _, stone in self._stones:
             self._count(stone)
 
     def _count(self, stone: Tombstone) -> None:
-        rollouts = stone.group_size if stone.rollout is None else 1
+        rollouts = _num_rollouts(stone)
         self.reasons[known_reason(stone.reason, self.reasons)] += rollouts
         before = self._rollouts[stone.task]
         self._rollouts[stone.task] = min(before + rollouts, stone.group_size)
-        self.num_tasks += before < stone.group_size <= before + rollouts
+        if before < stone.group_size <= before + rollouts:
+            self.num_tasks += 1
+            if isinstance(stone.producer, str):
+                self.producers[stone.producer] += 1
 
 
 class Failures:
@@ -77,6 +84,7 @@ class Failures:
         self.newest = ""
         """Reason and detail of the newest; empty: none."""
         self._failed, self._given_up = Count(), Count()
+        self._lately: deque[tuple[int, Tombstone]] = deque(maxlen=LATELY)
 
     @property
     def reasons(self) -> Counter[str]:
@@ -89,6 +97,19 @@ class Failures:
         return self._failed.num_tasks
 
     @property
+    def producers(self) -> Counter[str]:
+        """These tasks by producer."""
+        return self._failed.producers
+
+    def lately(self, last: int) -> Counter[str]:
+        """Failed rollouts by producer, of those among the `LATELY` messages of the sample stream up to `last`, trained since or not."""
+        counts = Counter[str]()
+        for sequence, stone in self._lately:
+            if sequence > last - LATELY and isinstance(stone.producer, str):
+                counts[stone.producer] += _num_rollouts(stone)
+        return counts
+
+    @property
     def given_up(self) -> Count:
         """What has ended without a sample for another reason: a producer's own, `filtered`, `lost`."""
         return self._given_up
@@ -97,6 +118,7 @@ class Failures:
         """A tombstone; one at or before the cursor `after` counts no more, but its text does."""
         if stone.reason in REASONS:
             self.newest = f"{stone.reason}: {stone.detail}"[:MOST_CHARS] if stone.detail else stone.reason
+            self._lately.append((sequence, replace(stone, detail="")))
         if sequence > after:
             (self._failed if stone.reason in REASONS else self._given_up).add(sequence, stone)
 
@@ -104,6 +126,21 @@ class Failures:
         """A batch was trained that holds the stream up to `cursor`; those failures are in its ledger entry."""
         self._failed.trained(cursor)
         self._given_up.trained(cursor)
+
+
+def _num_rollouts(stone: Tombstone) -> int:
+    return stone.group_size if stone.rollout is None else 1
+
+
+def alone_to_blame(failed: Mapping[str, int], working: Collection[str], *, most: int) -> bool:
+    """Whether nothing but failures is to be expected, for no producer at work has failed less than its part of `most`.
+
+    Args:
+        failed: tasks since the newest batch, by producer.
+        working: producers that are there and hold tasks or have published.
+        most: failed tasks at which a run is given up.
+    """
+    return all(failed.get(name, 0) * len(working) >= most for name in working)
 
 
 def given_up_kind(reasons: Mapping[str, int]) -> str:

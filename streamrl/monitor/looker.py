@@ -83,7 +83,7 @@ class Looker:
 
     async def _session(self, config: Config) -> None:
         """Follow one server until it has gone; raises BusError if it is not there."""
-        async with connected(self._run, role="reader", patience_s=_CONNECT_S) as bus:
+        async with connected(self._run, role="reader", patience_s=_CONNECT_S, gather=True) as bus:
             view = RunView(
                 self._run.name,
                 steps=config.run.steps,

@@ -84,6 +84,13 @@ class WorkerLine(msgspec.Struct, frozen=True, kw_only=True):
     """Unix seconds since when it has been in this state; 0: not known."""
     silent_s: float = 0.0
     """Seconds since its event loop was heard; of workers that this process has started."""
+    failed_rollouts: int = 0
+    """Of a producer, those that have failed lately (`streamrl.monitor.failures.LATELY`)."""
+
+
+def is_producer(worker: str) -> bool:
+    """Whether a worker of this name is one, of the run or attached."""
+    return worker.startswith("producer-")
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):

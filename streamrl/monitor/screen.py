@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from streamrl.monitor.drawing import Cell, Line, Part, visible
-from streamrl.monitor.numbers import RunNumbers
+from streamrl.monitor.numbers import RunNumbers, is_producer
 from streamrl.monitor.slo import line_of
 from streamrl.monitor.waits import credits_of, hung_line, standing_line
 
@@ -142,6 +143,15 @@ def drops_text(numbers: RunNumbers) -> str:
     """Number of rollouts dropped, and why."""
     reasons = ", ".join(f"{visible(reason)} {count}" for reason, count in sorted(numbers.drops.items(), key=lambda item: -item[1]))
     return f"{numbers.dropped} ({reasons})" if reasons else "0"
+
+
+def failed_line(numbers: RunNumbers, producers: Counter[str]) -> str:
+    """What has failed since the newest batch, and whose tasks those were (`producers`) where others have had none that failed."""
+    said = f"{numbers.failed_tasks} tasks have failed since the newest batch; the newest: {one_line(numbers.newest_error)}"
+    if not producers or not any(is_producer(one.worker) and one.worker not in producers for one in numbers.workers):
+        return said
+    whose = ", ".join(one_line(name, most=60) for name, _ in producers.most_common(3))
+    return f"{said}; all by {whose}. hint: stop and mend it; the run goes on while others give samples, without these tasks"
 
 
 def is_normal(state: str) -> bool:

@@ -19,6 +19,8 @@ _NEAR_S = 0.1
 MOST_TIMED = 1024
 """Workers whose time is followed."""
 _SLOTS = "producer/slots"
+_KINDS = {seconds(kind, state): kind for kind, states in STATES.items() for state in states}
+"""Whose time a metric is."""
 
 
 class _Timed(msgspec.Struct):
@@ -54,7 +56,7 @@ class Attendance:
         return found
 
     def _taken(self, one: MetricReport, now_s: float) -> list[MetricReport]:
-        kind = next((kind for kind, states in STATES.items() if any(seconds(kind, state) in one.sum for state in states)), "")
+        kind = next((_KINDS[name] for name in one.sum if name in _KINDS), "")
         if not kind:
             return [one]
         slots = max(1.0, one.last.get(_SLOTS, 1.0))

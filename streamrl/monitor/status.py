@@ -16,11 +16,12 @@ from streamrl.bus.reading import read_key
 from streamrl.errors import BusUnavailable, ConfigError
 from streamrl.monitor.board import Board
 from streamrl.monitor.drawing import ink_of
+from streamrl.monitor.failures import MOST_CHARS
 from streamrl.monitor.follow import Follower, read_totals
 from streamrl.monitor.look import Look
 from streamrl.monitor.numbers import RunNumbers
 from streamrl.monitor.run_state import INTERRUPTED, PREPARING, RUNNING, read_state
-from streamrl.monitor.screen import clock, degraded_lines, plain_line
+from streamrl.monitor.screen import clock, degraded_lines, one_line, plain_line, say
 from streamrl.monitor.slo import line_of
 from streamrl.monitor.summary import Summary
 from streamrl.monitor.view import RunView
@@ -174,25 +175,27 @@ def print_status(status: RunStatus, *, as_json: bool) -> None:
         _print_json(status)
     elif numbers is None:
         away = f" (supervisor {line.supervisor}); its bus does not answer" if line.supervisor else f", {steps_text(line)} steps"
-        print(f"run {line.run} is {line.state}{away}")
+        say(f"run {line.run} is {line.state}{away}", sys.stdout)
         if line.error:
-            print(line.error)
+            say(one_line(line.error, most=MOST_CHARS), sys.stdout)
         if line.summary:
             print(msgspec.json.format(msgspec.json.encode(line.summary), indent=2).decode())
     elif sys.stdout.isatty():
         print("\n".join(Board(_look(line, numbers), shutil.get_terminal_size().columns, ink_of(sys.stdout)).text()))
     else:
-        print("\n".join([plain_line(numbers), *degraded_lines(numbers)]))
+        for said in (plain_line(numbers), *degraded_lines(numbers)):
+            say(said, sys.stdout)
         for worker in numbers.workers:
-            print(f"  {worker.worker}: {worker.state}{since(worker.since_s)}")
+            failed = f"; {worker.failed_rollouts} rollouts failed lately" if worker.failed_rollouts else ""
+            say(f"  {worker.worker}: {worker.state}{since(worker.since_s)}{failed}", sys.stdout)
         if held := hung_line(numbers):
-            print(held)
+            say(held, sys.stdout)
         if numbers.newest_error:
-            print(f"newest failure: {numbers.newest_error}")
+            say(f"newest failure: {one_line(numbers.newest_error, most=MOST_CHARS)}", sys.stdout)
         if numbers.standing:
-            print(standing_line(numbers.standing))
+            say(standing_line(numbers.standing), sys.stdout)
         for one in numbers.slo:
-            print(line_of(one))
+            say(line_of(one), sys.stdout)
     if status.checkpoints and not as_json:
         print(f"checkpoints: {', '.join(status.checkpoints)}; a restart can go back to {status.checkpoints[-1]}")
     if status.one_login and not as_json:

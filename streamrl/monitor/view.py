@@ -14,14 +14,16 @@ from streamrl.monitor.engine_lines import engine_line, worker_of
 from streamrl.monitor.evaluations import Evaluations
 from streamrl.monitor.failures import Failures
 from streamrl.monitor.goodput import Backlog, Goodput
+from streamrl.monitor.in_hand import InHand
 from streamrl.monitor.lengths import Lengths
-from streamrl.monitor.numbers import EngineLine, Evaluation, Finding, Level, Point, RunNumbers, Standing, WorkerLine
+from streamrl.monitor.numbers import EngineLine, Evaluation, Finding, Level, Point, RunNumbers, Standing, WorkerLine, is_producer
 from streamrl.monitor.rates import Growing, Rate, Totals, counted_quantile, left_s
 from streamrl.monitor.series import RUN, Row, Series
 from streamrl.monitor.slo import findings_of, worst_of
-from streamrl.monitor.trained import Trained, stretched_rewards
+from streamrl.monitor.trained import Trained, known_reason, stretched_rewards
 from streamrl.monitor.waits import standing_of
 from streamrl.monitor.worker_lines import worker_lines
+from streamrl.runtime.worker import LOADING
 from streamrl.schemas.control import ROLLOUT_ROLE, EnginePresence, Grant, WorkerPresence
 from streamrl.schemas.events import MOVING_EVENT, SLO_EVENT, STANDING_EVENT, Event, MetricReport
 from streamrl.schemas.samples import Tombstone
@@ -29,8 +31,6 @@ from streamrl.schemas.samples import Tombstone
 REWARD_WINDOW = 20
 """Batches in the reward means, here and in the summary."""
 SPARK_POINTS = 40
-_IN_FLIGHT = "producer/in_flight_tasks"
-_HUNG, _HUNG_S = "producer/hung_tasks", "producer/hung_s"
 _MOST_NOTICES = 100
 """That wait to be shown."""
 _MOST_SWAPS = 1024
@@ -93,8 +93,7 @@ class RunView:
         self._stream_last, self._stream_bytes = 0, 0
         self._arrivals = Arrivals()
         self._issued = 0
-        self._held: dict[str, tuple[float, float, float]] = {}
-        """By producer: tasks that it holds, how many of them hang, and for how long."""
+        self._in_hand = InHand(_MOST_NAMES)
         self._grant = Grant(granted=0, version=0, retired=0)
 
     def ledger(self, entry: LedgerLine) -> bool:
@@ -164,10 +163,7 @@ class RunView:
             self._goodput.add(one.sum)
         if self.series is not None:
             self.series.report(one)
-        if _IN_FLIGHT in one.mean:
-            if len(self._held) > _MOST_NAMES:
-                self._held = {name: held for name, held in self._held.items() if name in self._workers}
-            self._held[one.worker] = (one.mean[_IN_FLIGHT], one.mean.get(_HUNG, 0.0), one.max.get(_HUNG_S, 0.0))
+        self._in_hand.report(one, there=self._workers)
 
     def engine(self, engine: str, presence: EnginePresence | None) -> None:
         """An engine announced itself, or (None) has not for too long."""
@@ -194,7 +190,7 @@ class RunView:
         """A worker announced itself, or (None) has not for too long."""
         if presence is None:
             self._workers.pop(worker, None)
-            self._held.pop(worker, None)
+            self._in_hand.forget(worker)
         else:
             since_s = 0.0 if isinstance(presence.since_s, msgspec.UnsetType) else presence.since_s
             self._workers[worker] = WorkerLine(worker=worker, state=presence.state, pid=presence.pid, host=presence.host, since_s=since_s)
@@ -252,7 +248,11 @@ class RunView:
     @property
     def all_drops(self) -> Counter[str]:
         """Rollouts decided against by reason, and those without a sample since the newest batch, which no entry has yet."""
-        return self.trained.drops + self.failures.reasons + self.failures.given_up.reasons
+        drops = self.trained.drops.copy()
+        for counts in (self.failures.reasons, self.failures.given_up.reasons):
+            for reason, count in counts.items():
+                drops[known_reason(reason, drops)] += count
+        return drops
 
     @property
     def num_barren_tasks(self) -> int:
@@ -260,6 +260,12 @@ class RunView:
         if not self.live:
             return 0
         return max(0, self._grant.retired - (self._newest.retired if self._newest else 0))
+
+    @property
+    def working_producers(self) -> set[str]:
+        """Those that are there, have loaded, and are not known to be without work."""
+        loaded = {name for name, one in self._workers.items() if is_producer(name) and one.state != LOADING}
+        return {name for name in loaded if not self._in_hand.is_idle(name)}
 
     @property
     def evaluations(self) -> list[Evaluation]:
@@ -331,7 +337,7 @@ class RunView:
 
     def numbers(self, *, elapsed_s: float, supervised: Mapping[str, WorkerLine] | None = None) -> RunNumbers:
         """Everything at this moment; `supervised` are workers whose state the caller knows better than their presence."""
-        newest, drops = self._newest, self.all_drops
+        newest, drops, held = self._newest, self.all_drops, self._in_hand.tasks
         measured = newest.metrics if newest else {}
         rewards, held_out = self.trained.last_rewards(REWARD_WINDOW), self._evaluations.newest
         reinforced, left = self.reward_points, self.steps - self.trained.num_reinforced
@@ -368,9 +374,9 @@ class RunView:
             tasks_ended=self._grant.retired,
             tasks_granted=self._grant.granted,
             tasks_issued=self._issued,
-            tasks_in_flight=round(sum(held for held, _, _ in self._held.values())),
-            hung_tasks=round(sum(hung for _, hung, _ in self._held.values())),
-            hung_s=max((seconds for _, _, seconds in self._held.values()), default=0.0),
+            tasks_in_flight=round(sum(held.values())),
+            hung_tasks=self._in_hand.hung_tasks,
+            hung_s=self._in_hand.hung_s,
             barren_tasks=self.num_barren_tasks,
             dropped=drops.total(),
             drops=dict(drops),
@@ -385,6 +391,6 @@ class RunView:
             standing=self.standing,
             slo=self.slo,
             engines=tuple(self._engine_line(name, engine) for name, engine in sorted(self._engines.items())),
-            workers=worker_lines(self._workers, supervised or {}, {name: held for name, (held, _, _) in self._held.items()}),
+            workers=worker_lines(self._workers, supervised or {}, held, self.failures.lately(self._stream_last)),
             elapsed_s=elapsed_s,
         )

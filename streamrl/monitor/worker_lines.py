@@ -9,16 +9,19 @@ from msgspec.structs import replace
 from streamrl.monitor.numbers import WorkerLine
 
 
-def worker_lines(own: Mapping[str, WorkerLine], supervised: Mapping[str, WorkerLine], held: Mapping[str, float]) -> tuple[WorkerLine, ...]:
+def worker_lines(
+    own: Mapping[str, WorkerLine], supervised: Mapping[str, WorkerLine], held: Mapping[str, float], failed: Mapping[str, int]
+) -> tuple[WorkerLine, ...]:
     """All workers by name.
 
     Args:
         own: what workers say of themselves.
         supervised: what the supervisor knows: whether a process runs; what one does that runs, it says itself.
         held: tasks in hand by producer: one that holds none waits for one.
+        failed: rollouts that have failed lately, by producer.
     """
     lines = {**own, **{name: _told(line, own.get(name)) for name, line in supervised.items()}}
-    return tuple(_doing(line, held.get(name, 1.0)) for name, line in sorted(lines.items()))
+    return tuple(replace(_doing(line, held.get(name, 1.0)), failed_rollouts=failed.get(name, 0)) for name, line in sorted(lines.items()))
 
 
 def _told(line: WorkerLine, own: WorkerLine | None) -> WorkerLine:

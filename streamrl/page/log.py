@@ -152,7 +152,7 @@ class RunLog:
 
     @contextlib.asynccontextmanager
     async def _opened(self, *, live: bool) -> AsyncGenerator[Bus]:
-        opening = connected(self._run, role=READER, name="page", patience_s=_RETRY_S) if live else open_bus(self._run)
+        opening = connected(self._run, role=READER, name="page", patience_s=_RETRY_S, gather=True) if live else open_bus(self._run)
         async with opening as bus:
             self._bus, self.trouble = bus, ""
             self._there.set()

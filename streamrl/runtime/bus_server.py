@@ -6,14 +6,17 @@ import asyncio
 import contextlib
 import logging
 import resource
+import signal
 import time
 from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
 
 from streamrl.bus.address import OPERATOR, BusAddress
-from streamrl.bus.server import NatsServer
+from streamrl.bus.server import STOP_S, NatsServer
 from streamrl.config.tree import Config, SuperviseConfig
 from streamrl.errors import LaunchError
 from streamrl.runtime.credentials import certificate_of, logins, users_of, write_cluster, write_credentials
+from streamrl.runtime.processes import signal_process, started
 from streamrl.runtime.retries import FailureWindow
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import describe_exit
@@ -64,11 +67,13 @@ async def run_bus_server(config: Config, run: RunDir, note: Callable[[str], None
         advertise=bus.advertise,
         users=users,
     )
+    await asyncio.to_thread(end_former, run)
     address = server.start()
     try:
+        _write_down(run, server)
         write_credentials(run, server, users)
         up = BusServer(address)
-        keeper = asyncio.create_task(_keep(server, up, config.supervise, note))
+        keeper = asyncio.create_task(_keep(server, up, config.supervise, note, run))
         try:
             yield up
         finally:
@@ -97,7 +102,33 @@ def ensure_open_files(least: int = LEAST_FILES) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (least, hard))
 
 
-async def _keep(server: NatsServer, up: BusServer, config: SuperviseConfig, note: Callable[[str], None]) -> None:
+def _process_path(run: RunDir) -> Path:
+    return run.bus_store / "nats-server.process"
+
+
+def _write_down(run: RunDir, server: NatsServer) -> None:
+    if (pid := server.pid) is not None:
+        _process_path(run).write_text(f"{pid} {started(pid)}")
+
+
+def end_former(run: RunDir) -> None:
+    """End the server of a supervisor that was killed: two may not share a store. On Linux it ends by itself, in its own time."""
+    try:
+        pid, _, began = _process_path(run).read_text().partition(" ")
+    except (OSError, UnicodeDecodeError):
+        return
+    if not pid.isdecimal() or not 1 < int(pid) < 1 << 31:
+        return
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        until_s = time.monotonic() + STOP_S
+        while time.monotonic() < until_s:
+            if not signal_process(int(pid), began, number):
+                return
+            time.sleep(_POLL_S)
+    logger.warning("event=former_nats_server_stays pid=%s", pid)  # it waits for a dead disk, maybe
+
+
+async def _keep(server: NatsServer, up: BusServer, config: SuperviseConfig, note: Callable[[str], None], run: RunDir) -> None:
     """Start the server again whenever it ends: same port, same store, so that clients reconnect and find everything."""
     failures = FailureWindow(config.window_s)
     while True:
@@ -118,6 +149,7 @@ async def _keep(server: NatsServer, up: BusServer, config: SuperviseConfig, note
                     f"the port of the nats-server, {up.address.url}, was taken while it was down",
                     hint="run `up` again to resume on another port, or fix one with bus.port",
                 )
+            _write_down(run, server)
         except LaunchError as error:
             logger.error("event=bus_lost error=%s", error.message)
             up.failure = error

@@ -7,8 +7,10 @@ import signal
 import subprocess
 from pathlib import Path
 
-_STARTTIME = 19
-"""Of the fields of /proc/<pid>/stat that follow the name in brackets: field 22, in clock ticks since the machine was started."""
+_STARTTIME = 18
+"""Of the fields of /proc/<pid>/stat that follow the name in brackets and the state: field 22, in clock ticks since the machine began."""
+_ENDED = ("Z", "X")
+"""States of a process of which only its exit code is left."""
 
 
 def started(pid: int) -> str:
@@ -17,8 +19,9 @@ def started(pid: int) -> str:
         return ""
     try:
         # The name may hold anything, brackets and spaces too: what follows the last bracket is numbers.
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[_STARTTIME]
-    except (OSError, IndexError):
+        state, *facts = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return "" if state in _ENDED else facts[_STARTTIME]
+    except (OSError, IndexError, ValueError):
         return "" if Path("/proc/self/stat").exists() else _started_by_ps(pid)
 
 

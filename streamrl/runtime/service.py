@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from enum import IntEnum
 
 from streamrl.config.system import death_signal
@@ -40,6 +42,8 @@ an engine's answer to an abort; then the evaluator, which may still ask the engi
 SUPERVISOR_VARIABLE = "STREAMRL_SUPERVISOR"
 """Process id of the supervisor, in the environment of the workers it starts."""
 
+_LOOK_S = 1.0
+
 STACKS_SIGNAL = signal.SIGUSR1
 """Has a worker write the stacks of all its threads to its log."""
 
@@ -47,18 +51,25 @@ STACKS_SIGNAL = signal.SIGUSR1
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process as soon as `parent` dies, however it dies; ends it now if that has happened already.
 
-    Elsewhere than on Linux `parent_is_gone` is what the heartbeat looks at.
+    Elsewhere than on Linux a thread looks every second.
     """
-    if code := death_signal(signal.SIGKILL)():
+    ask = death_signal(signal.SIGKILL)
+    if ask is not None and (code := ask()):
         raise OSError(code, os.strerror(code))
-    if parent_is_gone(parent):
-        # The parent died between the fork and the prctl call, so no signal will ever come.
+    _end_without(parent)  # it may have died between the fork and the prctl call: then no signal will ever come
+    if ask is None:
+
+        def watch() -> None:
+            while True:
+                time.sleep(_LOOK_S)
+                _end_without(parent)
+
+        threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def _end_without(parent: int) -> None:
+    if os.getppid() != parent:  # this process has been handed to another one
         os._exit(Exit.FAILED)
-
-
-def parent_is_gone(parent: int) -> bool:
-    """Whether this process has been handed to another parent."""
-    return os.getppid() != parent
 
 
 def describe_exit(code: int) -> str:

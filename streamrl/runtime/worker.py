@@ -23,7 +23,7 @@ from streamrl.runtime.beats import BEAT_S, Pulse
 from streamrl.runtime.collection import collect_rarely, keep_none
 from streamrl.runtime.kinds import USER_CODE, check_kind, environment, load_main, num_workers
 from streamrl.runtime.rundir import RunDir
-from streamrl.runtime.service import STACKS_SIGNAL, SUPERVISOR_VARIABLE, Exit, die_with_parent, parent_is_gone
+from streamrl.runtime.service import STACKS_SIGNAL, SUPERVISOR_VARIABLE, Exit, die_with_parent
 from streamrl.schemas.codec import encode
 from streamrl.schemas.control import WorkerPresence
 from streamrl.schemas.events import NOTICE_EVENT, Event
@@ -237,7 +237,7 @@ async def _serve(kind: str, run: RunDir, config: Config, index: int | None, main
         configure_logging(worker.name, file=None if supervisor else run.log_path(worker.name))
         with signals_drain(worker.draining):
             await worker.present()
-            tasks = (_heartbeat(worker, supervisor), _beat(worker), _tell_times(worker))
+            tasks = (_heartbeat(worker), _beat(worker), _tell_times(worker))
             hearts = [asyncio.create_task(task) for task in tasks]
             logger.info("event=started run=%s worker=%s pid=%d", run.name, worker.name, os.getpid())
             try:
@@ -262,7 +262,9 @@ async def farewell() -> AsyncGenerator[None]:
 
 
 @contextlib.asynccontextmanager
-async def connected(run: RunDir, *, role: str = "", name: str = "", patience_s: float | None = None) -> AsyncGenerator[Bus]:
+async def connected(
+    run: RunDir, *, role: str = "", name: str = "", patience_s: float | None = None, gather: bool = False
+) -> AsyncGenerator[Bus]:
     """The bus of a prepared run, closed at the end.
 
     Args:
@@ -270,6 +272,7 @@ async def connected(run: RunDir, *, role: str = "", name: str = "", patience_s: 
         role: whose rights are enough (`streamrl.bus.permissions.ROLES`); empty: the operator's, who also makes missing streams.
         name: shown in the server's monitoring.
         patience_s: how long the first connection is tried; bus.patience_s if None.
+        gather: see `streamrl.bus.connect`.
 
     Raises:
         ConfigError: the run has no address yet.
@@ -277,7 +280,7 @@ async def connected(run: RunDir, *, role: str = "", name: str = "", patience_s: 
     """
     path = run.bus_path_of(role) if role else run.bus_path
     address, config = BusAddress.load(path), run.load_config().bus
-    bus = await connect(address, run.name, config, create=path == run.bus_path, name=name, patience_s=patience_s)
+    bus = await connect(address, run.name, config, create=path == run.bus_path, name=name, patience_s=patience_s, gather=gather)
     try:
         yield bus
     finally:
@@ -336,11 +339,9 @@ async def _tell_times(worker: Worker) -> None:
         await worker.tell_times()
 
 
-async def _heartbeat(worker: Worker, supervisor: int) -> None:
+async def _heartbeat(worker: Worker) -> None:
     while True:
         await asyncio.sleep(_HEARTBEAT_S)
-        if supervisor and parent_is_gone(supervisor):
-            os._exit(Exit.FAILED)
         try:
             await worker.present()
         except BusError as error:

@@ -119,8 +119,8 @@ def kept_layers(shape: ModelShape, *, free_bytes: int, needed_bytes: int, tokens
         compiled: whether the layers are.
     """
     head = HEAD_BYTES * CHUNK_TOKENS * shape.vocab + 8 * shape.vocab * shape.hidden
-    if compiled and (kept := tokens * shape.vocab * itemsize) <= KEPT_BYTES:
-        head += kept
+    if compiled:  # it goes by the trained tokens, of which a row has fewer than positions
+        head += min(tokens * shape.vocab * itemsize, KEPT_BYTES)
     layer = tokens * shape.layer_bytes(itemsize, compiled=compiled)
     # The inputs of all, and of the layer whose backward pass is under way what it keeps and as much again of gradients.
     inputs = tokens * shape.layers * shape.hidden * itemsize

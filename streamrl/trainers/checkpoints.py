@@ -267,6 +267,16 @@ class BackgroundWriter:
         return future
 
 
+def written(error: Exception | None = None) -> Future[None]:
+    """The outcome of a write that is over already."""
+    future: Future[None] = Future()
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
+    return future
+
+
 def _exchange(temporary: Path, path: Path) -> None:
     replaced = path.with_name(f".{path.name}.replaced")
     if path.exists():

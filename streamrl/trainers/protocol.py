@@ -94,12 +94,12 @@ def not_finite(norm: float, learning_rate: float) -> WeightsDiverged:
     )
 
 
-def out_of_memory(batch: TrainBatch, budget: int, half: int, longest: int, said: str) -> OutOfMemory:
+def out_of_memory(batch: TrainBatch, tokens: int, half: int, longest: int, said: str) -> OutOfMemory:
     """The error for a step that is out of memory.
 
     Args:
         batch: whose step.
-        budget: tokens of a micro-batch that were tried.
+        tokens: of a micro-batch that were tried.
         half: what to begin again with; 0: no less would help.
         longest: tokens of the longest sample.
         said: by the device.
@@ -109,8 +109,8 @@ def out_of_memory(batch: TrainBatch, budget: int, half: int, longest: int, said:
     else:
         hint = "set trainer.activations = 0, lower sampling.max_new_tokens, or train on a larger device"
     return OutOfMemory(
-        f"out of memory in the step from version {batch.version} with micro-batches of {budget} tokens, the longest sample has {longest}"
-        f"{'' if half else ', and none is shorter than that'}: {said}",
+        f"out of memory in the step from version {batch.version} with micro-batches of {tokens} tokens, the longest sample has {longest}"
+        f"{'' if half else ', which must fit into one'}: {said}",
         hint=hint,
         micro_tokens=half,
         number=batch.version.number + 1,

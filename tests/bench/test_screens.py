@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from benchmarks.loop import sampler as sampler_module
 from benchmarks.loop.onlookers import Browser, looking
 from benchmarks.loop.sampler import Sampler
 from benchmarks.loop.screens import SCREENS, Screen, ScreensSpec, asked, slice_ends
@@ -130,6 +131,24 @@ def test_the_sampler_knows_what_looks_and_its_memory() -> None:
     most = sampler.most_bytes()
     assert list(most) == ["top"] and 50e6 < most["top"] < 100e6
     assert sampler.most_bytes(0.0) == {}
+
+
+@pytest.mark.process
+def test_the_memory_of_who_starts_processes_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler_module, "_EVERY_S", 0.001)
+    script = """
+import subprocess
+block = bytearray(b'x' * 50_000_000)
+for number in range(400):
+    subprocess.run(["true"], check=True)
+    number == 50 and print(flush=True)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        with Sampler(child.pid) as sampler:
+            child.wait()
+    assert 50e6 < max(sampler.most_bytes().values()) < 100e6
 
 
 @pytest.mark.nats

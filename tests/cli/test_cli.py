@@ -237,3 +237,9 @@ def test_a_run_whose_start_was_killed_is_no_run_and_can_be_stopped(place: Path, 
     assert "whose start has not come that far" in said and "wait for its `streamrl up`, or stop that with `streamrl down half`" in said
     assert main(["down", "half"]) == 0
     assert capsys.readouterr().out == "run half was not running\n"
+
+
+def test_an_error_holds_no_command_for_the_terminal(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "a\x1b[2Jb.toml"]) == 1
+    err = capsys.readouterr().err
+    assert "no such file: a\N{MIDDLE DOT}[2Jb.toml\nhint: " in err and "\x1b" not in err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 from functools import partial
@@ -14,7 +15,7 @@ from streamrl.runtime.rundir import RunDir
 from streamrl.weights.factory import weights_directory
 from tests.support.digits import TABLE, write_digits
 from tests.support.processes import until
-from tests.support.programs import STREAMRL, Start, answer, said
+from tests.support.programs import PIPE, STREAMRL, Start, answer, said
 
 pytestmark = pytest.mark.nats
 
@@ -117,6 +118,20 @@ async def test_a_run_that_has_finished_is_left_alone(streamrl: Start, place: Pat
         words = ("reward", "digits", "--task", str(task), "--rollout", str(rollout), "--reward", "1")
         code, _, err = await said(await streamrl(*words))
         assert (code, f"got {task or rollout}" in err) == (1, True)
+
+
+async def test_a_terminal_that_lacks_letters_gets_a_sign_for_each(streamrl: Start, tmp_path: Path) -> None:
+    folder = tmp_path / "\N{HIRAGANA LETTER A}\N{LATIN SMALL LETTER E WITH ACUTE}"
+    folder.mkdir()
+    write_digits(folder, TABLE)
+    in_latin = partial(streamrl, cwd=folder, env={"PYTHONIOENCODING": "latin-1"}, stdout=PIPE)
+    process = await in_latin("up", "run.toml", "--plain", "--set", "run.steps=2")
+    out, err = await asyncio.wait_for(process.communicate(), 120)
+    assert (process.returncode, err) == (0, b"")
+    assert "/?\N{LATIN SMALL LETTER E WITH ACUTE}/runs/digits/summary.json" in out.decode("latin-1").replace("\n", "")
+    process = await in_latin("status")
+    out, err = await asyncio.wait_for(process.communicate(), 120)
+    assert (process.returncode, err) == (0, b"")
 
 
 async def test_a_run_whose_weights_diverge_ends_with_that_word(streamrl: Start, place: Path) -> None:

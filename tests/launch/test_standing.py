@@ -87,6 +87,32 @@ async def test_a_run_of_which_every_task_fails_ends_with_1_and_the_error(streamr
     assert "run digits is failed, 0/15 steps" in (await said(await streamrl("status", "digits")))[1]
 
 
+async def test_a_run_whose_producers_all_have_a_typo_ends_with_1(streamrl: Start, place: Path) -> None:
+    keys = sets("producer.function=mine.py:fails", "producer.workers=2", "producer.concurrency=2")
+    code, _, err = await said(await streamrl("up", "run.toml", "--plain", *COLD, *keys))
+    assert code == 1
+    assert "ValueError: no tool for" in err
+
+
+async def test_a_healthy_run_goes_on_beside_an_attached_producer_that_fails_and_names_it(streamrl: Start, run: RunDir, place: Path) -> None:
+    """Its own producer takes a second and a half for a rollout, in which the other one fails more tasks than end a run by itself."""
+    keys = ("debug.token_delay_s=0.5", "producer.concurrency=2", "tasks.batch_tasks=2", "tasks.drop_zero_variance=false")
+    process = await streamrl("up", "run.toml", "--plain", *COLD, *sets(*keys, "run.steps=100000"))
+    await line_with(process, "training")
+    unread = asyncio.subprocess.DEVNULL  # it says more than a pipe holds
+    guest = await streamrl("attach", "mine.py:fails", "--run", "digits", stdout=unread, stderr=unread)
+    assert "all by producer-1. hint: stop and mend it" in await line_with(process, "tasks have failed since")
+    before = json.loads(run.state_path.read_text())["step"]
+    await until(lambda: json.loads(run.state_path.read_text())["step"] > before + 3, within_s=90)
+    status = await answer(await streamrl("status", "digits", "--json"))
+    failed = {one["worker"]: one["failed_rollouts"] for one in status["numbers"]["workers"]}
+    assert failed.pop("producer-1") > 3 * 2 * 4 and not any(failed.values())
+    assert re.search(r"producer-1: .* rollouts failed lately", (await said(await streamrl("status", "digits")))[1])
+    for one in (guest, process):
+        one.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(one.wait(), 60) == 0
+
+
 @pytest.mark.parametrize(
     ("keys", "waits", "hint"),
     [

@@ -33,8 +33,13 @@ def test_what_is_too_long_ends_in_a_sign_of_it(text: str, width: int, cut: str) 
 
 
 def test_a_note_goes_on_in_the_next_line() -> None:
-    assert folded("page: http", 4) == ["page", ": ht", "tp"]
+    assert folded("page: http", 4) == ["page", ":", "http"]
     assert folded("日本語", 3) == ["日", "本", "語"]
+    hint = "raise tasks.max_staleness, see  docs/slo.md"
+    assert folded(hint, 24) == ["raise", "tasks.max_staleness, see", "docs/slo.md"]
+    assert folded(hint, 23) == ["raise", "tasks.max_staleness,", "see  docs/slo.md"]
+    assert folded("a    b", 3) == ["a", "b"] and folded("abc  ", 4) == ["abc", ""]
+    assert folded("日", 1) == ["日"]
     assert folded("", 5) == [""] and folded("a\x1b", 5) == ["a·"]
 
 

@@ -3,11 +3,12 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from streamrl.monitor.failures import FIRST_PAUSE_S, MOST_STONES, Barren, Failures, Pace, barren_line
-from streamrl.monitor.screen import plain_line
+from streamrl.monitor.failures import FIRST_PAUSE_S, LATELY, MOST_STONES, Barren, Failures, Pace, alone_to_blame, barren_line
+from streamrl.monitor.screen import failed_line, plain_line
 from streamrl.monitor.trained import MOST_REASONS
 from streamrl.monitor.view import RunView
-from streamrl.schemas.control import Grant
+from streamrl.schemas.control import Grant, WorkerPresence
+from streamrl.schemas.events import MetricReport
 from streamrl.schemas.ledger import REASON_LENGTH, Drop
 from streamrl.schemas.samples import Tombstone
 from streamrl.telemetry.names import OTHER_REASON
@@ -55,6 +56,63 @@ def test_a_batch_takes_over_what_its_entry_has_and_leaves_the_newest_error(entry
     assert (numbers.drops, numbers.failed_tasks, numbers.newest_error) == ({"failed": 4}, 0, "failed: seen late")
 
 
+def by(producer: str, task: int, **more: object) -> Tombstone:
+    return replace(stone(task), producer=producer, **more)
+
+
+def test_tasks_and_rollouts_that_fail_are_counted_by_producer() -> None:
+    failures = Failures()
+    for sequence, one in enumerate((by("producer-1", 1), by("producer-1", 2, rollout=0), by("producer-0", 2, rollout=1), stone(3)), 1):
+        failures.add(sequence, one, after=0)
+    assert failures.producers == {"producer-1": 1, "producer-0": 1}
+    assert failures.lately(4) == {"producer-1": 3, "producer-0": 1}
+    failures.trained(1)
+    assert (failures.producers, failures.lately(4)) == ({"producer-0": 1}, {"producer-1": 3, "producer-0": 1})
+    assert failures.lately(LATELY + 2) == {"producer-0": 1} and not failures.lately(LATELY + 4)
+
+
+@pytest.mark.parametrize(
+    ("failed", "working", "alone"),
+    [
+        ({"a": 24}, {"a"}, True),
+        ({"a": 23, "gone": 9}, {"a"}, False),
+        ({"a": 24}, {"a", "b"}, False),
+        ({"a": 500, "b": 11}, {"a", "b"}, False),
+        ({"a": 500, "b": 12}, {"a", "b"}, True),
+        ({}, set(), True),
+    ],
+)
+def test_a_run_is_given_up_only_when_no_producer_at_work_fails_less_than_its_part(
+    failed: dict[str, int], working: set[str], alone: bool
+) -> None:
+    assert alone_to_blame(failed, working, most=24) is alone
+
+
+def test_a_producer_is_at_work_once_loaded_until_its_report_says_that_it_holds_and_gives_nothing() -> None:
+    view = RunView("demo")
+    for name, state in (("producer-0", "running"), ("producer-1", "loading"), ("engine-0", "running")):
+        view.worker(name, WorkerPresence(worker=name, kind=name[:-2], state=state, pid=1, host="here"))
+    assert view.working_producers == {"producer-0"}
+    for held, published, at_work in ((0, 0, False), (1, 0, True), (0, 3, True), (0, 0, False)):
+        report = {"producer/in_flight_tasks": float(held)}
+        view.metric(MetricReport(worker="producer-0", mean=report, sum={"producer/rollouts_total": float(published)}))
+        assert ("producer-0" in view.working_producers) is at_work
+    view.worker("producer-0", None)
+    assert not view.working_producers
+
+
+def test_what_has_failed_is_said_with_whose_it_was_where_there_are_others() -> None:
+    view = RunView("demo")
+    for sequence in range(1, 4):
+        view.tombstone(sequence, by("producer-1\x1b[2J", sequence))
+    view.worker("producer-1", WorkerPresence(worker="producer-1", kind="producer", state="running", pid=1, host="here"))
+    view.failures.producers["producer-1"] += 1
+    assert "all by" not in failed_line(view.numbers(elapsed_s=1.0), view.failures.producers)
+    view.worker("producer-0", WorkerPresence(worker="producer-0", kind="producer", state="running", pid=1, host="here"))
+    said = failed_line(view.numbers(elapsed_s=1.0), view.failures.producers)
+    assert "no; all by producer-1·[2J, producer-1. hint" in said
+
+
 def test_what_a_producer_leaves_out_on_purpose_is_no_failure() -> None:
     view = RunView("demo")
     for reason in ("filtered", "lost", "too-easy"):
@@ -84,6 +142,16 @@ def test_a_producers_own_words_are_counted_together_beyond_so_many_and_cut() -> 
     assert (reasons.total(), reasons[OTHER_REASON]) == (40_000, 2 * (20_000 - MOST_REASONS))
     view.failures.trained(19_990)
     assert len(reasons := view.failures.given_up.reasons) == 10 and max(map(len, reasons)) == REASON_LENGTH
+
+
+def test_reasons_of_the_ledger_and_of_what_is_not_in_it_yet_are_bounded_together(entry: MakeEntry) -> None:
+    view = RunView("demo")
+    view.ledger(as_line(entry(1, cursor=5, drops=[Drop(3, 1, (0,), f"ledger {number}") for number in range(100)])))
+    for sequence in range(100):
+        view.tombstone(6 + sequence, stone(sequence, f"stream {sequence}"))
+    numbers = view.numbers(elapsed_s=1.0)
+    assert len(numbers.drops) == MOST_REASONS + 1
+    assert sum(numbers.drops.values()) == numbers.dropped == 100 + 200
 
 
 def test_what_is_given_up_pushes_no_failure_out() -> None:

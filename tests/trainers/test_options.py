@@ -82,13 +82,10 @@ def test_layers_that_keep_nothing_are_run_again_the_first_of_them(
     assert seen == [2] * (2 - once) + [1] * once
 
 
-def test_what_was_recorded_is_done_again_where_the_configuration_leaves_it_open(
-    model_dir: Path, rollouts: Callable[..., TrainBatch]
-) -> None:
+def test_a_number_that_is_configured_stands_above_what_was_recorded(model_dir: Path, rollouts: Callable[..., TrainBatch]) -> None:
     trainer = make(model_dir, activations=1)
-    recorded = replace(rollouts(), choices=Choices(kept_layers=0))
-    found = trainer.step(recorded).choices
-    assert found is not None and found.kept_layers == 1, "it does not"
+    found = trainer.step(replace(rollouts(), choices=Choices(kept_layers=0))).choices
+    assert found is not None and found.kept_layers == 1
 
 
 def test_more_layers_than_there_are_are_refused(model_dir: Path) -> None:

@@ -49,13 +49,21 @@ class JetStreamBus:
 
     @classmethod
     async def open(
-        cls, address: BusAddress, run: str, config: BusConfig, *, create: bool = True, name: str = "", patience_s: float | None = None
+        cls,
+        address: BusAddress,
+        run: str,
+        config: BusConfig,
+        *,
+        create: bool = True,
+        name: str = "",
+        patience_s: float | None = None,
+        gather: bool = False,
     ) -> JetStreamBus:
         """Connect and, unless told otherwise, make the streams that are missing; see `streamrl.bus.connect`."""
         topology = Topology.of(run, config)
         # In a cluster nobody listens while a stream has no leader, which may take as long as a server is away.
         unheard_s = config.patience_s if config.replicas > 1 else NO_RESPONDER_S
-        connection = Connection(address, name=name, patience_s=config.patience_s, unheard_s=unheard_s)
+        connection = Connection(address, name=name, patience_s=config.patience_s, unheard_s=unheard_s, gather=gather)
         await connection.open(patience_s)
         try:
             if create:

@@ -19,12 +19,12 @@ from typing import Any
 
 import msgspec
 import nats.errors
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from streamrl.bus.address import BusAddress
 from streamrl.bus.jetstream import options
+from streamrl.bus.jetstream.client import DirectClient
 from streamrl.bus.jetstream.transport import WideTransport
 from streamrl.bus.jetstream.wire import status_of
 from streamrl.errors import BusError, BusUnavailable, Forbidden
@@ -74,9 +74,12 @@ class Connection:
         name: shown in the server's monitoring.
         patience_s: how long a request is retried while the server is away.
         unheard_s: how long one is retried, and a message sent again, while nobody listens to its subject.
+        gather: see `streamrl.bus.connect`.
     """
 
-    def __init__(self, address: BusAddress, *, name: str, patience_s: float, unheard_s: float = NO_RESPONDER_S) -> None:
+    def __init__(
+        self, address: BusAddress, *, name: str, patience_s: float, unheard_s: float = NO_RESPONDER_S, gather: bool = False
+    ) -> None:
         self.address = address
         self.api = address.api
         """Subjects of JetStream's API begin with it."""
@@ -87,12 +90,15 @@ class Connection:
         self.denial_listeners: list[Callable[[str, str], None]] = []
         """Called with the (lower-case) subject and a hint when the server says that a permission is missing."""
         self._name = name
-        self._client = Client()
+        self._client = DirectClient()
         self._root = f"{address.inbox_prefix}.{secrets.token_hex(10)}"
         self._prefix = f"{self._root}.answer."
         self._sinks: set[Sink] = set()
         self._tokens = itertools.count()
         self._handlers: dict[str, Handler] = {}
+        self._awaited = asyncio.Event()
+        """Set while there are handlers of answers, and after a loss until it is back."""
+        self._gather = gather
         self._waiting: dict[str, tuple[str, asyncio.Future[Any]]] = {}
         self._listeners: list[Callable[[bool], None]] = []
         self._up = asyncio.Event()
@@ -126,8 +132,8 @@ class Connection:
         The client retries for ever and tells of failures through its error callback only, so the attempt runs beside a future
         that the callback resolves when the failure is one that no retry mends.
         """
-        client = Client()
-        client._transport = WideTransport()  # pyright: ignore[reportPrivateUsage]  # there is no option for it
+        client = DirectClient()
+        client._transport = WideTransport(self._awaited, gather=self._gather)  # pyright: ignore[reportPrivateUsage]  # there is no option for it
         refused: asyncio.Future[BusUnavailable] = asyncio.get_running_loop().create_future()
         self._client, self._refused = client, refused
         attempt = asyncio.create_task(
@@ -155,7 +161,7 @@ class Connection:
             if not self.connected:
                 attempt.cancel()
                 await asyncio.gather(attempt, return_exceptions=True)
-                self._client = Client()
+                self._client = DirectClient()
                 await client.close()
         if refused.done():
             raise refused.result()
@@ -186,11 +192,14 @@ class Connection:
         """A new reply subject; `handler` is called with each message that arrives there, until `drop`."""
         token = str(next(self._tokens))
         self._handlers[token] = handler
+        self._awaited.set()
         return self._prefix + token
 
     def drop(self, reply: str) -> None:
         """Forget a reply subject."""
         self._handlers.pop(reply[len(self._prefix) :], None)
+        if self.connected and not self._handlers:
+            self._awaited.clear()
 
     async def open_sink(self, handler: Handler, subject: str = "", failed: Callable[[Forbidden], None] | None = None) -> Sink:
         """Subscribe, to a new subject for deliveries unless one is given; it survives reconnects."""
@@ -343,7 +352,7 @@ class Connection:
         for listener in self.denial_listeners:
             listener(subject, hint)
 
-    async def _on_connected(self, client: Client) -> None:
+    async def _on_connected(self, client: DirectClient) -> None:
         if client is not self._client:
             return
         self.generation += 1
@@ -351,10 +360,12 @@ class Connection:
         if self.generation > 1:
             logger.warning("event=bus_reconnected url=%s away_s=%.2f", self.address.url, self.away_s)
         self._up.set()
+        if not self._handlers:
+            self._awaited.clear()
         for listener in list(self._listeners):
             listener(True)
 
-    async def _on_disconnected(self, client: Client) -> None:
+    async def _on_disconnected(self, client: DirectClient) -> None:
         if client is self._client and self.connected:
             self._lost()
             if not self._closing:
@@ -362,6 +373,7 @@ class Connection:
 
     def _lost(self) -> None:
         self._up.clear()
+        self._awaited.set()
         self._away_since = time.monotonic()
         for _, future in list(self._waiting.values()):
             if not future.done():
@@ -369,7 +381,7 @@ class Connection:
         for listener in list(self._listeners):
             listener(False)
 
-    async def _on_closed(self, client: Client) -> None:
+    async def _on_closed(self, client: DirectClient) -> None:
         """The client gives up for good on protocol errors and refused credentials; take a new one."""
         if client is not self._client or self._closing or self._refused is not None:
             return

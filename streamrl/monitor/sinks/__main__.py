@@ -103,7 +103,7 @@ async def serve(kind: str, run: RunDir, pulse: Pulse, *, joined: bool) -> None:
         position = load(run.sink_dir(kind) / "position.json")
         sink = Guarded(open_sink(kind, config, run, position))
         with contextlib.closing(RowWriter(sink)) as rows:
-            async with connected(run, role=READER, name=f"sink-{kind}") as bus:
+            async with connected(run, role=READER, name=f"sink-{kind}", gather=True) as bus:
                 series = Series(window_s=config.metrics.window_s, after=position.newest, evaluated_s=position.evaluated_s)
                 view = RunView(run.name, before=before, joined=joined, series=series)
                 async with Follower(bus, view, trainer=config.trainer.name, rows=rows, after=after) as follower:

@@ -13,6 +13,16 @@ function range(plot, least, most) {
   return [least - room, most + room];
 }
 
+const SECONDS = uPlot.fmtDate("{HH}:{mm}:{ss}"), MINUTES = uPlot.fmtDate("{HH}:{mm}"), DAYS = uPlot.fmtDate("{YYYY}-{MM}-{DD}");
+
+// Labels of a time axis whose ticks are `step` seconds apart: local time, and the day where it begins.
+function clock(plot, ticks, axis, space, step) {
+  return ticks.map((tick) => {
+    const at = new Date(tick * 1000), midnight = !(at.getHours() || at.getMinutes() || at.getSeconds());
+    return (midnight ? DAYS : step < 60 ? SECONDS : MINUTES)(at);
+  });
+}
+
 // Each line with those before it below; where one is missing all are.
 function onTop([x, ...lines]) {
   const sums = x.map(() => 0);
@@ -76,7 +86,7 @@ export class Chart {
         width: this.room.clientWidth || 400, height: HEIGHT, scales: { x: { time }, y: { range: stacked ? [0, 1] : range } },
         bands: stacked ? labels.slice(1).map((_, at) => ({ series: [at + 2, at + 1] })) : [],
         series: [{ label: time ? "time" : this.x, value: time ? "{HH}:{mm}:{ss}" : (plot, value) => number(value) }, ...lines],
-        axes: [axis, { ...axis, size: 58, values: (plot, ticks) => ticks.map((tick) => number(tick)) }],
+        axes: [time ? { ...axis, space: 70, values: clock } : axis, { ...axis, size: 58, values: (plot, ticks) => ticks.map((tick) => number(tick)) }],
         cursor: { sync: { key: this.x } },
       },
       values,

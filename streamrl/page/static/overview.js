@@ -77,7 +77,7 @@ export function overview(place, run) {
     const values = [
       ["reward", number(newest["rollout/raw_reward"], 3)],
       ["held-out", number(newest["eval/heldout"], 3)],
-      ["step", `${run.step} / ${run.steps}`],
+      ["step", `${run.step}/${run.steps}`],
       ["tokens/s sampled", number(run.sampled_per_s, 3)],
       ["tokens/s trained", number(run.trained_per_s, 3)],
       ["staleness p95", number(newest["staleness/p95"], 3)],

@@ -55,7 +55,7 @@ function lanes(batch) {
   drawing.setAttribute("aria-label", `${timed.length} rollouts over ${number(end - first, 3)} seconds`);
   const key = order.map((version) => element("span", { class: `key v${at(version)}` }, `generates, version ${version}`));
   const hidden = batch.samples.length - timed.length;
-  return element("div", {}, element("p", {}, ...key, element("span", { class: "soft" }, `faint: waits; middle: tools; strongest: reward; blue-grey: queue and step; ${number(end - first, 3)} s in all${hidden ? `; ${hidden} more are not drawn` : ""}`)), drawing);
+  return element("div", {}, element("p", {}, ...key, element("span", { class: "soft" }, `palest: waits; middle: tools; strongest: reward; grey: queue and step; ${number(end - first, 3)} s in all${hidden ? `; ${hidden} more are not drawn` : ""}`)), drawing);
 }
 
 // What is looked for stays while one walks through batches.

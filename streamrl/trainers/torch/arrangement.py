@@ -53,7 +53,10 @@ class Arrangement:
         parallel: the ranks.
         budget: positions of a forward and backward pass.
         deterministic: refuse kernels that are not reproducible.
-        snapshots: buffers of the size of the policy, or of this rank's part, that are still to be made.
+        copies: of the policy's parameters, or of this rank's part, that are still to be made.
+
+    Raises:
+        ConfigError: the configuration asks for packed rows or compiled layers by name, and a model cannot be run on packed rows.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class Arrangement:
         parallel: Parallel,
         budget: int,
         deterministic: bool,
-        snapshots: int,
+        copies: int,
     ) -> None:
         self._kernels = kernels
         self._trained = trained
@@ -75,8 +78,13 @@ class Arrangement:
         self._notices: list[str] = []
         self._why = ""
         """Why nothing can be compiled, once that has been tried."""
-        self._attention = kernels.attention if trained[0].packs or kernels.attention != "packed" else "sdpa"
-        self._room = self._reckon(snapshots) if kernels.kept_layers == "auto" else None
+        self._attention = kernels.attention
+        if kernels.attention == "packed" and (others := [model for model in trained if not model.packs]):
+            self._attention = "sdpa"
+            self._say_not_packed(type(others[0].module).__name__)
+        self._room = self._reckon(copies) if kernels.kept_layers == "auto" else None
+        self._most: int | None = None
+        """No more layers keep their activations since memory ran out."""
         self._reckoned: dict[int, int | None] = {}
         """Layers that keep their activations, by the rows' length."""
         compiled = kernels.compile and all(model.packs for model in trained)
@@ -99,9 +107,22 @@ class Arrangement:
         if recorded is not None and self._kernels.free_compile:
             compiled = recorded.compiled
         if recorded is not None and self._kernels.kept_layers == "auto":
-            kept = recorded.kept_layers
+            # No more than fit here, which may be another machine: no digit depends on it.
+            kept = _fewer(kept, recorded.kept_layers)
         if (wanted := Arranged(compiled, kept)) != self._now:
             self._arrange(wanted)
+
+    def keep_fewer(self) -> bool:
+        """Memory has run out: half as many layers keep their activations from here on. False where none does, or it was configured."""
+        layers = self._trained[0].num_layers
+        kept = layers if self._now.kept is None else self._now.kept
+        if self._room is None or not kept:
+            return False
+        self._most = kept // 2
+        self._notices.append(f"out of memory: {self._most} of {layers} layers keep their activations from here on, {kept} did")
+        logger.warning("event=fewer_activations kept=%d before=%d", self._most, kept)
+        self._arrange(self._now._replace(kept=self._most))
+        return True
 
     def choices(self, row_length: int) -> Choices | None:
         """For the ledger, with the length of the batch's packed rows, or 0; None where nothing is out of the ordinary."""
@@ -148,8 +169,11 @@ class Arrangement:
 
     def _kept(self, row_length: int) -> int | None:
         kept = self._kernels.kept_layers
-        if kept != "auto" or self._room is None:
-            return None if kept == "auto" else kept
+        if kept is None or (kept == "auto" and self._room is None):
+            return None
+        if kept != "auto":
+            return None if kept >= self._trained[0].num_layers else kept
+        assert self._room is not None
         if row_length not in self._reckoned:
             policy, room = self._trained[0], self._room
             estimate = kept_layers(
@@ -163,9 +187,9 @@ class Arrangement:
             self._notices.append(estimate.text)
             logger.info("event=activations row=%d kept=%d of=%d %s", row_length, estimate.kept, policy.num_layers, estimate.text)
             self._reckoned[row_length] = None if estimate.kept >= policy.num_layers else estimate.kept
-        return self._reckoned[row_length]
+        return _fewer(self._reckoned[row_length], self._most)
 
-    def _reckon(self, snapshots: int) -> _Room | None:
+    def _reckon(self, copies: int) -> _Room | None:
         """The memory that is there, of the rank that has the least; None where the shape or the layers are not known."""
         policy = self._trained[0]
         shape = model_shape(policy.module.config.to_dict())
@@ -181,4 +205,18 @@ class Arrangement:
             if shards > 1:
                 needed += gathered_bytes(model_shape(model.module.config.to_dict()) or shape, itemsize, once=model.gathers_once)
         size = -(-sum(p.numel() for _, p in policy.parameters()) // shards) * itemsize
-        return _Room(shape, least, needed + snapshots * size)
+        return _Room(shape, least, needed + copies * size)
+
+    def _say_not_packed(self, model: str) -> None:
+        asked = [] if self._kernels.free_attention else ["trainer.attention = 'packed'"]
+        asked += [] if self._kernels.free_compile or not self._kernels.compile else ["trainer.compile = 'on'"]
+        why = f"{model} cannot be run on packed rows: some of its layers do not attend to all that is before a token"
+        if asked:
+            key = asked[0].split()[0]
+            raise ConfigError(f"{asked[0]}, but {why}", hint=f"set {key} = 'auto'", key=key, got=model)
+        self._notices.append(f"rows are not packed and layers not compiled, so that training is slower: {why}")
+
+
+def _fewer(one: int | None, other: int | None) -> int | None:
+    """Of two numbers of layers, where None is all of them."""
+    return other if one is None else one if other is None else min(one, other)

@@ -284,11 +284,11 @@ class CausalLM:
         self._body.register_forward_pre_hook(refuse, with_kwargs=True)
 
     def _states(self, micro: MicroBatch) -> Tensor:
+        if micro.starts is not None:
+            return self._packed(micro.inputs, micro.positions, micro.starts, micro.longest)
         inputs = self._tensor(micro.inputs)
         if micro.plain:
             return self._body(input_ids=inputs, use_cache=False).last_hidden_state
-        if micro.starts is not None:
-            return self._packed(micro.inputs, micro.positions, micro.starts, micro.longest)
         mask = attention_mask(self._tensor(micro.tree), self._tensor(micro.branch))
         positions = self._tensor(micro.positions)
         return self._body(input_ids=inputs, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state

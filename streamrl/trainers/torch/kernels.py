@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -16,6 +16,8 @@ class Kernels(msgspec.Struct, frozen=True, kw_only=True):
 
     attention: Literal["sdpa", "packed", "flash"] = "sdpa"
     """See `TrainerConfig`."""
+    free_attention: bool = False
+    """Whether `attention` was chosen here, and not by the configuration."""
     compile: bool = False
     """Run layers and head as torch.compile makes them, on packed rows only."""
     free_compile: bool = False
@@ -48,6 +50,7 @@ def choose_kernels(config: Config, device: torch.device, dtype: torch.dtype) -> 
     compiled = trainer.compile == "on" or (trainer.compile == "auto" and packed and cuda and config.run.numerics != "bitwise")
     return Kernels(
         attention=attention,
+        free_attention=trainer.attention == "auto",
         compile=compiled,
         free_compile=trainer.compile == "auto",
         kept_layers=_kept_layers(trainer.activations, cuda=cuda),
@@ -58,3 +61,13 @@ def _kept_layers(activations: int | str, *, cuda: bool) -> int | Literal["auto"]
     if activations == "auto":
         return "auto" if cuda else None
     return activations if isinstance(activations, int) else None
+
+
+def never_eager_again() -> None:
+    """Let torch.compile make code for every shape that comes, and fail rather than run one without: it would do so in silence.
+
+    All layers share one limit. A row length takes up to four shapes: trained, scored, a frozen model's, and in float32.
+    """
+    settings: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
+    settings.recompile_limit, settings.accumulated_recompile_limit = 256, 1024
+    settings.fail_on_recompile_limit_hit = True

@@ -11,6 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from streamrl.algorithms.chunked_head import ChunkKernels, chunk_kernels
+from streamrl.trainers.torch.kernels import never_eager_again
 
 
 class Layers:
@@ -39,6 +40,7 @@ class Layers:
     def arrange(self, *, compiled: bool, kept: int | None) -> None:
         """See `CausalLM.arrange`; `kept` is in range."""
         if compiled and self._fast_chunks is None:
+            never_eager_again()
             self._fast = [torch.compile(plain, dynamic=False) for plain in self._plain]
             self._fast_chunks = chunk_kernels(self._vocab_size, compiled=True)
         self.chunks = self._fast_chunks if compiled else None

@@ -25,7 +25,7 @@ from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine
 from streamrl.tensors.digest_torch import NamedDigester, NamedDigests, Region
-from streamrl.trainers.checkpoints import BackgroundWriter, write_directory
+from streamrl.trainers.checkpoints import BackgroundWriter, write_directory, written
 from streamrl.trainers.flops import flops_of, peak_flops
 from streamrl.trainers.mesh import mesh_of
 from streamrl.trainers.parts import part_folder
@@ -147,7 +147,7 @@ class TorchTrainer:
             parallel=self._parallel,
             budget=trainer.micro_tokens,
             deterministic=deterministic,
-            snapshots=snapshots if cuda else 0,
+            copies=(snapshots if cuda else 0) + (recheck_versions if trainer.check_logprobs else 0),
         )
         # FlashAttention knows no float32.
         widen = kernels.attention != "flash"
@@ -184,7 +184,7 @@ class TorchTrainer:
                     done = self._update.run(batch, objective, self._learning_rate(batch), learns=learns)
                     return self._result(batch, objective, done)
                 except torch.OutOfMemoryError as error:
-                    budget = self._half_budget(batch, error)
+                    budget = self._repeatable(batch, error)
                 # Only here the error, whose frames hold on to the pass's memory, is gone.
                 self._update.discard()
                 if self._policy.device.type == "cuda":
@@ -208,16 +208,19 @@ class TorchTrainer:
         """Whether the policy does; a critic's first batches are its own."""
         return batch.kind == "sft" or batch.stage_step >= self._loss.critic.only_steps
 
-    def _half_budget(self, batch: TrainBatch, error: torch.OutOfMemoryError) -> int:
-        """The budget that the step is repeated with; raises OutOfMemory where it may not be."""
+    def _repeatable(self, batch: TrainBatch, error: torch.OutOfMemoryError) -> int:
+        """The budget that the step is repeated with, after fewer layers keep their activations; raises OutOfMemory where it may not be."""
         budget, longest = self._update.budget, int(batch.lengths.max())
+        alone = not self._update.wrote and self._parallel.ranks == 1
+        if alone and self._arrangement.keep_fewer():  # which changes no digit, as another budget does
+            return budget
         # A packed row may be shorter than the budget, which then is cut below the row.
         now = self._update.row_length(batch, budget) or max(budget, longest)
         half = now // 2
         if (self._update.row_length(batch, half) or max(half, longest)) >= now:
             half = 0
-        if not half or self._update.wrote or self._parallel.ranks > 1:
-            raise out_of_memory(batch, budget, half, longest, str(error)) from error
+        if not half or not alone:
+            raise out_of_memory(batch, now, half, longest, str(error)) from error
         return half
 
     def _result(self, batch: TrainBatch, objective: Objective, done: Updated) -> StepResult:
@@ -288,14 +291,14 @@ class TorchTrainer:
         """
         parallel = self._parallel
         if parallel.copy or (parallel.rank and not parallel.sharded):
-            return _done(None)
+            return written()
         self._writer.wait()
         begun, seen = None, True
         if parallel.writers is not None:
             try:
                 begun, seen = parallel.writers.meet(path)
             except TrainingError as error:
-                return _done(error)
+                return written(error)
         state = TorchState(
             policy=self._held.state(self._optimizer.state(), self.digest()),
             critic=self._critic.state() if self._critic is not None else None,
@@ -389,12 +392,3 @@ class TorchTrainer:
             self._copies = None
         if self._snapshots is not None:
             self._snapshots.settle()
-
-
-def _done(error: TrainingError | None) -> Future[None]:
-    future: Future[None] = Future()
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
-    return future

@@ -1,0 +1,67 @@
+"""What producers have in hand, by their newest reports."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import msgspec
+
+from streamrl.schemas.events import MetricReport
+
+_IN_FLIGHT = "producer/in_flight_tasks"
+_HUNG, _HUNG_S = "producer/hung_tasks", "producer/hung_s"
+_ROLLOUTS = "producer/rollouts_total"
+
+
+class _Held(msgspec.Struct, frozen=True):
+    tasks: float
+    hung: float
+    hung_s: float
+    rollouts: float
+    """Published since the report before."""
+
+
+class InHand:
+    """Tasks by producer.
+
+    Args:
+        most: producers of which something is remembered, beside those that are there.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held: dict[str, _Held] = {}
+
+    def report(self, one: MetricReport, *, there: Collection[str]) -> None:
+        """A worker's report; `there` are the workers that are."""
+        if _IN_FLIGHT not in one.mean:
+            return
+        if len(self._held) > self._most:
+            self._held = {name: held for name, held in self._held.items() if name in there}
+        self._held[one.worker] = _Held(
+            one.mean[_IN_FLIGHT], one.mean.get(_HUNG, 0.0), one.max.get(_HUNG_S, 0.0), one.sum.get(_ROLLOUTS, 0.0)
+        )
+
+    def forget(self, worker: str) -> None:
+        """It has left."""
+        self._held.pop(worker, None)
+
+    @property
+    def tasks(self) -> dict[str, float]:
+        """By producer."""
+        return {name: held.tasks for name, held in self._held.items()}
+
+    @property
+    def hung_tasks(self) -> int:
+        """How many of them hang."""
+        return round(sum(held.hung for held in self._held.values()))
+
+    @property
+    def hung_s(self) -> float:
+        """For how long, the longest."""
+        return max((held.hung_s for held in self._held.values()), default=0.0)
+
+    def is_idle(self, producer: str) -> bool:
+        """Whether it is known to hold nothing and to have published nothing."""
+        held = self._held.get(producer)
+        return held is not None and not held.tasks and not held.rollouts
