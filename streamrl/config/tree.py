@@ -211,8 +211,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     ranks: PositiveInt = 1
     """Processes that share each batch and sum their gradients (over gloo, on GPUs over NCCL); torch only."""
     shards: PositiveInt = 1
-    """Parts that parameters, gradients and optimizer state are cut into, one on a rank, so ranks / shards copies of the whole; layers are
-    gathered when they are run (FSDP2). 1: each rank holds all."""
+    """Parts that parameters, gradients and optimizer state are cut into (FSDP2), for ranks / shards copies; 1: each rank holds all."""
     gather: Literal["auto", "step", "micro_batch"] = "auto"
     """How long the layers of a model that is cut stay gathered: `micro_batch` sends more, `step` holds all and its gradient meanwhile.
     `auto`: a step where that is a quarter of the GPU's memory at most, and on CPUs."""
@@ -232,8 +231,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     attention under masks; a group's prompt is shared. `flash`: FlashAttention, an own package; one sample a row. `auto`: packed on a GPU
     in bfloat16, else sdpa."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Whether the layers are compiled (torch.compile), once a run and for packed rows only. `auto`: on a GPU, unless run.numerics is
-    bitwise."""
+    """Whether layers are compiled (torch.compile), once a run, for packed rows only. `auto`: on a GPU, unless run.numerics is bitwise."""
     activations: Literal["auto", "all"] | NonNegativeInt = "auto"
     """How many layers, the last ones, keep what they computed for the backward pass; the others keep their input and are run again there:
     less memory, for none kept a third more work, the same digits. `auto`: on a GPU as many as its memory is enough for, on a CPU `all`."""
@@ -243,8 +241,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Tokens of one forward and backward pass; halved where that is out of memory."""
     check_logprobs: NonNegativeInt = 0
     """Rollouts of each batch whose log-probs are computed once more with the very weights that sampled them, to tell rounding from drift;
-    keeps tasks.max_staleness + 1 copies of the parameters, and one in float32 for a moment.
-    0: only where they are the newest weights (torch only)."""
+    keeps tasks.max_staleness + 1 copies of the parameters, and one in float32 for a moment. 0: only where those are newest (torch only)."""
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint_every: PositiveInt = 50
     """Batches between checkpoints."""
