@@ -140,6 +140,9 @@ class TorchTrainer:
             deterministic=deterministic,
             settle=self._settle,
         )
+        kept = recheck_versions if trainer.check_logprobs else 0
+        if kept and self._parallel.sharded:  # in float32, and the parameters' own beside the one that is in their place
+            kept = (kept + 1) * 4 // dtype.itemsize
         self._arrangement = Arrangement(
             kernels,
             trained=[self._policy, *([self._critic.body] if self._critic is not None else [])],
@@ -147,7 +150,7 @@ class TorchTrainer:
             parallel=self._parallel,
             budget=trainer.micro_tokens,
             deterministic=deterministic,
-            copies=(snapshots if cuda else 0) + (recheck_versions if trainer.check_logprobs else 0),
+            copies=(snapshots if cuda else 0) + kept,
         )
         # FlashAttention knows no float32.
         widen = kernels.attention != "flash"
@@ -371,6 +374,8 @@ class TorchTrainer:
 
     def _batch_metrics(self, batch: TrainBatch, objective: Objective, done: Updated) -> dict[str, float]:
         """What only a whole batch of sampled tokens gives."""
+        if self._parallel.sharded:
+            self._settle()  # the recheck writes a cut model's parameters, and the step may have written none
         scores = objective.scores
         before = done.logprobs if scores.proximal is None else scores.proximal
         arrays = {"rollout/log_probs": before, "rollout/rollout_log_probs": batch.sampler_logprobs}
