@@ -155,12 +155,9 @@ class Held:
         return digest_of_slices(self.slices(), self.parallel, self.model_type)
 
     def copies(self) -> dict[str, Tensor]:
-        """The whole parameters, on the host: all ranks call it, and rank 0 gets them, another one of a cut model nothing."""
-        held = self.slices()
-        if not self.parallel.sharded:
-            return {one.name: host_copy(one.rows) for one in held}
+        """Of a model that is cut the whole parameters, on the host: all ranks call it, and rank 0 gets them, another one nothing."""
         found: dict[str, Tensor] = {}
-        for one in held:
+        for one in self.slices():
             full = _gathered(one.rows, one.shape, self.parallel)
             if self.parallel.rank == 0:
                 found[one.name] = host_copy(full)
