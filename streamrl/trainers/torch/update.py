@@ -153,7 +153,7 @@ class Update:
     def run(self, batch: TrainBatch, objective: Objective, rate: float, *, learns: bool) -> Updated:
         """The optimizer steps of a batch; without `learns` those of the critic alone."""
         start_s = time.perf_counter()
-        policy, slime = self._policy, self._slime if batch.kind == "rl" else None
+        loss, policy, slime = self._loss, self._policy, self._slime if batch.kind == "rl" else None
         layout = self._layout(batch, *self._trained)
         all_logprobs, all_weights = np.zeros(batch.num_tokens), np.zeros(batch.num_tokens)
         factor = self._factor(batch, objective)
@@ -173,7 +173,25 @@ class Update:
                         self._idle(batch, objective, micro, learns=learns)
                         continue
                     with torch.set_grad_enabled(learns):
-                        told.append(self._learn(batch, objective, index, micro, factor, slime))
+                        if slime is not None:
+                            slimes, found, target = slime.learn(policy, batch, objective, index, micro)
+                            values = torch.tensor(list(slimes.values()), dtype=torch.float64)
+                            told.append(Told(Sums(tuple(slimes), values), target, torch.from_numpy(found)))
+                        else:
+                            logprobs, entropy = policy.predict(micro, batch, entropy_gradient=loss.entropy_coef != 0)
+                            if batch.kind == "sft":
+                                terms = demonstration_terms(logprobs, entropy)
+                            else:
+                                progress = index / len(objective.steps)
+                                # At the first step the policy is pi_proximal; scored in another layout it would differ by rounding.
+                                before = objective.scores.proximal if index else None
+                                tokens, dropped = policy_tokens(
+                                    batch, objective, micro.target, logprobs, entropy, loss, proximal=before, progress=progress
+                                )
+                                surrogate, measured = self._policy_loss(tokens, loss)
+                                terms = policy_terms(surrogate, measured, tokens, dropped, loss, factor)
+                            learned = terms.learn(objective.weights[index][micro.target])
+                            told.append(Told(learned, micro.target, logprobs.detach(), terms.weights))
                     told.extend(self._teach(objective, index, micro))
                 for one in told:
                     for name, value in one.sums.read().items():
@@ -192,28 +210,6 @@ class Update:
             torch.cuda.current_stream(policy.device).synchronize()  # the last optimizer step may be on its way
         self.times["perf/actor_train_time"] = time.perf_counter() - start_s
         return Updated(metrics, finite, self._everyones(all_logprobs), self._everyones(all_weights), factor)
-
-    def _learn(
-        self, batch: TrainBatch, objective: Objective, index: int, micro: MicroBatch, factor: float, slime: SlimeLoss | None
-    ) -> Told:
-        """The policy's part of a micro-batch of optimizer step `index`, with its gradient where gradients are on."""
-        loss, policy = self._loss, self._policy
-        if slime is not None:
-            sums, found, target = slime.learn(policy, batch, objective, index, micro)
-            values = torch.tensor(list(sums.values()), dtype=torch.float64)
-            return Told(Sums(tuple(sums), values), target, torch.from_numpy(found))
-        logprobs, entropy = policy.predict(micro, batch, entropy_gradient=loss.entropy_coef != 0)
-        if batch.kind == "sft":
-            terms = demonstration_terms(logprobs, entropy)
-        else:
-            progress = index / len(objective.steps)
-            # At the first step the policy is pi_proximal; scored in another layout it would differ by rounding.
-            before = objective.scores.proximal if index else None
-            tokens, dropped = policy_tokens(batch, objective, micro.target, logprobs, entropy, loss, proximal=before, progress=progress)
-            surrogate, measured = self._policy_loss(tokens, loss)
-            terms = policy_terms(surrogate, measured, tokens, dropped, loss, factor)
-        sums = terms.learn(objective.weights[index][micro.target])
-        return Told(sums, micro.target, logprobs.detach(), terms.weights)
 
     def discard(self) -> None:
         """Forget what has been summed of a batch that is begun again."""
