@@ -12,7 +12,6 @@ another. transformers calls it by the name `PACKED`.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 from typing import Any
@@ -81,15 +80,14 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) ->
 def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scaling: float | None) -> Tensor:
     from torch.nn.attention import varlen
 
-    knows = _options()
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [L, N or K, D]
-    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in knows else {"is_causal": True}
+    options: dict[str, Any] = {"window_size": (-1, 0)} if _takes("window_size") else {"is_causal": True}
     groups = query.shape[1] // key.shape[1]
-    if groups > 1 and "enable_gqa" in knows:
+    if groups > 1 and _takes("enable_gqa"):
         options["enable_gqa"] = True
     elif groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    if scaling is not None and "scale" in knows:
+    if scaling is not None and _takes("scale"):
         options["scale"] = scaling
     elif scaling is not None and scaling != query.shape[-1] ** -0.5:
         query = query * (scaling * query.shape[-1] ** 0.5)
@@ -97,9 +95,9 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longe
     return found
 
 
-@functools.cache
-def _options() -> frozenset[str]:
-    """Parameters that `varlen_attn` of this torch has: `is_causal` became `window_size`, `enable_gqa` and `scale` came later."""
+@torch.compiler.assume_constant_result  # type: ignore[no-untyped-call]
+def _takes(option: str) -> bool:
+    """Whether `varlen_attn` of this torch does: `is_causal` became `window_size`, `enable_gqa` and `scale` came later."""
     from torch.nn.attention import varlen
 
-    return frozenset(inspect.signature(varlen.varlen_attn).parameters)
+    return option in inspect.signature(varlen.varlen_attn).parameters
