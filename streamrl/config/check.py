@@ -220,8 +220,8 @@ def _check_debug(config: Config) -> None:
         key="weights.keep",
     )
     refuse(
-        delay > 0 and config.weights.transport == "ipc" and config.weights.ring < delay + 3,
-        f"debug.delay_versions = {delay} with weights.transport = ipc needs weights.ring >= {delay + 3}, got {config.weights.ring}",
+        delay > 0 and config.weights.transport == "ipc" and config.weights.snapshots < delay + 3,
+        f"debug.delay_versions = {delay} with weights.transport = ipc needs weights.ring >= {delay + 3}, got {config.weights.snapshots}",
         hint="raise weights.ring: device memory holds that many versions and no more",
         key="weights.ring",
     )

@@ -16,6 +16,7 @@ from streamrl.config.metrics import MetricsConfig
 from streamrl.config.page import PageConfig
 from streamrl.config.ray import RayConfig
 from streamrl.config.slo import SloConfig
+from streamrl.config.weights import WeightsConfig
 from streamrl.errors import ConfigError
 from streamrl.schemas.subjects import check_name
 from streamrl.schemas.tasks import Sampling
@@ -225,7 +226,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Index of the GPU among those this process sees; rank r takes gpu + r."""
     dtype: Literal["", "float32", "bfloat16"] = ""
     """Type of the parameters that are trained and published, the same as the engines'; empty: model.dtype. With `bfloat16` the optimizer
-    updates float32 masters and rounds them: 20 bytes a parameter while training, 14 in a checkpoint."""
+    updates float32 masters and rounds them: 18 bytes a parameter while training, 14 in a checkpoint."""
     attention: Literal["auto", "packed", "sdpa", "flash"] = "auto"
     """`packed`: samples one behind another in rows of up to micro_tokens, by torch's attention of variable length. `sdpa`: torch's
     attention under masks; a group's prompt is shared. `flash`: FlashAttention, an own package; one sample a row. `auto`: packed on a GPU
@@ -261,22 +262,6 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_name("trainer name", self.name)
-
-
-class WeightsConfig(Section, frozen=True, kw_only=True):
-    """How versions reach the engines."""
-
-    transport: Literal["shm", "ipc", "bus"] = "shm"
-    """`shm`: shared memory of one host. `ipc`: memory of the trainer's GPU, for engines with GPUs of that host; a trainer without one
-    takes `shm`. `bus`: blobs on the bus."""
-    ring: PositiveInt = 2
-    """Snapshots that a GPU trainer keeps in device memory, each the size of the parameters; with `ipc` the newest versions to be had."""
-    also_on_bus: bool = False
-    """Put the bytes on the bus too, for engines that share no memory with the trainer."""
-    keep: NonNegativeInt = 4
-    """Newest versions whose bytes are kept; 0: all, every one of them published (with shm as files in the run directory)."""
-    anchor_every: PositiveInt = 16
-    """On the bus: versions from one that is stored whole to the next at most; those between are what changed. 1: all are whole."""
 
 
 class EvaluationConfig(Section, frozen=True, kw_only=True):

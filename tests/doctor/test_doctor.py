@@ -218,7 +218,7 @@ def test_gpus_that_are_asked_for_must_be_there(sections: dict[str, Any], num_gpu
         (160, "auto", 1, "ok", "36 of 36 layers keep"),
         (40, "auto", 1, "warn", "0 of 36 layers keep"),
         (130, "auto", 1, "ok", "of 36 layers keep"),
-        (130, "all", 1, "warn", "of 36 layers keep"),
+        (115, "all", 1, "warn", "of 36 layers keep"),
         (130, "all", 4, "ok", "36 of 36 layers keep"),
         (40, "auto", 4, "ok", "of 36 layers keep"),
         (130, 0, 1, "ok", "of 36 layers keep"),

@@ -1,0 +1,31 @@
+"""The section `weights`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from streamrl.config.bounds import NonNegativeInt, PositiveInt, Section
+
+
+class WeightsConfig(Section, frozen=True, kw_only=True):
+    """How versions reach the engines."""
+
+    transport: Literal["shm", "ipc", "bus"] = "shm"
+    """`shm`: shared memory of one host. `ipc`: memory of the trainer's GPU, for engines with GPUs of that host; a trainer without one
+    takes `shm`. `bus`: blobs on the bus."""
+    ring: Literal["auto"] | PositiveInt = "auto"
+    """Snapshots that a GPU trainer keeps in device memory, each the size of the parameters; with `ipc` the newest versions to be had.
+    `auto`: 1 with `shm`, where a version is on the host long before the next is trained, else 2."""
+    also_on_bus: bool = False
+    """Put the bytes on the bus too, for engines that share no memory with the trainer."""
+    keep: NonNegativeInt = 4
+    """Newest versions whose bytes are kept; 0: all, every one of them published (with shm as files in the run directory)."""
+    anchor_every: PositiveInt = 16
+    """On the bus: versions from one that is stored whole to the next at most; those between are what changed. 1: all are whole."""
+
+    @property
+    def snapshots(self) -> int:
+        """The ring's buffers."""
+        if self.ring != "auto":
+            return self.ring
+        return 1 if self.transport == "shm" and not self.also_on_bus else 2
