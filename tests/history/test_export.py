@@ -31,10 +31,11 @@ from streamrl.schemas.versions import Version
 from streamrl.trainers.checkpoints import write_directory
 from streamrl.trainers.mesh import Mesh
 from streamrl.trainers.parts import part_folder
-from streamrl.trainers.torch.checkpoint import digest_of, read_checkpoint, write_checkpoint, write_tensors
+from streamrl.trainers.torch.checkpoint import read_checkpoint, write_checkpoint, write_tensors
 from tests.history.test_critic import ppo_config
 from tests.kill.world import table_config
 from tests.loop.harness import make_run, read_ledger, run_to_end, services
+from tests.support.digests import digest_of
 from tests.support.errors import raises
 
 pytestmark = pytest.mark.process

@@ -18,7 +18,8 @@ from streamrl.tensors.concatenation import place_of
 from streamrl.tensors.digest import MASK, combine, slice_digest, tensor_digest
 from streamrl.tensors.names import ARCHITECTURES, Named, named
 from streamrl.trainers.mesh import Mesh
-from streamrl.trainers.torch.checkpoint import digest_of, host_bytes
+from streamrl.trainers.torch.checkpoint import host_bytes
+from tests.support.digests import digest_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "names.json"
 """Per model: how many tensors, and the SHA-256 of their names, shapes and order. Written once: the names of a version never change."""

@@ -32,12 +32,12 @@ SHAPE = ModelShape(2, 256, 256, 128, 1024, 1000)
 """Of two layers, as the tests' models have."""
 
 
-def free_bytes(kept: int, tokens: int) -> int:
+def free_bytes(kept: int, tokens: int, itemsize: int = 4) -> int:
     """The least memory that is enough for this."""
     low, high = 0, 1 << 50
     while high - low > 1:
         middle = (low + high) // 2
-        found = kept_layers(SHAPE, free_bytes=middle, needed_bytes=0, tokens=tokens, itemsize=4, compiled=False)
+        found = kept_layers(SHAPE, free_bytes=middle, needed_bytes=0, tokens=tokens, itemsize=itemsize, compiled=False)
         low, high = (low, middle) if found.fits and found.kept >= kept else (middle, high)
     return high
 
@@ -52,9 +52,10 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return fixed
 
 
-def arranged(model_dir: Path, budget: int = BUDGET) -> Arrangement:
+def arranged(model_dir: Path, budget: int = BUDGET, dtype: torch.dtype = torch.float32) -> Arrangement:
     packed = Kernels(attention="packed", free_attention=True, free_compile=True, kept_layers="auto")
-    model = CausalLM(model_dir, torch.float32, torch.device("cpu"), kernels=packed)
+    model = CausalLM(model_dir, dtype, torch.device("cpu"), kernels=packed)
+    model.module.float()  # as the parameters of a model that is cut are, whatever it computes in
     return Arrangement(
         packed, trained=[model], frozen=[], parallel=Parallel(Mesh(), torch.device("cpu")), budget=budget, deterministic=False, copies=0
     )
@@ -67,6 +68,12 @@ def test_rows_are_long_where_all_layers_keep_their_activations_then(model_dir: P
     found = arranged(model_dir)
     assert found.least_row(None) == ROW and found.least_row(Choices(row_length=40)) == 40
     assert any("1 of 2 layers" in notice for notice in found.notices()), "the arithmetic is told"
+
+
+def test_activations_are_reckoned_in_the_type_that_is_computed_in(model_dir: Path, room: Callable[[int], None]) -> None:
+    room(free_bytes(2, BUDGET, itemsize=2))
+    assert free_bytes(2, BUDGET, itemsize=2) < free_bytes(2, BUDGET)
+    assert arranged(model_dir, dtype=torch.bfloat16).least_row(None) == BUDGET
 
 
 def test_a_record_is_followed_as_far_as_memory_goes_here(model_dir: Path, room: Callable[[int], None]) -> None:

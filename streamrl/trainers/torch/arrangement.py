@@ -181,7 +181,7 @@ class Arrangement:
                 free_bytes=room.free,
                 needed_bytes=room.needed,
                 tokens=row_length,
-                itemsize=next(p.element_size() for _, p in policy.parameters()),
+                itemsize=policy.dtype.itemsize,  # parameters that are cut are kept in float32
                 compiled=self._kernels.compile and policy.packs,
             )
             self._notices.append(estimate.text)

@@ -6,7 +6,7 @@ reads of them the rows that each of its ranks holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from streamrl.errors import TrainingError
-from streamrl.tensors.digest import combine, tensor_digest
-from streamrl.tensors.names import named
 from streamrl.trainers.checkpoints import check_files, damaged, recover, unreadable
 from streamrl.trainers.mesh import Mesh
 from streamrl.trainers.parts import OFFSETS, find_tensors, offsets_text, part_folder
@@ -214,13 +212,3 @@ def _read(path: Path, stem: str, mesh: Mesh, part: int) -> tuple[dict[str, Tenso
 def host_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
     """[nbytes] uint8 of a tensor's elements in C order; shares memory with it where it lies on the host."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-def digest_of(parameters: Iterable[tuple[str, Tensor]], model_type: str) -> str:
-    """Digest of a model's parameters, 16 hex digits: by the names of checkpoints."""
-    sums: dict[str, int] = {}
-    for name, parameter in parameters:
-        data, item = host_bytes(parameter), parameter.element_size()
-        for one in named(model_type, name, parameter.shape):
-            sums[one.name] = tensor_digest(data[one.first * item : (one.first + one.numel) * item], item)
-    return combine(sums)
