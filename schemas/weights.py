@@ -25,6 +25,17 @@ class TensorSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """The same of its words of 8 bytes (`streamrl.tensors.digest.as_words`); empty where it is none or a trainer rank's slice cuts one."""
 
 
+class Copying(msgspec.Struct, frozen=True, array_like=True):
+    """Device memory that its owner may still be copying to, bucket by bucket: readers begin with the first while the others follow."""
+
+    stamp: int
+    """What a bucket's mark holds once the bucket is complete; a greater one means that the memory holds a newer version."""
+    at: int
+    """First byte of the marks in the buffer; each has 8 (int64)."""
+    ends: tuple[int, ...]
+    """End of each bucket in the buffer."""
+
+
 class PartRef(msgspec.Struct, frozen=True):
     """One piece of a version's bytes: `location` is a blob name (bus), a shared-memory name (shm) or a lease's name (ipc)."""
 
@@ -34,6 +45,8 @@ class PartRef(msgspec.Struct, frozen=True):
     sha256: str = ""
     handle: bytes = b""
     """Opens the device memory that holds the piece (ipc); see streamrl.tensors.cuda_ipc."""
+    copying: Copying | None = None
+    """The part is there when this says so (ipc); None: it is complete."""
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):

@@ -4,7 +4,8 @@
 trainer   parameters ─ one device copy ─▶ buffer A or B (a ring) ─ manifest: lease, memory handle
 engine                                      └─ takes the lease, opens the handle, copies over NVLink, checks, lets go
 ```
-Publishing moves no bytes: it digests the snapshot on the device and hands out its handle. The ring holds the newest
+Publishing moves no bytes: it hands out the snapshot's handle as soon as its copy is under way, and engines follow it bucket by bucket
+(`streamrl.tensors.buckets`). Digests are known from the step, or made of the snapshot. The ring holds the newest
 `weights.ring` versions; an older one is gone, pinned or not, when the trainer needs its buffer (readers get a few seconds to finish), so
 who wants older versions reads a mirror of another transport. A trainer without a GPU publishes on the fallback, and says so.
 """
@@ -26,6 +27,7 @@ from streamrl.errors import WeightSyncError
 from streamrl.schemas.subjects import check_name
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Contribution, Link, Manifest, PartRef
+from streamrl.tensors.buckets import MARK_BYTES, Buckets, check_copying
 from streamrl.weights import manifest as manifests
 from streamrl.weights import ranks
 from streamrl.weights.ipc_lease import Lease, Owner, ReadLease, is_held, owner_of
@@ -159,10 +161,14 @@ class IpcTransport:
         with self._leased(manifest) as leases:
             for part, pieces in chosen:
                 memory = await asyncio.to_thread(self._open, manifest, part)
+                buckets = _buckets(manifest, part, memory)
                 for piece in pieces:
                     for cut in manifests.cut(piece.nbytes, PIECE_BYTES):
                         out = np.empty(cut.nbytes, np.uint8)
-                        await asyncio.to_thread(memory.read, piece.stored - part.offset + cut.start, out)
+                        start = piece.stored - part.offset + cut.start
+                        if buckets is not None:
+                            await asyncio.to_thread(buckets.wait, start + cut.nbytes)
+                        await asyncio.to_thread(memory.read, start, out)
                         leases[part.location].check()
                         yield Part(piece.start + cut.start, out.data)
 
@@ -171,7 +177,7 @@ class IpcTransport:
         """The device memory itself; leaving raises WeightSyncError when the trainer took it back meanwhile."""
         ranks.check_places(manifest)
         with self._leased(manifest) as leases:
-            yield CudaSource(_memory(manifest))
+            yield CudaSource(_memory(manifest), {owner_of(part.location): part.copying for part in manifest.parts if part.copying})
             for lease in leases.values():
                 lease.check()
 
@@ -212,7 +218,7 @@ class IpcTransport:
             self._owner = Owner(self._directory, self._policy)
         lease = self._owner.publish(version)
         snapshot.guard(lease)
-        return PartRef(location=lease.path.name, offset=0, nbytes=snapshot.nbytes, handle=handle), lease
+        return PartRef(location=lease.path.name, offset=0, nbytes=snapshot.nbytes, handle=handle, copying=snapshot.copying), lease
 
     def _keep(self, manifest: Manifest, lease: Lease) -> None:
         self._published = {number: entry for number, entry in self._published.items() if not entry[1].revoked}
@@ -225,6 +231,8 @@ class IpcTransport:
         leases: dict[str, ReadLease] = {}
         try:
             for part in manifest.parts:
+                if part.copying is not None:
+                    check_copying(part.copying, part.nbytes, where=f"{manifest.policy} {manifest.version}")
                 leases[part.location] = ReadLease(self._directory, part.location, where=f"{manifest.policy} {manifest.version}")
             yield leases
         finally:
@@ -255,6 +263,19 @@ def _snapshot(shards: Sequence[Shard]) -> Snapshot | None:
     if len(found) > 1 or any(isinstance(shard.data, np.ndarray) for shard in shards):
         raise WeightSyncError(f"expected all tensors in one snapshot, got {len(found)} and some on the host")
     return next(iter(found.values()))
+
+
+def _buckets(manifest: Manifest, part: PartRef, memory: Opened) -> Buckets | None:
+    """What is complete of a part; None: all of it."""
+    if (copying := part.copying) is None:
+        return None
+
+    def look() -> list[int]:
+        marks = np.empty(MARK_BYTES * len(copying.ends), np.uint8)
+        memory.read(copying.at, marks)
+        return marks.view("<i8").tolist()
+
+    return Buckets(copying, look, where=f"{manifest.policy} {manifest.version}")
 
 
 def _memory(manifest: Manifest) -> tuple[DeviceMemory, ...]:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.schemas.versions import Version
-from streamrl.schemas.weights import Contribution, Manifest
+from streamrl.schemas.weights import Contribution, Copying, Manifest
 
 HostBytes = npt.NDArray[np.uint8]
 """[nbytes] uint8."""
@@ -36,9 +36,11 @@ class Snapshot(Protocol):
     """
 
     nbytes: int
+    copying: Copying
+    """How readers know which of the bytes are complete."""
 
     def handle(self) -> bytes:
-        """What other processes of this host open the memory with (streamrl.tensors.cuda_ipc), once the bytes are complete."""
+        """What other processes of this host open the memory with (streamrl.tensors.cuda_ipc), once its first bucket is complete."""
         ...
 
     def guard(self, guard: Guard) -> None:
@@ -155,6 +157,8 @@ class CudaSource(msgspec.Struct, frozen=True, tag="cuda"):
     """Device memory that holds the version's concatenation, in order; only what lies between tensors may be left out."""
 
     memory: tuple[DeviceMemory, ...]
+    copying: dict[str, Copying] = {}
+    """By owner: how much of its memory is complete; all of it where nothing is said."""
 
 
 @runtime_checkable

@@ -169,6 +169,11 @@ def memory(manifest: Manifest) -> bytes:
     return out.tobytes()
 
 
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.trainers.torch.snapshot.BUCKET_BYTES", 2000)
+
+
 @pytest.mark.process
 async def test_a_dead_reader_holds_nothing_up(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, slots=1, patience_s=1e9)
