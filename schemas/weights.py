@@ -9,7 +9,7 @@ import msgspec
 from streamrl.schemas.versions import Version
 
 
-class TensorSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+class TensorSpec(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One tensor of a version. `offset` is its first byte in the concatenation of the manifest's parts."""
 
     name: str
@@ -49,7 +49,7 @@ class PartRef(msgspec.Struct, frozen=True):
     """The part is there when this says so (ipc); None: it is complete."""
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Bytes that several ranks stored are in another order than in the version. A row of three numbers: there are many of them."""
 
     stored: int
@@ -76,7 +76,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
         return sum(part.nbytes for part in self.parts)
 
 
-class TensorSlice(msgspec.Struct, frozen=True, omit_defaults=True):
+class TensorSlice(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Elements `first .. first + count` of a tensor in C order: what one rank holds of it."""
 
     name: str

@@ -26,7 +26,7 @@ import numpy as np
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.subjects import check_name
 from streamrl.schemas.versions import Version
-from streamrl.schemas.weights import Contribution, Link, Manifest, PartRef
+from streamrl.schemas.weights import Contribution, Link, Manifest, PartRef, TensorSlice
 from streamrl.tensors.buckets import MARK_BYTES, Buckets, check_copying
 from streamrl.weights import manifest as manifests
 from streamrl.weights import ranks
@@ -92,6 +92,9 @@ class IpcTransport:
         self._owner: Owner | None = None
         self._published: dict[Version, tuple[Manifest, Lease]] = {}
         self._contributed: dict[Version, tuple[Contribution, Lease]] = {}
+        self._described: tuple[object, manifests.Described] | None = None
+        """Layout and description of the version before."""
+        self._sliced: tuple[object, tuple[TensorSlice, ...]] | None = None
         self._told = False
 
     async def publish(self, version: Version, shards: Iterator[Shard]) -> Manifest:
@@ -99,8 +102,7 @@ class IpcTransport:
         snapshot = self._snapshot(given)
         if snapshot is None:
             return await self._fallback.publish(version, iter(given))
-        content = await asyncio.to_thread(manifests.Content, given)
-        _check_layout({spec.name: spec.offset for spec in content.tensors}, content.nbytes, given, snapshot)
+        content = await asyncio.to_thread(self._describe, given, snapshot)
         known = self._published.get(version)
         if known is not None:
             manifests.check_same(known[0], content.digest)
@@ -125,21 +127,20 @@ class IpcTransport:
         snapshot = self._snapshot(given)
         if snapshot is None:
             return await self._fallback.contribute(version, iter(given))
-        content = await asyncio.to_thread(ranks.RankContent, given)
-        _check_layout(dict(zip((one.name for one in content.slices), content.starts, strict=True)), content.nbytes, given, snapshot)
+        slices = await asyncio.to_thread(self._slices, given, snapshot)
         known = self._contributed.get(version)
-        if known is not None and known[0].slices == content.slices and not known[1].revoked:
+        if known is not None and known[0].slices == slices and not known[1].revoked:
             return known[0]
         made = Contribution(
             run=self._run,
             policy=self._policy,
             version=version,
-            slices=content.slices,
+            slices=slices,
             links=(),
             transport="ipc",
             host=host_id(self._directory),
         )
-        if content.nbytes:
+        if snapshot.nbytes:
             part, lease = await self._hand_out(version, snapshot)
             made = msgspec.structs.replace(made, links=(Link(version=version, parts=(part,)),))
             self._contributed = {version: (made, lease)}
@@ -212,6 +213,29 @@ class IpcTransport:
             self._told = True
         return snapshot
 
+    def _describe(self, shards: Sequence[Shard], snapshot: Snapshot) -> manifests.Described:
+        before = self._described
+        if before is not None and before[0] is snapshot.layout and len(shards) == len(before[1].tensors):
+            made = before[1].renewed(snapshot.digests())
+        else:
+            content = manifests.Content(shards)
+            _check_layout({spec.name: spec.offset for spec in content.tensors}, content.nbytes, shards, snapshot)
+            made = manifests.Described(content.tensors, content.nbytes, content.digest)
+        self._described = snapshot.layout, made
+        return made
+
+    def _slices(self, shards: Sequence[Shard], snapshot: Snapshot) -> tuple[TensorSlice, ...]:
+        before = self._sliced
+        if before is not None and before[0] is snapshot.layout:
+            made = ranks.renewed(before[1], snapshot.digests())
+        else:
+            content = ranks.RankContent(shards)
+            starts = dict(zip((one.name for one in content.slices), content.starts, strict=True))
+            _check_layout(starts, content.nbytes, shards, snapshot)
+            made = content.slices
+        self._sliced = snapshot.layout, made
+        return made
+
     async def _hand_out(self, version: Version, snapshot: Snapshot) -> tuple[PartRef, Lease]:
         handle = await asyncio.to_thread(snapshot.handle)
         if self._owner is None:
@@ -257,12 +281,10 @@ class IpcTransport:
 
 def _snapshot(shards: Sequence[Shard]) -> Snapshot | None:
     """The snapshot that all shards are of; None if they lie on the host."""
-    found = {id(shard.data.snapshot): shard.data.snapshot for shard in shards if not isinstance(shard.data, np.ndarray)}
-    if not found:
-        return None
-    if len(found) > 1 or any(isinstance(shard.data, np.ndarray) for shard in shards):
-        raise WeightSyncError(f"expected all tensors in one snapshot, got {len(found)} and some on the host")
-    return next(iter(found.values()))
+    found = {None if isinstance(shard.data, np.ndarray) else shard.data.snapshot for shard in shards}
+    if len(found) > 1:
+        raise WeightSyncError(f"expected all tensors in one snapshot, got {len(found)} or some on the host")
+    return next(iter(found), None)
 
 
 def _buckets(manifest: Manifest, part: PartRef, memory: Opened) -> Buckets | None:

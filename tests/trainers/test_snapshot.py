@@ -12,7 +12,8 @@ import torch
 from streamrl.errors import TrainingError
 from streamrl.tensors.buckets import check_copying
 from streamrl.tensors.digest_torch import NamedDigester
-from streamrl.trainers.torch.snapshot import Buffer, Published, SnapshotRing
+from streamrl.trainers.torch.snapshot import Buffer, SnapshotRing
+from streamrl.trainers.torch.snapshot_layout import Published
 from streamrl.weights.manifest import Content
 from streamrl.weights.protocol import Shard
 from streamrl.weights.ranks import RankContent
@@ -170,7 +171,7 @@ def test_buckets_follow_each_other_as_the_parameters_lie(monkeypatch: pytest.Mon
         ("d", torch.randn(3)),
     ]
     for limit, ends in ((1 << 30, (1420,)), (1, (128, 960, 1408, 1420)), (960, (960, 1420))):
-        monkeypatch.setattr("streamrl.trainers.torch.snapshot.BUCKET_BYTES", limit)
+        monkeypatch.setattr("streamrl.trainers.torch.snapshot_layout.BUCKET_BYTES", limit)
         snapshots = SnapshotRing(parameters, CPU, slots=1)
         for number in (1, 2):
             snapshot = snapshots.take()[0].data.snapshot  # type: ignore[union-attr]
@@ -183,7 +184,7 @@ def test_buckets_follow_each_other_as_the_parameters_lie(monkeypatch: pytest.Mon
 
 
 def test_a_bucket_is_marked_when_it_has_been_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrl.trainers.torch.snapshot.BUCKET_BYTES", 64)
+    monkeypatch.setattr("streamrl.trainers.torch.snapshot_layout.BUCKET_BYTES", 64)
     seen: list[tuple[int, list[int], list[float]]] = []
     copy = SnapshotRing._copy_bucket
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import msgspec
 
-from streamrl.trainers.torch import snapshot
+from streamrl.trainers.torch import snapshot_layout
 from tests.weights.test_ipc import Trainer
 from tests.weights.test_ipc_copying import HalfCopied
 
 
 async def main(directory: Path) -> None:
-    snapshot.BUCKET_BYTES = 1500
+    snapshot_layout.BUCKET_BYTES = 1500
     trainer = Trainer(directory)
     manifest = await trainer.publish(1)
     HalfCopied(trainer, manifest)

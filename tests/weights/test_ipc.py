@@ -25,7 +25,8 @@ from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
 from streamrl.tensors.digest import combine, tensor_digest
-from streamrl.trainers.torch.snapshot import Published, SnapshotRing
+from streamrl.trainers.torch.snapshot import SnapshotRing
+from streamrl.trainers.torch.snapshot_layout import Published
 from streamrl.weights.ipc import IpcTransport
 from streamrl.weights.manifest import Content
 from streamrl.weights.pins import Pins
@@ -171,7 +172,7 @@ def memory(manifest: Manifest) -> bytes:
 
 @pytest.fixture
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrl.trainers.torch.snapshot.BUCKET_BYTES", 2000)
+    monkeypatch.setattr("streamrl.trainers.torch.snapshot_layout.BUCKET_BYTES", 2000)
 
 
 @pytest.mark.process

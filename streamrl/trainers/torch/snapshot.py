@@ -17,8 +17,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -26,9 +27,9 @@ from streamrl.errors import TrainingError
 from streamrl.schemas.weights import Copying
 from streamrl.tensors import cuda_ipc
 from streamrl.tensors.buckets import MARK_BYTES
-from streamrl.tensors.concatenation import aligned, lay_out
-from streamrl.tensors.digest import WORD_BYTES, as_words
+from streamrl.tensors.digest import WORD_BYTES
 from streamrl.tensors.digest_torch import NamedDigester, NamedDigests, Region
+from streamrl.trainers.torch.snapshot_layout import Layout, Place, Published
 from streamrl.weights.protocol import Guard, HostBytes, Shard
 
 STAGING_BYTES = 64 << 20
@@ -37,82 +38,26 @@ READER_PATIENCE_S = 5.0
 """How long engines may go on reading a buffer that is needed."""
 HOLDER_PATIENCE_S = 300.0
 """How long a publisher may hold the last free buffer: a bus takes minutes for a large model."""
-LARGE_BYTES = 4 << 20
-"""Tensors from this size on are copied by calls of their own, which move a GPU's memory faster than one kernel over all of them does; for
-smaller ones the calls would take longer than the copies."""
-BUCKET_BYTES = 1 << 30
-"""Bytes that are copied, in 0.6 ms of an H200, before their readers may begin; a larger tensor is a bucket by itself."""
-
-
-class Published(NamedTuple):
-    """What a snapshot has of one parameter."""
-
-    name: str
-    held: Tensor
-    """What is copied."""
-    dtype: torch.dtype
-    """That it is published in."""
-    shape: tuple[int, ...]
-    """Of the whole parameter."""
-    offset: tuple[int, ...] = ()
-    """Index in it of the first element that is held, in each dimension; empty: 0 everywhere."""
-
-    @property
-    def nbytes(self) -> int:
-        """Of what is published."""
-        return self.held.numel() * self.dtype.itemsize
-
-    def places(self) -> dict[int, tuple[tuple[int, ...], ...]]:
-        """Shape of the whole, offset and shape of what is held, by the bytes of what they count: elements, and words if there are any."""
-        item, own = self.dtype.itemsize, tuple(self.held.shape)
-        words = as_words(item, self.shape, self.offset, own)
-        elements = (self.shape, self.offset or (0,) * len(own), own)
-        return ({} if words is None else {WORD_BYTES: words}) | {item: elements}
-
-
-class Bucket(NamedTuple):
-    """Parameters that are copied one after the other, by their index: large ones each, small ones together."""
-
-    large: list[int]
-    small: list[int]
-    end: int
-    """In the buffer."""
-
-
-class Layout:
-    """Where the parameters lie in a buffer, and the buckets they are copied in, which follow each other as they lie there."""
-
-    def __init__(self, published: Sequence[Published]) -> None:
-        self.published = published
-        self.starts, self.nbytes = lay_out({one.name: one.nbytes for one in published})
-        self.marks = aligned(self.nbytes)
-        """First byte of the buckets' marks."""
-        self.buckets: list[Bucket] = []
-        first = 0
-        for index in sorted(range(len(published)), key=lambda index: self.starts[published[index].name]):
-            one = published[index]
-            start = self.starts[one.name]
-            if not self.buckets or (one.nbytes and start + one.nbytes - first > BUCKET_BYTES):
-                if self.buckets:
-                    self.buckets[-1] = self.buckets[-1]._replace(end=start)
-                self.buckets.append(Bucket([], [], self.nbytes))
-                first = start
-            large = one.nbytes >= LARGE_BYTES and one.held.is_contiguous()
-            (self.buckets[-1].large if large else self.buckets[-1].small).append(index)
 
 
 class Buffer:
     """One of the ring's buffers: a version's bytes as they are published, the buckets' marks, and the parameters' views of it."""
 
     def __init__(self, layout: Layout, device: torch.device, share: Callable[[Tensor], bytes]) -> None:
-        published, self.starts, self.nbytes = layout.published, layout.starts, layout.nbytes
+        published, self.layout = layout.published, layout
         # Zeros once: the gaps between tensors are never written.
         self.memory = torch.zeros(layout.marks + MARK_BYTES * len(layout.buckets), dtype=torch.uint8, device=device)
         self.marks = self.memory[layout.marks :].view(torch.int64)
         self.views = [
-            self.memory[self.starts[one.name] : self.starts[one.name] + one.nbytes].view(one.dtype).view(one.held.shape)
-            for one in published
+            self.memory[place.start : place.start + place.nbytes].view(one.dtype).view(one.held.shape)
+            for one, place in zip(published, layout.places, strict=True)
         ]
+        tensors = [one.held for one in published]
+        self.copies = [
+            ([(self.views[i], tensors[i]) for i in large], [self.views[i] for i in small], [tensors[i] for i in small])
+            for large, small, _ in layout.buckets
+        ]
+        """Of each bucket: large ones, and targets and sources of the small ones."""
         self.held = False
         """By a snapshot that is referenced."""
         self.guard: Guard | None = None
@@ -133,7 +78,8 @@ class DeviceSnapshot:
     """Implements `streamrl.weights.protocol.Snapshot`: the bytes of one version, for as long as somebody refers to it."""
 
     def __init__(self, buffer: Buffer, copying: Copying, events: tuple[Any, Any], reader: HostReader, known: NamedDigests | None) -> None:
-        self.nbytes = buffer.nbytes
+        self.layout = buffer.layout
+        self.nbytes = buffer.layout.nbytes
         self.copying = copying
         self._buffer = buffer
         self._begun, self._copied = events
@@ -168,30 +114,27 @@ class DeviceSnapshot:
             self._copied.synchronize()
 
 
-class SnapshotBytes:
-    """Implements `streamrl.weights.protocol.DeviceBytes`: what a snapshot has of one tensor."""
+class SnapshotBytes(msgspec.Struct, eq=False, gc=False):
+    """Implements `streamrl.weights.protocol.DeviceBytes`: what a snapshot has of one tensor. Nothing that it refers to refers to it."""
 
-    def __init__(self, snapshot: DeviceSnapshot, start: int, published: Published) -> None:
-        self.snapshot = snapshot
-        self.start = start
-        self.nbytes = published.nbytes
-        self._item = published.dtype.itemsize
-        self._name = published.name
-        self._places = published.places()
+    snapshot: DeviceSnapshot
+    place: Place
+    start: int
+    nbytes: int
 
     def copy_to(self, first: int, out: HostBytes) -> None:
         self.snapshot.copy_to(self.start + first, out)
 
     def digest(self, itemsize: int, global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> int:
         asked = (tuple(global_shape), tuple(offset) or (0,) * len(shape), tuple(shape))
-        if (whole := self._places[itemsize]) != asked:
+        if (whole := self.place.asked[itemsize]) != asked:
             raise TrainingError(
                 f"expected to digest all that is held, {whole[2]} at {whole[1]} of {whole[0]}, got {asked[2]} at {asked[1]} of {asked[0]}",
                 shape=whole[2],
                 got=asked[2],
             )
         digests = self.snapshot.digests()
-        return digests.elements[self._name] if itemsize == self._item else digests.words[self._name]
+        return digests.elements[self.place.name] if itemsize == self.place.item else digests.words[self.place.name]
 
 
 class HostReader:
@@ -255,9 +198,8 @@ class SnapshotRing:
             one if isinstance(one, Published) else Published(one[0], one[1].detach(), one[1].dtype, tuple(one[1].shape))
             for one in parameters
         ]
-        self._tensors = [one.held for one in self._published]
-        self._of_words = {one.name for one in self._published if WORD_BYTES in one.places()}
         self._layout = Layout(self._published)
+        self._of_words = {place.name for place in self._layout.places if WORD_BYTES in place.asked}
         self._device = device
         self._slots = slots
         self._share = share
@@ -296,14 +238,14 @@ class SnapshotRing:
         weakref.finalize(snapshot, self._release, buffer).atexit = False
         return [
             Shard(
-                name=one.name,
-                dtype=str(one.dtype).removeprefix("torch."),
-                global_shape=one.shape,
-                offset=one.offset,
-                shape=tuple(one.held.shape),
-                data=SnapshotBytes(snapshot, buffer.starts[one.name], one),
+                name=place.name,
+                dtype=place.dtype,
+                global_shape=place.shape,
+                offset=place.offset,
+                shape=place.own,
+                data=SnapshotBytes(snapshot, place, place.start, place.nbytes),
             )
-            for one in self._published
+            for place in self._layout.places
         ]
 
     def shards(self, known: NamedDigests | None = None) -> Iterator[Shard]:
@@ -329,11 +271,11 @@ class SnapshotRing:
             self._copied = self._recorded()
 
     def _copy_bucket(self, buffer: Buffer, number: int) -> None:
-        large, small, _ = self._layout.buckets[number]
-        for index in large:
-            buffer.views[index].copy_(self._tensors[index], non_blocking=True)
-        if small:
-            torch.ops.aten._foreach_copy_([buffer.views[index] for index in small], [self._tensors[index] for index in small])
+        large, targets, sources = buffer.copies[number]
+        for target, source in large:
+            target.copy_(source, non_blocking=True)
+        if targets:
+            torch.ops.aten._foreach_copy_(targets, sources)
         # On the same stream: who can read it can read the bucket.
         buffer.marks[number].fill_(self._taken)
 
