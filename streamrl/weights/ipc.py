@@ -31,6 +31,7 @@ from streamrl.tensors.buckets import MARK_BYTES, Buckets, check_copying
 from streamrl.weights import manifest as manifests
 from streamrl.weights import ranks
 from streamrl.weights.ipc_lease import Lease, Owner, ReadLease, is_held, owner_of
+from streamrl.weights.merging import Merger
 from streamrl.weights.pins import Pins
 from streamrl.weights.protocol import CudaSource, DeviceMemory, FileSource, HostBytes, Part, Shard, Slice, Snapshot
 from streamrl.weights.shm import ShmTransport, check_host, host_id
@@ -95,6 +96,7 @@ class IpcTransport:
         self._described: tuple[object, manifests.Described] | None = None
         """Layout and description of the version before."""
         self._sliced: tuple[object, tuple[TensorSlice, ...]] | None = None
+        self._merger = Merger()
         self._told = False
 
     async def publish(self, version: Version, shards: Iterator[Shard]) -> Manifest:
@@ -149,7 +151,7 @@ class IpcTransport:
     def merge(self, contributions: Sequence[Contribution]) -> Manifest:
         if contributions and contributions[0].transport != "ipc":
             return self._fallback.merge(contributions)
-        merged = msgspec.structs.replace(ranks.merge(contributions, published_s=time.time()), links={})
+        merged = self._merger.merge(contributions)
         self._keep(merged, self._contributed[merged.version][1])
         return merged
 
