@@ -9,7 +9,7 @@ import msgspec
 from streamrl.schemas.versions import Version
 
 
-class TensorSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+class TensorSpec(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One tensor of a version. `offset` is its first byte in the concatenation of the manifest's parts."""
 
     name: str
@@ -25,6 +25,17 @@ class TensorSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """The same of its words of 8 bytes (`streamrl.tensors.digest.as_words`); empty where it is none or a trainer rank's slice cuts one."""
 
 
+class Copying(msgspec.Struct, frozen=True, array_like=True):
+    """Device memory that its owner may still be copying to, bucket by bucket: readers begin with the first while the others follow."""
+
+    stamp: int
+    """What a bucket's mark holds once the bucket is complete; a greater one means that the memory holds a newer version."""
+    at: int
+    """First byte of the marks in the buffer; each has 8 (int64)."""
+    ends: tuple[int, ...]
+    """End of each bucket in the buffer."""
+
+
 class PartRef(msgspec.Struct, frozen=True):
     """One piece of a version's bytes: `location` is a blob name (bus), a shared-memory name (shm) or a lease's name (ipc)."""
 
@@ -34,9 +45,11 @@ class PartRef(msgspec.Struct, frozen=True):
     sha256: str = ""
     handle: bytes = b""
     """Opens the device memory that holds the piece (ipc); see streamrl.tensors.cuda_ipc."""
+    copying: Copying | None = None
+    """The part is there when this says so (ipc); None: it is complete."""
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Bytes that several ranks stored are in another order than in the version. A row of three numbers: there are many of them."""
 
     stored: int
@@ -63,7 +76,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
         return sum(part.nbytes for part in self.parts)
 
 
-class TensorSlice(msgspec.Struct, frozen=True, omit_defaults=True):
+class TensorSlice(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Elements `first .. first + count` of a tensor in C order: what one rank holds of it."""
 
     name: str

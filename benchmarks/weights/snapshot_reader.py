@@ -13,10 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from streamrl.engines.live_swap.plan import DEVICE_WINDOW_BYTES
+from streamrl.engines.live_swap.side import Side
+from streamrl.engines.live_swap.sources import DeviceImages
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.codec import decode
 from streamrl.schemas.weights import Manifest
-from streamrl.tensors.cuda_ipc import open_shared
 from streamrl.tensors.digest import combine
 from streamrl.tensors.digest_torch import tensor_digests
 from streamrl.weights.ipc import IpcTransport
@@ -31,7 +33,7 @@ class Reader:
         shm = ShmTransport(run="bench", policy="policy", directory=directory)
         self._transport = IpcTransport(run="bench", policy="policy", directory=directory, fallback=shm)
         self._device = device
-        self._opened: dict[bytes, Tensor] = {}
+        self._images = DeviceImages(device, Side(device, []))
         self._own: Tensor | None = None
 
     async def read(self, manifest: Manifest) -> tuple[float, str]:
@@ -43,10 +45,11 @@ class Reader:
         async with self._transport.source(manifest) as source:
             if not isinstance(source, CudaSource):
                 raise WeightSyncError(f"expected device memory, got {source}")
-            for memory in source.memory:
-                if memory.handle not in self._opened:
-                    self._opened[memory.handle] = open_shared(memory.handle, self._device)
-                self._own.copy_(self._opened[memory.handle][memory.offset : memory.offset + memory.nbytes])
+            for span in self._images.spans(source):
+                for first in range(span.first, span.end, DEVICE_WINDOW_BYTES):
+                    end = min(span.end, first + DEVICE_WINDOW_BYTES)
+                    span.wait(end)
+                    self._own[first:end].copy_(span.data[first - span.first : end - span.first])
             torch.cuda.synchronize(self._device)
         took_ms = 1e3 * (time.perf_counter() - began)
         views = [self._own[t.offset : t.offset + t.nbytes].view(getattr(torch, t.dtype)).view(t.shape) for t in manifest.tensors]

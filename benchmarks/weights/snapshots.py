@@ -27,7 +27,7 @@ from streamrl.errors import LaunchError
 from streamrl.schemas.codec import encode
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
-from streamrl.tensors.digest_torch import tensor_digests
+from streamrl.tensors.digest_torch import NamedDigester
 from streamrl.trainers.torch.snapshot import SnapshotRing
 from streamrl.weights.ipc import IpcTransport
 from streamrl.weights.manifest import Content
@@ -52,7 +52,7 @@ async def measure_snapshots(shape: Shape, directory: Path, *, trainer_gpu: int =
         `take`: host time of the training thread, until the copy is under way;
         `copy`: on the device (bytes read and written); a write to the parameters waits for it at most;
         `digest`: of the parameters, after a training step;
-        `publish`: from the snapshot's beginning to its manifest: the copy, the digest, the lease;
+        `publish`: from the snapshot's beginning to its manifest: the first bucket's copy, the lease;
         `fetch`: the engine's process: lease, copy to a buffer of its own device, wait; `first_fetch`: with the buffer's first opening;
         `total`: from the snapshot's beginning to the engine's answer;
         `host`: by way of pinned memory to ordinary memory, for all bytes at the rate that was measured.
@@ -67,15 +67,17 @@ async def measure_snapshots(shape: Shape, directory: Path, *, trainer_gpu: int =
     ring = SnapshotRing(weights, device, slots=2)
     shm = ShmTransport(run="bench", policy="policy", directory=directory)
     transport = IpcTransport(run="bench", policy="policy", directory=directory, fallback=shm)
-    digest_ms = [_timed(lambda: tensor_digests([tensor for _, tensor in weights])) for _ in range(3)][-1]
+    digester = NamedDigester(dict(weights))
+    digest_ms = [_timed(digester.digests) for _ in range(3)][-1]
     rows: list[dict[str, float]] = []
     nbytes = 0
     async with _engine(directory, engine_gpu) as engine:
         for number in range(rounds + 2):
-            manifest, row = await _publish(transport, ring, device, number)
+            manifest, copied, row = await _publish(transport, ring, digester, device, number)
             nbytes = manifest.nbytes
             fetched, digest = await _fetch(engine, manifest)
-            row |= {"fetch_ms": fetched, "total_ms": 1e3 * time.perf_counter() - row.pop("began")}
+            began = row.pop("began")
+            row |= {"fetch_ms": fetched, "total_ms": 1e3 * time.perf_counter() - began, "copy_ms": await copied - began}
             if digest != manifest.digest:
                 raise LaunchError(f"expected version {number} with digest {manifest.digest} at the engine, got {digest}")
             rows.append(row)
@@ -98,19 +100,26 @@ async def measure_snapshots(shape: Shape, directory: Path, *, trainer_gpu: int =
     }
 
 
-async def _publish(transport: IpcTransport, ring: SnapshotRing, device: torch.device, number: int) -> tuple[Manifest, dict[str, float]]:
+async def _publish(
+    transport: IpcTransport, ring: SnapshotRing, digester: NamedDigester, device: torch.device, number: int
+) -> tuple[Manifest, asyncio.Task[float], dict[str, float]]:
     ring.settle()
+    known = digester.digests()  # as a trainer has them of its step
     torch.cuda.synchronize(device)
     began = 1e3 * time.perf_counter()
-    shards = ring.take()
+    shards = ring.take(known)
     taken = 1e3 * time.perf_counter()
     # The current stream waits for the copy as an optimizer step would.
     ring.settle()
-    torch.cuda.current_stream(device).synchronize()
-    copied = 1e3 * time.perf_counter()
+    copied = asyncio.create_task(asyncio.to_thread(_synchronized_ms, device))
     manifest = await transport.publish(Version(0, number), iter(shards))
     published = 1e3 * time.perf_counter()
-    return manifest, {"began": began, "take_ms": taken - began, "copy_ms": copied - began, "publish_ms": published - began}
+    return manifest, copied, {"began": began, "take_ms": taken - began, "publish_ms": published - began}
+
+
+def _synchronized_ms(device: torch.device) -> float:
+    torch.cuda.default_stream(device).synchronize()
+    return 1e3 * time.perf_counter()
 
 
 def _host_ms(ring: SnapshotRing, nbytes: int) -> float:

@@ -28,8 +28,8 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
 
     manifest: Manifest
     publish_s: float
-    released_s: float
-    """The copy is over: the trainer may write to its weights."""
+    released: asyncio.Future[float]
+    """When the copy is over: the trainer may write to its weights."""
     announced_s: float
 
 
@@ -69,9 +69,9 @@ class SyntheticTrainer:
         """Take a snapshot and put it where engines fetch it."""
         publish_s = time.monotonic()
         shards = await asyncio.to_thread(self._take)
-        released_s = time.monotonic()
+        released = asyncio.ensure_future(asyncio.to_thread(self._released))
         manifest = await self.transport.publish(version, iter(shards))
-        return Published(manifest=manifest, publish_s=publish_s, released_s=released_s, announced_s=time.monotonic())
+        return Published(manifest=manifest, publish_s=publish_s, released=released, announced_s=time.monotonic())
 
     async def retire(self, older_than: Version) -> None:
         """Free what older versions hold."""
@@ -80,8 +80,11 @@ class SyntheticTrainer:
     def _take(self) -> list[Shard]:
         shards = self._ring.take(self._known)
         self._ring.settle()
-        self._synchronize()
         return shards
+
+    def _released(self) -> float:
+        self._synchronize()
+        return time.monotonic()
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

@@ -106,7 +106,7 @@ class Updates:
             mode=mode,
             version=str(version),
             publish_s=published.publish_s,
-            released_s=published.released_s,
+            released_s=await published.released,
             announced_s=published.announced_s,
             staged_s=staged_s,
             commit_s=max(commit.at_s for commit in commits),

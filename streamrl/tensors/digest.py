@@ -181,9 +181,20 @@ def digest_text(value: int) -> str:
     return f"{value & MASK:016x}"
 
 
+def digest_texts(digests: Mapping[str, int]) -> dict[str, str]:
+    """As `digest_text`, of many at once: a mixture of experts has tens of thousands of tensors."""
+    text = np.array([value & MASK for value in digests.values()], ">u8").tobytes().hex()
+    return {name: text[first : first + 16] for name, first in zip(digests, range(0, len(text), 16), strict=True)}
+
+
 def combine(digests: Mapping[str, int]) -> str:
     """One digest of named tensors: 16 hex digits, independent of the mapping's order."""
-    lines = "".join(f"{name}\0{digest_text(digests[name])}\n" for name in sorted(digests))
+    return combine_texts(digest_texts(digests))
+
+
+def combine_texts(texts: Mapping[str, str]) -> str:
+    """As `combine`, of digests that are texts already."""
+    lines = "".join([f"{name}\0{texts[name]}\n" for name in sorted(texts)])
     return hashlib.sha256(lines.encode()).hexdigest()[:16]
 
 

@@ -4,7 +4,8 @@
 trainer   parameters ─ one device copy ─▶ buffer A or B (a ring) ─ manifest: lease, memory handle
 engine                                      └─ takes the lease, opens the handle, copies over NVLink, checks, lets go
 ```
-Publishing moves no bytes: it digests the snapshot on the device and hands out its handle. The ring holds the newest
+Publishing moves no bytes: it hands out the snapshot's handle as soon as its copy is under way, and engines follow it bucket by bucket
+(`streamrl.tensors.buckets`). Digests are known from the step, or made of the snapshot. The ring holds the newest
 `weights.ring` versions; an older one is gone, pinned or not, when the trainer needs its buffer (readers get a few seconds to finish), so
 who wants older versions reads a mirror of another transport. A trainer without a GPU publishes on the fallback, and says so.
 """
@@ -25,10 +26,12 @@ import numpy as np
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.subjects import check_name
 from streamrl.schemas.versions import Version
-from streamrl.schemas.weights import Contribution, Link, Manifest, PartRef
+from streamrl.schemas.weights import Contribution, Link, Manifest, PartRef, TensorSlice
+from streamrl.tensors.buckets import MARK_BYTES, Buckets, check_copying
 from streamrl.weights import manifest as manifests
 from streamrl.weights import ranks
 from streamrl.weights.ipc_lease import Lease, Owner, ReadLease, is_held, owner_of
+from streamrl.weights.merging import Merger
 from streamrl.weights.pins import Pins
 from streamrl.weights.protocol import CudaSource, DeviceMemory, FileSource, HostBytes, Part, Shard, Slice, Snapshot
 from streamrl.weights.shm import ShmTransport, check_host, host_id
@@ -90,6 +93,10 @@ class IpcTransport:
         self._owner: Owner | None = None
         self._published: dict[Version, tuple[Manifest, Lease]] = {}
         self._contributed: dict[Version, tuple[Contribution, Lease]] = {}
+        self._described: tuple[object, manifests.Described] | None = None
+        """Layout and description of the version before."""
+        self._sliced: tuple[object, tuple[TensorSlice, ...]] | None = None
+        self._merger = Merger()
         self._told = False
 
     async def publish(self, version: Version, shards: Iterator[Shard]) -> Manifest:
@@ -97,8 +104,7 @@ class IpcTransport:
         snapshot = self._snapshot(given)
         if snapshot is None:
             return await self._fallback.publish(version, iter(given))
-        content = await asyncio.to_thread(manifests.Content, given)
-        _check_layout({spec.name: spec.offset for spec in content.tensors}, content.nbytes, given, snapshot)
+        content = await asyncio.to_thread(self._describe, given, snapshot)
         known = self._published.get(version)
         if known is not None:
             manifests.check_same(known[0], content.digest)
@@ -123,21 +129,20 @@ class IpcTransport:
         snapshot = self._snapshot(given)
         if snapshot is None:
             return await self._fallback.contribute(version, iter(given))
-        content = await asyncio.to_thread(ranks.RankContent, given)
-        _check_layout(dict(zip((one.name for one in content.slices), content.starts, strict=True)), content.nbytes, given, snapshot)
+        slices = await asyncio.to_thread(self._slices, given, snapshot)
         known = self._contributed.get(version)
-        if known is not None and known[0].slices == content.slices and not known[1].revoked:
+        if known is not None and known[0].slices == slices and not known[1].revoked:
             return known[0]
         made = Contribution(
             run=self._run,
             policy=self._policy,
             version=version,
-            slices=content.slices,
+            slices=slices,
             links=(),
             transport="ipc",
             host=host_id(self._directory),
         )
-        if content.nbytes:
+        if snapshot.nbytes:
             part, lease = await self._hand_out(version, snapshot)
             made = msgspec.structs.replace(made, links=(Link(version=version, parts=(part,)),))
             self._contributed = {version: (made, lease)}
@@ -146,7 +151,7 @@ class IpcTransport:
     def merge(self, contributions: Sequence[Contribution]) -> Manifest:
         if contributions and contributions[0].transport != "ipc":
             return self._fallback.merge(contributions)
-        merged = msgspec.structs.replace(ranks.merge(contributions, published_s=time.time()), links={})
+        merged = self._merger.merge(contributions)
         self._keep(merged, self._contributed[merged.version][1])
         return merged
 
@@ -159,10 +164,14 @@ class IpcTransport:
         with self._leased(manifest) as leases:
             for part, pieces in chosen:
                 memory = await asyncio.to_thread(self._open, manifest, part)
+                buckets = _buckets(manifest, part, memory)
                 for piece in pieces:
                     for cut in manifests.cut(piece.nbytes, PIECE_BYTES):
                         out = np.empty(cut.nbytes, np.uint8)
-                        await asyncio.to_thread(memory.read, piece.stored - part.offset + cut.start, out)
+                        start = piece.stored - part.offset + cut.start
+                        if buckets is not None:
+                            await asyncio.to_thread(buckets.wait, start + cut.nbytes)
+                        await asyncio.to_thread(memory.read, start, out)
                         leases[part.location].check()
                         yield Part(piece.start + cut.start, out.data)
 
@@ -171,7 +180,7 @@ class IpcTransport:
         """The device memory itself; leaving raises WeightSyncError when the trainer took it back meanwhile."""
         ranks.check_places(manifest)
         with self._leased(manifest) as leases:
-            yield CudaSource(_memory(manifest))
+            yield CudaSource(_memory(manifest), {owner_of(part.location): part.copying for part in manifest.parts if part.copying})
             for lease in leases.values():
                 lease.check()
 
@@ -206,13 +215,36 @@ class IpcTransport:
             self._told = True
         return snapshot
 
+    def _describe(self, shards: Sequence[Shard], snapshot: Snapshot) -> manifests.Described:
+        before = self._described
+        if before is not None and before[0] is snapshot.layout and len(shards) == len(before[1].tensors):
+            made = before[1].renewed(snapshot.digests())
+        else:
+            content = manifests.Content(shards)
+            _check_layout({spec.name: spec.offset for spec in content.tensors}, content.nbytes, shards, snapshot)
+            made = manifests.Described(content.tensors, content.nbytes, content.digest)
+        self._described = snapshot.layout, made
+        return made
+
+    def _slices(self, shards: Sequence[Shard], snapshot: Snapshot) -> tuple[TensorSlice, ...]:
+        before = self._sliced
+        if before is not None and before[0] is snapshot.layout:
+            made = ranks.renewed(before[1], snapshot.digests())
+        else:
+            content = ranks.RankContent(shards)
+            starts = dict(zip((one.name for one in content.slices), content.starts, strict=True))
+            _check_layout(starts, content.nbytes, shards, snapshot)
+            made = content.slices
+        self._sliced = snapshot.layout, made
+        return made
+
     async def _hand_out(self, version: Version, snapshot: Snapshot) -> tuple[PartRef, Lease]:
         handle = await asyncio.to_thread(snapshot.handle)
         if self._owner is None:
             self._owner = Owner(self._directory, self._policy)
         lease = self._owner.publish(version)
         snapshot.guard(lease)
-        return PartRef(location=lease.path.name, offset=0, nbytes=snapshot.nbytes, handle=handle), lease
+        return PartRef(location=lease.path.name, offset=0, nbytes=snapshot.nbytes, handle=handle, copying=snapshot.copying), lease
 
     def _keep(self, manifest: Manifest, lease: Lease) -> None:
         self._published = {number: entry for number, entry in self._published.items() if not entry[1].revoked}
@@ -225,6 +257,8 @@ class IpcTransport:
         leases: dict[str, ReadLease] = {}
         try:
             for part in manifest.parts:
+                if part.copying is not None:
+                    check_copying(part.copying, part.nbytes, where=f"{manifest.policy} {manifest.version}")
                 leases[part.location] = ReadLease(self._directory, part.location, where=f"{manifest.policy} {manifest.version}")
             yield leases
         finally:
@@ -249,12 +283,23 @@ class IpcTransport:
 
 def _snapshot(shards: Sequence[Shard]) -> Snapshot | None:
     """The snapshot that all shards are of; None if they lie on the host."""
-    found = {id(shard.data.snapshot): shard.data.snapshot for shard in shards if not isinstance(shard.data, np.ndarray)}
-    if not found:
+    found = {None if isinstance(shard.data, np.ndarray) else shard.data.snapshot for shard in shards}
+    if len(found) > 1:
+        raise WeightSyncError(f"expected all tensors in one snapshot, got {len(found)} or some on the host")
+    return next(iter(found), None)
+
+
+def _buckets(manifest: Manifest, part: PartRef, memory: Opened) -> Buckets | None:
+    """What is complete of a part; None: all of it."""
+    if (copying := part.copying) is None:
         return None
-    if len(found) > 1 or any(isinstance(shard.data, np.ndarray) for shard in shards):
-        raise WeightSyncError(f"expected all tensors in one snapshot, got {len(found)} and some on the host")
-    return next(iter(found.values()))
+
+    def look() -> list[int]:
+        marks = np.empty(MARK_BYTES * len(copying.ends), np.uint8)
+        memory.read(copying.at, marks)
+        return marks.view("<i8").tolist()
+
+    return Buckets(copying, look, where=f"{manifest.policy} {manifest.version}")
 
 
 def _memory(manifest: Manifest) -> tuple[DeviceMemory, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamrl.errors import WeightSyncError
 from streamrl.tensors import cuda_ipc
 from streamrl.weights.protocol import HostBytes
 
@@ -43,7 +44,9 @@ class CudaMemory:
         self._lock = threading.Lock()
 
     def read(self, start: int, out: HostBytes) -> None:
-        """Write bytes `start .. start + len(out)` to the host."""
+        """Write bytes `start .. start + len(out)` to the host; raises WeightSyncError where the memory ends before them."""
+        if start + len(out) > self._memory.numel():
+            raise WeightSyncError(f"expected {len(out)} bytes at {start} of a buffer of {self._memory.numel()}", offset=start)
         target = torch.from_numpy(out)
         with self._lock, torch.cuda.stream(self._stream):
             for first in range(0, len(target), STAGING_BYTES):

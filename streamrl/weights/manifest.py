@@ -21,8 +21,34 @@ from streamrl.errors import SchemaError, WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Link, Manifest, PartRef, TensorSpec
 from streamrl.tensors.concatenation import ITEM_BYTES, aligned, place_of
-from streamrl.tensors.digest import MASK, WORD_BYTES, as_words, combine, digest_text, slice_digest
-from streamrl.weights.protocol import DeviceBytes, HostBytes, Shard, Slice
+from streamrl.tensors.digest import MASK, WORD_BYTES, as_words, combine, combine_texts, digest_text, digest_texts, slice_digest
+from streamrl.weights.protocol import DeviceBytes, HostBytes, Shard, Slice, SnapshotDigests
+
+
+class Described(msgspec.Struct, frozen=True):
+    """What a manifest says of a version's bytes."""
+
+    tensors: tuple[TensorSpec, ...]
+    nbytes: int
+    digest: str
+    """Over all tensors, 16 hex digits."""
+
+    def renewed(self, digests: SnapshotDigests) -> Described:
+        """Of other bytes at the same places: only their digests differ. A mixture of experts has tens of thousands of tensors."""
+        elements, words = digest_texts(digests.elements), digest_texts(digests.words)
+        tensors = tuple(
+            TensorSpec(
+                spec.name,
+                spec.dtype,
+                spec.shape,
+                spec.offset,
+                spec.nbytes,
+                elements[spec.name],
+                words[spec.name] if spec.words else "",
+            )
+            for spec in self.tensors
+        )
+        return Described(tensors, self.nbytes, combine_texts(elements))
 
 
 class Content:
@@ -104,7 +130,7 @@ def copy_bytes(data: HostBytes | DeviceBytes, first: int, out: HostBytes) -> Non
 
 
 def build(
-    content: Content,
+    content: Content | Described,
     *,
     run: str,
     policy: str,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol, runtime_checkable
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.schemas.versions import Version
-from streamrl.schemas.weights import Contribution, Manifest
+from streamrl.schemas.weights import Contribution, Copying, Manifest
 
 HostBytes = npt.NDArray[np.uint8]
 """[nbytes] uint8."""
@@ -29,6 +29,16 @@ class Guard(Protocol):
         ...
 
 
+class SnapshotDigests(Protocol):
+    """Digests by name of what a snapshot has of each tensor: of the elements, and of the words of 8 bytes of what is made of words."""
+
+    @property
+    def elements(self) -> Mapping[str, int]: ...
+
+    @property
+    def words(self) -> Mapping[str, int]: ...
+
+
 class Snapshot(Protocol):
     """A version's bytes on the trainer's device, laid out as `streamrl.tensors.concatenation` says, with zeros in the gaps.
 
@@ -36,9 +46,20 @@ class Snapshot(Protocol):
     """
 
     nbytes: int
+    copying: Copying
+    """How readers know which of the bytes are complete."""
+
+    @property
+    def layout(self) -> object:
+        """The same object for all snapshots that have the same tensors at the same places: what depends on nothing else is made once."""
+        ...
+
+    def digests(self) -> SnapshotDigests:
+        """Of all its tensors; waits for the copy unless they were known before it."""
+        ...
 
     def handle(self) -> bytes:
-        """What other processes of this host open the memory with (streamrl.tensors.cuda_ipc), once the bytes are complete."""
+        """What other processes of this host open the memory with (streamrl.tensors.cuda_ipc), once its first bucket is complete."""
         ...
 
     def guard(self, guard: Guard) -> None:
@@ -70,7 +91,7 @@ class DeviceBytes(Protocol):
         ...
 
 
-class Shard(msgspec.Struct, frozen=True, kw_only=True):
+class Shard(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One rank's slice of one parameter: a snapshot, on the host or on a device, that the trainer never writes to again."""
 
     name: str
@@ -155,6 +176,8 @@ class CudaSource(msgspec.Struct, frozen=True, tag="cuda"):
     """Device memory that holds the version's concatenation, in order; only what lies between tensors may be left out."""
 
     memory: tuple[DeviceMemory, ...]
+    copying: dict[str, Copying] = {}
+    """By owner: how much of its memory is complete; all of it where nothing is said."""
 
 
 @runtime_checkable

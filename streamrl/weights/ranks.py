@@ -19,9 +19,9 @@ from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Contribution, Link, Manifest, PartRef, Piece, TensorSlice, TensorSpec
 from streamrl.tensors.concatenation import aligned, place_of
-from streamrl.tensors.digest import MASK, combine, digest_text
+from streamrl.tensors.digest import MASK, combine, digest_text, digest_texts
 from streamrl.weights.manifest import ITEM_BYTES, check_consecutive, copy_bytes, cover, shard_digests, sum_text
-from streamrl.weights.protocol import Shard, Slice
+from streamrl.weights.protocol import Shard, Slice, SnapshotDigests
 
 _GATHER_HINT = "gather the parameter on one rank (full_tensor() of a DTensor) and publish it there, or shard it by rows"
 
@@ -62,6 +62,23 @@ class RankContent:
             low, high = max(start, first), min(end, first + data.nbytes)
             if low < high:
                 copy_bytes(data, low - first, out[low - start : high - start])
+
+
+def renewed(slices: Sequence[TensorSlice], digests: SnapshotDigests) -> tuple[TensorSlice, ...]:
+    """Slices of other bytes at the same places: only their digests differ."""
+    elements, words = digest_texts(digests.elements), digest_texts(digests.words)
+    return tuple(
+        TensorSlice(
+            one.name,
+            one.dtype,
+            one.shape,
+            one.first,
+            one.count,
+            elements[one.name],
+            words[one.name] if one.words else "",
+        )
+        for one in slices
+    )
 
 
 def merge(contributions: Sequence[Contribution], *, published_s: float = 0.0) -> Manifest:

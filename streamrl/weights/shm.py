@@ -23,7 +23,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from streamrl.config.system import reserve
@@ -36,6 +35,7 @@ from streamrl.weights import ranks
 from streamrl.weights.blobs import sha256_of
 from streamrl.weights.changes import Source
 from streamrl.weights.image import HostImage
+from streamrl.weights.merging import Merger
 from streamrl.weights.pins import Pins
 from streamrl.weights.protocol import FileSource, Part, Shard, Slice
 
@@ -70,6 +70,7 @@ class ShmTransport:
         self._rank = rank
         self._suffix = f".r{rank}" if rank else ""
         self._contributed: dict[Version, Contribution] = {}
+        self._merger = Merger()
         self._lock_file: int | None = None
 
     async def publish(self, version: Version, shards: Iterator[Shard]) -> Manifest:
@@ -113,7 +114,7 @@ class ShmTransport:
         return known
 
     def merge(self, contributions: Sequence[Contribution]) -> Manifest:
-        merged = msgspec.structs.replace(ranks.merge(contributions, published_s=time.time()), links={})
+        merged = self._merger.merge(contributions)
         self._published[merged.version] = merged
         return merged
 

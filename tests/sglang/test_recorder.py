@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from streamrl.engines.live_swap.buffers import Buffers
 from streamrl.engines.live_swap.expand import expand
 from streamrl.engines.live_swap.forwards import Forwards
-from streamrl.engines.live_swap.messages import Pace, Prepare, Prepared, Region, Stage, TensorEntry
+from streamrl.engines.live_swap.messages import Pace, Prepare, Prepared, Region, Stage, Staged, TensorEntry
 from streamrl.engines.live_swap.model import aliases, twin
 from streamrl.engines.live_swap.pace import Pacer
 from streamrl.engines.live_swap.rank_digests import DigestBooks
@@ -21,9 +21,10 @@ from streamrl.engines.live_swap.staging import Stager
 from streamrl.engines.live_swap.swap import Swap
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version
+from streamrl.schemas.weights import Copying
 from streamrl.tensors.digest import tensor_digest
 from streamrl.weights.manifest import Content, build
-from streamrl.weights.protocol import FileSource, Shard
+from streamrl.weights.protocol import CudaSource, DeviceMemory, FileSource, Shard
 from tests.support.errors import raises
 
 
@@ -91,6 +92,58 @@ def write(named: dict[str, Tensor], path) -> FileSource:
     whole.fill(0, data)
     data.tofile(path)
     return FileSource(str(path))
+
+
+def test_staging_from_a_device_begins_with_what_has_been_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two buffers that are copied to meanwhile: no byte is read before its bucket is marked, and none is waited for that others need."""
+    named = tensors()
+    whole = content(named)
+    data = torch.zeros(whole.nbytes, dtype=torch.uint8)
+    whole.fill(0, data.numpy())
+    half = next(spec.offset for spec in whole.tensors if spec.name == "norm")
+    buffers = {b"one": data[:half], b"two": data[half:]}
+    marked = {handle: torch.zeros(len(part) // 64 * 64 + 64 + 16, dtype=torch.uint8) for handle, part in buffers.items()}
+    copying: dict[str, Copying] = {}
+    for handle, part in buffers.items():
+        copying[handle.decode()] = Copying(7, len(part) // 64 * 64 + 64, (64, len(part)))
+    monkeypatch.setattr("streamrl.tensors.cuda_ipc.open_shared", lambda handle, device: marked[handle])
+    memory = tuple(DeviceMemory(handle, 0, len(part), handle.decode(), None) for handle, part in buffers.items())
+    request = Stage(version=Version(0, 1), layout="one", source=CudaSource(memory, copying))
+    for kind in (Fused, Derived):
+        for one in marked.values():
+            one.zero_()
+        worker, swap = stager(kind())
+        worker.prepare(Prepare(layout="one", tensors=entries(named)))
+        staged: list[Staged] = []
+        thread = threading.Thread(target=lambda worker=worker, staged=staged: staged.append(worker.stage(request)))
+        thread.start()
+        for handle, bucket in ((b"one", 0), (b"two", 0), (b"two", 1), (b"one", 1)):
+            thread.join(0.02)
+            assert thread.is_alive()
+            one, ends = copying[handle.decode()], copying[handle.decode()].ends
+            first = ends[bucket - 1] if bucket else 0
+            marked[handle][first : ends[bucket]] = buffers[handle][first : ends[bucket]]
+            marked[handle][one.at :].view(torch.int64)[bucket] = 7
+        thread.join()
+        expected = kind()
+        expected.load_weights(named.items())
+        for found, wanted in zip(swap.buffers.sets[1], expected.parameters(), strict=True):
+            assert torch.equal(found, wanted)
+        # The next version lies in the same buffers: this one is gone, and nothing of it may be committed.
+        marked[b"two"][copying["two"].at :].view(torch.int64).fill_(8)
+        with raises(WeightSyncError, taken_back="a version in device memory"):
+            worker.stage(request)
+        assert not swap.commit(Version(0, 1), forward=0, stream=None).committed
+
+
+@pytest.mark.parametrize("copying", [Copying(7, 1 << 20, (64, 640)), Copying(7, 4, (640,))])
+def test_marks_that_do_not_lie_in_the_buffer_are_refused(copying: Copying, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.tensors.cuda_ipc.open_shared", lambda handle, device: torch.zeros(2048, dtype=torch.uint8))
+    worker, _ = stager(Fused())
+    worker.prepare(Prepare(layout="one", tensors=entries(tensors())))
+    source = CudaSource((DeviceMemory(b"one", 0, 1000, "owner"),), {"owner": copying})
+    with raises(WeightSyncError, at=copying.at):
+        worker.stage(Stage(version=Version(0, 1), layout="one", source=source))
 
 
 @pytest.mark.parametrize("kind", [Fused, Derived])

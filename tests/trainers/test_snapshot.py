@@ -6,11 +6,14 @@ import gc
 import threading
 
 import msgspec
+import pytest
 import torch
 
 from streamrl.errors import TrainingError
+from streamrl.tensors.buckets import check_copying
 from streamrl.tensors.digest_torch import NamedDigester
-from streamrl.trainers.torch.snapshot import Published, SnapshotRing
+from streamrl.trainers.torch.snapshot import Buffer, SnapshotRing
+from streamrl.trainers.torch.snapshot_layout import Published
 from streamrl.weights.manifest import Content
 from streamrl.weights.protocol import Shard
 from streamrl.weights.ranks import RankContent
@@ -156,6 +159,42 @@ def test_digests_that_lack_words_are_computed_from_the_snapshot() -> None:
     (spec,) = Content(SnapshotRing(list(parameters.items()), CPU, slots=1).take(known)).tensors
     assert int(spec.digest, 16) == known.elements["t"]
     assert spec.words
+
+
+def test_buckets_follow_each_other_as_the_parameters_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However they are cut, what is marked is complete, and a mark tells one version of a buffer from the next."""
+    parameters = [
+        ("c", torch.randn(100)),
+        ("a", torch.randn(30)),
+        ("b.10", torch.zeros(0)),
+        ("b.9", torch.randn(200)),
+        ("d", torch.randn(3)),
+    ]
+    for limit, ends in ((1 << 30, (1420,)), (1, (128, 960, 1408, 1420)), (960, (960, 1420))):
+        monkeypatch.setattr("streamrl.trainers.torch.snapshot_layout.BUCKET_BYTES", limit)
+        snapshots = SnapshotRing(parameters, CPU, slots=1)
+        for number in (1, 2):
+            snapshot = snapshots.take()[0].data.snapshot  # type: ignore[union-attr]
+            (buffer,) = snapshots._buffers
+            copying = snapshot.copying
+            assert (copying.stamp, copying.ends, copying.at) == (number, ends, 1472)
+            check_copying(copying, snapshot.nbytes, where="v")
+            assert buffer.memory[copying.at :].view(torch.int64).tolist() == [number] * len(copying.ends)
+            del snapshot
+
+
+def test_a_bucket_is_marked_when_it_has_been_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.trainers.torch.snapshot_layout.BUCKET_BYTES", 64)
+    seen: list[tuple[int, list[int], list[float]]] = []
+    copy = SnapshotRing._copy_bucket
+
+    def watched(self: SnapshotRing, buffer: Buffer, number: int) -> None:
+        copy(self, buffer, number)
+        seen.append((number, buffer.marks.tolist(), [float(view[0]) for view in buffer.views]))
+
+    monkeypatch.setattr(SnapshotRing, "_copy_bucket", watched)
+    SnapshotRing([("b", torch.full((16,), 2.0)), ("a", torch.full((16,), 1.0))], CPU, slots=1).take()
+    assert seen == [(0, [1, 0], [0.0, 1.0]), (1, [1, 1], [2.0, 1.0])]
 
 
 def test_tensors_are_digested_whole() -> None:

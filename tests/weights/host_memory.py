@@ -43,4 +43,7 @@ class Mapped:
         self._memory = memory
 
     def read(self, start: int, out: HostBytes) -> None:
-        out[:] = self._memory[start : start + len(out)]
+        found = self._memory[start : start + len(out)]
+        if len(found) != len(out):
+            raise WeightSyncError(f"expected {len(out)} bytes at {start} of device memory, got {len(found)}", offset=start)
+        out[:] = found

@@ -14,7 +14,8 @@ import torch
 
 from streamrl.schemas.versions import Version
 from streamrl.trainers.mesh import Mesh
-from streamrl.trainers.torch.snapshot import Published, SnapshotRing
+from streamrl.trainers.torch.snapshot import SnapshotRing
+from streamrl.trainers.torch.snapshot_layout import Published
 from streamrl.weights.ipc import IpcTransport
 from streamrl.weights.shm import ShmTransport
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import msgspec
 import torch
 
+from streamrl.engines.live_swap.side import Side
+from streamrl.engines.live_swap.sources import DeviceImages
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.weights import Manifest
-from streamrl.tensors.cuda_ipc import open_shared
 from streamrl.tensors.digest import combine, tensor_digest
 from streamrl.tensors.digest_torch import tensor_digests
 from streamrl.weights.ipc import IpcTransport
@@ -27,7 +28,7 @@ class Reader:
         shm = ShmTransport(run="r", policy="policy", directory=directory)
         self._transport = IpcTransport(run="r", policy="policy", directory=directory, fallback=shm, opener=CudaOpener)
         self._device = device
-        self._opened: dict[bytes, torch.Tensor] = {}
+        self._images = DeviceImages(device, Side(device, []))
 
     async def host(self, manifest: Manifest) -> str:
         content = torch.empty(manifest.nbytes, dtype=torch.uint8).numpy()
@@ -39,12 +40,10 @@ class Reader:
         async with self._transport.source(manifest) as source:
             assert isinstance(source, CudaSource)
             mine = torch.zeros(manifest.nbytes, dtype=torch.uint8, device=self._device)
-            for memory in source.memory:
-                if memory.handle not in self._opened:
-                    self._opened[memory.handle] = open_shared(memory.handle, self._device)
-                there = self._opened[memory.handle]
-                assert there.device == self._device and memory.start is not None
-                mine[memory.start : memory.start + memory.nbytes] = there[memory.offset : memory.offset + memory.nbytes]
+            for span in self._images.spans(source):
+                assert span.data.device == self._device
+                span.wait(span.end)
+                mine[span.first : span.end] = span.data
             torch.cuda.synchronize(self._device)
         tensors = [mine[t.offset : t.offset + t.nbytes].view(getattr(torch, t.dtype)).view(t.shape) for t in manifest.tensors]
         return combine(dict(zip([t.name for t in manifest.tensors], tensor_digests(tensors), strict=True)))

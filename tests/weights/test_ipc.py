@@ -25,7 +25,8 @@ from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
 from streamrl.tensors.digest import combine, tensor_digest
-from streamrl.trainers.torch.snapshot import Published, SnapshotRing
+from streamrl.trainers.torch.snapshot import SnapshotRing
+from streamrl.trainers.torch.snapshot_layout import Published
 from streamrl.weights.ipc import IpcTransport
 from streamrl.weights.manifest import Content
 from streamrl.weights.pins import Pins
@@ -167,6 +168,11 @@ def memory(manifest: Manifest) -> bytes:
     out = np.empty(manifest.nbytes, np.uint8)
     MappedOpener().open(manifest.parts[0].handle, "", {""}).read(0, out)
     return out.tobytes()
+
+
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.trainers.torch.snapshot_layout.BUCKET_BYTES", 2000)
 
 
 @pytest.mark.process

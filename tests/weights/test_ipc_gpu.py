@@ -17,7 +17,8 @@ import torch
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Contribution, Manifest
 from streamrl.tensors.digest import combine, tensor_digest
-from streamrl.trainers.torch.snapshot import SnapshotRing
+from streamrl.tensors.digest_torch import NamedDigester
+from streamrl.trainers.torch.snapshot import Buffer, SnapshotRing
 from streamrl.weights.ipc import IpcTransport
 from streamrl.weights.manifest import Content
 from streamrl.weights.ranks import merge
@@ -96,6 +97,35 @@ async def read_while_training(tmp_path: Path, gpu: int) -> None:
         assert len(set(seen)) == 5
         gone = msgspec.structs.replace(manifest, parts=(msgspec.structs.replace(manifest.parts[0], handle=b"\x95no"),))
         assert (await ask(process, gone, "device")).startswith("error expected a CUDA memory handle")
+
+
+@pytest.mark.parametrize("gpu", [0, 1])
+def test_engines_begin_to_read_while_the_copy_is_under_way(tmp_path: Path, gpu: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """About a second passes on the device between two buckets: the manifest is out before, and what is read is complete."""
+    need("two gpus" if gpu else "gpu")
+    monkeypatch.setattr("streamrl.trainers.torch.snapshot_layout.BUCKET_BYTES", 32 << 20)
+    copy = SnapshotRing._copy_bucket
+
+    def slowly(ring: SnapshotRing, buffer: Buffer, number: int) -> None:
+        if number in (1, 3):
+            torch.cuda._sleep(1_000_000_000)
+        copy(ring, buffer, number)
+
+    monkeypatch.setattr(SnapshotRing, "_copy_bucket", slowly)
+    asyncio.run(read_while_copying(tmp_path, gpu))
+
+
+async def read_while_copying(tmp_path: Path, gpu: int) -> None:
+    trainer = Trainer(tmp_path)
+    async with engine(tmp_path, gpu) as process:
+        for number in range(4):
+            digest = trainer.digest()
+            known = NamedDigester(trainer.parameters).digests()
+            manifest = await trainer.transport.publish(Version(0, number), trainer.ring.shards(known))
+            assert not trainer.ring._copied.query()
+            assert manifest.digest == digest
+            assert await ask(process, manifest, "host" if number % 2 else "device") == digest
+            trainer.step()
 
 
 def test_a_killed_engine_and_a_killed_trainer(tmp_path: Path) -> None:

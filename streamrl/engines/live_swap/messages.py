@@ -46,7 +46,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """`auto`: part of the device's memory that must stay free for the KV cache beside two buffers."""
 
 
-class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
+class TensorEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One tensor of a version, as in its manifest."""
 
     name: str
@@ -57,7 +57,7 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
 
 
-class Region(msgspec.Struct, frozen=True, array_like=True):
+class Region(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Elements of one tensor that a rank holds: `rows` rows of `cols` consecutive elements, `stride` elements apart."""
 
     tensor: int

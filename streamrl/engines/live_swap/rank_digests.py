@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from streamrl.engines.live_swap.messages import Prepared, Region
 from streamrl.errors import WeightSyncError
@@ -81,20 +82,21 @@ class DigestBooks:
         totals = np.zeros(len(manifest.tensors), np.uint64)
         np.add.at(totals, self._owner[self._counts], values[self._counts])
         wanted = [spec.words if words and spec.nbytes else spec.digest for spec in manifest.tensors]
-        found = self._compare(manifest, totals.tolist(), wanted)
-        return manifest.digest if words else combine(found)
+        self._compare(manifest, totals, wanted)
+        return manifest.digest if words else combine(dict(zip((spec.name for spec in manifest.tensors), totals.tolist(), strict=True)))
 
-    def _compare(self, manifest: Manifest, totals: Sequence[int], wanted: Sequence[str]) -> dict[str, int]:
-        taken = {
-            (digest, spec.shape): total
-            for spec, digest, total, used in zip(manifest.tensors, wanted, totals, self._taken.tolist(), strict=True)
-            if used
-        }
-        sums: dict[str, int] = {}
-        for spec, digest, total, used in zip(manifest.tensors, wanted, totals, self._taken.tolist(), strict=True):
-            if not used:
+    def _compare(self, manifest: Manifest, totals: npt.NDArray[np.uint64], wanted: Sequence[str]) -> None:
+        """Raise unless all tensors have the wanted digests; `totals` of those that the model does not take become their twins'."""
+        if not self._taken.all():
+            taken = {
+                (digest, spec.shape): total
+                for spec, digest, total, used in zip(manifest.tensors, wanted, totals, self._taken.tolist(), strict=True)
+                if used
+            }
+            for index in np.flatnonzero(~self._taken).tolist():
+                spec = manifest.tensors[index]
                 # An output head that is tied to the embeddings: the model takes one of the two.
-                twin = taken.get((digest, spec.shape))
+                twin = taken.get((wanted[index], spec.shape))
                 if twin is None and math.prod(spec.shape):
                     raise WeightSyncError(
                         f"{manifest.version}: tensor {spec.name!r} is none that the model takes, nor a copy of one",
@@ -102,12 +104,13 @@ class DigestBooks:
                         tensor=spec.name,
                         known=False,
                     )
-                total = twin or 0
-            if digest_text(total) != digest:
-                raise WeightSyncError(
-                    f"{manifest.version}: tensor {spec.name!r}: expected staged bytes with digest {digest}, got {digest_text(total)}",
-                    version=str(manifest.version),
-                    tensor=spec.name,
-                )
-            sums[spec.name] = total
-        return sums
+                totals[index] = 0 if twin is None else twin
+        # All at once: of a mixture of experts there are tens of thousands.
+        expected = np.array([int(digest, 16) for digest in wanted], np.uint64)
+        for index in np.flatnonzero(totals != expected)[:1].tolist():
+            spec, got = manifest.tensors[index], digest_text(int(totals[index]))
+            raise WeightSyncError(
+                f"{manifest.version}: tensor {spec.name!r}: expected staged bytes with digest {wanted[index]}, got {got}",
+                version=str(manifest.version),
+                tensor=spec.name,
+            )

@@ -33,6 +33,7 @@ class Side:
         self._stage_on_host = host_only or not self._cuda
         self._stream = _stream_beside(device, streams) if self._cuda else None
         self._checks = _stream_beside(device, [*streams, self._stream]) if self._cuda else None
+        self._looks = _stream_beside(device, [*streams, self._stream, self._checks]) if self._cuda else None
         # Blocking events let the thread sleep: a spinning one would take the interpreter's lock again and again.
         self._done = torch.cuda.Event(blocking=True) if self._cuda else None
         self._copied = torch.cuda.Event() if self._cuda else None
@@ -45,6 +46,7 @@ class Side:
         self.bytes_s = DEVICE_BYTES_S if self._cuda else HOST_BYTES_S
         """Bytes read or written that take the memory from forward passes for a second."""
         self._pinned: list[Tensor] = []
+        self._looked: Tensor | None = None
         self._loaded: int | None = None
         self.scratch: list[Tensor] = []
         """Two buffers that a file's bytes are copied to parameters from."""
@@ -107,6 +109,18 @@ class Side:
             self._slot_free[slot].record(self._stream)
             self._slot_used[slot] = True
             self._loaded = None
+
+    def look(self, values: Tensor) -> list[int]:
+        """Numbers of a device's memory ([n] int64) as they are now, whatever copies are under way."""
+        if self._looks is None:
+            return values.tolist()
+        if self._looked is None or self._looked.numel() < values.numel():
+            self._looked = torch.empty(values.numel(), dtype=torch.int64, pin_memory=True)
+        host = self._looked[: values.numel()]
+        with torch.cuda.stream(self._looks):
+            host.copy_(values, non_blocking=True)
+            self._looks.synchronize()
+        return host.tolist()
 
     def finish(self) -> None:
         """Wait until all that was asked for is done."""

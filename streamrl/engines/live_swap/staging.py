@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -30,8 +30,22 @@ from streamrl.weights.protocol import CudaSource, FileSource
 
 Pairs = tuple[list[Tensor], list[Tensor]]
 """Targets and sources of one window."""
-Bound = tuple[int, int, Pairs]
-"""A window's first source byte, bytes that it reads and writes in the device's memory, and what to copy."""
+
+
+class Bound(NamedTuple):
+    """What to copy of one window."""
+
+    first_byte: int
+    """Of the source."""
+    moved: int
+    """Bytes that it reads and writes in the device's memory."""
+    pairs: Pairs
+    source: int = 0
+    """Index of the source."""
+    end_byte: int = 0
+    """In the concatenation, of what is read."""
+
+
 KEPT_BINDINGS = 16
 BREATH = 16
 """Views made in a row before the interpreter's lock is offered to others: about 0.1 ms."""
@@ -55,7 +69,7 @@ class Stager:
         self._scratch_windows: dict[str, list[Window]] = {}
         self._digests: dict[tuple[str, int], Digests] = {}
         self._word_digests: dict[tuple[str, int], Digests] = {}
-        self._devices = DeviceImages(swap.device)
+        self._devices = DeviceImages(swap.device, self._side)
         self._derived: DerivedLoad | None = None
 
     def prepare(self, request: Prepare) -> Prepared:
@@ -123,11 +137,11 @@ class Stager:
         pacer = Pacer(request.pace.max_gap_ms, self._passes)
         digests = (self._word_digests if request.words else self._digests)[request.layout, idle]
         digests.begin()
-        for first_byte, moved, pairs in self._windows(request.layout, layout, idle, request.source):
+        for bound in self._windows(request.layout, layout, idle, request.source):
             if request.verify:
-                digests.advance(self._side, first_byte, pacer)
-            pacer.spend(moved / self._side.bytes_s)
-            self._side.copy(pairs)
+                digests.advance(self._side, bound.first_byte, pacer)
+            pacer.spend(bound.moved / self._side.bytes_s)
+            self._side.copy(bound.pairs)
         return digests.result(self._side, pacer) if request.verify else ()
 
     def _layout(self, key: str) -> Layout:
@@ -151,9 +165,12 @@ class Stager:
                     self._word_digests[key, index] = words
 
     def _windows(self, key: str, layout: Layout, idle: int, source: FileSource | CudaSource) -> Iterator[Bound]:
-        """Windows to copy, one after the other."""
+        """Windows to copy, one after the other, each when its bytes are there."""
         if isinstance(source, CudaSource):
-            yield from self._bound_to_device(key, layout, idle, self._devices.spans(source))
+            spans = self._devices.spans(source)
+            for bound in self._bound_to_device(key, layout, idle, spans):
+                spans[bound.source].wait(bound.end_byte)
+                yield bound
             return
         image = HostImage(source, layout.nbytes)
         cut = self._scratch_windows[key]
@@ -167,7 +184,7 @@ class Stager:
             slots = self._side.scratch
             # Written to the scratch, read there, and written to their parameters.
             known = [
-                (window.first_byte, 3 * window.nbytes, self._pairs(layout, window, idle, slots[index % 2], _base(window)))
+                Bound(window.first_byte, 3 * window.nbytes, self._pairs(layout, window, idle, slots[index % 2], _base(window)))
                 for index, window in enumerate(self._scratch_windows[key])
             ]
             self._bindings[key, idle] = known
@@ -184,7 +201,8 @@ class Stager:
                 targets, sources = self._pairs(layout, window, idle, span.data, span.first)
                 pairs = [*targets, *self._side.unlike[:1]], [*sources, *self._side.unlike[1:]]
                 # Another GPU's memory is read at no cost to this one's.
-                known.append((window.first_byte, window.nbytes * (2 if span.data.device == self._swap.device else 1), pairs))
+                moved = window.nbytes * (2 if span.data.device == self._swap.device else 1)
+                known.append(Bound(window.first_byte, moved, pairs, window.source, window.end_byte))
             self._bindings[identity] = known
             if len(self._bindings) > KEPT_BINDINGS:
                 del self._bindings[next(iter(self._bindings))]
@@ -209,6 +227,8 @@ class Stager:
             self._derived = DerivedLoad(self._swap.model)
         if isinstance(request.source, CudaSource):
             spans = self._devices.spans(request.source)
+            for span in spans:
+                span.wait(span.end)
         else:
             spans = [DeviceSpan(0, HostImage(request.source, layout.nbytes).bytes)]
         return self._derived.load(self._swap.buffers.sets[idle], layout, spans, verify=request.verify)

@@ -30,7 +30,7 @@ from streamrl.tensors.names import named
 from streamrl.trainers.checkpoints import damaged
 from streamrl.trainers.torch.checkpoint import ModelState, host_bytes, host_copy
 from streamrl.trainers.torch.parallel import Parallel, local
-from streamrl.trainers.torch.snapshot import Published
+from streamrl.trainers.torch.snapshot_layout import Published
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,11 @@
 """Snapshots of a model on a device: one copy into a ring of buffers, beside the training thread's work, read by others at leisure.
 
 ```text
-training stream   step v ──┬──────── forward, backward of v + 1 ─────────┬─ optimizer writes the parameters
-                           │                                             │ (waits for `copied`, long past by then)
-snapshot stream            └─ copy parameters to a free buffer ─ copied ─┘
-reader threads                                                    └─ digest, copy to the host, or hand out a handle to the memory
+training stream   step v ──┬──────── forward, backward of v + 1 ────────────┬─ optimizer writes the parameters
+                           │                                                │ (waits for `copied`, long past by then)
+snapshot stream            └─ bucket 0, mark ─ bucket 1, mark ─ ... ─ copied ┘
+reader threads                               │                         └─ digest, copy to the host
+                                             └─ hand out a handle to the memory: who opens it reads what is marked, and waits for the rest
 ```
 A buffer is free when no snapshot of it is referenced any more and its guard, where its memory was handed out, is revoked.
 """
@@ -16,16 +17,19 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from streamrl.errors import TrainingError
+from streamrl.schemas.weights import Copying
 from streamrl.tensors import cuda_ipc
-from streamrl.tensors.concatenation import lay_out
-from streamrl.tensors.digest import WORD_BYTES, as_words
+from streamrl.tensors.buckets import MARK_BYTES
+from streamrl.tensors.digest import WORD_BYTES
 from streamrl.tensors.digest_torch import NamedDigester, NamedDigests, Region
+from streamrl.trainers.torch.snapshot_layout import Layout, Place, Published
 from streamrl.weights.protocol import Guard, HostBytes, Shard
 
 STAGING_BYTES = 64 << 20
@@ -34,48 +38,26 @@ READER_PATIENCE_S = 5.0
 """How long engines may go on reading a buffer that is needed."""
 HOLDER_PATIENCE_S = 300.0
 """How long a publisher may hold the last free buffer: a bus takes minutes for a large model."""
-LARGE_BYTES = 4 << 20
-"""Tensors from this size on are copied by calls of their own, which move a GPU's memory faster than one kernel over all of them does; for
-smaller ones the calls would take longer than the copies."""
-
-
-class Published(NamedTuple):
-    """What a snapshot has of one parameter."""
-
-    name: str
-    held: Tensor
-    """What is copied."""
-    dtype: torch.dtype
-    """That it is published in."""
-    shape: tuple[int, ...]
-    """Of the whole parameter."""
-    offset: tuple[int, ...] = ()
-    """Index in it of the first element that is held, in each dimension; empty: 0 everywhere."""
-
-    @property
-    def nbytes(self) -> int:
-        """Of what is published."""
-        return self.held.numel() * self.dtype.itemsize
-
-    def places(self) -> dict[int, tuple[tuple[int, ...], ...]]:
-        """Shape of the whole, offset and shape of what is held, by the bytes of what they count: elements, and words if there are any."""
-        item, own = self.dtype.itemsize, tuple(self.held.shape)
-        words = as_words(item, self.shape, self.offset, own)
-        elements = (self.shape, self.offset or (0,) * len(own), own)
-        return ({} if words is None else {WORD_BYTES: words}) | {item: elements}
 
 
 class Buffer:
-    """One of the ring's buffers: a version's bytes as they are published, and the parameters' views of it."""
+    """One of the ring's buffers: a version's bytes as they are published, the buckets' marks, and the parameters' views of it."""
 
-    def __init__(self, published: Sequence[Published], device: torch.device, share: Callable[[Tensor], bytes]) -> None:
-        self.starts, self.nbytes = lay_out({one.name: one.nbytes for one in published})
+    def __init__(self, layout: Layout, device: torch.device, share: Callable[[Tensor], bytes]) -> None:
+        published, self.layout = layout.published, layout
         # Zeros once: the gaps between tensors are never written.
-        self.memory = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+        self.memory = torch.zeros(layout.marks + MARK_BYTES * len(layout.buckets), dtype=torch.uint8, device=device)
+        self.marks = self.memory[layout.marks :].view(torch.int64)
         self.views = [
-            self.memory[self.starts[one.name] : self.starts[one.name] + one.nbytes].view(one.dtype).view(one.held.shape)
-            for one in published
+            self.memory[place.start : place.start + place.nbytes].view(one.dtype).view(one.held.shape)
+            for one, place in zip(published, layout.places, strict=True)
         ]
+        tensors = [one.held for one in published]
+        self.copies = [
+            ([(self.views[i], tensors[i]) for i in large], [self.views[i] for i in small], [tensors[i] for i in small])
+            for large, small, _ in layout.buckets
+        ]
+        """Of each bucket: large ones, and targets and sources of the small ones."""
         self.held = False
         """By a snapshot that is referenced."""
         self.guard: Guard | None = None
@@ -95,16 +77,19 @@ class Buffer:
 class DeviceSnapshot:
     """Implements `streamrl.weights.protocol.Snapshot`: the bytes of one version, for as long as somebody refers to it."""
 
-    def __init__(self, buffer: Buffer, copied: Any, reader: HostReader, known: NamedDigests | None) -> None:
-        self.nbytes = buffer.nbytes
+    def __init__(self, buffer: Buffer, copying: Copying, events: tuple[Any, Any], reader: HostReader, known: NamedDigests | None) -> None:
+        self.layout = buffer.layout
+        self.nbytes = buffer.layout.nbytes
+        self.copying = copying
         self._buffer = buffer
-        self._copied = copied
+        self._begun, self._copied = events
         self._reader = reader
         self._known = known
         self._lock = threading.Lock()
 
     def handle(self) -> bytes:
-        self._wait()
+        if self._begun is not None:
+            self._begun.synchronize()
         return self._buffer.handle()
 
     def guard(self, guard: Guard) -> None:
@@ -129,30 +114,27 @@ class DeviceSnapshot:
             self._copied.synchronize()
 
 
-class SnapshotBytes:
-    """Implements `streamrl.weights.protocol.DeviceBytes`: what a snapshot has of one tensor."""
+class SnapshotBytes(msgspec.Struct, eq=False, gc=False):
+    """Implements `streamrl.weights.protocol.DeviceBytes`: what a snapshot has of one tensor. Nothing that it refers to refers to it."""
 
-    def __init__(self, snapshot: DeviceSnapshot, start: int, published: Published) -> None:
-        self.snapshot = snapshot
-        self.start = start
-        self.nbytes = published.nbytes
-        self._item = published.dtype.itemsize
-        self._name = published.name
-        self._places = published.places()
+    snapshot: DeviceSnapshot
+    place: Place
+    start: int
+    nbytes: int
 
     def copy_to(self, first: int, out: HostBytes) -> None:
         self.snapshot.copy_to(self.start + first, out)
 
     def digest(self, itemsize: int, global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> int:
         asked = (tuple(global_shape), tuple(offset) or (0,) * len(shape), tuple(shape))
-        if (whole := self._places[itemsize]) != asked:
+        if (whole := self.place.asked[itemsize]) != asked:
             raise TrainingError(
                 f"expected to digest all that is held, {whole[2]} at {whole[1]} of {whole[0]}, got {asked[2]} at {asked[1]} of {asked[0]}",
                 shape=whole[2],
                 got=asked[2],
             )
         digests = self.snapshot.digests()
-        return digests.elements[self._name] if itemsize == self._item else digests.words[self._name]
+        return digests.elements[self.place.name] if itemsize == self.place.item else digests.words[self.place.name]
 
 
 class HostReader:
@@ -216,11 +198,8 @@ class SnapshotRing:
             one if isinstance(one, Published) else Published(one[0], one[1].detach(), one[1].dtype, tuple(one[1].shape))
             for one in parameters
         ]
-        self._tensors = [one.held for one in self._published]
-        self._of_words = {one.name for one in self._published if WORD_BYTES in one.places()}
-        large = [one.nbytes >= LARGE_BYTES and one.held.is_contiguous() for one in self._published]
-        self._large = [index for index, is_large in enumerate(large) if is_large]
-        self._small = [index for index, is_large in enumerate(large) if not is_large]
+        self._layout = Layout(self._published)
+        self._of_words = {place.name for place in self._layout.places if WORD_BYTES in place.asked}
         self._device = device
         self._slots = slots
         self._share = share
@@ -232,6 +211,7 @@ class SnapshotRing:
         self._reader = HostReader(device)
         cuda = device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if cuda else None
+        self._begun: Any = None
         self._copied: Any = None
 
     def take(self, known: NamedDigests | None = None) -> list[Shard]:
@@ -253,18 +233,19 @@ class SnapshotRing:
         self._copy(buffer)
         # A parameter that does not lie in C order has no words, but its copy has.
         complete = known is not None and set(known.words) == self._of_words
-        snapshot = DeviceSnapshot(buffer, self._copied, self._reader, known if complete else None)
+        copying = Copying(self._taken, self._layout.marks, tuple(bucket.end for bucket in self._layout.buckets))
+        snapshot = DeviceSnapshot(buffer, copying, (self._begun, self._copied), self._reader, known if complete else None)
         weakref.finalize(snapshot, self._release, buffer).atexit = False
         return [
             Shard(
-                name=one.name,
-                dtype=str(one.dtype).removeprefix("torch."),
-                global_shape=one.shape,
-                offset=one.offset,
-                shape=tuple(one.held.shape),
-                data=SnapshotBytes(snapshot, buffer.starts[one.name], one),
+                name=place.name,
+                dtype=place.dtype,
+                global_shape=place.shape,
+                offset=place.offset,
+                shape=place.own,
+                data=SnapshotBytes(snapshot, place, place.start, place.nbytes),
             )
-            for one in self._published
+            for place in self._layout.places
         ]
 
     def shards(self, known: NamedDigests | None = None) -> Iterator[Shard]:
@@ -278,19 +259,30 @@ class SnapshotRing:
 
     def _copy(self, buffer: Buffer) -> None:
         if self._stream is None:
-            self._copy_all(buffer.views)
+            for number in range(len(self._layout.buckets)):
+                self._copy_bucket(buffer, number)
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            self._copy_all(buffer.views)
-            self._copied = torch.cuda.Event()
-            self._copied.record(self._stream)
+            self._begun = None
+            for number in range(len(self._layout.buckets)):
+                self._copy_bucket(buffer, number)
+                self._begun = self._begun or self._recorded()
+            self._copied = self._recorded()
 
-    def _copy_all(self, views: Sequence[Tensor]) -> None:
-        for index in self._large:
-            views[index].copy_(self._tensors[index], non_blocking=True)
-        if self._small:
-            torch.ops.aten._foreach_copy_([views[index] for index in self._small], [self._tensors[index] for index in self._small])
+    def _copy_bucket(self, buffer: Buffer, number: int) -> None:
+        large, targets, sources = buffer.copies[number]
+        for target, source in large:
+            target.copy_(source, non_blocking=True)
+        if targets:
+            torch.ops.aten._foreach_copy_(targets, sources)
+        # On the same stream: who can read it can read the bucket.
+        buffer.marks[number].fill_(self._taken)
+
+    def _recorded(self) -> Any:
+        event: Any = torch.cuda.Event()
+        event.record(self._stream)
+        return event
 
     def _free_buffer(self) -> Buffer:
         until = time.monotonic() + self._holder_patience_s
@@ -300,7 +292,7 @@ class SnapshotRing:
                 if buffer := next((one for one in free if one.guard is None), None):
                     break
                 if len(self._buffers) < self._slots:
-                    self._buffers.append(buffer := Buffer(self._published, self._device, self._share))
+                    self._buffers.append(buffer := Buffer(self._layout, self._device, self._share))
                     break
                 if free:
                     buffer = min(free, key=lambda one: one.used)
