@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -14,13 +15,15 @@ import pytest
 from streamrl.config.tree import Config, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import TrainingError
+from streamrl.runtime.processes import started
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.ranks.process_group import Rendezvous, RendezvousAddress, join
 from tests.support.errors import raises
 from tests.support.needs import need
-from tests.support.processes import children
+from tests.support.processes import children, until
+from tests.support.programs import Start
 
 Rollouts = Callable[..., TrainBatch]
 CONFIG = Config(trainer=TrainerConfig(ranks=2, minibatches=2, rank_timeout_s=60.0))
@@ -72,6 +75,28 @@ def test_a_rank_that_hangs_ends_the_step_within_the_timeout(model_dir: Path, rol
         os.kill(pid, signal.SIGSTOP)
         trainer.step(rollouts(1))
     assert children(MODULE) == []
+
+
+LEADER = """
+import sys, time
+from pathlib import Path
+from streamrl.config.tree import Config, TrainerConfig
+from streamrl.trainers.ranks.local import open_trainer
+from tests.support.processes import children
+with open_trainer(Config(trainer=TrainerConfig(ranks=2)), Path(sys.argv[1])):
+    print(*children("streamrl.trainers.ranks.local"), flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.process
+async def test_a_rank_that_hangs_dies_with_rank_0(model_dir: Path, start: Start) -> None:
+    leader = await start("-c", LEADER, str(model_dir))
+    assert leader.stdout is not None
+    rank = int(await asyncio.wait_for(leader.stdout.readline(), 120))
+    os.kill(rank, signal.SIGSTOP)  # as in a collective that nobody else comes to
+    leader.kill()
+    await until(lambda: not started(rank), within_s=60)
 
 
 @pytest.mark.process

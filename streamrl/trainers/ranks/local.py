@@ -6,6 +6,7 @@ They end when rank 0 dismisses them or dies.
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from streamrl.config.load import dump, from_json
+from streamrl.config.system import dies_with_parent
 from streamrl.config.tree import Config
 from streamrl.errors import StreamRLError, TrainingError
 from streamrl.telemetry.logs import configure_logging
@@ -118,7 +120,13 @@ def main() -> int:
 
 
 def _spawn(start: _Start) -> subprocess.Popen[bytes]:
-    child = subprocess.Popen([sys.executable, "-m", "streamrl.trainers.ranks.local"], stdin=subprocess.PIPE, stdout=sys.stderr.fileno())
+    child = subprocess.Popen(
+        [sys.executable, "-m", "streamrl.trainers.ranks.local"],
+        stdin=subprocess.PIPE,
+        stdout=sys.stderr.fileno(),
+        # One that waits in a collective would hear of a killed rank 0 only after the timeout, and hold its GPU until then.
+        preexec_fn=dies_with_parent(signal.SIGKILL),
+    )
     assert child.stdin is not None
     with child.stdin:
         child.stdin.write(msgspec.json.encode(start))
