@@ -6,7 +6,7 @@ size, `Q` and `K` width of the queries and of the keys, `I` inner width of the f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 GIB = 1 << 30
@@ -37,6 +37,11 @@ class ModelShape(NamedTuple):
     """All, for each that a token meets: of the inner width there is as much in memory."""
 
     @property
+    def body(self) -> ModelShape:
+        """Without a head, as a critic's model is."""
+        return self._replace(tied=True)
+
+    @property
     def parameters(self) -> int:
         """Numbers in the matrices."""
         layer = self.hidden * (2 * self.queries + 2 * self.keys + 3 * self.inner * self.experts)
@@ -57,6 +62,8 @@ class Estimate(NamedTuple):
     """The arithmetic, for people."""
     fits: bool
     """False: not even without any kept."""
+    all_kept: bool
+    """Whether there is no layer that does not."""
 
 
 def model_shape(config: Mapping[str, Any]) -> ModelShape | None:
@@ -103,8 +110,32 @@ def gathered_bytes(shape: ModelShape, itemsize: int, *, once: bool) -> int:
     """
     if once:
         return shape.parameters * (itemsize + 4)
+    return 2 * looked_at_bytes(shape, itemsize)
+
+
+def looked_at_bytes(shape: ModelShape, itemsize: int) -> int:
+    """What a rank holds of the whole of a model that is cut and never trained, while it is run: what is in no layer, and two layers."""
     ends = (1 if shape.tied else 2) * shape.vocab * shape.hidden
-    return 2 * itemsize * (ends + 2 * (shape.parameters - ends) // max(1, shape.layers))
+    return itemsize * (ends + 2 * (shape.parameters - ends) // max(1, shape.layers))
+
+
+def least_kept(shapes: Sequence[ModelShape], *, free_bytes: int, needed_bytes: int, tokens: int, itemsize: int, compiled: bool) -> Estimate:
+    """`kept_layers` of models that are trained one behind the other and keep as many layers: of the one that has room for the fewest.
+
+    `shapes`: the policy's, then those of models without a head, as a critic's is.
+    """
+    headless = [shape._replace(vocab=0) for shape in shapes[1:]]
+    found = [
+        kept_layers(shape, free_bytes=free_bytes, needed_bytes=needed_bytes, tokens=tokens, itemsize=itemsize, compiled=compiled)
+        for shape in [*shapes[:1], *headless]
+    ]
+    least = min(found, key=lambda one: (one.all_kept, 0 if one.all_kept else one.kept))
+    return least._replace(fits=all(one.fits for one in found))
+
+
+def pass_bytes(shape: ModelShape, *, itemsize: int, compiled: bool) -> int:
+    """What a forward and backward pass takes at the very least, a token: the layers' inputs, and what one layer computes."""
+    return shape.layers * shape.hidden * itemsize + shape.layer_bytes(itemsize, compiled=compiled)
 
 
 def kept_layers(shape: ModelShape, *, free_bytes: int, needed_bytes: int, tokens: int, itemsize: int, compiled: bool) -> Estimate:
@@ -132,4 +163,4 @@ def kept_layers(shape: ModelShape, *, free_bytes: int, needed_bytes: int, tokens
         f"inputs and {2 * layer / GIB:.1f} of one layer's backward pass, leaves {left / GIB:.1f}; a layer takes {tokens} tokens x "
         f"{layer / tokens / 1024:.0f} KiB = {layer / GIB:.2f}"
     )
-    return Estimate(kept, text, left >= 0)
+    return Estimate(kept, text, left >= 0, kept >= shape.layers)

@@ -6,7 +6,18 @@ from typing import Any
 
 import pytest
 
-from streamrl.trainers.activations import GIB, Estimate, ModelShape, gathered_bytes, held_bytes, kept_layers, model_shape, training_bytes
+from streamrl.trainers.activations import (
+    GIB,
+    Estimate,
+    ModelShape,
+    gathered_bytes,
+    held_bytes,
+    kept_layers,
+    least_kept,
+    looked_at_bytes,
+    model_shape,
+    training_bytes,
+)
 
 QWEN_4B: dict[str, Any] = {
     "hidden_size": 2560,
@@ -66,3 +77,23 @@ def test_the_arithmetic_is_told() -> None:
     layer = 8192 * SHAPE.layer_bytes(2, compiled=True) / GIB
     assert found.text.startswith(f"{found.kept} of 36 layers keep their activations: 95% of 75.0 GiB free")
     assert found.text.endswith(f"= {layer:.2f}")
+
+
+def test_of_two_models_the_one_with_room_for_the_fewest_layers_counts() -> None:
+    small, large = SHAPE._replace(layers=8), SHAPE._replace(layers=64)
+
+    def found(gib: float, *shapes: ModelShape) -> Estimate:
+        return least_kept(shapes, free_bytes=int(gib * GIB), needed_bytes=40 * GIB, tokens=8192, itemsize=2, compiled=True)
+
+    alone = found(75, small)
+    assert alone.all_kept and alone.kept == 8, "the policy's few layers fit"
+    both = found(75, small, large)
+    assert not both.all_kept and 0 < both.kept < 64 and "of 64 layers" in both.text, "the critic's many do not"
+    assert found(500, small, large).all_kept
+    assert found(58, small).fits and not found(58, small, large._replace(layers=4000)).fits
+    assert found(75, small, large).kept > found(75, large, small).kept, "a critic has no head"
+
+
+def test_what_is_looked_at_takes_no_gradient() -> None:
+    assert 2 * looked_at_bytes(SHAPE, 2) == gathered_bytes(SHAPE, 2, once=False)
+    assert SHAPE.body == SHAPE and SHAPE._replace(tied=False).body == SHAPE, "what is tied has one matrix already"

@@ -15,7 +15,15 @@ import torch
 from streamrl.core.packing import ROW
 from streamrl.errors import ConfigError
 from streamrl.schemas.ledger import Choices
-from streamrl.trainers.activations import ModelShape, gathered_bytes, held_bytes, kept_layers, model_shape, training_bytes
+from streamrl.trainers.activations import (
+    ModelShape,
+    gathered_bytes,
+    held_bytes,
+    least_kept,
+    looked_at_bytes,
+    model_shape,
+    training_bytes,
+)
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.layers import first_line
@@ -36,7 +44,8 @@ class Arranged(NamedTuple):
 class _Room(NamedTuple):
     """Of a device, before the first step."""
 
-    shape: ModelShape
+    shapes: Sequence[ModelShape]
+    """Of the models that are trained."""
     free: int
     """Bytes."""
     needed: int
@@ -176,8 +185,8 @@ class Arrangement:
         assert self._room is not None
         if row_length not in self._reckoned:
             policy, room = self._trained[0], self._room
-            estimate = kept_layers(
-                room.shape,
+            estimate = least_kept(
+                room.shapes,
                 free_bytes=room.free,
                 needed_bytes=room.needed,
                 tokens=row_length,
@@ -186,26 +195,30 @@ class Arrangement:
             )
             self._notices.append(estimate.text)
             logger.info("event=activations row=%d kept=%d of=%d %s", row_length, estimate.kept, policy.num_layers, estimate.text)
-            self._reckoned[row_length] = None if estimate.kept >= policy.num_layers else estimate.kept
+            self._reckoned[row_length] = None if estimate.all_kept else estimate.kept
         return _fewer(self._reckoned[row_length], self._most)
 
     def _reckon(self, copies: int) -> _Room | None:
         """The memory that is there, of the rank that has the least; None where the shape or the layers are not known."""
         policy = self._trained[0]
-        shape = model_shape(policy.module.config.to_dict())
+        found = [model_shape(model.module.config.to_dict()) for model in self._trained]
         free, _ = torch.cuda.mem_get_info(policy.device)
         free += torch.cuda.memory_reserved(policy.device) - torch.cuda.memory_allocated(policy.device)
         least = min(self._parallel.gather(free))
-        if shape is None or not policy.num_layers:
+        if found[0] is None or not policy.num_layers:
             return None
+        shapes = [shape or found[0] for shape in found]
         needed, itemsize, shards = 0, policy.dtype.itemsize, self._parallel.mesh.shard
-        for model in self._trained:
+        for model, shape in zip(self._trained, [shapes[0], *(shape.body for shape in shapes[1:])], strict=True):
             numbers = sum(p.numel() for _, p in model.parameters())  # of the whole, also where it is cut
             needed += training_bytes(numbers, itemsize, shards) - held_bytes(numbers, itemsize, shards)
             if shards > 1:
-                needed += gathered_bytes(model_shape(model.module.config.to_dict()) or shape, itemsize, once=model.gathers_once)
+                needed += gathered_bytes(shape, itemsize, once=model.gathers_once)
+        if shards > 1:  # one at a time, while nothing else is run
+            looked_at = [model_shape(model.module.config.to_dict()) or shapes[0] for model in self._frozen]
+            needed += max((looked_at_bytes(shape, itemsize) for shape in looked_at), default=0)
         size = -(-sum(p.numel() for _, p in policy.parameters()) // shards) * itemsize
-        return _Room(shape, least, needed + copies * size)
+        return _Room(shapes, least, needed + copies * size)
 
     def _say_not_packed(self, model: str) -> None:
         asked = [] if self._kernels.free_attention else ["trainer.attention = 'packed'"]
