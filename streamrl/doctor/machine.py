@@ -15,7 +15,9 @@ from pathlib import Path
 from streamrl.bus.server import find_binary
 from streamrl.config.code import check_trust, engine_code
 from streamrl.config.load import load
+from streamrl.config.tree import Config
 from streamrl.doctor.findings import Check
+from streamrl.doctor.gpu_memory import least_memory
 from streamrl.doctor.limits import check_cores, check_disk, check_files, check_memory, check_shm
 from streamrl.doctor.run_checks import check_bus, check_config
 from streamrl.errors import ConfigError, LaunchError
@@ -51,7 +53,7 @@ def examine_config(path: str, overrides: Sequence[str] = ()) -> list[Check]:
         config = load(path, overrides)
     except ConfigError as error:
         return [Check("config", "fail", error.message, error.hint)]
-    return [Check("config", "ok", path), *check_config(config, num_gpus=count_gpus(), gpu_bytes=gpu_memory(config.trainer.gpu))]
+    return [Check("config", "ok", path), *check_config(config, num_gpus=count_gpus(), gpu_bytes=gpu_memory(config))]
 
 
 def examine_run(run: RunDir) -> list[Check]:
@@ -59,7 +61,7 @@ def examine_run(run: RunDir) -> list[Check]:
     up = holder(run) is not None
     config = run.load_config()
     check_trust(engine_code(config), run.foreign, trusted=False)
-    return [*check_config(config, num_gpus=count_gpus(), gpu_bytes=gpu_memory(config.trainer.gpu), up=up), *asyncio.run(check_bus(run))]
+    return [*check_config(config, num_gpus=count_gpus(), gpu_bytes=gpu_memory(config), up=up), *asyncio.run(check_bus(run))]
 
 
 def count_gpus() -> int:
@@ -71,13 +73,13 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def gpu_memory(index: int) -> int:
-    """Bytes of a GPU, free or not; 0 where there is none of that number."""
-    if index >= count_gpus():
+def gpu_memory(config: Config) -> int:
+    """Bytes of the least GPU that the trainer gets, free or not; 0 where that is not known."""
+    if not (count := count_gpus()):
         return 0
     import torch
 
-    return int(torch.cuda.get_device_properties(index).total_memory)
+    return least_memory(config, [int(torch.cuda.get_device_properties(gpu).total_memory) for gpu in range(count)])
 
 
 def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Check:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import socket
 import subprocess
@@ -18,15 +17,13 @@ from streamrl.config.code import rollout_code
 from streamrl.config.loss import estimator_of
 from streamrl.config.registry import Role
 from streamrl.config.tree import Config
-from streamrl.core.packing import ROW
 from streamrl.doctor.findings import Check
+from streamrl.doctor.gpu_memory import check_gpu_memory, read_shape
 from streamrl.doctor.limits import GIBIBYTE
 from streamrl.errors import BusError, ConfigError
 from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import RunDir
-from streamrl.trainers.activations import ModelShape, gathered_bytes, kept_layers, model_shape, training_bytes
 from streamrl.trainers.checkpoints import list_checkpoints
-from streamrl.trainers.mesh import gathers_once
 
 SGLANG_TRIED = ("0.5.17", "0.5.23")
 _MAX_SKEW_S = 1.0
@@ -37,12 +34,11 @@ _SAY_VERSION = "from importlib.metadata import version; print(version('sglang'))
 
 
 def check_config(config: Config, *, num_gpus: int, gpu_bytes: int = 0, up: bool = False) -> list[Check]:
-    """What the configuration asks for; `gpu_bytes`: memory of the trainer's GPU; `up`: its run holds its ports already."""
+    """What the configuration asks for; `gpu_bytes`: memory of the trainer's GPU, of several the least; `up`: the run holds its ports."""
     checks = [check_budgets(config), check_gpus_wanted(config, num_gpus)]
     if room := check_checkpoints(config):
         checks.append(room)
-    if gpu_bytes and (found := check_activations(config, gpu_bytes)):
-        checks.append(found)
+    checks += check_gpu_memory(config, gpu_bytes)
     if not up:
         checks.append(check_ports_wanted(config))
     if config.bus.url:
@@ -74,12 +70,12 @@ def check_checkpoints(config: Config) -> Check | None:
 
     An older one is removed when all files of the newer have been read back, so with less room than that there is no second one.
     """
-    if config.ray.address or (shape := _shape(config.model.path)) is None or config.trainer.tabular:
+    if config.ray.address or (shape := read_shape(config.model.path)) is None or config.trainer.tabular:
         return None
     itemsize, loss = 2 if (config.trainer.dtype or config.model.dtype) == "bfloat16" else 4, config.loss
     trained = [shape.parameters]
     if Role.VALUE in estimator_of(loss).needs:
-        critic = _shape(loss.critic.path) or shape
+        critic = read_shape(loss.critic.path) or shape
         trained.append(critic.parameters)
     each = sum(trained) * (itemsize + 8 + (4 if itemsize < 4 else 0)) + (shape.parameters * itemsize if loss.kl.reference_every else 0)
     place, free = _room(config)
@@ -122,44 +118,19 @@ def check_credits(config: Config) -> Check:
     return Check("credits", "ok", found)
 
 
-def check_activations(config: Config, gpu_bytes: int) -> Check | None:
-    """How many layers would keep their activations if the trainer had the GPU for itself; None where that is not known."""
-    trainer, shape = config.trainer, _shape(config.model.path)
-    if shape is None or trainer.device == "cpu" or trainer.tabular:
-        return None
-    itemsize = 2 if (trainer.dtype or config.model.dtype) == "bfloat16" else 4
-    needed = training_bytes(shape.parameters, itemsize, trainer.shards)
-    if trainer.shards > 1:
-        once = gathers_once(trainer.gather, shape.parameters * (itemsize + 4), gpu_bytes)
-        needed += gathered_bytes(shape, itemsize, once=once)
-    needed += config.weights.snapshots * itemsize * -(-shape.parameters // trainer.shards)
-    packed = trainer.attention == "packed" or (trainer.attention == "auto" and itemsize == 2)
-    compiled = trainer.compile == "on" or (trainer.compile == "auto" and packed and config.run.numerics != "bitwise")
-    # As the trainer does: rows of the whole budget where all layers keep their activations then, else short ones.
-    for tokens in (trainer.micro_tokens, min(trainer.micro_tokens, ROW) if packed else trainer.micro_tokens):
-        estimate = kept_layers(shape, free_bytes=gpu_bytes, needed_bytes=needed, tokens=tokens, itemsize=itemsize, compiled=compiled)
-        if estimate.kept == shape.layers:
-            break
-    if isinstance(asked := trainer.activations, str):
-        asked = shape.layers if asked == "all" else estimate.kept
-    if estimate.fits and asked <= estimate.kept:
-        return Check("activations", "ok", estimate.text)
-    hint = "lower trainer.micro_tokens or trainer.activations, or take a larger GPU; a step that is out of memory halves its micro-batches"
-    return Check("activations", "warn", estimate.text, hint)
-
-
 def check_gpus_wanted(config: Config, num_gpus: int) -> Check:
     """Whether the GPUs that the configuration names are there. With Ray they may be on other nodes."""
     if config.ray.address:
         return Check("gpus wanted", "ok", "placed by Ray, which says whether they fit")
-    sglang, wanted = config.engine.sglang, 0
-    if config.trainer.device == "cuda":
-        wanted = config.trainer.gpu + config.trainer.ranks
+    trainer, sglang, wanted = config.trainer, config.engine.sglang, 0
+    if not trainer.tabular and (trainer.device == "cuda" or (trainer.device == "auto" and num_gpus)):
+        wanted = trainer.gpu + trainer.ranks
     if config.engine.traits.gpus == "own" and sglang.flags.get("device") != "cpu":
         wanted = max(wanted, 1 + max(sglang.gpus, default=sglang.tensor_parallel - 1))
     found = f"{wanted or 'none'}, of {num_gpus} that torch sees"
     if wanted > num_gpus:
-        hint = "choose others with trainer.gpu and engine.sglang.gpus, or run on a machine that has them"
+        found += f" (trainer.gpu = {trainer.gpu}, trainer.ranks = {trainer.ranks})"
+        hint = "choose others with trainer.gpu and engine.sglang.gpus, lower trainer.ranks, or run on a machine that has them"
         return Check("gpus wanted", "fail", found, hint)
     return Check("gpus wanted", "ok", found)
 
@@ -240,14 +211,6 @@ def check_skew(theirs_s: float, asked_s: float, now_s: float) -> Check:
         hint = "set both by NTP: certificates may be refused, and times in logs and plots do not fit together"
         return Check("clock skew", "warn", found, hint)
     return Check("clock skew", "ok", found)
-
-
-def _shape(model: str) -> ModelShape | None:
-    """Sizes of the model in a directory, as far as its description tells them."""
-    try:
-        return model_shape(json.loads((Path(model) / "config.json").read_text()))
-    except (OSError, ValueError, AttributeError):
-        return None
 
 
 def _bytes(directory: Path) -> int:

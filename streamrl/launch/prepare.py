@@ -23,7 +23,9 @@ from streamrl.consumers.training.ledger import publish_mark
 from streamrl.data.model import check_positions
 from streamrl.data.problems import Problems, load_problems
 from streamrl.data.tokenizer import load_tokenizer
-from streamrl.doctor.run_checks import check_checkpoints, check_ports_wanted
+from streamrl.doctor.findings import Check
+from streamrl.doctor.gpu_memory import check_shared_gpus, check_trainer_memory, gpu_memories, least_memory
+from streamrl.doctor.run_checks import check_checkpoints, check_gpus_wanted, check_ports_wanted
 from streamrl.errors import ConfigError, LaunchError, StreamFull
 from streamrl.history.replay_log import read_past
 from streamrl.launch.build_model import build_model
@@ -126,11 +128,11 @@ def _note_left_out(key: str, found: Problems, config: Config, note: Callable[[st
         )
 
 
-async def check_start(config: Config, run: RunDir) -> None:
-    """Look at the disk, at ports, and at the user's code in a process of its own; before the bus is started, which takes a port.
+async def check_start(config: Config, run: RunDir, note: Callable[[str], None] = lambda _: None) -> None:
+    """Look at the disk, at GPUs and ports, and at the user's code in a process of its own; before the bus is started, which takes a port.
 
     Raises:
-        LaunchError: a port that is named is taken, or there is no room for two checkpoints.
+        LaunchError: a port that is named is taken, there is no room for two checkpoints, or the trainer does not fit its GPUs.
         ConfigError: a function cannot be used, or the run's directory is a branch's.
     """
     if (run.path / BRANCH_FILE).exists():
@@ -142,12 +144,40 @@ async def check_start(config: Config, run: RunDir) -> None:
         )
     if (room := check_checkpoints(config)) and room.state == "fail":
         raise LaunchError(f"expected room for two checkpoints: {room.found}", hint=room.hint)
+    await check_gpus(config, note)
     deadline = time.monotonic() + _PORTS_S
     while (found := check_ports_wanted(config)).state == "fail":
         if time.monotonic() > deadline:
             raise LaunchError(f"expected the ports that the configuration names to be free: {found.found}", hint=found.hint)
         await asyncio.sleep(0.1)
     await check_code(run.with_secret_options(config))
+
+
+async def check_gpus(config: Config, note: Callable[[str], None]) -> None:
+    """See that the GPUs of trainer and engines are there and that their models fit; says how they share one.
+
+    Those of a cluster of Ray are Ray's to count, and their memory is not known here.
+
+    Raises:
+        LaunchError: they are not, or do not.
+    """
+    trains_there = config.trainer.device != "cpu" and not config.trainer.tabular
+    if not (trains_there or config.engine.traits.gpus == "own") or config.ray.address not in ("", "local"):
+        return
+    gpus = await gpu_memories()
+    if not gpus and config.trainer.device != "cuda":  # all is on the CPU, or SGLang's own environment alone sees GPUs
+        return
+    nbytes = least_memory(config, gpus)
+    checks: list[tuple[str, Check | None]] = [
+        ("the GPUs that the configuration names", check_gpus_wanted(config, len(gpus))),
+        ("GPUs that hold the trainer's models", check_trainer_memory(config, nbytes)),
+        ("a GPU that holds trainer and engine", shared := check_shared_gpus(config, nbytes)),
+    ]
+    for expected, check in checks:
+        if check is not None and check.state == "fail":
+            raise LaunchError(f"expected {expected}: {check.found}", hint=check.hint)
+    if shared is not None:
+        note(shared.found + (f"; {shared.hint}" if shared.hint else ""))
 
 
 def machine() -> dict[str, str]:

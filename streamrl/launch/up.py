@@ -212,7 +212,7 @@ class Session:
         if not self._run.exists:
             # It may be that of a start that failed, or was killed, with other settings.
             shutil.rmtree(self._run.model_dir, ignore_errors=True)
-        await check_start(self._config, self._run)
+        await check_start(self._config, self._run, self._note)
         record = await prepare(self._config, self._run, self._note)
         if self._stops.drain.is_set():
             return Outcome(run=self._run, state="stopped")

@@ -1,0 +1,109 @@
+"""What a rank of a trainer holds on its GPU, reckoned from the configuration and the models' shapes before anything is loaded.
+
+Pure arithmetic, by the rules of `streamrl.trainers.activations`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from streamrl.config.loss import estimator_of
+from streamrl.config.registry import Role
+from streamrl.config.tree import Config
+from streamrl.trainers.activations import GIB, ModelShape, gathered_bytes, looked_at_bytes, pass_bytes, training_bytes
+from streamrl.trainers.mesh import gathers_once
+
+
+class Models(NamedTuple):
+    """The models of a trainer."""
+
+    trained: Sequence[tuple[str, ModelShape]]
+    """What for and its shape: the policy first, then the critic, without its head."""
+    frozen: Sequence[tuple[str, ModelShape]]
+    """Those that are only looked at, each directory once."""
+
+
+class RankMemory(NamedTuple):
+    """Bytes of one rank."""
+
+    lasting: Sequence[tuple[str, int]]
+    """What is there from the first step on, by what it is for."""
+    token: int
+    """What each token of the longest row takes at least."""
+    making: int
+    """Of the largest model, whole: a rank holds that for a moment, before it is cut."""
+
+    @property
+    def nbytes(self) -> int:
+        """All that lasts."""
+        return sum(nbytes for _, nbytes in self.lasting)
+
+    @property
+    def text(self) -> str:
+        """What lasts, part by part, for people."""
+        return " + ".join(f"{nbytes / GIB:.1f} {what}" for what, nbytes in self.lasting)
+
+
+def itemsize_of(config: Config) -> int:
+    """Bytes of a parameter as it is computed with and published."""
+    return 2 if (config.trainer.dtype or config.model.dtype) == "bfloat16" else 4
+
+
+def models_of(config: Config, shape_of: Callable[[str], ModelShape | None]) -> Models | None:
+    """The models that a torch trainer loads.
+
+    Args:
+        config: the whole tree.
+        shape_of: the shape of the model in a directory; None where it is not known.
+
+    Returns:
+        None where the policy's shape is not known. Another model of unknown shape counts as the policy's.
+    """
+    loss, policy = config.loss, config.model.path
+    if config.trainer.tabular or (known := shape_of(policy)) is None:
+        return None
+
+    def shape(path: str) -> ModelShape:
+        return (shape_of(path) if path else None) or known
+
+    trained = [("policy", known)]
+    if Role.VALUE in estimator_of(loss).needs:
+        trained.append(("critic", shape(loss.critic.path).body))
+    wanted: dict[tuple[Path, bool], tuple[str, str]] = {}
+    if loss.kl.loss_coef > 0 or loss.kl.reward_coef > 0:  # one that is renewed shares its directory with nobody
+        wanted[Path(loss.kl.reference or policy).resolve(), loss.kl.reference_every > 0] = ("reference", loss.kl.reference)
+    if loss.distillation.coef > 0:
+        wanted.setdefault((Path(loss.distillation.teacher).resolve(), False), ("teacher", loss.distillation.teacher))
+    return Models(trained, [(what, shape(path)) for what, path in wanted.values()])
+
+
+def rank_memory(config: Config, models: Models, *, gpu_bytes: int, compiled: bool) -> RankMemory:
+    """What a rank holds, and what a token takes in the forward and backward pass of the model that takes most, with no layer kept.
+
+    Args:
+        config: the whole tree.
+        models: the trainer's.
+        gpu_bytes: memory of the GPU, by which `trainer.gather = "auto"` goes.
+        compiled: whether the layers are.
+    """
+    trainer, itemsize, shards = config.trainer, itemsize_of(config), config.trainer.shards
+    (_, policy), *_ = models.trained
+    part = -(-policy.parameters // shards)
+    lasting = [(f"to train the {what}", training_bytes(shape.parameters, itemsize, shards)) for what, shape in models.trained]
+    lasting += [(f"for the {what}", itemsize * -(-shape.parameters // shards)) for what, shape in models.frozen]
+    if shards > 1:
+        gathered = sum(
+            gathered_bytes(shape, itemsize, once=gathers_once(trainer.gather, shape.parameters * (itemsize + 4), gpu_bytes))
+            for _, shape in models.trained
+        )
+        lasting.append(("gathered", gathered + max((looked_at_bytes(shape, itemsize) for _, shape in models.frozen), default=0)))
+    lasting.append(("of versions to publish (weights.ring)", config.weights.snapshots * itemsize * part))
+    if trainer.check_logprobs:
+        versions = config.tasks.max_staleness + 1
+        each = (versions + 1) * 4 if shards > 1 else versions * itemsize  # see `Recheck`
+        lasting.append(("of versions for trainer.check_logprobs", each * part))
+    token = max(pass_bytes(shape, itemsize=itemsize, compiled=compiled) for _, shape in models.trained)
+    making = itemsize * max(shape.parameters for _, shape in [*models.trained, *models.frozen])
+    return RankMemory(lasting, token, making)

@@ -1,0 +1,223 @@
+"""Whether models fit GPUs, from configurations and descriptions of models alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from streamrl.config.engines import EngineConfig, SglangConfig
+from streamrl.config.loss import CriticConfig, DistillationConfig, KLConfig, LossConfig
+from streamrl.config.ray import RayConfig
+from streamrl.config.tree import Config, EvaluationConfig, ModelConfig, TasksConfig, TrainerConfig, WeightsConfig
+from streamrl.doctor import gpu_memory
+from streamrl.doctor.gpu_memory import (
+    check_activations,
+    check_gpu_memory,
+    check_shared_gpus,
+    check_trainer_memory,
+    gpu_memories,
+    least_memory,
+    read_shape,
+)
+from streamrl.errors import LaunchError
+from streamrl.schemas.tasks import Sampling
+from streamrl.trainers.activations import GIB
+from streamrl.trainers.memory import models_of, rank_memory
+
+QWEN_4B: dict[str, Any] = {
+    "hidden_size": 2560,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 9728,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": True,
+}
+QWEN_1_7B = QWEN_4B | {"hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 6144}
+ON_ONE = SglangConfig(flags={"mem_fraction_static": 0.35}, swap="flip", gpus=(0,))
+
+
+def written(place: Path, sizes: dict[str, Any] = QWEN_4B) -> ModelConfig:
+    """The section of a model of these sizes, which is described in a directory."""
+    place.mkdir(exist_ok=True)
+    (place / "config.json").write_text(json.dumps(sizes))
+    return ModelConfig(path=str(place), dtype="bfloat16", max_len=100_000)
+
+
+def lasting(config: Config, gib: int = 140) -> dict[str, float]:
+    """GiB of a rank, by what they are for."""
+    models = models_of(config, read_shape)
+    assert models is not None
+    found = rank_memory(config, models, gpu_bytes=gib << 30, compiled=True).lasting
+    return {what: nbytes / GIB for what, nbytes in found}
+
+
+@pytest.mark.parametrize(
+    ("gib", "asked", "shards", "state", "says"),
+    [
+        (160, "auto", 1, "ok", "36 of 36 layers keep"),
+        (40, "auto", 1, "warn", "0 of 36 layers keep"),
+        (130, "auto", 1, "ok", "of 36 layers keep"),
+        (115, "all", 1, "warn", "of 36 layers keep"),
+        (130, "all", 4, "ok", "36 of 36 layers keep"),
+        (40, "auto", 4, "ok", "of 36 layers keep"),
+        (130, 0, 1, "ok", "of 36 layers keep"),
+    ],
+)
+def test_layers_that_keep_their_activations_are_reckoned_for_the_gpu(
+    tmp_path: Path, gib: int, asked: Any, shards: int, state: str, says: str
+) -> None:
+    trainer = TrainerConfig(micro_tokens=8192, activations=asked, compile="on", attention="packed", ranks=shards, shards=shards)
+    config = Config(model=written(tmp_path), trainer=trainer)
+    found = check_activations(config, gib << 30)
+    assert found is not None and (found.state, says in found.found) == (state, True), found
+    # Snapshots of what is published are a rank's part, too.
+    large = check_activations(replace(config, weights=WeightsConfig(ring=64 * shards)), gib << 30)
+    assert large is not None and large.state == "warn"
+    (tmp_path / "config.json").write_text("[")
+    assert check_activations(config, gib << 30) is None
+
+
+def test_each_model_is_reckoned_by_its_own_shape_and_once(tmp_path: Path) -> None:
+    small, large = written(tmp_path / "small", QWEN_1_7B), written(tmp_path / "large")
+    plain = Config(model=small)
+    (policy, numbers), (copies, published) = lasting(plain).items()
+    assert policy == "to train the policy" and numbers == pytest.approx(18 * 1.72e9 / GIB, rel=0.01)
+    assert "weights.ring" in copies and published == pytest.approx(2 * 1.72e9 / GIB, rel=0.01)
+    assert lasting(replace(plain, weights=WeightsConfig(transport="ipc")))[copies] == pytest.approx(2 * published)
+
+    critic = lasting(replace(plain, loss=LossConfig(advantage="ppo", critic=CriticConfig(path=large.path))))
+    assert critic["to train the critic"] == pytest.approx(18 * 4.02e9 / GIB, rel=0.01)
+
+    kl = KLConfig(loss_coef=0.1)
+    assert lasting(replace(plain, loss=LossConfig(kl=kl)))["for the reference"] == pytest.approx(2 * 1.72e9 / GIB, rel=0.01)
+    teacher = DistillationConfig(coef=1.0, teacher=large.path)
+    assert lasting(replace(plain, loss=LossConfig(distillation=teacher)))["for the teacher"] == pytest.approx(2 * 4.02e9 / GIB, rel=0.01)
+    same = LossConfig(kl=replace(kl, reference=large.path), distillation=teacher)
+    assert "for the teacher" not in lasting(replace(plain, loss=same)), "one directory is loaded once"
+    assert "for the teacher" in lasting(replace(plain, loss=replace(same, kl=replace(same.kl, reference_every=3)))), "unless it is renewed"
+
+    checked = replace(plain, trainer=TrainerConfig(check_logprobs=4), tasks=TasksConfig(max_staleness=3))
+    assert lasting(checked)["of versions for trainer.check_logprobs"] == pytest.approx(4 * 2 * 1.72e9 / GIB, rel=0.01)
+
+
+def test_a_part_holds_a_part_of_each_and_what_is_gathered(tmp_path: Path) -> None:
+    loss = LossConfig(advantage="ppo", kl=KLConfig(loss_coef=0.1))
+    config = Config(model=written(tmp_path), loss=loss, trainer=TrainerConfig(ranks=4, shards=4, check_logprobs=1))
+    found = lasting(config)
+    whole = lasting(replace(config, trainer=TrainerConfig(check_logprobs=1)))
+    for what in ("policy", "critic"):  # in float32, with no bfloat16 beside it
+        assert found[f"to train the {what}"] == pytest.approx(whole[f"to train the {what}"] * 16 / 18 / 4)
+    assert found["for the reference"] == pytest.approx(whole["for the reference"] / 4)
+    once = lasting(replace(config, trainer=replace(config.trainer, gather="step")))
+    assert found["gathered"] == once["gathered"] > lasting(config, gib=40)["gathered"]
+
+
+@pytest.mark.parametrize(
+    ("gib", "shards", "state", "says"),
+    [
+        (141, 1, "ok", "GiB at least, its GPU has 141.0"),
+        (72, 1, "fail", "trainer.shards = 2, with trainer.ranks a multiple of it"),
+        (80, 2, "ok", ""),
+        (24, 2, "fail", "trainer.shards = 4"),
+        (2, 1, "fail", "take a larger GPU"),
+        (7, 16, "fail", "7.5 GiB for a model before it is cut"),
+    ],
+)
+def test_a_model_that_does_not_fit_a_rank_is_refused_with_the_parts_that_do(
+    tmp_path: Path, gib: int, shards: int, state: str, says: str
+) -> None:
+    config = Config(model=written(tmp_path), trainer=TrainerConfig(ranks=shards, shards=shards))
+    found = check_trainer_memory(config, gib << 30)
+    assert found is not None and found.state == state and says in found.found + found.hint, found
+    assert check_trainer_memory(replace(config, trainer=replace(config.trainer, device="cpu")), gib << 30) is None
+    assert check_trainer_memory(config, 0) is None, "there is no GPU"
+
+
+def test_a_sample_longer_than_a_rank_can_hold_is_refused_with_the_tokens_that_fit(tmp_path: Path) -> None:
+    config = Config(model=written(tmp_path), trainer=TrainerConfig(compile="on"))
+    fine = check_trainer_memory(config, 90 << 30)
+    assert fine is not None and fine.state == "ok"
+    long = replace(config, sampling=Sampling(max_new_tokens=90_000))
+    found = check_trainer_memory(long, 90 << 30)
+    assert found is not None and found.state == "fail" and "for a sample of 90" in found.found
+    fitting = int(found.hint.split(" fit;")[0].rpartition(" ")[2])
+    most = replace(config, sampling=Sampling(max_new_tokens=fitting - config.data.max_prompt_tokens))
+    more = replace(config, sampling=Sampling(max_new_tokens=fitting + 1 - config.data.max_prompt_tokens))
+    states = [check.state for one in (most, more) if (check := check_trainer_memory(one, 90 << 30))]
+    assert states == ["ok", "fail"]
+
+
+def test_trainer_and_sglang_share_a_gpu_as_far_as_the_fraction_goes(tmp_path: Path) -> None:
+    model = written(tmp_path, QWEN_1_7B)
+
+    def found(fraction: float | None, gib: int = 80, **engine: Any) -> tuple[str, str, str]:
+        flags = {} if fraction is None else {"mem_fraction_static": fraction}
+        config = Config(model=model, engine=EngineConfig(kind="sglang", sglang=replace(ON_ONE, flags=flags), **engine))
+        check = check_shared_gpus(config, gib << 30)
+        assert check is not None
+        return check.state, check.found, check.hint
+
+    assert found(0.35)[0] == "ok" and "mem_fraction_static = 0.35 of the memory, 28.0" in found(0.35)[1]
+    state, _, hint = found(0.7)
+    assert state == "fail" and hint.startswith("set engine.sglang.flags.mem_fraction_static to 0.")
+    most = float(hint.split(" to ")[1].split()[0])
+    assert (found(most)[0], found(most + 0.01)[0]) == ("ok", "fail"), "the fraction of the hint is the greatest that fits"
+    assert found(most, workers=2)[0] == "fail", "two engines take it twice"
+    assert "2 engines" in found(most, workers=2)[1]
+    assert "too little for its weights" in found(0.05)[1]
+    assert found(None)[0] == "warn" and "SGLang chooses" in found(None)[1]
+    state, _, hint = found(None, gib=36)
+    assert state == "fail" and "another GPU" in hint and "copy_pinned" in hint
+
+
+@pytest.mark.parametrize(
+    ("sections", "shared"),
+    [
+        ({}, True),
+        ({"trainer": TrainerConfig(gpu=1)}, False),
+        ({"trainer": TrainerConfig(gpu=1, ranks=2)}, False),
+        ({"engine": EngineConfig(kind="sglang", sglang=replace(ON_ONE, gpus=(1,)))}, False),
+        ({"engine": EngineConfig(kind="sglang", sglang=replace(ON_ONE, gpus=(1,))), "trainer": TrainerConfig(ranks=2)}, True),
+        ({"engine": EngineConfig(kind="sglang", sglang=replace(ON_ONE, gpus=()))}, True),
+        ({"engine": EngineConfig(kind="sglang", sglang=replace(ON_ONE, gpus=(2, 1)))}, False),
+        ({"engine": EngineConfig(kind="sglang", workers=0, sglang=ON_ONE)}, False),
+        ({"engine": EngineConfig(kind="sglang", workers=0, sglang=ON_ONE), "evaluation": EvaluationConfig(engines=1)}, True),
+        ({"engine": EngineConfig()}, False),
+        ({"ray": RayConfig(address="local")}, False),
+    ],
+)
+def test_which_engines_are_beside_the_trainer(tmp_path: Path, sections: dict[str, Any], shared: bool) -> None:
+    given: dict[str, Any] = {"engine": EngineConfig(kind="sglang", sglang=ON_ONE), **sections}
+    config = Config(model=written(tmp_path, QWEN_1_7B), **given)
+    assert (check_shared_gpus(config, 141 << 30) is not None) == shared
+
+
+def test_the_least_of_the_trainers_gpus_counts() -> None:
+    def least(**sections: Any) -> int:
+        return least_memory(Config(**sections), [5, 9, 7])
+
+    assert least() == 5
+    assert least(trainer=TrainerConfig(gpu=1, ranks=2)) == 7
+    assert least(trainer=TrainerConfig(gpu=9)) == 0
+    assert least(trainer=TrainerConfig(device="cpu")) == 0
+    assert least(ray=RayConfig(address="local")) == 5
+    assert least(ray=RayConfig(address="auto")) == 0, "its nodes may have others"
+    assert check_gpu_memory(Config(), 5 << 30) == [], "a model that is built is small"
+
+
+@pytest.mark.process
+async def test_gpus_are_asked_of_torch_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await gpu_memories([str(tmp_path / "none")]) == []
+    assert all(nbytes > GIB for nbytes in await gpu_memories([str(tmp_path)]))
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no such library >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(gpu_memory.sys, "executable", str(broken))
+    with pytest.raises(LaunchError, match="no such library"):
+        await gpu_memories([str(tmp_path)])
