@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from streamrl.bus.reading import read_key
@@ -21,7 +22,8 @@ from streamrl.schemas.subjects import PREFIX_RANKS
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.ranks.local import uses_cuda
-from streamrl.weights.factory import make_rank_publisher
+from streamrl.weights.factory import make_rank_publisher, weights_directory
+from streamrl.weights.shm import host_id
 from streamrl.weights.slices import OtherRanks
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ def form_process_group(worker: Worker, call: Caller) -> ProcessGroup | None:
 
     Raises:
         TrainingError: some did not come within `trainer.rank_timeout_s`.
-        ConfigError: the GPU to train on is not there.
+        ConfigError: the GPU to train on is not there; or see `check_hosts`.
     """
     from streamrl.trainers.ranks.process_group import Rendezvous
 
@@ -76,7 +78,32 @@ def form_process_group(worker: Worker, call: Caller) -> ProcessGroup | None:
         time.sleep(_POLL_S)
     call(worker.bus.kv.delete(key))
     logger.info("event=ranks_met ranks=%d generation=%s", settings.ranks, meeting.place.generation)
-    return meeting.begin(cuda=uses_cuda(worker.config, 0))
+    group = meeting.begin(cuda=uses_cuda(worker.config, 0))
+    meet_on_hosts(worker, group)
+    return group
+
+
+def meet_on_hosts(worker: Worker, group: ProcessGroup) -> None:
+    """All ranks, before they load anything: tell each other which host they are on; raises as `check_hosts`."""
+    weights, shards = worker.config.weights, worker.config.trainer.shards
+    if shards == 1 or weights.transport == "bus":
+        return
+    here = host_id(weights_directory(weights, worker.run_dir.name, worker.run_dir.path))
+    found = group.gather(int(hashlib.sha256(here.encode()).hexdigest()[:16], 16))
+    check_hosts(weights.transport, found[:shards])
+
+
+def check_hosts(transport: str, hosts: Sequence[int]) -> None:
+    """Raise ConfigError where ranks that publish a part each, of which these are the hosts, share no memory to publish it in."""
+    away = [rank for rank, host in enumerate(hosts) if host != hosts[0]]
+    if away:
+        raise ConfigError(
+            f"weights.transport = {transport} reaches one host, but of the {len(hosts)} ranks that publish a part of the model each, "
+            f"{', '.join(map(str, away))} share no memory with rank 0",
+            hint="set weights.transport = 'bus', or start ranks 0 to trainer.shards - 1 on one host",
+            key="weights.transport",
+            ranks=away,
+        )
 
 
 def lead(trainer: Trainer, group: ProcessGroup) -> LeadingTrainer:
@@ -96,7 +123,7 @@ async def follow_rank_0(worker: Worker) -> None:
 
     Raises:
         TrainingError: rank 0 did not announce itself in time, or has ended; the supervisor starts all ranks again.
-        ConfigError: the GPU to train on is not there.
+        ConfigError: the GPU to train on is not there; or see `check_hosts`.
     """
     await asyncio.to_thread(_follow, worker, Caller(asyncio.get_running_loop()))
 
@@ -107,6 +134,7 @@ def _follow(worker: Worker, call: Caller) -> None:
     group = _find(worker, call, worker.draining.is_set)
     if group is None:
         return
+    meet_on_hosts(worker, group)
     model_dir = ensure_model(worker.config, worker.run_dir.model_dir)
     # Made in the thread that steps it, like rank 0's.
     trainer = make_trainer(worker.config, model_dir, profile_dir=worker.run_dir.profile)

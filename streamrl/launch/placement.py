@@ -6,6 +6,7 @@ Nothing here talks to a cluster; `streamrl.launch.ray` does.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -85,7 +86,9 @@ def no_room(asked: Sequence[Group], nodes: Sequence[Node], why: str) -> LaunchEr
 
 
 def fitted(config: Config, hosts: Mapping[str, str], *, home: str, others: Sequence[str]) -> Config:
-    """The configuration for workers that have been placed: weights go over the bus where an engine shares no host with the trainer.
+    """The configuration for workers that have been placed.
+
+    Weights go over the bus where an engine shares no host with the trainer, or ranks that publish a part each share none with each other.
 
     Args:
         config: as written.
@@ -115,10 +118,25 @@ def fitted(config: Config, hosts: Mapping[str, str], *, home: str, others: Seque
             producers=others,
             engines=apart,
         )
-    far = sorted(engines - {hosts.get("trainer-0", home)})
-    if not far or config.weights.transport == "bus" or config.weights.also_on_bus:
+    first = hosts.get("trainer-0", home)
+    apart_from_first = any(hosts.get(f"trainer-{rank}", first) != first for rank in range(1, config.trainer.shards))
+    reached = not engines - {first} or config.weights.also_on_bus
+    if config.weights.transport == "bus" or (reached and not apart_from_first):
         return config
     return replace(config, weights=replace(config.weights, transport="bus"))
+
+
+def places_of_ranks(nodes: Mapping[int, str]) -> list[int]:
+    """Which place each worker of a kind takes: those of one node are neighbours, and the node that has the most comes first.
+
+    Neighbours hold a model that is cut together, and the first of them publish it: what they send each other then stays on a node.
+
+    Args:
+        nodes: of each place, by its index from 0.
+    """
+    count = Counter(nodes[place] for place in sorted(nodes))
+    order = [node for node, _ in count.most_common()]
+    return sorted(nodes, key=lambda place: (order.index(nodes[place]), place))
 
 
 def _trainer_gpus(config: Config, there: float) -> float:

@@ -24,7 +24,7 @@ from streamrl.config.tree import Config
 from streamrl.errors import LaunchError
 from streamrl.launch.local import LocalLauncher
 from streamrl.launch.placed import PlacedWorker
-from streamrl.launch.placement import Group, Node, check_fits, fitted, groups, no_room, said
+from streamrl.launch.placement import Group, Node, check_fits, fitted, groups, no_room, places_of_ranks, said
 from streamrl.runtime.beats import RUNS
 from streamrl.runtime.kinds import USER_CODE
 from streamrl.runtime.rundir import RunDir
@@ -122,6 +122,8 @@ class RayLauncher:
         self.config = config
         self._run = run
         self._reserved = dict(reserved)
+        self._places = {kind: places_of_ranks(_bundles(group)) for kind, (group, _) in self._reserved.items()}
+        """Index of each worker's bundle, by kind; kept when Ray finds another node for one."""
         self._processes: dict[str, RayProcess] = {}
 
     @classmethod
@@ -148,7 +150,7 @@ class RayLauncher:
         for name, host in sorted(launcher.hosts().items()):
             logger.info("event=placed worker=%s host=%s", name, host)
         if launcher.config.weights != config.weights:
-            note(f"engines are on other hosts than the trainer: weights.transport = bus instead of {config.weights.transport}")
+            note(f"engines or ranks are on other hosts than rank 0: weights.transport = bus instead of {config.weights.transport}")
         return launcher
 
     def hosts(self) -> dict[str, str]:
@@ -156,8 +158,9 @@ class RayLauncher:
         by_id = {node.id: node.host for node in _nodes()}
         found: dict[str, str] = {}
         for kind, (group, _) in self._reserved.items():
-            bundles: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
-            found |= {f"{kind}-{index}": by_id[node] for index, node in bundles.items() if node in by_id}
+            bundles = _bundles(group)
+            nodes = [bundles.get(place, "") for place in self._places[kind]]
+            found |= {f"{kind}-{index}": by_id[node] for index, node in enumerate(nodes) if node in by_id}
         return found
 
     def fit(self, config: Config) -> Config:
@@ -173,8 +176,8 @@ class RayLauncher:
         name = f"{kind}-{index}"
         if self.fit(self.config) != self.config:
             raise LaunchError(
-                f"{name} has found a place on another host than the trainer, where weights.transport = {self.config.weights.transport} "
-                "does not reach it",
+                f"{name} has found a place on another host than rank 0 of the trainer, which weights.transport = "
+                f"{self.config.weights.transport} does not reach",
                 hint="set weights.transport = 'bus' and run `up` again",
                 worker=name,
             )
@@ -213,7 +216,7 @@ class RayLauncher:
         environment = {"runtime_env": self.config.ray.runtime_env} if self.config.ray.runtime_env else {}
         if kind in self._reserved:
             group, place = self._reserved[kind]
-            ask, strategy = place.ask, PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            ask, strategy = place.ask, PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=self._places[kind][index])
         else:
             others = self.config.ray.others
             ask = {"CPU": others.cpus, "GPU": max(0.0, others.gpus), **others.resources}
@@ -256,6 +259,11 @@ def _connect(config: RayConfig, run: str, note: Callable[[str], None]) -> None:
 
 def _nodes() -> list[Node]:
     return [Node(id=node["NodeID"], host=node["NodeManagerAddress"], total=node["Resources"]) for node in ray.nodes() if node["Alive"]]
+
+
+def _bundles(group: PlacementGroup) -> Mapping[int, str]:
+    """Node of each of a group's bundles."""
+    return placement_group_table(group)["bundles_to_node_id"]
 
 
 def _reserve(group: Group) -> PlacementGroup:

@@ -8,7 +8,7 @@ from streamrl.config.engines import EngineConfig, SglangConfig
 from streamrl.config.ray import PlaceConfig, RayConfig
 from streamrl.config.tree import BusConfig, Config, EvaluationConfig, TrainerConfig, WeightsConfig
 from streamrl.errors import LaunchError
-from streamrl.launch.placement import Group, Node, check_fits, fitted, groups
+from streamrl.launch.placement import Group, Node, check_fits, fitted, groups, places_of_ranks
 from tests.support.errors import raises
 
 OPEN = {"bus": BusConfig(host="0.0.0.0"), "engine": EngineConfig(host="0.0.0.0")}
@@ -107,6 +107,33 @@ def test_weights_go_over_the_bus_to_other_hosts() -> None:
     assert fitted(mirrored, hosts, home="a", others=["a"]) is mirrored
     # Trainer and engines together elsewhere share their host's memory.
     assert fitted(config, {"trainer-0": "b", "engine-0": "b"}, home="a", others=["a"]) is config
+
+
+def test_parts_that_are_published_on_several_hosts_go_over_the_bus() -> None:
+    """Shared memory and device memory failed at the first version there."""
+    hosts = {"trainer-0": "a", "trainer-1": "b", "trainer-2": "b", "engine-0": "a"}
+    whole = Config(**OPEN, trainer=TrainerConfig(ranks=3))
+    assert fitted(whole, hosts, home="a", others=["a"]) is whole, "rank 0 publishes alone"
+    for weights in (WeightsConfig(), WeightsConfig(transport="ipc"), WeightsConfig(also_on_bus=True)):
+        cut = Config(**OPEN, trainer=TrainerConfig(ranks=2, shards=2), weights=weights)
+        assert fitted(cut, hosts, home="a", others=["a"]).weights.transport == "bus"
+    copies = Config(**OPEN, trainer=TrainerConfig(ranks=4, shards=2))
+    together = {"trainer-0": "a", "trainer-1": "a", "trainer-2": "b", "trainer-3": "b", "engine-0": "a"}
+    assert fitted(copies, together, home="a", others=["a"]) is copies, "the first copy is on one host"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "places"),
+    [
+        ("ab", [0, 1]),
+        ("aaaa", [0, 1, 2, 3]),
+        ("abab", [0, 2, 1, 3]),
+        ("abbb", [1, 2, 3, 0]),
+        ("", []),
+    ],
+)
+def test_ranks_of_one_node_are_neighbours(nodes: str, places: list[int]) -> None:
+    assert places_of_ranks(dict(enumerate(nodes))) == places
 
 
 @pytest.mark.parametrize(
