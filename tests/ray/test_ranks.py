@@ -67,10 +67,10 @@ async def test_a_rank_that_dies_takes_all_back_to_the_checkpoint_and_they_come_a
     process = await up(start, address, *values)
     leader = run.log_path("trainer-0")
     await until(lambda: leader.exists() and "event=checkpoint" in leader.read_text(), within_s=WITHIN_S)
-    ranks = [worker_pid(run, "trainer", rank) for rank in range(2)]
-    assert ranks[0] is not None and ranks[1] is not None
-    os.kill(ranks[1], signal.SIGKILL)
-    await until(lambda: not alive(ranks[0]))
+    first, second = worker_pid(run, "trainer", 0), worker_pid(run, "trainer", 1)
+    assert first is not None and second is not None
+    os.kill(second, signal.SIGKILL)
+    await until(lambda: not alive(first))
     code, out, err = await said(process, WITHIN_S)
     assert code == 0, err
     summary: Any = json.loads(out)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,3 +165,21 @@ def test_nobody_joins_a_meeting_that_is_not_his() -> None:
         assert come(RendezvousAddress("127.0.0.1", free.getsockname()[1], place.generation), 2) is None
     with raises(TrainingError, host="192.0.2.1"):
         Rendezvous("192.0.2.1", ranks=2, timeout_s=5.0)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("ranks", "shards"), [(1, 1), (2, 1), (2, 2)])
+def test_a_trainer_that_was_left_holds_no_memory(model_dir: Path, ranks: int, shards: int) -> None:
+    """A replay makes the next one in the same process, on the same GPU."""
+    config = Config(trainer=TrainerConfig(ranks=ranks, shards=shards))
+    gc.collect()
+    gc.disable()
+    try:
+        with open_trainer(config, model_dir) as trainer:
+            opened: Any = trainer
+            own = getattr(opened, "_own", opened)
+            model = weakref.ref(own._policy.module)
+            del trainer, opened, own
+        assert model() is None
+    finally:
+        gc.enable()

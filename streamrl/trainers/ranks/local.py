@@ -6,6 +6,7 @@ They end when rank 0 dismisses them or dies.
 
 from __future__ import annotations
 
+import gc
 import signal
 import subprocess
 import sys
@@ -49,6 +50,7 @@ def open_trainer(config: Config, model_dir: Path) -> Generator[Trainer]:
     ranks, timeout_s = config.trainer.ranks, config.trainer.rank_timeout_s
     if ranks == 1:
         yield make_trainer(config, model_dir)
+        gc.collect()  # cycles hold the model, and a replay makes the next one on the same GPU
         return
     from streamrl.trainers.ranks.leading import LeadingTrainer
     from streamrl.trainers.ranks.process_group import Rendezvous
@@ -78,6 +80,7 @@ def open_trainer(config: Config, model_dir: Path) -> Generator[Trainer]:
             trainer = LeadingTrainer(make_trainer(config, model_dir), group)
             yield trainer
             trainer.close()
+            del trainer  # a model that is cut holds the group
             patience_s = _END_S
         except BaseException:
             # First of all: a group on NCCL is left by all ranks together, and would wait for ever for one that hangs.
