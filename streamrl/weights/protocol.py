@@ -154,10 +154,26 @@ class WeightHost(Protocol):
         ...
 
 
+class FilePiece(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where some bytes of a version lie. A row of four numbers: there are many of them."""
+
+    file: int
+    """Index of the file."""
+    offset: int
+    """First byte in the file."""
+    start: int
+    """First byte in the version's concatenation."""
+    nbytes: int
+
+
 class FileSource(msgspec.Struct, frozen=True, tag="file"):
-    """A file of this host that holds the version's concatenation."""
+    """A file of this host that holds the version's concatenation, or files of which each has pieces of it."""
 
     path: str
+    more: tuple[str, ...] = ()
+    """The files behind the first."""
+    pieces: tuple[FilePiece, ...] = ()
+    """In order of the concatenation, apart from each other; empty: the file is the concatenation."""
 
 
 class DeviceMemory(msgspec.Struct, frozen=True):
