@@ -132,7 +132,7 @@ def check_activations(config: Config, gpu_bytes: int) -> Check | None:
     if trainer.shards > 1:
         once = gathers_once(trainer.gather, shape.parameters * (itemsize + 4), gpu_bytes)
         needed += gathered_bytes(shape, itemsize, once=once)
-    needed += config.weights.snapshots * itemsize * -(-shape.parameters // trainer.shards)
+    needed += config.weights.buffers * itemsize * -(-shape.parameters // trainer.shards)
     packed = trainer.attention == "packed" or (trainer.attention == "auto" and itemsize == 2)
     compiled = trainer.compile == "on" or (trainer.compile == "auto" and packed and config.run.numerics != "bitwise")
     # As the trainer does: rows of the whole budget where all layers keep their activations then, else short ones.
