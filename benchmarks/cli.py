@@ -190,7 +190,8 @@ def _add_weights(kinds: Any) -> None:
     tokens = "tokens a request makes on average (default 1500; on a CPU 64)"
     flag("--tokens", dest="mean_tokens", type=int, default=0, metavar="TOKENS", help=tokens)
     flag("--tp", dest="tensor_parallel", type=int, default=0, metavar="GPUS", help="GPUs of the engine (default: as the shape needs)")
-    flag("--trainer-device", default="", help="where the trainer's weights are (default: a GPU that the engine leaves free)")
+    devices = "where the trainer's weights are (default: a GPU that the engine leaves free); several, with commas, have a part each"
+    flag("--trainer-device", default="", help=devices)
     gap_ms = SglangConfig().max_gap_ms
     bound = f"bound of the paced windows on copying beside a pass (default {gap_ms:g}, a run's; 0: none)"
     flag("--max-gap-ms", type=float, default=gap_ms, help=bound)

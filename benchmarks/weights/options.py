@@ -139,10 +139,11 @@ def resolve(options: Options, *, num_gpus: int) -> Options:
         raise ConfigError(
             f"shape {options.shape}: expected a GPU, got none", hint="without a GPU use --shape tiny", expected_gpus=1, gpus=num_gpus
         )
-    if not cpu and num_gpus <= tensor_parallel and num_elements(options.model) > LARGE:
+    parts = options.trainer_device.count(",") + 1
+    if not cpu and num_gpus <= tensor_parallel and parts == 1 and num_elements(options.model) > LARGE:
         raise ConfigError(
             f"shape {options.shape}: expected a GPU for the trainer's weights beside the engine's {tensor_parallel}, got {num_gpus} in all",
-            hint="weights and a snapshot of them do not fit beside the engine's two sets",
+            hint="weights and a snapshot of them do not fit beside the engine's two sets; cut they do: --trainer-device cuda:0,cuda:1",
             expected_gpus=tensor_parallel + 1,
             gpus=num_gpus,
         )
@@ -162,6 +163,13 @@ def resolve(options: Options, *, num_gpus: int) -> Options:
             f"expected at most as many probes as streams, got {filled.probes} of {filled.streams}",
             probes=filled.probes,
             streams=filled.streams,
+        )
+    alone = [window.title for window in filled.windows if window.mode in STOCK]
+    if parts > 1 and alone:
+        raise ConfigError(
+            f"window {alone[0]!r}: expected the trainer's weights on one device, got {filled.trainer_device}",
+            hint="SGLang's own ways take whole weights: leave their windows out",
+            alone=alone[0],
         )
     if not filled.windows:
         raise ConfigError("expected at least one window, got an empty plan")

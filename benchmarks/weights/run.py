@@ -130,14 +130,14 @@ class WeightBench:
 
     def _prepare(self, engine: BenchEngine, model_dir: Path) -> Updates:
         options = self._options
-        device = torch.device(options.trainer_device)
+        devices = [torch.device(name) for name in options.trainer_device.split(",")]
         return Updates(
-            SyntheticTrainer(options.model, device, self._scratch / "weights", slots=_slots(options)),
+            SyntheticTrainer(options.model, devices, self._scratch / "weights", slots=_slots(options)),
             engine,
             StockEngine(engine.client, sglang=engine.sglang, tensor_parallel=options.tensor_parallel),
             model_dir=model_dir,
             scratch=self._disk,
-            spread_s=_SPREAD_S if device == engine.device and device.type == "cuda" else 0.0,
+            spread_s=_SPREAD_S if engine.device in devices and engine.device.type == "cuda" else 0.0,
         )
 
     async def _load(self, engine: BenchEngine, updates: Updates) -> None:

@@ -4,6 +4,7 @@
 #   8b       8B, trainer's weights on the second GPU (one GPU: on the engine's): every mode, about 5 minutes
 #   small    0.6B and 4B on one GPU, trainer's weights beside the engine's
 #   30b      30B-A3B on two GPUs (TP 2), trainer's weights on a third where there is one
+#   beside   30B-A3B on two GPUs (TP 2), trainer's weights cut over the same two
 #   graphs   8B with graphs at all of SGLang's default sizes: what the second set costs
 #   wide     8B, 256 streams
 #   tiny     a tiny model on the CPU: whether this script and its surroundings work at all
@@ -14,7 +15,7 @@
 set -uo pipefail
 # shellcheck disable=SC1091
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-question=${1:?usage: bench_weights.sh 8b|small|30b|graphs|wide|tiny [options]}
+question=${1:?usage: bench_weights.sh 8b|small|30b|beside|graphs|wide|tiny [options]}
 shift
 out=${OUT:-out}
 mkdir -p "$out"
@@ -66,9 +67,12 @@ case $question in
         measure 4B 300 --plan "$short" --streams 128 --tokens 1500 "$@"
         ;;
     30b) measure 30B-A3B 520 --plan "$short" --streams 128 --tokens 1000 "$@" ;;
+    beside)
+        measure 30B-A3B 520 --plan steady:10,flip:20/1,steady:10,flip:20/1,steady:10 --trainer-device cuda:0,cuda:1 --streams 128 --tokens 1000 "$@"
+        ;;
     graphs) measure 8B 520 --plan steady:6,paced:10/1,steady:6 --streams 128 --tokens 1500 --default-graphs "$@" ;;
     tiny) CUDA_VISIBLE_DEVICES="" measure tiny 240 "$@" ;;
-    *) echo "bench_weights.sh: expected 8b, small, 30b, graphs, wide or tiny, got $question" >&2; exit 2 ;;
+    *) echo "bench_weights.sh: expected 8b, small, 30b, beside, graphs, wide or tiny, got $question" >&2; exit 2 ;;
 esac
 keep_kernels "$out/triton.tar.gz"
 for table in "${tables[@]}"; do

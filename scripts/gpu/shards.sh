@@ -31,7 +31,7 @@ result=0
 if [ -z "${NO_TESTS:-}" ]; then
     # The other tests' conftest needs plugins for asyncio and a message bus; these do without.
     timeout --kill-after=10 $((${LIMIT:-570} - 20)) python3 -m pytest -c scripts/gpu/pytest.ini --rootdir . --confcutdir tests/trainers \
-        -m gpu -s -p no:cacheprovider --durations=0 tests/trainers/test_shards_gpu.py tests/weights/test_ipc_gpu.py "$@" 2>&1 | tee -a "$out/shards.txt"
+        -m gpu -s -p no:cacheprovider --durations=0 tests/trainers/test_shards_gpu.py tests/weights/test_ipc_gpu.py tests/weights/test_changes_gpu.py "$@" 2>&1 | tee -a "$out/shards.txt"
     result=$?
     grep -F '[measured]' "$out/shards.txt" > "$out/measured.txt"
 fi

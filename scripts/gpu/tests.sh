@@ -12,7 +12,7 @@ nvidia-smi --query-gpu=index,name,memory.total,driver_version --format=csv,nohea
 export CUBLAS_WORKSPACE_CONFIG=:4096:8
 # The other tests' conftest needs plugins for asyncio and a message bus; these do without.
 python3 -m pytest -c scripts/gpu/pytest.ini --rootdir . --confcutdir tests/trainers -m gpu -s -p no:cacheprovider \
-    tests/tensors/test_digest_gpu.py tests/trainers/test_torch_gpu.py tests/trainers/test_ranks.py tests/weights/test_ipc_gpu.py "$@"
+    tests/tensors/test_digest_gpu.py tests/trainers/test_torch_gpu.py tests/trainers/test_ranks.py tests/weights/test_ipc_gpu.py tests/weights/test_changes_gpu.py "$@"
 result=$?
 # Its folder's conftest needs such plugins, too, and this file none of its fixtures.
 python3 -m pytest -c scripts/gpu/pytest.ini --rootdir . --noconftest -m gpu -s -p no:cacheprovider tests/sglang/test_recorder.py "$@" || result=1

@@ -4,7 +4,7 @@
 #   scripts/gpu/together.sh 8b:0,1 graphs:2,3
 #   scripts/gpu/together.sh 30b:0,1,2 tests:3
 #
-# QUESTION is one of bench_weights.sh (8b, small, 30b, graphs, wide, tiny), gsm8k-all, gsm8k-train or gsm8k-tail (gsm8k.sh), or tests
+# QUESTION is one of bench_weights.sh (8b, small, 30b, beside, graphs, wide, tiny), gsm8k-all, gsm8k-train or gsm8k-tail (gsm8k.sh), or tests
 # (tests.sh). GPUS are numbers as nvidia-smi has them; none after the colon: the question gets no GPU. OPTIONS go to bench_weights.sh.
 #
 # Ports are free ones for everything that listens; folders and GPU memory are apart too, memory bandwidth of the host is not.
@@ -27,7 +27,7 @@ done
 [ ${#questions[@]} -gt 0 ] || { echo "usage: together.sh QUESTION:GPUS ... [-- OPTIONS]" >&2; exit 2; }
 for question in "${questions[@]}"; do
     case $question in
-        8b:* | small:* | 30b:* | graphs:* | wide:* | tiny:* | gsm8k-all:* | gsm8k-train:* | gsm8k-tail:* | tests:*) ;;
+        8b:* | small:* | 30b:* | beside:* | graphs:* | wide:* | tiny:* | gsm8k-all:* | gsm8k-train:* | gsm8k-tail:* | tests:*) ;;
         *) echo "together.sh: expected QUESTION:GPUS with a QUESTION out of those in $0, got $question" >&2; exit 2 ;;
     esac
 done

@@ -15,7 +15,8 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
     takes `shm`. `bus`: blobs on the bus."""
     ring: Literal["auto"] | PositiveInt = "auto"
     """Snapshots that a GPU trainer keeps in device memory, each the size of the parameters; with `ipc` the newest versions to be had.
-    `auto`: 1 with `shm`, where a version is on the host long before the next is trained, else 2."""
+    `auto`: 1 with `shm`, where a version is on the host long before the next is trained, else 2. Deltas
+    take one more."""
     also_on_bus: bool = False
     """Put the bytes on the bus too, for engines that share no memory with the trainer."""
     keep: NonNegativeInt = 4
@@ -29,3 +30,9 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
         if self.ring != "auto":
             return self.ring
         return 1 if self.transport == "shm" and not self.also_on_bus else 2
+
+    @property
+    def buffers(self) -> int:
+        """Snapshots that a GPU has room for: the ring's, and the version that the next is compared with where changes are published."""
+        on_bus = self.transport == "bus" or self.also_on_bus
+        return self.snapshots + (on_bus and self.anchor_every > 1)

@@ -99,7 +99,7 @@ def rank_memory(config: Config, models: Models, *, gpu_bytes: int, compiled: boo
             for _, shape in models.trained
         )
         lasting.append(("gathered", gathered + max((looked_at_bytes(shape, itemsize) for _, shape in models.frozen), default=0)))
-    lasting.append(("of versions to publish (weights.ring)", config.weights.snapshots * itemsize * part))
+    lasting.append(("of versions to publish (weights.ring)", config.weights.buffers * itemsize * part))
     if trainer.check_logprobs:
         versions = config.tasks.max_staleness + 1
         each = (versions + 1) * 4 if shards > 1 else versions * itemsize  # see `Recheck`

@@ -160,6 +160,7 @@ class BusTransport:
 
     def close(self) -> None:
         """Free the image and the threads; the blobs stay."""
+        self._before.forget()
         self._image.close()
         self._pool.shutdown(wait=False)
 
@@ -185,16 +186,14 @@ class BusTransport:
         smaller = blocks is not None and (not alone or nbytes < content.nbytes / (2 if due else 1))
         try:
             if due or not smaller:
-                whole = self._before.bytes.data
-                cut = [whole[piece.start : piece.start + piece.nbytes] for piece in manifests.cut(content.nbytes, limit)]
-                links.append(Link(version=version, parts=await self._store.put(whole_name.prefix, cut, what=what)))
+                links.append(Link(version=version, parts=await self._store.put_content(whole_name.prefix, content, limit, what=what)))
             if blocks is not None and smaller:
                 name = BlobName(self._policy, version, upload, parent)
                 joined = [memoryview(part) for part in await asyncio.to_thread(join, blocks, limit)]
                 links.append(Link(version=version, parent=parent, parts=await self._store.put(name.prefix, joined, what=what)))
         except BaseException:
-            # What readers will hold is not what this copy holds: the next version must not be made from it.
-            self._before.version = None
+            # What readers will hold is not what is held here: the next version must not be made from it.
+            self._before.forget()
             raise
         if not alone:
             self._links = window([*past, *links])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -11,7 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.schemas.versions import Version
-from streamrl.weights.delta import BLOCK_ELEMENTS, encode_block
+from streamrl.weights.delta import BLOCK_ELEMENTS, encode_block, encode_changed
+from streamrl.weights.protocol import Changed, DeviceBytes
+
+DEVICE_ELEMENTS = 32 * BLOCK_ELEMENTS
+"""Elements that a device compares at once: it has some 64 MiB of room for that, and each time the host waits once."""
 
 
 class Range(msgspec.Struct, frozen=True):
@@ -34,9 +38,16 @@ class Source(Protocol):
         """Write bytes `start .. start + len(out)` into `out`; several threads call it at once."""
         ...
 
+    def devices(self) -> Mapping[int, DeviceBytes] | None:
+        """What lies at each first byte; None unless all of it lies on a device."""
+        ...
+
 
 class Before:
-    """One copy of the version published last. It takes the next one over while that is compared with it.
+    """The version published last, which the next one is compared with.
+
+    On the host it is a copy, which takes the next one over meanwhile. On a device it is its snapshot, which is compared there: only what
+    has changed goes to the host.
 
     Args:
         pool: threads that compare and compress.
@@ -47,8 +58,13 @@ class Before:
         self._ranges: tuple[Range, ...] = ()
         self.bytes: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         """[nbytes] uint8, with zeros between the tensors."""
+        self._devices: Mapping[int, DeviceBytes] | None = None
         self.version: Version | None = None
         """Whose bytes these are; None: nobody's."""
+
+    def forget(self) -> None:
+        """Hold no version any more: the next one is compared with none."""
+        self.version = self._devices = None
 
     def replace(self, version: Version, content: Source, ranges: Sequence[Range]) -> list[bytes] | None:
         """Hold `version` instead of the one before.
@@ -65,6 +81,13 @@ class Before:
         comparable = self.version is not None and self.version < version and self._ranges == tuple(ranges)
         # A failure half way leaves bytes of both versions, and `version` says so.
         self.version = None
+        devices, before, self._devices = content.devices(), self._devices, None
+        if devices is not None:
+            self.bytes = np.empty(0, np.uint8)
+            blocks = None if before is None or not comparable else self._compared(ranges, before, devices)
+            self._ranges, self._devices, self.version = tuple(ranges), devices, version
+            return blocks
+        comparable = comparable and before is None
         if not comparable:
             self._ranges = tuple(ranges)
             if len(self.bytes) != content.nbytes:
@@ -82,9 +105,32 @@ class Before:
             held[:] = fresh
             return block
 
-        blocks = list(self._pool.map(take, _blocks(ranges)))
+        blocks = list(self._pool.map(take, _cut(ranges, BLOCK_ELEMENTS)))
         self.version = version
         return [block for block in blocks if block] if comparable else None
+
+    def _compared(self, ranges: Sequence[Range], before: Mapping[int, DeviceBytes], after: Mapping[int, DeviceBytes]) -> list[bytes]:
+        starts = {(one.name, one.first): one.start for one in ranges}
+
+        def changes(part: Range, start: int) -> list[bytes]:
+            old, new, skipped = before[start], after[start], (part.start - start) // part.item
+            found = new.changes(old, part.item, skipped, part.count)
+            blocks: list[bytes] = []
+            for one in _cut([part], BLOCK_ELEMENTS):
+                block = None
+                if found is not None:
+                    low, high = np.searchsorted(found.positions, (one.first - part.first, one.first - part.first + one.count))
+                    positions = found.positions[low:high] - (one.first - part.first)
+                    changed = Changed(positions, found.old[low:high], found.new[low:high])
+                    block = encode_changed(one.name, one.item, one.first, one.count, changed)
+                if block is None:
+                    held, fresh = (_host(data, one.start - start, one.count * one.item) for data in (old, new))
+                    block = encode_block(one.name, one.item, one.first, held, fresh)
+                blocks.append(block)
+            return blocks
+
+        parts = [(part, starts[one.name, one.first]) for one in ranges for part in _cut([one], DEVICE_ELEMENTS)]
+        return [block for blocks in self._pool.map(lambda one: changes(*one), parts) for block in blocks if block]
 
 
 def join(blocks: Sequence[bytes], limit: int) -> list[bytes]:
@@ -101,11 +147,15 @@ def join(blocks: Sequence[bytes], limit: int) -> list[bytes]:
     return [*parts, b"".join(waiting)] if waiting else parts
 
 
-def _blocks(ranges: Sequence[Range]) -> list[Range]:
+def _cut(ranges: Sequence[Range], limit: int) -> list[Range]:
     return [
-        msgspec.structs.replace(
-            one, first=one.first + begin, count=min(BLOCK_ELEMENTS, one.count - begin), start=one.start + begin * one.item
-        )
+        msgspec.structs.replace(one, first=one.first + begin, count=min(limit, one.count - begin), start=one.start + begin * one.item)
         for one in ranges
-        for begin in range(0, one.count, BLOCK_ELEMENTS)
+        for begin in range(0, one.count, limit)
     ]
+
+
+def _host(data: DeviceBytes, first: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    out = np.empty(nbytes, np.uint8)
+    data.copy_to(first, out)
+    return out

@@ -14,7 +14,7 @@ On the wire a block is its header's length (uint32, little-endian), the header (
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from streamrl.errors import WeightSyncError
 from streamrl.tensors.digest import MASK, scattered_digest, tensor_digest
+from streamrl.weights.protocol import Changed
 
 BLOCK_ELEMENTS = 1 << 21
 """2 Mi elements: enough work for a thread, and temporary arrays of a few megabytes."""
@@ -72,15 +73,42 @@ def encode_block(name: str, item: int, first: int, old: npt.NDArray[np.uint8], n
         how, planes = "dense", _planes(_zigzag(after - before))
     else:
         positions = np.flatnonzero(differs)
-        gaps = np.diff(positions, prepend=-1)
-        gaps -= 1
-        how, planes = "sparse", [*_planes(gaps.astype("<u4")), *_planes(_zigzag(after[positions] - before[positions]))]
+        how, planes = "sparse", _sparse(positions, before[positions], after[positions])
     if sum(map(len, planes)) >= len(new):
-        how, planes, body = "raw", [], new.tobytes()
-    else:
-        body = b"".join(planes)
-    header = msgspec.msgpack.encode(Header(name, item, first, count, changed, how, tuple(map(len, planes))))
-    return len(header).to_bytes(LENGTH_BYTES, "little") + header + body
+        return _block(Header(name, item, first, count, changed, "raw", ()), [new.tobytes()])
+    return _block(Header(name, item, first, count, changed, how, tuple(map(len, planes))), planes)
+
+
+def encode_changed(name: str, item: int, first: int, count: int, changed: Changed) -> bytes | None:
+    """As `encode_block`, of a block whose changed elements are known; None where it takes all of its elements to encode it.
+
+    Args:
+        name: of the tensor.
+        item: bytes of an element.
+        first: index of the block's first element in the whole tensor.
+        count: elements of the block.
+        changed: in it.
+    """
+    number = len(changed.positions)
+    if not number:
+        return b""
+    if 2 * number > count:
+        return None
+    planes = _sparse(*changed)
+    if sum(map(len, planes)) >= count * item:
+        return None
+    return _block(Header(name, item, first, count, number, "sparse", tuple(map(len, planes))), planes)
+
+
+def _sparse(positions: npt.NDArray[np.int64], old: npt.NDArray[np.unsignedinteger], new: npt.NDArray[np.unsignedinteger]) -> list[bytes]:
+    gaps = np.diff(positions, prepend=-1)
+    gaps -= 1
+    return [*_planes(gaps.astype("<u4")), *_planes(_zigzag(new - old))]
+
+
+def _block(header: Header, planes: Sequence[bytes]) -> bytes:
+    text = msgspec.msgpack.encode(header)
+    return b"".join([len(text).to_bytes(LENGTH_BYTES, "little"), text, *planes])
 
 
 def read_blocks(data: memoryview) -> Iterator[Block]:

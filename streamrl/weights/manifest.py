@@ -102,6 +102,16 @@ class Content:
                 done = last
         out[done - start :] = 0
 
+    def devices(self) -> Mapping[int, DeviceBytes] | None:
+        """What lies at each first byte; None unless every tensor lies whole on a device."""
+        found: dict[int, DeviceBytes] = {}
+        for spec in self.tensors:
+            data = self._shards[spec.name][0].data
+            if len(self._shards[spec.name]) > 1 or isinstance(data, np.ndarray):
+                return None
+            found[spec.offset] = data
+        return found
+
     def _copy(self, spec: TensorSpec, first: int, out: HostBytes) -> None:
         shards = self._shards[spec.name]
         data = shards[0].data if len(shards) == 1 else self._joined(spec)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -67,6 +67,15 @@ class Snapshot(Protocol):
         ...
 
 
+class Changed(NamedTuple):
+    """The elements that differ between two versions of a tensor, as unsigned integers of their bits."""
+
+    positions: npt.NDArray[np.int64]
+    """Ascending, counted from the first element that was looked at."""
+    old: npt.NDArray[np.unsignedinteger]
+    new: npt.NDArray[np.unsignedinteger]
+
+
 class DeviceBytes(Protocol):
     """One tensor's bytes in a snapshot. The methods wait for the snapshot's copy, not for the training thread; any thread may call them."""
 
@@ -81,6 +90,19 @@ class DeviceBytes(Protocol):
 
     def copy_to(self, first: int, out: HostBytes) -> None:
         """Write bytes `first .. first + len(out)` of this tensor to the host's `out` ([n] uint8)."""
+        ...
+
+    def changes(self, before: DeviceBytes, itemsize: int, first: int, count: int) -> Changed | None:
+        """What of elements `first .. first + count` is not as in `before`, compared on the device.
+
+        None where `before` does not lie there, or so much has changed that the host may as well have all of it.
+
+        Args:
+            before: the same tensor of another version.
+            itemsize: bytes of an element.
+            first: counted from the first that is held.
+            count: below 2^31.
+        """
         ...
 
     def digest(self, itemsize: int, global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> int:
@@ -154,10 +176,26 @@ class WeightHost(Protocol):
         ...
 
 
+class FilePiece(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where some bytes of a version lie. A row of four numbers: there are many of them."""
+
+    file: int
+    """Index of the file."""
+    offset: int
+    """First byte in the file."""
+    start: int
+    """First byte in the version's concatenation."""
+    nbytes: int
+
+
 class FileSource(msgspec.Struct, frozen=True, tag="file"):
-    """A file of this host that holds the version's concatenation."""
+    """A file of this host that holds the version's concatenation, or files of which each has pieces of it."""
 
     path: str
+    more: tuple[str, ...] = ()
+    """The files behind the first."""
+    pieces: tuple[FilePiece, ...] = ()
+    """In order of the concatenation, apart from each other; empty: the file is the concatenation."""
 
 
 class DeviceMemory(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ from streamrl.schemas.weights import Contribution, Link, Manifest, PartRef, Piec
 from streamrl.tensors.concatenation import aligned, place_of
 from streamrl.tensors.digest import MASK, combine, digest_text, digest_texts
 from streamrl.weights.manifest import ITEM_BYTES, check_consecutive, copy_bytes, cover, shard_digests, sum_text
-from streamrl.weights.protocol import Shard, Slice, SnapshotDigests
+from streamrl.weights.protocol import DeviceBytes, Shard, Slice, SnapshotDigests
 
 _GATHER_HINT = "gather the parameter on one rank (full_tensor() of a DTensor) and publish it there, or shard it by rows"
 
@@ -62,6 +62,15 @@ class RankContent:
             low, high = max(start, first), min(end, first + data.nbytes)
             if low < high:
                 copy_bytes(data, low - first, out[low - start : high - start])
+
+    def devices(self) -> Mapping[int, DeviceBytes] | None:
+        """What lies at each first byte; None unless all of it lies on a device."""
+        found: dict[int, DeviceBytes] = {}
+        for start, shard in zip(self.starts, self._shards, strict=True):
+            if isinstance(shard.data, np.ndarray):
+                return None
+            found[start] = shard.data
+        return found
 
 
 def renewed(slices: Sequence[TensorSlice], digests: SnapshotDigests) -> tuple[TensorSlice, ...]:

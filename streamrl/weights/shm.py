@@ -20,7 +20,6 @@ import stat
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -34,10 +33,9 @@ from streamrl.weights import manifest as manifests
 from streamrl.weights import ranks
 from streamrl.weights.blobs import sha256_of
 from streamrl.weights.changes import Source
-from streamrl.weights.image import HostImage
 from streamrl.weights.merging import Merger
 from streamrl.weights.pins import Pins
-from streamrl.weights.protocol import FileSource, Part, Shard, Slice
+from streamrl.weights.protocol import FilePiece, FileSource, Part, Shard, Slice
 
 logger = logging.getLogger(__name__)
 
@@ -142,20 +140,14 @@ class ShmTransport:
 
     @contextlib.asynccontextmanager
     async def source(self, manifest: Manifest) -> AsyncGenerator[FileSource]:
-        """The version's own file; one made of several ranks' files is copied together first."""
-        if not manifest.pieces:
-            if not await self.holds(manifest):
-                raise WeightSyncError(
-                    f"{manifest.policy} {manifest.version}: its file is not there", hint=_GONE_HINT, version=str(manifest.version)
-                )
-            yield FileSource(str(self._directory / next(iter(_files(manifest)))))
-            return
-        with ThreadPoolExecutor(1) as pool, contextlib.closing(HostImage(self._policy, pool)) as image:
-            await asyncio.to_thread(image.lay_out, manifest)
-            whole = Link(version=manifest.version, parts=())
-            async for part in self.fetch(manifest, (Slice(0, manifest.nbytes),)):
-                await asyncio.to_thread(image.write, whole, part.start, part.data)
-            yield FileSource(image.path)
+        """The version's own file, or those of the ranks that stored it: who reads them takes of each what he needs."""
+        files = _files(manifest)
+        if not await self.holds(manifest):
+            raise WeightSyncError(
+                f"{manifest.policy} {manifest.version}: its file is not there", hint=_GONE_HINT, version=str(manifest.version)
+            )
+        first, *more = (str(self._directory / name) for name in files)
+        yield FileSource(first, tuple(more), _pieces(manifest, list(files)))
 
     async def holds(self, manifest: Manifest) -> bool:
         if manifest.host != host_id(self._directory) or not manifest.parts:
@@ -342,6 +334,24 @@ def _files(manifest: Manifest) -> dict[str, int]:
     if not manifest.pieces and len(nbytes) != 1:
         raise WeightSyncError(f"{manifest.policy} {manifest.version}: expected one weights file, got {sorted(nbytes)}")
     return nbytes
+
+
+def _pieces(manifest: Manifest, files: Sequence[str]) -> tuple[FilePiece, ...]:
+    """Where the bytes of each piece lie; none where the one file is the version."""
+    if not manifest.pieces:
+        return ()
+    begin = {name: min(part.offset for part in manifest.parts if part.location == name) for name in files}
+    index = {name: number for number, name in enumerate(files)}
+    found: list[FilePiece] = []
+    for part in manifest.parts:
+        for piece in ranks.placed(manifest.pieces, part.offset, part.nbytes):
+            file, offset = index[part.location], piece.stored - begin[part.location]
+            last = found[-1] if found else None
+            if last and (last.file, last.offset + last.nbytes, last.start + last.nbytes) == (file, offset, piece.start):
+                found[-1] = FilePiece(file, last.offset, last.start, last.nbytes + piece.nbytes)
+            else:
+                found.append(FilePiece(file, offset, piece.start, piece.nbytes))
+    return tuple(sorted(found, key=lambda piece: piece.start))
 
 
 def _rank_of(path: Path) -> int:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from streamrl.errors import WeightSyncError
 from streamrl.tensors.digest import MASK, tensor_digest
 from streamrl.weights import delta
-from streamrl.weights.delta import Block, apply_block, encode_block, read_blocks
+from streamrl.weights.delta import Block, apply_block, encode_block, encode_changed, read_blocks
+from streamrl.weights.protocol import Changed
 from tests.support.errors import raises
 
 ITEMS = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int8": 1, "uint8": 1, "int64": 8}
@@ -133,7 +134,7 @@ def adam_step(learning_rate: float) -> tuple[list[torch.Tensor], list[torch.Tens
     return before, [master.detach().to(torch.bfloat16) for master in masters]
 
 
-def test_an_adam_step_at_1e_6_is_a_twentieth_of_the_bytes_at_most():
+def test_an_adam_step_at_1e_6_is_1_2_percent_of_the_bytes_at_most():
     before, after = adam_step(1e-6)
     whole = changes = 0
     for old, new in zip(before, after, strict=True):
@@ -143,7 +144,22 @@ def test_an_adam_step_at_1e_6_is_a_twentieth_of_the_bytes_at_most():
         whole += len(new_bytes)
         changes += len(block)
     assert whole > 8_000_000
-    assert 0 < changes <= 0.05 * whole
+    # 1.162 % on an x86 with torch 2.13; 1.87 % of the elements have changed.
+    assert 0 < changes <= 0.012 * whole
+
+
+@settings(max_examples=150, deadline=None)
+@given(made=versions())
+def test_changes_that_are_known_are_the_same_block(made):
+    item, old, new = made
+    before, after = old.view(f"<u{item}"), new.view(f"<u{item}")
+    positions = np.flatnonzero(before != after)
+    block = encode_changed("w", item, 7, len(after), Changed(positions, before[positions], after[positions]))
+    whole = encode_block("w", item, 7, old, new)
+    if block is None:
+        assert next(read_blocks(memoryview(whole))).header.how in ("dense", "raw")
+    else:
+        assert block == whole
 
 
 @settings(max_examples=150, deadline=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -89,16 +89,21 @@ class Side:
         if event is not None and self._stream is not None:
             self._stream.wait_event(event)
 
-    def load(self, slot: int, data: Tensor) -> None:
-        """Bring bytes of a file ([n] uint8 on the host) into a buffer; waits until what was in it has been copied on."""
-        count = data.numel()
+    def load(self, slot: int, runs: Iterable[tuple[int, Tensor]]) -> None:
+        """Bring runs of a file's bytes ([n] uint8 on the host) into a buffer, each to where it is said to begin there.
+
+        Waits until what was in the buffer has been copied on.
+        """
         if self._cuda and self._slot_used[slot]:
             self._slot_free[slot].synchronize()
-        if self._stage_on_host:
-            self.scratch[slot][:count].copy_(data)
-        else:
-            self._pinned[slot][:count].copy_(data)
-            self.scratch[slot][:count].copy_(self._pinned[slot][:count], non_blocking=True)
+        scratch = self.scratch[slot]
+        for first, data in runs:
+            end = first + data.numel()
+            if self._stage_on_host:
+                scratch[first:end].copy_(data)
+            else:
+                self._pinned[slot][first:end].copy_(data)
+                scratch[first:end].copy_(self._pinned[slot][first:end], non_blocking=True)
         self._loaded = slot
 
     def copy(self, pairs: tuple[list[Tensor], list[Tensor]]) -> None:

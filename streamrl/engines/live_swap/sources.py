@@ -1,14 +1,10 @@
-"""Where a version's bytes are read from: a file of this host, or device memory of a trainer."""
+"""Where a version's bytes are read from on a trainer's device (`streamrl.engines.live_swap.images` has those in files)."""
 
 from __future__ import annotations
 
-import mmap
-import os
-import warnings
 from collections.abc import Sequence
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,38 +12,7 @@ from streamrl.engines.live_swap.side import Side
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.weights import Copying
 from streamrl.tensors.buckets import MARK_BYTES, Buckets
-from streamrl.weights.protocol import CudaSource, FileSource
-
-
-class HostImage:
-    """A file that holds a version's concatenation, mapped for reading; unmapped when nothing refers to its bytes any more.
-
-    Args:
-        source: the file.
-        nbytes: bytes it must have.
-
-    Raises:
-        WeightSyncError: it cannot be read or is too short.
-    """
-
-    def __init__(self, source: FileSource, nbytes: int) -> None:
-        try:
-            descriptor = os.open(source.path, os.O_RDONLY)
-        except OSError as error:
-            raise WeightSyncError(
-                f"cannot read the version in {source.path}: {error.strerror}", hint="a newer version brings its own"
-            ) from error
-        try:
-            size = os.fstat(descriptor).st_size
-            if size < nbytes:
-                raise WeightSyncError(f"expected a version of {nbytes} bytes in {source.path}, got {size}")
-            mapping = mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_READ)
-        finally:
-            os.close(descriptor)
-        with warnings.catch_warnings():
-            # The tensor is only ever read.
-            warnings.simplefilter("ignore", UserWarning)
-            self.bytes: Tensor = torch.from_numpy(np.frombuffer(mapping, np.uint8))
+from streamrl.weights.protocol import CudaSource
 
 
 class DeviceSpan:

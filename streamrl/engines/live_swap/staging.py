@@ -8,13 +8,18 @@ them is kept short, because the scheduler's thread wants the lock back for the n
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from streamrl.engines.live_swap.digests import Digests, make_digests, make_word_digests, sums
 from streamrl.engines.live_swap.fallback import DerivedLoad
+from streamrl.engines.live_swap.images import MappedVersion
 from streamrl.engines.live_swap.layout import Layout, recurring, source_view, target_view
 from streamrl.engines.live_swap.messages import Prepare, Prepared, Served, Stage, Staged, TensorEntry
 from streamrl.engines.live_swap.moves import moves
@@ -22,7 +27,7 @@ from streamrl.engines.live_swap.pace import Pacer, Passes
 from streamrl.engines.live_swap.plan import DEVICE_WINDOW_BYTES, Window
 from streamrl.engines.live_swap.recorder import record
 from streamrl.engines.live_swap.side import Side
-from streamrl.engines.live_swap.sources import DeviceImages, DeviceSpan, HostImage
+from streamrl.engines.live_swap.sources import DeviceImages, DeviceSpan
 from streamrl.engines.live_swap.swap import Swap
 from streamrl.errors import WeightSyncError
 from streamrl.tensors.concatenation import ALIGNMENT
@@ -47,6 +52,8 @@ class Bound(NamedTuple):
 
 
 KEPT_BINDINGS = 16
+RUN_GAP_BYTES = 64 << 10
+"""Bytes of a file that are brought along where a call more would take longer."""
 BREATH = 16
 """Views made in a row before the interpreter's lock is offered to others: about 0.1 ms."""
 
@@ -172,10 +179,10 @@ class Stager:
                 spans[bound.source].wait(bound.end_byte)
                 yield bound
             return
-        image = HostImage(source, layout.nbytes)
+        version = MappedVersion(source, layout.nbytes)
         cut = self._scratch_windows[key]
         for index, (window, bound) in enumerate(zip(cut, self._bound_to_scratch(key, layout, idle), strict=True)):
-            self._side.load(index % 2, image.bytes[_base(window) : window.end_byte])
+            self._side.load(index % 2, _runs(version, window))
             yield bound
 
     def _bound_to_scratch(self, key: str, layout: Layout, idle: int) -> list[Bound]:
@@ -230,13 +237,31 @@ class Stager:
             for span in spans:
                 span.wait(span.end)
         else:
-            spans = [DeviceSpan(0, HostImage(request.source, layout.nbytes).bytes)]
+            spans = [DeviceSpan(0, _tensor(MappedVersion(request.source, layout.nbytes).bytes(0, layout.nbytes)))]
         return self._derived.load(self._swap.buffers.sets[idle], layout, spans, verify=request.verify)
 
 
 def _base(window: Window) -> int:
     """Where its source is viewed from: at a multiple of `ALIGNMENT` it may be viewed as any dtype."""
     return window.first_byte // ALIGNMENT * ALIGNMENT
+
+
+def _runs(version: MappedVersion, window: Window) -> Iterator[tuple[int, Tensor]]:
+    """The bytes that a window reads, and where each run of them begins in its scratch; what other ranks need in between is left out."""
+    base, first, end = _base(window), window.first_byte, window.first_byte
+    for piece in sorted(window.pieces, key=lambda piece: piece.first_byte):
+        if piece.first_byte > end + RUN_GAP_BYTES:
+            yield from ((at - base, _tensor(data)) for at, data in version.segments(first, end))
+            first = piece.first_byte
+        end = max(end, piece.end_byte)
+    yield from ((at - base, _tensor(data)) for at, data in version.segments(first, end))
+
+
+def _tensor(data: npt.NDArray[np.uint8]) -> Tensor:
+    with warnings.catch_warnings():
+        # It is only ever read.
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(data)
 
 
 def _check_offsets(entries: Sequence[TensorEntry]) -> None:

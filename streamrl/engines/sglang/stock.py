@@ -17,9 +17,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from streamrl.engines.live_swap.images import collected, memory_folder
+from streamrl.engines.live_swap.images import MappedVersion, collected, memory_folder
 from streamrl.engines.sglang.client import SglangClient
 from streamrl.errors import EngineDied, EngineError, WeightSyncError
 from streamrl.schemas.versions import Version
@@ -77,7 +75,7 @@ class StockHost:
         self._drop()
         folder = Path(tempfile.mkdtemp(prefix="streamrl-stock-", dir=memory_folder()))
         try:
-            digest = await asyncio.to_thread(_write, manifest, Path(source.path), self._model_dir, folder)
+            digest = await asyncio.to_thread(_write, manifest, MappedVersion(source, manifest.nbytes), self._model_dir, folder)
             if digest != manifest.digest:
                 raise WeightSyncError(
                     f"expected digest {manifest.digest} for version {manifest.version}, got {digest} at engine {self._engine}",
@@ -144,7 +142,7 @@ class StockHost:
             shutil.rmtree(staged[1], ignore_errors=True)
 
 
-def _write(manifest: Manifest, image: Path, model_dir: Path, folder: Path) -> str:
+def _write(manifest: Manifest, version: MappedVersion, model_dir: Path, folder: Path) -> str:
     """Make `folder` a model directory with the version's weights as one safetensors file; returns the digest of what was read."""
     for path in model_dir.iterdir():
         if path.is_file() and path.suffix in (".json", ".txt", ".model", ".jinja"):
@@ -158,12 +156,11 @@ def _write(manifest: Manifest, image: Path, model_dir: Path, folder: Path) -> st
         end += spec.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    whole = np.memmap(image, dtype=np.uint8, mode="r")
     digests: dict[str, int] = {}
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for spec in manifest.tensors:
-            data = np.asarray(whole[spec.offset : spec.offset + spec.nbytes])
+            data = version.bytes(spec.offset, spec.nbytes)
             digests[spec.name] = tensor_digest(data, ITEM_BYTES[spec.dtype])
             file.write(data.data)
     return combine(digests)

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,14 +31,18 @@ from streamrl.tensors.buckets import MARK_BYTES
 from streamrl.tensors.digest import WORD_BYTES
 from streamrl.tensors.digest_torch import NamedDigester, NamedDigests, Region
 from streamrl.trainers.torch.snapshot_layout import Layout, Place, Published
-from streamrl.weights.protocol import Guard, HostBytes, Shard
+from streamrl.weights.protocol import Changed, DeviceBytes, Guard, HostBytes, Shard
 
 STAGING_BYTES = 64 << 20
 """Pinned host memory that a buffer's bytes pass through on their way to the host; half of it is filled while the other is emptied."""
 READER_PATIENCE_S = 5.0
 """How long engines may go on reading a buffer that is needed."""
+MUCH = 4
+"""Where more than a fourth of a tensor's elements has changed all of them are compared on the host: positions take more bytes."""
 HOLDER_PATIENCE_S = 300.0
 """How long a publisher may hold the last free buffer: a bus takes minutes for a large model."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Buffer:
@@ -100,6 +105,15 @@ class DeviceSnapshot:
         self._wait()
         self._reader.read(self._buffer.memory[start : start + len(out)], out)
 
+    def memory(self) -> Tensor:
+        """All bytes, complete."""
+        self._wait()
+        return self._buffer.memory
+
+    def reading(self) -> AbstractContextManager[Any]:
+        """A context in which work goes to the readers' stream."""
+        return self._reader.stream()
+
     def digests(self) -> NamedDigests:
         """Of all its tensors; computed once, unless they were known when it was taken."""
         with self._lock:
@@ -125,6 +139,19 @@ class SnapshotBytes(msgspec.Struct, eq=False, gc=False):
     def copy_to(self, first: int, out: HostBytes) -> None:
         self.snapshot.copy_to(self.start + first, out)
 
+    def changes(self, before: DeviceBytes, itemsize: int, first: int, count: int) -> Changed | None:
+        if not isinstance(before, SnapshotBytes) or (before.place, before.snapshot.layout) != (self.place, self.snapshot.layout):
+            return None
+        with self.snapshot.reading():
+            old, new = (_bits(one, itemsize, first, count) for one in (before, self))
+            positions = (old != new).nonzero().view(-1)
+            if len(positions) * MUCH > count:
+                return None
+            found = [positions.to(torch.int32), old[positions], new[positions]]
+            index, *values = [one.cpu().numpy() for one in found]
+        old_bits, new_bits = (one.view(f"<u{itemsize}") for one in values)
+        return Changed(index.astype(np.int64), old_bits, new_bits)
+
     def digest(self, itemsize: int, global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> int:
         asked = (tuple(global_shape), tuple(offset) or (0,) * len(shape), tuple(shape))
         if (whole := self.place.asked[itemsize]) != asked:
@@ -135,6 +162,11 @@ class SnapshotBytes(msgspec.Struct, eq=False, gc=False):
             )
         digests = self.snapshot.digests()
         return digests.elements[self.place.name] if itemsize == self.place.item else digests.words[self.place.name]
+
+
+def _bits(one: SnapshotBytes, itemsize: int, first: int, count: int) -> Tensor:
+    start = one.start + first * itemsize
+    return one.snapshot.memory()[start : start + count * itemsize].view(_BITS[itemsize])
 
 
 class HostReader:
