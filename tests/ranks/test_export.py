@@ -14,16 +14,14 @@ from streamrl.history.source import read_entries
 from streamrl.runtime.rundir import RunDir
 from streamrl.trainers.torch.checkpoint import digest_of
 from tests.faults.shapes import NAME
-from tests.ranks.test_up import TOML
+from tests.ranks.test_up import SHORT, write_problem
 from tests.support.processes import until
 from tests.support.programs import STREAMRL, Start
 
 pytestmark = [pytest.mark.nats, pytest.mark.slow, pytest.mark.timeout(600)]
 EVERY = 3
 SETTINGS = (
-    "warmup.max_steps=2",
-    "data.heldout=",
-    "tasks.drop_zero_variance=false",
+    *SHORT,
     "trainer.shards=2",
     f"trainer.export_every={EVERY}",
     "weights.transport=bus",
@@ -38,9 +36,7 @@ def digest(path: Path) -> str:
 
 
 async def test_a_run_that_is_stopped_and_one_that_ends_leave_their_newest_version(start: Start, tmp_path: Path) -> None:
-    rows = [{"prompt": f"{a}{b}", "label": str((b + 3) % 10)} for b in range(10) for a in range(10)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "run.toml").write_text(TOML)
+    write_problem(tmp_path)
     run = RunDir(tmp_path / "runs" / NAME)
 
     async def up(steps: int) -> asyncio.subprocess.Process:
@@ -56,6 +52,7 @@ async def test_a_run_that_is_stopped_and_one_that_ends_leave_their_newest_versio
         """Digests of the directories, and of the ledger, by version."""
         _, entries = await read_entries(NAME, base=tmp_path / "runs")
         there = {int(path.name.removeprefix("v")): digest(path) for path in sorted(run.hf.iterdir())}
+        assert len({entry.digest for entry in entries}) == len(entries), "each has taught something"
         return there, {entry.version.number: entry.digest for entry in entries}
 
     process = await up(10_000)
