@@ -35,4 +35,6 @@ async def test_a_run_of_two_ranks_stands_what_one_of_one_does(tmp_path: Path, fa
         verdict = await judge(run.run, RANKS, run.made)
     assert [each.fault for each in struck if each.recovery_s < 0 or not each.hit or (each.fault.damage and not each.note)] == []
     assert verdict.problems == []
-    assert verdict.counts["fences"] >= 1 + sum(fault.kind != "SIGSTOP" for fault in faults)
+    # An entry that was on its way may be what followed a rank's death; then the next strike may come before there is a new fence.
+    assert verdict.counts["fences"] >= 1 + sum(fault.part == WHOLE for fault in faults)
+    assert "trainer-1 ended with signal SIGKILL" in run.run.events_path.read_text()
