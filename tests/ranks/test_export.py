@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from streamrl.history.source import read_entries
 from streamrl.runtime.rundir import RunDir
-from streamrl.trainers.torch.checkpoint import digest_of
 from tests.faults.shapes import NAME
 from tests.ranks.test_up import SHORT, write_problem
+from tests.support.digests import digest_of
 from tests.support.processes import until
 from tests.support.programs import STREAMRL, Start
 
