@@ -218,6 +218,7 @@ class LiveTrainer:
                     lambda: stop() or self._at_end(fold.own, ledger),
                     began=lambda batch, number=number: self._doing(f"trains version {number}"),
                     cut=self._cut,
+                    say=self.say,
                 )
             except OutOfMemory as error:
                 self._lower_budget(error.micro_tokens, number)
@@ -226,8 +227,6 @@ class LiveTrainer:
                 if stop():
                     return False
                 continue
-            for notice in stepped.result.notices:
-                self.say(notice)
             if 0 < stepped.result.micro_tokens < (stepped.arrays.micro_tokens or self.config.trainer.micro_tokens):
                 self._lower_budget(stepped.result.micro_tokens, number)
             divergence.check(stepped.state.version, finite=stepped.result.finite)

@@ -12,6 +12,7 @@ The fold owns the state. Nobody else sets it.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -32,6 +33,8 @@ from streamrl.schemas.samples import Status
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.names import dropped_tokens, staleness_part
 from streamrl.trainers.protocol import StepResult, Trainer
+
+logger = logging.getLogger(__name__)
 
 
 class Stepped(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,6 +144,11 @@ def recorded_choices(entry: LedgerEntry) -> Choices | None:
     return Choices() if isinstance(entry.choices, UnsetType) else entry.choices
 
 
+def log_notice(text: str) -> None:
+    """Tell people what they should know where nobody else does."""
+    logger.warning("event=notice text=%s", text)
+
+
 def train_version(
     fold: Folding,
     trainer: Trainer,
@@ -149,6 +157,7 @@ def train_version(
     *,
     began: Callable[[Batch], None] | None = None,
     cut: Callable[[LedgerEntry | None], Cut] = recorded_cut,
+    say: Callable[[str], None] = log_notice,
 ) -> Stepped | None:
     """Train the next batch and write it down; None when `stop` came true while waiting for one.
 
@@ -161,6 +170,7 @@ def train_version(
         stop: asked while a batch is awaited.
         began: told of the batch that is there.
         cut: how a version is computed, from the entry of when it was trained before.
+        say: told what people should know of how it was computed, one text at a time.
 
     Raises:
         BatchDiffers: the stream does not give the batch that the books say it gave (G4).
@@ -185,6 +195,8 @@ def train_version(
     arrays = replace(fold.assemble(batch), micro_tokens=tokens, choices=choices)
     waited = time.perf_counter() - start_s
     result = trainer.step(arrays)
+    for notice in result.notices:
+        say(notice)
     metrics = result.metrics | measure(batch, arrays, before) | speed(arrays, result, waited, time.perf_counter() - start_s - waited)
     fold.train(batch, past, 0.0 if result.score is None else result.score)
     stepped = Stepped(

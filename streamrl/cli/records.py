@@ -135,7 +135,7 @@ def run_tap(arguments: argparse.Namespace) -> int:
     check_up(run)
 
     async def main(worker: Worker) -> None:
-        state = await tap(worker, settings)
+        state = await tap(worker, settings, say=_say)
         print(f"tap {settings.name} of {run.name} stands at version {state.version}")
 
     return run_worker("trainer", run, main=main)
@@ -159,6 +159,7 @@ async def _replay(arguments: argparse.Namespace) -> int:
             initial_digest=source.initial_digest,
             highest=source.highest,
             tolerance=TOLERANCE if arguments.tolerance is None else arguments.tolerance,
+            say=_say,
         )
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode({"ok": report.ok, **msgspec.to_builtins(report)}), indent=2).decode())
@@ -178,7 +179,7 @@ async def _branch(arguments: argparse.Namespace) -> int:
     async with open_source(arguments.run, base=arguments.dir) as source:
         check_trust(loss_code(source.config), source.foreign, trusted=arguments.trust_code)
         run, summary = await train_branch(
-            source, overrides=arguments.overrides, name=arguments.name, base=Path(arguments.dir), span=_span(arguments)
+            source, overrides=arguments.overrides, name=arguments.name, base=Path(arguments.dir), span=_span(arguments), say=_say
         )
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode({"run": run.name, **msgspec.to_builtins(summary)}), indent=2).decode())
@@ -205,6 +206,11 @@ async def _backtest(arguments: argparse.Namespace) -> int:
     else:
         print_backtest(report)
     return 0
+
+
+def _say(text: str) -> None:
+    """What a trainer has to say, beside what the verb prints."""
+    print(f"notice: {text}", file=sys.stderr, flush=True)
 
 
 def _span(arguments: argparse.Namespace) -> Any:

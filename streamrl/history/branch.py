@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,7 +18,7 @@ from streamrl.config.tree import Config
 from streamrl.consumers.training.books import entry_of
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.reader import RecordReader
-from streamrl.consumers.training.steps import Books, Stepped, train_version
+from streamrl.consumers.training.steps import Books, Stepped, log_notice, train_version
 from streamrl.core.fold_config import fold_config
 from streamrl.core.state import FoldState
 from streamrl.errors import ConfigError, SchemaError
@@ -94,6 +94,7 @@ def branch(
     overrides: Sequence[str],
     fingerprint: str,
     num_tokens: int = 0,
+    say: Callable[[str], None] = log_notice,
 ) -> list[LedgerEntry]:
     """Train the branch to the end of the span; call from the training thread. Returns its ledger.
 
@@ -109,6 +110,7 @@ def branch(
         overrides: what was changed, for branch.json.
         fingerprint: digest of this process's numerics fingerprint.
         num_tokens: vocabulary of the model; 0: token ids are not checked.
+        say: told what people should know of how versions are computed.
 
     Raises:
         LogTruncated: the parent's stream does not go back far enough.
@@ -159,7 +161,7 @@ def branch(
             # A record that is awaited comes: the parent's ledger says so. Without a further entry there is nothing left.
             end = stretch[-1].version.number
             cut = parents_cut(fold, config, parent)
-            while train_version(fold, trainer, books, lambda: fold.state.parent.version.number >= end, cut=cut):
+            while train_version(fold, trainer, books, lambda: fold.state.parent.version.number >= end, cut=cut, say=say):
                 pass
     finally:
         reader.close()

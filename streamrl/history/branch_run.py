@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from streamrl.config.check import check_new_name
 from streamrl.config.tree import RunConfig
 from streamrl.consumers.training.calls import Caller
+from streamrl.consumers.training.steps import log_notice
 from streamrl.data.model import vocab_size
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.history.branch import branch, changed_config, ledger_size
@@ -37,6 +38,7 @@ async def train_branch(
     name: str | None,
     base: Path,
     span: Range,
+    say: Callable[[str], None] = log_notice,
 ) -> tuple[RunDir, Summary]:
     """Train a branch of `source` into a new run directory under `base`; the parent is only read.
 
@@ -46,6 +48,7 @@ async def train_branch(
         name: the branch's run id; None: the parent's with the first free number behind it.
         base: directory that holds the runs.
         span: the parent's versions.
+        say: told what people should know of how versions are computed.
 
     Raises:
         ConfigError: an override that a branch cannot have, a name that is taken, or no versions in the span.
@@ -73,6 +76,7 @@ async def train_branch(
                 overrides=overrides,
                 fingerprint=fingerprint_digest(numerics_fingerprint(config)),
                 num_tokens=vocab_size(source.model_dir),
+                say=say,
             )
             if entries:
                 trainer.export(run.export_path(entries[-1].version))

@@ -16,6 +16,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -33,9 +34,10 @@ from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Link, Manifest, TensorSpec
 from streamrl.tensors.concatenation import ITEM_BYTES
 from streamrl.tensors.digest import MASK, digest_text, tensor_digest
+from streamrl.tensors.names import KEPT
 from streamrl.trainers.checkpoints import check_files, list_checkpoints, write_directory
 from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.parts import join_tensors
+from streamrl.trainers.parts import Stored, find_tensors, header_bytes, join_tensors
 from streamrl.trainers.protocol import WEIGHT_SUFFIXES
 from streamrl.weights.blobs import PartStore
 from streamrl.weights.delta import BLOCK_ELEMENTS, apply_block, read_blocks
@@ -117,16 +119,18 @@ async def export(config: Config, bus: Bus, model_dir: Path, found: Found, versio
     # Not by the name that a trainer writes the same directory under: whoever comes second takes what the first has begun for left over.
 
     def write(directory: Path) -> None:
+        described, kept = _description(model_dir), _kept(model_dir)
         if checkpoint is not None:
-            join_tensors(checkpoint, WEIGHTS_FILE, directory / WEIGHTS_FILE)
+            model_type = str(described.get("model_type", ""))
+            join_tensors(checkpoint, WEIGHTS_FILE, directory / WEIGHTS_FILE, model_type=model_type, kept=kept)
             dtype = _first_type(directory / WEIGHTS_FILE)
         else:
             manifest, way = found.log[version]
-            with NewFile(directory / WEIGHTS_FILE, manifest.tensors) as file:
+            with NewFile(directory / WEIGHTS_FILE, manifest.tensors, kept) as file:
                 call(fill(file, bus, manifest, way))
                 file.check(manifest)
             dtype = manifest.tensors[0].dtype
-        _describe(model_dir, directory, dtype)
+        _describe(model_dir, directory, described, dtype)
 
     def work() -> None:
         if config.trainer.tabular:
@@ -163,13 +167,14 @@ class NewFile:
     Args:
         path: of the file.
         tensors: of the version, by `offset` in the concatenation that manifests speak of.
+        kept: those of the initial policy that are copied, but for those that the version has.
 
     Raises:
         OSError: there is no room.
         TrainingError: a tensor is of a type that no trainer here writes.
     """
 
-    def __init__(self, path: Path, tensors: Sequence[TensorSpec]) -> None:
+    def __init__(self, path: Path, tensors: Sequence[TensorSpec], kept: Mapping[str, Stored]) -> None:
         self._tensors = sorted(tensors, key=lambda spec: spec.offset)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         self._places: dict[str, int] = {}
@@ -180,12 +185,19 @@ class NewFile:
             header[spec.name] = {"dtype": _TYPES[spec.dtype], "shape": spec.shape, "data_offsets": [end, end + spec.nbytes]}
             self._places[spec.name] = end
             end += spec.nbytes
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        head = len(text).to_bytes(8, "little") + text
+        first_kept = end
+        kept = {name: one for name, one in kept.items() if name not in self._places}
+        for name, one in kept.items():
+            header[name] = {"dtype": one.dtype, "shape": one.shape, "data_offsets": [end, end + one.nbytes]}
+            end += one.nbytes
+        head = header_bytes(header)
         with path.open("wb") as file:
             reserve(file.fileno(), len(head) + end)
             file.write(head)
+            file.seek(first_kept, os.SEEK_CUR)
+            for one in kept.values():
+                for piece in one.pieces:
+                    file.writelines(piece.read())
         self._bytes: npt.NDArray[np.uint8] = np.memmap(path, np.uint8, "r+", offset=len(head), shape=(end,))
 
     def __enter__(self) -> NewFile:
@@ -279,11 +291,20 @@ def _other_type(where: str, got: str) -> TrainingError:
     return TrainingError(f"expected weights of type {' or '.join(_TYPES)} in {where}, got {got}")
 
 
-def _describe(model_dir: Path, directory: Path, dtype: str) -> None:
+def _kept(model_dir: Path) -> dict[str, Stored]:
+    """Tensors of the initial policy that no version has: they are not trained."""
+    files = sorted(model_dir.glob("*.safetensors"))
+    return {name: one for file in files for name, one in find_tensors(model_dir, file.name).items() if name.endswith(KEPT)}
+
+
+def _description(model_dir: Path) -> dict[str, Any]:
+    return json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+
+
+def _describe(model_dir: Path, directory: Path, described: Mapping[str, Any], dtype: str) -> None:
     """Copy description and tokenizer of the initial policy; the type is that of the weights."""
     for source in sorted(model_dir.iterdir()):
         if source.is_file() and not source.name.endswith(WEIGHT_SUFFIXES):
             shutil.copyfile(source, directory / source.name)
-    described = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     key = "torch_dtype" if "torch_dtype" in described else "dtype"
-    (directory / "config.json").write_text(json.dumps(described | {key: dtype}, indent=2) + "\n", encoding="utf-8")
+    (directory / "config.json").write_text(json.dumps({**described, key: dtype}, indent=2) + "\n", encoding="utf-8")

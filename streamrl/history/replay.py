@@ -16,7 +16,7 @@ from streamrl.config.tree import Config
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.reader import RecordReader, open_message
 from streamrl.consumers.training.spilled_drops import whole
-from streamrl.consumers.training.steps import Books, Stepped, train_version
+from streamrl.consumers.training.steps import Books, Stepped, log_notice, train_version
 from streamrl.consumers.training.stream_fold import StreamFold
 from streamrl.core.fold_config import fold_config
 from streamrl.core.records import Poison
@@ -71,6 +71,7 @@ def replay(
     highest: Version = _NONE,
     tolerance: float = TOLERANCE,
     num_tokens: int = 0,
+    say: Callable[[str], None] = log_notice,
 ) -> ReplayReport:
     """Train a run again by its own ledger and compare; call from the training thread.
 
@@ -88,6 +89,7 @@ def replay(
         highest: the highest version that is known to have been made; a ledger that ends before it has lost its end.
         tolerance: see `ReplayReport`.
         num_tokens: vocabulary of the model; 0: token ids are not checked.
+        say: told what people should know of how versions are computed here.
 
     Raises:
         LogTruncated: the sample stream does not go back far enough.
@@ -119,7 +121,7 @@ def replay(
     )
     problem, digest, difference = "", "", None
     try:
-        again = _train_again(fold, trainer, past, comparison, lambda entry: call(whole(log.blobs, entry)))
+        again = _train_again(fold, trainer, past, comparison, lambda entry: call(whole(log.blobs, entry)), say)
         for digest in itertools.islice(again, len(entries)):  # noqa: B007
             pass
     except TrainingError as error:
@@ -159,7 +161,12 @@ def _there(past: PastLedger, above: int, through: int | None, highest: Version, 
 
 
 def _train_again(
-    fold: StreamFold, trainer: Trainer, past: PastLedger, comparison: Comparison, whole: Callable[[LedgerEntry], LedgerEntry]
+    fold: StreamFold,
+    trainer: Trainer,
+    past: PastLedger,
+    comparison: Comparison,
+    whole: Callable[[LedgerEntry], LedgerEntry],
+    say: Callable[[str], None],
 ) -> Iterator[str]:
     """Train version after version of the ledger into a comparison; gives the digest after each.
 
@@ -174,7 +181,7 @@ def _train_again(
         return entry.version
 
     while True:
-        stepped = train_version(fold, trainer, Books(past.at, enter), lambda: False)
+        stepped = train_version(fold, trainer, Books(past.at, enter), lambda: False, say=say)
         assert stepped is not None
         yield stepped.result.digest
 
@@ -238,6 +245,7 @@ async def verify(
     initial_digest: str = "",
     highest: Version = _NONE,
     tolerance: float = TOLERANCE,
+    say: Callable[[str], None] = log_notice,
 ) -> ReplayReport:
     """Replay a run against its ledger: all of `streamrl replay --verify` but for opening the log. Arguments are those of `replay`."""
     call = Caller(asyncio.get_running_loop())
@@ -263,6 +271,7 @@ async def verify(
                 highest=highest,
                 tolerance=tolerance,
                 num_tokens=vocab_size(model_dir),
+                say=say,
             )
 
     return await asyncio.to_thread(work)

@@ -23,7 +23,7 @@ from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.checkpoints import Checkpointer, ensure_position, read_latest
 from streamrl.consumers.training.ledger import open_ledger, take_fence
 from streamrl.consumers.training.reader import RecordReader
-from streamrl.consumers.training.steps import train_version
+from streamrl.consumers.training.steps import log_notice, train_version
 from streamrl.core.fold_config import fold_config
 from streamrl.core.state import FoldState
 from streamrl.data.model import ensure_model, vocab_size
@@ -75,8 +75,8 @@ def tap_config(config: Config, settings: TapSettings) -> Config:
     return replace(changed, trainer=replace(changed.trainer, name=settings.name))
 
 
-async def tap(worker: Worker, settings: TapSettings) -> BranchState:
-    """Train beside the run until it has trained all its steps or the worker drains."""
+async def tap(worker: Worker, settings: TapSettings, *, say: Callable[[str], None] = log_notice) -> BranchState:
+    """Train beside the run until it has trained all its steps or the worker drains; `say` is told what people should know of that."""
     config = tap_config(worker.config, settings)
     worker.run_dir.write_tap_config(settings.name, config)
     loop = asyncio.get_running_loop()
@@ -94,6 +94,7 @@ async def tap(worker: Worker, settings: TapSettings) -> BranchState:
                 run_dir=worker.run_dir,
                 fingerprint=fingerprint_digest(numerics_fingerprint(config)),
                 num_tokens=vocab_size(model_dir),
+                say=say,
             )
             return live.run(worker.draining.is_set)
 
@@ -118,8 +119,10 @@ class Tap:
         run_dir: RunDir,
         fingerprint: str,
         num_tokens: int = 0,
+        say: Callable[[str], None] = log_notice,
     ) -> None:
         self.config = config
+        self.say = say
         self.parent = parent
         self.rules = fold_config(config, num_tokens)
         self.parent_rules = fold_config(parent, num_tokens)
@@ -190,7 +193,7 @@ class Tap:
         logger.info("event=tapping version=%s parent=%s cursor=%d fence=%d", state.version, state.parent.version, state.cursor, fence)
         try:
             cut = parents_cut(fold, self.config, self.parent)
-            while train_version(fold, self.trainer, books, lambda: self._stops(fold.state, stop), cut=cut):
+            while train_version(fold, self.trainer, books, lambda: self._stops(fold.state, stop), cut=cut, say=self.say):
                 saver.after_step(fold.state)
                 if stop():  # a tap that is behind never waits
                     break

@@ -12,12 +12,14 @@ reads them. Nothing here needs torch.
 from __future__ import annotations
 
 import json
+import math
 import re
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from streamrl.tensors.names import named
 from streamrl.trainers.checkpoints import damaged
 from streamrl.trainers.mesh import Mesh
 
@@ -37,6 +39,17 @@ class Piece(NamedTuple):
     """Place in the file."""
     nbytes: int
 
+    def read(self) -> Iterator[bytes]:
+        """The rows' bytes, some at a time; raises CheckpointDamaged where the file ends early."""
+        with self.file.open("rb") as source:
+            source.seek(self.begin)
+            left = self.nbytes
+            while left:
+                if not (data := source.read(min(left, _COPY_BYTES))):
+                    raise damaged(self.file.parent, f"{self.file.name} ends early")
+                left -= len(data)
+                yield data
+
 
 class Stored(NamedTuple):
     """A tensor and where its rows are, in their order."""
@@ -45,6 +58,14 @@ class Stored(NamedTuple):
     """As safetensors calls it."""
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all rows."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+_NO_TENSORS: Mapping[str, Stored] = MappingProxyType({})
 
 
 def part_folder(mesh: Mesh, part: int) -> str:
@@ -74,33 +95,42 @@ def find_tensors(checkpoint: Path, file: str) -> dict[str, Stored]:
     return {name: _joined(checkpoint, name, pieces) for name, pieces in found.items()}
 
 
-def join_tensors(checkpoint: Path, file: str, out: Path) -> None:
+def join_tensors(checkpoint: Path, file: str, out: Path, *, model_type: str = "", kept: Mapping[str, Stored] = _NO_TENSORS) -> None:
     """Write the tensors of `file` of a checkpoint as one safetensors file `out`, without holding any; raises as `find_tensors`.
 
     Rows of several parts follow each other in the whole tensor, so its bytes are theirs, one after the other.
+
+    Args:
+        checkpoint: of any mesh.
+        file: name of the file, in the checkpoint or in each of its parts.
+        out: new file.
+        model_type: architecture by whose names they are written (`streamrl.tensors.names`); empty: by those that they have.
+        kept: tensors from elsewhere that are copied behind them, but for those that the checkpoint has.
     """
-    if (checkpoint / file).is_file():
-        shutil.copyfile(checkpoint / file, out)
-        return
-    tensors = find_tensors(checkpoint, file)
+    own = find_tensors(checkpoint, file)
+    tensors = {**own, **{name: one for name, one in kept.items() if name not in own}}
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, one in tensors.items():
-        begin, end = end, end + sum(piece.nbytes for piece in one.pieces)
-        header[name] = {"dtype": one.dtype, "shape": one.shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+        begin, end = end, end + one.nbytes
+        found = list(named(model_type, name, one.shape))
+        sizes = [one.nbytes // max(1, math.prod(one.shape)) * each.numel for each in found] if len(found) > 1 else [one.nbytes]
+        for each, nbytes in zip(found, sizes, strict=True):
+            header[each.name] = {"dtype": one.dtype, "shape": each.shape, "data_offsets": [begin, begin + nbytes]}
+            begin += nbytes
     with out.open("wb") as target:
-        target.write(len(text).to_bytes(8, "little") + text)
+        target.write(header_bytes(header))
         for one in tensors.values():
             for piece in one.pieces:
-                with piece.file.open("rb") as source:
-                    source.seek(piece.begin)
-                    left = piece.nbytes
-                    while left:
-                        if not (data := source.read(min(left, _COPY_BYTES))):
-                            raise damaged(checkpoint, f"{piece.file.relative_to(checkpoint)} ends early")
-                        left -= target.write(data)
+                for data in piece.read():
+                    target.write(data)
+
+
+def header_bytes(header: Mapping[str, object]) -> bytes:
+    """How a safetensors file with this header begins."""
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _files(checkpoint: Path, file: str) -> list[Path]:

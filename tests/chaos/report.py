@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tests.chaos.log import FaultLine, Line, RunLine, SessionLine, SpeedLine, read
-from tests.faults.faults import KINDS, PARTS, WHOLE
+from tests.faults.faults import KINDS, PARTS, RANK_1, WHOLE
 from tests.faults.misdeeds import ENDS
 from tests.faults.shapes import DEFAULTS
 
@@ -67,7 +67,7 @@ def progress(strikes: Sequence[Strike]) -> list[str]:
     numbers = " | ".join(("n", "median [s]", "p95 [s]", "max [s]"))
     rows = [f"| killed | default settings: {numbers} | short limits: {numbers} |", "|---" * 9 + "|"]
     damages = sorted({strike.killed for strike in strikes if strike.line.fault == "damage"})
-    names = (*PARTS, WHOLE, *(name for name in damages if "(" not in name), *MISDEEDS)
+    names = (*PARTS, RANK_1, WHOLE, *(name for name in damages if "(" not in name), *MISDEEDS)
     for name in names:
         found = [strike for strike in strikes if strike.killed == name]
         if found:
@@ -166,7 +166,7 @@ def report(logs: Sequence[Sequence[Line]]) -> dict[str, str]:
     parts += ["", "Seconds until the next batch is in the ledger:", "", *progress(strikes)]
     parts += ["", "Undisturbed runs, and how soon those who come back take part again:", "", *speeds(strikes, speed_lines)]
     summary, parts = "\n".join(parts), []
-    parts += ["### At random moments", "", *table(aimless, "part", lambda strike: strike.line.part, (*PARTS, WHOLE))]
+    parts += ["### At random moments", "", *table(aimless, "part", lambda strike: strike.line.part, (*PARTS, RANK_1, WHOLE))]
     by_moment = table(moments, "in the writing of", lambda strike: strike.line.moment.partition(" ")[2])
     parts += [
         "",

@@ -21,7 +21,7 @@ from streamrl.schemas.codec import decode
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import LEDGER, SAMPLES, Subjects
 from tests.faults.damage import DAMAGES
-from tests.faults.faults import CHECKPOINT, MESSAGES, REQUESTS, WHOLE, Fault
+from tests.faults.faults import CHECKPOINT, MESSAGES, RANK_1, REQUESTS, WHOLE, Fault
 from tests.faults.measures import first_answer, first_record
 from tests.faults.shapes import NAME, Shape, open_gate, write_files
 from tests.faults.wire import SERVER, Wire, open_wire
@@ -158,6 +158,8 @@ class Disturbed:
             return self.up.pid if self.up.returncode is None else None
         if part == "attached producer":
             return None if self._attached is None or self._attached.returncode is not None else self._attached.pid
+        if part == RANK_1:
+            return worker_pid(self.run, "trainer", 1)
         return server_pid(self.run) if part == "nats-server" else worker_pid(self.run, part)
 
     def open(self, batches: int) -> None:
@@ -287,6 +289,8 @@ class Disturbed:
         match fault.kind:
             case "kill -9":
                 send(pid, signal.SIGKILL)
+                if fault.part == RANK_1 and (leader := self.pid("trainer")):
+                    send(leader, signal.SIGCONT)  # it was caught in a checkpoint
                 if fault.part == "attached producer" and self._attached is not None:
                     await self._attached.wait()
                     bus = await self._connect()

@@ -14,6 +14,8 @@ from tests.faults.shapes import NAME, Shape
 from tests.faults.wire import Where
 
 PARTS = ("trainer", "engine", "producer", "attached producer", "feeder", "nats-server")
+RANK_1 = "trainer's rank 1"
+"""Of a run whose trainer has two ranks; `trainer` is rank 0."""
 WHOLE = "whole run"
 """Supervisor, workers, the children that run user code and the nats-server at once; then `streamrl up` again."""
 Kind = Literal["kill -9", "SIGSTOP", "cut", "HTTP cut", "damage"]
@@ -94,6 +96,17 @@ def falls(rng: random.Random, shape: Shape) -> list[Fault]:
     return found
 
 
+def ranks(rng: random.Random) -> list[Fault]:
+    """Each rank of a trainer of two and the whole run, at random moments and inside writes, and each damage to a checkpoint in parts."""
+    found = [Fault(part, kind) for part in ("trainer", RANK_1) for kind in KINDS[:3]]
+    found += [Fault(part, "kill -9") for part in (WHOLE, "nats-server")]
+    found += [Fault(part, "kill -9", CHECKPOINT) for part in ("trainer", RANK_1, WHOLE)]
+    found += [Fault(part, "kill -9", "commit", rng.choice(WHERE)) for part in ("trainer", RANK_1, WHOLE)]
+    found += [Fault(WHOLE, "damage", damage=damage) for damage in CHECKPOINTS]
+    rng.shuffle(found)
+    return found
+
+
 def endless(rng: random.Random, shape: Shape) -> Iterator[Fault]:
     """The whole matrix and all aims, again and again in new orders; of a shape that may lose something the falls alone.
 
@@ -102,6 +115,8 @@ def endless(rng: random.Random, shape: Shape) -> Iterator[Fault]:
     while True:
         if shape.losses:
             yield from falls(rng, shape)
+        elif shape.ranks > 1:
+            yield from ranks(rng)
         elif shape.misdeed_every:
             kills = [Fault(part, "kill -9") for part in (*PARTS, WHOLE)]
             kills.append(Fault(WHOLE, "damage", damage=rng.choice(list(CHECKPOINTS))))

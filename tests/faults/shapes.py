@@ -77,13 +77,16 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     """Whether something may be lost, which is judged by what is left and by what the run says of it."""
     misdeed_every: int = 0
     """User code that misbehaves in one task of so many (`tests.faults.misdeeds`); no gate holds its tasks. 0: none."""
+    ranks: int = 1
+    """Ranks of the trainer, into which its model is cut."""
     tasks_before: int = 0
     """Tasks of the warm-up, which no gate holds: what is handed out is counted from here."""
 
     def arguments(self, steps: int, port: int, engine_port: int) -> list[str]:
         """The `--set` options of `streamrl up`."""
         ports = {"bus.port": port, "engine.port": engine_port}
-        values = {"run.steps": steps, **ports, "tasks.batch_tasks": self.batch_tasks, **self.overrides}
+        ranks = {"trainer.ranks": self.ranks, "trainer.shards": self.ranks} if self.ranks > 1 else {}
+        values = {"run.steps": steps, **ports, "tasks.batch_tasks": self.batch_tasks, **ranks, **self.overrides}
         return [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value).strip(chr(34))}")]
 
 
@@ -135,6 +138,10 @@ QUICKSTART = Shape(
     reward=EXACT,
     tasks_before=22 * 16,
 )
+RANKS = msgspec.structs.replace(
+    QUICKSTART, name="ranks", ranks=2, overrides={**QUICKSTART.overrides, "trainer.rank_timeout_s": 90.0, "weights.also_on_bus": True}
+)
+"""The quickstart with its model cut in two: a rank that misses the other waits longer than a strike lasts."""
 
 
 def write_files(place: Path, shape: Shape) -> None:

@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 import torch
 from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from streamrl.bus.memory import MemoryBus
@@ -21,22 +22,34 @@ from streamrl.config.loss import LossConfig
 from streamrl.config.tree import Config, WeightsConfig
 from streamrl.data.model import ensure_model
 from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError, WeightSyncError
-from streamrl.history.export import Found, choose, export, find_versions
+from streamrl.history.export import Found, NewFile, choose, export, find_versions
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
 from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
+from streamrl.schemas.weights import Link, TensorSpec
+from streamrl.tensors.digest import digest_text, tensor_digest
+from streamrl.tensors.names import ARCHITECTURES, KEPT
 from streamrl.trainers.checkpoints import write_directory
 from streamrl.trainers.mesh import Mesh
-from streamrl.trainers.parts import part_folder
-from streamrl.trainers.torch.checkpoint import read_checkpoint, write_checkpoint, write_tensors
+from streamrl.trainers.parts import find_tensors, part_folder
+from streamrl.trainers.torch.checkpoint import (
+    ModelState,
+    TorchState,
+    host_bytes,
+    random_state,
+    read_checkpoint,
+    write_checkpoint,
+    write_tensors,
+)
 from tests.history.test_critic import ppo_config
 from tests.kill.world import table_config
 from tests.loop.harness import make_run, read_ledger, run_to_end, services
 from tests.support.digests import digest_of
 from tests.support.errors import raises
+from tests.tensors.test_names import tiny
 
 pytestmark = pytest.mark.process
 
@@ -100,6 +113,71 @@ def in_parts(whole: Path, path: Path) -> Path:
 
     write_directory(path, write, seal=True)
     return path
+
+
+def checkpoint_of(model: Any, path: Path, shards: int) -> Path:
+    """What as many ranks write of a model: its parameters, by the names that the installed transformers gives them."""
+    mesh = Mesh(shard=shards)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+    def state(part: int) -> TorchState:
+        rows = {name: mesh.rows(shapes[name][0], part) for name in shapes}
+        held = {name: value.detach()[rows[name].start : rows[name].stop].contiguous() for name, value in model.named_parameters()}
+        policy = ModelState(parameters=held, optimizer={}, digest="0" * 16, shapes=shapes)
+        return TorchState(policy=policy, critic=None, random=random_state(torch.device("cpu")), stage="rl", version="0.3")
+
+    def write(directory: Path) -> None:
+        write_checkpoint(directory, state(0), b"", mesh)
+        for part in range(1, shards):
+            (directory / part_folder(mesh, part)).mkdir()
+            write_tensors(directory / part_folder(mesh, part), state(part), mesh, part)
+
+    write_directory(path, write, seal=True)
+    return path
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", *ARCHITECTURES])
+async def test_transformers_loads_every_tensor_of_an_architecture_that_renames_its_experts(model_type: str, tmp_path: Path) -> None:
+    """Also those that nobody trains, which only the initial policy has."""
+    model, version = tiny(model_type), Version(0, 3)
+    with torch.no_grad():
+        for _, buffer in model.named_buffers():
+            buffer.add_(torch.rand_like(buffer))
+    model.save_pretrained(tmp_path / "initial")
+    saved = load_file(tmp_path / "initial" / "model.safetensors")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    model.save_pretrained(tmp_path / "trained")
+    wanted = load_file(tmp_path / "trained" / "model.safetensors")
+    assert saved.keys() == wanted.keys()
+    for shards in (1, 3):
+        found = Found({version: checkpoint_of(model, tmp_path / f"main-v0000000{shards}-e0", shards)}, {})
+        out = tmp_path / f"{shards}"
+        await export(Config(), MemoryBus("names"), tmp_path / "initial", found, version, out)
+        got = load_file(out / "model.safetensors")
+        assert got.keys() == wanted.keys()
+        assert all(torch.equal(got[name], wanted[name]) and got[name].dtype == wanted[name].dtype for name in wanted)
+        loaded, told = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+        assert not any(told.values()), told
+        assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_a_file_that_is_filled_from_the_bus_has_what_nobody_trains_too(tmp_path: Path) -> None:
+    trained, bias = torch.arange(6, dtype=torch.float32).reshape(2, 3), torch.arange(5, dtype=torch.float64)
+    save_file({"a.weight": torch.zeros(2, 3), f"a{KEPT[0]}": bias}, tmp_path / "initial")
+    kept = {name: one for name, one in find_tensors(tmp_path, "initial").items() if name.endswith(KEPT)}
+    data = host_bytes(trained)
+    spec = TensorSpec(name="a.weight", dtype="float32", shape=(2, 3), offset=0, nbytes=24, digest=digest_text(tensor_digest(data, 4)))
+    with NewFile(tmp_path / "new", [spec], kept) as file:
+        file.write(Link(version=Version(0, 1), parts=()), 0, memoryview(data))
+    found = load_file(tmp_path / "new")
+    assert found.keys() == {"a.weight", *kept}
+    assert torch.equal(found["a.weight"], trained) and torch.equal(found[f"a{KEPT[0]}"], bias)
+    # One that the version has is the version's.
+    with NewFile(tmp_path / "own", [replace(spec, name=f"a{KEPT[0]}")], kept):
+        pass
+    assert {name: value.shape for name, value in load_file(tmp_path / "own").items()} == {f"a{KEPT[0]}": (2, 3)}
 
 
 def nothing_beside(path: Path) -> bool:

@@ -53,12 +53,26 @@ backoff_s = 0.1
 """
 
 
+LETTERS = """
+def letters(task, episode):
+    return float(sum(map(ord, episode.completion)) % 7)
+"""
+SHORT = ("warmup.max_steps=2", "data.heldout=", "tasks.drop_zero_variance=false", "reward.kind=reward.py:letters")
+"""Settings of a run that need not learn: whatever it answers, groups have a spread, so every version is another."""
+
+
+def write_problem(place: Path) -> None:
+    """Put the run file, its rows, and a reward that tells answers apart into a directory."""
+    rows = [{"prompt": f"{a}{b}", "label": str((b + 3) % 10)} for b in range(10) for a in range(10)]
+    (place / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (place / "run.toml").write_text(TOML)
+    (place / "reward.py").write_text(LETTERS)
+
+
 @pytest.fixture
 async def up(tmp_path: Path, start: Start, shards: int) -> asyncio.subprocess.Process:
     """A run that is up, its model cut into `shards`."""
-    rows = [{"prompt": f"{a}{b}", "label": str((b + 3) % 10)} for b in range(10) for a in range(10)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "run.toml").write_text(TOML)
+    write_problem(tmp_path)
     return await start(*STREAMRL, "up", "run.toml", "--json", "--set", f"trainer.shards={shards}")
 
 
@@ -91,10 +105,8 @@ async def test_a_run_with_two_ranks_learns_survives_one_and_is_replayed(up: asyn
 
 @pytest.mark.timeout(600)
 async def test_each_stretch_of_a_run_is_replayed_on_its_own_mesh(start: Start, tmp_path: Path) -> None:
-    rows = [{"prompt": f"{a}{b}", "label": str((b + 3) % 10)} for b in range(10) for a in range(10)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "run.toml").write_text(TOML)
-    fixed = ("warmup.max_steps=2", "data.heldout=", "tasks.drop_zero_variance=false", "trainer.checkpoint_every=2")
+    write_problem(tmp_path)
+    fixed = (*SHORT, "trainer.checkpoint_every=2")
     for steps, ranks, shards in ((3, 2, 2), (5, 1, 1), (6, 2, 1)):
         changed = (*fixed, f"run.steps={steps}", f"trainer.ranks={ranks}", f"trainer.shards={shards}")
         process = await start(*STREAMRL, "up", "run.toml", "--json", *(word for text in changed for word in ("--set", text)))
@@ -102,6 +114,7 @@ async def test_each_stretch_of_a_run_is_replayed_on_its_own_mesh(start: Start, t
         assert process.returncode == 0, err.decode()
     _, entries = await read_entries(NAME, base=tmp_path / "runs")
     assert len({entry.fingerprint for entry in entries}) == 3
+    assert len({entry.digest for entry in entries}) == len(entries), "each has taught something"
     # Each begins an epoch right behind the one before, whose parameters and moments it carries on.
     assert [entry.version.number for entry in entries] == list(range(1, len(entries) + 1))
     stretches = dict.fromkeys((entry.version.epoch, cast("TrainedOn", entry.trained_on)) for entry in entries)
@@ -114,10 +127,8 @@ async def test_each_stretch_of_a_run_is_replayed_on_its_own_mesh(start: Start, t
 
 @pytest.mark.timeout(600)
 async def test_a_damaged_part_of_the_newest_checkpoint_is_gone_back_behind(start: Start, tmp_path: Path) -> None:
-    rows = [{"prompt": f"{a}{b}", "label": str((b + 3) % 10)} for b in range(10) for a in range(10)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "run.toml").write_text(TOML)
-    fixed = ("warmup.max_steps=2", "data.heldout=", "tasks.drop_zero_variance=false", "trainer.checkpoint_every=2", "trainer.shards=2")
+    write_problem(tmp_path)
+    fixed = (*SHORT, "trainer.checkpoint_every=2", "trainer.shards=2")
     run = RunDir(tmp_path / "runs" / NAME)
 
     async def up_to(steps: int) -> None:
@@ -161,10 +172,8 @@ async def told(place: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("transport", ["shm", "bus"])
 async def test_engines_serve_what_the_parts_of_a_cut_model_make_together(start: Start, tmp_path: Path, transport: str) -> None:
     """Rank 1 is killed as soon as it is asked for its part of a version; engines go on, and serve the ledger's digests at every commit."""
-    rows = [{"prompt": f"{a}{b}", "label": str((b + 3) % 10)} for b in range(10) for a in range(10)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "run.toml").write_text(TOML)
-    changed = ("warmup.max_steps=2", "data.heldout=", "tasks.drop_zero_variance=false", "run.steps=10", "trainer.shards=2")
+    write_problem(tmp_path)
+    changed = (*SHORT, "run.steps=10", "trainer.shards=2")
     sent = (f"weights.transport={transport}", f"weights.also_on_bus={str(transport == 'shm').lower()}", "weights.anchor_every=4")
     process = await start(*STREAMRL, "up", "run.toml", "--json", *(word for text in (*changed, *sent) for word in ("--set", text)))
     run = RunDir(tmp_path / "runs" / NAME)
@@ -179,8 +188,9 @@ async def test_engines_serve_what_the_parts_of_a_cut_model_make_together(start: 
     _, entries = await read_entries(NAME, base=tmp_path / "runs")
     assert contributed(run, 1)[-1] == str(entries[-1].version)
     ledger = {str(entry.version): entry.digest for entry in entries}
+    assert len(set(ledger.values())) == len(ledger), "each has taught something"
     taken = {str(detail["version"]): detail["digest"] for detail in await told(tmp_path) if "digest" in detail}
-    del taken["0.0"]  # the initial weights have no entry
+    taken.pop("0.0", None)  # the initial weights have no entry, and an engine that came late has not seen them
     assert len(taken) >= 3
     assert taken == {version: ledger[version] for version in taken}
     assert {detail["transport"] for detail in await told(tmp_path) if "digest" in detail} == {transport}
@@ -189,16 +199,14 @@ async def test_engines_serve_what_the_parts_of_a_cut_model_make_together(start: 
 
 
 @pytest.mark.timeout(400)
-async def test_ranks_that_are_out_of_memory_begin_again_with_half_the_budget(start: Start, tmp_path: Path) -> None:
-    rows = [{"prompt": f"{a}{b}", "label": str((b + 3) % 10)} for b in range(10) for a in range(10)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "run.toml").write_text(TOML)
+@pytest.mark.parametrize("shards", [1, 2])
+async def test_ranks_that_are_out_of_memory_begin_again_with_half_the_budget(start: Start, tmp_path: Path, shards: int) -> None:
+    write_problem(tmp_path)
     limits = (
+        *SHORT,
         "run.steps=3",
-        "warmup.max_steps=2",
-        "data.heldout=",
-        "tasks.drop_zero_variance=false",
         "trainer.micro_tokens=64",
+        f"trainer.shards={shards}",
         "debug.profile_versions=[2]",
     )
     process = await start(

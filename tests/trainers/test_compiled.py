@@ -18,6 +18,7 @@ from streamrl.schemas.ledger import Choices
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.ranks.local import open_trainer
+from tests.support.compilers import without_compiler
 from tests.support.errors import raises
 
 pytestmark = [
@@ -44,9 +45,7 @@ def make(directory: Path, **trainer: Any) -> Trainer:
 
 @pytest.fixture
 def no_compiler() -> Generator[None]:
-    """In this process."""
-    torch._dynamo.reset()
-    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}):
+    with without_compiler():
         yield
 
 

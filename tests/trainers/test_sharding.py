@@ -160,8 +160,12 @@ def test_experts_are_published_by_the_names_of_checkpoints_whatever_holds_them(t
         for step in range(2):
             digest = trainer.step(batch(step)).digest
         trainer.save(tmp_path / "at", b"at", version=Version(0, 2)).result()
+        trainer.export(tmp_path / "exported")
     assert alone.load(tmp_path / "at") == b"at"
     assert alone.digest() == digest
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert {name: value.shape for name, value in exported.items()} == {name: value.shape for name, value in saved.items()}
+    assert combine({name: tensor_digest(host_bytes(value), 4) for name, value in exported.items()}) == digest
 
 
 def test_a_rank_that_is_killed_ends_a_step_of_a_cut_model(model_dir: Path) -> None:

@@ -25,10 +25,9 @@ from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine
 from streamrl.tensors.digest_torch import NamedDigester, NamedDigests, Region
-from streamrl.trainers.checkpoints import BackgroundWriter, write_directory, written
+from streamrl.trainers.checkpoints import write_directory
 from streamrl.trainers.flops import flops_of, peak_flops
 from streamrl.trainers.mesh import mesh_of
-from streamrl.trainers.parts import part_folder
 from streamrl.trainers.protocol import WEIGHT_SUFFIXES, StepResult, TokenValues, out_of_memory
 from streamrl.trainers.torch.arrangement import Arrangement
 from streamrl.trainers.torch.causal_lm import CausalLM
@@ -39,18 +38,16 @@ from streamrl.trainers.torch.checkpoint import (
     random_state,
     read_checkpoint,
     restore_random,
-    write_checkpoint,
-    write_tensors,
 )
 from streamrl.trainers.torch.critic import Critic
 from streamrl.trainers.torch.frozen import Reference, load_frozen
-from streamrl.trainers.torch.host_copies import HostCopies, HostMemory
 from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.optimizer import ClippedAdamW
 from streamrl.trainers.torch.parallel import Parallel
 from streamrl.trainers.torch.profiling import StepProfiler
 from streamrl.trainers.torch.recheck import Recheck
-from streamrl.trainers.torch.snapshot import HostReader, SnapshotRing
+from streamrl.trainers.torch.saving import Saving
+from streamrl.trainers.torch.snapshot import SnapshotRing
 from streamrl.trainers.torch.terms import DROPPED
 from streamrl.trainers.torch.update import Update, Updated
 from streamrl.weights.protocol import Shard
@@ -162,12 +159,7 @@ class TorchTrainer:
         self._stage = ""
         self._known: NamedDigests | None = None
         """Of the parameters as they are, on a GPU; None when nobody has asked since they were written."""
-        self._writer = BackgroundWriter()
-        self._memory = HostMemory(HostReader(device))
-        self._copies: HostCopies | None = None
-        """Of the newest checkpoint, while they may still be under way."""
-        self._waited_s: float | None = None
-        """For them; None: for none since the last step."""
+        self._saving = Saving(self._parallel, device)
 
     def step(self, batch: TrainBatch) -> StepResult:
         """See `Trainer.step`. Metrics are means over the batch's optimizer steps, weighted as the loss is.
@@ -237,8 +229,8 @@ class TorchTrainer:
         finite = done.finite and (dropped == 0 or dropped < batch.loss_mask.sum())
         reference = self._reference.digest if self._reference is not None else ""
         times = dict(self._update.times)
-        if self._waited_s is not None:
-            times[COPY_WAIT], self._waited_s = self._waited_s, None
+        if (waited_s := self._saving.take_waited_s()) is not None:
+            times[COPY_WAIT] = waited_s
         return StepResult(
             digest=self.digest(),
             metrics=metrics,
@@ -288,21 +280,11 @@ class TorchTrainer:
         )
 
     def save(self, path: Path, extra: bytes, *, version: Version, beside: Mapping[str, bytes] | None = None) -> Future[None]:
-        """See `Trainer.save`. Of a model that is cut the ranks of its first copy write their parts; on others the future is done at once.
+        """See `Trainer.save` and `Saving.save`."""
+        return self._saving.save(path, partial(self._state, version), extra, beside)
 
-        The state is copied to the host by the thread that writes; whatever writes the state waits for that (`_settle`).
-        """
-        parallel = self._parallel
-        if parallel.copy or (parallel.rank and not parallel.sharded):
-            return written()
-        self._writer.wait()
-        begun, seen = None, True
-        if parallel.writers is not None:
-            try:
-                begun, seen = parallel.writers.meet(path)
-            except TrainingError as error:
-                return written(error)
-        state = TorchState(
+    def _state(self, version: Version) -> TorchState:
+        return TorchState(
             policy=self._held.state(self._optimizer.state(), self.digest()),
             critic=self._critic.state() if self._critic is not None else None,
             random=random_state(self._policy.device),
@@ -310,24 +292,6 @@ class TorchTrainer:
             version=str(version),
             reference=self._reference.state() if self._reference is not None else None,
         )
-        self._copies = copies = HostCopies(self._memory, self._policy.device)
-
-        def write_own(folder: Path) -> None:
-            write_tensors(folder, copies.make(state), parallel.mesh, parallel.part)
-
-        def write_all(directory: Path) -> None:
-            write_checkpoint(directory, copies.make(state), extra, parallel.mesh)
-
-        if parallel.writers is None or begun is None:
-            future = self._writer.submit(path, write_all, beside)
-        elif parallel.rank == 0:
-            future = self._writer.submit(path, write_all, beside, begun=begun, others=parallel.writers.hear)
-        else:
-            future = self._writer.start(
-                path, partial(parallel.writers.write, begun, part_folder(parallel.mesh, parallel.part), write_own, seen=seen)
-            )
-        future.add_done_callback(lambda _: copies.end())
-        return future
 
     def load(self, path: Path) -> bytes:
         """See `Trainer.load`; of several ranks each reads what it holds, and the caller has looked at all files."""
@@ -392,8 +356,6 @@ class TorchTrainer:
 
     def _settle(self) -> None:
         """Before parameters and moments are written: let copies of them be complete."""
-        if self._copies is not None:
-            self._waited_s = (self._waited_s or 0.0) + self._copies.settle()
-            self._copies = None
+        self._saving.settle()
         if self._snapshots is not None:
             self._snapshots.settle()
