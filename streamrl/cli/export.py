@@ -37,9 +37,14 @@ async def _export(arguments: argparse.Namespace) -> int:
         found = await find_versions(config, bus, run.checkpoints)
         version = choose(found, arguments.version)
         out = arguments.out or run.export_path(version)
-        whence = await export(config, bus, ensure_model(config, run.model_dir), found, version, out)
+        if arguments.out is None and out.is_dir():
+            whence = "there already"  # made by the trainer or an earlier export; it comes whole or not at all
+        else:
+            whence = await export(config, bus, ensure_model(config, run.model_dir), found, version, out)
     if arguments.json:
         print(json.dumps({"run": run.name, "version": str(version), "from": whence, "path": str(out)}))
+    elif whence == "there already":
+        print(f"version {version} of {run.name} is {whence}: {out}")
     else:
         print(f"exported version {version} of {run.name} from {whence} into {out}")
     return 0

@@ -54,6 +54,8 @@ async def test_a_run_learns_and_its_log_gives_its_ledger_again(streamrl: Start, 
     assert exported["version"].endswith(f".{report['versions']}")
     (own,) = run.hf.glob(f"v{report['versions']:08d}")
     assert (place / "mine" / "logits.npy").read_bytes() == (own / "logits.npy").read_bytes()
+    again = await answer(await streamrl("export", "digits", "--json"))
+    assert (Path(again["path"]), again["from"]) == (own, "there already")
     code, _, err = await said(await streamrl("export", "digits", "--version", "0.1", "--out", "other"))
     assert code == 1 and "expected a version that has a checkpoint or its bytes on the bus, got 0.1: there are" in err
     (listed,) = await answer(await streamrl("status", "--json"))
