@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from streamrl.core.lengths import histogram
-from streamrl.errors import SchemaError
+from streamrl.errors import ConfigError, SchemaError
 from streamrl.producers.attempts import Attempts
 from streamrl.producers.checkpoints import RolloutCheckpoints
 from streamrl.producers.children.jobs import Keeping
@@ -33,7 +34,7 @@ from streamrl.schemas.tasks import RolloutTask
 from streamrl.telemetry.clock import StateClock
 
 if TYPE_CHECKING:
-    from streamrl.producers.groups import GroupRunner
+    from streamrl.producers.groups import Group, GroupRunner
     from streamrl.runtime.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,32 @@ _WARMUP_CONCURRENCY = 256
 _REPORT_EVERY_S = 2.0
 _TASKS_SHOWN = 256
 """Claimed tasks that its presence names."""
+_LEAVES_AFTER = 64
+"""Tasks in a row that an attached producer's code fails before it leaves, and"""
+_LEAVES_AFTER_S = 30.0
+"""the seconds for which it has done nothing else."""
+
+
+class Streak:
+    """The tasks in a row of which the user's code has made no episode. What engines fail does not count."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.newest = ""
+        """Error."""
+        self.hopeless = False
+        """Whether it was long once, in tasks and in time."""
+        self._since_s = 0.0
+
+    def tell(self, group: Group) -> None:
+        """A task has ended."""
+        failed = [one.detail for one in group.failures if one.reason == "failed" and not one.detail.startswith("engine: ")]
+        if group.episodes or not failed:
+            self.length = 0
+            return
+        self._since_s = self._since_s if self.length else time.monotonic()
+        self.length, self.newest = self.length + 1, failed[-1]
+        self.hopeless |= self.length >= _LEAVES_AFTER and time.monotonic() - self._since_s >= _LEAVES_AFTER_S
 
 
 async def main(worker: Worker) -> None:
@@ -67,11 +94,19 @@ async def attach(worker: Worker, function: str, *, source: str = MAIN_SOURCE) ->
         Number of tasks it finished.
 
     Raises:
-        ConfigError: `function` cannot be found or is no producer.
+        ConfigError: `function` cannot be found or is no producer, or fails one task after the other, which takes the rows from the others.
     """
     leaver = asyncio.create_task(_leave_when_finished(worker))
+    streak = Streak()
     try:
-        return await serve(worker, function, sources=(source,))
+        done = await serve(worker, function, sources=(source,), streak=streak)
+        if streak.hopeless:
+            raise ConfigError(
+                f"{_LEAVES_AFTER} tasks in a row and more have failed in the producer's own code; the newest: {streak.newest}",
+                hint=f"mend {function} and attach again; what it failed is dropped for this pass over the data",
+                key=function,
+            )
+        return done
     finally:
         leaver.cancel()
         await asyncio.gather(leaver, return_exceptions=True)
@@ -85,8 +120,8 @@ async def _leave_when_finished(worker: Worker) -> None:
         return
 
 
-async def serve(worker: Worker, function: str, *, sources: Sequence[str]) -> int:
-    """Claim and work on the tasks of `sources` until the worker drains; returns how many were finished."""
+async def serve(worker: Worker, function: str, *, sources: Sequence[str], streak: Streak | None = None) -> int:
+    """Claim and work on the tasks of `sources` until the worker drains; returns how many were finished. A hopeless `streak` drains it."""
     clock = StateClock("setup", slots=worker.config.producer.concurrency)
     worker.timed("producer", clock)
     pool = make_pool(worker)
@@ -94,7 +129,7 @@ async def serve(worker: Worker, function: str, *, sources: Sequence[str]) -> int
     work = partial(_in_slot, clock, pool.found, cut)
     runner = make_runner(worker, pool, function, key="producer.function")
     publisher = Publisher(worker.bus, worker.subjects, producer=worker.name)
-    claims = [_claims(worker, source, runner, publisher, work) for source in sources]
+    claims = [_claims(worker, source, runner, publisher, work, streak) for source in sources]
     worker.detail = lambda: {"tasks": _in_hand(claims)}
     report = partial(_report, worker, runner, claims, publisher, cut)
     keep_all()
@@ -115,11 +150,13 @@ async def serve(worker: Worker, function: str, *, sources: Sequence[str]) -> int
     return sum(claim.num_done for claim in claims)
 
 
-def _claims(worker: Worker, source: str, runner: GroupRunner, publisher: Publisher, in_slot: Callable[[Work], Work]) -> Claims:
+def _claims(
+    worker: Worker, source: str, runner: GroupRunner, publisher: Publisher, in_slot: Callable[[Work], Work], streak: Streak | None
+) -> Claims:
     config = worker.config
     warmup = source == WARMUP_SOURCE
     kept = RolloutCheckpoints(worker.bus), Attempts(worker.bus)
-    work = _demonstrate(worker, publisher) if warmup else in_slot(_roll_out(worker, runner, publisher, *kept))
+    work = _demonstrate(worker, publisher) if warmup else in_slot(_roll_out(worker, runner, publisher, *kept, streak))
 
     async def let_go(task: int, ended: bool) -> None:
         for one in kept:
@@ -139,7 +176,9 @@ def _claims(worker: Worker, source: str, runner: GroupRunner, publisher: Publish
     )
 
 
-def _roll_out(worker: Worker, runner: GroupRunner, publisher: Publisher, checkpoints: RolloutCheckpoints, attempts: Attempts) -> Work:
+def _roll_out(
+    worker: Worker, runner: GroupRunner, publisher: Publisher, checkpoints: RolloutCheckpoints, attempts: Attempts, streak: Streak | None
+) -> Work:
     async def work(task: RolloutTask, claim: Claim) -> None:
         again = claim.deliveries > 1
         if not again:
@@ -157,6 +196,10 @@ def _roll_out(worker: Worker, runner: GroupRunner, publisher: Publisher, checkpo
             rollouts = await publisher.task(task, samples, group.failures, claim)
         lying = [episode for episode in group.episodes if episode.rollout in rollouts]
         stored([len(segment.token_ids) for episode in lying for segment in episode.segments if segment.spans])
+        if streak is not None:
+            streak.tell(group)
+            if streak.hopeless:
+                worker.draining.set()
 
     return work
 

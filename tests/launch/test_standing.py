@@ -99,8 +99,9 @@ async def test_a_healthy_run_goes_on_beside_an_attached_producer_that_fails_and_
     keys = ("debug.token_delay_s=0.5", "producer.concurrency=2", "tasks.batch_tasks=2", "tasks.drop_zero_variance=false")
     process = await streamrl("up", "run.toml", "--plain", *COLD, *sets(*keys, "run.steps=100000"))
     await line_with(process, "training")
-    unread = asyncio.subprocess.DEVNULL  # it says more than a pipe holds
-    guest = await streamrl("attach", "mine.py:fails", "--run", "digits", stdout=unread, stderr=unread)
+    said_by_guest = place / "guest.txt"
+    with said_by_guest.open("w") as file:  # it says more than a pipe holds
+        guest = await streamrl("attach", "mine.py:fails", "--run", "digits", stdout=file, stderr=file)
     assert "all by producer-1. hint: stop and mend it" in await line_with(process, "tasks have failed since")
     before = json.loads(run.state_path.read_text())["step"]
     await until(lambda: json.loads(run.state_path.read_text())["step"] > before + 3, within_s=90)
@@ -108,9 +109,10 @@ async def test_a_healthy_run_goes_on_beside_an_attached_producer_that_fails_and_
     failed = {one["worker"]: one["failed_rollouts"] for one in status["numbers"]["workers"]}
     assert failed.pop("producer-1") > 3 * 2 * 4 and not any(failed.values())
     assert re.search(r"producer-1: .* rollouts failed lately", (await said(await streamrl("status", "digits")))[1])
-    for one in (guest, process):
-        one.send_signal(signal.SIGINT)
-        assert await asyncio.wait_for(one.wait(), 60) == 0
+    assert await asyncio.wait_for(guest.wait(), 120) == 2, "it leaves by itself"
+    assert "ValueError: no tool for" in said_by_guest.read_text().rpartition("error: 64 tasks in a row")[2]
+    process.send_signal(signal.SIGINT)
+    assert await asyncio.wait_for(process.wait(), 60) == 0
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from streamrl.errors import ConfigError
-from streamrl.producers.rollouts import attach, main
+from streamrl.producers.groups import Group
+from streamrl.producers.protocol import Failure
+from streamrl.producers.rollouts import Streak, attach, main
 from tests.producers.conftest import Loop, samples_in
 
 
@@ -31,3 +35,23 @@ async def test_another_producer_attaches_and_leaves(loop: Loop, functions: Path)
 async def test_attach_refuses_what_is_no_producer(loop: Loop, functions: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'calculator'"):
         await attach(loop.worker(), f"{functions}:calculater")
+
+
+def test_a_streak_is_of_tasks_that_the_producers_code_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    own, engine = Failure(0, "failed", "ValueError: no tool"), Failure(0, "failed", "engine: it is down")
+    streak = Streak()
+    for failures in ((own,), (engine,), (Failure(0, "filtered"),), ()):
+        for _ in range(100):
+            now_s += 1.0
+            streak.tell(Group((), failures))
+        assert streak.hopeless is (own in failures)
+        streak = Streak()
+    for _ in range(100):
+        streak.tell(Group((), (own,)))
+    assert not streak.hopeless, "a tool that is gone for a moment"
+    now_s += 31.0
+    streak.tell(Group((cast(Any, "an episode"),), (own,)))
+    streak.tell(Group((), (own,)))
+    assert not streak.hopeless, "it makes something"
