@@ -53,7 +53,7 @@ class Driver:
     """The trainer's end, which starts Ray and the actor."""
 
     def __init__(self) -> None:
-        own = {"num_cpus": 2, "object_store_memory": STORE_BYTES, "include_dashboard": False}
+        own: dict[str, Any] = {"num_cpus": 2, "object_store_memory": STORE_BYTES, "include_dashboard": False}
         ray.init("local", **own, log_to_driver=False, logging_level=logging.ERROR)
         self._actor: Any = ray.remote(Actor).remote()
         self._pid: int = ray.get(self._actor.pid.remote())
