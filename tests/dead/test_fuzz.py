@@ -32,7 +32,7 @@ REASONS = (
     "expected a RewardUpdate",
     "expected a reward for one of 2 r",
     "expected a finite reward",
-    "expected a fork",
+    "expected an epoch that begins",
 )
 """How the reasons begin that must be met; they are cut after 32 letters."""
 WINDOW = (CONFIG.max_staleness + 1) * CONFIG.batch_tasks
