@@ -45,8 +45,8 @@ class PartRef(msgspec.Struct, frozen=True):
     sha256: str = ""
     handle: bytes = b""
     """Opens the device memory that holds the piece (ipc); see streamrl.tensors.cuda_ipc."""
-    copying: Copying | None = None
-    """The part is there when this says so (ipc); None: it is complete."""
+    copying: Copying | msgspec.UnsetType = msgspec.UNSET
+    """The part is there when this says so (ipc); unset: it is complete."""
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -257,7 +257,7 @@ class IpcTransport:
         leases: dict[str, ReadLease] = {}
         try:
             for part in manifest.parts:
-                if part.copying is not None:
+                if part.copying:
                     check_copying(part.copying, part.nbytes, where=f"{manifest.policy} {manifest.version}")
                 leases[part.location] = ReadLease(self._directory, part.location, where=f"{manifest.policy} {manifest.version}")
             yield leases
@@ -291,7 +291,7 @@ def _snapshot(shards: Sequence[Shard]) -> Snapshot | None:
 
 def _buckets(manifest: Manifest, part: PartRef, memory: Opened) -> Buckets | None:
     """What is complete of a part; None: all of it."""
-    if (copying := part.copying) is None:
+    if not (copying := part.copying):
         return None
 
     def look() -> list[int]:

@@ -34,7 +34,18 @@ from streamrl.schemas.samples import (
 )
 from streamrl.schemas.tasks import RolloutTask, Sampling
 from streamrl.schemas.versions import Version
-from streamrl.schemas.weights import Contribution, Link, Manifest, PartRef, Piece, StoredSlices, TensorSlice, TensorSpec, WantedSlices
+from streamrl.schemas.weights import (
+    Contribution,
+    Copying,
+    Link,
+    Manifest,
+    PartRef,
+    Piece,
+    StoredSlices,
+    TensorSlice,
+    TensorSpec,
+    WantedSlices,
+)
 
 FOLDER = Path(__file__).parent
 
@@ -310,6 +321,16 @@ def records() -> dict[str, Any]:
             version=version,
             tensors=(TensorSpec("logits", "float32", (3, 4), 0, 48, "d1430de7c9a85298", words="0123456789abcdef"),),
             parts=(part,),
+            transport="ipc",
+            digest="847822ab7c2d7e8c",
+            nbytes=48,
+        ),
+        "manifest-copying": Manifest(
+            run="golden",
+            policy="policy",
+            version=version,
+            tensors=(TensorSpec("logits", "float32", (3, 4), 0, 48, "d1430de7c9a85298"),),
+            parts=(replace(part, sha256="", handle=b"\x01", copying=Copying(7, 48, (32, 48))),),
             transport="ipc",
             digest="847822ab7c2d7e8c",
             nbytes=48,
