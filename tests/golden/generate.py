@@ -134,6 +134,16 @@ def records() -> dict[str, Any]:
     """One of each struct that is put on the bus or kept under a key, by file name."""
     version = Version(1, 17)
     part = PartRef("blob/17/0", 0, 48, "ef" * 32)
+    words = Manifest(
+        run="golden",
+        policy="policy",
+        version=version,
+        tensors=(TensorSpec("logits", "float32", (3, 4), 0, 48, "d1430de7c9a85298", words="0123456789abcdef"),),
+        parts=(part,),
+        transport="ipc",
+        digest="847822ab7c2d7e8c",
+        nbytes=48,
+    )
     return {
         "task": RolloutTask(
             run="golden",
@@ -315,26 +325,8 @@ def records() -> dict[str, Any]:
             digest="847822ab7c2d7e8c",
             nbytes=48,
         ),
-        "manifest-words": Manifest(
-            run="golden",
-            policy="policy",
-            version=version,
-            tensors=(TensorSpec("logits", "float32", (3, 4), 0, 48, "d1430de7c9a85298", words="0123456789abcdef"),),
-            parts=(part,),
-            transport="ipc",
-            digest="847822ab7c2d7e8c",
-            nbytes=48,
-        ),
-        "manifest-copying": Manifest(
-            run="golden",
-            policy="policy",
-            version=version,
-            tensors=(TensorSpec("logits", "float32", (3, 4), 0, 48, "d1430de7c9a85298"),),
-            parts=(replace(part, sha256="", handle=b"\x01", copying=Copying(7, 48, (32, 48))),),
-            transport="ipc",
-            digest="847822ab7c2d7e8c",
-            nbytes=48,
-        ),
+        "manifest-words": words,
+        "manifest-copying": replace(words, parts=(replace(part, sha256="", handle=b"\x01", copying=Copying(7, 48, (32, 48))),)),
         "wanted-slices": WantedSlices("0123456789abcdef", version),
         "stored-slices": StoredSlices(
             "0123456789abcdef",
