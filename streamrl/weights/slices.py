@@ -201,16 +201,20 @@ class RankPublisher:
 
     async def _work(self) -> None:
         async for wanted in _values(self._kv, _wanted_key(self._policy), WantedSlices):
-            taken = self._take(wanted)
-            if taken is None:
-                continue  # it was asked of ranks that have ended, or is stored
-            try:
-                made = {name: await transport.contribute(wanted.version, iter(taken)) for name, transport in self._transports.items()}
-            except StreamRLError as error:
-                await self._say(StoredSlices(wanted.word, wanted.version, error=error.message))
-                raise
-            await self._say(StoredSlices(wanted.word, wanted.version, contributions=made))
-            logger.info("event=weights_contributed policy=%s version=%s rank=%d", self._policy, wanted.version, self._rank)
+            await self._store(wanted)
+
+    async def _store(self, wanted: WantedSlices) -> None:
+        # In a function of its own, which leaves no name behind: a device may have one buffer, and the next version waits for it.
+        taken = self._take(wanted)
+        if taken is None:
+            return  # it was asked of ranks that have ended, or is stored
+        try:
+            made = {name: await transport.contribute(wanted.version, iter(taken)) for name, transport in self._transports.items()}
+        except StreamRLError as error:
+            await self._say(StoredSlices(wanted.word, wanted.version, error=error.message))
+            raise
+        await self._say(StoredSlices(wanted.word, wanted.version, contributions=made))
+        logger.info("event=weights_contributed policy=%s version=%s rank=%d", self._policy, wanted.version, self._rank)
 
     async def _say(self, stored: StoredSlices) -> None:
         await self._kv.put(_stored_key(self._policy, self._rank), encode(stored))
