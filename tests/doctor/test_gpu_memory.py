@@ -165,12 +165,12 @@ def test_trainer_and_sglang_share_a_gpu_as_far_as_the_fraction_goes(tmp_path: Pa
 
     assert found(0.35)[0] == "ok" and "mem_fraction_static = 0.35 of the memory, 28.0" in found(0.35)[1]
     state, _, hint = found(0.7)
-    assert state == "fail" and hint.startswith("set engine.sglang.flags.mem_fraction_static to 0.")
+    assert state == "warn" and hint.startswith("set engine.sglang.flags.mem_fraction_static to 0.")
     most = float(hint.split(" to ")[1].split()[0])
-    assert (found(most)[0], found(most + 0.01)[0]) == ("ok", "fail"), "the fraction of the hint is the greatest that fits"
-    assert found(most, workers=2)[0] == "fail", "two engines take it twice"
+    assert (found(most)[0], found(most + 0.01)[0]) == ("ok", "warn"), "the fraction of the hint is the greatest that fits"
+    assert found(most, workers=2)[0] == "warn", "two engines take it twice"
     assert "2 engines" in found(most, workers=2)[1]
-    assert "too little for its weights" in found(0.05)[1]
+    assert found(0.05)[0] == "fail" and "too little for its weights" in found(0.05)[1]
     assert found(None)[0] == "warn" and "SGLang chooses" in found(None)[1]
     state, _, hint = found(None, gib=36)
     assert state == "fail" and "another GPU" in hint and "copy_pinned" in hint

@@ -59,7 +59,6 @@ async def test_a_trainer_that_does_not_fit_its_gpus_does_not_start(model_2b: Con
     for trainer, sampled, said in (
         (TrainerConfig(ranks=2, shards=2), 64, r"2, of 1 that torch sees \(trainer.gpu = 0, trainer.ranks = 2\)"),
         (TrainerConfig(check_logprobs=1), 10_000_000, "a rank takes .* for a sample of 10000128 tokens"),
-        (TrainerConfig(check_logprobs=1), 64, "a GPU that holds trainer and engine: .* for trainer.check_logprobs"),
     ):
         config = replace(model_2b, trainer=trainer, sampling=replace(model_2b.sampling, max_new_tokens=sampled))
         config = replace(config, tasks=replace(config.tasks, max_staleness=3))
@@ -67,6 +66,12 @@ async def test_a_trainer_that_does_not_fit_its_gpus_does_not_start(model_2b: Con
             await check_gpus(config, notes.append)
         assert caught.value.hint
         await check_gpus(replace(config, trainer=replace(trainer, device="cpu"), engine=EngineConfig()), notes.append)
+    tight = replace(model_2b, trainer=TrainerConfig(check_logprobs=1), tasks=replace(model_2b.tasks, max_staleness=3))
+    await check_gpus(tight, notes.append)
+    assert "for trainer.check_logprobs" in notes[-1] and "GiB in all where the engine starts first; set engine.sglang" in notes[-1]
+    little = replace(model_2b.engine, sglang=replace(model_2b.engine.sglang, flags={"mem_fraction_static": 0.05}))
+    with pytest.raises(LaunchError, match="a GPU that holds trainer and engine: .* too little for its weights"):
+        await check_gpus(replace(model_2b, engine=little), notes.append)
 
 
 async def test_without_a_gpu_nothing_is_refused_but_a_gpu_that_is_named(model_2b: Config, monkeypatch: pytest.MonkeyPatch) -> None:
