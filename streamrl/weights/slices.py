@@ -210,8 +210,9 @@ class RankPublisher:
             return  # it was asked of ranks that have ended, or is stored
         try:
             made = {name: await transport.contribute(wanted.version, iter(taken)) for name, transport in self._transports.items()}
-        except StreamRLError as error:
-            await self._say(StoredSlices(wanted.word, wanted.version, error=error.message))
+        except Exception as error:  # whatever it is: rank 0 would wait for it as for one that is late
+            why = error.message if isinstance(error, StreamRLError) else f"{type(error).__name__}: {error}"
+            await self._say(StoredSlices(wanted.word, wanted.version, error=why))
             raise
         await self._say(StoredSlices(wanted.word, wanted.version, contributions=made))
         logger.info("event=weights_contributed policy=%s version=%s rank=%d", self._policy, wanted.version, self._rank)
