@@ -12,6 +12,7 @@ A buffer is free when no snapshot of it is referenced any more and its guard, wh
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -42,6 +43,10 @@ MUCH = 4
 HOLDER_PATIENCE_S = 300.0
 """How long a publisher may hold the last free buffer: a bus takes minutes for a large model."""
 
+WARN_AFTER_S = 10.0
+"""A trainer that stands because no buffer is free says so this often."""
+
+logger = logging.getLogger(__name__)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -329,7 +334,11 @@ class SnapshotRing:
                 if free:
                     buffer = min(free, key=lambda one: one.used)
                     break
-                if not self._freed.wait(max(0.0, until - time.monotonic())):
+                if self._freed.wait(min(WARN_AFTER_S, max(0.0, until - time.monotonic()))):
+                    continue
+                if (left := until - time.monotonic()) > 0:
+                    logger.warning("event=waiting_for_snapshot_buffer buffers=%d left_s=%.0f", self._slots, left)
+                else:
                     raise TrainingError(
                         f"expected one of {self._slots} snapshot buffers to become free within {self._holder_patience_s:g} s, none did",
                         hint="the transport is slower than the trainer: raise weights.ring, or publish less often",
