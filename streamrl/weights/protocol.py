@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -264,8 +264,8 @@ class WeightTransport(Protocol):
 class RankTransport(Protocol):
     """The publishing end on each of several trainer ranks: every rank stores its slices, rank 0 merges and announces."""
 
-    async def contribute(self, version: Version, shards: Iterator[Shard]) -> Contribution:
-        """Store this rank's slices; idempotent per version.
+    async def contribute(self, version: Version, shards: Iterator[Shard], *, moved: Callable[[], None] | None = None) -> Contribution:
+        """Store this rank's slices; idempotent per version. `moved` is called whenever bytes have gone, where that may take long.
 
         Raises WeightSyncError for a slice that is not a range of rows of dimension 0.
         """
