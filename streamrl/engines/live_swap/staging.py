@@ -72,7 +72,8 @@ class Stager:
         self._passes = passes
         self._side = Side(swap.device, streams, host_only=swap.buffers.pinned)
         self._layouts: dict[str, Layout] = {}
-        self._bindings: dict[tuple[object, ...], list[Bound]] = {}
+        self._of_scratch: dict[tuple[str, int], list[Bound]] = {}
+        self._of_devices: dict[tuple[object, ...], list[Bound]] = {}
         self._scratch_windows: dict[str, list[Window]] = {}
         self._digests: dict[tuple[str, int], Digests] = {}
         self._word_digests: dict[tuple[str, int], Digests] = {}
@@ -162,7 +163,8 @@ class Stager:
         self._scratch_windows[key] = cut
         with self._side.entered():
             if self._side.reserve(max(window.end_byte - _base(window) for window in cut)):
-                self._bindings.clear()
+                self._of_scratch.clear()
+                self._of_devices.clear()
             for index in (0, 1):
                 # The weights loaded first have this padding already, unless they were dummies.
                 for fill in layout.fills:
@@ -174,7 +176,7 @@ class Stager:
     def _windows(self, key: str, layout: Layout, idle: int, source: FileSource | CudaSource) -> Iterator[Bound]:
         """Windows to copy, one after the other, each when its bytes are there."""
         if isinstance(source, CudaSource):
-            spans = self._devices.spans(source)
+            spans = self._spans(source)
             for bound in self._bound_to_device(key, layout, idle, spans):
                 spans[bound.source].wait(bound.end_byte)
                 yield bound
@@ -185,8 +187,14 @@ class Stager:
             self._side.load(index % 2, _runs(version, window))
             yield bound
 
+    def _spans(self, source: CudaSource) -> Sequence[DeviceSpan]:
+        if self._devices.close_others(source):
+            # A view would keep a dead trainer's buffer from being freed, and its successor may need the room.
+            self._of_devices.clear()
+        return self._devices.spans(source)
+
     def _bound_to_scratch(self, key: str, layout: Layout, idle: int) -> list[Bound]:
-        known = self._bindings.get((key, idle))
+        known = self._of_scratch.get((key, idle))
         if known is None:
             slots = self._side.scratch
             # Written to the scratch, read there, and written to their parameters.
@@ -194,12 +202,12 @@ class Stager:
                 Bound(window.first_byte, 3 * window.nbytes, self._pairs(layout, window, idle, slots[index % 2], _base(window)))
                 for index, window in enumerate(self._scratch_windows[key])
             ]
-            self._bindings[key, idle] = known
+            self._of_scratch[key, idle] = known
         return known
 
     def _bound_to_device(self, key: str, layout: Layout, idle: int, spans: Sequence[DeviceSpan]) -> list[Bound]:
         identity = (key, idle, *((span.first, span.end, span.data.data_ptr()) for span in spans))
-        known = self._bindings.get(identity)
+        known = self._of_devices.get(identity)
         if known is None:
             cut = layout.cut([(span.first, span.end) for span in spans], DEVICE_WINDOW_BYTES)
             known = []
@@ -207,12 +215,12 @@ class Stager:
                 span = spans[window.source]
                 targets, sources = self._pairs(layout, window, idle, span.data, span.first)
                 pairs = [*targets, *self._side.unlike[:1]], [*sources, *self._side.unlike[1:]]
-                # Another GPU's memory is read at no cost to this one's.
-                moved = window.nbytes * (2 if span.data.device == self._swap.device else 1)
-                known.append(Bound(window.first_byte, moved, pairs, window.source, window.end_byte))
-            self._bindings[identity] = known
-            if len(self._bindings) > KEPT_BINDINGS:
-                del self._bindings[next(iter(self._bindings))]
+                # As if it were read from this device's memory too: opened memory does not tell on which GPU it lies. From another one a
+                # paced copy is slower than it need be, and forward passes feel less of it than they may.
+                known.append(Bound(window.first_byte, 2 * window.nbytes, pairs, window.source, window.end_byte))
+            self._of_devices[identity] = known
+            if len(self._of_devices) > KEPT_BINDINGS:
+                del self._of_devices[next(iter(self._of_devices))]
         return known
 
     def _pairs(self, layout: Layout, window: Window, idle: int, data: Tensor, first_byte: int) -> Pairs:
@@ -233,7 +241,7 @@ class Stager:
         if self._derived is None:
             self._derived = DerivedLoad(self._swap.model)
         if isinstance(request.source, CudaSource):
-            spans = self._devices.spans(request.source)
+            spans = self._spans(request.source)
             for span in spans:
                 span.wait(span.end)
         else:
