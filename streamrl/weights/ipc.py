@@ -257,6 +257,11 @@ class IpcTransport:
         leases: dict[str, ReadLease] = {}
         try:
             for part in manifest.parts:
+                if part.location in leases:
+                    raise WeightSyncError(
+                        f"{manifest.policy} {manifest.version}: expected each lease once, got {part.location!r} twice",
+                        location=part.location,
+                    )
                 if part.copying:
                     check_copying(part.copying, part.nbytes, where=f"{manifest.policy} {manifest.version}")
                 leases[part.location] = ReadLease(self._directory, part.location, where=f"{manifest.policy} {manifest.version}")

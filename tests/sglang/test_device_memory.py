@@ -1,16 +1,20 @@
-"""Versions in the device memory of trainers: what is put together of several ranks' rows, and what is let go when a trainer dies."""
+"""Versions in the device memory of trainers: what is put together of several ranks' rows, what is let go when a trainer dies, and what
+its manifest may not say."""
 
 from __future__ import annotations
 
 import weakref
 
+import msgspec
 import pytest
 import torch
 
-from streamrl.engines.live_swap.messages import Prepare, Stage, Staged
+from streamrl.engines.live_swap.messages import Prepare, Prepared, Region, Stage, Staged
+from streamrl.engines.live_swap.rank_digests import DigestBooks
 from streamrl.engines.live_swap.staging import Stager
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version
+from streamrl.weights.manifest import build
 from streamrl.weights.protocol import CudaSource, DeviceMemory
 from tests.sglang.test_recorder import Derived, Fused, content, entries, stager, tensors
 from tests.support.errors import raises
@@ -101,3 +105,18 @@ def test_a_dead_trainers_buffers_are_let_go_before_its_successors_are_opened(kin
             staged(worker, CudaSource((DeviceMemory(handle, 0, len(whole()), owner, 0),)), number)
             assert {name.decode().split("-")[0] for name in trainers.still_open()} == {owner}
     assert not trainers.beside
+
+
+@pytest.mark.parametrize("digest", ["", "no number", "-1", "1" * 17, "0x12"])
+@pytest.mark.parametrize("words", [False, True])
+def test_a_digest_that_is_none_is_refused_as_another_one_is(digest: str, words: bool) -> None:
+    """It would end the engine's worker: whoever writes manifests could."""
+    named = {"a": torch.arange(8, dtype=torch.float32)}
+    manifest = build(content(named), run="r", policy="p", version=Version(0, 1), parts=(), transport="shm")
+    prepared = Prepared(recorded=True, why="", regions=(Region(0, 0, 1, 8, 8),), ignored=(), took_s=0.0)
+    books = DigestBooks(manifest.tensors, [prepared])
+    sums = [[int(manifest.tensors[0].words if words else manifest.tensors[0].digest, 16)]]
+    assert books.check(manifest, sums, words=words) == manifest.digest
+    bad = msgspec.structs.replace(manifest, tensors=(msgspec.structs.replace(manifest.tensors[0], digest=digest, words=digest),))
+    with raises(WeightSyncError, tensor="a", version="0.1"):
+        books.check(bad, sums, words=words)
