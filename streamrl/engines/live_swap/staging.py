@@ -45,10 +45,8 @@ class Bound(NamedTuple):
     moved: int
     """Bytes that it reads and writes in the device's memory."""
     pairs: Pairs
-    source: int = 0
-    """Index of the source."""
-    end_byte: int = 0
-    """In the concatenation, of what is read."""
+    reads: tuple[tuple[int, int], ...] = ()
+    """Index of each device source, and the end of what is read of it, in the concatenation."""
 
 
 KEPT_BINDINGS = 16
@@ -178,7 +176,8 @@ class Stager:
         if isinstance(source, CudaSource):
             spans = self._spans(source)
             for bound in self._bound_to_device(key, layout, idle, spans):
-                spans[bound.source].wait(bound.end_byte)
+                for index, end in bound.reads:
+                    spans[index].wait(end)
                 yield bound
             return
         version = MappedVersion(source, layout.nbytes)
@@ -199,7 +198,7 @@ class Stager:
             slots = self._side.scratch
             # Written to the scratch, read there, and written to their parameters.
             known = [
-                Bound(window.first_byte, 3 * window.nbytes, self._pairs(layout, window, idle, slots[index % 2], _base(window)))
+                Bound(window.first_byte, 3 * window.nbytes, self._pairs(layout, window, idle, [(slots[index % 2], _base(window))]))
                 for index, window in enumerate(self._scratch_windows[key])
             ]
             self._of_scratch[key, idle] = known
@@ -210,20 +209,20 @@ class Stager:
         known = self._of_devices.get(identity)
         if known is None:
             cut = layout.cut([(span.first, span.end) for span in spans], DEVICE_WINDOW_BYTES)
-            known = []
+            known, read = [], [(span.data, span.first) for span in spans]
             for window in cut:
-                span = spans[window.source]
-                targets, sources = self._pairs(layout, window, idle, span.data, span.first)
+                targets, sources = self._pairs(layout, window, idle, read)
                 pairs = [*targets, *self._side.unlike[:1]], [*sources, *self._side.unlike[1:]]
                 # As if it were read from this device's memory too: opened memory does not tell on which GPU it lies. From another one a
                 # paced copy is slower than it need be, and forward passes feel less of it than they may.
-                known.append(Bound(window.first_byte, 2 * window.nbytes, pairs, window.source, window.end_byte))
+                known.append(Bound(window.first_byte, 2 * window.nbytes, pairs, window.reads))
             self._of_devices[identity] = known
             if len(self._of_devices) > KEPT_BINDINGS:
                 del self._of_devices[next(iter(self._of_devices))]
         return known
 
-    def _pairs(self, layout: Layout, window: Window, idle: int, data: Tensor, first_byte: int) -> Pairs:
+    def _pairs(self, layout: Layout, window: Window, idle: int, read: Sequence[tuple[Tensor, int]]) -> Pairs:
+        """Targets and sources of a window; `read` has the bytes of each source and its first byte in the concatenation."""
         parameters = self._swap.buffers.sets[idle]
         targets: list[Tensor] = []
         sources: list[Tensor] = []
@@ -231,6 +230,7 @@ class Stager:
             copy = move.first.copy
             counts = [one.times for one in move.recurs]
             targets.append(recurring(target_view(parameters, copy), counts, [one.target_step for one in move.recurs]))
+            data, first_byte = read[move.first.source]
             source = source_view(data, move.first.first_byte - first_byte, copy, layout.dtypes[copy.tensor])
             sources.append(recurring(source, counts, [one.step for one in move.recurs]))
             if index % BREATH == BREATH - 1:
