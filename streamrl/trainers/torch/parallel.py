@@ -52,6 +52,8 @@ class Parallel:
         self._gather = gather
         self.ranks = mesh.ranks
         self.rank = 0
+        self.data_group: dist.ProcessGroup | None = None
+        """Of those ranks; None: all."""
         self.devices: DeviceMesh | None = None
         """Of a model that is cut into parts: (copies x) parts."""
         self.writers: Writers | None = None
@@ -67,6 +69,8 @@ class Parallel:
                 )
             self.rank = dist.get_rank()
         self.copy, self.part = mesh.place(self.rank)
+        self.data_rank, self.data_ranks = self.rank, self.ranks
+        """Which share of a batch's samples this rank has, and how many there are: by them sums over a batch's samples are made."""
         if mesh.shard > 1:
             shape, names = ((mesh.replicate, mesh.shard), ("replicate", "shard")) if mesh.replicate > 1 else ((mesh.shard,), ("shard",))
             self.devices = make_device_mesh(device.type, shape, names)
@@ -123,12 +127,12 @@ class Parallel:
 
     def sum_named(self, values: Mapping[str, float]) -> dict[str, float]:
         """Sums over ranks by name; a name that only some ranks have, for others had no work, counts there as 0."""
-        if self.ranks == 1:
+        if self.data_ranks == 1:
             return dict(values)
         text = json.dumps(sorted(values)).encode()
-        lengths = self.sum(torch.tensor([len(text) * (rank == self.rank) for rank in range(self.ranks)]))
-        table = torch.zeros(self.ranks, int(lengths.max()), dtype=torch.uint8)
-        table[self.rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        lengths = self.sum(torch.tensor([len(text) * (rank == self.data_rank) for rank in range(self.data_ranks)]))
+        table = torch.zeros(self.data_ranks, int(lengths.max()), dtype=torch.uint8)
+        table[self.data_rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         rows = self.sum(table)
         names = sorted({name for row, n in zip(rows, lengths.tolist(), strict=True) for name in json.loads(bytes(row[:n].tolist()))})
         sums = self.sum(torch.tensor([values.get(name, 0.0) for name in names], dtype=torch.float64))
@@ -136,7 +140,7 @@ class Parallel:
 
     def gather(self, value: int) -> list[int]:
         """A number of each rank, by rank."""
-        return self.sum(torch.tensor([value * (rank == self.rank) for rank in range(self.ranks)])).tolist()
+        return self.sum(torch.tensor([value * (rank == self.data_rank) for rank in range(self.data_ranks)])).tolist()
 
     def free_bytes(self) -> int:
         """Memory that could still be allocated on the rank whose GPU has the least; what the allocator keeps unused counts as free."""
@@ -145,10 +149,10 @@ class Parallel:
         return min(self.gather(free))
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over ranks."""
-        if self.ranks > 1:
+        """The sum over the ranks that share a batch's samples."""
+        if self.data_ranks > 1:
             with among_ranks("a sum over ranks"):
-                dist.all_reduce(values)
+                dist.all_reduce(values, group=self.data_group)
         return values
 
     @contextmanager
