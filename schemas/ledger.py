@@ -117,6 +117,10 @@ class TrainedOn(msgspec.Struct, frozen=True, kw_only=True):
     shards: int = 1
     gather: str = "auto"
     """Of a model that is cut."""
+    backend: str | msgspec.UnsetType = msgspec.UNSET
+    """Where it is not what the run's other keys said before there were several: `torch`, or `table`."""
+    tensor: int | msgspec.UnsetType = msgspec.UNSET
+    """Parts of each matrix."""
 
 
 class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):

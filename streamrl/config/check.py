@@ -8,6 +8,7 @@ from typing import Any
 
 from streamrl.config.check_engine import check_sglang
 from streamrl.config.check_loss import check_loss
+from streamrl.config.check_megatron import check_megatron
 from streamrl.config.check_ray import check_ray
 from streamrl.config.hosts import is_loopback, servers
 from streamrl.config.metrics import check_sinks
@@ -29,6 +30,7 @@ def check(config: Config) -> None:
     _check_debug(config)
     _check_model(config)
     check_loss(config)
+    check_megatron(config)
     check_sglang(config)
     check_ray(config)
     _check_bus(config)

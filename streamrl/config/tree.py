@@ -207,12 +207,15 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
 
     name: str = "main"
     """Name of this trainer: its ledger and its position are kept under it."""
-    backend: Literal["torch", "table"] = "torch"
-    """`torch`: a Hugging Face model. `table`: the tabular policy of engine.kind = "table", without any framework."""
+    backend: Literal["torch", "megatron", "table"] = "torch"
+    """`torch`: a Hugging Face model. `megatron`: a dense Qwen or Llama by megatron-core
+    (docs/megatron.md). `table`: the tabular policy of engine.kind = "table", without any framework."""
     ranks: PositiveInt = 1
     """Processes that share each batch and sum their gradients (over gloo, on GPUs over NCCL); torch only."""
     shards: PositiveInt = 1
     """Parts that parameters, gradients and optimizer state are cut into (FSDP2), for ranks / shards copies; 1: each rank holds all."""
+    tensor: PositiveInt = 1
+    """Parts that each matrix is cut into, for ranks / tensor replicas (tensor and sequence parallel); with `megatron` only."""
     gather: Literal["auto", "step", "micro_batch"] = "auto"
     """How long the layers of a model that is cut stay gathered: `micro_batch` sends more, `step` holds all and its gradient meanwhile.
     `auto`: a step where that is a quarter of the GPU's memory at most, and on CPUs."""

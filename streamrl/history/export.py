@@ -196,8 +196,7 @@ class NewFile:
             file.write(head)
             file.seek(first_kept, os.SEEK_CUR)
             for one in kept.values():
-                for piece in one.pieces:
-                    file.writelines(piece.read())
+                file.writelines(one.read())
         self._bytes: npt.NDArray[np.uint8] = np.memmap(path, np.uint8, "r+", offset=len(head), shape=(end,))
 
     def __enter__(self) -> NewFile:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec import UNSET
 from msgspec.structs import asdict, replace
@@ -16,6 +16,7 @@ from msgspec.structs import asdict, replace
 from streamrl.config.tree import Config
 from streamrl.core.batches import TrainBatch
 from streamrl.history.replay_log import PastLedger
+from streamrl.schemas.ledger import TrainedOn
 from streamrl.schemas.versions import Version
 from streamrl.trainers.fingerprint import mesh_keys
 from streamrl.trainers.protocol import StepResult, Trainer
@@ -42,12 +43,17 @@ class Meshes(NamedTuple):
         if entry is None:
             return self.config
         if entry.trained_on is not UNSET:
-            keys = asdict(entry.trained_on)
+            keys = self._keys(entry.trained_on)
         elif values := self.told.get(entry.fingerprint):
             keys = mesh_keys(values)
         else:
             return self.config
         return replace(self.config, trainer=replace(self.config.trainer, **keys))
+
+    def _keys(self, told: TrainedOn) -> dict[str, Any]:
+        """Entries that name no backend were trained by the torch one, or by the tabular one, which trains nothing of another."""
+        unnamed = {} if self.config.trainer.tabular else {"backend": "torch", "tensor": 1}
+        return unnamed | {key: value for key, value in asdict(told).items() if value is not UNSET}
 
     def all(self) -> list[Config]:
         """One configuration for each mesh that there is."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from streamrl.config.tree import Config, schedule_steps
 from streamrl.core.batches import TrainBatch
+from streamrl.trainers.mesh import mesh_of
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.schedule import learning_rate
 
@@ -55,12 +56,22 @@ def make_trainer(config: Config, model_dir: Path, *, profile_dir: Path | None = 
     profiler = None
     if profile_dir is not None and config.debug.profile_versions:
         profiler = StepProfiler(profile_dir, config.debug.profile_versions, device, rank=rank)
+    policy, parallel = None, None
+    kernels = choose_kernels(config, device, dtype)
+    if config.trainer.backend == "megatron":
+        from streamrl.trainers.megatron.model import MegatronLM
+        from streamrl.trainers.megatron.ranks import MegatronParallel
+
+        parallel = MegatronParallel(mesh_of(config.trainer), device)
+        policy = MegatronLM(model_dir, dtype, device, kernels=kernels, parallel=parallel, timeout_s=config.trainer.rank_timeout_s)
     return TorchTrainer(
         model_dir,
+        policy=policy,
+        parallel=parallel,
         trainer=config.trainer,
         loss=config.loss,
         learning_rate=rate,
-        kernels=choose_kernels(config, device, dtype),
+        kernels=kernels,
         dtype=dtype,
         device=device,
         snapshots=config.weights.buffers,

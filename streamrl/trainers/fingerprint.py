@@ -24,6 +24,7 @@ def numerics_fingerprint(config: Config) -> dict[str, str]:
         "backend": trainer.backend,
         "ranks": str(trainer.ranks),
         **({"shards": str(trainer.shards), "gather": trainer.gather} if trainer.shards > 1 else {}),
+        **({"tensor": str(trainer.tensor), "megatron": _megatron()} if trainer.backend == "megatron" else {}),
         "minibatches": str(trainer.minibatches),
         "micro_tokens": str(trainer.micro_tokens),
         "dtype": config.trainer.dtype or config.model.dtype,
@@ -40,6 +41,8 @@ def numerics_fingerprint(config: Config) -> dict[str, str]:
 def mesh_keys(values: Mapping[str, str]) -> dict[str, Any]:
     """Of a fingerprint what says on which ranks it was, as keys of the section `trainer`."""
     return {
+        "backend": values.get("backend", "torch"),
+        "tensor": int(values.get("tensor", "1")),
         "ranks": int(values.get("ranks", "1")),
         "shards": int(values.get("shards", "1")),
         "gather": values.get("gather", "auto"),
@@ -56,6 +59,12 @@ def fingerprint_difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -
     """One line per entry that differs, such as `torch: 2.12.0 here, 2.13.0 there`."""
     names = sorted(set(ours) | set(theirs))
     return [f"{n}: {ours.get(n, 'nothing')} here, {theirs.get(n, 'nothing')} there" for n in names if ours.get(n) != theirs.get(n)]
+
+
+def _megatron() -> str:
+    from streamrl.trainers.megatron.core import check_installed
+
+    return check_installed()
 
 
 def _processor() -> str:

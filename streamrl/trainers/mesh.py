@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from streamrl.config.tree import TrainerConfig
 from streamrl.schemas.ledger import TrainedOn
@@ -52,13 +53,15 @@ class Mesh(msgspec.Struct, frozen=True):
 
 
 def mesh_of(trainer: TrainerConfig) -> Mesh:
-    """The mesh that a configuration asks for; it has been checked that `trainer.shards` divides `trainer.ranks`."""
-    return Mesh(replicate=trainer.ranks // trainer.shards, shard=trainer.shards)
+    """The mesh that a configuration asks for; it has been checked that the parts divide the ranks."""
+    parts = trainer.tensor if trainer.backend == "megatron" else trainer.shards
+    return Mesh(replicate=trainer.ranks // parts, shard=parts)
 
 
 def trained_on(trainer: TrainerConfig) -> TrainedOn:
     """What a ledger entry says of it."""
-    return TrainedOn(ranks=trainer.ranks, shards=trainer.shards, gather=trainer.gather if trainer.shards > 1 else "auto")
+    told = TrainedOn(ranks=trainer.ranks, shards=trainer.shards, gather=trainer.gather if trainer.shards > 1 else "auto")
+    return replace(told, backend="megatron", tensor=trainer.tensor) if trainer.backend == "megatron" else told
 
 
 def gathers_once(gather: str, nbytes: int, memory: int) -> bool:

@@ -15,6 +15,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ _COPY_BYTES = 64 << 20
 
 
 class Piece(NamedTuple):
-    """Rows of a tensor in a file."""
+    """Rows of a tensor in a file, or columns of all of its rows."""
 
     file: Path
     first: int
@@ -38,6 +39,8 @@ class Piece(NamedTuple):
     begin: int
     """Place in the file."""
     nbytes: int
+    column: int = 0
+    """First one of these in the whole tensor."""
 
     def read(self) -> Iterator[bytes]:
         """The rows' bytes, some at a time; raises CheckpointDamaged where the file ends early."""
@@ -58,6 +61,25 @@ class Stored(NamedTuple):
     """As safetensors calls it."""
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    columns: bool = False
+    """Whether it is a matrix of which each piece has some columns."""
+
+    def read(self) -> Iterator[bytes]:
+        """The tensor's bytes in C order, some at a time; raises as `Piece.read`."""
+        if not self.columns:
+            for piece in self.pieces:
+                yield from piece.read()
+            return
+        # Example, a matrix of 2 rows in two pieces: row 0 of the first, row 0 of the second, row 1 of the first, row 1 of the second.
+        with ExitStack() as stack:
+            files = [stack.enter_context(piece.file.open("rb")) for piece in self.pieces]
+            for row in range(self.shape[0]):
+                for piece, file in zip(self.pieces, files, strict=True):
+                    nbytes = piece.nbytes // piece.rows
+                    file.seek(piece.begin + row * nbytes)
+                    if len(data := file.read(nbytes)) != nbytes:
+                        raise damaged(piece.file.parent, f"{piece.file.name} ends early")
+                    yield data
 
     @property
     def nbytes(self) -> int:
@@ -121,9 +143,7 @@ def join_tensors(checkpoint: Path, file: str, out: Path, *, model_type: str = ""
     with out.open("wb") as target:
         target.write(header_bytes(header))
         for one in tensors.values():
-            for piece in one.pieces:
-                for data in piece.read():
-                    target.write(data)
+            target.writelines(one.read())
 
 
 def header_bytes(header: Mapping[str, object]) -> bytes:
@@ -155,18 +175,37 @@ def _pieces(path: Path) -> list[tuple[str, str, tuple[int, ...], Piece]]:
     for name, told in header.items():
         shape, (begin, end) = tuple(map(int, told["shape"])), map(int, told["data_offsets"])
         offset = tuple(map(int, offsets[name]["saved_offsets"])) if name in offsets else (0,) * len(shape)
-        if len(offset) != len(shape) or any(offset[1:]) or min((*shape, *offset, 0)) < 0 or not 0 <= begin <= end:
+        if (
+            len(offset) != len(shape)
+            or any(offset[2:])
+            or (any(offset[1:]) and offset[0])
+            or min((*shape, *offset, 0)) < 0
+            or not 0 <= begin <= end
+        ):
             raise ValueError(f"expected rows of {name!r}, got shape {shape} at {offset}")
-        piece = Piece(path, offset[0] if offset else 0, shape[0] if shape else 1, 8 + nbytes + begin, end - begin)
+        column = offset[1] if len(offset) > 1 else 0
+        piece = Piece(path, offset[0] if offset else 0, shape[0] if shape else 1, 8 + nbytes + begin, end - begin, column)
         found.append((name, str(told["dtype"]), shape, piece))
     return found
 
 
 def _joined(checkpoint: Path, name: str, found: list[tuple[str, tuple[int, ...], Piece]]) -> Stored:
-    found = sorted(found, key=lambda one: one[2].first)
+    found = sorted(found, key=lambda one: (one[2].first, one[2].column))
     (dtype, shape, _), rows = found[0], 0
+    if found[-1][2].column:
+        return _beside(checkpoint, name, found)
     for other, part, piece in found:
         if piece.first != rows or other != dtype or part[1:] != shape[1:]:
             raise damaged(checkpoint, f"the parts of {name!r} do not fit together")
         rows += piece.rows
     return Stored(dtype, (rows, *shape[1:]) if shape else (), tuple(piece for _, _, piece in found))
+
+
+def _beside(checkpoint: Path, name: str, found: list[tuple[str, tuple[int, ...], Piece]]) -> Stored:
+    """Of pieces in the order of their columns."""
+    (dtype, shape, _), column = found[0], 0
+    for other, part, piece in found:
+        if piece.column != column or other != dtype or len(part) != 2 or part[0] != shape[0] or piece.first:
+            raise damaged(checkpoint, f"the parts of {name!r} do not fit together")
+        column += part[1]
+    return Stored(dtype, (shape[0], column), tuple(piece for _, _, piece in found), columns=True)

@@ -49,8 +49,14 @@ def open_trainer(config: Config, model_dir: Path) -> Generator[Trainer]:
     """
     ranks, timeout_s = config.trainer.ranks, config.trainer.rank_timeout_s
     if ranks == 1:
-        yield make_trainer(config, model_dir)
-        gc.collect()  # cycles hold the model, and a replay makes the next one on the same GPU
+        try:
+            yield make_trainer(config, model_dir)
+            gc.collect()  # cycles hold the model, and a replay makes the next one on the same GPU
+        finally:
+            if config.trainer.backend == "megatron":
+                from streamrl.trainers.megatron.core import end
+
+                end()
         return
     from streamrl.trainers.ranks.leading import LeadingTrainer
     from streamrl.trainers.ranks.process_group import Rendezvous

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,12 +24,21 @@ from torch import Tensor
 from streamrl.errors import TrainingError
 from streamrl.trainers.checkpoints import check_files, damaged, recover, unreadable
 from streamrl.trainers.mesh import Mesh
-from streamrl.trainers.parts import OFFSETS, find_tensors, offsets_text, part_folder
+from streamrl.trainers.parts import OFFSETS, Piece, Stored, find_tensors, offsets_text, part_folder
 
 FORMAT, FORMAT_PARTS = 1, 2
 """Of a checkpoint with one file for all of a model's tensors, and of one with a file for each part."""
 STEP = ".step"
 """Ends the name of the one moment that has no rows: how many updates there were."""
+
+
+class Box(NamedTuple):
+    """What a rank holds of a tensor, where that is not the rows that its mesh says."""
+
+    offset: tuple[int, ...]
+    """Index of its first element in each dimension."""
+    held: tuple[int, ...]
+    """Its shape."""
 
 
 class Meta(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +67,8 @@ class ModelState(msgspec.Struct, frozen=True, kw_only=True):
     """Of the whole parameters."""
     types: Mapping[str, torch.dtype] = {}
     """Of the parameters in a file, where that is another."""
+    boxes: Mapping[str, Box] = {}
+    """Of the parameters in a part, where those are not rows."""
 
     def on_host(self, copy: Callable[[Tensor], Tensor]) -> ModelState:
         """The same, of tensors that `copy` has made, on the host."""
@@ -106,11 +118,11 @@ def write_tensors(directory: Path, state: TorchState, mesh: Mesh, part: int) -> 
     for model, stem in ((state.policy, "model"), (state.critic, "critic"), (state.reference, "reference")):
         if model is not None:
             parameters = {name: value.to(model.types.get(name, value.dtype)) for name, value in model.parameters.items()}
-            _save(directory / f"{stem}.safetensors", parameters, model.shapes, mesh, part)
+            _save(directory / f"{stem}.safetensors", parameters, model.shapes, mesh, part, model.boxes)
     for model, stem in ((state.policy, "optimizer"), (state.critic, "critic_optimizer")):
         if model is not None:
             shapes = {name: model.shapes[name.rpartition(".")[0]] for name in model.optimizer if not name.endswith(STEP)}
-            _save(directory / f"{stem}.safetensors", model.optimizer, shapes, mesh, part)
+            _save(directory / f"{stem}.safetensors", model.optimizer, shapes, mesh, part, model.boxes)
 
 
 def write_checkpoint(directory: Path, state: TorchState, extra: bytes, mesh: Mesh) -> None:
@@ -132,7 +144,9 @@ def write_checkpoint(directory: Path, state: TorchState, extra: bytes, mesh: Mes
     (directory / "meta.json").write_bytes(msgspec.json.format(msgspec.json.encode(meta)))
 
 
-def read_checkpoint(path: Path, mesh: Mesh, part: int, *, check: bool = True) -> tuple[TorchState, bytes]:
+def read_checkpoint(
+    path: Path, mesh: Mesh, part: int, *, check: bool = True, boxes: Mapping[str, Box] = MappingProxyType({})
+) -> tuple[TorchState, bytes]:
     """What one rank of a mesh holds of the state, and the caller's bytes.
 
     Args:
@@ -140,6 +154,7 @@ def read_checkpoint(path: Path, mesh: Mesh, part: int, *, check: bool = True) ->
         mesh: that reads it.
         part: of the mesh.
         check: hold all files against their seals; else somebody has.
+        boxes: what is read of a parameter, of its masters and moments, where that is not the rows that the mesh says.
 
     Raises:
         CheckpointDamaged: it is gone, or not what was written.
@@ -156,8 +171,8 @@ def read_checkpoint(path: Path, mesh: Mesh, part: int, *, check: bool = True) ->
             )
 
         def read(stem: str, optimizer: str, digest: str) -> ModelState:
-            parameters, shapes = _read(path, stem, mesh, part)
-            moments = _read(path, optimizer, mesh, part)[0] if optimizer else {}
+            parameters, shapes = _read(path, stem, mesh, part, boxes)
+            moments = _read(path, optimizer, mesh, part, boxes)[0] if optimizer else {}
             return ModelState(parameters=parameters, optimizer=moments, digest=digest, shapes=shapes)
 
         state = TorchState(
@@ -175,18 +190,25 @@ def read_checkpoint(path: Path, mesh: Mesh, part: int, *, check: bool = True) ->
         raise damaged(path, str(error)) from error
 
 
-def _save(file: Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], mesh: Mesh, part: int) -> None:
+def _save(
+    file: Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], mesh: Mesh, part: int, boxes: Mapping[str, Box]
+) -> None:
     """One safetensors file; what has no rows is in that of the first part, and parts without rows are left out."""
     if mesh.shard == 1:
         save_file(dict(tensors), file, metadata={"format": "pt"})
         return
     held = {name: value for name, value in tensors.items() if (value.numel() if name in shapes else part == 0)}
-    offsets = {name: mesh.slice(shapes[name], part)[0] if name in shapes else () for name in held}
+
+    def offset(name: str) -> tuple[int, ...]:
+        box = _box_of(name, boxes)
+        return box.offset if box is not None else mesh.slice(shapes[name], part)[0]
+
+    offsets = {name: offset(name) if name in shapes else () for name in held}
     save_file(held, file, metadata={"format": "pt", "DCP_VERSION": "1.0", OFFSETS: offsets_text(offsets)})
 
 
-def _read(path: Path, stem: str, mesh: Mesh, part: int) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
-    """The rows of part `part` of all tensors of a file, and the tensors' shapes."""
+def _read(path: Path, stem: str, mesh: Mesh, part: int, boxes: Mapping[str, Box]) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
+    """What part `part` holds of all tensors of a file, and the tensors' shapes."""
     found: dict[str, Tensor] = {}
     stored = find_tensors(path, f"{stem}.safetensors")
     with ExitStack() as stack:
@@ -198,7 +220,13 @@ def _read(path: Path, stem: str, mesh: Mesh, part: int) -> tuple[dict[str, Tenso
             if not one.shape:
                 found[name] = files[one.pieces[0].file].get_tensor(name)
                 continue
+            box = _box_of(name, boxes)
             wanted = mesh.rows(one.shape[0], part) if mesh.shard > 1 else range(one.shape[0])
+            if box is not None:
+                wanted = range(box.offset[0], box.offset[0] + box.held[0])
+            if one.columns or (box is not None and box.held[1:] != one.shape[1:]):
+                found[name] = _strips(one, {piece: files[piece.file].get_slice(name) for piece in one.pieces}, wanted, box)
+                continue
             rows: list[Tensor] = []
             for piece in one.pieces:
                 first, last = max(wanted.start, piece.first), min(wanted.stop, piece.first + piece.rows)
@@ -207,6 +235,31 @@ def _read(path: Path, stem: str, mesh: Mesh, part: int) -> tuple[dict[str, Tenso
                     rows.append(files[piece.file].get_slice(name)[first - piece.first : last - piece.first])
             found[name] = rows[0] if len(rows) == 1 else torch.cat(rows)
     return found, {name: one.shape for name, one in stored.items()}
+
+
+def _box_of(name: str, boxes: Mapping[str, Box]) -> Box | None:
+    """Of a parameter, or of one of its masters and moments, whose names are the parameter's and a word."""
+    return boxes.get(name) or boxes.get(name.rpartition(".")[0])
+
+
+def _strips(one: Stored, sources: Mapping[Piece, Any], rows: range, box: Box | None) -> Tensor:
+    """A box of a matrix, of pieces that are cut in rows or in columns.
+
+    Example, columns 2 and 3 of a matrix whose pieces have columns 0 .. 2 and 3 .. 5: the last one of the first, the first of the second.
+    """
+    low = box.offset[1] if box is not None else 0
+    high = low + box.held[1] if box is not None else one.shape[1]
+    found: Tensor | None = None
+    for piece, source in sources.items():
+        first, last = max(rows.start, piece.first), min(rows.stop, piece.first + piece.rows)
+        left, right = max(low, piece.column), min(high, piece.column + source.get_shape()[1])
+        strip = source[min(first, last) - piece.first : last - piece.first, min(left, right) - piece.column : right - piece.column]
+        if found is None:
+            found = torch.empty(len(rows), high - low, dtype=strip.dtype)
+        if strip.numel():
+            found[first - rows.start : last - rows.start, left - low : right - low] = strip
+    assert found is not None
+    return found
 
 
 def host_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:

@@ -28,7 +28,7 @@ from streamrl.tensors.digest import slice_digest
 from streamrl.tensors.digest_torch import NamedDigester, NamedDigests, Region, region_digests
 from streamrl.tensors.names import named
 from streamrl.trainers.checkpoints import damaged
-from streamrl.trainers.torch.checkpoint import ModelState, host_bytes, host_copy
+from streamrl.trainers.torch.checkpoint import Box, ModelState, host_bytes, host_copy
 from streamrl.trainers.torch.parallel import Parallel, local
 from streamrl.trainers.torch.snapshot_layout import Published
 
@@ -135,6 +135,8 @@ class Held:
         self.parameters = list(parameters)
         self.parallel = parallel
         self.model_type = model_type
+        self.boxes: Mapping[str, Box] = {}
+        """What this rank holds of each, where that is not the rows that the mesh says."""
         self._types = types
         self._shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters}
 

@@ -123,7 +123,7 @@ class TorchTrainer:
         cuda = device.type == "cuda"
         self._snapshots = SnapshotRing(self._held.published(), device, slots=snapshots) if cuda else None
         self._digester: NamedDigester | None = None
-        if cuda and not self._parallel.sharded:
+        if cuda and not self._parallel.sharded and all(one.held.dtype == one.dtype for one in self._held.published()):
             self._digester = NamedDigester({one.name: Region(one.held, one.shape) for one in self._held.published()})
         self._optimizer = ClippedAdamW(self._parameters, trainer.optimizer, norm=self._parallel.norm)
         frozen = load_frozen(loss, model_dir, dtype, device, kernels=kernels, vocab_size=self._policy.vocab_size, parallel=self._parallel)
@@ -306,7 +306,7 @@ class TorchTrainer:
     def load(self, path: Path) -> bytes:
         """See `Trainer.load`; of several ranks each reads what it holds, and the caller has looked at all files."""
         parallel = self._parallel
-        state, extra = read_checkpoint(path, parallel.mesh, parallel.part, check=parallel.ranks == 1)
+        state, extra = read_checkpoint(path, parallel.mesh, parallel.part, check=parallel.ranks == 1, boxes=self._held.boxes)
         self._held.check(state.policy, path, "parameters")
         self._settle()
         if self._critic is not None:

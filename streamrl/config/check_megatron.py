@@ -1,0 +1,48 @@
+"""What `trainer.backend = "megatron"` is asked that it cannot do: refused before anything starts."""
+
+from __future__ import annotations
+
+from streamrl.config.loss import estimator_of
+from streamrl.config.registry import Role
+from streamrl.config.tree import Config, refuse
+
+
+def check_megatron(config: Config) -> None:
+    """Raise ConfigError for keys that do not go with the backend; what the model decides is refused when it is read."""
+    trainer, loss = config.trainer, config.loss
+    tensor, ranks = trainer.tensor, trainer.ranks
+    if trainer.backend != "megatron":
+        refuse(
+            tensor != 1,
+            f"trainer.tensor is for trainer.backend = megatron, got {tensor} with {trainer.backend}",
+            hint="set trainer.backend = 'megatron', or cut the model with trainer.shards",
+            key="trainer.tensor",
+        )
+        return
+    refuse(
+        ranks % tensor != 0,
+        f"trainer.tensor must divide trainer.ranks, got ranks = {ranks} and tensor = {tensor}: {ranks} = {ranks // tensor} x {tensor} + "
+        f"{ranks % tensor}",
+        hint=f"set trainer.ranks to a multiple of {tensor}, such as {tensor * max(1, round(ranks / tensor))}",
+        key="trainer.tensor",
+    )
+    sampling, split = config.sampling, tensor > 1
+    asked = [
+        ("trainer.shards", trainer.shards > 1, "it cuts matrices instead: trainer.tensor"),
+        ("trainer.compile", trainer.compile == "on", "its layers are not compiled"),
+        ("trainer.attention", trainer.attention == "flash", "its attention is packed or sdpa"),
+        ("trainer.activations", isinstance(trainer.activations, int), "all its layers keep their activations"),
+        ("loss.advantage", Role.VALUE in estimator_of(loss).needs, "it has no critic"),
+        ("loss.slime_loss", bool(loss.slime_loss), "it hands out no logits"),
+        ("loss.kl", loss.kl.loss_coef > 0 or loss.kl.reward_coef > 0 or loss.kl.reference_every > 0, "it has no reference"),
+        ("loss.distillation.coef", loss.distillation.coef > 0, "it has no teacher"),
+        ("sampling.top_p", split and sampling.top_p < 1, "log-probs over a split vocabulary are of the whole distribution"),
+        ("sampling.top_k", split and sampling.top_k > 0, "log-probs over a split vocabulary are of the whole distribution"),
+    ]
+    for key, found, why in asked:
+        refuse(
+            found,
+            f"trainer.backend = megatron cannot do what {key} asks for: {why}",
+            hint=f"leave {key} out, or set trainer.backend = 'torch'",
+            key=key,
+        )

@@ -1,0 +1,137 @@
+"""What a rank has of each of a checkpoint's tensors in float32, beside the parameters that the model computes with.
+
+```text
+leaf (Hugging Face name, a box of the tensor)  --write, rounded-->  parameter of megatron-core (fused, cut)
+leaf.grad, summed in float32                   <--after backward--  gradient
+```
+The optimizer, checkpoints, digests and what is published know leaves alone. `streamrl.trainers.megatron.names` says which rows are which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from streamrl.errors import ConfigError
+from streamrl.trainers.megatron.names import Parameter, Part
+from streamrl.trainers.parts import find_tensors
+
+
+class Leaf(NamedTuple):
+    """A box of a tensor on this rank."""
+
+    part: Part
+    value: torch.nn.Parameter
+    """[*part.held] float32, or float64 of a model in that type."""
+    shared: bool
+    """Whether every tensor rank holds it whole."""
+
+
+class Leaves:
+    """All of a rank's.
+
+    Args:
+        module: of megatron-core, on its device.
+        parameters: what `names.parameters` says of this rank.
+
+    Raises:
+        ConfigError: the module has other parameters.
+    """
+
+    def __init__(self, module: torch.nn.Module, parameters: Sequence[Parameter]) -> None:
+        self._held: dict[str, torch.nn.Parameter] = dict(module.named_parameters())
+        expected, found = {one.name: one.shape for one in parameters}, {name: tuple(p.shape) for name, p in self._held.items()}
+        if expected != found:
+            odd = sorted(set(expected.items()) ^ set(found.items()))[0]
+            raise ConfigError(
+                f"megatron-core made other parameters than this trainer knows: {odd[0]} {odd[1]} is only in one of them",
+                hint="use another version of it",
+                parameter=odd[0],
+            )
+        self.leaves: list[Leaf] = []
+        self._places: list[tuple[torch.nn.Parameter, Leaf]] = []
+        for one in parameters:
+            target = self._held[one.name]
+            dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
+            with torch.no_grad():
+                target.zero_()  # rows of padding stay so
+            own: list[Leaf] = []
+            for part in one.parts:
+                value = torch.nn.Parameter(torch.zeros(part.held, dtype=dtype, device=target.device))
+                own.append(Leaf(part, value, part.held == part.shape and part.name.endswith("norm.weight")))
+            self.leaves += own
+            self._places += [(target, leaf) for leaf in own]
+            target.register_post_accumulate_grad_hook(partial(_move_gradient, own))
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Round the leaves into the model's parameters."""
+        for target, leaf in self._places:
+            view = _view(target, leaf.part)
+            view.copy_(leaf.value.view(view.shape))
+
+    @torch.no_grad()
+    def read(self, model_dir: Path, dtype: torch.dtype) -> None:
+        """Take the values of a Hugging Face directory, rounded to the type that they are published in.
+
+        Raises:
+            ConfigError: there are no safetensors, or a tensor is missing or has another shape.
+        """
+        files: dict[str, Path] = {}
+        try:
+            for path in sorted(model_dir.glob("*.safetensors")):
+                files |= dict.fromkeys(find_tensors(model_dir, path.name), path)
+            for path in set(files.values()):
+                with safe_open(path, "pt") as source:
+                    for leaf in self.leaves:
+                        if files.get(leaf.part.name) == path:
+                            leaf.value.copy_(_box(source, leaf.part, path).to(dtype))
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"the weights in {model_dir} cannot be read: {error}", hint="is it complete?", path=str(model_dir)) from error
+        if missing := [leaf.part.name for leaf in self.leaves if leaf.part.name not in files]:
+            raise ConfigError(
+                f"expected {missing[0]} in a safetensors file of {model_dir}, got {len(files)} other tensors",
+                hint="save the model with save_pretrained of transformers",
+                path=str(model_dir),
+                missing=missing[0],
+            )
+        self.write()
+
+    def named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Hugging Face name and leaf."""
+        return ((leaf.part.name, leaf.value) for leaf in self.leaves)
+
+    def parts(self) -> Mapping[str, Part]:
+        """By name."""
+        return {leaf.part.name: leaf.part for leaf in self.leaves}
+
+
+def _view(parameter: Tensor, part: Part) -> Tensor:
+    """[periods, run, ...] the rows of a parameter that a part is, in its order."""
+    return parameter.detach().unflatten(0, (-1, part.period))[:, part.first : part.first + part.run]
+
+
+def _box(source: Any, part: Part, path: Path) -> Tensor:
+    found = source.get_slice(part.name)
+    if tuple(found.get_shape()) != part.shape:
+        raise ConfigError(
+            f"expected {part.name} of shape {part.shape} in {path}, got {tuple(found.get_shape())}",
+            hint="does config.json belong to these weights?",
+            path=str(path),
+            parameter=part.name,
+        )
+    return found[tuple(slice(first, first + count) for first, count in zip(part.offset, part.held, strict=True))]
+
+
+def _move_gradient(leaves: Sequence[Leaf], parameter: Tensor) -> None:
+    assert parameter.grad is not None  # a hook behind its accumulation
+    for leaf in leaves:
+        found = _view(parameter.grad, leaf.part).reshape(leaf.value.shape).to(leaf.value.dtype)
+        leaf.value.grad = found.clone() if leaf.value.grad is None else leaf.value.grad.add_(found)
+    parameter.grad = None

@@ -1,0 +1,233 @@
+"""A Qwen or Llama that megatron-core runs, as `LanguageModel`. Letters as in `streamrl.core.packing`, `D` size of a head."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from streamrl.algorithms.logprobs import CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS, LinearHead, linear_logprobs
+from streamrl.algorithms.vocab_parallel import vocab_parallel_logprobs
+from streamrl.core.batches import TrainBatch, samples_at
+from streamrl.core.packing import MicroBatch
+from streamrl.errors import ConfigError
+from streamrl.tensors.transfer import on_device
+from streamrl.trainers.flops import ModelFlops, model_flops
+from streamrl.trainers.megatron.core import Attend, Decoder
+from streamrl.trainers.megatron.leaves import Leaves
+from streamrl.trainers.megatron.names import Architecture, Place, architecture, check_mesh, parameters
+from streamrl.trainers.megatron.ranks import HeldBoxes, MegatronParallel, check_samples
+from streamrl.trainers.torch.attention import packed_attention
+from streamrl.trainers.torch.causal_lm import attention_mask
+from streamrl.trainers.torch.kernels import Kernels
+from streamrl.trainers.torch.parallel import Parallel
+from streamrl.trainers.torch.sharding import Held
+
+_ROPES = ("default", "linear", "llama3")
+
+
+class MegatronLM:
+    """Implements `LanguageModel`. All tensor ranks make it, and call it, together.
+
+    Args:
+        model_dir: Hugging Face directory with safetensors.
+        dtype: that it computes in and publishes; leaves and moments are float32.
+        device: where it lies.
+        kernels: of which attention is taken; nothing is compiled, and every layer keeps its activations.
+        parallel: its ranks.
+        timeout_s: longest that a rank waits for another.
+
+    Raises:
+        ConfigError: an architecture or a variant that is not known, a mesh that does not divide it, or megatron-core is missing.
+    """
+
+    def __init__(
+        self, model_dir: Path, dtype: torch.dtype, device: torch.device, *, kernels: Kernels, parallel: MegatronParallel, timeout_s: float
+    ) -> None:
+        from transformers import AutoConfig
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        self.config, self.arch = read_architecture(model_dir, parallel.mesh.shard)
+        settings: Any = AutoConfig.from_pretrained(model_dir)
+        rope: Any = LlamaRotaryEmbedding(settings)
+        if rope.rope_type not in _ROPES or rope.attention_scaling != 1:
+            raise ConfigError(
+                f"{model_dir}: expected rotary embeddings of type {', '.join(_ROPES)}, got {rope.rope_type}",
+                hint="the backend `torch` trains what transformers can",
+                path=str(model_dir),
+                got=rope.rope_type,
+            )
+        self._frequencies: Tensor = rope.inv_freq.float().to(device)
+        self.name, self.device, self.dtype, self.width, self.vocab_size = "GPTModel", device, dtype, self.arch.hidden, self.arch.vocabulary
+        self.packs = kernels.attention == "packed"
+        self.free_masks = not self.packs
+        self.num_layers, self.gathers_once = 0, False
+        self._parallel = parallel
+        tensors = parallel.mesh.shard
+        self._decoder = Decoder(
+            self.arch, float(self.config["rms_norm_eps"]), tensors=tensors, dtype=dtype, device=device, timeout_s=timeout_s
+        )
+        here = list(parameters(self.arch, Place(tensor=parallel.part, tensors=tensors)))
+        self._leaves = Leaves(self._decoder.module, here)
+        parallel.leaves = self._leaves.leaves
+        self._leaves.read(model_dir, dtype)
+        head = self._leaves.parts()["model.embed_tokens.weight" if self.arch.tied else "lm_head.weight"]
+        self._first, self._own_rows = head.offset[0], head.run
+        body = [(p.name, sum(int(np.prod(part.shape)) for part in p.parts)) for p in here if "layernorm" in p.name or "linear" in p.name]
+        self.flops: ModelFlops | None = model_flops(settings, body, self.arch.vocabulary * self.arch.hidden)
+        self._most_positions = 0
+
+    def arrange(self, *, compiled: bool, kept: int | None) -> None:
+        """Nothing is compiled; raises ConfigError where layers are to be run again."""
+        if kept is not None:
+            raise ConfigError(
+                f"trainer.activations = {kept}: with trainer.backend = 'megatron' all layers keep their activations",
+                hint="set it to 'all', and trainer.micro_tokens lower",
+                key="trainer.activations",
+                got=kept,
+            )
+
+    def try_compiled(self, row_length: int, *, gradient: bool) -> str:
+        """Nothing is."""
+        return ""
+
+    def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Leaves by Hugging Face name."""
+        return self._leaves.named()
+
+    def cut(self, parallel: Parallel, *, trained: bool) -> Held:
+        """It is cut by its making."""
+        return HeldBoxes(self._leaves.leaves, self.dtype, parallel, self.arch.model_type)
+
+    def accumulate(self, *, last: bool) -> None:
+        """Nothing waits for the last micro-batch."""
+
+    def forget(self) -> None:
+        """The leaves have been written: round them into the parameters."""
+        self._leaves.write()
+
+    def predict(self, micro: MicroBatch, batch: TrainBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        """See `LanguageModel`; raises ConfigError for truncated samples over a split vocabulary."""
+        sample = samples_at(batch, micro.target)
+        truncated = bool(((batch.top_p[sample] < 1) | (batch.top_k[sample] > 0)).any())
+        check_samples(self._parallel.mesh, truncated)
+        states, targets = self._states(micro), self._tensor(batch.tokens[micro.target].astype(np.int64))
+        temperature, head = self._tensor(batch.temperature[micro.target]), self._head()
+        chunk = CHUNK_ELEMENTS if self.device.type == "cpu" else GPU_CHUNK_ELEMENTS
+        if self._parallel.sharded:
+            return vocab_parallel_logprobs(
+                states,
+                targets,
+                head,
+                first=self._first,
+                group=self._decoder.group,
+                temperature_M=temperature,
+                entropy_gradient=entropy_gradient,
+                chunk_elements=chunk,
+            )
+        return linear_logprobs(
+            states,
+            targets,
+            head,
+            temperature_M=temperature,
+            top_p_M=self._tensor(batch.top_p[sample]) if truncated else None,
+            top_k_M=self._tensor(batch.top_k[sample].astype(np.int64)) if truncated else None,
+            entropy_gradient=entropy_gradient,
+            chunk_elements=chunk,
+        )
+
+    def logits(self, micro: MicroBatch, batch: TrainBatch) -> Tensor:
+        """See `LanguageModel`; of a vocabulary in one part."""
+        check_samples(self._parallel.mesh, truncated=True)
+        temperature = self._tensor(batch.temperature[micro.target])
+        found = self._states(micro) @ self._head().weight.T
+        return (found if found.dtype == torch.float64 else found.float()) / temperature[:, None]
+
+    def limit_memory(self, tokens: int) -> None:
+        """See `LanguageModel`."""
+        self._most_positions = tokens
+
+    def save_pretrained(self, directory: Path, parameters: Mapping[str, Tensor] | None) -> None:
+        """Weights, and the configuration that they were read with."""
+        values = parameters or {name: value.detach().to(self.dtype).cpu() for name, value in self.parameters()}
+        save_file({name: value.contiguous() for name, value in values.items()}, directory / "model.safetensors", metadata={"format": "pt"})
+        dtype = str(self.dtype).removeprefix("torch.")
+        kept = {key: value for key, value in self.config.items() if key not in ("dtype", "torch_dtype")}
+        (directory / "config.json").write_text(json.dumps({**kept, "dtype": dtype}, indent=2))
+
+    def _head(self) -> LinearHead:
+        """This rank's rows of the vocabulary, without padding."""
+        return LinearHead(self._decoder.head[: self._own_rows], None, 1.0, 0.0)
+
+    def _states(self, micro: MicroBatch) -> Tensor:
+        """[M, H] that predict `micro.target`."""
+        rows, length = micro.inputs.shape
+        if 0 < self._most_positions < rows * length:
+            raise torch.OutOfMemoryError(f"debug.memory_tokens is {self._most_positions}, this pass is over {rows * length}")
+        # Sequence parallelism cuts rows: padding at their ends makes L a multiple of the tensor ranks, and nothing looks at it.
+        padding = -length % self._parallel.mesh.shard
+        ids, positions = (self._tensor(np.pad(each, ((0, 0), (0, padding)))) for each in (micro.inputs, micro.positions))
+        turned = positions.T[:, :, None, None].float() * self._frequencies
+        states = self._decoder.states(ids, torch.cat([turned, turned], -1), self._attend(micro, padding))
+        return states[:, :length].flatten(0, 1)[self._tensor(micro.source)]
+
+    def _attend(self, micro: MicroBatch, padding: int) -> Attend:
+        if micro.starts is None and not micro.plain:
+            tree, branch = (self._tensor(np.pad(each, ((0, 0), (0, padding)), mode="edge")) for each in (micro.tree, micro.branch))
+            mask = attention_mask(tree, branch)
+
+            def masked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+                grouped = query.shape[1] != key.shape[1]
+                found = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
+                return found.transpose(1, 2)
+
+            return masked
+        starts = None
+        if micro.starts is not None:
+            ends = micro.starts.copy()
+            ends[-1] += padding
+            starts = self._tensor(ends)
+
+        def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            longest = micro.longest + padding
+            return packed_attention(self._decoder.module, query, key, value, None, cu_seq_lens_q=starts, max_length_q=longest)[0]
+
+        return causal
+
+    def _tensor(self, array: npt.NDArray[Any]) -> Tensor:
+        return on_device(array, self.device)
+
+
+def read_architecture(model_dir: Path, tensors: int) -> tuple[dict[str, Any], Architecture]:
+    """config.json of a model that this trainer can build on a mesh of so many tensor ranks; raises ConfigError."""
+    path = model_dir / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"no model in {model_dir}: {error}", hint="is model.path a Hugging Face directory?", path=str(model_dir)
+        ) from error
+    arch = architecture(config, str(path))
+    if arch.experts or config.get("use_sliding_window"):
+        what = "a mixture of experts" if arch.experts else "use_sliding_window = true"
+        raise ConfigError(
+            f"{path}: expected a dense model with full attention, got {what}: trainer.backend = 'megatron' cannot train it",
+            hint="set trainer.backend = 'torch'",
+            key="trainer.backend",
+            path=str(path),
+        )
+    check_mesh(arch, Place(tensors=tensors))
+    if arch.vocabulary <= (tensors - 1) * -(-arch.vocabulary // tensors):
+        raise ConfigError(
+            f"trainer.tensor = {tensors}: a vocabulary of {arch.vocabulary} leaves the last rank without a row",
+            hint="use fewer tensor ranks",
+            key="trainer.tensor",
+        )
+    return config, arch

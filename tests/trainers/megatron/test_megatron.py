@@ -1,0 +1,183 @@
+"""megatron-core beside the torch backend: one digest, the same training within a bound, checkpoints of each resumed by the other."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
+from streamrl.errors import ConfigError, TrainingError
+from streamrl.schemas.versions import Version
+from streamrl.trainers.factory import make_trainer
+from streamrl.trainers.ranks.local import open_trainer
+from tests.support.digests import digest_of
+from tests.support.errors import raises
+from tests.support.meshes import BOUND, STEPS, Ran, apart, batch, in_float64, parameters, run
+from tests.support.processes import children
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+MESHES = [(1, 1), (2, 1), (2, 2), (4, 2)]
+"""Ranks and tensor."""
+
+
+def config(ranks: int, tensor: int, backend: str = "megatron", **changes: object) -> Config:
+    options = {"optimizer": OptimizerConfig(learning_rate=1e-3), "micro_tokens": 48, "minibatches": 2, "rank_timeout_s": 120.0, **changes}
+    return Config(trainer=TrainerConfig(backend=backend, ranks=ranks, tensor=tensor, **options))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.fixture(scope="module")
+def initial(make_model: Callable[..., Path]) -> Path:
+    """Qwen3 of 19 tokens, which two ranks do not divide, with two groups of two heads and a head of its own."""
+    return make_model(vocab_size=19, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
+
+
+Runs = Callable[[tuple[int, int]], Ran]
+
+
+@pytest.fixture(scope="module")
+def ran(initial: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """`ran(mesh)`: a run on it, made once; of (0, 0) by the torch backend on one rank."""
+
+    @cache
+    def made(mesh: tuple[int, int]) -> Ran:
+        asked = config(1, 1, "torch") if mesh == (0, 0) else config(*mesh)
+        with open_trainer(asked, initial) as trainer:
+            return run(trainer, tmp_path_factory.mktemp("run"))
+
+    return made
+
+
+def test_a_model_has_one_digest_whoever_holds_it(ran: Runs, initial: Path) -> None:
+    torch_ran = ran((0, 0))
+    alone = make_trainer(config(1, 1, "torch"), initial)
+    for mesh in MESHES:
+        made = ran(mesh)
+        assert made.begun == torch_ran.begun, mesh
+        assert alone.load(made.checkpoint) == b"at"
+        assert alone.digest() == made.digests[-1], mesh
+
+
+def test_it_trains_as_near_to_float64_as_torch_does(ran: Runs, initial: Path, tmp_path: Path) -> None:
+    truth = parameters(run(in_float64(config(1, 1, "torch"), initial), tmp_path).checkpoint)
+    ours = parameters(ran((0, 0)).checkpoint)
+    far = apart(ours, truth)
+    assert 0 < far < 1e-3 * apart(truth, parameters(initial))  # else the bound would hold for anything
+    for mesh in MESHES:
+        assert apart(parameters(ran(mesh).checkpoint), truth) <= 2 * BOUND * far, mesh
+        assert ran(mesh).norms == pytest.approx(ran((0, 0)).norms, rel=1e-3), mesh
+
+
+def test_the_first_step_has_torchs_log_probs_and_gradient(initial: Path) -> None:
+    found = []
+    for asked in (config(1, 1, "torch"), config(2, 2)):
+        with open_trainer(asked, initial) as trainer:
+            result = trainer.step(batch(0))
+            assert result.tokens is not None
+            found.append((result.tokens.logprobs, result.metrics["train/grad_norm"], result.metrics["train/loss"]))
+    (ours, norm, loss), (theirs, other_norm, other_loss) = found
+    assert abs(ours - theirs).max() < 2e-5  # float32 sums in another order
+    assert other_norm == pytest.approx(norm, rel=1e-5) and other_loss == pytest.approx(loss, rel=1e-4)
+
+
+def test_a_restart_gives_the_same_bits(ran: Runs, initial: Path) -> None:
+    made, half = ran((2, 2)), STEPS // 2
+    with open_trainer(config(2, 2), initial) as trainer:
+        assert trainer.load(made.half) == b"at"
+        assert [trainer.step(batch(step)).digest for step in range(half, STEPS)] == made.digests[half:]
+
+
+@pytest.mark.parametrize("asked", [config(2, 1, "torch", shards=2), config(2, 1)], ids=["torch", "replicas"])
+def test_another_backend_and_mesh_goes_on_with_masters_and_moments(ran: Runs, initial: Path, asked: Config, tmp_path: Path) -> None:
+    """From columns of two tensor ranks to rows of two parts or to two whole copies, and back."""
+    made = ran((2, 2))
+    with open_trainer(asked, initial) as trainer:
+        assert trainer.load(made.half) == b"at"
+        assert trainer.digest() == made.digests[STEPS // 2 - 1]
+        trainer.save(tmp_path / "there", b"at", version=Version(0, STEPS // 2)).result()
+    with open_trainer(config(2, 2), initial) as trainer:
+        assert trainer.load(tmp_path / "there") == b"at"
+        trainer.save(tmp_path / "back", b"at", version=Version(0, STEPS // 2)).result()
+        assert [trainer.step(batch(step)).digest for step in range(STEPS // 2, STEPS)] == made.digests[STEPS // 2 :]
+    for stem in ("model", "optimizer"):
+        before, after = parameters(made.half, stem), parameters(tmp_path / "back", stem)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_bfloat16_of_a_tied_llama_is_published_and_exported_as_it_is_digested(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+    rope = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
+    settings = LlamaConfig(vocab_size=16, tie_word_embeddings=True, rope_parameters={**rope, "rope_theta": 100.0}, **sizes)  # pyright: ignore[reportArgumentType]
+    LlamaForCausalLM(settings).save_pretrained(tmp_path / "llama")
+    found: list[tuple[str, str]] = []
+    for asked in (config(1, 1, "torch", dtype="bfloat16"), config(2, 2, dtype="bfloat16", check_logprobs=2)):
+        with open_trainer(asked, tmp_path / "llama") as trainer:
+            begun = trainer.digest()
+            results = [trainer.step(batch(step)) for step in range(2)]
+            assert {shard.dtype for shard in trainer.shards()} == {"bfloat16"}
+            trainer.save(tmp_path / asked.trainer.backend, b"", version=Version(0, 2)).result()
+            out = tmp_path / f"hf-{asked.trainer.backend}"
+            trainer.export(out)
+            found.append((begun, trainer.digest()))
+        model = LlamaForCausalLM.from_pretrained(out)
+        assert digest_of(model.named_parameters(), "llama") == found[-1][1] == results[-1].digest
+    assert found[0][0] == found[1][0]
+    ours, theirs = (parameters(tmp_path / name, "optimizer") for name in ("torch", "megatron"))
+    assert {key: value.dtype for key, value in ours.items()} == {key: value.dtype for key, value in theirs.items()}
+
+
+def test_a_dead_rank_ends_the_step(initial: Path) -> None:
+    with open_trainer(config(2, 2, rank_timeout_s=30.0), initial) as trainer:
+        trainer.step(batch(0))
+        (child,) = children(os.getpid())
+        os.kill(child, signal.SIGKILL)
+        with pytest.raises(TrainingError):
+            trainer.step(batch(1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensor", "said"),
+    [
+        ({}, 3, "num_attention_heads = 4, got 4 / 3"),
+        ({}, 4, "num_key_value_heads = 2, got 2 / 4"),
+        ({"model_type": "gpt2"}, 1, "'gpt2'"),
+        ({"use_sliding_window": True}, 1, "use_sliding_window"),
+        ({"vocab_size": 20}, 1, "embed_tokens.weight of shape (20, 32)"),
+    ],
+)
+def test_a_model_that_it_cannot_build_is_refused(initial: Path, tmp_path: Path, changes: dict[str, Any], tensor: int, said: str) -> None:
+    shutil.copytree(initial, tmp_path / "other")
+    path = tmp_path / "other" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    if tensor == 1:
+        with pytest.raises(ConfigError) as caught, open_trainer(config(1, 1), tmp_path / "other"):
+            pass
+    else:
+        from streamrl.trainers.megatron.model import read_architecture
+
+        with pytest.raises(ConfigError) as caught:
+            read_architecture(tmp_path / "other", tensor)
+    assert said in str(caught.value)
+
+
+def test_a_tensor_that_is_missing_is_refused(initial: Path, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    shutil.copytree(initial, tmp_path / "other")
+    file = tmp_path / "other" / "model.safetensors"
+    values = load_file(file)
+    del values["model.layers.1.mlp.up_proj.weight"]
+    save_file(values, file)
+    with raises(ConfigError, missing="model.layers.1.mlp.up_proj.weight"), open_trainer(config(1, 1), tmp_path / "other"):
+        pass
