@@ -151,7 +151,12 @@ class TorchTrainer:
         # FlashAttention knows no float32.
         widen = kernels.attention != "flash"
         self._recheck = Recheck(
-            self._parameters, samples=trainer.check_logprobs, versions=recheck_versions, widen=widen, written=self._policy.forget
+            self._parameters,
+            samples=trainer.check_logprobs,
+            versions=recheck_versions,
+            widen=widen,
+            written=self._policy.forget,
+            free_bytes=self._parallel.free_bytes if cuda else None,
         )
         self._micro_tokens = trainer.micro_tokens
         self._profiler = profiler
@@ -240,7 +245,7 @@ class TorchTrainer:
             micro_tokens=self._update.budget,
             peak_s=self._peak_s(batch),
             choices=self._arrangement.choices(self._update.row_length(batch, self._update.budget)),
-            notices=self._arrangement.notices(),
+            notices=(*self._arrangement.notices(), *self._recheck.notices()),
             tokens=None if batch.kind == "sft" or self._loss.slime_loss else TokenValues(done.logprobs, done.weights),
         )
 
