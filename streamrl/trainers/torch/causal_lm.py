@@ -29,7 +29,8 @@ from streamrl.errors import ConfigError
 from streamrl.tensors.building import BUILDING
 from streamrl.tensors.transfer import on_device
 from streamrl.trainers.flops import sees_all
-from streamrl.trainers.torch.attention import PACKED, register
+from streamrl.trainers.torch import attention as packed_rows
+from streamrl.trainers.torch import experts
 from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.layers import Layers, first_line
 from streamrl.trainers.torch.parallel import Parallel
@@ -373,11 +374,14 @@ def attention_mask(tree_RL: Tensor, branch_RL: Tensor) -> Tensor:
 def _load(model_dir: Path, dtype: torch.dtype, attention: str) -> Any:
     from transformers import AutoModelForCausalLM
 
-    kernels = {"sdpa": "sdpa", "flash": "flash_attention_2", "packed": PACKED}[attention]
-    register()
+    kernels = {"sdpa": "sdpa", "flash": "flash_attention_2", "packed": packed_rows.PACKED}[attention]
+    packed_rows.register()
+    experts.register()
     try:
         with BUILDING:
-            return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation=kernels)
+            return AutoModelForCausalLM.from_pretrained(
+                model_dir, dtype=dtype, attn_implementation=kernels, experts_implementation=experts.EXPERTS
+            )
     except ImportError as error:
         raise ConfigError(
             f"trainer.attention = {attention} cannot be used here: {error}",
