@@ -205,7 +205,7 @@ _DECLARED = (
     Metric("train/value_norm", _MEAN, "norm", "norm of the critic's parameters: a replay whose critic comes out otherwise shows it here"),
     Metric("train/grad_norm", _MEAN, "norm", "global gradient norm before clipping"),
     Metric("train/lr", _MEAN, "1", "learning rate"),
-    Metric("train/expert_load_max", _MEAN, "1", "choices of an expert in a layer over those of an even load: of all layers the most"),
+    Metric("train/expert_load_max", _MAX, "1", "choices of an expert in a layer over those of an even load: of all layers the most"),
     Metric("train/expert_load_min", _MEAN, "1", "the same of the expert that is chosen least: 0 if there is one that nobody chooses"),
     Metric("train/expert_load_entropy", _MEAN, "fraction", "entropy of the load of a layer's experts over that of an even one: the least"),
     Metric("train/balance_loss", _MEAN, "1", "balancing loss before its coefficient, mean over layers, 1 if even; not in `train/loss`"),
