@@ -67,7 +67,7 @@ async def test_a_mixture_survives_a_rank_that_is_killed_and_is_replayed(start: S
     assert verdict.counts["fences"] == 2
     _, entries = await read_entries(NAME, base=tmp_path / "runs")
     loads = [entry.metrics["train/expert_load_max"] for entry in entries]
-    assert len(loads) == 8 and all(1 <= load <= 4 for load in loads)
+    assert len(loads) >= 8 and all(1 <= load <= 4 for load in loads)
 
 
 @pytest.mark.timeout(300)
