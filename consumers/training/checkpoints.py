@@ -20,7 +20,7 @@ from streamrl.config.tree import TrainerConfig
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.carried import carried_files, fetch_messages, held, oldest_read_again
 from streamrl.core.state import FoldState
-from streamrl.errors import BusError, LogTruncated
+from streamrl.errors import BusError, LogTruncated, StreamRLError
 from streamrl.schemas.codec import encode
 from streamrl.schemas.control import Latest, Position
 from streamrl.schemas.subjects import KEY_LATEST, PREFIX_POSITIONS, SAMPLES
@@ -168,6 +168,15 @@ class Checkpointer:
         if not self._kept or self._kept[0].version != state.version:
             self.begin(state)
             self._finish()
+
+    def finish_before_failing(self) -> None:
+        """Let the checkpoint under way count, which the process would end behind anyway: less is trained again. Raises nothing."""
+        if self._saving is None:
+            return
+        try:
+            self._finish()
+        except StreamRLError as error:
+            logger.warning("event=checkpoint_not_finished why=%s", error)
 
     def _finish(self) -> None:
         saving = self._saving

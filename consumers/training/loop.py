@@ -222,6 +222,8 @@ class LiveTrainer:
                 )
             except OutOfMemory as error:
                 self._lower_budget(error.micro_tokens, number)
+                self._doing("ends for want of memory, behind the checkpoint that is being written")
+                saver.finish_before_failing()
                 raise
             if stepped is None:
                 if stop():

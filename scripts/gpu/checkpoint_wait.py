@@ -15,6 +15,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,10 @@ def main() -> None:
         )
     )
     with tempfile.TemporaryDirectory(dir=args.place) as folder:
-        rows = list(measure(spec, Path(folder), args.saves))
+        rows = list[dict[str, Any]]()
+        for row in measure(spec, Path(folder), args.saves):
+            rows.append(row)
+            print(json.dumps(row), flush=True)  # a run that is ended has told what it measured
     (Path(os.environ.get("OUT", ".")) / "checkpoint_wait.json").write_text(json.dumps({"args": vars(args) | {"place": ""}, "rows": rows}))
     names = list(rows[-1])
     print(" | ".join(names))
@@ -55,10 +59,10 @@ def main() -> None:
         print(" | ".join(f"{row[name]:.3g}" if isinstance(row.get(name), float) else str(row.get(name, "")) for name in names))
 
 
-def measure(spec: TrainerSpec, folder: Path, saves: int) -> list[dict[str, Any]]:
+def measure(spec: TrainerSpec, folder: Path, saves: int) -> Iterator[dict[str, Any]]:
     """A row a step: seconds of the step, and behind a checkpoint those of the call, of the wait, and until it was complete."""
     build_model(spec, folder / "model")
-    batch, rows = make_batch(spec, spec.answers[0]), list[dict[str, Any]]()
+    batch = make_batch(spec, spec.answers[0])
     with open_trainer(our_config(spec), folder / "model") as trainer:
         trainer.step(at_step(batch, 0))  # compiles
         for number in range(1, 1 + 2 * saves):
@@ -78,8 +82,7 @@ def measure(spec: TrainerSpec, folder: Path, saves: int) -> list[dict[str, Any]]
             else:
                 trainer.step(at_step(batch, number))
                 row["step_s"] = time.perf_counter() - began
-            rows.append(row)
-    return rows
+            yield row
 
 
 if __name__ == "__main__":

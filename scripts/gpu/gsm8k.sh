@@ -1,20 +1,29 @@
 #!/usr/bin/env bash
-# gsm8k.sh [all|train|tail]: examples/gsm8k on this host's first two GPUs; at most LIMIT seconds (default 530).
+# gsm8k.sh [all|train|4b|tail]: examples/gsm8k on this host's first two GPUs; at most LIMIT seconds (default 530).
 #
 #   train   gsm8k.toml: warm-up by demonstrations, then reinforcement learning for RL_SECONDS (default 110)
 #   tail    tail.toml twice, asynchronous and in lockstep, TAIL_BATCHES each (default 52, with `all` 20), lockstep with a slot for every
 #           rollout of a batch; the trained policy if there is one. About 350 s, 200 of them of training
-#   all     both, in this order (default)
+#   4b      as train, a model of 4.0 billion parameters and 128 questions: about 60 s to build it, 75 s of warm-up, RL_SECONDS (default 80),
+#           80 s for the last checkpoint (56 GB). Memory is a faster disk: WORK=/dev/shm/gsm8k
+#   all     train and tail, in this order (default)
 #
 # ARGS ("--set a.b=c ...") is handed to every run.
-# OUT (default ./out) gets gsm8k.{md,png,csv}, tail.md, tail-{async,lockstep}.png, logs.tar.gz (logs, summaries, all tables) and the compiled
+# OUT (default ./out) gets gsm8k.{md,png,csv} (gsm8k-4b of the large one), tail.md, tail-{async,lockstep}.png, logs.tar.gz (logs, summaries, all tables) and the compiled
 # kernels (triton.tar.gz). A part that hangs is ended in time for the rest to be kept.
 set -uo pipefail
 # shellcheck disable=SC1091
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 what=${1:-all}
-case $what in all | train | tail) ;; *) echo "gsm8k.sh: expected all, train or tail, got $what" >&2; exit 2 ;; esac
+case $what in all | train | 4b | tail) ;; *) echo "gsm8k.sh: expected all, train, 4b or tail, got $what" >&2; exit 2 ;; esac
 here=$code/examples/gsm8k
+size=() seconds=110 name=gsm8k
+if [ "$what" = 4b ]; then
+    size=(--set model.hidden=2560 --set model.layers=44 --set model.heads=20 --set model.kv_heads=4 --set model.intermediate=9728
+        --set data.train="$here/train.parquet@[0:128]" --set warmup.max_steps=220 --set warmup.learning_rate=2e-4
+        --set trainer.optimizer.learning_rate=1e-5 --set evaluation.num_problems=64)
+    seconds=80 name=gsm8k-4b
+fi
 out=$(mkdir -p "${OUT:-out}" && cd "${OUT:-out}" && pwd)
 work=${WORK:-/tmp/gsm8k}
 runs=$work/runs
@@ -42,15 +51,15 @@ show_logs() {
 }
 
 if [ "$what" != tail ]; then
-    within "${TRAIN_LIMIT:-330}" python3 -m streamrl up "$here/gsm8k.toml" --plain --set run.dir="$runs" \
-        --set run.max_seconds="${RL_SECONDS:-110}" ${ARGS:-} > train.log 2>&1
+    within "${TRAIN_LIMIT:-$([ "$what" = 4b ] && echo 420 || echo 330)}" python3 -m streamrl up "$here/gsm8k.toml" --plain --set run.dir="$runs" \
+        --set run.max_seconds="${RL_SECONDS:-$seconds}" "${size[@]}" ${ARGS:-} > train.log 2>&1
     awk 'NR % 4 == 1' train.log | cut -c1-200 | tail -n 28
     tail -n 45 train.log | grep -v "^\[" | cut -c1-200
     show_logs gsm8k
     python3 "$here/report.py" gsm8k --dir "$runs" --out "$work/report" && {
-        cp report/report.md "$out/gsm8k.md"; cp report/report.png "$out/gsm8k.png"; cp report/versions.csv "$out/gsm8k.csv"; }
+        cp report/report.md "$out/$name.md"; cp report/report.png "$out/$name.png"; cp report/versions.csv "$out/$name.csv"; }
 fi
-if [ "$what" != train ]; then
+if [ "$what" = all ] || [ "$what" = tail ]; then
     policy=$(find "$runs/gsm8k/hf" -mindepth 1 -maxdepth 1 -type d 2>/dev/null | sort | tail -n 1)
     batches=${TAIL_BATCHES:-$([ "$what" = all ] && echo 20 || echo 52)}
     within "${TAIL_LIMIT:-480}" python3 "$here/async_vs_lockstep.py" "$here/tail.toml" --dir "$runs" --out "$out/tail.md" \

@@ -70,7 +70,9 @@ class Rate:
         self._marks: deque[tuple[float, int]] = deque()
 
     def mark(self, now_s: float, total: int) -> None:
-        """The total is `total` at `now_s`; times must not fall."""
+        """The total is `total` at `now_s`; times must not fall. One that falls, as where versions are trained again, begins anew."""
+        if self._marks and total < self._marks[-1][1]:
+            self._marks.clear()
         self._marks.append((now_s, total))
         while len(self._marks) > 2 and self._marks[1][0] <= now_s - RATE_WINDOW_S:
             self._marks.popleft()

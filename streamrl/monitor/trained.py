@@ -42,6 +42,8 @@ class Trained:
 
     def __init__(self) -> None:
         self.newest: LedgerLine | None = None
+        self.retired = 0
+        """Tasks ended at the newest of all entries, void ones included: they do not end again when a version is trained again."""
         self.ages: Counter[int] = Counter()
         """Groups by age in versions, reinforcement learning only."""
         self.drops: Counter[str] = Counter()
@@ -67,6 +69,7 @@ class Trained:
         if entry.gap is not None:
             return True
         self.newest = entry
+        self.retired = max(self.retired, entry.retired)
         batch = self._batch(entry)
         self._tail.append(batch)
         self._count(batch, 1)

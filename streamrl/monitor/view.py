@@ -259,7 +259,7 @@ class RunView:
         """Tasks ended since the newest batch, however they did; none while it is not known which batch that is."""
         if not self.live:
             return 0
-        return max(0, self._grant.retired - (self._newest.retired if self._newest else 0))
+        return max(0, self._grant.retired - self.trained.retired)
 
     @property
     def working_producers(self) -> set[str]:

@@ -116,7 +116,7 @@ def _training(numbers: RunNumbers) -> Standing | None:
     if not trainers:
         return Standing(what="a trainer: none is there", hint=_log("trainer-0"))
     for trainer in trainers:
-        if trainer.state.startswith("trains"):
+        if trainer.state.startswith(("trains", "ends")):
             return Standing(what=f"{trainer.worker}, which {trainer.state}", hint=_log(trainer.worker), normal=True)
     return None
 

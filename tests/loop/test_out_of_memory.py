@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -14,6 +16,8 @@ from streamrl.bus.memory import MemoryBus
 from streamrl.config.load import override
 from streamrl.config.tree import Config, DebugConfig
 from streamrl.consumers.training.calls import Caller
+from streamrl.consumers.training.checkpoints import read_latest
+from streamrl.core.batches import TrainBatch
 from streamrl.data.model import ensure_model
 from streamrl.errors import OutOfMemory
 from streamrl.history.branch import branch
@@ -22,8 +26,12 @@ from streamrl.history.replay_log import PastLedger
 from streamrl.launch.prepare import prepare
 from streamrl.runtime.run_record import write_or_check
 from streamrl.schemas.ledger import Choices, LedgerEntry
+from streamrl.schemas.versions import Version
+from streamrl.trainers import checkpoints
 from streamrl.trainers.checkpoints import list_checkpoints
+from streamrl.trainers.protocol import StepResult, out_of_memory
 from streamrl.trainers.ranks.local import open_trainer
+from streamrl.trainers.torch.trainer import TorchTrainer
 from tests.history.test_critic import ppo_config
 from tests.loop.harness import make_run, read_ledger, run_to_end
 from tests.loop.test_steps import notices
@@ -99,6 +107,38 @@ async def test_a_recorded_version_that_does_not_fit_any_more_is_trained_smaller(
         forked = [entry for entry in after if entry.version.epoch > 0]
         assert forked and all(entry.micro_tokens == 32 for entry in forked)
         assert after[-1].version.number == 4 and PastLedger(after).entries[4].micro_tokens == 32
+    finally:
+        await bus.close()
+
+
+@pytest.mark.process
+async def test_a_checkpoint_under_way_counts_when_memory_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, config = make_run(tmp_path, limited(tmp_path, 0))
+    config = replace(config, trainer=replace(config.trainer, checkpoint_every=2))
+    ensure_model(config, run.model_dir)
+    step, check = TorchTrainer.step, checkpoints.check_files
+
+    def out_at_three(self: TorchTrainer, batch: TrainBatch) -> StepResult:
+        if batch.version.number == 2:  # as behind an optimizer that has written: nothing can be repeated
+            raise out_of_memory(batch, 64, 32, 9, "planted")
+        return step(self, batch)
+
+    def slow(*given: Any, **named: Any) -> None:
+        time.sleep(0.5)
+        check(*given, **named)
+
+    bus = MemoryBus("halved", config.bus)
+    try:
+        await write_or_check(bus, await prepare(config, run))
+        monkeypatch.setattr(TorchTrainer, "step", out_at_three)
+        monkeypatch.setattr(checkpoints, "check_files", slow)
+        with pytest.raises(OutOfMemory):
+            await run_to_end(config, run, bus)
+        monkeypatch.undo()
+        latest = await read_latest(bus, "main")
+        assert latest is not None and latest.version == Version(0, 2)
+        await run_to_end(config, run, bus)
+        assert [entry.micro_tokens for entry in await read_ledger(bus, "halved")] == [64] * 2 + [32] * 4
     finally:
         await bus.close()
 

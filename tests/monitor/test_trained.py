@@ -9,11 +9,11 @@ from types import FunctionType, ModuleType
 from streamrl.monitor.evaluations import MOST_EVALUATIONS, Evaluations
 from streamrl.monitor.failures import MOST_STONES, Failures
 from streamrl.monitor.numbers import Evaluation, Point
-from streamrl.monitor.rates import Growing
+from streamrl.monitor.rates import Growing, Rate
 from streamrl.monitor.series import Series
 from streamrl.monitor.trained import MOST_REASONS, MOST_STRETCHES, TAIL, Stretches, Trained, stretched_rewards
 from streamrl.monitor.view import RunView
-from streamrl.schemas.control import EnginePresence, WorkerPresence
+from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
 from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import Drop
 from streamrl.schemas.samples import Tombstone
@@ -185,3 +185,21 @@ def test_a_view_of_a_run_nearly_twice_as_long_keeps_no_more(entry: MakeEntry) ->
                 view.numbers(elapsed_s=1.0)
         counts.append(kept(view))
     assert counts[1] < 1.1 * counts[0], counts
+
+
+def test_tasks_that_ended_before_a_version_was_trained_again_have_given_their_batch(entry: MakeEntry) -> None:
+    view = RunView("demo")
+    for number, epoch in ((1, 0), (2, 0), (3, 0), (2, 1)):
+        view.ledger(as_line(entry(number, epoch=epoch)))
+    at_three = as_line(entry(3)).retired
+    assert at_three > as_line(entry(2)).retired
+    view.grant(Grant(granted=at_three + 8, version=3, retired=at_three + 2))
+    assert view.num_barren_tasks == 2
+
+
+def test_a_total_that_falls_has_no_negative_rate() -> None:
+    rate = Rate()
+    for now_s, total in ((0.0, 100), (1.0, 300), (2.0, 50), (3.0, 60)):
+        rate.mark(now_s, total)
+        assert rate.per_s >= 0
+    assert rate.per_s == 10.0

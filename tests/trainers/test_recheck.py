@@ -14,7 +14,7 @@ from streamrl.config.registry import Role
 from streamrl.config.tree import Config, OptimizerConfig, TasksConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.torch.recheck import single_age
+from streamrl.trainers.torch.recheck import SAMPLER_ERROR, single_age
 from streamrl.trainers.torch.trainer import TorchTrainer
 from tests.support.scoring import score
 
@@ -118,3 +118,14 @@ def test_samples_of_several_versions_have_no_age_of_their_own(rollouts: Rollouts
     assert found[0] == -1
     assert found[-1] == -1
     assert (found[1:-1] == 2).all()
+
+
+def test_a_float32_copy_that_does_not_fit_is_left_out_and_said(model_dir: Path, rollouts: Rollouts) -> None:
+    trainer = make(model_dir, dtype="bfloat16")
+    free = [1 << 20]
+    trainer._recheck._free_bytes = lambda: free[0]
+    found = [trainer.step(aged(sampled(rollouts(step), trainer), 0)) for step in range(2)]
+    assert all(SAMPLER_ERROR not in one.metrics for one in found)
+    assert sum("not compared in float32" in text for one in found for text in one.notices) == 1
+    free[0] = 1 << 40
+    assert SAMPLER_ERROR in trainer.step(aged(sampled(rollouts(2), trainer), 0)).metrics

@@ -12,6 +12,7 @@ import torch
 from streamrl.errors import TrainingError
 from streamrl.tensors.buckets import check_copying
 from streamrl.tensors.digest_torch import NamedDigester
+from streamrl.trainers.torch import snapshot
 from streamrl.trainers.torch.snapshot import Buffer, SnapshotRing
 from streamrl.trainers.torch.snapshot_layout import Published
 from streamrl.weights.manifest import Content
@@ -99,6 +100,16 @@ def test_a_snapshot_waits_for_the_publisher_of_the_one_before() -> None:
     gc.collect()
     waiting.join()
     assert values(taken[0]) == [2, 2]
+
+
+def test_a_trainer_that_waits_for_a_buffer_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(snapshot, "WARN_AFTER_S", 0.02)
+    snapshots = ring(1, torch.zeros(2, 3), patience_s=0.1)
+    held = snapshots.take()
+    with raises(TrainingError, slots=1):
+        snapshots.take()
+    assert "event=waiting_for_snapshot_buffer buffers=1" in caplog.text
+    assert len(held) == 2
 
 
 def test_snapshots_have_the_digests_of_their_bytes() -> None:

@@ -101,6 +101,7 @@ def test_digests_and_snapshots_follow_the_steps(make_model: Any, rollouts: Calla
         assert {shard.dtype for shard in shards} == {"bfloat16"}
         host = {s.name: tensor_digest(s.host(), 2) for s in shards}
         assert combine(host) == result.digest
+        del shards, content  # with one buffer the next snapshot waits until nobody holds this one
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.8, "top_k": 6, "temperature": 0.7}])
@@ -241,7 +242,7 @@ def test_layer_checkpointing_saves_memory_and_changes_little(qwen: Path, groups:
     peaks: dict[bool, float] = {}
     results: dict[bool, Any] = {}
     for checkpointing in (False, True):
-        trainer = make(qwen, numerics="bitwise", activations=0 if checkpointing else "all")
+        trainer = make(qwen, numerics="bitwise", micro_tokens=8192, activations=0 if checkpointing else "all")  # rows alike
         trainer.step(batch)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -202,9 +202,7 @@ class Arrangement:
         """The memory that is there, of the rank that has the least; None where the shape or the layers are not known."""
         policy = self._trained[0]
         found = [model_shape(model.module.config.to_dict()) for model in self._trained]
-        free, _ = torch.cuda.mem_get_info(policy.device)
-        free += torch.cuda.memory_reserved(policy.device) - torch.cuda.memory_allocated(policy.device)
-        least = min(self._parallel.gather(free))
+        least = self._parallel.free_bytes()
         if found[0] is None or not policy.num_layers:
             return None
         shapes = [shape or found[0] for shape in found]

@@ -138,6 +138,12 @@ class Parallel:
         """A number of each rank, by rank."""
         return self.sum(torch.tensor([value * (rank == self.rank) for rank in range(self.ranks)])).tolist()
 
+    def free_bytes(self) -> int:
+        """Memory that could still be allocated on the rank whose GPU has the least; what the allocator keeps unused counts as free."""
+        free, _ = torch.cuda.mem_get_info(self._device)
+        free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return min(self.gather(free))
+
     def sum(self, values: Tensor) -> Tensor:
         """The sum over ranks."""
         if self.ranks > 1:

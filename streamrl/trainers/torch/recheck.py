@@ -21,10 +21,13 @@ from torch.distributed.tensor import DTensor
 from streamrl.algorithms.objective import distances
 from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.core.packing import Indices
+from streamrl.trainers.activations import GIB
 
 SAMPLER_ERROR = "train/float32_sampler_abs_diff_max"
 TRAINER_ERROR = "train/float32_trainer_abs_diff_max"
 """Greatest distance of either's log-probs from those in float32, in the rollout where the two are furthest apart."""
+FORWARD_BYTES = 2 << 30
+"""What a forward pass over one rollout takes besides, about."""
 
 Score = Callable[[TrainBatch, npt.NDArray[np.bool_], Indices], npt.NDArray[np.float32]]
 """(batch, wanted [T], samples) to log-probs [T] under the parameters as they are now."""
@@ -40,6 +43,8 @@ class Recheck:
         widen: the model also runs in float32; one rollout of each batch is scored so, which takes a float32 copy for a moment. One that is
             cut into parts, which are float32, runs in one type alone.
         written: called when what is in the parameters' place has changed.
+        free_bytes: of the device's memory, the same on all ranks; where they are too few for the float32 copy, that rollout is left out:
+            a run does not end for a measurement. None: memory is not looked at.
     """
 
     def __init__(
@@ -50,12 +55,17 @@ class Recheck:
         versions: int,
         widen: bool = True,
         written: Callable[[], None] = lambda: None,
+        free_bytes: Callable[[], int] | None = None,
     ) -> None:
         self._parameters = [parameter for _, parameter in parameters]
         self._samples = samples
         self._versions = versions
         self._widen = widen and any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in self._parameters)
         self._written = written
+        self._free_bytes = free_bytes
+        self._float32_bytes = 4 * sum(parameter.numel() for parameter in self._parameters) + FORWARD_BYTES
+        self._notices: list[str] = []
+        self._told = False
         self._kept: dict[int, list[Tensor]] = {}
 
     def keep(self, number: int) -> None:
@@ -86,10 +96,31 @@ class Recheck:
                 found[of_age] = score(batch, of_age, samples)[of_age]
         distance_T = np.where(wanted, np.abs(found - batch.sampler_logprobs), -1.0)
         metrics = distances(distance_T[wanted], batch.sampler_logprobs[wanted])
-        if self._widen:
+        if self._widen and self._has_room():
             furthest = sample_T[[distance_T.argmax()]]
             metrics |= self._against_float32(batch, furthest, found, score, number - int(ages_N[furthest[0]]))
         return metrics
+
+    def notices(self) -> tuple[str, ...]:
+        """What people should know, each once."""
+        found, self._notices = tuple(self._notices), []
+        return found
+
+    def _has_room(self) -> bool:
+        """Whether a float32 copy fits on every rank; what a step has left unused in the allocator's blocks is given back for it."""
+        if self._free_bytes is None:
+            return True
+        if (free := self._free_bytes()) >= self._float32_bytes:
+            # Blocks that activations have cut up hold no tensor of another size.
+            torch.cuda.empty_cache()
+            return True
+        if not self._told:
+            self._told = True
+            self._notices.append(
+                f"log-probs are not compared in float32 ({SAMPLER_ERROR}): that takes {self._float32_bytes / GIB:.1f} GiB for a moment, "
+                f"{free / GIB:.1f} are free"
+            )
+        return False
 
     def _against_float32(
         self, batch: TrainBatch, sample: Indices, trainers: npt.NDArray[np.float32], score: Score, number: int

@@ -23,7 +23,6 @@ from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.core.packing import Indices
 from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
-from streamrl.tensors.digest import combine
 from streamrl.tensors.digest_torch import NamedDigester, NamedDigests, Region
 from streamrl.trainers.checkpoints import write_directory
 from streamrl.trainers.flops import flops_of, peak_flops
@@ -152,7 +151,12 @@ class TorchTrainer:
         # FlashAttention knows no float32.
         widen = kernels.attention != "flash"
         self._recheck = Recheck(
-            self._parameters, samples=trainer.check_logprobs, versions=recheck_versions, widen=widen, written=self._policy.forget
+            self._parameters,
+            samples=trainer.check_logprobs,
+            versions=recheck_versions,
+            widen=widen,
+            written=self._policy.forget,
+            free_bytes=self._parallel.free_bytes if cuda else None,
         )
         self._micro_tokens = trainer.micro_tokens
         self._profiler = profiler
@@ -241,7 +245,7 @@ class TorchTrainer:
             micro_tokens=self._update.budget,
             peak_s=self._peak_s(batch),
             choices=self._arrangement.choices(self._update.row_length(batch, self._update.budget)),
-            notices=self._arrangement.notices(),
+            notices=(*self._arrangement.notices(), *self._recheck.notices()),
             tokens=None if batch.kind == "sft" or self._loss.slime_loss else TokenValues(done.logprobs, done.weights),
         )
 
@@ -252,10 +256,11 @@ class TorchTrainer:
 
     def digest(self) -> str:
         """See `Trainer.digest`."""
-        if self._digester is None:
+        if self._snapshots is None:
             return self._held.digest()
-        self._known = self._digester.digests()
-        return combine(self._known.elements)
+        # Of a model that is cut, of the rows as they are rounded, which is what a snapshot will have of them.
+        self._known = self._digester.digests() if self._digester is not None else self._held.digests()
+        return self._parallel.digest(self._known.elements)
 
     def shards(self) -> Iterator[Shard]:
         """See `Trainer.shards`.
