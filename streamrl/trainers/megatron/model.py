@@ -28,6 +28,7 @@ from streamrl.trainers.torch.attention import packed_attention
 from streamrl.trainers.torch.causal_lm import attention_mask
 from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.parallel import Parallel
+from streamrl.trainers.torch.routing import Routers
 from streamrl.trainers.torch.sharding import Held
 
 _ROPES = ("default", "linear", "llama3")
@@ -69,6 +70,7 @@ class MegatronLM:
         self.packs = kernels.attention == "packed"
         self.free_masks = not self.packs
         self.num_layers, self.gathers_once = 0, False
+        self.routers = Routers(None)
         self._parallel = parallel
         tensors = parallel.mesh.shard
         self._decoder = Decoder(
@@ -118,7 +120,7 @@ class MegatronLM:
         sample = samples_at(batch, micro.target)
         truncated = bool(((batch.top_p[sample] < 1) | (batch.top_k[sample] > 0)).any())
         check_samples(self._parallel.mesh, truncated)
-        states, targets = self._states(micro), self._tensor(batch.tokens[micro.target].astype(np.int64))
+        states, targets = self.states(micro), self._tensor(batch.tokens[micro.target].astype(np.int64))
         temperature, head = self._tensor(batch.temperature[micro.target]), self._head()
         chunk = CHUNK_ELEMENTS if self.device.type == "cpu" else GPU_CHUNK_ELEMENTS
         if self._parallel.sharded:
@@ -147,7 +149,7 @@ class MegatronLM:
         """See `LanguageModel`; of a vocabulary in one part."""
         check_samples(self._parallel.mesh, truncated=True)
         temperature = self._tensor(batch.temperature[micro.target])
-        found = self._states(micro) @ self._head().weight.T
+        found = self.states(micro) @ self._head().weight.T
         return (found if found.dtype == torch.float64 else found.float()) / temperature[:, None]
 
     def limit_memory(self, tokens: int) -> None:
@@ -166,7 +168,7 @@ class MegatronLM:
         """This rank's rows of the vocabulary, without padding."""
         return LinearHead(self._decoder.head[: self._own_rows], None, 1.0, 0.0)
 
-    def _states(self, micro: MicroBatch) -> Tensor:
+    def states(self, micro: MicroBatch) -> Tensor:
         """[M, H] that predict `micro.target`."""
         rows, length = micro.inputs.shape
         if 0 < self._most_positions < rows * length:

@@ -15,7 +15,8 @@ from streamrl.trainers.flops import ModelFlops
 
 if TYPE_CHECKING:
     from streamrl.trainers.torch.parallel import Parallel
-    from streamrl.trainers.torch.sharding import Held
+    from streamrl.trainers.torch.routing import Routers
+from streamrl.trainers.torch.sharding import Held
 
 
 class LanguageModel(Protocol):
@@ -60,6 +61,10 @@ class LanguageModel(Protocol):
         """Log-probs [M] float32 of `micro.target`, with gradient, and entropies [M] float32, with one where it is asked for."""
         ...
 
+    def states(self, micro: MicroBatch) -> Tensor:
+        """Hidden states [M, H] that predict `micro.target`."""
+        ...
+
     def logits(self, micro: MicroBatch, batch: TrainBatch) -> Tensor:
         """All logits [M, V] float32 at `micro.target`, over the temperature, nothing cut off."""
         ...
@@ -70,6 +75,11 @@ class LanguageModel(Protocol):
 
     def forget(self) -> None:
         """What `Held` has of the parameters was written: make anew whatever was made of it."""
+        ...
+
+    @property
+    def routers(self) -> Routers:
+        """Of a mixture of experts; none of a dense model."""
         ...
 
     def arrange(self, *, compiled: bool, kept: int | None) -> None:

@@ -140,7 +140,7 @@ def test_bfloat16_of_a_tied_llama_is_published_and_exported_as_it_is_digested(tm
 def test_a_dead_rank_ends_the_step(initial: Path) -> None:
     with open_trainer(config(2, 2, rank_timeout_s=30.0), initial) as trainer:
         trainer.step(batch(0))
-        (child,) = children(os.getpid())
+        (child,) = children("streamrl.trainers.ranks.local")
         os.kill(child, signal.SIGKILL)
         with pytest.raises(TrainingError):
             trainer.step(batch(1))
