@@ -33,5 +33,5 @@ def run_convert(arguments: argparse.Namespace) -> int:
         print(json.dumps({"to": done.to, "path": str(arguments.dest), "tensors": done.tensors, "bytes": done.nbytes}))
     else:
         kind = {"megatron": "Megatron's distributed checkpoint", "hf": "a Hugging Face model directory"}[done.to]
-        print(f"converted {done.tensors} tensors ({done.nbytes / 1e9:.3g} GB) into {kind}: {arguments.dest}")
+        print(f"converted {done.tensors} tensors ({done.nbytes:,} bytes) into {kind}: {arguments.dest}")
     return 0

@@ -14,9 +14,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from streamrl.errors import CheckpointDamaged, ConfigError, StreamRLError, TrainingError
+from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError
 from streamrl.trainers.checkpoints import write_directory
-from streamrl.trainers.megatron.distributed import TRACKER, Piece, Saved, pieces, write
+from streamrl.trainers.megatron.distributed import TRACKER, Piece, Saved, extra_states, pieces, write
 from streamrl.trainers.megatron.names import Architecture, Parameter, Part, architecture, tensors
 from streamrl.trainers.parts import header_bytes
 from streamrl.trainers.protocol import WEIGHT_SUFFIXES
@@ -74,20 +74,20 @@ def convert(source: Path, dest: Path, model: Path | None = None, *, file_bytes: 
         )
     _check_room(dest, nbytes)
     hidden = dest.with_name(f".{dest.name}.converted")
-    _written(dest, hidden, fill)
-    return Converted(to, len(tensors(arch)), nbytes)
 
+    def guarded(directory: Path) -> None:
+        try:
+            fill(directory)
+        except (OSError, RuntimeError) as error:  # torch gives an OSError of its files as a RuntimeError
+            raise _unwritable(dest, error) from error
 
-def _written(dest: Path, hidden: Path, fill: Callable[[Path], None]) -> None:
+    write_directory(hidden, guarded)
     try:
-        dest.parent.mkdir(parents=True, exist_ok=True)
-        write_directory(hidden, fill)
         os.rename(hidden, dest)
-    except StreamRLError:
-        raise
-    except (OSError, RuntimeError) as error:  # torch gives an OSError of its files as a RuntimeError
-        shutil.rmtree(hidden, ignore_errors=True)
-        raise TrainingError(f"{dest} cannot be written: {error}", hint="is the disk full?", path=str(dest)) from error
+    except OSError as error:
+        shutil.rmtree(hidden)
+        raise _unwritable(dest, error) from error
+    return Converted(to, len(tensors(arch)), nbytes)
 
 
 def _to_megatron(source: Path) -> tuple[Architecture, int, Callable[[Path], None]]:
@@ -104,7 +104,7 @@ def _to_megatron(source: Path) -> tuple[Architecture, int, Callable[[Path], None
         return found
 
     def fill(directory: Path) -> None:
-        write(directory / "release", todo, types, value)
+        write(directory / "release", todo, extra_states(arch), types, value)
         (directory / TRACKER).write_text("release", encoding="utf-8")
         (directory / DESCRIPTION).mkdir()
         _copy_description(source, directory / DESCRIPTION)
@@ -310,6 +310,10 @@ def _check_room(dest: Path, nbytes: int) -> None:
             hint="name a directory on another disk",
             path=str(dest),
         )
+
+
+def _unwritable(dest: Path, error: Exception) -> TrainingError:
+    return TrainingError(f"{dest} cannot be written: {error}", hint="is the disk full, or the directory not writable?", path=str(dest))
 
 
 def _unlike(where: Path, expected: str, got: str) -> ConfigError:

@@ -12,6 +12,7 @@ behind it: `decoder.layers.self_attention.linear_qkv.weight` [layers, rows, hidd
 from __future__ import annotations
 
 import argparse
+import io
 import itertools
 import json
 import math
@@ -90,11 +91,34 @@ def _keys(arch: Architecture, name: str) -> list[str]:
     return [name, fused] if arch.experts and inner.startswith("pre_mlp") else [fused]
 
 
-def write(directory: Path, todo: Sequence[Piece], types: Mapping[str, torch.dtype], resolve: Callable[[Piece], Tensor]) -> None:
+def extra_states(arch: Architecture) -> list[str]:
+    """Keys of what Megatron expects besides: a state of each linear layer, which is nothing without fp8.
+
+    Example: `decoder.layers.self_attention.linear_qkv._extra_state/shard_0_36` of the first of 36 layers.
+    """
+    dense = ["self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention"]
+    dense += [] if arch.experts else ["mlp.linear_fc1", "mlp.linear_fc2"]
+    found: list[str] = []
+    for layer in range(arch.layers):
+        found += [f"decoder.layers.{name}._extra_state/shard_{layer}_{arch.layers}" for name in dense]
+        for expert in range(arch.experts):
+            places = f"shard_{layer}.{expert}_{arch.layers}.{arch.experts}"
+            found += [f"decoder.layers.mlp.experts.experts.{name}._extra_state/{places}" for name in ("linear_fc1", "linear_fc2")]
+    return found
+
+
+def write(
+    directory: Path,
+    todo: Sequence[Piece],
+    extra: Sequence[str],
+    types: Mapping[str, torch.dtype],
+    resolve: Callable[[Piece], Tensor],
+) -> None:
     """Write a checkpoint's directory (`release`), holding one piece at a time.
 
     Args:
         directory: new.
+        extra: of `extra_states`.
         todo: pieces that make up whole tensors.
         types: of the tensors, by key.
         resolve: gives the elements of a piece, `Piece.shape`.
@@ -104,7 +128,7 @@ def write(directory: Path, todo: Sequence[Piece], types: Mapping[str, torch.dtyp
     """
     directory.mkdir()
     writer = FileSystemWriter(directory, single_file_per_rank=True, sync_files=False, thread_count=1)
-    planner = _Lazy(todo, types, resolve)
+    planner = _Lazy(todo, extra, types, resolve)
     planner.set_up_planner({}, is_coordinator=True)
     writer.set_up_storage_writer(True)
     plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
@@ -120,21 +144,36 @@ def write(directory: Path, todo: Sequence[Piece], types: Mapping[str, torch.dtyp
 class _Lazy(DefaultSavePlanner):
     """Has torch write pieces that are made when their turn comes."""
 
-    def __init__(self, todo: Sequence[Piece], types: Mapping[str, torch.dtype], resolve: Callable[[Piece], Tensor]) -> None:
+    def __init__(
+        self,
+        todo: Sequence[Piece],
+        extra: Sequence[str],
+        types: Mapping[str, torch.dtype],
+        resolve: Callable[[Piece], Tensor],
+    ) -> None:
         super().__init__()
-        self._todo = {MetadataIndex(one.key, one.offset): one for one in todo}
+        self._todo = {(one.key, one.offset): one for one in todo}
+        self._extra = extra
         self._types = types
         self._resolve = resolve
 
     def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([self._item(index, one) for index, one in self._todo.items()], planner_data={})
+        tensors = [self._item(one) for one in self._todo.values()]
+        nothing = [WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO) for key in self._extra]
+        self.plan = SavePlan(tensors + nothing, planner_data={})
         return self.plan
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        one = self._todo[MetadataIndex(write_item.index.fqn, write_item.index.offset)]
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        if write_item.type == WriteItemType.BYTE_IO:
+            data = io.BytesIO()
+            torch.save([None], data)  # Megatron keeps a list of one
+            return data
+        assert write_item.index.offset is not None
+        one = self._todo[write_item.index.fqn, tuple(write_item.index.offset)]
         return self._resolve(one).view((1,) * len(one.leading) + one.shape)
 
-    def _item(self, index: MetadataIndex, one: Piece) -> WriteItem:
+    def _item(self, one: Piece) -> WriteItem:
+        index = MetadataIndex(one.key, one.offset)
         chunk = ChunkStorageMetadata(torch.Size(one.offset), torch.Size((1,) * len(one.leading) + one.shape))
         data = TensorWriteData(chunk, TensorProperties(dtype=self._types[one.key]), torch.Size((*one.leading, *one.parameter.shape)))
         return WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)
@@ -257,6 +296,7 @@ class _Unpickler(pickle.Unpickler):
     _ALLOWED = re.compile(
         r"torch\.distributed\.checkpoint\.metadata\.(Metadata|TensorStorageMetadata|BytesStorageMetadata|TensorProperties|MetadataIndex"
         r"|ChunkStorageMetadata|StorageMeta|_MEM_FORMAT_ENCODING)|torch\.distributed\.checkpoint\.filesystem\._StorageInfo|torch\.Size"
+        r"|torch\.distributed\.checkpoint\.planner\.(SavePlan|WriteItem|WriteItemType|TensorWriteData|BytesIOWriteData)"
         r"|torch\.serialization\._get_layout|collections\.OrderedDict|pathlib(\._local)?\.(Pure)?(Posix|Windows)Path"
     )
 
