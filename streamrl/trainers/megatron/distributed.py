@@ -16,7 +16,6 @@ import io
 import itertools
 import json
 import math
-import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,12 +24,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from streamrl.errors import CheckpointDamaged, ConfigError
+from streamrl.trainers.megatron.metadata import UNREADABLE, Reader
 from streamrl.trainers.megatron.names import Architecture, Parameter, Place, parameters
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -193,30 +193,33 @@ class Saved:
     def __init__(self, directory: Path) -> None:
         self.directory = found = _release(directory)
         try:
-            self._reader = _Reader(found)
-            self._metadata = self._reader.read_metadata()
-            self._reader.set_up_storage_reader(self._metadata, True)
-        except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, IndexError, KeyError) as error:
+            self._reader = Reader(found)
+            metadata = self._reader.read_metadata()
+            self._reader.set_up_storage_reader(metadata, True)
+            self.tensors = {key: one for key, one in metadata.state_dict_metadata.items() if isinstance(one, TensorStorageMetadata)}
+            self._check_files()
+        except UNREADABLE as error:
             raise _damaged(found / ".metadata", f"it cannot be read: {error}") from error
-        tensors = self._metadata.state_dict_metadata.items()
-        self.tensors = {key: one for key, one in tensors if isinstance(one, TensorStorageMetadata)}
-        self._check_files()
 
     def check(self, arch: Architecture) -> dict[str, torch.dtype]:
         """Raise ConfigError unless the model in the file is `arch`; returns the types of its tensors."""
         wanted: dict[str, Piece] = {}
         for one in pieces(arch):
             wanted.setdefault(one.key, one)
+        types: dict[str, torch.dtype] = {}
         for key, one in wanted.items():
             if key not in self.tensors and not _second(arch, key, self.tensors):
                 hint = "a checkpoint with one tensor a layer (non-homogeneous layers) is not read" if one.leading else ""
                 raise _unlike(self.directory, f"a tensor {key}", "none", hint)
-            if key in self.tensors:
-                self._check_shape(arch, key, one)
+            try:
+                if key in self.tensors:
+                    types[key] = self._checked(arch, key, one)
+            except UNREADABLE as error:
+                raise _damaged(self.directory / ".metadata", f"{key} cannot be read: {error}") from error
         model = (key for key in self.tensors if not key.startswith(_NOT_MODEL) and "_extra_state" not in key)
         if other := [key for key in model if key not in wanted]:
             raise _unlike(self.directory, f"the tensors of a {arch.model_type}", f"{other[0]} too", "another architecture, or its options")
-        return {key: self.tensors[key].properties.dtype for key in wanted if key in self.tensors}
+        return types
 
     def ranges(self, one: Piece) -> Iterator[Piece]:
         """The same piece by rows: of embedding and output layer, which are large, as they were saved."""
@@ -237,29 +240,34 @@ class Saved:
         items = create_read_items_for_chunk_list(one.key, metadata, [box])
         try:
             self._reader.read_data(LoadPlan(items), _Into(found)).wait()
-        except (RuntimeError, pickle.UnpicklingError, EOFError, AssertionError) as error:
+        except (RuntimeError, AssertionError, *UNREADABLE) as error:
             said = f"{one.key} cannot be read: {error}".splitlines()[0]
             raise _damaged(self.directory / self._reader.storage_data[items[0].storage_index].relative_path, said) from error
         return found.view(one.shape)
 
-    def _check_shape(self, arch: Architecture, key: str, one: Piece) -> None:
+    def _checked(self, arch: Architecture, key: str, one: Piece) -> torch.dtype:
         got, expected = tuple(self.tensors[key].size), (*one.leading, *one.parameter.shape)
         vocabulary = one.parameter.shape == (arch.vocabulary, arch.hidden) and not one.leading
         if got != expected and not (vocabulary and got[0] > expected[0] and got[1:] == expected[1:]):
             raise _unlike(self.directory, f"{key} of shape {list(expected)}", f"{list(got)}", "is --model of this model?")
-        count = sum(math.prod(chunk.sizes) for chunk in self.tensors[key].chunks)
-        if count != math.prod(got):
-            raise _damaged(self.directory, f"{key} of {math.prod(got)} elements has {count} in the files")
+        chunks = self.tensors[key].chunks
+        if (count := sum(math.prod(chunk.sizes) for chunk in chunks)) != math.prod(got):
+            raise _damaged(self.directory / ".metadata", f"{key} of {math.prod(got)} elements has {count} in the files")
+        if lost := [chunk for chunk in chunks if MetadataIndex(key, chunk.offsets) not in self._reader.storage_data]:
+            raise _damaged(self.directory / ".metadata", f"{key} from {list(lost[0].offsets)} on is in no file")
+        return self.tensors[key].properties.dtype
 
     def _check_files(self) -> None:
-        ends: dict[str, int] = {}
+        held: dict[str, list[tuple[int, int]]] = {}
         for place in self._reader.storage_data.values():
-            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-        for name, end in ends.items():
+            held.setdefault(place.relative_path, []).append((place.offset, place.offset + place.length))
+        for name, stretches in held.items():
             path = self.directory / name
             if path.parent != self.directory:
                 raise _damaged(self.directory / ".metadata", f"it names a file elsewhere, {name!r}")
-            got = path.stat().st_size if path.is_file() else None
+            if any(first[1] > second[0] for first, second in itertools.pairwise(sorted(stretches))):
+                raise _damaged(self.directory / ".metadata", f"it has two tensors in the same bytes of {name}")
+            end, got = max(stretches)[1], path.stat().st_size if path.is_file() else None
             if got is None or got < end:
                 raise _damaged(path, f"expected {end} bytes at least, got {'no file' if got is None else got}")
 
@@ -279,33 +287,6 @@ class _Into(DefaultLoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         del read_item, tensor  # it is there
-
-
-class _Reader(FileSystemReader):
-    """torch's, but for `.metadata`, a pickle: of what it names only the classes that such a file consists of are made."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            found = _Unpickler(file).load()
-        if not isinstance(found, Metadata) or found.storage_data is None:
-            raise ValueError("it does not describe a checkpoint")
-        return found
-
-
-class _Unpickler(pickle.Unpickler):
-    _ALLOWED = re.compile(
-        r"torch\.distributed\.checkpoint\.metadata\.(Metadata|TensorStorageMetadata|BytesStorageMetadata|TensorProperties|MetadataIndex"
-        r"|ChunkStorageMetadata|StorageMeta|_MEM_FORMAT_ENCODING)|torch\.distributed\.checkpoint\.filesystem\._StorageInfo|torch\.Size"
-        r"|torch\.distributed\.checkpoint\.planner\.(SavePlan|WriteItem|WriteItemType|TensorWriteData|BytesIOWriteData)"
-        r"|torch\.serialization\._get_layout|collections\.OrderedDict|pathlib(\._local)?\.(Pure)?(Posix|Windows)Path"
-    )
-
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        if module_name == "torch" and isinstance(found := getattr(torch, global_name, None), torch.dtype):
-            return found
-        if not self._ALLOWED.fullmatch(f"{module_name}.{global_name}"):
-            raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which no checkpoint's does")
-        return super().find_class(module_name, global_name)
 
 
 def _second(arch: Architecture, key: str, there: Mapping[str, Any]) -> bool:

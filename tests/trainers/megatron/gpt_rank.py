@@ -123,13 +123,13 @@ def logits(model: GPTModel) -> torch.Tensor | None:
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     if not first:
         came = torch.empty(length, count, model.config.hidden_size)
-        dist.recv(came, parallel_state.get_pipeline_model_parallel_prev_rank())
+        dist.recv(came, dist.get_rank() - parallel_state.get_tensor_model_parallel_world_size())
         model.set_input_tensor(came)
     with torch.no_grad():
         out = model(tokens, positions, mask)
     if last:
         return out
-    dist.send(out.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())
+    dist.send(out.contiguous(), dist.get_rank() + parallel_state.get_tensor_model_parallel_world_size())
     return None
 
 
@@ -160,7 +160,8 @@ def main() -> None:
             )
             common = dist_checkpointing.load_common_state_dict(checkpoint)
             assert common["args"].tensor_model_parallel_size == 1
-            model.load_state_dict(dist_checkpointing.load(state, checkpoint)["model"])
+            loaded: Any = dist_checkpointing.load(state, checkpoint)
+            model.load_state_dict(loaded["model"])
             torch.save(
                 {"place": (place.tensor, place.stage), "parameters": dict(model.named_parameters()), "logits": logits(model)},
                 Path(out) / f"{rank}.pt",

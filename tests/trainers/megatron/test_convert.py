@@ -12,11 +12,13 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from streamrl.cli import main
 from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError
 from streamrl.trainers.megatron import convert as module
 from streamrl.trainers.megatron.convert import convert
+from streamrl.trainers.megatron.metadata import Reader
 from tests.trainers.megatron.models import KINDS, write_model
 
 CASES = [(kind, tied) for kind in KINDS for tied in (True, False)]
@@ -158,6 +160,32 @@ def test_bytes_that_are_no_tensor_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointDamaged, match="__0_0"):
         convert(tmp_path / "megatron", tmp_path / "back")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["megatron", "model"]
+
+
+@pytest.mark.parametrize("lie", ["lost", "twice", "elsewhere", "fewer"])
+def test_metadata_that_cannot_be_true_is_refused(tmp_path: Path, lie: str) -> None:
+    write_model(tmp_path / "model", "Qwen3", tied=True)
+    convert(tmp_path / "model", tmp_path / "megatron")
+    path = tmp_path / "megatron" / "release" / ".metadata"
+    told = Reader(path.parent).read_metadata()
+    assert told.storage_data is not None
+    key = "decoder.layers.self_attention.linear_qkv.weight"
+    first, second = [index for index in told.storage_data if index.fqn == key][:2]
+    match lie:
+        case "lost":
+            del told.storage_data[first]
+        case "twice":
+            told.storage_data[first] = told.storage_data[second]
+        case "elsewhere":
+            told.storage_data[first].relative_path = "../../../secret"
+        case _:
+            tensor = told.state_dict_metadata[key]
+            assert isinstance(tensor, TensorStorageMetadata)
+            tensor.chunks.pop()
+    path.write_bytes(pickle.dumps(told))
+    with pytest.raises(CheckpointDamaged, match=r"\.metadata"):
+        convert(tmp_path / "megatron", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
 
 
 class Enemy:
