@@ -29,10 +29,12 @@ from streamrl.errors import ConfigError
 from streamrl.tensors.building import BUILDING
 from streamrl.tensors.transfer import on_device
 from streamrl.trainers.flops import sees_all
-from streamrl.trainers.torch.attention import PACKED, register
+from streamrl.trainers.torch import attention as packed_rows
+from streamrl.trainers.torch import experts
 from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.layers import Layers, first_line
 from streamrl.trainers.torch.parallel import Parallel
+from streamrl.trainers.torch.routing import Routers
 from streamrl.trainers.torch.sharding import Gathered, Held, cut
 
 logger = logging.getLogger(__name__)
@@ -81,6 +83,8 @@ class CausalLM:
         self._scale: float = (getattr(text, "logit_scale", None) or 1.0) / (getattr(text, "logits_scaling", None) or 1.0)
         self._softcap: float = getattr(text, "final_logit_softcapping", None) or 0.0
         self._takes_positions = "position_ids" in inspect.signature(self._body.forward).parameters
+        self.routers = Routers(self.module)
+        """Of a mixture of experts; none of another model."""
         self._check_head()
         # An explicit mask would replace or bypass sliding windows, linear attention and state-space layers.
         maskable = attention != "flash" and self._takes_positions and sees_all(text)
@@ -180,7 +184,7 @@ class CausalLM:
         if not self.compiled:
             return ""
         try:
-            with self._layers.trying() as reasons:
+            with self._layers.trying() as reasons, self.routers.rehearsing(row_length, torch.zeros(1, device=self.device)):
                 with torch.set_grad_enabled(gradient):
                     found = self._run(lambda: self._first_state(row_length, reasons))
                 if gradient and self._unit is not None:
@@ -373,11 +377,14 @@ def attention_mask(tree_RL: Tensor, branch_RL: Tensor) -> Tensor:
 def _load(model_dir: Path, dtype: torch.dtype, attention: str) -> Any:
     from transformers import AutoModelForCausalLM
 
-    kernels = {"sdpa": "sdpa", "flash": "flash_attention_2", "packed": PACKED}[attention]
-    register()
+    kernels = {"sdpa": "sdpa", "flash": "flash_attention_2", "packed": packed_rows.PACKED}[attention]
+    packed_rows.register()
+    experts.register()
     try:
         with BUILDING:
-            return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation=kernels)
+            return AutoModelForCausalLM.from_pretrained(
+                model_dir, dtype=dtype, attn_implementation=kernels, experts_implementation=experts.EXPERTS
+            )
     except ImportError as error:
         raise ConfigError(
             f"trainer.attention = {attention} cannot be used here: {error}",

@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from streamrl.errors import TrainingError
 from streamrl.tensors.digest import slice_digest
-from streamrl.tensors.digest_torch import Region, region_digests
-from streamrl.tensors.names import named
+from streamrl.tensors.digest_torch import NamedDigester, NamedDigests, Region, region_digests
+from streamrl.tensors.names import named, unlisted
 from streamrl.trainers.checkpoints import damaged
 from streamrl.trainers.torch.checkpoint import ModelState, host_bytes, host_copy
 from streamrl.trainers.torch.parallel import Parallel, local
@@ -137,6 +137,8 @@ class Held:
         self.model_type = model_type
         self._types = types
         self._shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters}
+        if fused := unlisted(model_type, self._shapes):
+            logger.warning("event=experts_not_split model_type=%s parameter=%s action=published_as_it_is", model_type, fused)
 
     def slices(self) -> list[Slice]:
         """Of all parameters: this rank's memory where it has the type to publish, else rounded copies."""
@@ -153,6 +155,11 @@ class Held:
     def digest(self) -> str:
         """Digest of the whole parameters, 16 hex digits: the same in every mesh. All ranks call it."""
         return digest_of_slices(self.slices(), self.parallel, self.model_type)
+
+    def digests(self) -> NamedDigests:
+        """Of what this rank holds of them, partial ones, as a snapshot of `published` has them. No rank waits for another."""
+        held = [one for whole in self.slices() for one in as_named(whole, self.model_type)]
+        return NamedDigester({one.name: Region(one.rows, one.shape, one.offset) for one in held}).digests()
 
     def copies(self) -> dict[str, Tensor]:
         """Of a model that is cut the whole parameters, on the host: all ranks call it, and rank 0 gets them, another one nothing."""

@@ -23,7 +23,6 @@ from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.core.packing import Indices
 from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
-from streamrl.tensors.digest import combine
 from streamrl.tensors.digest_torch import NamedDigester, NamedDigests, Region
 from streamrl.trainers.checkpoints import write_directory
 from streamrl.trainers.flops import flops_of, peak_flops
@@ -257,10 +256,11 @@ class TorchTrainer:
 
     def digest(self) -> str:
         """See `Trainer.digest`."""
-        if self._digester is None:
+        if self._snapshots is None:
             return self._held.digest()
-        self._known = self._digester.digests()
-        return combine(self._known.elements)
+        # Of a model that is cut, of the rows as they are rounded, which is what a snapshot will have of them.
+        self._known = self._digester.digests() if self._digester is not None else self._held.digests()
+        return self._parallel.digest(self._known.elements)
 
     def shards(self) -> Iterator[Shard]:
         """See `Trainer.shards`.
