@@ -9,7 +9,24 @@ import sys
 from collections.abc import Sequence
 
 from streamrl import __version__
-from streamrl.cli import bench, checks, dead, export, files, inspect, logs, metrics, page, records, reward, runs, top, trace, workers
+from streamrl.cli import (
+    bench,
+    checks,
+    convert,
+    dead,
+    export,
+    files,
+    inspect,
+    logs,
+    metrics,
+    page,
+    records,
+    reward,
+    runs,
+    top,
+    trace,
+    workers,
+)
 from streamrl.errors import StreamRLError
 
 _INTERRUPTED = 130
@@ -63,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
     checks.add_verbs(verbs)
     records.add_verbs(verbs)
     export.add_verbs(verbs)
+    convert.add_verbs(verbs)
     dead.add_verbs(verbs)
     reward.add_verbs(verbs)
     trace.add_verbs(verbs)

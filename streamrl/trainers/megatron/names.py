@@ -149,7 +149,7 @@ def architecture(config: Mapping[str, Any], where: str) -> Architecture:
         intermediate=_size(config, "moe_intermediate_size" if mixture else "intermediate_size", where),
         vocabulary=_size(config, "vocab_size", where),
         tied=bool(config.get("tie_word_embeddings", False)),
-        experts=_size(config, "num_experts", where) if mixture else 0,
+        experts=_size({"num_experts": config.get("num_local_experts"), **config}, "num_experts", where) if mixture else 0,
     )
 
 

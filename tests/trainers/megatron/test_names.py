@@ -61,7 +61,9 @@ def load(parameter: Parameter, whole: dict[str, np.ndarray]) -> np.ndarray:
 
 @settings(max_examples=150, deadline=None)
 @given(architectures(), st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]), st.integers(0, 3))
-def test_each_element_has_one_owner_and_the_ranks_make_the_checkpoint_again(made, replicas: int, expert_parts: int, more: int) -> None:
+def test_each_element_has_one_owner_and_the_ranks_make_the_checkpoint_again(
+    made: tuple[Architecture, int, int], replicas: int, expert_parts: int, more: int
+) -> None:
     arch, ranks, stages = made
     expert_parts = expert_parts if (replicas * ranks) % expert_parts == 0 else 1
     whole = checkpoint(arch)

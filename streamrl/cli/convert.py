@@ -1,0 +1,37 @@
+"""`convert`: a model directory as Megatron's distributed checkpoint, and back."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+
+def add_verbs(verbs: Any) -> None:
+    """Add the verb to argparse's sub-parsers."""
+    convert = verbs.add_parser(
+        "convert",
+        help="a Hugging Face model directory as Megatron's distributed checkpoint, or back",
+        description="The direction is that which SOURCE says. Megatron's file is the same for every mesh, so none is asked for.",
+    )
+    convert.add_argument("source", metavar="SOURCE", type=Path, help="model directory, or Megatron's checkpoint (torch_dist)")
+    convert.add_argument("dest", metavar="DEST", type=Path, help="new directory")
+    convert.add_argument(
+        "--model", type=Path, metavar="DIR", help="to Hugging Face: config.json and tokenizer of the model; default: SOURCE/hf"
+    )
+    convert.add_argument("--json", action="store_true", help="print JSON")
+    convert.set_defaults(run_verb=run_convert)
+
+
+def run_convert(arguments: argparse.Namespace) -> int:
+    """Convert a checkpoint."""
+    from streamrl.trainers.megatron.convert import convert
+
+    done = convert(arguments.source, arguments.dest, arguments.model)
+    if arguments.json:
+        print(json.dumps({"to": done.to, "path": str(arguments.dest), "tensors": done.tensors, "bytes": done.nbytes}))
+    else:
+        kind = {"megatron": "Megatron's distributed checkpoint", "hf": "a Hugging Face model directory"}[done.to]
+        print(f"converted {done.tensors} tensors ({done.nbytes:,} bytes) into {kind}: {arguments.dest}")
+    return 0
