@@ -228,7 +228,8 @@ def _imported() -> _Imported:
 def _begin(core: _Imported, tensors: int, device: torch.device, timeout_s: float) -> None:
     """Megatron's groups, over the default group; of one process that has none, over one of its own."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # sequence parallelism asks for it, on GPUs before Blackwell
-    for said in ("`torch.distributed", "full scope is deprecated", "MLP requires ffn_hidden_size"):  # once a call, of what megatron-core calls
+    warnings.filterwarnings("ignore", module=r"megatron\.")  # of what is faster otherwise, and of its own old names
+    for said in ("`torch.distributed", ".*tp_group"):
         warnings.filterwarnings("ignore", message=said)
     global _alone
     if not dist.is_initialized():
