@@ -117,6 +117,8 @@ class TrainedOn(msgspec.Struct, frozen=True, kw_only=True):
     shards: int = 1
     gather: str = "auto"
     """Of a model that is cut."""
+    context: int | msgspec.UnsetType = msgspec.UNSET
+    """Ranks that shared each packed row; unset: 1."""
 
 
 class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):

@@ -42,7 +42,8 @@ class Meshes(NamedTuple):
         if entry is None:
             return self.config
         if entry.trained_on is not UNSET:
-            keys = asdict(entry.trained_on)
+            keys = {name: value for name, value in asdict(entry.trained_on).items() if value is not UNSET}
+            keys.setdefault("context", 1)
         elif values := self.told.get(entry.fingerprint):
             keys = mesh_keys(values)
         else:
@@ -110,7 +111,9 @@ class MovingTrainer:
 
     def _move(self, config: Config, version: Version) -> None:
         settings = config.trainer
-        logger.info("event=replay_moves version=%s ranks=%d shards=%d", version, settings.ranks, settings.shards)
+        logger.info(
+            "event=replay_moves version=%s ranks=%d shards=%d context=%d", version, settings.ranks, settings.shards, settings.context
+        )
         with tempfile.TemporaryDirectory(prefix="streamrl-replay-") as folder:
             path = Path(folder) / "at"
             self._own.save(path, b"", version=version).result()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+from msgspec import UNSET
 
 from streamrl.config.tree import TrainerConfig
 from streamrl.schemas.ledger import TrainedOn
@@ -23,6 +24,8 @@ class Mesh(msgspec.Struct, frozen=True):
     """Copies of the parameters."""
     shard: int = 1
     """Parts that each copy is cut into."""
+    context: int = 1
+    """Neighbours that share each packed row. It divides the ranks; what they hold of the parameters does not depend on it."""
 
     @property
     def ranks(self) -> int:
@@ -32,6 +35,19 @@ class Mesh(msgspec.Struct, frozen=True):
     def place(self, rank: int) -> tuple[int, int]:
         """Which copy and which part of it a rank holds."""
         return divmod(rank, self.shard)
+
+    def share(self, rank: int) -> tuple[int, int]:
+        """Which share of the rows a rank has, of `ranks / context`, and its place among those that have it.
+
+        >>> [Mesh(replicate=2, shard=2, context=2).share(rank) for rank in range(4)]
+        [(0, 0), (0, 1), (1, 0), (1, 1)]
+        """
+        return divmod(rank, self.context)
+
+    def whole(self, length: int) -> int:
+        """Length of a row that ranks can share, two chunks each: the next multiple of twice their number."""
+        unit = 2 * self.context if self.context > 1 else 1
+        return -(-length // unit) * unit
 
     def rows(self, count: int, part: int) -> range:
         """Which of a tensor's `count` rows (dimension 0) part `part` holds: the first parts equally many, the last ones fewer or none.
@@ -52,13 +68,18 @@ class Mesh(msgspec.Struct, frozen=True):
 
 
 def mesh_of(trainer: TrainerConfig) -> Mesh:
-    """The mesh that a configuration asks for; it has been checked that `trainer.shards` divides `trainer.ranks`."""
-    return Mesh(replicate=trainer.ranks // trainer.shards, shard=trainer.shards)
+    """The mesh that a configuration asks for; it has been checked that `trainer.shards` and `trainer.context` divide `trainer.ranks`."""
+    return Mesh(replicate=trainer.ranks // trainer.shards, shard=trainer.shards, context=trainer.context)
 
 
 def trained_on(trainer: TrainerConfig) -> TrainedOn:
     """What a ledger entry says of it."""
-    return TrainedOn(ranks=trainer.ranks, shards=trainer.shards, gather=trainer.gather if trainer.shards > 1 else "auto")
+    return TrainedOn(
+        ranks=trainer.ranks,
+        shards=trainer.shards,
+        gather=trainer.gather if trainer.shards > 1 else "auto",
+        context=trainer.context if trainer.context > 1 else UNSET,
+    )
 
 
 def gathers_once(gather: str, nbytes: int, memory: int) -> bool:
