@@ -85,7 +85,8 @@ class CausalLM:
         self._check_head()
         # An explicit mask would replace or bypass sliding windows, linear attention and state-space layers.
         maskable = attention != "flash" and self._takes_positions and sees_all(text)
-        self.packs = maskable and attention == "packed" and self._packing_works()
+        capped = getattr(text, "attn_logit_softcapping", None)  # which `packed_attention` does not do
+        self.packs = maskable and attention == "packed" and not capped and self._packing_works()
         """Whether it can be run on packed rows."""
         if attention == "packed" and not self.packs:
             logger.warning("event=rows_not_packed model=%s", type(self.module).__name__)
