@@ -113,7 +113,7 @@ class WantedSlices(msgspec.Struct, frozen=True):
 
 
 class StoredSlices(msgspec.Struct, frozen=True):
-    """What a rank has stored of the version that was asked for."""
+    """What a rank has stored on one transport of the version that was asked for; with neither contribution nor error: it is storing."""
 
     word: str
     version: Version

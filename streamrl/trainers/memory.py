@@ -14,6 +14,7 @@ from streamrl.config.registry import Role
 from streamrl.config.tree import Config
 from streamrl.trainers.activations import GIB, ModelShape, gathered_bytes, looked_at_bytes, pass_bytes, training_bytes
 from streamrl.trainers.mesh import gathers_once
+from streamrl.weights.protocol import COMPARED_BYTES
 
 
 class Models(NamedTuple):
@@ -100,6 +101,9 @@ def rank_memory(config: Config, models: Models, *, gpu_bytes: int, compiled: boo
         )
         lasting.append(("gathered", gathered + max((looked_at_bytes(shape, itemsize) for _, shape in models.frozen), default=0)))
     lasting.append(("of versions to publish (weights.ring)", config.weights.buffers * itemsize * part))
+    weights = config.weights
+    if (weights.transport == "bus" or weights.also_on_bus) and weights.anchor_every > 1:
+        lasting.append(("to compare versions (weights.anchor_every)", COMPARED_BYTES))
     if trainer.check_logprobs:
         versions = config.tasks.max_staleness + 1
         each = (versions + 1) * 4 if shards > 1 else versions * itemsize  # see `Recheck`

@@ -20,6 +20,7 @@ from streamrl.weights.manifest import cut
 UNDER_WAY = 3
 """Parts that are on their way at once: one is being digested or applied while the next are being transferred."""
 Put = Callable[[], Awaitable[PartRef]]
+Moved = Callable[[], None] | None
 
 
 class Gone(WeightSyncError):
@@ -32,17 +33,19 @@ class PartStore:
     def __init__(self, blobs: Blobs) -> None:
         self._blobs = blobs
 
-    async def put(self, prefix: str, parts: Sequence[memoryview], *, what: str) -> tuple[PartRef, ...]:
-        """Store parts as `<prefix>/<index>`; all of them or none. Messages call them `what`: the policy and the version.
+    async def put(self, prefix: str, parts: Sequence[memoryview], *, what: str, moved: Moved = None) -> tuple[PartRef, ...]:
+        """Store parts as `<prefix>/<index>`; all of them or none. `moved` is called behind each.
+
+        Messages call them `what`: the policy and the version.
 
         Raises:
             WeightSyncError: the bus has no room; what had been stored is removed.
         """
         starts = list(accumulate(map(len, parts), initial=0))
         puts = [partial(self._put, f"{prefix}/{index:05d}", starts[index], part) for index, part in enumerate(parts)]
-        return await self._put_all(puts, starts[-1], what)
+        return await self._put_all(puts, starts[-1], what, moved)
 
-    async def put_content(self, prefix: str, content: Source, limit: int, *, what: str) -> tuple[PartRef, ...]:
+    async def put_content(self, prefix: str, content: Source, limit: int, *, what: str, moved: Moved = None) -> tuple[PartRef, ...]:
         """The same for all bytes of `content`, in parts of `limit` bytes that are made when it is their turn."""
 
         async def put(index: int, start: int, nbytes: int) -> PartRef:
@@ -51,7 +54,7 @@ class PartStore:
             return await self._put(f"{prefix}/{index:05d}", start, data.data)
 
         pieces = enumerate(cut(content.nbytes, limit))
-        return await self._put_all([partial(put, index, piece.start, piece.nbytes) for index, piece in pieces], content.nbytes, what)
+        return await self._put_all([partial(put, index, piece.start, piece.nbytes) for index, piece in pieces], content.nbytes, what, moved)
 
     async def get(self, parts: Sequence[PartRef], *, what: str) -> AsyncGenerator[tuple[PartRef, memoryview]]:
         """The parts in order, some read ahead.
@@ -80,7 +83,7 @@ class PartStore:
         digest = await self._blobs.put(name, data)
         return PartRef(location=name, offset=offset, nbytes=len(data), sha256=digest)
 
-    async def _put_all(self, puts: Iterable[Put], nbytes: int, what: str) -> tuple[PartRef, ...]:
+    async def _put_all(self, puts: Iterable[Put], nbytes: int, what: str, moved: Moved) -> tuple[PartRef, ...]:
         room = asyncio.Semaphore(UNDER_WAY)
         stored: list[PartRef] = []
 
@@ -88,6 +91,8 @@ class PartStore:
             async with room:
                 part = await put()
             stored.append(part)
+            if moved is not None:
+                moved()
             return part
 
         try:

@@ -12,7 +12,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -99,18 +99,20 @@ class BusTransport:
         self._published[version] = built
         return built
 
-    async def contribute(self, version: Version, shards: Iterator[Shard]) -> Contribution:
+    async def contribute(self, version: Version, shards: Iterator[Shard], *, moved: Callable[[], None] | None = None) -> Contribution:
         content = await asyncio.to_thread(ranks.RankContent, shards)
         known = self._contributed.get(version)
         if known is not None:
             if known.slices != content.slices:
                 raise WeightSyncError(f"{self._policy} {version}: expected the slices contributed before, got others")
-            return known
+            stored = set(await self._blobs.names())
+            if all(part.location in stored for link in known.links for part in link.parts):
+                return known
         ranges = [
             Range(one.name, one.dtype, manifests.ITEM_BYTES[one.dtype], one.first, one.count, start)
             for one, start in zip(content.slices, content.starts, strict=True)
         ]
-        own = await self._put(version, content, ranges, alone=False) if content.nbytes else ()
+        own = await self._put(version, content, ranges, alone=False, moved=moved) if content.nbytes else ()
         made = Contribution(run=self._run, policy=self._policy, version=version, slices=content.slices, links=own, transport="bus")
         self._contributed = {version: made}
         return made
@@ -164,8 +166,16 @@ class BusTransport:
         self._image.close()
         self._pool.shutdown(wait=False)
 
-    async def _put(self, version: Version, content: Source, ranges: Sequence[Range], *, alone: bool = True) -> tuple[Link, ...]:
-        """Store `content` whole, as changes, or both, the whole first.
+    async def _put(
+        self,
+        version: Version,
+        content: Source,
+        ranges: Sequence[Range],
+        *,
+        alone: bool = True,
+        moved: Callable[[], None] | None = None,
+    ) -> tuple[Link, ...]:
+        """Store `content` whole, as changes, or both, the whole first; `moved` is called for each part that is stored.
 
         Several ranks must choose alike, so theirs is a matter of counting versions; one `alone` looks at the bytes too.
         """
@@ -174,7 +184,7 @@ class BusTransport:
         what = f"{self._policy} {version}"
         whole_name = BlobName(self._policy, version, upload, None)
         if self._anchor_every == 1:
-            parts = await self._store.put_content(whole_name.prefix, content, limit, what=what)
+            parts = await self._store.put_content(whole_name.prefix, content, limit, what=what, moved=moved)
             return (Link(version=version, parts=parts),)
         parent = self._before.version
         blocks = await asyncio.to_thread(self._before.replace, version, content, ranges)
@@ -186,11 +196,12 @@ class BusTransport:
         smaller = blocks is not None and (not alone or nbytes < content.nbytes / (2 if due else 1))
         try:
             if due or not smaller:
-                links.append(Link(version=version, parts=await self._store.put_content(whole_name.prefix, content, limit, what=what)))
+                whole = await self._store.put_content(whole_name.prefix, content, limit, what=what, moved=moved)
+                links.append(Link(version=version, parts=whole))
             if blocks is not None and smaller:
                 name = BlobName(self._policy, version, upload, parent)
                 joined = [memoryview(part) for part in await asyncio.to_thread(join, blocks, limit)]
-                links.append(Link(version=version, parent=parent, parts=await self._store.put(name.prefix, joined, what=what)))
+                links.append(Link(version=version, parent=parent, parts=await self._store.put(name.prefix, joined, what=what, moved=moved)))
         except BaseException:
             # What readers will hold is not what is held here: the next version must not be made from it.
             self._before.forget()

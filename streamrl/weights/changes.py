@@ -12,10 +12,7 @@ import numpy.typing as npt
 
 from streamrl.schemas.versions import Version
 from streamrl.weights.delta import BLOCK_ELEMENTS, encode_block, encode_changed
-from streamrl.weights.protocol import Changed, DeviceBytes
-
-DEVICE_ELEMENTS = 32 * BLOCK_ELEMENTS
-"""Elements that a device compares at once: it has some 64 MiB of room for that, and each time the host waits once."""
+from streamrl.weights.protocol import COMPARED_ELEMENTS, Changed, DeviceBytes
 
 
 class Range(msgspec.Struct, frozen=True):
@@ -129,7 +126,7 @@ class Before:
                 blocks.append(block)
             return blocks
 
-        parts = [(part, starts[one.name, one.first]) for one in ranges for part in _cut([one], DEVICE_ELEMENTS)]
+        parts = [(part, starts[one.name, one.first]) for one in ranges for part in _cut([one], COMPARED_ELEMENTS)]
         return [block for blocks in self._pool.map(lambda one: changes(*one), parts) for block in blocks if block]
 
 

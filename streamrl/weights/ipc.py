@@ -124,11 +124,11 @@ class IpcTransport:
         self._keep(built, lease)
         return built
 
-    async def contribute(self, version: Version, shards: Iterator[Shard]) -> Contribution:
+    async def contribute(self, version: Version, shards: Iterator[Shard], *, moved: Callable[[], None] | None = None) -> Contribution:
         given = tuple(shards)
         snapshot = self._snapshot(given)
         if snapshot is None:
-            return await self._fallback.contribute(version, iter(given))
+            return await self._fallback.contribute(version, iter(given), moved=moved)
         slices = await asyncio.to_thread(self._slices, given, snapshot)
         known = self._contributed.get(version)
         if known is not None and known[0].slices == slices and not known[1].revoked:
@@ -257,6 +257,11 @@ class IpcTransport:
         leases: dict[str, ReadLease] = {}
         try:
             for part in manifest.parts:
+                if part.location in leases:
+                    raise WeightSyncError(
+                        f"{manifest.policy} {manifest.version}: expected each lease once, got {part.location!r} twice",
+                        location=part.location,
+                    )
                 if part.copying:
                     check_copying(part.copying, part.nbytes, where=f"{manifest.policy} {manifest.version}")
                 leases[part.location] = ReadLease(self._directory, part.location, where=f"{manifest.policy} {manifest.version}")

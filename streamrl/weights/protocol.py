@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -67,6 +67,13 @@ class Snapshot(Protocol):
         ...
 
 
+COMPARED_ELEMENTS = 16 << 20
+"""Elements that a device compares at once (`DeviceBytes.changes`)."""
+COMPARED_BYTES = 6 * COMPARED_ELEMENTS
+"""Room that it has for that. Each element has a flag of 1 byte; each that has changed, a fourth of them at most, a position of 8 and one
+of 4 bytes, and its old and new bits of up to 4 each: 1 + (8 + 4 + 4 + 4) / 4."""
+
+
 class Changed(NamedTuple):
     """The elements that differ between two versions of a tensor, as unsigned integers of their bits."""
 
@@ -101,7 +108,8 @@ class DeviceBytes(Protocol):
             before: the same tensor of another version.
             itemsize: bytes of an element.
             first: counted from the first that is held.
-            count: below 2^31.
+            count: at most `COMPARED_ELEMENTS`, so that no more than `COMPARED_BYTES` of the device are taken; one call of a snapshot
+                ring is served at a time.
         """
         ...
 
@@ -264,8 +272,8 @@ class WeightTransport(Protocol):
 class RankTransport(Protocol):
     """The publishing end on each of several trainer ranks: every rank stores its slices, rank 0 merges and announces."""
 
-    async def contribute(self, version: Version, shards: Iterator[Shard]) -> Contribution:
-        """Store this rank's slices; idempotent per version.
+    async def contribute(self, version: Version, shards: Iterator[Shard], *, moved: Callable[[], None] | None = None) -> Contribution:
+        """Store this rank's slices; idempotent per version. `moved` is called whenever bytes have gone, where that may take long.
 
         Raises WeightSyncError for a slice that is not a range of rows of dimension 0.
         """

@@ -255,7 +255,7 @@ def _tensors(contributions: Sequence[Contribution]) -> tuple[TensorSpec, ...]:
         slices = sorted(by_name[name], key=lambda piece: piece.first)
         like = slices[0]
         reached = total = 0
-        words = [int(piece.words, 16) if piece.words else None for piece in slices]
+        words = [_sum(name, piece.words) if piece.words else None for piece in slices]
         for piece in (piece for piece in slices if piece.count or not math.prod(piece.shape)):
             if (piece.dtype, piece.shape) != (like.dtype, like.shape):
                 raise WeightSyncError(
@@ -268,7 +268,7 @@ def _tensors(contributions: Sequence[Contribution]) -> tuple[TensorSpec, ...]:
                     tensor=name,
                 )
             reached += piece.count
-            total += int(piece.digest, 16)
+            total += _sum(name, piece.digest)
         if reached != math.prod(like.shape):
             raise WeightSyncError(
                 f"tensor {name!r}: expected slices of all {math.prod(like.shape)} elements, got {reached}",
@@ -281,6 +281,13 @@ def _tensors(contributions: Sequence[Contribution]) -> tuple[TensorSpec, ...]:
     if not end:
         raise WeightSyncError("expected at least one element to publish, got none of any rank")
     return tuple(specs)
+
+
+def _sum(name: str, digest: str) -> int:
+    try:
+        return int(digest, 16)
+    except ValueError as error:
+        raise WeightSyncError(f"tensor {name!r}: expected the digest of a slice as hex digits, got {digest!r}", tensor=name) from error
 
 
 def _whole(contributions: Sequence[Contribution], offsets: dict[str, int]) -> Link | None:

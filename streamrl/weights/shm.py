@@ -19,7 +19,7 @@ import shutil
 import stat
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -92,10 +92,10 @@ class ShmTransport:
         self._published[version] = built
         return built
 
-    async def contribute(self, version: Version, shards: Iterator[Shard]) -> Contribution:
+    async def contribute(self, version: Version, shards: Iterator[Shard], *, moved: Callable[[], None] | None = None) -> Contribution:
         content = await asyncio.to_thread(ranks.RankContent, shards)
         known = self._contributed.get(version)
-        if known is None:
+        if known is None or not self._has(known):
             parts = await asyncio.to_thread(self._write, version, content) if content.nbytes else ()
             known = Contribution(
                 run=self._run,
@@ -168,6 +168,9 @@ class ShmTransport:
         if self._lock_file is not None:
             os.close(self._lock_file)
             self._lock_file = None
+
+    def _has(self, made: Contribution) -> bool:
+        return all((self._directory / part.location).exists() for link in made.links for part in link.parts)
 
     def _unlink(self, older_than: Version, pinned: frozenset[Version]) -> None:
         for path, version, _ in self._files():

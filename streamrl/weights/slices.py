@@ -3,8 +3,9 @@
 ```text
 rank 0     offer ── order: take slices of v ──▶ ... asks for v ─ stores its own ─────────── merges ─ manifest
 rank r     ◀─ keeps its slices of v ┘                 └─▶ stores its own ─ says where ─┘
-              (what rank 0 has replaced is let go)     keys ranks/wanted-<policy>, ranks/stored-<policy>-<r>
+              (what rank 0 has replaced is let go)     keys ranks/wanted-<policy>, ranks/stored-<policy>-<r>-<transport>
 ```
+Each transport is answered for by itself, so that rank 0 begins its upload to the bus while the others do theirs.
 No rank sees another's bytes. Rank 0 alone decides which versions are published, so all ranks store the same ones in the same order.
 Ranks are restarted together; what those before have said is known by its word.
 """
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+SIGN_S = 0.25
+"""Between two signs of a rank whose bytes are on their way."""
+
 
 class SliceTransport(WeightTransport, RankTransport, Protocol):
     """A transport that several ranks can publish on together. Adapters: `ipc`, `shm`, `bus`."""
@@ -47,7 +51,7 @@ class OtherRanks(msgspec.Struct, frozen=True):
     order: Callable[[str, Version, Sequence[Version]], None]
     """Has them call `RankPublisher.offer`; returns when they have."""
     patience_s: float
-    """How much later than rank 0 another one may have stored its slices."""
+    """How long another one may store its slices without a sign that bytes of them have gone."""
     word: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
     """Tells what these ranks say from what was said before they were started."""
 
@@ -64,32 +68,32 @@ class Requests:
         self._policy = policy
         self._others = others
         self._asked: Version | None = None
-        self._stored: list[StoredSlices] = []
+        self._revision = 0
+        """Of the request: answers come behind it, and what was said of an earlier request for the same version does not."""
+        self._answering: set[str] = set()
 
-    async def ask(self, version: Version) -> None:
-        """Let the other ranks store their slices of `version`; without effect when that was asked for last."""
-        if self._asked != version:
-            self._stored = []
-            await self._kv.put(_wanted_key(self._policy), encode(WantedSlices(self._others.word, version)))
-            self._asked = version
+    async def ask(self, version: Version, transport: str) -> None:
+        """Let the other ranks store their slices of `version`, on all transports; the others of these find it asked for already."""
+        if self._asked != version or transport in self._answering:
+            self._revision = await self._kv.put(_wanted_key(self._policy), encode(WantedSlices(self._others.word, version)))
+            self._asked, self._answering = version, set()
+        self._answering.add(transport)
 
     async def contributions(self, transport: str) -> list[Contribution]:
         """What the other ranks have stored, on the transport of that name, of the version asked for; by rank.
 
         Raises:
-            WeightSyncError: one of them has failed, or has not stored it in time.
+            WeightSyncError: one of them has failed, or has given no sign for `OtherRanks.patience_s`.
         """
-        if not self._stored:
-            self._stored = await asyncio.gather(*(self._answer(rank) for rank in range(1, self._others.count + 1)))
-        return [stored.contributions[transport] for stored in self._stored]
+        return await asyncio.gather(*(self._answer(rank, transport) for rank in range(1, self._others.count + 1)))
 
-    async def _answer(self, rank: int) -> StoredSlices:
+    async def _answer(self, rank: int, transport: str) -> Contribution:
         what, patience_s = f"{self._policy} {self._asked}", self._others.patience_s
         try:
-            stored = await asyncio.wait_for(self._heard(rank), patience_s)
+            stored = await self._heard(rank, transport)
         except TimeoutError as error:
             raise WeightSyncError(
-                f"{what}: expected rank {rank} to have stored its slices {patience_s:g} s after rank 0, it has not",
+                f"{what}: expected a sign every {patience_s:g} s that rank {rank} stores its slices on {transport}, got none",
                 hint=f"see logs/trainer-{rank}.log; trainer.rank_timeout_s bounds how long ranks wait for each other",
                 rank=rank,
                 version=str(self._asked),
@@ -97,14 +101,20 @@ class Requests:
         if stored.error:
             said = f"{what}: rank {rank} cannot store its slices: {stored.error}"
             raise WeightSyncError(said, hint=f"see logs/trainer-{rank}.log", rank=rank)
-        return stored
+        return stored.contributions[transport]
 
-    async def _heard(self, rank: int) -> StoredSlices:
-        async with aclosing(_values(self._kv, _stored_key(self._policy, rank), StoredSlices)) as values:
+    async def _heard(self, rank: int, transport: str) -> StoredSlices:
+        """The rank's answer; raises TimeoutError `patience_s` after its last sign, or after this call."""
+        loop, patience_s = asyncio.get_running_loop(), self._others.patience_s
+        key, asked = _stored_key(self._policy, rank, transport), (self._others.word, self._asked)
+        async with asyncio.timeout(patience_s) as limit, aclosing(_values(self._kv, key, StoredSlices)) as values:
             while True:
-                stored = await anext(values)
-                if (stored.word, stored.version) == (self._others.word, self._asked):
+                revision, stored = await anext(values)
+                if (stored.word, stored.version) != asked or revision < self._revision:
+                    continue
+                if stored.error or stored.contributions:
                     return stored
+                limit.reschedule(loop.time() + patience_s)
 
 
 class MergedTransport:
@@ -122,10 +132,15 @@ class MergedTransport:
         self._requests = requests
 
     async def publish(self, version: Version, shards: Iterator[Shard]) -> Manifest:
-        await self._requests.ask(version)
-        own = await self._inner.contribute(version, shards)
-        others = await self._requests.contributions(self._name)
-        return await asyncio.to_thread(self._inner.merge, [own, *others])
+        await self._requests.ask(version, self._name)
+        others = asyncio.create_task(self._requests.contributions(self._name))
+        try:
+            own = await self._inner.contribute(version, shards)
+            made = [own, *await others]
+        finally:
+            others.cancel()
+            await asyncio.gather(others, return_exceptions=True)
+        return await asyncio.to_thread(self._inner.merge, made)
 
     def fetch(self, manifest: Manifest, wants: Sequence[Slice]) -> AsyncIterator[Part]:
         return self._inner.fetch(manifest, wants)
@@ -200,7 +215,7 @@ class RankPublisher:
         self._done.cancel()
 
     async def _work(self) -> None:
-        async for wanted in _values(self._kv, _wanted_key(self._policy), WantedSlices):
+        async for _, wanted in _values(self._kv, _wanted_key(self._policy), WantedSlices):
             await self._store(wanted)
 
     async def _store(self, wanted: WantedSlices) -> None:
@@ -208,25 +223,43 @@ class RankPublisher:
         taken = self._take(wanted)
         if taken is None:
             return  # it was asked of ranks that have ended, or is stored
-        try:
-            made = {name: await transport.contribute(wanted.version, iter(taken)) for name, transport in self._transports.items()}
-        except Exception as error:  # whatever it is: rank 0 would wait for it as for one that is late
-            why = error.message if isinstance(error, StreamRLError) else f"{type(error).__name__}: {error}"
-            await self._say(StoredSlices(wanted.word, wanted.version, error=why))
-            raise
-        await self._say(StoredSlices(wanted.word, wanted.version, contributions=made))
+        for name, transport in self._transports.items():
+            try:
+                made = await self._contribute(wanted, name, transport, taken)
+            except Exception as error:  # whatever it is: rank 0 would wait for it as for one that is late
+                why = error.message if isinstance(error, StreamRLError) else f"{type(error).__name__}: {error}"
+                await self._say(name, StoredSlices(wanted.word, wanted.version, error=why))
+                raise
+            await self._say(name, StoredSlices(wanted.word, wanted.version, contributions={name: made}))
         logger.info("event=weights_contributed policy=%s version=%s rank=%d", self._policy, wanted.version, self._rank)
 
-    async def _say(self, stored: StoredSlices) -> None:
-        await self._kv.put(_stored_key(self._policy, self._rank), encode(stored))
+    async def _contribute(self, wanted: WantedSlices, name: str, transport: RankTransport, taken: Sequence[Shard]) -> Contribution:
+        """Store the slices on one transport, and let rank 0 know while they are being stored."""
+        moved = asyncio.Event()
+        signs = asyncio.create_task(self._signs(wanted, name, moved))
+        try:
+            return await transport.contribute(wanted.version, iter(taken), moved=moved.set)
+        finally:
+            signs.cancel()
+            await asyncio.gather(signs, return_exceptions=True)
+
+    async def _signs(self, wanted: WantedSlices, name: str, moved: asyncio.Event) -> None:
+        while True:
+            await moved.wait()
+            moved.clear()
+            await self._say(name, StoredSlices(wanted.word, wanted.version))
+            await asyncio.sleep(SIGN_S)
+
+    async def _say(self, transport: str, stored: StoredSlices) -> None:
+        await self._kv.put(_stored_key(self._policy, self._rank, transport), encode(stored))
 
     def _take(self, wanted: WantedSlices) -> tuple[Shard, ...] | None:
         with self._lock:
             return self._kept.pop(wanted.version, None) if wanted.word == self._word else None
 
 
-async def _values(kv: KeyValue, key: str, kind: type[T]) -> AsyncGenerator[T]:
-    """The values of a key, from its present one on, for ever; one that cannot be read is passed over, for the next is put over it."""
+async def _values(kv: KeyValue, key: str, kind: type[T]) -> AsyncGenerator[tuple[int, T]]:
+    """Revision and value of a key, from the present one on, for ever; what cannot be read is passed over: the next is put over it."""
     async with aclosing(cast(AsyncGenerator[KeyEntry], kv.watch_key(key))) as entries:
         async for entry in entries:
             if entry.value is None:
@@ -236,12 +269,12 @@ async def _values(kv: KeyValue, key: str, kind: type[T]) -> AsyncGenerator[T]:
             except SchemaError as error:
                 logger.warning("event=weights_key_unreadable key=%s action=passed_over reason=%s", key, error.message)
                 continue
-            yield value
+            yield entry.revision, value
 
 
 def _wanted_key(policy: str) -> str:
     return f"{PREFIX_RANKS}wanted-{check_name('policy', policy)}"
 
 
-def _stored_key(policy: str, rank: int) -> str:
-    return f"{PREFIX_RANKS}stored-{check_name('policy', policy)}-{rank}"
+def _stored_key(policy: str, rank: int, transport: str) -> str:
+    return f"{PREFIX_RANKS}stored-{check_name('policy', policy)}-{rank}-{transport}"

@@ -22,6 +22,7 @@ from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.torch.checkpoint import host_bytes
+from streamrl.trainers.torch.snapshot import SnapshotBytes
 from streamrl.weights.manifest import shard_digests
 from tests.support.meshes import BOUND, STEPS, Ran, apart, batch, in_float64, parameters, run
 from tests.support.needs import need
@@ -54,6 +55,8 @@ def check_published(trainer: Trainer, checkpoint: Path) -> None:
     saved = parameters(checkpoint)
     shards = list(trainer.shards())
     assert {shard.name for shard in shards} == saved.keys()
+    first = shards[0].data
+    assert isinstance(first, SnapshotBytes) and first.snapshot._known is not None, "a rank's part waits for its copy"
     for shard in shards:
         whole = host_bytes(saved[shard.name])
         item = saved[shard.name].element_size()

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamrl.errors import BusError
 from streamrl.schemas.versions import Version
+from streamrl.trainers.torch import snapshot
 from streamrl.trainers.torch.snapshot import SnapshotBytes, SnapshotRing
 from streamrl.trainers.torch.snapshot_layout import Published
 from streamrl.weights import changes
 from streamrl.weights.bus import BusTransport
 from streamrl.weights.changes import Before
 from streamrl.weights.manifest import Content
-from streamrl.weights.protocol import Shard
+from streamrl.weights.protocol import COMPARED_BYTES, COMPARED_ELEMENTS, Shard
 from streamrl.weights.ranks import RankContent
 from tests.weights.compared import Model, compare, copied, ranges_of
 from tests.weights.test_delta import adam_step
@@ -35,7 +39,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(changes, "BLOCK_ELEMENTS", 256)
-    monkeypatch.setattr(changes, "DEVICE_ELEMENTS", 1024)
+    monkeypatch.setattr(changes, "COMPARED_ELEMENTS", 1024)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -95,6 +99,59 @@ def test_there_is_nothing_to_compare_with_before_the_first_an_older_or_another_m
     other.step()
     other.parameters["few"][1, 1] += 1
     assert found and len(replace(8, other.shards(on_host=False)) or ()) == 1
+
+
+class Made(TorchDispatchMode):
+    """Bytes of all tensors that operations make."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not func.is_view:
+            self.nbytes += out.nbytes
+        return out
+
+
+@pytest.mark.parametrize("part", [0.0, 0.01, 0.2499, 0.26, 1.0])
+@pytest.mark.parametrize("count", [50_000, 2048, 1000])
+def test_a_comparison_takes_the_room_that_is_reckoned_with(part: float, count: int) -> None:
+    """The positions of all elements would take more than all else together."""
+    parameter = torch.zeros(count)
+    ring = SnapshotRing([("w", parameter)], CPU, slots=2)
+    (old,) = ring.take()
+    parameter[torch.arange(count) % 10_000 < part * 10_000] = 1  # bits of 0 and 1
+    changed = int((parameter == 1).sum())
+    (new,) = ring.take()
+    assert isinstance(new.data, SnapshotBytes) and isinstance(old.data, SnapshotBytes)
+    with Made() as made:
+        found = new.data.changes(old.data, 4, 0, count)
+    assert made.nbytes <= COMPARED_BYTES // COMPARED_ELEMENTS * count + 8192
+    assert (found is None) == (4 * changed > count)
+    if found is not None:
+        np.testing.assert_array_equal(found.positions, np.flatnonzero(parameter.numpy()))
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_one_part_is_compared_at_a_time(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each thread would take as much of the device."""
+    model, before = Model(CPU, slots=2), Before(pool)
+    before.replace(Version(0, 1), content := Content(model.shards(on_host=False)), ranges_of(content))
+    del content
+    inside, most, bits = 0, 0, snapshot._bits
+
+    def slow(*args: Any) -> torch.Tensor:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        time.sleep(0.01)
+        inside -= 1
+        return bits(*args)
+
+    monkeypatch.setattr(snapshot, "_bits", slow)
+    model.step()
+    before.replace(Version(0, 2), content := Content(model.shards(on_host=False)), ranges_of(content))
+    assert most == 1
 
 
 async def test_a_follower_gets_every_version_from_the_changes(memory_bus) -> None:

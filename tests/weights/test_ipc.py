@@ -242,6 +242,22 @@ async def test_a_dead_trainers_memory_is_not_held_and_its_files_go(tmp_path: Pat
     assert sorted(name.rpartition(".")[2] for name in os.listdir(tmp_path)) == ["lease", "owner"]
 
 
+async def test_a_lease_that_a_manifest_names_twice_is_refused_and_none_stays_taken(trainer: Trainer) -> None:
+    """Which would keep the buffer from being written until this process ends."""
+    manifest = await trainer.publish(1)
+    part = msgspec.structs.replace(manifest.parts[0], copying=msgspec.UNSET)
+    half = part.nbytes // 2
+    parts = (msgspec.structs.replace(part, nbytes=half), msgspec.structs.replace(part, offset=half, nbytes=part.nbytes - half))
+    bad = msgspec.structs.replace(manifest, parts=parts)
+    transport = reader(trainer.directory, sources=True)
+    with raises(WeightSyncError, location=part.location):
+        async with transport.source(bad):
+            pass
+    with raises(WeightSyncError, location=part.location):
+        await read(reader(trainer.directory), bad)
+    assert trainer.transport._published[Version(0, 1)][1].revoke(0)
+
+
 async def test_publishing_again_is_the_same_version(trainer: Trainer) -> None:
     manifest = await trainer.publish(1)
     assert await trainer.publish(1) == manifest

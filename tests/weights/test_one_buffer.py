@@ -34,7 +34,7 @@ async def test_a_rank_offers_the_next_version_when_the_one_before_is_stored(tmp_
     own = ring(torch.ones(4, 3), (8, 3), (4, 0))
     for number in range(1, 4):
         await asyncio.to_thread(publisher.offer, others.word, Version(0, number), (), own.shards())
-        await requests.ask(Version(0, number))
+        await requests.ask(Version(0, number), "shm")
         assert len(await requests.contributions("shm")) == 1
     publisher.close()
     transport.close()

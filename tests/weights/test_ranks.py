@@ -28,6 +28,7 @@ from streamrl.weights.manifest import Content
 from streamrl.weights.protocol import Shard, WeightTransport
 from streamrl.weights.ranks import RankContent, check_places, merge, placed
 from streamrl.weights.shm import ShmTransport
+from tests.support.errors import raises
 from tests.weights.wanted import slices
 
 MODEL = {
@@ -188,6 +189,16 @@ def test_contributions_that_make_no_version_are_refused(change, said):
     made = [contribution(rows_of(model(1), rank, 2), 100, {}, str(rank)) for rank in range(2)]
     with pytest.raises(WeightSyncError, match=said):
         merge(change(made))
+
+
+@pytest.mark.parametrize("field", ["digest", "words"])
+def test_a_digest_that_is_none_is_refused_by_name(field):
+    made = [contribution(rows_of(model(1), rank, 2), 100, {}, str(rank)) for rank in range(2)]
+    slices = list(made[1].slices)
+    slices[0] = msgspec.structs.replace(slices[0], **{field: "no number"})
+    made[1] = msgspec.structs.replace(made[1], slices=tuple(slices))
+    with raises(WeightSyncError, tensor=slices[0].name):
+        merge(made)
 
 
 def test_ranks_whose_changes_begin_at_different_versions_are_refused():

@@ -36,23 +36,58 @@ class DerivedLoad:
             verify: give each tensor's digest.
 
         Raises:
-            WeightSyncError: a tensor does not lie in one span, or the model refuses it.
+            WeightSyncError: the spans do not hold all of a tensor, or the model refuses it.
         """
         for parameter, tensor in zip(self._twin.parameters(), parameters, strict=True):
             parameter.data = tensor
-        named = list(_tensors(layout, spans))
+        digests: list[int] = []
+
+        def arriving() -> Iterator[tuple[str, Tensor]]:
+            # One after the other: what is put together of several ranks' rows has room of its own for as long as it is loaded.
+            for name, tensor in _tensors(layout, spans, parameters[0].device):
+                if verify:
+                    digests.extend(tensor_digests([tensor]))
+                yield from expand(name, tensor)
+
+        named = arriving()
         try:
-            self._twin.load_weights(part for name, tensor in named for part in expand(name, tensor))
+            self._twin.load_weights(named)
         except (AssertionError, KeyError, RuntimeError, ValueError) as error:
             raise WeightSyncError(f"expected tensors that fit {type(self._twin).__name__}, its load_weights says: {error}") from error
-        return tuple(tensor_digests([tensor for _, tensor in named])) if verify else ()
+        for _ in named:  # what the model did not ask for is a part of the version all the same
+            pass
+        return tuple(digests)
 
 
-def _tensors(layout: Layout, spans: Sequence[DeviceSpan]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(layout: Layout, spans: Sequence[DeviceSpan], device: torch.device) -> Iterator[tuple[str, Tensor]]:
     for entry, dtype in zip(layout.entries, layout.dtypes, strict=True):
-        span = next((span for span in spans if span.first <= entry.offset and entry.offset + entry.nbytes <= span.end), None)
-        if span is None:
-            hint = "derived weights cannot be put together from slices"
-            raise WeightSyncError(f"tensor {entry.name!r}: expected all of it in one source", hint=hint)
-        data = span.data[entry.offset - span.first : entry.offset - span.first + math.prod(entry.shape) * dtype.itemsize]
+        nbytes = math.prod(entry.shape) * dtype.itemsize
+        data = _bytes(entry.name, spans, entry.offset, entry.offset + nbytes, device)
         yield entry.name, data.view(dtype).view(torch.Size(entry.shape))
+
+
+def _bytes(name: str, spans: Sequence[DeviceSpan], first: int, end: int, device: torch.device) -> Tensor:
+    """Bytes `first .. end` of the concatenation, [end - first] uint8: a view where they lie in one span, else a copy on `device`.
+
+    Example: of bytes 64 .. 192, where one rank's rows are 0 .. 128 and the next one's 128 .. 256, each span gives 64 bytes.
+    """
+    found = torch.empty(0, dtype=torch.uint8, device=device)
+    reached = first
+    for span in spans:  # in the order of the concatenation
+        low, high = max(first, span.first), min(end, span.end)
+        if low >= high or low != reached:
+            continue
+        part = span.data[low - span.first : high - span.first]
+        if (low, high) == (first, end):
+            return part
+        if reached == first:
+            found = torch.empty(end - first, dtype=torch.uint8, device=device)
+        found[low - first : high - first].copy_(part)
+        reached = high
+    if reached != end:
+        raise WeightSyncError(
+            f"tensor {name!r}: expected its bytes {first} .. {end} of the version one behind the other, got none from {reached} on",
+            hint="a rank's part is missing from the version; the next one is taken afresh",
+            tensor=name,
+        )
+    return found

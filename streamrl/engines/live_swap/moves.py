@@ -28,7 +28,7 @@ class Move(msgspec.Struct, frozen=True):
 
 
 def moves(pieces: Sequence[Piece]) -> list[Move]:
-    """The pieces of a window as few moves: what lies side by side is one, and so is what recurs at a distance, as experts do.
+    """The pieces of a window as few moves: what lies side by side in a source is one, and so is what recurs at a distance, as experts do.
 
     Example: three experts of two elements each, 4 apart in the source and 6 apart in the parameter.
 
@@ -50,6 +50,7 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
         last, copy = result[-1] if result else None, piece.copy
         if (
             last is not None
+            and last.source == piece.source
             and last.end_byte == piece.first_byte
             and last.copy.rows == copy.rows == 1
             and last.copy.target_step == copy.target_step == 1
@@ -72,7 +73,8 @@ def _recurring(found: Sequence[Move]) -> list[Move]:
         copy = move.first.copy
         # Of what has one row the strides mean nothing.
         strides = (copy.stride, copy.target_stride) if copy.rows > 1 else ()
-        alike = runs.setdefault((copy.parameter, copy.rows, copy.cols, copy.target_step, move.first.itemsize, strides, move.recurs), [])
+        key = (move.first.source, copy.parameter, copy.rows, copy.cols, copy.target_step, move.first.itemsize, strides, move.recurs)
+        alike = runs.setdefault(key, [])
         longer = _longer(*alike[-1], move) if alike else None
         if longer is not None:
             alike[-1] = alike[-1][0], longer

@@ -84,10 +84,17 @@ class Piece(msgspec.Struct, frozen=True):
 class Window(msgspec.Struct, frozen=True):
     """Pieces that are copied by one call, and the bytes of the concatenation that they lie in."""
 
-    source: int
     first_byte: int
     end_byte: int
     pieces: tuple[Piece, ...]
+
+    @property
+    def reads(self) -> tuple[tuple[int, int], ...]:
+        """Index of each source that is read, and the end of what is read of it."""
+        ends: dict[int, int] = {}
+        for piece in self.pieces:
+            ends[piece.source] = max(ends.get(piece.source, 0), piece.end_byte)
+        return tuple(ends.items())
 
     @property
     def nbytes(self) -> int:
@@ -269,6 +276,8 @@ def windows(
 ) -> list[Window]:
     """Cut a plan to windows of at most `window_bytes` source bytes each, in the order of the concatenation.
 
+    A window may have pieces of several sources: rows of two ranks lie in turn, tensor by tensor.
+
     Args:
         copies: the plan; a copy's index is its region's.
         offsets: first byte of each tensor in the concatenation.
@@ -288,20 +297,20 @@ def windows(
                 break
             for part in cut(copy, -(-(first - base) // item), (end - base) // item):
                 pieces.extend(_narrow(part, region, index, base, item, window_bytes))
-    pieces.sort(key=lambda piece: (piece.source, piece.first_byte))
+    pieces.sort(key=lambda piece: (piece.first_byte, piece.source))
     result: list[Window] = []
     group: list[Piece] = []
     low = high = 0
     for piece in pieces:
-        if group and (piece.source != group[0].source or max(high, piece.end_byte) - low > window_bytes or len(group) == window_copies):
-            result.append(Window(group[0].source, low, high, tuple(group)))
+        if group and (max(high, piece.end_byte) - low > window_bytes or len(group) == window_copies):
+            result.append(Window(low, high, tuple(group)))
             group = []
         if not group:
             low = high = piece.first_byte
         group.append(piece)
         high = max(high, piece.end_byte)
     if group:
-        result.append(Window(group[0].source, low, high, tuple(group)))
+        result.append(Window(low, high, tuple(group)))
     return result
 
 

@@ -11,7 +11,10 @@ import numpy.typing as npt
 from streamrl.engines.live_swap.messages import Prepared, Region
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.weights import Manifest, TensorSpec
-from streamrl.tensors.digest import combine, digest_text
+from streamrl.tensors.digest import combine
+
+DIGITS = 16
+"""Hex digits of a digest."""
 
 
 class DigestBooks:
@@ -105,12 +108,12 @@ class DigestBooks:
                         known=False,
                     )
                 totals[index] = 0 if twin is None else twin
-        # All at once: of a mixture of experts there are tens of thousands.
-        expected = np.array([int(digest, 16) for digest in wanted], np.uint64)
-        for index in np.flatnonzero(totals != expected)[:1].tolist():
-            spec, got = manifest.tensors[index], digest_text(int(totals[index]))
-            raise WeightSyncError(
-                f"{manifest.version}: tensor {spec.name!r}: expected staged bytes with digest {wanted[index]}, got {got}",
-                version=str(manifest.version),
-                tensor=spec.name,
-            )
+        # All at once, for a mixture of experts has tens of thousands; as texts, for a manifest may hold any.
+        text = totals.astype(">u8").tobytes().hex()
+        for spec, digest, first in zip(manifest.tensors, wanted, range(0, len(text), DIGITS), strict=True):
+            if (got := text[first : first + DIGITS]) != digest:
+                raise WeightSyncError(
+                    f"{manifest.version}: tensor {spec.name!r}: expected staged bytes with digest {digest}, got {got}",
+                    version=str(manifest.version),
+                    tensor=spec.name,
+                )

@@ -49,14 +49,19 @@ class DeviceImages:
         self._side = side
         self._open: dict[tuple[str, bytes], Tensor] = {}
 
+    def close_others(self, source: CudaSource) -> bool:
+        """Close what belongs to no owner of `source`; call it before `spans`. True if there was any: no view of it may be kept then."""
+        owners = {memory.owner for memory in source.memory}
+        kept = {key: data for key, data in self._open.items() if key[0] in owners}
+        closed, self._open = len(kept) < len(self._open), kept
+        return closed
+
     def spans(self, source: CudaSource) -> Sequence[DeviceSpan]:
         """The memory of a source, in the order of the concatenation.
 
         Raises:
             WeightSyncError: memory that cannot be opened here, or that has no room for the marks of its buckets.
         """
-        owners = {memory.owner for memory in source.memory}
-        self._open = {key: data for key, data in self._open.items() if key[0] in owners}
         spans: list[DeviceSpan] = []
         followed: dict[str, Buckets | None] = {}
         first = 0

@@ -45,10 +45,8 @@ class Bound(NamedTuple):
     moved: int
     """Bytes that it reads and writes in the device's memory."""
     pairs: Pairs
-    source: int = 0
-    """Index of the source."""
-    end_byte: int = 0
-    """In the concatenation, of what is read."""
+    reads: tuple[tuple[int, int], ...] = ()
+    """Index of each device source, and the end of what is read of it, in the concatenation."""
 
 
 KEPT_BINDINGS = 16
@@ -72,7 +70,8 @@ class Stager:
         self._passes = passes
         self._side = Side(swap.device, streams, host_only=swap.buffers.pinned)
         self._layouts: dict[str, Layout] = {}
-        self._bindings: dict[tuple[object, ...], list[Bound]] = {}
+        self._of_scratch: dict[tuple[str, int], list[Bound]] = {}
+        self._of_devices: dict[tuple[object, ...], list[Bound]] = {}
         self._scratch_windows: dict[str, list[Window]] = {}
         self._digests: dict[tuple[str, int], Digests] = {}
         self._word_digests: dict[tuple[str, int], Digests] = {}
@@ -162,7 +161,8 @@ class Stager:
         self._scratch_windows[key] = cut
         with self._side.entered():
             if self._side.reserve(max(window.end_byte - _base(window) for window in cut)):
-                self._bindings.clear()
+                self._of_scratch.clear()
+                self._of_devices.clear()
             for index in (0, 1):
                 # The weights loaded first have this padding already, unless they were dummies.
                 for fill in layout.fills:
@@ -174,9 +174,10 @@ class Stager:
     def _windows(self, key: str, layout: Layout, idle: int, source: FileSource | CudaSource) -> Iterator[Bound]:
         """Windows to copy, one after the other, each when its bytes are there."""
         if isinstance(source, CudaSource):
-            spans = self._devices.spans(source)
+            spans = self._spans(source)
             for bound in self._bound_to_device(key, layout, idle, spans):
-                spans[bound.source].wait(bound.end_byte)
+                for index, end in bound.reads:
+                    spans[index].wait(end)
                 yield bound
             return
         version = MappedVersion(source, layout.nbytes)
@@ -185,37 +186,43 @@ class Stager:
             self._side.load(index % 2, _runs(version, window))
             yield bound
 
+    def _spans(self, source: CudaSource) -> Sequence[DeviceSpan]:
+        if self._devices.close_others(source):
+            # A view would keep a dead trainer's buffer from being freed, and its successor may need the room.
+            self._of_devices.clear()
+        return self._devices.spans(source)
+
     def _bound_to_scratch(self, key: str, layout: Layout, idle: int) -> list[Bound]:
-        known = self._bindings.get((key, idle))
+        known = self._of_scratch.get((key, idle))
         if known is None:
             slots = self._side.scratch
             # Written to the scratch, read there, and written to their parameters.
             known = [
-                Bound(window.first_byte, 3 * window.nbytes, self._pairs(layout, window, idle, slots[index % 2], _base(window)))
+                Bound(window.first_byte, 3 * window.nbytes, self._pairs(layout, window, idle, [(slots[index % 2], _base(window))]))
                 for index, window in enumerate(self._scratch_windows[key])
             ]
-            self._bindings[key, idle] = known
+            self._of_scratch[key, idle] = known
         return known
 
     def _bound_to_device(self, key: str, layout: Layout, idle: int, spans: Sequence[DeviceSpan]) -> list[Bound]:
         identity = (key, idle, *((span.first, span.end, span.data.data_ptr()) for span in spans))
-        known = self._bindings.get(identity)
+        known = self._of_devices.get(identity)
         if known is None:
             cut = layout.cut([(span.first, span.end) for span in spans], DEVICE_WINDOW_BYTES)
-            known = []
+            known, read = [], [(span.data, span.first) for span in spans]
             for window in cut:
-                span = spans[window.source]
-                targets, sources = self._pairs(layout, window, idle, span.data, span.first)
+                targets, sources = self._pairs(layout, window, idle, read)
                 pairs = [*targets, *self._side.unlike[:1]], [*sources, *self._side.unlike[1:]]
-                # Another GPU's memory is read at no cost to this one's.
-                moved = window.nbytes * (2 if span.data.device == self._swap.device else 1)
-                known.append(Bound(window.first_byte, moved, pairs, window.source, window.end_byte))
-            self._bindings[identity] = known
-            if len(self._bindings) > KEPT_BINDINGS:
-                del self._bindings[next(iter(self._bindings))]
+                # As if it were read from this device's memory too: opened memory does not tell on which GPU it lies. From another one a
+                # paced copy is slower than it need be, and forward passes feel less of it than they may.
+                known.append(Bound(window.first_byte, 2 * window.nbytes, pairs, window.reads))
+            self._of_devices[identity] = known
+            if len(self._of_devices) > KEPT_BINDINGS:
+                del self._of_devices[next(iter(self._of_devices))]
         return known
 
-    def _pairs(self, layout: Layout, window: Window, idle: int, data: Tensor, first_byte: int) -> Pairs:
+    def _pairs(self, layout: Layout, window: Window, idle: int, read: Sequence[tuple[Tensor, int]]) -> Pairs:
+        """Targets and sources of a window; `read` has the bytes of each source and its first byte in the concatenation."""
         parameters = self._swap.buffers.sets[idle]
         targets: list[Tensor] = []
         sources: list[Tensor] = []
@@ -223,6 +230,7 @@ class Stager:
             copy = move.first.copy
             counts = [one.times for one in move.recurs]
             targets.append(recurring(target_view(parameters, copy), counts, [one.target_step for one in move.recurs]))
+            data, first_byte = read[move.first.source]
             source = source_view(data, move.first.first_byte - first_byte, copy, layout.dtypes[copy.tensor])
             sources.append(recurring(source, counts, [one.step for one in move.recurs]))
             if index % BREATH == BREATH - 1:
@@ -233,7 +241,7 @@ class Stager:
         if self._derived is None:
             self._derived = DerivedLoad(self._swap.model)
         if isinstance(request.source, CudaSource):
-            spans = self._devices.spans(request.source)
+            spans = self._spans(request.source)
             for span in spans:
                 span.wait(span.end)
         else:

@@ -24,8 +24,8 @@ from streamrl.trainers.activations import (
     model_shape,
     training_bytes,
 )
-from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.kernels import Kernels
+from streamrl.trainers.torch.language_model import LanguageModel
 from streamrl.trainers.torch.layers import first_line
 from streamrl.trainers.torch.parallel import Parallel
 from streamrl.trainers.torch.reproducible import reproducible
@@ -72,8 +72,8 @@ class Arrangement:
         self,
         kernels: Kernels,
         *,
-        trained: Sequence[CausalLM],
-        frozen: Sequence[CausalLM],
+        trained: Sequence[LanguageModel],
+        frozen: Sequence[LanguageModel],
         parallel: Parallel,
         budget: int,
         deterministic: bool,
@@ -90,7 +90,7 @@ class Arrangement:
         self._attention = kernels.attention
         if kernels.attention == "packed" and (others := [model for model in trained if not model.packs]):
             self._attention = "sdpa"
-            self._say_not_packed(type(others[0].module).__name__)
+            self._say_not_packed(others[0].name)
         self._room = self._reckon(copies) if kernels.kept_layers == "auto" else None
         self._most: int | None = None
         """No more layers keep their activations since memory ran out."""
@@ -168,7 +168,7 @@ class Arrangement:
                 hint="lower trainer.micro_tokens or trainer.activations" if memory else "set trainer.compile = 'off'",
                 key="trainer.micro_tokens" if memory else "trainer.compile",
             ) from error
-        reasons = [f"{type(model.module).__name__}: {why}" for model, why in found if why]
+        reasons = [f"{model.name}: {why}" for model, why in found if why]
         if not any(self._parallel.gather(len(reasons))):
             return True
         self._why = reasons[0] if reasons else "another rank cannot"
@@ -202,7 +202,7 @@ class Arrangement:
     def _reckon(self, copies: int) -> _Room | None:
         """The memory that is there, of the rank that has the least; None where the shape or the layers are not known."""
         policy = self._trained[0]
-        found = [model_shape(model.module.config.to_dict()) for model in self._trained]
+        found = [model_shape(model.config) for model in self._trained]
         least = self._parallel.free_bytes()
         if found[0] is None or not policy.num_layers:
             return None
@@ -214,7 +214,7 @@ class Arrangement:
             if shards > 1:
                 needed += gathered_bytes(shape, itemsize, once=model.gathers_once)
         if shards > 1:  # one at a time, while nothing else is run
-            looked_at = [model_shape(model.module.config.to_dict()) or shapes[0] for model in self._frozen]
+            looked_at = [model_shape(model.config) or shapes[0] for model in self._frozen]
             needed += max((looked_at_bytes(shape, itemsize) for shape in looked_at), default=0)
         size = -(-sum(p.numel() for _, p in policy.parameters()) // shards) * itemsize
         return _Room(shapes, least, needed + copies * size)

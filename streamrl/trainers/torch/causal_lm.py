@@ -28,7 +28,7 @@ from streamrl.core.packing import MicroBatch, trial_row
 from streamrl.errors import ConfigError
 from streamrl.tensors.building import BUILDING
 from streamrl.tensors.transfer import on_device
-from streamrl.trainers.flops import sees_all
+from streamrl.trainers.flops import flops_of, sees_all
 from streamrl.trainers.torch.attention import PACKED, register
 from streamrl.trainers.torch.context import Context, Share
 from streamrl.trainers.torch.kernels import Kernels
@@ -70,6 +70,9 @@ class CausalLM:
         attention = kernels.attention
         self.module: Any = _load(model_dir, dtype, attention)
         self.module.to(device).eval()
+        self.name: str = type(self.module).__name__
+        self.config: dict[str, Any] = self.module.config.to_dict()
+        self.flops = flops_of(self.module)
         self.device = device
         self.dtype = dtype
         """That it computes in."""
@@ -89,7 +92,7 @@ class CausalLM:
         self.packs = maskable and attention == "packed" and not capped and self._packing_works()
         """Whether it can be run on packed rows."""
         if attention == "packed" and not self.packs:
-            logger.warning("event=rows_not_packed model=%s", type(self.module).__name__)
+            logger.warning("event=rows_not_packed model=%s", self.name)
             self.module.set_attn_implementation("sdpa")
         self.free_masks = maskable and not self.packs and self._masks_work()
         self._unit: Gathered | None = None
@@ -97,7 +100,7 @@ class CausalLM:
         self._layers = Layers(self._stack(), self.vocab_size)
         self.arrange(compiled=kernels.compile, kept=None if kernels.kept_layers == "auto" else kernels.kept_layers)
         if not self.free_masks and not self.packs:
-            logger.info("event=one_sample_per_row model=%s", type(self.module).__name__)
+            logger.info("event=one_sample_per_row model=%s", self.name)
 
     def cut(self, parallel: Parallel, *, trained: bool) -> Held:
         """The parameters as this rank holds them: all, or its part of them, which the model keeps alone from here on.
@@ -333,9 +336,9 @@ class CausalLM:
         theirs = self.module(input_ids=ids, use_cache=False).logits
         if ours.shape != theirs.shape or not self._close(ours, theirs):
             raise ConfigError(
-                f"{type(self.module).__name__} does something to its logits that this trainer does not know of",
+                f"{self.name} does something to its logits that this trainer does not know of",
                 hint="use a model whose logits are the output embedding of the last hidden state",
-                model=type(self.module).__name__,
+                model=self.name,
             )
 
     @torch.no_grad()

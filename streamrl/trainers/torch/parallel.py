@@ -53,6 +53,8 @@ class Parallel:
         self._gather = gather
         self.ranks = mesh.ranks
         self.rank = 0
+        self.data_group: dist.ProcessGroup | None = None
+        """Of those ranks; None: all."""
         self.devices: DeviceMesh | None = None
         """Of a model that is cut into parts: (copies x) parts."""
         self.writers: Writers | None = None
@@ -68,10 +70,11 @@ class Parallel:
                 )
             self.rank = dist.get_rank()
         self.copy, self.part = mesh.place(self.rank)
-        self.share, place = mesh.share(self.rank)
-        """Which share of the rows this rank has, alone or with others."""
+        self.data_rank, self.data_ranks = self.rank, self.ranks
+        """Which share of a batch's samples this rank has, and how many there are: by them sums over a batch's samples are made."""
+        _, place = mesh.share(self.rank)
         self.tells = place == 0
-        """Whether it is the one of those that have the same numbers whose numbers count."""
+        """Whether its numbers count, of those of the ranks that share rows, which have the same."""
         self.context: Context | None = None
         """Of ranks that share rows."""
         if mesh.context > 1:
@@ -87,6 +90,11 @@ class Parallel:
     def sharded(self) -> bool:
         """Whether a rank holds a part of the parameters only."""
         return self.mesh.shard > 1
+
+    @property
+    def row_share(self) -> tuple[int, int]:
+        """Which share of a batch's rows this rank has, alone or with those that share them, and how many shares there are."""
+        return self.data_rank // self.mesh.context, self.data_ranks // self.mesh.context
 
     @property
     def in_step(self) -> bool:
@@ -141,13 +149,13 @@ class Parallel:
 
         Of ranks that share rows, which have the same numbers, one counts.
         """
-        if self.ranks == 1:
+        if self.data_ranks == 1:
             return dict(values)
         values = values if self.tells else {}
         text = json.dumps(sorted(values)).encode()
-        lengths = self.sum(torch.tensor([len(text) * (rank == self.rank) for rank in range(self.ranks)]))
-        table = torch.zeros(self.ranks, int(lengths.max()), dtype=torch.uint8)
-        table[self.rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        lengths = self.sum(torch.tensor([len(text) * (rank == self.data_rank) for rank in range(self.data_ranks)]))
+        table = torch.zeros(self.data_ranks, int(lengths.max()), dtype=torch.uint8)
+        table[self.data_rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         rows = self.sum(table)
         names = sorted({name for row, n in zip(rows, lengths.tolist(), strict=True) for name in json.loads(bytes(row[:n].tolist()))})
         sums = self.sum(torch.tensor([values.get(name, 0.0) for name in names], dtype=torch.float64))
@@ -155,7 +163,7 @@ class Parallel:
 
     def gather(self, value: int) -> list[int]:
         """A number of each rank, by rank."""
-        return self.sum(torch.tensor([value * (rank == self.rank) for rank in range(self.ranks)])).tolist()
+        return self.sum(torch.tensor([value * (rank == self.data_rank) for rank in range(self.data_ranks)])).tolist()
 
     def free_bytes(self) -> int:
         """Memory that could still be allocated on the rank whose GPU has the least; what the allocator keeps unused counts as free."""
@@ -164,10 +172,10 @@ class Parallel:
         return min(self.gather(free))
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over ranks."""
-        if self.ranks > 1:
+        """The sum over the ranks that share a batch's samples."""
+        if self.data_ranks > 1:
             with among_ranks("a sum over ranks"):
-                dist.all_reduce(values)
+                dist.all_reduce(values, group=self.data_group)
         return values
 
     def sum_rows(self, values: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from streamrl.errors import TrainingError
 from streamrl.tensors.digest import slice_digest
-from streamrl.tensors.digest_torch import Region, region_digests
+from streamrl.tensors.digest_torch import NamedDigester, NamedDigests, Region, region_digests
 from streamrl.tensors.names import named
 from streamrl.trainers.checkpoints import damaged
 from streamrl.trainers.torch.checkpoint import ModelState, host_bytes, host_copy
@@ -153,6 +153,11 @@ class Held:
     def digest(self) -> str:
         """Digest of the whole parameters, 16 hex digits: the same in every mesh. All ranks call it."""
         return digest_of_slices(self.slices(), self.parallel, self.model_type)
+
+    def digests(self) -> NamedDigests:
+        """Of what this rank holds of them, partial ones, as a snapshot of `published` has them. No rank waits for another."""
+        held = [one for whole in self.slices() for one in as_named(whole, self.model_type)]
+        return NamedDigester({one.name: Region(one.rows, one.shape, one.offset) for one in held}).digests()
 
     def copies(self) -> dict[str, Tensor]:
         """Of a model that is cut the whole parameters, on the host: all ranks call it, and rank 0 gets them, another one nothing."""

@@ -36,7 +36,7 @@ from streamrl.config.tree import LossConfig
 from streamrl.core.batches import TrainBatch, sample_of_token, samples_at
 from streamrl.core.packing import Indices, MicroBatch
 from streamrl.errors import ConfigError, TrainingError
-from streamrl.trainers.torch.causal_lm import CausalLM
+from streamrl.trainers.torch.language_model import LanguageModel
 
 
 class SlimeLoss:
@@ -61,7 +61,7 @@ class SlimeLoss:
         return wanted
 
     def learn(
-        self, policy: CausalLM, batch: TrainBatch, objective: Objective, index: int, micro: MicroBatch
+        self, policy: LanguageModel, batch: TrainBatch, objective: Objective, index: int, micro: MicroBatch
     ) -> tuple[dict[str, float], npt.NDArray[np.float64], Indices]:
         """One micro-batch of optimizer step `index`, with its gradient where gradients are on.
 

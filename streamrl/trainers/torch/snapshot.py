@@ -16,8 +16,8 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import msgspec
@@ -115,9 +115,9 @@ class DeviceSnapshot:
         self._wait()
         return self._buffer.memory
 
-    def reading(self) -> AbstractContextManager[Any]:
-        """A context in which work goes to the readers' stream."""
-        return self._reader.stream()
+    def comparing(self) -> AbstractContextManager[Any]:
+        """A context in which work goes to the readers' stream, of one thread at a time: it takes room on the device."""
+        return self._reader.comparing()
 
     def digests(self) -> NamedDigests:
         """Of all its tensors; computed once, unless they were known when it was taken."""
@@ -147,11 +147,13 @@ class SnapshotBytes(msgspec.Struct, eq=False, gc=False):
     def changes(self, before: DeviceBytes, itemsize: int, first: int, count: int) -> Changed | None:
         if not isinstance(before, SnapshotBytes) or (before.place, before.snapshot.layout) != (self.place, self.snapshot.layout):
             return None
-        with self.snapshot.reading():
+        with self.snapshot.comparing():
             old, new = (_bits(one, itemsize, first, count) for one in (before, self))
-            positions = (old != new).nonzero().view(-1)
-            if len(positions) * MUCH > count:
+            differ = old != new
+            # Counted before they are listed: the positions of all would take eight times the room of the flags.
+            if _count(differ) * MUCH > count:
                 return None
+            positions = differ.nonzero().view(-1)
             found = [positions.to(torch.int32), old[positions], new[positions]]
             index, *values = [one.cpu().numpy() for one in found]
         old_bits, new_bits = (one.view(f"<u{itemsize}") for one in values)
@@ -174,6 +176,17 @@ def _bits(one: SnapshotBytes, itemsize: int, first: int, count: int) -> Tensor:
     return one.snapshot.memory()[start : start + count * itemsize].view(_BITS[itemsize])
 
 
+def _count(flags: Tensor) -> int:
+    """How many of `flags` ([n] bool) are set, without the copy of 8 bytes for each that torch's sums of them make on a GPU.
+
+    Words of 8 flags are added in rows of 128: each byte of a sum counts 128 flags at most, so that none carries into the next one.
+    Example: of 2,050 flags [2, 128] words have a sum of 8 counts each, and the last two flags are added by themselves.
+    """
+    whole = len(flags) // 1024 * 1024
+    counts = flags[:whole].view(torch.int64).view(-1, 128).sum(1)
+    return int(counts.view(torch.uint8).sum() + flags[whole:].sum())
+
+
 class HostReader:
     """Copies device memory to ordinary host memory through pinned buffers; one read at a time, on a stream of its own."""
 
@@ -182,10 +195,17 @@ class HostReader:
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._staging: Tensor | None = None
         self._lock = threading.Lock()
+        self._comparing = threading.Lock()
 
     def stream(self) -> AbstractContextManager[Any]:
         """A context in which work goes to the reader's stream."""
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+    @contextmanager
+    def comparing(self) -> Generator[None]:
+        """The same for one thread at a time."""
+        with self._comparing, self.stream():
+            yield
 
     def read(self, source: Tensor, out: HostBytes) -> None:
         """Copy `source` ([n] uint8 on the device) to `out` ([n] uint8); returns when it is there."""

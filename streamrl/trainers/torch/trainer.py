@@ -23,10 +23,9 @@ from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.core.packing import Indices
 from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
-from streamrl.tensors.digest import combine
 from streamrl.tensors.digest_torch import NamedDigester, NamedDigests, Region
 from streamrl.trainers.checkpoints import write_directory
-from streamrl.trainers.flops import flops_of, peak_flops
+from streamrl.trainers.flops import peak_flops
 from streamrl.trainers.mesh import mesh_of
 from streamrl.trainers.protocol import WEIGHT_SUFFIXES, StepResult, TokenValues, out_of_memory
 from streamrl.trainers.torch.arrangement import Arrangement
@@ -42,6 +41,7 @@ from streamrl.trainers.torch.checkpoint import (
 from streamrl.trainers.torch.critic import Critic
 from streamrl.trainers.torch.frozen import Reference, load_frozen
 from streamrl.trainers.torch.kernels import Kernels
+from streamrl.trainers.torch.language_model import LanguageModel
 from streamrl.trainers.torch.optimizer import ClippedAdamW
 from streamrl.trainers.torch.parallel import Parallel
 from streamrl.trainers.torch.profiling import StepProfiler
@@ -75,6 +75,8 @@ class TorchTrainer:
         recheck_versions: see `Recheck`.
         memory_tokens: see `DebugConfig`.
         profiler: of steps.
+        policy: the model, where another library runs it; None: transformers does.
+        parallel: its ranks.
     """
 
     def __init__(
@@ -92,15 +94,17 @@ class TorchTrainer:
         recheck_versions: int = 1,
         memory_tokens: int = 0,
         profiler: StepProfiler | None = None,
+        policy: LanguageModel | None = None,
+        parallel: Parallel | None = None,
     ) -> None:
         self._model_dir = model_dir
         self._loss = loss
         self._learning_rate = learning_rate
-        self._parallel = Parallel(mesh_of(trainer), device, trainer.gather)
-        self._policy = CausalLM(model_dir, dtype, device, kernels=kernels)
+        self._parallel = parallel or Parallel(mesh_of(trainer), device, trainer.gather)
+        self._policy = policy or CausalLM(model_dir, dtype, device, kernels=kernels)
         if memory_tokens:
             self._policy.limit_memory(memory_tokens)
-        self._flops = flops_of(self._policy.module)
+        self._flops = self._policy.flops
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._peak = peak_flops(name, str(dtype).removeprefix("torch."))
         self._held = self._policy.cut(self._parallel, trained=True)
@@ -257,10 +261,11 @@ class TorchTrainer:
 
     def digest(self) -> str:
         """See `Trainer.digest`."""
-        if self._digester is None:
+        if self._snapshots is None:
             return self._held.digest()
-        self._known = self._digester.digests()
-        return combine(self._known.elements)
+        # Of a model that is cut, of the rows as they are rounded, which is what a snapshot will have of them.
+        self._known = self._digester.digests() if self._digester is not None else self._held.digests()
+        return self._parallel.digest(self._known.elements)
 
     def shards(self) -> Iterator[Shard]:
         """See `Trainer.shards`.

@@ -6,7 +6,7 @@ Letters: `T` tokens of the batch, `M` of a micro-batch. A sample lies whole in o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -28,8 +28,8 @@ from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import ROW, Indices, MicroBatch, empty_micro_batch, packed_row_length, plan_micro_batches
 from streamrl.errors import TrainingError
 from streamrl.tensors.transfer import on_device
-from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.critic import Critic
+from streamrl.trainers.torch.language_model import LanguageModel
 from streamrl.trainers.torch.optimizer import ClippedAdamW
 from streamrl.trainers.torch.parallel import Parallel
 from streamrl.trainers.torch.reproducible import reproducible
@@ -101,9 +101,9 @@ class Update:
         loss: LossConfig,
         trainer: TrainerConfig,
         *,
-        policy: CausalLM,
+        policy: LanguageModel,
         optimizer: ClippedAdamW,
-        frozen: dict[Role, CausalLM],
+        frozen: Mapping[Role, LanguageModel],
         critic: Critic | None,
         parallel: Parallel,
         deterministic: bool,
@@ -123,7 +123,7 @@ class Update:
         self._optimizer = optimizer
         self._frozen = frozen
         self._critic = critic
-        self._trained: list[CausalLM | Critic] = [policy, *([critic] if critic is not None else [])]
+        self._trained: list[LanguageModel | Critic] = [policy, *([critic] if critic is not None else [])]
         self._parallel = parallel
         self._deterministic = deterministic
         self._settle = settle
@@ -255,7 +255,7 @@ class Update:
         if self._critic is not None and objective.returns is not None and objective.scores.values is not None:
             self._critic.idle(micro)
 
-    def _layout(self, batch: TrainBatch, *models: CausalLM | Critic) -> Layout:
+    def _layout(self, batch: TrainBatch, *models: LanguageModel | Critic) -> Layout:
         """What all of these models can be run on."""
         if all(model.packs for model in models):
             return Layout(False, self._packed(batch, self.budget))
@@ -266,7 +266,7 @@ class Update:
 
     def _micro_batches(self, batch: TrainBatch, wanted: Bools, samples: Indices, layout: Layout, width: int) -> list[MicroBatch]:
         """This rank's share of `samples`, the same for all that share its rows; empty ones at the end where others have more and wait."""
-        rank, ranks = self._parallel.share, self._parallel.ranks // self._parallel.mesh.context
+        rank, ranks = self._parallel.row_share
         own = plan_micro_batches(
             batch,
             wanted,

@@ -1,0 +1,1 @@
+"""The `megatron` trainer: parallel models of megatron-core."""
