@@ -150,7 +150,8 @@ def _hung(given: argparse.Namespace) -> int:
 def _add_trainer(kinds: Any) -> None:
     trainer = kinds.add_parser("trainer", help="training steps of the torch trainer beside a plain compiled loop and TRL's loss")
     flag = trainer.add_argument
-    flag("--shape", type=named_shape, default="tiny", help="model: tiny (CPU), 0.6b, 4b or 8b; random weights (default tiny)")
+    shapes = "model: tiny, tiny-moe (CPU), 0.6b, 4b, 8b, 30b-a3b-6; random weights (default tiny)"
+    flag("--shape", type=named_shape, default="tiny", help=shapes)
     means = "mean tokens of an answer, a batch for each (default 1500,8000; tiny: 48,160)"
     flag("--answers", type=partial(numbers, "--answers"), default="", help=means)
     flag("--ranks", type=int, default=1, help="of the product's trainer (default 1)")

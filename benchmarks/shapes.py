@@ -39,16 +39,17 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 _TINY = Shape(
     name="tiny", hidden=128, layers=4, heads=4, kv_heads=2, head_dim=32, intermediate=384, vocab=320, max_positions=4096, dtype="float32"
 )
+_MIXTURE = Shape(
+    name="30B-A3B", hidden=2048, layers=48, heads=32, kv_heads=4, intermediate=6144, experts=128, expert_intermediate=768, tensor_parallel=2
+)
 _SHAPES = (
     _TINY,
     msgspec.structs.replace(_TINY, name="tiny-moe", layers=2, experts=8, experts_per_token=2, expert_intermediate=64),
     Shape(name="0.6B", hidden=1024, layers=28, heads=16, kv_heads=8, intermediate=3072, tied=True),
     Shape(name="4B", hidden=2560, layers=36, heads=32, kv_heads=8, intermediate=9728, tied=True),
     Shape(name="8B", hidden=4096, layers=36, heads=32, kv_heads=8, intermediate=12_288),
-    Shape(
-        name="30B-A3B", hidden=2048, layers=48, heads=32, kv_heads=4, intermediate=6144, experts=128, expert_intermediate=768,
-        tensor_parallel=2,
-    ),
+    _MIXTURE,
+    msgspec.structs.replace(_MIXTURE, name="30B-A3B-6", layers=6, tensor_parallel=1),
 )  # fmt: skip
 SHAPES = {shape.name: shape for shape in _SHAPES}
 

@@ -122,7 +122,8 @@ def _cell(
     """One step that is not measured, those that are, and one by parts."""
     batch, cell = make_batch(spec, mean), cell_name(spec.shape, mean)
     trained = int(batch.loss_mask.sum())
-    work = flops_of_shape(spec, shape_config(spec)).step(batch.lengths, trained)
+    multiplies = flops_of_shape(spec, shape_config(spec))
+    work = multiplies.step(batch.lengths, trained)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     stepper.start(batch)
@@ -138,6 +139,7 @@ def _cell(
             "tokens": batch.num_tokens,
             "trained": trained,
             "flops": work,
+            "head_flops": 6 * multiplies.head * trained,
             "positions": ran.positions,
             "ranks": spec.ranks if contender == Contender.OURS else 1,
             "peak_bytes": _peak_bytes(device),
@@ -158,17 +160,19 @@ def flops_of_shape(spec: TrainerSpec, config: Any) -> ModelFlops:
         (name, torch.Size(size).numel()) for name, size in parameters(shape) if name not in ("model.embed_tokens.weight", "lm_head.weight")
     ]
     found = model_flops(config, body, shape.vocab * shape.hidden)
-    assert found is not None  # it is a dense one
+    assert found is not None  # every layer sees all, and the experts are counted
     return found
 
 
 def shape_config(spec: TrainerSpec) -> Any:
     """The shape's configuration."""
-    from transformers import Qwen3Config
+    from transformers import Qwen3Config, Qwen3MoeConfig
 
     from benchmarks.shapes import model_config
 
-    return Qwen3Config(**{name: value for name, value in model_config(shape_of(spec.shape)).items() if name != "torch_dtype"})
+    shape = shape_of(spec.shape)
+    values = {name: value for name, value in model_config(shape).items() if name != "torch_dtype"}
+    return Qwen3MoeConfig(**values) if shape.experts else Qwen3Config(**values)
 
 
 def _peak_bytes(device: torch.device) -> int:

@@ -13,6 +13,8 @@ import torch
 from benchmarks.trainer.contender import Ran
 from benchmarks.trainer.parts import Stopwatch, timed
 from benchmarks.trainer.spec import TrainerSpec, our_config
+from streamrl.algorithms.chunked_head import ChunkedHead
+from streamrl.algorithms.fused_head import FusedHead
 from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import MicroBatch
 from streamrl.errors import TrainingError
@@ -29,11 +31,13 @@ _PARTS: dict[tuple[type, str], str] = {
     (CausalLM, "predict"): "head",
     (CausalLM, "states"): "forward",
     (torch.Tensor, "backward"): "backward",
+    (ChunkedHead, "backward"): "head",
+    (FusedHead, "backward"): "head",
     (Parallel, "sum_gradients"): "ranks",
     (ClippedAdamW, "step"): "optimizer",
     (TorchTrainer, "digest"): "digest",
 }
-"""The head's backward pass is in `backward`: it is one call."""
+"""A part within another takes its time from that: the head's backward pass from `backward`."""
 _TOLD = ("attention", "compile", "compiled", "dtype", "gather", "micro_tokens", "numerics", "ranks", "shards")
 """What of the fingerprint is told, as far as this version has it."""
 

@@ -72,7 +72,9 @@ class PlainLoop:
         AttentionInterface.register(_ATTENTION, varlen_attention() if device.type == "cuda" else masked_attention)
         dtype = getattr(torch, self._shape.dtype)
         with BUILDING:
-            self._model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation=_ATTENTION)
+            self._model: Any = AutoModelForCausalLM.from_pretrained(
+                model_dir, dtype=dtype, attn_implementation=_ATTENTION, experts_implementation=_experts(device)
+            )
         self._model.to(device).eval()
         self._forwards: list[Callable[..., Any]] = [self._compile(layer.forward) for layer in self._model.model.layers]
         self._chunk = self._compile(chunk_logprobs)
@@ -140,6 +142,11 @@ class PlainLoop:
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(function, dynamic=False) if self._compiled else function
+
+
+def _experts(device: torch.device) -> str:
+    """How transformers runs a mixture of experts: by its own grouped products on a GPU."""
+    return "grouped_mm" if device.type == "cuda" else "eager"
 
 
 def chunk_logprobs(states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

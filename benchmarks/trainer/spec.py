@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from benchmarks.shapes import SHAPES, Shape, shape_of
+from benchmarks.shapes import SHAPES, Shape, num_elements, shape_of
 from streamrl.config.check import field
 from streamrl.config.load import override
 from streamrl.config.tree import Config, DataConfig, ModelConfig, OptimizerConfig, TrainerConfig, refuse
@@ -99,8 +99,8 @@ class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def named_shape(text: str) -> str:
-    """The name of a dense shape, written in any case; raises ConfigError."""
-    found = {name.lower(): name for name, shape in SHAPES.items() if not shape.experts}
+    """The name of a shape that a GPU has room to train, written in any case; raises ConfigError."""
+    found = {name.lower(): name for name, shape in SHAPES.items() if shape.tensor_parallel == 1}
     if text.lower() not in found:
         raise ConfigError(f"--shape: expected one of {', '.join(found.values())}, got {text!r}", option="--shape", got=text)
     return found[text.lower()]
@@ -108,7 +108,7 @@ def named_shape(text: str) -> str:
 
 def resolved(spec: TrainerSpec) -> TrainerSpec:
     """The same with every size that was left open; raises ConfigError for a batch that the shape cannot have."""
-    tiny = spec.shape == "tiny"
+    tiny = spec.shape.startswith("tiny")
     spec = msgspec.structs.replace(
         spec,
         answers=spec.answers or ((48, 160) if tiny else (1500, 8000)),
@@ -181,17 +181,17 @@ def layers_kept(shape: Shape, row: int, free_bytes: float) -> int:
     """Layers of the plain loop that can keep their activations in bfloat16.
 
     20 bytes a parameter are weights, float32 masters, their gradients, moments, and the gradients of one pass; 8 GB are the head's logits
-    and what the allocator wastes. A compiled layer keeps about three inner activations of its MLP, four of its heads and six of its width.
+    and what the allocator wastes. A compiled layer keeps about three inner activations of its MLP, four of its heads and six of its
+    width; a mixture three inner ones and two of its width for each expert that a token meets.
 
     Args:
         shape: of the model.
         row: positions of a row.
         free_bytes: of the device, before the model is there.
     """
-    embedding = shape.vocab * shape.hidden
     queries = shape.heads * shape.head_dim
-    layer = shape.hidden * (2 * queries + 2 * shape.kv_heads * shape.head_dim + 3 * shape.intermediate)
-    elements = shape.layers * layer + embedding * (1 if shape.tied else 2)
-    of_layer = 2 * row * (3 * shape.intermediate + 4 * queries + 6 * shape.hidden)
-    left = 0.95 * free_bytes - 20 * elements - 8e9
+    met = shape.experts_per_token if shape.experts else 0
+    inner = 3 * shape.expert_intermediate * met if shape.experts else 3 * shape.intermediate
+    of_layer = 2 * row * (inner + 4 * queries + (6 + 2 * met) * shape.hidden)
+    left = 0.95 * free_bytes - 20 * num_elements(shape) - 8e9
     return int(max(0.0, min(shape.layers, left / of_layer)))

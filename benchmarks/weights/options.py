@@ -139,7 +139,15 @@ def resolve(options: Options, *, num_gpus: int) -> Options:
         raise ConfigError(
             f"shape {options.shape}: expected a GPU, got none", hint="without a GPU use --shape tiny", expected_gpus=1, gpus=num_gpus
         )
-    parts = options.trainer_device.count(",") + 1
+    devices = options.trainer_device.split(",")
+    parts = len(devices)
+    twice = [device for device in devices if device != "cpu" and devices.count(device) > 1]
+    if twice:
+        raise ConfigError(
+            f"expected each of the trainer's devices once, got {options.trainer_device}",
+            hint="two parts on one GPU are one part: leave one out",
+            trainer_device=options.trainer_device,
+        )
     if not cpu and num_gpus <= tensor_parallel and parts == 1 and num_elements(options.model) > LARGE:
         raise ConfigError(
             f"shape {options.shape}: expected a GPU for the trainer's weights beside the engine's {tensor_parallel}, got {num_gpus} in all",

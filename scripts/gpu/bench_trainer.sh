@@ -3,7 +3,7 @@
 #
 #   scripts/gpu/bench_trainer.sh              # 0.6b and 4b, a round each: an estimated 400 s on an H200
 #   scripts/gpu/bench_trainer.sh 4b           # one shape, two rounds
-#   DEVICE=cpu scripts/gpu/bench_trainer.sh   # whether it works at all: a tiny model, no GPU
+#   DEVICE=cpu scripts/gpu/bench_trainer.sh   # whether it works at all: a tiny model (TINY=tiny-moe: a mixture), no GPU
 #
 # Answers of 1,500 and 8,000 tokens; OPTIONS ("--set trainer.compile=off") go to streamrl bench trainer, ROUNDS and STEPS as well.
 # OUT (default ./out) gets SHAPE.tar.gz (raw file, report, picture, log) and SHAPE.md; the last lines on the screen are the tables.
@@ -20,7 +20,7 @@ rounds=${ROUNDS:-$((${#shapes[@]} > 1 ? 1 : 2))}
 size=(--answers 1500,8000 --batch-tokens 98304 --rollouts 4)
 if [ "${DEVICE:-}" = cpu ]; then
     export CUDA_VISIBLE_DEVICES=""
-    shapes=(tiny) size=(--answers 16 --prompt 8 --batch-tokens 300 --rollouts 4)
+    shapes=("${TINY:-tiny}") size=(--answers 16 --prompt 8 --batch-tokens 300 --rollouts 4)
 else
     nvidia-smi --query-gpu=index,name,memory.total,driver_version --format=csv,noheader
 fi

@@ -263,6 +263,12 @@ def _check_debug(config: Config) -> None:
         key="debug.memory_tokens",
     )
     refuse(
+        max(config.debug.memory_ranks, default=0) >= config.trainer.ranks,
+        f"debug.memory_ranks: expected ranks below trainer.ranks = {config.trainer.ranks}, got {list(config.debug.memory_ranks)}",
+        hint="the first rank is 0",
+        key="debug.memory_ranks",
+    )
+    refuse(
         bool(config.debug.profile_versions) and config.trainer.tabular,
         "debug.profile_versions is for trainer.backend = torch, got table",
         hint="leave it out",

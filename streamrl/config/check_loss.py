@@ -214,6 +214,8 @@ def _check_table(config: Config) -> None:
         "loss.kl.loss_coef": loss.kl.loss_coef > 0,
         "loss.kl.reward_coef": loss.kl.reward_coef > 0,
         "loss.distillation.coef": loss.distillation.coef > 0,
+        "loss.experts.balance_coef": loss.experts.balance_coef > 0,
+        "loss.experts.z_coef": loss.experts.z_coef > 0,
     }
     for key, used in missing.items():
         refuse(

@@ -16,6 +16,10 @@ MAX_LOG_RATIO = 20.0
 """No key: wherever exp of a log-ratio is taken, it is clamped to plus and minus this; e^20 is 5e8, whose square float32 still holds."""
 
 
+SOFTMAX_ROUTERS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next")
+"""No key: `model_type` of the mixtures whose routers take the greatest of a softmax, which load, losses and replay of routing know."""
+
+
 class RejectionConfig(Section, frozen=True, kw_only=True):
     """A criterion that tokens must meet: a table `[[loss.correction.reject]]` for each."""
 
@@ -93,6 +97,16 @@ class CriticConfig(Section, frozen=True, kw_only=True):
     vtrace_c: PositiveFloat = 1.0
 
 
+class ExpertsConfig(Section, frozen=True, kw_only=True):
+    """Losses of the routers of a mixture of experts (`trainer.backend = "torch"`), added for each layer that has one."""
+
+    balance_coef: NonNegativeFloat = 0.0
+    """Times E sum_i f_i P_i, which is 1 where all experts get as much (arXiv 2101.03961, eq. 4): f_i the part of all choices in the
+    optimizer step, over all micro-batches and ranks, that is expert i, P_i its mean probability. Takes a forward pass more; 0: off."""
+    z_coef: NonNegativeFloat = 0.0
+    """Times the mean of the squared logsumexp of a router's logits (arXiv 2202.08906, eq. 5); 0: off."""
+
+
 class DistillationConfig(Section, frozen=True, kw_only=True):
     """On-policy distillation: A_t -= coef (log pi_proximal - log pi_teacher)."""
 
@@ -151,6 +165,7 @@ class LossConfig(Section, frozen=True, kw_only=True):
     kl: KLConfig = KLConfig()
     critic: CriticConfig = CriticConfig()
     distillation: DistillationConfig = DistillationConfig()
+    experts: ExpertsConfig = ExpertsConfig()
 
 
 def policy_name(loss: LossConfig) -> str:

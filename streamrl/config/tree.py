@@ -352,6 +352,8 @@ class DebugConfig(Section, frozen=True, kw_only=True):
     """Spread of the artificial delay over completions, as the standard deviation of its logarithm: 1.5 gives heavy tails."""
     memory_tokens: NonNegativeInt = 0
     """A forward pass of the trained model over more row positions than this is out of memory (torch trainer only); 0: never."""
+    memory_ranks: tuple[NonNegativeInt, ...] = ()
+    """Ranks of the trainer that debug.memory_tokens is for; empty: all of them."""
     profile_versions: tuple[PositiveInt, ...] = ()
     """Numbers of versions whose training step is written to profile/ in the run directory: a Chrome trace, and on a GPU the history of its
     memory (torch trainer only)."""

@@ -82,6 +82,7 @@ def share_row(micro: MicroBatch, place: int, ranks: int) -> RowShare:
         positions=micro.positions[:, columns],
         tree=micro.tree[:, columns],
         branch=micro.branch[:, columns],
+        copies=micro.copies[:, columns],
         source=local[own],
         target=micro.target[own],
         cut=cut,

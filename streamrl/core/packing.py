@@ -55,6 +55,8 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     """[R, L] number of the token's tree within its row; padding continues with the last one, later than all of it."""
     branch: npt.NDArray[np.int32]
     """[R, L] branch within its tree, from 1; 0 for the shared prefix."""
+    copies: npt.NDArray[np.int32]
+    """[R, L] samples that the token stands for: several where a prompt is shared, 0 at the padding."""
     source: Indices
     """[M] flat index (row * L + column) of the state that predicts the token."""
     target: Indices
@@ -146,6 +148,7 @@ def empty_micro_batch(batch: TrainBatch, row_length: int = 0) -> MicroBatch:
         positions=np.zeros(shape, np.int64),
         tree=np.zeros(shape, np.int32),
         branch=np.ones(shape, np.int32),
+        copies=np.zeros(shape, np.int32),
         source=nothing,
         target=nothing,
         plain=not row_length,
@@ -162,6 +165,7 @@ def trial_row(row_length: int) -> MicroBatch:
         positions=np.arange(row_length, dtype=np.int64)[None],
         tree=np.zeros(shape, np.int32),
         branch=np.ones(shape, np.int32),
+        copies=np.zeros(shape, np.int32),
         source=nothing,
         target=nothing,
         plain=False,
@@ -299,6 +303,7 @@ def _lay_out(batch: TrainBatch, predicted: npt.NDArray[np.bool_], rows: Sequence
         inputs      p  q  r | a | c  d
         positions   0  1  2 | 3 | 3  4
         branch      0  0  0 | 1 | 2  2
+        copies      2  2  2 | 1 | 1  1
 
     State k of a sample predicts its token k + 1. States 0 .. prefix - 1 stand at the tree's beginning for every sample; state k >= prefix
     of a later branch stands at `column - skip + k`, where `column` is where the branch begins and `skip` the prefix that is not repeated.
@@ -309,7 +314,7 @@ def _lay_out(batch: TrainBatch, predicted: npt.NDArray[np.bool_], rows: Sequence
     """
     shape = (len(rows), length or rows[0][0].length)
     inputs, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    trees, branches = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    trees, branches, copies = (np.zeros(shape, np.int32) for _ in range(3))
     sources: list[Indices] = []
     targets: list[Indices] = []
     for r, row in enumerate(rows):
@@ -323,12 +328,14 @@ def _lay_out(batch: TrainBatch, predicted: npt.NDArray[np.bool_], rows: Sequence
                 inputs[r, column:stop] = batch.tokens[first + skip : first + fed]
                 positions[r, column:stop] = np.arange(skip, fed)
                 branches[r, column:stop] = b + 1
+                copies[r, column:stop] = 1
                 # State k of the sample predicts its token k + 1; states of the prefix stand at the tree's beginning.
                 states = np.flatnonzero(predicted[first + 1 : first + fed + 1])
                 sources.append(r * shape[1] + np.where(states < prefix, begin + states, column - skip + states))
                 targets.append(first + 1 + states)
                 column = stop
             branches[r, begin : begin + prefix] = 0
+            copies[r, begin : begin + prefix] = len(tree.samples)
             trees[r, begin:] = t
         branches[r, column:] = branches[r, column - 1]
     plain = all(len(row) == 1 and len(row[0].samples) == 1 for row in rows)
@@ -337,6 +344,7 @@ def _lay_out(batch: TrainBatch, predicted: npt.NDArray[np.bool_], rows: Sequence
         positions=positions,
         tree=trees,
         branch=branches,
+        copies=copies,
         source=np.concatenate(sources),
         target=np.concatenate(targets),
         plain=plain,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.config.files import new_directory
+from streamrl.config.loss import SOFTMAX_ROUTERS
 from streamrl.config.tree import Config, ModelConfig
 from streamrl.data.byte_pairs import training_texts, write_byte_pairs
 from streamrl.data.characters import END, SPECIALS, VOCAB_SIZE, write_tokenizer
@@ -76,6 +77,22 @@ def check_positions(config: Config, directory: Path) -> None:
             key="model.max_len",
             positions=positions,
         )
+
+
+def check_experts(config: Config, directory: Path) -> None:
+    """Raise ConfigError when `loss.experts` asks for losses of routers that the model in `directory` has not."""
+    path = directory / "config.json"
+    described: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    kind = described.get("text_config", described).get("model_type", "no model_type")
+    for key in ("balance_coef", "z_coef"):
+        value = getattr(config.loss.experts, key)
+        if value > 0 and kind not in SOFTMAX_ROUTERS:
+            raise ConfigError(
+                f"loss.experts.{key} = {value} is for {', '.join(SOFTMAX_ROUTERS)}, got a model of {kind} in {directory}",
+                hint=f"leave loss.experts.{key} out",
+                key=f"loss.experts.{key}",
+                got=kind,
+            )
 
 
 def write_table(directory: Path, *, max_position: int) -> None:

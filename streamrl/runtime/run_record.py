@@ -70,6 +70,7 @@ FREE_KEYS = (
     "debug.token_delay_s",
     "debug.token_delay_sigma",
     "debug.memory_tokens",
+    "debug.memory_ranks",
     "debug.profile_versions",
 )
 """Keys and sections that may differ when a run is resumed: how fast and where, not what is learned.

@@ -20,6 +20,7 @@ _REJECTS = "`loss.correction.reject` has such a bound"
 _VETO = "`loss.correction.veto` is set"
 _SGLANG = 'engines are servers: `engine.kind = "sglang"`'
 _DRAFTS = "they decode speculatively (`engine.sglang.flags`)"
+_EXPERTS = "the policy is a mixture of experts whose routers are known: Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE, Qwen3-Next"
 _HELD_OUT = "there are held-out problems: `data.heldout`"
 
 CONDITIONS: Mapping[str, str] = MappingProxyType(
@@ -38,6 +39,8 @@ CONDITIONS: Mapping[str, str] = MappingProxyType(
         "train/sapo_gate": "SAPO is the loss: `loss.policy`",
         "train/opsm_clipfrac": "`loss.opsm_delta` is set",
         "train/answer_probability": "there is a warm-up",
+        **dict.fromkeys(("train/expert_load_max", "train/expert_load_min", "train/expert_load_entropy"), _EXPERTS),
+        **dict.fromkeys(("train/balance_loss", "train/router_z_loss"), _EXPERTS),
         "train/mfu": "the policy learns, and the peak of the trainer's GPU is known: H100 and H200 (SXM) in bfloat16",
         "train/stale_masked_fraction": "`loss.correction.mask_staleness` is set",
         "train/staleness_weight": "`loss.correction.staleness_decay` is below 1",

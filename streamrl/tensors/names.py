@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -93,6 +93,14 @@ def named(model_type: str, name: str, shape: Sequence[int], rows: range | None =
             offset, held = tuple(0 for _ in whole), whole
         yield Named(one, whole, offset, held, begin + first - low if first < end else 0)
         begin += count
+
+
+def unlisted(model_type: str, names: Iterable[str]) -> str:
+    """The first parameter that keeps experts in one tensor, of an architecture that `ARCHITECTURES` does not know; empty: there is none.
+
+    It is published and digested under that name, which another version of transformers, or the checkpoint, may not have.
+    """
+    return "" if model_type in ARCHITECTURES else next((name for name in names if _FUSED.match(name)), "")
 
 
 def _tensors(model_type: str, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:

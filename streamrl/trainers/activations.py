@@ -35,6 +35,8 @@ class ModelShape(NamedTuple):
     """Whether the embedding serves as head, too."""
     experts: int = 1
     """All, for each that a token meets: of the inner width there is as much in memory."""
+    met: int = 0
+    """Experts that a token meets, each of which is given a copy of its state; 0: no mixture."""
 
     @property
     def body(self) -> ModelShape:
@@ -48,11 +50,11 @@ class ModelShape(NamedTuple):
         return self.layers * layer + (1 if self.tied else 2) * self.vocab * self.hidden
 
     def layer_bytes(self, itemsize: int, *, compiled: bool, context: int = 1) -> int:
-        """Bytes a token that one layer keeps: (4 H + 3 Q + 4 K + 3 I) numbers, times `EAGER` where it is not compiled.
+        """Bytes a token that one layer keeps: ((4 + met) H + 3 Q + 4 K + 3 I) numbers, times `EAGER` where it is not compiled.
 
         Where `context` ranks share a row, 2 K numbers more for each of its tokens, which is `context` of them for one of a rank's own.
         """
-        numbers = 4 * self.hidden + 3 * self.queries + 4 * self.keys + 3 * self.inner
+        numbers = (4 + self.met) * self.hidden + 3 * self.queries + 4 * self.keys + 3 * self.inner
         gathered = 2 * self.keys * context if context > 1 else 0
         return int(itemsize * (numbers * (1.0 if compiled else EAGER) + gathered))
 
@@ -76,13 +78,13 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape | None:
     try:
         heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
         width = int(text.get("head_dim") or hidden // heads)
-        inner, experts = int(text["intermediate_size"]), 1
+        inner, experts, met = int(text["intermediate_size"]), 1, 0
         if text.get("moe_intermediate_size") and text.get("num_experts_per_tok"):
-            each = int(text["num_experts_per_tok"])
-            inner, experts = int(text["moe_intermediate_size"]) * each, int(text.get("num_experts") or each) // each
+            met = int(text["num_experts_per_tok"])
+            inner, experts = int(text["moe_intermediate_size"]) * met, int(text.get("num_experts") or met) // met
         tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings")))
         keys = int(text.get("num_key_value_heads") or heads) * width
-        return ModelShape(int(text["num_hidden_layers"]), hidden, heads * width, keys, inner, int(text["vocab_size"]), tied, experts)
+        return ModelShape(int(text["num_hidden_layers"]), hidden, heads * width, keys, inner, int(text["vocab_size"]), tied, experts, met)
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
 

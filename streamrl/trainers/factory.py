@@ -64,7 +64,7 @@ def make_trainer(config: Config, model_dir: Path, *, profile_dir: Path | None = 
         dtype=dtype,
         device=device,
         snapshots=config.weights.buffers,
-        memory_tokens=config.debug.memory_tokens,
+        memory_tokens=config.debug.memory_tokens if rank in (config.debug.memory_ranks or (rank,)) else 0,
         profiler=profiler,
         recheck_versions=config.tasks.max_staleness + 1,
         # On CPU it costs nothing, so it is always on there.

@@ -35,6 +35,12 @@ def test_the_trainer_gets_a_gpu_that_the_engine_leaves_free(shape, num_gpus, tra
     assert found.windows and found.streams >= found.probes > 0 and found.mean_tokens > 0 and found.warm_s > 0
 
 
+@pytest.mark.parametrize("devices", ["cuda:1,cuda:1", "cuda:0,cuda:1,cuda:0"])
+def test_a_gpu_that_is_named_twice_is_refused(devices: str) -> None:
+    with raises(ConfigError, trainer_device=devices):
+        resolve(asked("8B", trainer_device=devices), num_gpus=4)
+
+
 @pytest.mark.parametrize(
     ("shape", "values", "num_gpus", "found"),
     [

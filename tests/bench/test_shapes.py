@@ -38,7 +38,7 @@ def test_experts_have_the_sizes_of_the_real_model(tmp_path):
 
 def test_sizes_are_those_of_the_names():
     billions = {name: round(num_elements(shape) / 1e9, 1) for name, shape in SHAPES.items()}
-    assert billions == {"tiny": 0.0, "tiny-moe": 0.0, "0.6B": 0.6, "4B": 4.0, "8B": 8.2, "30B-A3B": 30.5}
+    assert billions == {"tiny": 0.0, "tiny-moe": 0.0, "0.6B": 0.6, "4B": 4.0, "8B": 8.2, "30B-A3B": 30.5, "30B-A3B-6": 4.4}
 
 
 def test_config_is_json_without_weights(tmp_path):

@@ -55,6 +55,14 @@ def test_a_shape_multiplies_its_own_parameters() -> None:
     assert (found.head, found.attention) == (shape.vocab * shape.hidden, 36 * 32 * 128)
 
 
+def test_of_a_mixture_the_experts_that_a_token_meets_count() -> None:
+    spec, shape = TrainerSpec(shape="30B-A3B-6"), shape_of("30B-A3B-6")
+    layer = 2 * 2048 * 4096 + 2 * 2048 * 512 + 128 * 2048 + 2 * 128 + 2 * 2048  # attention, router, norms
+    found = flops_of_shape(spec, shape_config(spec))
+    assert found.body == 6 * (layer + 8 * 3 * 2048 * 768) + 2048
+    assert (found.head, found.attention) == (shape.vocab * shape.hidden, 6 * 32 * 128)
+
+
 def test_the_plain_loop_has_the_gradient_of_one_sample_at_a_time(tmp_path: Path) -> None:
     build_model(SMALL, tmp_path)
     batch = make_batch(SMALL, 16)
@@ -129,7 +137,8 @@ def test_what_cannot_be_measured_is_refused(values: dict[str, Any], found: dict[
 
 def test_shapes_go_by_their_names_in_any_case_and_settings_are_the_products() -> None:
     assert [named_shape(text) for text in ("0.6b", "4B", "tiny")] == ["0.6B", "4B", "tiny"]
-    with raises(ConfigError, option="--shape", got="30B-A3B"):
+    assert named_shape("30b-a3b-6") == "30B-A3B-6"
+    with raises(ConfigError, option="--shape", got="30B-A3B"):  # no GPU has room for all of it
         named_shape("30B-A3B")
     spec = resolved(TrainerSpec(shape="4B", settings=("trainer.activations=0",)))
     assert our_config(spec).trainer.activations == 0 and our_config(spec).model.dtype == "bfloat16"
@@ -182,6 +191,16 @@ def test_the_report_has_speed_utilisation_and_what_is_left_out(tmp_path: Path) -
     assert first == {path.name: path.read_bytes() for path in tmp_path.iterdir()} and set(first) == {
         *("raw.jsonl", "report.json", "table.md", "trainer.png")
     }
+
+
+def test_a_mixture_is_judged_by_its_layers_without_the_head() -> None:
+    whole = raw("30B-A3B-6")
+    for one in whole.rounds:
+        one.values["head_flops"] = 0.4 * 989e12
+    whole.facts[1].value["head"] = 0.5  # of 2.5 s
+    report = build_report(whole)
+    assert [(target.name, target.got, target.met) for target in report.targets][1:] == [("MFU of the layers, 30B-A3B-6", "30.0%", True)]
+    assert "without the head's products and its seconds: streamrl (30B-A3B-6, 1500) 30.0%." in render(report)
 
 
 def test_the_peak_of_several_ranks_is_theirs_together() -> None:

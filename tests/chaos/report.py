@@ -1,4 +1,7 @@
-"""Put the tables of chaos logs into docs/reliability.md: `python -m tests.chaos.report runs/chaos/*.jsonl`."""
+"""Put the tables of chaos logs into docs/reliability.md: `python -m tests.chaos.report runs/chaos/*.jsonl`.
+
+With `--part ranks` all of them go to the part of that name: a session of one kind of run, beside those of all kinds.
+"""
 
 from __future__ import annotations
 
@@ -188,9 +191,12 @@ def main() -> int:
     """Rewrite the page's tables."""
     parser = argparse.ArgumentParser(description="Put the tables of chaos logs into docs/reliability.md.")
     parser.add_argument("logs", nargs="+", type=Path)
+    parser.add_argument("--part", help="put all of it into this part of the page, which has sessions of its own")
     parser.add_argument("--print", action="store_true", help="to the terminal only")
     given = parser.parse_args()
     made = report([read(path) for path in given.logs])
+    if given.part:
+        made = {given.part: "\n\n".join(made.values()).replace("### ", "#### ")}
     if given.print:
         sys.stdout.write("\n\n".join(made.values()) + "\n")
         return 0

@@ -234,6 +234,11 @@ def test_bad_slice(write):
             "[engine]\nkind = 'table'\n[trainer]\nbackend = 'table'\n[debug]\nprofile_versions = [1]\n",
             "debug.profile_versions is for trainer.backend = torch, got table",
         ),
+        (
+            "[trainer]\nranks = 2\n[debug]\nmemory_ranks = [0, 2]\n",
+            "debug.memory_ranks: expected ranks below trainer.ranks = 2, got [0, 2]",
+        ),
+        ("[debug]\nmemory_ranks = [-1]\n", "debug.memory_ranks"),
         ("[trainer]\nranks = 5\nshards = 2\n", "trainer.shards must divide trainer.ranks, got ranks = 5 and shards = 2: 5 = 2 x 2 + 1"),
         ("[trainer]\nshards = 2\n", "trainer.shards must divide trainer.ranks, got ranks = 1 and shards = 2: 1 = 0 x 2 + 1"),
         ("[trainer]\nrank_timeout_s = 0\n", "trainer.rank_timeout_s must be at least 1"),

@@ -196,6 +196,8 @@ def test_near_names_get_a_hint(setting: str, hint: str) -> None:
         "loss.correction.mask_staleness=3",
         "loss.correction.staleness_decay=0.9",
         "loss.kl.loss_coef=0.1 loss.kl.estimator=k3",
+        "loss.experts.balance_coef=0.01",
+        "loss.experts.z_coef=0.001",
     ],
 )
 def test_the_table_backend_says_what_it_cannot_do(setting: str) -> None:

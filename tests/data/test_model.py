@@ -7,8 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from streamrl.config.loss import ExpertsConfig, LossConfig
 from streamrl.config.tree import Config, EngineConfig, ModelConfig, RunConfig, TrainerConfig
-from streamrl.data.model import check_positions, ensure_model
+from streamrl.data.model import check_experts, check_positions, ensure_model
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.errors import ConfigError
 from streamrl.schemas.tasks import Sampling
@@ -117,3 +118,15 @@ def test_a_model_that_does_not_say_its_positions_passes(tmp_path: Path) -> None:
     check_positions(Config(), tmp_path)
     (tmp_path / "config.json").write_text("{}")
     check_positions(Config(), tmp_path)
+
+
+@pytest.mark.parametrize("key", ["balance_coef", "z_coef"])
+def test_losses_of_routers_are_for_mixtures_whose_routers_are_known(tmp_path: Path, key: str) -> None:
+    config = Config(loss=LossConfig(experts=ExpertsConfig(**{key: 0.1})))
+    for described in ({"model_type": "qwen3"}, {"model_type": "deepseek_v3"}, {"text_config": {"model_type": "llama"}}):
+        (tmp_path / "config.json").write_text(json.dumps(described))
+        with raises(ConfigError, key=f"loss.experts.{key}"):
+            check_experts(config, tmp_path)
+        check_experts(Config(), tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
+    check_experts(config, tmp_path)

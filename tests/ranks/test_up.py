@@ -199,14 +199,18 @@ async def test_engines_serve_what_the_parts_of_a_cut_model_make_together(start: 
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("shards", [1, 2])
-async def test_ranks_that_are_out_of_memory_begin_again_with_half_the_budget(start: Start, tmp_path: Path, shards: int) -> None:
+@pytest.mark.parametrize(("shards", "short"), [(1, []), (2, []), (2, [0]), (1, [1]), (2, [1])])
+async def test_ranks_that_are_out_of_memory_begin_again_with_half_the_budget(
+    start: Start, tmp_path: Path, shards: int, short: list[int]
+) -> None:
+    """Also where one of them is alone: the other one waits for it in the middle of a pass, and only learns that it has ended."""
     write_problem(tmp_path)
     limits = (
         *SHORT,
         "run.steps=3",
         "trainer.micro_tokens=64",
         f"trainer.shards={shards}",
+        f"debug.memory_ranks={short}",
         "debug.profile_versions=[2]",
     )
     process = await start(
@@ -218,6 +222,8 @@ async def test_ranks_that_are_out_of_memory_begin_again_with_half_the_budget(sta
     said = run.events_path.read_text()
     assert "goes on with micro-batches of 32 tokens (trainer.micro_tokens is 64" in said
     assert "restart 1 of all 2 trainers" in said
+    if short:
+        assert "out of memory" not in run.log_path(f"trainer-{1 - short[0]}").read_text()
     verdict = await judge(run)
     assert verdict.problems == []
     assert verdict.counts["fences"] == 2

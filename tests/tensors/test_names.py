@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from streamrl.tensors.concatenation import place_of
 from streamrl.tensors.digest import MASK, combine, slice_digest, tensor_digest
-from streamrl.tensors.names import ARCHITECTURES, Named, named
+from streamrl.tensors.names import ARCHITECTURES, Named, named, unlisted
 from streamrl.trainers.mesh import Mesh
 from streamrl.trainers.torch.checkpoint import host_bytes
 from tests.support.digests import digest_of
@@ -138,3 +138,11 @@ def test_what_is_not_known_keeps_its_name() -> None:
     assert [(one.offset, one.held) for one in named("llama", "none", (0, 4))] == [((0, 0), (0, 4))]
     assert [(one.offset, one.held) for one in named("llama", "w", (5, 2), range(3, 5))] == [((3, 0), (2, 2))]
     assert [(one.offset, one.held) for one in named("llama", "w", (5, 2), range(5, 5))] == [((5, 0), (0, 2))]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "said"), [("glm4_moe_lite", "model.layers.0.mlp.experts.gate_up_proj"), ("qwen3_moe", ""), ("qwen3", "")]
+)
+def test_experts_of_an_architecture_that_is_not_listed_are_named(model_type: str, said: str) -> None:
+    names = ["model.embed_tokens.weight", *(f"model.layers.0.mlp.experts.{what}" for what in ("gate_up_proj", "down_proj"))]
+    assert unlisted(model_type, names if model_type != "qwen3" else names[:1]) == said

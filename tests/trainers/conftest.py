@@ -94,3 +94,27 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def model_dir(make_model: Callable[..., Path]) -> Path:
     return make_model()
+
+
+@pytest.fixture(scope="session")
+def make_mixture(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`make_mixture(dtype=..., **config)`: directory of a Qwen3-MoE of 2 layers with 4 experts, 2 a token, with random weights."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+
+    def make(dtype: str = "float32", **changes: Any) -> Path:
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+        options = {"vocab_size": VOCAB, **sizes, **experts, "intermediate_size": 64, "max_position_embeddings": 64, **changes}
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**options, initializer_range=0.2)).to(getattr(torch, dtype))
+        path = tmp_path_factory.mktemp("qwen3-moe")
+        model.save_pretrained(path)
+        (path / "tokenizer_config.json").write_text("{}")
+        return path
+
+    return make

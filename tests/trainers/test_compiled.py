@@ -11,6 +11,7 @@ import torch
 from msgspec.structs import replace
 from torch._dynamo.utils import counters
 
+from streamrl.config.loss import ExpertsConfig
 from streamrl.config.tree import Config, DebugConfig, LossConfig, RunConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import ConfigError
@@ -28,6 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
     pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated.*:DeprecationWarning"),
 ]
 Rollouts = Callable[..., TrainBatch]
 DIRECT = LossConfig(proximal="sampler")
@@ -61,6 +63,27 @@ def test_a_run_is_compiled_once_and_learns_what_a_plain_one_does(model_dir: Path
         assert theirs.choices == Choices(attention="packed", row_length=ROW)
         assert not ours.notices
     assert counters["stats"]["unique_graphs"] == graphs, "other samples in the rows are no other shapes"
+
+
+def test_a_mixture_is_compiled_once_whatever_its_depth_and_tells_the_load_of_its_experts(
+    make_mixture: Callable[..., Path], rollouts: Rollouts
+) -> None:
+    losses, found = LossConfig(proximal="sampler", experts=ExpertsConfig(balance_coef=0.3, z_coef=0.02)), list[list[int]]()
+    for layers in (2, 5):
+        directory = make_mixture(num_hidden_layers=layers)
+        torch._dynamo.reset()
+        counters.clear()
+        compiled, plain = (make_trainer(replace(config(compile=how, activations=1), loss=losses), directory) for how in ("on", "off"))
+        found.append([])
+        for step in range(3):
+            found[-1].append(counters["stats"]["unique_graphs"])
+            ours, theirs = (trainer.step(rollouts(step)) for trainer in (compiled, plain))
+            assert ours.choices == Choices(attention="packed", compiled=True, kept_layers=1, row_length=ROW) and not ours.notices
+            assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-3, abs=1e-5)
+            assert ours.metrics["train/expert_load_max"] > 1
+        found[-1].append(counters["stats"]["unique_graphs"])
+    # The first step has the variant without a gradient, which finds the load of the step.
+    assert found[0] == found[1] and 0 < found[0][0] < found[0][1] == found[0][2] == found[0][3]
 
 
 def test_what_was_trained_before_is_run_as_it_was(model_dir: Path, rollouts: Rollouts) -> None:

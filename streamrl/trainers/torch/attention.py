@@ -32,6 +32,15 @@ def register() -> None:
     AttentionInterface.register(PACKED, packed_attention)
 
 
+def attention_mask(tree_RL: Tensor, branch_RL: Tensor) -> Tensor:
+    """Which keys each query may look at: [R, 1, L, L] bool, by the rule of `streamrl.core.packing`."""
+    length = tree_RL.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=tree_RL.device).tril()
+    same_tree = tree_RL[:, :, None] == tree_RL[:, None, :]
+    on_path = (branch_RL[:, None, :] == 0) | (branch_RL[:, :, None] == branch_RL[:, None, :])
+    return (causal & same_tree & on_path)[:, None]
+
+
 def packed_attention(
     module: torch.nn.Module,
     query: Tensor,

@@ -29,11 +29,13 @@ from streamrl.errors import ConfigError
 from streamrl.tensors.building import BUILDING
 from streamrl.tensors.transfer import on_device
 from streamrl.trainers.flops import flops_of, sees_all
-from streamrl.trainers.torch.attention import PACKED, register
+from streamrl.trainers.torch import attention as packed_rows
+from streamrl.trainers.torch import experts
 from streamrl.trainers.torch.context import Context, Share
 from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.layers import Layers, first_line
 from streamrl.trainers.torch.parallel import Parallel
+from streamrl.trainers.torch.routing import Routers
 from streamrl.trainers.torch.sharding import Gathered, Held, cut
 
 logger = logging.getLogger(__name__)
@@ -85,6 +87,8 @@ class CausalLM:
         self._scale: float = (getattr(text, "logit_scale", None) or 1.0) / (getattr(text, "logits_scaling", None) or 1.0)
         self._softcap: float = getattr(text, "final_logit_softcapping", None) or 0.0
         self._takes_positions = "position_ids" in inspect.signature(self._body.forward).parameters
+        self.routers = Routers(self.module)
+        """Of a mixture of experts; none of another model."""
         self._check_head()
         # An explicit mask would replace or bypass sliding windows, linear attention and state-space layers.
         maskable = attention != "flash" and self._takes_positions and sees_all(text)
@@ -187,7 +191,7 @@ class CausalLM:
         if not self.compiled:
             return ""
         try:
-            with self._layers.trying() as reasons:
+            with self._layers.trying() as reasons, self.routers.rehearsing(row_length, torch.zeros(1, device=self.device)):
                 with torch.set_grad_enabled(gradient):
                     found = self._run(lambda: self._first_state(row_length, reasons))
                 if gradient and self._unit is not None:
@@ -297,7 +301,7 @@ class CausalLM:
         inputs = self._tensor(micro.inputs)
         if micro.plain:
             return self._body(input_ids=inputs, use_cache=False).last_hidden_state
-        mask = attention_mask(self._tensor(micro.tree), self._tensor(micro.branch))
+        mask = packed_rows.attention_mask(self._tensor(micro.tree), self._tensor(micro.branch))
         positions = self._tensor(micro.positions)
         return self._body(input_ids=inputs, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state
 
@@ -308,13 +312,11 @@ class CausalLM:
         # Of any number of samples, the same compiled code.
         for bounds in (queries, keys):
             maybe_mark_dynamic(bounds, bounds.ndim - 1)
-        options: dict[str, Any] = {"cu_seq_lens_q": queries, "cu_seq_lens_k": keys, "max_length_k": micro.longest}
-        options["max_length_q"] = micro.longest
+        longest = micro.longest if cut is None else min(micro.longest, ids.shape[1] // 2)
+        options: dict[str, Any] = {"cu_seq_lens_q": queries, "cu_seq_lens_k": keys, "max_length_q": longest, "max_length_k": micro.longest}
         if cut is not None and self._context is not None:
-            options["max_length_q"] = min(micro.longest, ids.shape[1] // 2)
             options |= {"context_order": self._tensor(cut.order), "context_group": self._context.group}
-        places = self._tensor(micro.positions)
-        return self._body(input_ids=ids, position_ids=places, use_cache=False, **options).last_hidden_state
+        return self._body(input_ids=ids, position_ids=self._tensor(micro.positions), use_cache=False, **options).last_hidden_state
 
     def _head(self, states: Tensor) -> Tensor:
         logits = self.module.get_output_embeddings()(states) * self._scale
@@ -347,7 +349,7 @@ class CausalLM:
         row = torch.arange(2, 10, device=self.device)[None] % self.vocab_size
         branch = torch.tensor([[0, 0, 0, 0, 1, 1, 2, 2]], device=self.device)
         positions = torch.tensor([[0, 1, 2, 3, 4, 5, 4, 5]], device=self.device)
-        mask = attention_mask(torch.zeros_like(branch), branch)
+        mask = packed_rows.attention_mask(torch.zeros_like(branch), branch)
         shared = self._body(input_ids=row, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state[0]
         first, second = (self._body(input_ids=row[:, branch[0] != other], use_cache=False).last_hidden_state[0] for other in (2, 1))
         return self._close(self._head(shared), self._head(torch.cat([first, second[4:]])))
@@ -374,23 +376,17 @@ class CausalLM:
         return bool((ours - theirs).abs().max() <= bound)
 
 
-def attention_mask(tree_RL: Tensor, branch_RL: Tensor) -> Tensor:
-    """Which keys each query may look at: [R, 1, L, L] bool, by the rule of `streamrl.core.packing`."""
-    length = tree_RL.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=tree_RL.device).tril()
-    same_tree = tree_RL[:, :, None] == tree_RL[:, None, :]
-    on_path = (branch_RL[:, None, :] == 0) | (branch_RL[:, :, None] == branch_RL[:, None, :])
-    return (causal & same_tree & on_path)[:, None]
-
-
 def _load(model_dir: Path, dtype: torch.dtype, attention: str) -> Any:
     from transformers import AutoModelForCausalLM
 
-    kernels = {"sdpa": "sdpa", "flash": "flash_attention_2", "packed": PACKED}[attention]
-    register()
+    kernels = {"sdpa": "sdpa", "flash": "flash_attention_2", "packed": packed_rows.PACKED}[attention]
+    packed_rows.register()
+    experts.register()
     try:
         with BUILDING:
-            return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation=kernels)
+            return AutoModelForCausalLM.from_pretrained(
+                model_dir, dtype=dtype, attn_implementation=kernels, experts_implementation=experts.EXPERTS
+            )
     except ImportError as error:
         raise ConfigError(
             f"trainer.attention = {attention} cannot be used here: {error}",

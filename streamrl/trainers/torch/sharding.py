@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from streamrl.errors import TrainingError
 from streamrl.tensors.digest import slice_digest
 from streamrl.tensors.digest_torch import NamedDigester, NamedDigests, Region, region_digests
-from streamrl.tensors.names import named
+from streamrl.tensors.names import named, unlisted
 from streamrl.trainers.checkpoints import damaged
 from streamrl.trainers.torch.checkpoint import ModelState, host_bytes, host_copy
 from streamrl.trainers.torch.parallel import Parallel, local
@@ -137,6 +137,8 @@ class Held:
         self.model_type = model_type
         self._types = types
         self._shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters}
+        if fused := unlisted(model_type, self._shapes):
+            logger.warning("event=experts_not_split model_type=%s parameter=%s action=published_as_it_is", model_type, fused)
 
     def slices(self) -> list[Slice]:
         """Of all parameters: this rank's memory where it has the type to publish, else rounded copies."""

@@ -28,6 +28,7 @@ from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import ROW, Indices, MicroBatch, empty_micro_batch, packed_row_length, plan_micro_batches
 from streamrl.errors import TrainingError
 from streamrl.tensors.transfer import on_device
+from streamrl.trainers.torch.balancing import Balancing
 from streamrl.trainers.torch.critic import Critic
 from streamrl.trainers.torch.language_model import LanguageModel
 from streamrl.trainers.torch.optimizer import ClippedAdamW
@@ -93,7 +94,7 @@ class Update:
         settle: called before parameters and moments are written.
 
     Raises:
-        ConfigError: a function that `loss` names is not there.
+        ConfigError: a function that `loss` names is not there, or `loss.experts` is set for a dense model.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Update:
         self._parallel = parallel
         self._deterministic = deterministic
         self._settle = settle
+        self._balancing = Balancing(policy, loss.experts, parallel)
         self._policy_loss = user_loss(loss.policy) if is_function(loss.policy) else policy_loss
         self._slime = SlimeLoss(loss) if loss.slime_loss else None
 
@@ -167,7 +169,9 @@ class Update:
                 if slime is not None:
                     wanted = slime.wanted(batch, wanted)
                 micros = self._micro_batches(batch, wanted, samples, layout, policy.width)
+                self._balancing.begin(micros, learns=learns)
                 for place, micro in enumerate(micros):
+                    self._balancing.at(micro)
                     self._accumulate(last=place == len(micros) - 1)
                     if not len(micro.target):
                         self._idle(batch, objective, micro, learns=learns)
@@ -200,7 +204,7 @@ class Update:
                         all_logprobs[one.target] = one.logprobs.double().cpu().numpy()
                     if one.weights is not None:
                         all_weights[one.target] = one.weights.double().cpu().numpy()
-                sums = self._parallel.sum_named(sums)
+                sums = self._parallel.sum_named(sums) | self._balancing.metrics()
                 norms, applied = self._apply(rate, policy=learns, critic=batch.kind == "rl")
                 finite = finite and applied
                 rows.append(sums | norms | {"train/global_batch_size": float(len(samples))})
@@ -213,6 +217,7 @@ class Update:
 
     def discard(self) -> None:
         """Forget what has been summed of a batch that is begun again."""
+        self._balancing.end()
         self._optimizer.discard()
         if self._critic is not None:
             self._critic.discard()
