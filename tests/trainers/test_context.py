@@ -171,6 +171,14 @@ def test_a_model_with_sliding_windows_is_refused(make_model: Callable[..., Path]
     assert caught.value.hint == "set trainer.context = 1"
 
 
+def test_a_reference_with_sliding_windows_is_refused(model_dir: Path, make_model: Callable[..., Path]) -> None:
+    """It is scored on the rows that ranks share, as the policy is."""
+    reference = make_model(use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    loss = LossConfig(kl=KLConfig(loss_coef=0.1, reference=str(reference)))
+    with pytest.raises(ConfigError, match="trainer.context = 2, but Qwen3ForCausalLM"), open_trainer(config(2, 1, 2, loss=loss), model_dir):
+        pass
+
+
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_rank_that_is_killed_ends_a_step_of_ranks_that_share_rows(model_dir: Path, shards: int) -> None:
     with (

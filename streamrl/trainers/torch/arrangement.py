@@ -88,7 +88,9 @@ class Arrangement:
         self._why = ""
         """Why nothing can be compiled, once that has been tried."""
         self._attention = kernels.attention
-        if kernels.attention == "packed" and (others := [model for model in trained if not model.packs]):
+        # Where ranks share rows, also of a model that is only looked at: each has a part of them.
+        asked = [*trained, *(frozen if parallel.context is not None else [])]
+        if kernels.attention == "packed" and (others := [model for model in asked if not model.packs]):
             self._attention = "sdpa"
             self._say_not_packed(others[0].name)
         self._room = self._reckon(copies) if kernels.kept_layers == "auto" else None
