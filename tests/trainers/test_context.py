@@ -175,7 +175,7 @@ def test_a_reference_with_sliding_windows_is_refused(model_dir: Path, make_model
     """It is scored on the rows that ranks share, as the policy is."""
     reference = make_model(use_sliding_window=True, sliding_window=8, max_window_layers=1)
     loss = LossConfig(kl=KLConfig(loss_coef=0.1, reference=str(reference)))
-    with pytest.raises(ConfigError, match="trainer.context = 2, but Qwen3ForCausalLM"), open_trainer(config(2, 1, 2, loss=loss), model_dir):
+    with pytest.raises(ConfigError, match="context = 2, but Qwen3ForCausalLM"), open_trainer(config(2, 1, 2, loss=loss), model_dir):
         pass
 
 
