@@ -66,7 +66,7 @@ def measure(options: argparse.Namespace, model_dir: Path, out: Path, rank: int, 
     if cuda:
         torch.cuda.set_device(device)
     if ranks > 1:
-        backend = "nccl" if cuda else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         dist.init_process_group(backend, init_method=f"file://{out}/rendezvous", rank=rank, world_size=ranks)
     parallel = Parallel(Mesh(replicate=ranks, context=ranks), device)
     kernels = Kernels(attention="packed", compile=options.compile, kept_layers=0)
