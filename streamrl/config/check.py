@@ -102,21 +102,7 @@ def _check_work(config: Config) -> None:
         key="tasks.hold_ahead",
     )
     _check_expiry(config)
-    refuse(
-        config.trainer.ranks > 1 and config.trainer.tabular,
-        f"trainer.ranks must be 1 with trainer.backend = table, got {config.trainer.ranks}: a tabular policy is trained by one process",
-        hint="set trainer.ranks = 1, or train with the torch backend",
-        key="trainer.ranks",
-    )
-    ranks, shards = config.trainer.ranks, config.trainer.shards
-    refuse(
-        ranks % shards != 0,
-        f"trainer.shards must divide trainer.ranks, got ranks = {ranks} and shards = {shards}: {ranks} = {ranks // shards} x {shards} + "
-        f"{ranks % shards}",
-        hint=f"set trainer.ranks to a multiple of {shards}, such as {shards * max(1, round(ranks / shards))}, or trainer.shards to a "
-        f"divisor of {ranks}",
-        key="trainer.shards",
-    )
+    _check_ranks(config)
     refuse(
         tasks.drop_zero_variance and tasks.num_rollouts == 1,
         "tasks.drop_zero_variance needs tasks.num_rollouts >= 2, got 1: a group of one has no spread, so every group would be dropped",
@@ -158,6 +144,45 @@ def _check_work(config: Config) -> None:
         "weights.keep = 0 keeps every version, but weights.transport = ipc has room for weights.ring of them",
         hint="set weights.keep to 1 or more, or weights.transport to shm or bus",
         key="weights.keep",
+    )
+
+
+def _check_ranks(config: Config) -> None:
+    refuse(
+        config.trainer.ranks > 1 and config.trainer.tabular,
+        f"trainer.ranks must be 1 with trainer.backend = table, got {config.trainer.ranks}: a tabular policy is trained by one process",
+        hint="set trainer.ranks = 1, or train with the torch backend",
+        key="trainer.ranks",
+    )
+    ranks, shards = config.trainer.ranks, config.trainer.shards
+    refuse(
+        ranks % shards != 0,
+        f"trainer.shards must divide trainer.ranks, got ranks = {ranks} and shards = {shards}: {ranks} = {ranks // shards} x {shards} + "
+        f"{ranks % shards}",
+        hint=f"set trainer.ranks to a multiple of {shards}, such as {shards * max(1, round(ranks / shards))}, or trainer.shards to a "
+        f"divisor of {ranks}",
+        key="trainer.shards",
+    )
+    context, attention = config.trainer.context, config.trainer.attention
+    refuse(
+        ranks % context != 0,
+        f"trainer.context must divide trainer.ranks, got ranks = {ranks} and context = {context}: {ranks} = {ranks // context} x "
+        f"{context} + {ranks % context}",
+        hint=f"set trainer.ranks to a multiple of {context}, such as {context * max(1, round(ranks / context))}, or trainer.context to a "
+        f"divisor of {ranks}",
+        key="trainer.context",
+    )
+    refuse(
+        context > 1 and attention not in ("auto", "packed"),
+        f"trainer.context = {context} needs packed rows, which ranks share, got trainer.attention = {attention!r}",
+        hint="set trainer.attention = 'packed' or 'auto'",
+        key="trainer.attention",
+    )
+    refuse(
+        context > 1 and bool(config.loss.slime_loss),
+        f"trainer.context = {context}, but loss.slime_loss wants the logits of whole samples, of which a rank has 1 / {context}",
+        hint="set trainer.context = 1, or name a function in loss.policy, which gets log-probs of whole samples",
+        key="trainer.context",
     )
 
 

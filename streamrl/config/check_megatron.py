@@ -29,6 +29,7 @@ def check_megatron(config: Config) -> None:
     sampling, split = config.sampling, tensor > 1
     asked = [
         ("trainer.shards", trainer.shards > 1, "it cuts matrices instead: trainer.tensor"),
+        ("trainer.context", trainer.context > 1, "its ranks share no rows"),
         ("trainer.compile", trainer.compile == "on", "its layers are not compiled"),
         ("trainer.attention", trainer.attention == "flash", "its attention is packed or sdpa"),
         ("trainer.activations", isinstance(trainer.activations, int), "all its layers keep their activations"),

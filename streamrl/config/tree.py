@@ -216,6 +216,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Parts that parameters, gradients and optimizer state are cut into (FSDP2), for ranks / shards copies; 1: each rank holds all."""
     tensor: PositiveInt = 1
     """Parts that each matrix is cut into, for ranks / tensor replicas (tensor and sequence parallel); with `megatron` only."""
+    context: PositiveInt = 1
+    """Ranks that share each packed row, each with its part of the positions and keys of all (context parallelism): what a sample's
+    activations take of a GPU is cut by as many. micro_tokens are of the row. Rows are packed then."""
     gather: Literal["auto", "step", "micro_batch"] = "auto"
     """How long the layers of a model that is cut stay gathered: `micro_batch` sends more, `step` holds all and its gradient meanwhile.
     `auto`: a step where that is a quarter of the GPU's memory at most, and on CPUs."""

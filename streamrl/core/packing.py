@@ -33,6 +33,17 @@ ROW = 8192
 """Positions of a short packed row: enough for the matrix products. Longer ones keep more activations at a time."""
 
 
+class Cut(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a packed row that several ranks share (`streamrl.core.context`): what one rank's two chunks of queries look at."""
+
+    queries: npt.NDArray[np.int32]
+    """[2, B] for each chunk, where its pieces begin, and its length."""
+    keys: npt.NDArray[np.int32]
+    """[2, B] for each chunk, where the keys of its pieces begin in the row, and the row's length."""
+    order: Indices
+    """[2 N] which of the chunks that all ranks hold, rank by rank, is each chunk of the row."""
+
+
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Inputs of one forward pass, and which of its states predict which tokens of the batch."""
 
@@ -57,6 +68,8 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     as many samples. None: no packed row."""
     longest: int = 0
     """Of a packed row: no sample of the batch is longer; one of few numbers."""
+    cut: Cut | None = None
+    """Of a rank's part of a packed row; its columns are no longer neighbours then, and `starts` are still those of the row."""
 
 
 class Tree(msgspec.Struct, frozen=True):
@@ -140,6 +153,23 @@ def empty_micro_batch(batch: TrainBatch, row_length: int = 0) -> MicroBatch:
         target=nothing,
         plain=not row_length,
         starts=np.array([*range(0, row_length, longest), row_length], np.int32) if row_length else None,
+        longest=longest,
+    )
+
+
+def trial_row(row_length: int) -> MicroBatch:
+    """A packed row of nothing but zeros, laid out as a batch's rows are, that predicts nothing."""
+    shape, longest, nothing = (1, row_length), min(row_length, ROW), np.zeros(0, np.int64)
+    return MicroBatch(
+        inputs=np.zeros(shape, np.int64),
+        positions=np.arange(row_length, dtype=np.int64)[None],
+        tree=np.zeros(shape, np.int32),
+        branch=np.ones(shape, np.int32),
+        copies=np.zeros(shape, np.int32),
+        source=nothing,
+        target=nothing,
+        plain=False,
+        starts=np.array([0, *range(longest, row_length, longest), row_length, row_length], np.int32),
         longest=longest,
     )
 

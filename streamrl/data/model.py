@@ -95,6 +95,26 @@ def check_experts(config: Config, directory: Path) -> None:
             )
 
 
+def check_context(config: Config, directory: Path) -> None:
+    """Raise ConfigError when ranks are to share rows of a model that `directory` describes as one with windows or caps in its attention."""
+    path = directory / "config.json"
+    described: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    text: dict[str, Any] = described.get("text_config") or described
+    odd = sorted({kind for kind in text.get("layer_types") or () if kind != "full_attention"})
+    if not text.get("layer_types") and text.get("sliding_window") is not None and text.get("use_sliding_window", True):
+        odd.append(f"sliding_window = {text['sliding_window']}")
+    if text.get("attn_logit_softcapping"):
+        odd.append(f"attn_logit_softcapping = {text['attn_logit_softcapping']}")
+    if config.trainer.context > 1 and odd:
+        raise ConfigError(
+            f"trainer.context = {config.trainer.context} needs layers that attend to all that is before a token, got a model with "
+            f"{', '.join(odd)} in {directory}",
+            hint="set trainer.context = 1",
+            key="trainer.context",
+            got=config.trainer.context,
+        )
+
+
 def write_table(directory: Path, *, max_position: int) -> None:
     """Write the description of a tabular policy (`table.json`) and the character tokenizer; its logits begin at zero.
 

@@ -70,8 +70,16 @@ def check_activations(config: Config, gpu_bytes: int) -> Check | None:
     shapes, itemsize = [shape for _, shape in models.trained], itemsize_of(config)
     packed, compiled = _packed(config), _compiled(config)
     # As the trainer does: rows of the whole budget where all layers keep their activations then, else short ones.
-    for tokens in (trainer.micro_tokens, min(trainer.micro_tokens, ROW) if packed else trainer.micro_tokens):
-        estimate = least_kept(shapes, free_bytes=gpu_bytes, needed_bytes=found.nbytes, tokens=tokens, itemsize=itemsize, compiled=compiled)
+    for row in (trainer.micro_tokens, min(trainer.micro_tokens, ROW) if packed else trainer.micro_tokens):
+        estimate = least_kept(
+            shapes,
+            free_bytes=gpu_bytes,
+            needed_bytes=found.nbytes,
+            tokens=-(-row // trainer.context),
+            itemsize=itemsize,
+            compiled=compiled,
+            context=trainer.context,
+        )
         if estimate.all_kept:
             break
     if isinstance(asked := trainer.activations, str):
@@ -106,7 +114,7 @@ def check_trainer_memory(config: Config, gpu_bytes: int) -> Check | None:
     hint = _fitting_shards(config, gpu_bytes)
     if found.nbytes + found.token <= gpu_bytes:
         tokens = (gpu_bytes - found.nbytes) // found.token
-        hint = f"data.max_prompt_tokens + sampling.max_new_tokens = {tokens} fit; {hint}"
+        hint = f"data.max_prompt_tokens + sampling.max_new_tokens = {tokens} fit; {hint}{_fitting_context(config, gpu_bytes)}"
     return Check("trainer memory", "fail", text, hint)
 
 
@@ -173,7 +181,7 @@ def _reckoned(config: Config, gpu_bytes: int) -> RankMemory | None:
 
 def _packed(config: Config) -> bool:
     attention = config.trainer.attention
-    return attention == "packed" or (attention == "auto" and itemsize_of(config) == 2)
+    return attention == "packed" or (attention == "auto" and (itemsize_of(config) == 2 or config.trainer.context > 1))
 
 
 def _compiled(config: Config) -> bool:
@@ -194,6 +202,17 @@ def _fitting_shards(config: Config, gpu_bytes: int) -> str:
         if found is not None and max(found.making, found.nbytes + _longest(config) * found.token) <= gpu_bytes:
             return f"trainer.shards = {shards}, with trainer.ranks a multiple of it, would fit GPUs of this size"
     return "take a larger GPU, a smaller model, weights.ring = 1, or leave out what else is loaded"
+
+
+def _fitting_context(config: Config, gpu_bytes: int) -> str:
+    trainer = config.trainer
+    context = trainer.context
+    while (context := 2 * context) <= _MOST_SHARDS:
+        shared = replace(config, trainer=replace(trainer, ranks=trainer.ranks * context // trainer.context, context=context))
+        found = _reckoned(shared, gpu_bytes)
+        if found is not None and found.nbytes + _longest(config) * found.token <= gpu_bytes:
+            return f"; or trainer.context = {context}, with trainer.ranks a multiple of it, by which ranks share a sample"
+    return ""
 
 
 def _engines_beside(config: Config) -> int:

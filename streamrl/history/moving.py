@@ -51,8 +51,8 @@ class Meshes(NamedTuple):
         return replace(self.config, trainer=replace(self.config.trainer, **keys))
 
     def _keys(self, told: TrainedOn) -> dict[str, Any]:
-        """Entries that name no backend were trained by the torch one, or by the tabular one, which trains nothing of another."""
-        unnamed = {} if self.config.trainer.tabular else {"backend": "torch", "tensor": 1}
+        """Where entries name no context, one rank had a row; where no backend, it was torch, or the tabular one, which is alone in its run."""
+        unnamed: dict[str, Any] = {"context": 1} if self.config.trainer.tabular else {"backend": "torch", "tensor": 1, "context": 1}
         return unnamed | {key: value for key, value in asdict(told).items() if value is not UNSET}
 
     def all(self) -> list[Config]:
@@ -116,7 +116,9 @@ class MovingTrainer:
 
     def _move(self, config: Config, version: Version) -> None:
         settings = config.trainer
-        logger.info("event=replay_moves version=%s ranks=%d shards=%d", version, settings.ranks, settings.shards)
+        logger.info(
+            "event=replay_moves version=%s ranks=%d shards=%d context=%d", version, settings.ranks, settings.shards, settings.context
+        )
         with tempfile.TemporaryDirectory(prefix="streamrl-replay-") as folder:
             path = Path(folder) / "at"
             self._own.save(path, b"", version=version).result()

@@ -20,7 +20,7 @@ from streamrl.config.tree import Config
 from streamrl.consumers.training.checkpoints import read_latest
 from streamrl.consumers.training.gaps import NEED_CONSENT, find_gap, refusal, versions_made
 from streamrl.consumers.training.ledger import publish_mark
-from streamrl.data.model import check_experts, check_positions
+from streamrl.data.model import check_context, check_experts, check_positions
 from streamrl.data.problems import Problems, load_problems
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.doctor.findings import Check
@@ -47,12 +47,14 @@ async def prepare(config: Config, run: RunDir, note: Callable[[str], None] = lam
 
     Raises:
         DataError: a row cannot be used; names the file and the line.
-        ConfigError: `model.path` names no model, one with fewer positions than `model.max_len`, or a dense one with `loss.experts`.
+        ConfigError: `model.path` names no model, one with fewer positions than `model.max_len`, a dense one with `loss.experts`, or
+            one with sliding windows with `trainer.context`.
         LaunchError: the model cannot be built.
     """
     model = await build_model(config, run)
     check_positions(config, model)
     check_experts(config, model)
+    check_context(config, model)
     tokenizer = load_tokenizer(model)
     train = await asyncio.to_thread(load_problems, config.data.train, config.data, tokenizer)
     _note_left_out("data.train", train, config, note)

@@ -44,6 +44,7 @@ FREE_KEYS = (
     "engine.sglang.gpus",
     "trainer.ranks",
     "trainer.shards",
+    "trainer.context",
     "trainer.gather",
     "trainer.rank_timeout_s",
     "trainer.threads",

@@ -49,10 +49,14 @@ class ModelShape(NamedTuple):
         layer = self.hidden * (2 * self.queries + 2 * self.keys + 3 * self.inner * self.experts)
         return self.layers * layer + (1 if self.tied else 2) * self.vocab * self.hidden
 
-    def layer_bytes(self, itemsize: int, *, compiled: bool) -> int:
-        """Bytes a token that one layer keeps: ((4 + met) H + 3 Q + 4 K + 3 I) numbers, times `EAGER` where it is not compiled."""
+    def layer_bytes(self, itemsize: int, *, compiled: bool, context: int = 1) -> int:
+        """Bytes a token that one layer keeps: ((4 + met) H + 3 Q + 4 K + 3 I) numbers, times `EAGER` where it is not compiled.
+
+        Where `context` ranks share a row, 2 K numbers more for each of its tokens, which is `context` of them for one of a rank's own.
+        """
         numbers = (4 + self.met) * self.hidden + 3 * self.queries + 4 * self.keys + 3 * self.inner
-        return int(itemsize * numbers * (1.0 if compiled else EAGER))
+        gathered = 2 * self.keys * context if context > 1 else 0
+        return int(itemsize * (numbers * (1.0 if compiled else EAGER) + gathered))
 
 
 class Estimate(NamedTuple):
@@ -121,40 +125,56 @@ def looked_at_bytes(shape: ModelShape, itemsize: int) -> int:
     return itemsize * (ends + 2 * (shape.parameters - ends) // max(1, shape.layers))
 
 
-def least_kept(shapes: Sequence[ModelShape], *, free_bytes: int, needed_bytes: int, tokens: int, itemsize: int, compiled: bool) -> Estimate:
+def least_kept(
+    shapes: Sequence[ModelShape], *, free_bytes: int, needed_bytes: int, tokens: int, itemsize: int, compiled: bool, context: int = 1
+) -> Estimate:
     """`kept_layers` of models that are trained one behind the other and keep as many layers: of the one that has room for the fewest.
 
     `shapes`: the policy's, then those of models without a head, as a critic's is.
     """
     headless = [shape._replace(vocab=0) for shape in shapes[1:]]
     found = [
-        kept_layers(shape, free_bytes=free_bytes, needed_bytes=needed_bytes, tokens=tokens, itemsize=itemsize, compiled=compiled)
+        kept_layers(
+            shape,
+            free_bytes=free_bytes,
+            needed_bytes=needed_bytes,
+            tokens=tokens,
+            itemsize=itemsize,
+            compiled=compiled,
+            context=context,
+        )
         for shape in [*shapes[:1], *headless]
     ]
     least = min(found, key=lambda one: (one.all_kept, 0 if one.all_kept else one.kept))
     return least._replace(fits=all(one.fits for one in found))
 
 
-def pass_bytes(shape: ModelShape, *, itemsize: int, compiled: bool) -> int:
-    """What a forward and backward pass takes at the very least, a token: the layers' inputs, and what one layer computes."""
-    return shape.layers * shape.hidden * itemsize + shape.layer_bytes(itemsize, compiled=compiled)
+def pass_bytes(shape: ModelShape, *, itemsize: int, compiled: bool, context: int = 1) -> int:
+    """What a forward and backward pass takes at the very least, a token of a row that `context` ranks share.
+
+    That is the layers' inputs, and what one layer computes.
+    """
+    return -(-(shape.layers * shape.hidden * itemsize + shape.layer_bytes(itemsize, compiled=compiled, context=context)) // context)
 
 
-def kept_layers(shape: ModelShape, *, free_bytes: int, needed_bytes: int, tokens: int, itemsize: int, compiled: bool) -> Estimate:
+def kept_layers(
+    shape: ModelShape, *, free_bytes: int, needed_bytes: int, tokens: int, itemsize: int, compiled: bool, context: int = 1
+) -> Estimate:
     """As many layers as there is room for.
 
     Args:
         shape: of the model.
         free_bytes: of the device's memory.
         needed_bytes: of those, what gradients, moments and the like will take.
-        tokens: of one forward and backward pass.
+        tokens: of one forward and backward pass, of one rank.
         itemsize: bytes of a parameter.
         compiled: whether the layers are.
+        context: ranks that share a row.
     """
     head = HEAD_BYTES * CHUNK_TOKENS * shape.vocab + 8 * shape.vocab * shape.hidden
     if compiled:  # it goes by the trained tokens, of which a row has fewer than positions
         head += min(tokens * shape.vocab * itemsize, KEPT_BYTES)
-    layer = tokens * shape.layer_bytes(itemsize, compiled=compiled)
+    layer = tokens * shape.layer_bytes(itemsize, compiled=compiled, context=context)
     # The inputs of all, and of the layer whose backward pass is under way what it keeps and as much again of gradients.
     inputs = tokens * shape.layers * shape.hidden * itemsize
     left = int(SPARE * free_bytes) - needed_bytes - head - inputs - 2 * layer

@@ -25,6 +25,7 @@ def numerics_fingerprint(config: Config) -> dict[str, str]:
         "ranks": str(trainer.ranks),
         **({"shards": str(trainer.shards), "gather": trainer.gather} if trainer.shards > 1 else {}),
         **({"tensor": str(trainer.tensor), "megatron": _megatron()} if trainer.backend == "megatron" else {}),
+        **({"context": str(trainer.context)} if trainer.context > 1 else {}),
         "minibatches": str(trainer.minibatches),
         "micro_tokens": str(trainer.micro_tokens),
         "dtype": config.trainer.dtype or config.model.dtype,
@@ -46,6 +47,7 @@ def mesh_keys(values: Mapping[str, str]) -> dict[str, Any]:
         "ranks": int(values.get("ranks", "1")),
         "shards": int(values.get("shards", "1")),
         "gather": values.get("gather", "auto"),
+        "context": int(values.get("context", "1")),
     }
 
 

@@ -108,6 +108,6 @@ def rank_memory(config: Config, models: Models, *, gpu_bytes: int, compiled: boo
         versions = config.tasks.max_staleness + 1
         each = (versions + 1) * 4 if shards > 1 else versions * itemsize  # see `Recheck`
         lasting.append(("of versions for trainer.check_logprobs", each * part))
-    token = max(pass_bytes(shape, itemsize=itemsize, compiled=compiled) for _, shape in models.trained)
+    token = max(pass_bytes(shape, itemsize=itemsize, compiled=compiled, context=trainer.context) for _, shape in models.trained)
     making = itemsize * max(shape.parameters for _, shape in [*models.trained, *models.frozen])
     return RankMemory(lasting, token, making)

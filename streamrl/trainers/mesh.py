@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from streamrl.config.tree import TrainerConfig
@@ -24,6 +25,8 @@ class Mesh(msgspec.Struct, frozen=True):
     """Copies of the parameters."""
     shard: int = 1
     """Parts that each copy is cut into."""
+    context: int = 1
+    """Neighbours that share each packed row. It divides the ranks; what they hold of the parameters does not depend on it."""
 
     @property
     def ranks(self) -> int:
@@ -33,6 +36,19 @@ class Mesh(msgspec.Struct, frozen=True):
     def place(self, rank: int) -> tuple[int, int]:
         """Which copy and which part of it a rank holds."""
         return divmod(rank, self.shard)
+
+    def share(self, rank: int) -> tuple[int, int]:
+        """Which share of the rows a rank has, of `ranks / context`, and its place among those that have it.
+
+        >>> [Mesh(replicate=2, shard=2, context=2).share(rank) for rank in range(4)]
+        [(0, 0), (0, 1), (1, 0), (1, 1)]
+        """
+        return divmod(rank, self.context)
+
+    def whole(self, length: int) -> int:
+        """Length of a row that ranks can share, two chunks each: the next multiple of twice their number."""
+        unit = 2 * self.context if self.context > 1 else 1
+        return -(-length // unit) * unit
 
     def rows(self, count: int, part: int) -> range:
         """Which of a tensor's `count` rows (dimension 0) part `part` holds: the first parts equally many, the last ones fewer or none.
@@ -53,14 +69,19 @@ class Mesh(msgspec.Struct, frozen=True):
 
 
 def mesh_of(trainer: TrainerConfig) -> Mesh:
-    """The mesh that a configuration asks for; it has been checked that the parts divide the ranks."""
+    """The mesh that a configuration asks for; it has been checked that the parts, and `trainer.context`, divide the ranks."""
     parts = trainer.tensor if trainer.backend == "megatron" else trainer.shards
-    return Mesh(replicate=trainer.ranks // parts, shard=parts)
+    return Mesh(replicate=trainer.ranks // parts, shard=parts, context=trainer.context)
 
 
 def trained_on(trainer: TrainerConfig) -> TrainedOn:
     """What a ledger entry says of it."""
-    told = TrainedOn(ranks=trainer.ranks, shards=trainer.shards, gather=trainer.gather if trainer.shards > 1 else "auto")
+    told = TrainedOn(
+        ranks=trainer.ranks,
+        shards=trainer.shards,
+        gather=trainer.gather if trainer.shards > 1 else "auto",
+        context=trainer.context if trainer.context > 1 else UNSET,
+    )
     return replace(told, backend="megatron", tensor=trainer.tensor) if trainer.backend == "megatron" else told
 
 

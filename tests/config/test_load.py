@@ -240,6 +240,18 @@ def test_bad_slice(write):
         ),
         ("[debug]\nmemory_ranks = [-1]\n", "debug.memory_ranks"),
         ("[trainer]\nranks = 5\nshards = 2\n", "trainer.shards must divide trainer.ranks, got ranks = 5 and shards = 2: 5 = 2 x 2 + 1"),
+        (
+            "[trainer]\nranks = 5\ncontext = 2\n",
+            "trainer.context must divide trainer.ranks, got ranks = 5 and context = 2: 5 = 2 x 2 + 1",
+        ),
+        (
+            "[trainer]\nranks = 2\ncontext = 2\nattention = 'sdpa'\n",
+            "trainer.context = 2 needs packed rows, which ranks share, got trainer.attention = 'sdpa'",
+        ),
+        (
+            "[trainer]\nranks = 2\ncontext = 2\n[loss]\nslime_loss = 'a:b'\n",
+            "trainer.context = 2, but loss.slime_loss wants the logits of whole samples, of which a rank has 1 / 2",
+        ),
         ("[trainer]\nshards = 2\n", "trainer.shards must divide trainer.ranks, got ranks = 1 and shards = 2: 1 = 0 x 2 + 1"),
         ("[trainer]\nrank_timeout_s = 0\n", "trainer.rank_timeout_s must be at least 1"),
         ("[tasks]\nnum_rollouts = 1\n", "tasks.drop_zero_variance needs tasks.num_rollouts >= 2"),

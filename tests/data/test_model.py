@@ -3,13 +3,14 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from streamrl.config.loss import ExpertsConfig, LossConfig
 from streamrl.config.tree import Config, EngineConfig, ModelConfig, RunConfig, TrainerConfig
-from streamrl.data.model import check_experts, check_positions, ensure_model
+from streamrl.data.model import check_context, check_experts, check_positions, ensure_model
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.errors import ConfigError
 from streamrl.schemas.tasks import Sampling
@@ -130,3 +131,25 @@ def test_losses_of_routers_are_for_mixtures_whose_routers_are_known(tmp_path: Pa
         check_experts(Config(), tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
     check_experts(config, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("described", "says"),
+    [
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"text_config": {"layer_types": ["linear_attention"]}}, "linear_attention"),
+        ({"sliding_window": 4096}, "sliding_window = 4096"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+    ],
+)
+def test_ranks_share_no_rows_of_a_model_with_windows_or_caps(tmp_path: Path, described: dict[str, Any], says: str) -> None:
+    config = Config(trainer=TrainerConfig(ranks=2, context=2))
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ConfigError, match=f"needs layers that attend to all.* {says} in") as caught:
+        check_context(config, tmp_path)
+    assert caught.value.values["key"] == "trainer.context"
+    check_context(Config(), tmp_path)
+    (tmp_path / "config.json").write_text(
+        json.dumps({"layer_types": ["full_attention"], "sliding_window": None, "use_sliding_window": False})
+    )
+    check_context(config, tmp_path)

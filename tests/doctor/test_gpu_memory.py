@@ -153,6 +153,19 @@ def test_a_sample_longer_than_a_rank_can_hold_is_refused_with_the_tokens_that_fi
     assert states == ["ok", "fail"]
 
 
+def test_ranks_that_share_a_sample_hold_one_that_is_too_long_for_a_rank(tmp_path: Path) -> None:
+    """Keys and values of the whole sample stay, so that half of it takes more than half."""
+    config = Config(model=written(tmp_path), trainer=TrainerConfig(compile="on"), sampling=Sampling(max_new_tokens=60_000))
+    alone, shared = (
+        check_trainer_memory(replace(config, trainer=replace(config.trainer, ranks=context, context=context)), 90 << 30)
+        for context in (1, 2)
+    )
+    assert alone is not None and alone.state == "fail" and "trainer.context = 2, with trainer.ranks a multiple" in alone.hint, alone
+    assert shared is not None and shared.state == "ok", shared
+    takes = [float(found.found.split(" for a sample of ")[0].rpartition(" ")[2]) for found in (alone, shared)]
+    assert 0.5 * takes[0] < takes[1] < 0.6 * takes[0]
+
+
 def test_trainer_and_sglang_share_a_gpu_as_far_as_the_fraction_goes(tmp_path: Path) -> None:
     model = written(tmp_path, QWEN_1_7B)
 

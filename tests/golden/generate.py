@@ -270,6 +270,17 @@ def records() -> dict[str, Any]:
             retired=2,
             trained_on=TrainedOn(ranks=4, shards=2, gather="step"),
         ),
+        "ledger_context": LedgerEntry(
+            run="golden",
+            trainer="main",
+            version=Version(2, 19),
+            source="main",
+            used=(),
+            cursor=10,
+            granted=8,
+            retired=2,
+            trained_on=TrainedOn(ranks=4, shards=2, context=2),
+        ),
         "ledger_choices": LedgerEntry(
             run="golden",
             trainer="main",

@@ -24,8 +24,8 @@ from streamrl.trainers.megatron.core import Attend, Decoder
 from streamrl.trainers.megatron.leaves import Leaves
 from streamrl.trainers.megatron.names import Architecture, Place, architecture, check_mesh, parameters
 from streamrl.trainers.megatron.ranks import HeldBoxes, MegatronParallel, check_samples
-from streamrl.trainers.torch.attention import packed_attention
-from streamrl.trainers.torch.causal_lm import attention_mask
+from streamrl.trainers.torch.attention import attention_mask, packed_attention
+from streamrl.trainers.torch.context import Share
 from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.parallel import Parallel
 from streamrl.trainers.torch.routing import Routers
@@ -167,6 +167,10 @@ class MegatronLM:
     def _head(self) -> LinearHead:
         """This rank's rows of the vocabulary, without padding."""
         return LinearHead(self._decoder.head[: self._own_rows], None, 1.0, 0.0)
+
+    def share(self, micro: MicroBatch) -> Share:
+        """All of it: tensor ranks have the same rows, and `trainer.context` is refused."""
+        return Share(micro)
 
     def states(self, micro: MicroBatch) -> Tensor:
         """[M, H] that predict `micro.target`."""

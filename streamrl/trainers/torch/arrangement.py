@@ -88,7 +88,9 @@ class Arrangement:
         self._why = ""
         """Why nothing can be compiled, once that has been tried."""
         self._attention = kernels.attention
-        if kernels.attention == "packed" and (others := [model for model in trained if not model.packs]):
+        # Where ranks share rows, also of a model that is only looked at: each has a part of them.
+        asked = [*trained, *(frozen if parallel.context is not None else [])]
+        if kernels.attention == "packed" and (others := [model for model in asked if not model.packs]):
             self._attention = "sdpa"
             self._say_not_packed(others[0].name)
         self._room = self._reckon(copies) if kernels.kept_layers == "auto" else None
@@ -99,7 +101,7 @@ class Arrangement:
         compiled = kernels.compile and all(model.packs for model in trained)
         self._now = Arranged(False, None)
         # Long rows where they cost nothing: a short one takes the host as long to prepare.
-        self._row_length = budget if self._kept(budget) is None else min(budget, ROW)
+        self._row_length = parallel.mesh.whole(budget if self._kept(budget) is None else min(budget, ROW))
         self._arrange(Arranged(compiled, self._kept(self._row_length)))
         self._compiled = self._now.compiled
 
@@ -189,7 +191,8 @@ class Arrangement:
                 room.shapes,
                 free_bytes=room.free,
                 needed_bytes=room.needed,
-                tokens=row_length,
+                tokens=-(-row_length // self._parallel.mesh.context),
+                context=self._parallel.mesh.context,
                 itemsize=policy.dtype.itemsize,  # parameters that are cut are kept in float32
                 compiled=self._kernels.compile and policy.packs,
             )
@@ -220,11 +223,14 @@ class Arrangement:
 
     def _say_not_packed(self, model: str) -> None:
         asked = [] if self._kernels.free_attention else ["trainer.attention = 'packed'"]
+        context = self._parallel.mesh.context
+        asked += [f"trainer.context = {context}"] if context > 1 else []
         asked += [] if self._kernels.free_compile or not self._kernels.compile else ["trainer.compile = 'on'"]
         why = f"{model} cannot be run on packed rows: some of its layers do not attend to all that is before a token"
         if asked:
             key = asked[0].split()[0]
-            raise ConfigError(f"{asked[0]}, but {why}", hint=f"set {key} = 'auto'", key=key, got=model)
+            hint = "set trainer.context = 1" if context > 1 else f"set {key} = 'auto'"
+            raise ConfigError(f"{asked[0]}, but {why}", hint=hint, key=key, got=model)
         self._notices.append(f"rows are not packed and layers not compiled, so that training is slower: {why}")
 
 

@@ -60,6 +60,7 @@ class Balancing:
         if not len(self._routers):
             return
         self.end()
+        micros = [self._model.share(micro).micro for micro in micros]
         own = sum(int(micro.copies.sum()) for micro in micros)
         self._total = float(self._parallel.sum(torch.tensor([own], dtype=torch.float64)))
         self._coefs = self._load = None
@@ -80,7 +81,7 @@ class Balancing:
     def at(self, micro: MicroBatch) -> None:
         """Before each forward and backward pass of the step."""
         if len(self._routers):
-            self._next(micro, self._coefs, self._load)
+            self._next(self._model.share(micro).micro, self._coefs, self._load)
 
     def metrics(self) -> dict[str, float]:
         """Of the step, behind its last backward pass; equal on all ranks, who all call it."""

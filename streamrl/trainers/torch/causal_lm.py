@@ -24,13 +24,14 @@ from torch.distributed.tensor import DTensor
 from streamrl.algorithms.chunked_head import chunk_kernels, chunked_logprobs
 from streamrl.algorithms.logprobs import CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS, LinearHead, linear_logprobs, token_logprobs
 from streamrl.core.batches import TrainBatch, samples_at
-from streamrl.core.packing import ROW, MicroBatch
+from streamrl.core.packing import MicroBatch, trial_row
 from streamrl.errors import ConfigError
 from streamrl.tensors.building import BUILDING
 from streamrl.tensors.transfer import on_device
 from streamrl.trainers.flops import flops_of, sees_all
 from streamrl.trainers.torch import attention as packed_rows
 from streamrl.trainers.torch import experts
+from streamrl.trainers.torch.context import Context, Share
 from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.layers import Layers, first_line
 from streamrl.trainers.torch.parallel import Parallel
@@ -90,13 +91,15 @@ class CausalLM:
         self._check_head()
         # An explicit mask would replace or bypass sliding windows, linear attention and state-space layers.
         maskable = attention != "flash" and self._takes_positions and sees_all(text)
-        self.packs = maskable and attention == "packed" and self._packing_works()
+        capped = getattr(text, "attn_logit_softcapping", None)  # which `packed_attention` does not do
+        self.packs = maskable and attention == "packed" and not capped and self._packing_works()
         """Whether it can be run on packed rows."""
         if attention == "packed" and not self.packs:
             logger.warning("event=rows_not_packed model=%s", self.name)
             self.module.set_attn_implementation("sdpa")
         self.free_masks = maskable and not self.packs and self._masks_work()
         self._unit: Gathered | None = None
+        self._context: Context | None = None
         self._layers = Layers(self._stack(), self.vocab_size)
         self.arrange(compiled=kernels.compile, kept=None if kernels.kept_layers == "auto" else kernels.kept_layers)
         if not self.free_masks and not self.packs:
@@ -112,6 +115,7 @@ class CausalLM:
         Raises:
             ConfigError: it is to be cut, and its layers are not known.
         """
+        self._context = parallel.context
         types = {name: parameter.dtype for name, parameter in self.parameters()}
         if parallel.sharded:
             if not self._layers:
@@ -180,7 +184,7 @@ class CausalLM:
     def try_compiled(self, row_length: int, *, gradient: bool) -> str:
         """Run a row as a step does, so that what cannot be compiled is known before one; returns why it cannot, or an empty string.
 
-        Of a model that is cut into parts all ranks call it, and what fails in the backward pass, or for want of memory, is raised: this
+        Where layers or rows are gathered all ranks call it, and what fails in the backward pass, or for want of memory, is raised: this
         rank cannot go on without the others.
         """
         if not self.compiled:
@@ -194,7 +198,7 @@ class CausalLM:
                 elif gradient:  # of one parameter, so that none is added to a step's
                     torch.autograd.grad(found.sum(), next(self._body.parameters()), allow_unused=True)
         except RuntimeError as error:
-            if self._unit is not None:
+            if self._unit is not None or self._context is not None:
                 raise
             # Out of memory: a step finds its budget by itself.
             return "" if isinstance(error, torch.OutOfMemoryError) else first_line(error)
@@ -206,12 +210,7 @@ class CausalLM:
 
     def _first_state(self, row_length: int, reasons: list[str]) -> Tensor:
         """Of a packed row, or what the compiled head makes of it; as it is where that fails, and `reasons` says why."""
-        longest = min(row_length, ROW)
-        starts = np.array([0, *range(longest, row_length, longest), row_length, row_length], np.int32)
-        # Laid out as a batch's are: a stride that differs is another shape.
-        ids, positions = np.zeros((2, 1, row_length), np.int64)
-        positions[0] = np.arange(row_length)
-        states = self._packed(ids, positions, starts, longest)[0, :1]
+        states = self._packed(self.share(trial_row(row_length)).micro)[0, :1]
         if self._linear is None or self._layers.chunks is None:
             return states
         one = torch.ones(1, device=self.device)
@@ -234,7 +233,13 @@ class CausalLM:
 
     def predict(self, micro: MicroBatch, batch: TrainBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probs [M] float32 of `micro.target`, with gradient, and entropies [M] float32, with one where it is asked for."""
-        return self._run(partial(self._predict, micro, batch, entropy_gradient))
+        share = self.share(micro)
+        logprobs, entropy = share.everyones(*self._run(partial(self._predict, share.micro, batch, entropy_gradient)))
+        return logprobs, entropy
+
+    def share(self, micro: MicroBatch) -> Share:
+        """What this rank computes of it."""
+        return Share(micro) if self._context is None else self._context.share(micro)
 
     def _predict(self, micro: MicroBatch, batch: TrainBatch, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
         sample = samples_at(batch, micro.target)
@@ -291,23 +296,26 @@ class CausalLM:
 
     def _states(self, micro: MicroBatch) -> Tensor:
         if micro.starts is not None:
-            return self._packed(micro.inputs, micro.positions, micro.starts, micro.longest)
+            return self._packed(micro)
         inputs = self._tensor(micro.inputs)
         if micro.plain:
             return self._body(input_ids=inputs, use_cache=False).last_hidden_state
-        mask = attention_mask(self._tensor(micro.tree), self._tensor(micro.branch))
+        mask = packed_rows.attention_mask(self._tensor(micro.tree), self._tensor(micro.branch))
         positions = self._tensor(micro.positions)
         return self._body(input_ids=inputs, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state
 
-    def _packed(
-        self, inputs: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], starts: npt.NDArray[np.int32], longest: int
-    ) -> Tensor:
-        bounds = self._tensor(starts)
+    def _packed(self, micro: MicroBatch) -> Tensor:
+        assert micro.starts is not None
+        cut, ids = micro.cut, self._tensor(micro.inputs)
+        queries, keys = (self._tensor(bounds) for bounds in ((micro.starts,) * 2 if cut is None else (cut.queries, cut.keys)))
         # Of any number of samples, the same compiled code.
-        maybe_mark_dynamic(bounds, 0)
-        options = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
-        ids, places = self._tensor(inputs), self._tensor(positions)
-        return self._body(input_ids=ids, position_ids=places, use_cache=False, **options).last_hidden_state
+        for bounds in (queries, keys):
+            maybe_mark_dynamic(bounds, bounds.ndim - 1)
+        longest = micro.longest if cut is None else min(micro.longest, ids.shape[1] // 2)
+        options: dict[str, Any] = {"cu_seq_lens_q": queries, "cu_seq_lens_k": keys, "max_length_q": longest, "max_length_k": micro.longest}
+        if cut is not None and self._context is not None:
+            options |= {"context_order": self._tensor(cut.order), "context_group": self._context.group}
+        return self._body(input_ids=ids, position_ids=self._tensor(micro.positions), use_cache=False, **options).last_hidden_state
 
     def _head(self, states: Tensor) -> Tensor:
         logits = self.module.get_output_embeddings()(states) * self._scale
@@ -340,7 +348,7 @@ class CausalLM:
         row = torch.arange(2, 10, device=self.device)[None] % self.vocab_size
         branch = torch.tensor([[0, 0, 0, 0, 1, 1, 2, 2]], device=self.device)
         positions = torch.tensor([[0, 1, 2, 3, 4, 5, 4, 5]], device=self.device)
-        mask = attention_mask(torch.zeros_like(branch), branch)
+        mask = packed_rows.attention_mask(torch.zeros_like(branch), branch)
         shared = self._body(input_ids=row, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state[0]
         first, second = (self._body(input_ids=row[:, branch[0] != other], use_cache=False).last_hidden_state[0] for other in (2, 1))
         return self._close(self._head(shared), self._head(torch.cat([first, second[4:]])))
@@ -365,15 +373,6 @@ class CausalLM:
     def _close(self, ours: Tensor, theirs: Tensor) -> bool:
         bound = PROBE_TOLERANCE.get(ours.dtype, 1e-3) * max(1.0, float(theirs.abs().max()))
         return bool((ours - theirs).abs().max() <= bound)
-
-
-def attention_mask(tree_RL: Tensor, branch_RL: Tensor) -> Tensor:
-    """Which keys each query may look at: [R, 1, L, L] bool, by the rule of `streamrl.core.packing`."""
-    length = tree_RL.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=tree_RL.device).tril()
-    same_tree = tree_RL[:, :, None] == tree_RL[:, None, :]
-    on_path = (branch_RL[:, None, :] == 0) | (branch_RL[:, :, None] == branch_RL[:, None, :])
-    return (causal & same_tree & on_path)[:, None]
 
 
 def _load(model_dir: Path, dtype: torch.dtype, attention: str) -> Any:

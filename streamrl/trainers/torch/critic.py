@@ -93,9 +93,10 @@ class Critic:
 
     def values(self, micro: MicroBatch) -> Tensor:
         """[M] V before each of `micro.target`, with gradient; never divided by a temperature."""
-        states = self._model.states(micro).to(self._head.weight.dtype)
+        share = self._model.share(micro)
+        states = self._model.states(share.micro).to(self._head.weight.dtype)
         values = self._head(states) if self._top is None else self._top(partial(self._head, states))
-        return values[:, 0]
+        return share.everyones(values[:, 0])[0]
 
     def accumulate(self, *, last: bool) -> None:
         """See `CausalLM`."""

@@ -29,8 +29,8 @@ class Kernels(msgspec.Struct, frozen=True, kw_only=True):
 def choose_kernels(config: Config, device: torch.device, dtype: torch.dtype) -> Kernels:
     """What the configuration's `auto` means here.
 
-    Rows are packed on a GPU in bfloat16, which torch's variable-length attention needs. Compiled kernels are not known to give the same
-    bits in each process, so with run.numerics = "bitwise" there are none unless they are asked for.
+    Rows are packed on a GPU in bfloat16, which torch's variable-length attention needs, and wherever ranks share them. Compiled kernels are
+    not known to give the same bits in each process, so with run.numerics = "bitwise" there are none unless they are asked for.
 
     Raises:
         ConfigError: compiled layers were asked for with rows that are not packed.
@@ -39,7 +39,7 @@ def choose_kernels(config: Config, device: torch.device, dtype: torch.dtype) -> 
     cuda = device.type == "cuda"
     attention = trainer.attention
     if attention == "auto":
-        attention = "packed" if cuda and dtype in (torch.bfloat16, torch.float16) else "sdpa"
+        attention = "packed" if trainer.context > 1 or (cuda and dtype in (torch.bfloat16, torch.float16)) else "sdpa"
     packed = attention == "packed"
     if trainer.compile == "on" and not packed:
         raise ConfigError(

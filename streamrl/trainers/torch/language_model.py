@@ -14,9 +14,10 @@ from streamrl.core.packing import MicroBatch
 from streamrl.trainers.flops import ModelFlops
 
 if TYPE_CHECKING:
+    from streamrl.trainers.torch.context import Share
     from streamrl.trainers.torch.parallel import Parallel
     from streamrl.trainers.torch.routing import Routers
-from streamrl.trainers.torch.sharding import Held
+    from streamrl.trainers.torch.sharding import Held
 
 
 class LanguageModel(Protocol):
@@ -38,6 +39,8 @@ class LanguageModel(Protocol):
     """Of its Hugging Face directory."""
     flops: ModelFlops | None
     """None: not known."""
+    routers: Routers
+    """Of a mixture of experts; none of another model."""
 
     @property
     def num_layers(self) -> int:
@@ -61,8 +64,12 @@ class LanguageModel(Protocol):
         """Log-probs [M] float32 of `micro.target`, with gradient, and entropies [M] float32, with one where it is asked for."""
         ...
 
+    def share(self, micro: MicroBatch) -> Share:
+        """What this rank computes of a micro-batch: all, or its part of a row that ranks share."""
+        ...
+
     def states(self, micro: MicroBatch) -> Tensor:
-        """Hidden states [M, H] that predict `micro.target`."""
+        """Hidden states [m, H] that predict `micro.target`; of a row that ranks share, `micro` is this rank's part."""
         ...
 
     def logits(self, micro: MicroBatch, batch: TrainBatch) -> Tensor:

@@ -23,6 +23,7 @@ from streamrl.trainers.mesh import Mesh, gathers_once
 from streamrl.trainers.ranks.collectives import HINT, among_ranks
 from streamrl.trainers.ranks.process_group import make_device_mesh
 from streamrl.trainers.ranks.writers import Writers
+from streamrl.trainers.torch.context import Context
 
 _SIGN = 1 << 63
 
@@ -71,6 +72,14 @@ class Parallel:
         self.copy, self.part = mesh.place(self.rank)
         self.data_rank, self.data_ranks = self.rank, self.ranks
         """Which share of a batch's samples this rank has, and how many there are: by them sums over a batch's samples are made."""
+        _, place = mesh.share(self.rank)
+        self.tells = place == 0
+        """Whether its numbers count, of those of the ranks that share rows, which have the same."""
+        self.context: Context | None = None
+        """Of ranks that share rows."""
+        if mesh.context > 1:
+            group = make_device_mesh(device.type, (mesh.ranks // mesh.context, mesh.context), ("rows", "context")).get_group("context")
+            self.context = Context(place, mesh.context, group.group_name)
         if mesh.shard > 1:
             shape, names = ((mesh.replicate, mesh.shard), ("replicate", "shard")) if mesh.replicate > 1 else ((mesh.shard,), ("shard",))
             self.devices = make_device_mesh(device.type, shape, names)
@@ -81,6 +90,16 @@ class Parallel:
     def sharded(self) -> bool:
         """Whether a rank holds a part of the parameters only."""
         return self.mesh.shard > 1
+
+    @property
+    def row_share(self) -> tuple[int, int]:
+        """Which share of a batch's rows this rank has, alone or with those that share them, and how many shares there are."""
+        return self.data_rank // self.mesh.context, self.data_ranks // self.mesh.context
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a forward and backward pass takes several ranks."""
+        return self.sharded or self.context is not None
 
     def gathers_once(self, nbytes: int) -> bool:
         """Whether layers stay gathered for a whole optimizer step, which holds `nbytes` meanwhile; the same on all ranks, who call it."""
@@ -126,9 +145,13 @@ class Parallel:
         return int(found)
 
     def sum_named(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Sums over ranks by name; a name that only some ranks have, for others had no work, counts there as 0."""
+        """Sums over ranks by name; a name that only some ranks have, for others had no work, counts there as 0.
+
+        Of ranks that share rows, which have the same numbers, one counts.
+        """
         if self.data_ranks == 1:
             return dict(values)
+        values = values if self.tells else {}
         text = json.dumps(sorted(values)).encode()
         lengths = self.sum(torch.tensor([len(text) * (rank == self.data_rank) for rank in range(self.data_ranks)]))
         table = torch.zeros(self.data_ranks, int(lengths.max()), dtype=torch.uint8)
@@ -155,6 +178,10 @@ class Parallel:
                 dist.all_reduce(values, group=self.data_group)
         return values
 
+    def sum_rows(self, values: Tensor) -> Tensor:
+        """The sum over ranks of what each has of its rows; of ranks that share rows, which have the same numbers, one counts."""
+        return self.sum(values if self.tells else torch.zeros_like(values))
+
     @contextmanager
     def gathering(self) -> Generator[None]:
         """Raise TrainingError where a collective fails that torch makes beneath a forward or backward pass."""
@@ -162,7 +189,7 @@ class Parallel:
             yield
         except RuntimeError as error:
             said = str(error)
-            if not self.sharded or not (isinstance(error, dist.DistError) or "gloo" in said or "NCCL" in said):
+            if not self.in_step or not (isinstance(error, dist.DistError) or "gloo" in said or "NCCL" in said):
                 raise
             first = (said.strip().splitlines() or [repr(error)])[0]
             raise TrainingError(f"a step needs all ranks of the trainer: {first}", hint=HINT, what="a step") from error

@@ -241,11 +241,11 @@ class Update:
             values = [model.values(micro) if isinstance(model, Critic) else model.predict(micro, batch)[0] for micro in micros]
             for micro, one in zip(micros, values, strict=True):
                 found[torch.from_numpy(micro.target)] = one.float().cpu()
-        return self._parallel.sum(found).numpy()
+        return self._parallel.sum_rows(found).numpy()
 
     def row_length(self, batch: TrainBatch, budget: int) -> int:
         """Of the batch's packed rows with this budget; 0 where rows are not packed."""
-        return packed_row_length(batch, budget, self.least_row) if all(model.packs for model in self._trained) else 0
+        return self._packed(batch, budget) if all(model.packs for model in self._trained) else 0
 
     def _accumulate(self, *, last: bool) -> None:
         for model in self._trained:
@@ -263,12 +263,15 @@ class Update:
     def _layout(self, batch: TrainBatch, *models: LanguageModel | Critic) -> Layout:
         """What all of these models can be run on."""
         if all(model.packs for model in models):
-            return Layout(False, packed_row_length(batch, self.budget, self.least_row))
+            return Layout(False, self._packed(batch, self.budget))
         return Layout(all(model.free_masks for model in models), 0)
 
+    def _packed(self, batch: TrainBatch, budget: int) -> int:
+        return self._parallel.mesh.whole(packed_row_length(batch, budget, self.least_row))
+
     def _micro_batches(self, batch: TrainBatch, wanted: Bools, samples: Indices, layout: Layout, width: int) -> list[MicroBatch]:
-        """This rank's share of `samples`; empty ones at the end where another rank has more, and they must keep step."""
-        rank, ranks = self._parallel.data_rank, self._parallel.data_ranks
+        """This rank's share of `samples`, the same for all that share its rows; empty ones at the end where others have more and wait."""
+        rank, ranks = self._parallel.row_share
         own = plan_micro_batches(
             batch,
             wanted,
@@ -322,7 +325,7 @@ class Update:
         return norms, applied
 
     def _everyones(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        return self._parallel.sum(torch.from_numpy(values)).numpy()
+        return self._parallel.sum_rows(torch.from_numpy(values)).numpy()
 
 
 def needed_roles(batch: TrainBatch, loss: LossConfig, steps: int) -> frozenset[Role]:

@@ -1,0 +1,209 @@
+"""Ranks that share packed rows over gloo: the same digests, log-probs and gradients as one rank. Rank 0 is this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from streamrl.config.loss import CorrectionConfig, ExpertsConfig, KLConfig, LossConfig, RejectionConfig
+from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
+from streamrl.core.batches import TrainBatch
+from streamrl.errors import ConfigError, TrainingError
+from streamrl.schemas.versions import Version
+from streamrl.trainers.factory import make_trainer
+from streamrl.trainers.protocol import TokenValues
+from streamrl.trainers.ranks.local import open_trainer
+from tests.support.batches import train_batch
+from tests.support.meshes import BOUND, STEPS, Ran, apart, batch, in_float64, parameters, run
+from tests.support.processes import children
+
+# Meshes of up to four processes, on however few cores there are.
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.timeout(600),
+    # Of torch, as it compiles.
+    pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled:UserWarning"),
+]
+MESHES = [(2, 1, 2), (4, 2, 2), (3, 3, 3)]
+"""Ranks, shards and context: two ranks with the whole model each, two copies in two parts for two rows, one row over three parts."""
+
+
+def config(ranks: int, shards: int = 1, context: int = 1, *, loss: LossConfig | None = None, **changes: Any) -> Config:
+    options = {"optimizer": OptimizerConfig(learning_rate=1e-3), "micro_tokens": 48, "minibatches": 2, "rank_timeout_s": 120.0, **changes}
+    return Config(trainer=TrainerConfig(ranks=ranks, shards=shards, context=context, **options), loss=loss or LossConfig())
+
+
+Runs = Callable[[tuple[int, int, int]], Ran]
+
+
+@pytest.fixture(scope="module")
+def ran(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """`ran(mesh)`: a run on it, made once."""
+
+    @cache
+    def made(mesh: tuple[int, int, int]) -> Ran:
+        with open_trainer(config(*mesh), model_dir) as trainer:
+            return run(trainer, tmp_path_factory.mktemp("run"))
+
+    return made
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_ranks_that_share_rows_end_as_near_to_one_rank_as_that_to_float64(
+    ran: Runs, mesh: tuple[int, int, int], model_dir: Path, tmp_path: Path
+) -> None:
+    truth = parameters(run(in_float64(config(1), model_dir), tmp_path).checkpoint)
+    one, found = ran((1, 1, 1)), ran(mesh)
+    far = apart(parameters(one.checkpoint), truth)
+    assert 0 < far < 1e-3 * apart(truth, parameters(model_dir))  # else the bound would hold for anything
+    assert 0 < apart(parameters(found.checkpoint), parameters(one.checkpoint)) <= BOUND * far
+    assert found.norms == pytest.approx(one.norms, rel=1e-3)
+    alone = make_trainer(config(1), model_dir)
+    assert found.begun == alone.digest()
+    assert alone.load(found.checkpoint) == b"at"
+    assert alone.digest() == found.digests[-1]
+
+
+def test_a_restart_and_a_replay_give_the_same_bits(ran: Runs, model_dir: Path) -> None:
+    made, half = ran((4, 2, 2)), STEPS // 2
+    with open_trainer(config(4, 2, 2), model_dir) as trainer:
+        assert [trainer.step(batch(step)).digest for step in range(2)] == made.digests[:2]
+        assert trainer.load(made.half) == b"at"
+        assert [trainer.step(batch(step)).digest for step in range(half, half + 3)] == made.digests[half : half + 3]
+
+
+def long_batch() -> TrainBatch:
+    """Four samples of 512 tokens, of two groups; a fourth of each is predicted, anywhere in it."""
+    rng = np.random.default_rng(0)
+    samples = [
+        {
+            "prompt": rng.integers(2, 16, 2).tolist(),
+            "answer": rng.integers(2, 16, 510).tolist(),
+            "mask": (mask := rng.random(510) < 0.25).tolist(),
+            "mu": np.where(mask, -3 + 0.5 * rng.standard_normal(510), 0).tolist(),
+            "reward": float(index % 2),
+            "task": index // 2,
+            "rollout": index % 2,
+        }
+        for index in range(4)
+    ]
+    return train_batch(samples)
+
+
+@pytest.mark.parametrize("rows", [512, 2048])
+def test_log_probs_and_gradient_of_long_samples_are_those_of_one_rank(make_model: Callable[..., Path], tmp_path: Path, rows: int) -> None:
+    """A row of one sample, over which the ranks' work is exactly equal, and one of four, where a chunk is half a sample."""
+    directory = make_model(max_position_embeddings=1024)
+    given = long_batch()
+    # A rate of 0 leaves the parameters; after one step Adam's first moment is the gradient, not clipped, times 1 - beta1.
+    changes: dict[str, Any] = {"minibatches": 1, "micro_tokens": rows, "optimizer": OptimizerConfig(learning_rate=1e-3, clip_norm=0.0)}
+    exact, alone = in_float64(config(1, **changes), directory), make_trainer(config(1, attention="packed", **changes), directory)
+    first = {name: trainer.step(given) for name, trainer in (("exact", exact), ("alone", alone))}
+    for name, trainer in (("exact", exact), ("alone", alone)):
+        trainer.save(tmp_path / name, b"", version=Version(0, 1)).result()
+    with open_trainer(config(2, 1, 2, **changes), directory) as trainer:
+        first["shared"] = trainer.step(given)
+        trainer.save(tmp_path / "shared", b"", version=Version(0, 1)).result()
+        second = trainer.step(replace(given, stage_step=1, version=Version(0, 1)))
+    assert np.isfinite(second.metrics["train/loss"])
+    assert first["shared"].choices is not None and first["shared"].choices.row_length == rows
+    values = {name: result.tokens for name, result in first.items()}
+    assert all(isinstance(found, TokenValues) for found in values.values())
+    logprobs: dict[str, Any] = {name: found.logprobs for name, found in values.items() if found is not None}
+    far = np.abs(logprobs["alone"] - logprobs["exact"]).max()
+    assert 0 < far < 1e-4
+    assert np.abs(logprobs["shared"] - logprobs["exact"]).max() <= BOUND * far
+    moments = {name: parameters(tmp_path / name, "optimizer") for name in first}
+    gradient = {name: {key: value for key, value in found.items() if not key.endswith(".master")} for name, found in moments.items()}
+    far = apart(gradient["alone"], gradient["exact"])
+    assert far > 0
+    assert apart(gradient["shared"], gradient["exact"]) <= BOUND * far
+    assert first["shared"].metrics == pytest.approx(first["alone"].metrics, rel=1e-3, abs=1e-4)
+
+
+def test_losses_over_whole_samples_a_critic_and_a_reference_see_them_whole(model_dir: Path) -> None:
+    loss = LossConfig(
+        advantage="ppo",
+        policy="gspo",
+        entropy_coef=0.01,
+        kl=KLConfig(loss_coef=0.1, estimator="k3"),
+        correction=CorrectionConfig(
+            level="sequence", high=5.0, normalize=True, reject=(RejectionConfig(measure="k3", level="sequence_mean", high=0.5),)
+        ),
+    )
+    metrics: dict[int, list[dict[str, float]]] = {}
+    for context in (1, 2):
+        asked = config(2 if context > 1 else 1, context, context, loss=loss, check_logprobs=2, activations=1)
+        with open_trainer(asked, model_dir) as trainer:
+            metrics[context] = [trainer.step(batch(step)).metrics for step in range(3)]
+    for ours, theirs in zip(metrics[2], metrics[1], strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-3, abs=1e-4)
+
+
+def test_layers_are_compiled_where_rows_are_shared(model_dir: Path) -> None:
+    asked = {"compile": "on", "attention": "packed", "activations": 1}
+    losses: dict[int, list[float]] = {}
+    for context in (1, 2):
+        with open_trainer(config(context, 1, context, **asked), model_dir) as trainer:
+            results = [trainer.step(batch(step)) for step in range(2)]
+        assert all(result.choices is not None and result.choices.compiled for result in results)
+        losses[context] = [result.metrics["train/grad_norm"] for result in results]
+    assert losses[2] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_a_model_with_sliding_windows_is_refused(make_model: Callable[..., Path]) -> None:
+    directory = make_model(use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    said = "trainer.context = 2, but Qwen3ForCausalLM cannot be run on packed rows"
+    with pytest.raises(ConfigError, match=said) as caught, open_trainer(config(2, 1, 2), directory):
+        pass
+    assert caught.value.hint == "set trainer.context = 1"
+
+
+def test_a_reference_with_sliding_windows_is_refused(model_dir: Path, make_model: Callable[..., Path]) -> None:
+    """It is scored on the rows that ranks share, as the policy is."""
+    reference = make_model(use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    loss = LossConfig(kl=KLConfig(loss_coef=0.1, reference=str(reference)))
+    with pytest.raises(ConfigError, match="context = 2, but Qwen3ForCausalLM"), open_trainer(config(2, 1, 2, loss=loss), model_dir):
+        pass
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_rank_that_is_killed_ends_a_step_of_ranks_that_share_rows(model_dir: Path, shards: int) -> None:
+    with (
+        pytest.raises(TrainingError, match="needs all ranks of the trainer") as caught,
+        open_trainer(config(2, shards, 2), model_dir) as trainer,
+    ):
+        trainer.step(batch(0))
+        (pid,) = children("streamrl.trainers.ranks.local")
+        os.kill(pid, signal.SIGKILL)
+        for step in range(1, 3):
+            trainer.step(batch(step))
+    assert "logs/trainer-<rank>.log" in caught.value.hint
+
+
+def test_the_load_of_experts_is_of_all_tokens(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=16, max_position_embeddings=64, **sizes, **experts))
+    model.save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer_config.json").write_text("{}")
+    loss = LossConfig(experts=ExpertsConfig(balance_coef=0.1, z_coef=0.01))
+    metrics: dict[int, dict[str, float]] = {}
+    for context in (1, 2):
+        with open_trainer(config(context, 1, context, loss=loss, attention="packed"), tmp_path / "hf") as trainer:
+            metrics[context] = trainer.step(batch(0)).metrics
+    assert any("expert" in name for name in metrics[1])
+    assert metrics[2] == pytest.approx(metrics[1], rel=2e-3, abs=1e-4)
