@@ -77,6 +77,7 @@ def measure(options: argparse.Namespace, model_dir: Path, out: Path, rank: int, 
     (micro,) = plan_micro_batches(batch, batch.loss_mask, np.arange(1), budget=length, row_length=length)
     slopes = torch.randn(options.trained, generator=torch.Generator().manual_seed(0)).to(device)
     found: dict[str, Any] = {}
+    logprobs = torch.zeros(0)
     for _ in range(2):
         for _, parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()

@@ -51,7 +51,7 @@ class Meshes(NamedTuple):
         return replace(self.config, trainer=replace(self.config.trainer, **keys))
 
     def _keys(self, told: TrainedOn) -> dict[str, Any]:
-        """Where entries name no context, one rank had a row; where no backend, it was torch, or the tabular one, which is alone in its run."""
+        """Where entries name no context, one rank had a row; where no backend, it was torch, or the tabular one, alone in its run."""
         unnamed: dict[str, Any] = {"context": 1} if self.config.trainer.tabular else {"backend": "torch", "tensor": 1, "context": 1}
         return unnamed | {key: value for key, value in asdict(told).items() if value is not UNSET}
 

@@ -144,6 +144,17 @@ def records() -> dict[str, Any]:
         digest="847822ab7c2d7e8c",
         nbytes=48,
     )
+    trained = LedgerEntry(
+        run="golden",
+        trainer="main",
+        version=Version(2, 18),
+        source="main",
+        used=(),
+        cursor=10,
+        granted=8,
+        retired=2,
+        trained_on=TrainedOn(ranks=4, shards=2, gather="step"),
+    )
     return {
         "task": RolloutTask(
             run="golden",
@@ -259,28 +270,8 @@ def records() -> dict[str, Any]:
             retired=36,
             micro_tokens=8192,
         ),
-        "ledger_trained_on": LedgerEntry(
-            run="golden",
-            trainer="main",
-            version=Version(2, 18),
-            source="main",
-            used=(),
-            cursor=10,
-            granted=8,
-            retired=2,
-            trained_on=TrainedOn(ranks=4, shards=2, gather="step"),
-        ),
-        "ledger_context": LedgerEntry(
-            run="golden",
-            trainer="main",
-            version=Version(2, 19),
-            source="main",
-            used=(),
-            cursor=10,
-            granted=8,
-            retired=2,
-            trained_on=TrainedOn(ranks=4, shards=2, context=2),
-        ),
+        "ledger_trained_on": trained,
+        "ledger_context": replace(trained, version=Version(2, 19), trained_on=TrainedOn(ranks=4, shards=2, context=2)),
         "ledger_choices": LedgerEntry(
             run="golden",
             trainer="main",

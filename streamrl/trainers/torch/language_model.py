@@ -84,11 +84,6 @@ class LanguageModel(Protocol):
         """What `Held` has of the parameters was written: make anew whatever was made of it."""
         ...
 
-    @property
-    def routers(self) -> Routers:
-        """Of a mixture of experts; none of a dense model."""
-        ...
-
     def arrange(self, *, compiled: bool, kept: int | None) -> None:
         """How it is run from here on: with compiled layers, and `kept` of them, the last ones, keep their activations; None: all."""
         ...
