@@ -16,7 +16,7 @@ from torch import Tensor
 
 from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError
 from streamrl.trainers.checkpoints import write_directory
-from streamrl.trainers.megatron.distributed import TRACKER, Piece, Saved, extra_states, pieces, write
+from streamrl.trainers.megatron.distributed import TRACKER, Piece, Saved, pieces, write
 from streamrl.trainers.megatron.names import Architecture, Parameter, Part, architecture, tensors
 from streamrl.trainers.parts import header_bytes
 from streamrl.trainers.protocol import WEIGHT_SUFFIXES
@@ -61,6 +61,12 @@ def convert(source: Path, dest: Path, model: Path | None = None, *, file_bytes: 
     if dest.exists() or dest.is_symlink():
         raise ConfigError(f"expected a new directory, got {dest}, which is there already", hint="name another", path=str(dest))
     if (source / "config.json").is_file() and not (source / ".metadata").is_file():
+        if model is not None:
+            raise ConfigError(
+                f"expected Megatron's checkpoint for --model {model}, got the model directory {source}",
+                hint="a model directory has its own config.json: leave --model out",
+                path=str(source),
+            )
         arch, nbytes, fill = _to_megatron(source)
         to = "megatron"
     elif (source / TRACKER).is_file() or (source / ".metadata").is_file():
@@ -95,7 +101,7 @@ def _to_megatron(source: Path) -> tuple[Architecture, int, Callable[[Path], None
     model = _Model(source)
     model.check(arch)
     todo = [row for one in pieces(arch) for row in _rows(one)]
-    types = {one.key: model.dtype(one.parameter) for one in todo}
+    types = _types(source, ((one.key, model.dtype(one.parameter)) for one in todo))
 
     def value(one: Piece) -> Tensor:
         found = torch.empty(one.shape, dtype=types[one.key])
@@ -104,7 +110,7 @@ def _to_megatron(source: Path) -> tuple[Architecture, int, Callable[[Path], None
         return found
 
     def fill(directory: Path) -> None:
-        write(directory / "release", todo, extra_states(arch), types, value)
+        write(directory / "release", arch, todo, types, value)
         (directory / TRACKER).write_text("release", encoding="utf-8")
         (directory / DESCRIPTION).mkdir()
         _copy_description(source, directory / DESCRIPTION)
@@ -143,6 +149,15 @@ def _to_hugging_face(source: Path, model: Path | None, file_bytes: int) -> tuple
                         files.append(part.name, view)
 
     return arch, sum(math.prod(shape) * dtype.itemsize for dtype, shape in whole.values()), fill
+
+
+def _types(source: Path, found: Iterable[tuple[str, torch.dtype]]) -> dict[str, torch.dtype]:
+    """Of each tensor in Megatron's file, which is of all layers and experts and has one type."""
+    types: dict[str, torch.dtype] = {}
+    for key, dtype in found:
+        if types.setdefault(key, dtype) != dtype:
+            raise _unlike(source, f"one type for {key} of all layers", f"{types[key]} and {dtype}")
+    return types
 
 
 def _boxes(one: Piece, value: Tensor) -> Iterator[tuple[Part, Tensor]]:

@@ -109,8 +109,8 @@ def extra_states(arch: Architecture) -> list[str]:
 
 def write(
     directory: Path,
+    arch: Architecture,
     todo: Sequence[Piece],
-    extra: Sequence[str],
     types: Mapping[str, torch.dtype],
     resolve: Callable[[Piece], Tensor],
 ) -> None:
@@ -118,7 +118,7 @@ def write(
 
     Args:
         directory: new.
-        extra: of `extra_states`.
+        arch: of the whole model.
         todo: pieces that make up whole tensors.
         types: of the tensors, by key.
         resolve: gives the elements of a piece, `Piece.shape`.
@@ -128,17 +128,29 @@ def write(
     """
     directory.mkdir()
     writer = FileSystemWriter(directory, single_file_per_rank=True, sync_files=False, thread_count=1)
-    planner = _Lazy(todo, extra, types, resolve)
+    planner = _Lazy(todo, extra_states(arch), types, resolve)
     planner.set_up_planner({}, is_coordinator=True)
     writer.set_up_storage_writer(True)
     plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
     (plan,) = writer.prepare_global_plan(plans)
     writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).wait()])
-    # What Megatron-LM looks for: a mesh to compare its own with, which the file does not depend on.
-    made = argparse.Namespace(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, world_size=1)
-    torch.save({"args": made, "checkpoint_version": 3.0, "iteration": 0}, directory / "common.pt")
+    torch.save({"args": _arguments(arch), "checkpoint_version": 3.0, "iteration": 0}, directory / "common.pt")
     said = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
     (directory / "metadata.json").write_text(json.dumps(said), encoding="utf-8")
+
+
+def _arguments(arch: Architecture) -> argparse.Namespace:
+    """What Megatron-LM compares with its own arguments, and what converters of others read the sizes from.
+
+    The mesh stands there because it is looked for; the file does not depend on it.
+    """
+    made = argparse.Namespace(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, world_size=1)
+    made.num_layers, made.hidden_size, made.kv_channels = arch.layers, arch.hidden, arch.head_dim
+    made.num_attention_heads, made.num_query_groups = arch.heads, arch.kv_heads
+    made.group_query_attention, made.num_experts = arch.heads != arch.kv_heads, arch.experts or None
+    made.untie_embeddings_and_output_weights = not arch.tied
+    setattr(made, "moe_ffn_hidden_size" if arch.experts else "ffn_hidden_size", arch.intermediate)
+    return made
 
 
 class _Lazy(DefaultSavePlanner):
@@ -238,6 +250,9 @@ class Saved:
         found = torch.empty(shape, dtype=metadata.properties.dtype)
         box = ChunkStorageMetadata(torch.Size(one.offset), torch.Size(shape))
         items = create_read_items_for_chunk_list(one.key, metadata, [box])
+        filled = {tuple(item.dest_offsets): math.prod(item.lengths) for item in items}
+        if len(filled) < len(items) or sum(filled.values()) != math.prod(shape):
+            raise _damaged(self.directory / ".metadata", f"{one.key} at {list(one.offset)} is not there whole, or twice")
         try:
             self._reader.read_data(LoadPlan(items), _Into(found)).wait()
         except (RuntimeError, AssertionError, *UNREADABLE) as error:

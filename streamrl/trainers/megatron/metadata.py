@@ -8,11 +8,12 @@ from __future__ import annotations
 import pickle
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 UNREADABLE = (pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, MemoryError, OverflowError, TypeError, ValueError)
 """What bytes that are no pickle, or one of something else, end in."""
@@ -30,6 +31,11 @@ class Reader(FileSystemReader):
 
 
 class _Unpickler(pickle.Unpickler):
+    # Megatron-core up to 0.15 has classes of its own, which are torch's with a field more.
+    _OLD: ClassVar[dict[str, type]] = {
+        "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata": Metadata,
+        "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan": SavePlan,
+    }
     _ALLOWED = re.compile(
         r"torch\.distributed\.checkpoint\.metadata\.(Metadata|TensorStorageMetadata|BytesStorageMetadata|TensorProperties|MetadataIndex"
         r"|ChunkStorageMetadata|StorageMeta|_MEM_FORMAT_ENCODING)|torch\.distributed\.checkpoint\.filesystem\._StorageInfo|torch\.Size"
@@ -40,6 +46,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str) -> Any:
         if module_name == "torch" and isinstance(found := getattr(torch, global_name, None), torch.dtype):
             return found
+        if old := self._OLD.get(f"{module_name}.{global_name}"):
+            return old
         if not self._ALLOWED.fullmatch(f"{module_name}.{global_name}"):
             raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which no checkpoint's does")
         return super().find_class(module_name, global_name)
