@@ -24,6 +24,7 @@ VERBS = {"init", "config", "completion", "up", "down", "status", "logs", "metric
     "record",
     "export",
     "compare",
+    "convert",
     "tap",
     "trace",
     "inspect",
