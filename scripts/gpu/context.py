@@ -127,7 +127,7 @@ def run(options: argparse.Namespace, model_dir: Path, out: Path, ranks: int) -> 
     if any(child.returncode for child in children):
         raise SystemExit(f"{ranks} ranks ended with {[child.returncode for child in children]}")
     told = [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
-    return told, torch.load(out / "values.pt")
+    return told, torch.load(out / "values.pt", weights_only=True)
 
 
 def compare(options: argparse.Namespace, model_dir: Path, work: Path) -> dict[str, Any]:
