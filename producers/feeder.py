@@ -11,6 +11,7 @@ the position again and goes on from there. Nothing is issued twice and no index 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -189,17 +190,18 @@ async def main(worker: Worker) -> None:
     await check_dataset(worker.bus, problems, config)
     feeder = Feeder(worker.bus, worker.subjects, config, problems)
     async with asyncio.TaskGroup() as group:
-        running = [group.create_task(feeder.run()), group.create_task(_report(worker, feeder))]
+        running = group.create_task(feeder.run())
+        group.create_task(_report(worker, feeder))
         await worker.draining.wait()
-        for task in running:
-            task.cancel()
+        running.cancel()
 
 
 async def _report(worker: Worker, feeder: Feeder) -> None:
-    """Publish the feeder's metrics, and say when a full stream stalls it and when it goes on."""
-    issued, full, stalled = 0, 0, False
-    while True:
-        await asyncio.sleep(_REPORT_EVERY_S)
+    """Publish the feeder's metrics until the worker drains, and then the last ones; say when a full stream stalls it and when it goes on."""
+    issued, full, stalled, last = 0, 0, False, False
+    while not last:
+        with contextlib.suppress(TimeoutError):
+            last = await asyncio.wait_for(worker.draining.wait(), _REPORT_EVERY_S) is True
         worker.state = "stalled: stream full" if feeder.stalled else feeder.state
         if feeder.stalled != stalled:
             stalled = feeder.stalled

@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.shapes import Shape
 
-_STATIC = {"tiny": 0.2, "tiny-moe": 0.2, "0.6B": 0.4, "4B": 0.5, "8B": 0.55, "30B-A3B": 0.5}
+_STATIC = {"tiny": 0.2, "tiny-moe": 0.2, "0.6B": 0.4, "4B": 0.5, "8B": 0.55, "30B-A3B": 0.5, "30B-A3B-6": 0.3}
 """SGLang's share of the memory, for both sets of weights and the KV cache; graphs, and a trainer on the same GPU, live in the rest."""
 _COMMON: dict[str, Any] = {
     "load_format": "dummy",

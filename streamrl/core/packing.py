@@ -162,7 +162,8 @@ def trial_row(row_length: int) -> MicroBatch:
     shape, longest, nothing = (1, row_length), min(row_length, ROW), np.zeros(0, np.int64)
     return MicroBatch(
         inputs=np.zeros(shape, np.int64),
-        positions=np.arange(row_length, dtype=np.int64)[None],
+        # Not `[None]`, whose first stride is 0: compiled code would be compiled again for the strides of a batch's rows.
+        positions=np.arange(row_length, dtype=np.int64).reshape(shape),
         tree=np.zeros(shape, np.int32),
         branch=np.ones(shape, np.int32),
         copies=np.zeros(shape, np.int32),
