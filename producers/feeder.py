@@ -197,7 +197,7 @@ async def main(worker: Worker) -> None:
 
 
 async def _report(worker: Worker, feeder: Feeder) -> None:
-    """Publish the feeder's metrics until the worker drains, and then the last ones; say when a full stream stalls it and when it goes on."""
+    """Publish metrics until the worker drains, and then the last ones; say when a full stream stalls it and when it goes on."""
     issued, full, stalled, last = 0, 0, False, False
     while not last:
         with contextlib.suppress(TimeoutError):
