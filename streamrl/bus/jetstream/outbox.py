@@ -30,6 +30,8 @@ WINDOW_BYTES = 32 << 20
 """Bytes under way at most: below the 64 MiB that a server buffers for a client by default."""
 RESEND_S = 10.0
 SWEEP_S = 0.5
+IN_PROCESS = 10158
+"""Error code of a server of a cluster: it has this message from an earlier attempt, and its copies are not all stored yet."""
 
 
 class _Post:
@@ -129,9 +131,15 @@ class Outbox:
             self._on_no_stream(post)
             return
         try:
-            post.future.set_result(decode(message.data, PubAck))
+            ack = decode(message.data, PubAck)
         except BusError as error:
             post.future.set_exception(error)
+            return
+        if ack.error is not None and ack.error.err_code == IN_PROCESS:
+            # The sweeper asks again at its next turn.
+            post.sent_s = 0.0
+            return
+        post.future.set_result(ack)
 
     def _on_no_stream(self, post: _Post) -> None:
         post.unheard_s = post.unheard_s or time.monotonic()
