@@ -25,6 +25,7 @@ def numerics_fingerprint(config: Config) -> dict[str, str]:
         "ranks": str(trainer.ranks),
         **({"shards": str(trainer.shards), "gather": trainer.gather} if trainer.shards > 1 else {}),
         **({"tensor": str(trainer.tensor), "megatron": _megatron()} if trainer.backend == "megatron" else {}),
+        **({"experts": str(trainer.experts)} if trainer.experts > 1 else {}),
         **({"context": str(trainer.context)} if trainer.context > 1 else {}),
         "minibatches": str(trainer.minibatches),
         "micro_tokens": str(trainer.micro_tokens),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,16 @@ from streamrl.errors import ConfigError
 from streamrl.tensors.transfer import on_device
 from streamrl.trainers.flops import ModelFlops, model_flops
 from streamrl.trainers.megatron.core import Attend, Decoder
+from streamrl.trainers.megatron.experts import Mixture, TopKRouter, in_matrices
 from streamrl.trainers.megatron.leaves import Leaves
-from streamrl.trainers.megatron.names import Architecture, Place, architecture, check_mesh, parameters
+from streamrl.trainers.megatron.names import Architecture, Part, Place, architecture, check_mesh, parameters
 from streamrl.trainers.megatron.ranks import HeldBoxes, MegatronParallel, check_samples
 from streamrl.trainers.torch.attention import attention_mask, packed_attention
 from streamrl.trainers.torch.context import Share
 from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.parallel import Parallel
 from streamrl.trainers.torch.routing import Routers
-from streamrl.trainers.torch.sharding import Held
+from streamrl.trainers.torch.sharding import Held, Slice, as_named
 
 _ROPES = ("default", "linear", "llama3")
 
@@ -55,7 +57,8 @@ class MegatronLM:
         from transformers import AutoConfig
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-        self.config, self.arch = read_architecture(model_dir, parallel.mesh.shard)
+        tensors, experts = parallel.tensors, parallel.expert_parts
+        self.config, self.arch = read_architecture(model_dir, tensors, experts)
         settings: Any = AutoConfig.from_pretrained(model_dir)
         rope: Any = LlamaRotaryEmbedding(settings)
         if rope.rope_type not in _ROPES or rope.attention_scaling != 1:
@@ -70,19 +73,22 @@ class MegatronLM:
         self.packs = kernels.attention == "packed"
         self.free_masks = not self.packs
         self.num_layers, self.gathers_once = 0, False
-        self.routers = Routers(None)
         self._parallel = parallel
-        tensors = parallel.mesh.shard
-        self._decoder = Decoder(
-            self.arch, float(self.config["rms_norm_eps"]), tensors=tensors, dtype=dtype, device=device, timeout_s=timeout_s
-        )
-        here = list(parameters(self.arch, Place(tensor=parallel.part, tensors=tensors)))
-        self._leaves = Leaves(self._decoder.module, here)
+        mixture = partial(_mixture, self.arch, self.config, parallel) if self.arch.experts else None
+        eps = float(self.config["rms_norm_eps"])
+        self._decoder = Decoder(self.arch, eps, tensors=tensors, dtype=dtype, device=device, timeout_s=timeout_s, mixture=mixture)
+        routers = [one for one in self._decoder.module.modules() if isinstance(one, TopKRouter)]
+        self.routers = Routers(routers, normalized=bool(self.config.get("norm_topk_prob", False)))
+        place = Place(tensor=parallel.part % tensors, tensors=tensors, replica=parallel.rank // tensors, expert_parts=experts)
+        here, whole = (list(in_matrices(parameters(self.arch, one), self.arch.experts)) for one in (place, Place()))
+        shapes = {part.name: part.shape for one in whole for part in one.parts}
+        self._leaves = Leaves(self._decoder.module, here, shapes, partial(_shared, experts), self.arch.model_type)
         parallel.leaves = self._leaves.leaves
         self._leaves.read(model_dir, dtype)
         head = self._leaves.parts()["model.embed_tokens.weight" if self.arch.tied else "lm_head.weight"]
         self._first, self._own_rows = head.offset[0], head.run
-        body = [(p.name, sum(int(np.prod(part.shape)) for part in p.parts)) for p in here if "layernorm" in p.name or "linear" in p.name]
+        ends = ("model.embed_tokens.weight", "lm_head.weight")
+        body = [(name, int(np.prod(shape))) for name, shape in shapes.items() if name not in ends]
         self.flops: ModelFlops | None = model_flops(settings, body, self.arch.vocabulary * self.arch.hidden)
         self._most_positions = 0
 
@@ -119,11 +125,11 @@ class MegatronLM:
         """See `LanguageModel`; raises ConfigError for truncated samples over a split vocabulary."""
         sample = samples_at(batch, micro.target)
         truncated = bool(((batch.top_p[sample] < 1) | (batch.top_k[sample] > 0)).any())
-        check_samples(self._parallel.mesh, truncated)
+        check_samples(self._parallel.tensors, truncated)
         states, targets = self.states(micro), self._tensor(batch.tokens[micro.target].astype(np.int64))
         temperature, head = self._tensor(batch.temperature[micro.target]), self._head()
         chunk = CHUNK_ELEMENTS if self.device.type == "cpu" else GPU_CHUNK_ELEMENTS
-        if self._parallel.sharded:
+        if self._parallel.tensors > 1:
             return vocab_parallel_logprobs(
                 states,
                 targets,
@@ -147,7 +153,7 @@ class MegatronLM:
 
     def logits(self, micro: MicroBatch, batch: TrainBatch) -> Tensor:
         """See `LanguageModel`; of a vocabulary in one part."""
-        check_samples(self._parallel.mesh, truncated=True)
+        check_samples(self._parallel.tensors, truncated=True)
         temperature = self._tensor(batch.temperature[micro.target])
         found = self.states(micro) @ self._head().weight.T
         return (found if found.dtype == torch.float64 else found.float()) / temperature[:, None]
@@ -159,7 +165,10 @@ class MegatronLM:
     def save_pretrained(self, directory: Path, parameters: Mapping[str, Tensor] | None) -> None:
         """Weights, and the configuration that they were read with."""
         values = parameters or {name: value.detach().to(self.dtype).cpu() for name, value in self.parameters()}
-        save_file({name: value.contiguous() for name, value in values.items()}, directory / "model.safetensors", metadata={"format": "pt"})
+        named = [
+            one for name, value in values.items() for one in as_named(Slice(name, value, tuple(value.shape), ()), self.arch.model_type)
+        ]
+        save_file({one.name: one.rows.contiguous() for one in named}, directory / "model.safetensors", metadata={"format": "pt"})
         dtype = str(self.dtype).removeprefix("torch.")
         kept = {key: value for key, value in self.config.items() if key not in ("dtype", "torch_dtype")}
         (directory / "config.json").write_text(json.dumps({**kept, "dtype": dtype}, indent=2))
@@ -178,7 +187,7 @@ class MegatronLM:
         if 0 < self._most_positions < rows * length:
             raise torch.OutOfMemoryError(f"debug.memory_tokens is {self._most_positions}, this pass is over {rows * length}")
         # Sequence parallelism cuts rows: padding at their ends makes L a multiple of the tensor ranks, and nothing looks at it.
-        padding = -length % self._parallel.mesh.shard
+        padding = -length % self._parallel.tensors
         ids, positions = (self._tensor(np.pad(each, ((0, 0), (0, padding)))) for each in (micro.inputs, micro.positions))
         turned = positions.T[:, :, None, None].float() * self._frequencies
         states = self._decoder.states(ids, torch.cat([turned, turned], -1), self._attend(micro, padding))
@@ -211,8 +220,19 @@ class MegatronLM:
         return on_device(array, self.device)
 
 
-def read_architecture(model_dir: Path, tensors: int) -> tuple[dict[str, Any], Architecture]:
-    """config.json of a model that this trainer can build on a mesh of so many tensor ranks; raises ConfigError."""
+def _mixture(arch: Architecture, config: Mapping[str, Any], parallel: MegatronParallel) -> Mixture:
+    normalized = bool(config.get("norm_topk_prob", False))
+    router = TopKRouter(arch.experts, int(config["num_experts_per_tok"]), arch.hidden, normalized=normalized)
+    return Mixture(router, hidden=arch.hidden, inner=arch.intermediate, parts=parallel.expert_parts, group=parallel.parts_group)
+
+
+def _shared(experts: int, part: Part) -> bool:
+    """Whether every part of the mesh holds it: norms of tensor ranks, all but the experts of expert ranks."""
+    return part.held == part.shape and (".mlp.experts." not in part.name if experts > 1 else part.name.endswith("norm.weight"))
+
+
+def read_architecture(model_dir: Path, tensors: int, experts: int = 1) -> tuple[dict[str, Any], Architecture]:
+    """config.json of a model that this trainer can build on a mesh of so many tensor or expert ranks; raises ConfigError."""
     path = model_dir / "config.json"
     try:
         config: dict[str, Any] = json.loads(path.read_bytes())
@@ -221,15 +241,28 @@ def read_architecture(model_dir: Path, tensors: int) -> tuple[dict[str, Any], Ar
             f"no model in {model_dir}: {error}", hint="is model.path a Hugging Face directory?", path=str(model_dir)
         ) from error
     arch = architecture(config, str(path))
-    if arch.experts or config.get("use_sliding_window"):
-        what = "a mixture of experts" if arch.experts else "use_sliding_window = true"
+    if config.get("use_sliding_window"):
         raise ConfigError(
-            f"{path}: expected a dense model with full attention, got {what}: trainer.backend = 'megatron' cannot train it",
+            f"{path}: expected full attention, got use_sliding_window = true: trainer.backend = 'megatron' cannot train it",
             hint="set trainer.backend = 'torch'",
             key="trainer.backend",
             path=str(path),
         )
-    check_mesh(arch, Place(tensors=tensors))
+    if arch.experts and tensors > 1:
+        raise ConfigError(
+            f"{path}: trainer.tensor = {tensors} cuts no mixture of experts: each of its experts stays whole",
+            hint="set trainer.tensor = 1, and trainer.experts to the parts that the experts are divided into",
+            key="trainer.tensor",
+            path=str(path),
+        )
+    if experts > 1 and not arch.experts:
+        raise ConfigError(
+            f"trainer.experts = {experts} divides a mixture of experts, and {path} is of a dense model",
+            hint="leave trainer.experts out",
+            key="trainer.experts",
+            path=str(path),
+        )
+    check_mesh(arch, Place(tensors=tensors, expert_parts=experts))
     if arch.vocabulary <= (tensors - 1) * -(-arch.vocabulary // tensors):
         raise ConfigError(
             f"trainer.tensor = {tensors}: a vocabulary of {arch.vocabulary} leaves the last rank without a row",
