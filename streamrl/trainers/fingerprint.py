@@ -64,7 +64,7 @@ def fingerprint_difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -
 
 
 def _megatron() -> str:
-    from streamrl.trainers.megatron.core import check_installed
+    from streamrl.trainers.megatron.buildable import check_installed
 
     return check_installed()
 

@@ -20,9 +20,10 @@ from streamrl.core.packing import MicroBatch
 from streamrl.errors import ConfigError
 from streamrl.tensors.transfer import on_device
 from streamrl.trainers.flops import ModelFlops, model_flops
+from streamrl.trainers.megatron.buildable import ROPES, read_architecture
 from streamrl.trainers.megatron.core import Attend, Decoder
 from streamrl.trainers.megatron.leaves import Leaves
-from streamrl.trainers.megatron.names import Architecture, Place, architecture, check_mesh, parameters
+from streamrl.trainers.megatron.names import Place, parameters
 from streamrl.trainers.megatron.ranks import HeldBoxes, MegatronParallel, check_samples
 from streamrl.trainers.torch.attention import attention_mask, packed_attention
 from streamrl.trainers.torch.context import Share
@@ -30,8 +31,6 @@ from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.parallel import Parallel
 from streamrl.trainers.torch.routing import Routers
 from streamrl.trainers.torch.sharding import Held
-
-_ROPES = ("default", "linear", "llama3")
 
 
 class MegatronLM:
@@ -58,9 +57,9 @@ class MegatronLM:
         self.config, self.arch = read_architecture(model_dir, parallel.mesh.shard)
         settings: Any = AutoConfig.from_pretrained(model_dir)
         rope: Any = LlamaRotaryEmbedding(settings)
-        if rope.rope_type not in _ROPES or rope.attention_scaling != 1:
+        if rope.rope_type not in ROPES or rope.attention_scaling != 1:
             raise ConfigError(
-                f"{model_dir}: expected rotary embeddings of type {', '.join(_ROPES)}, got {rope.rope_type}",
+                f"{model_dir}: expected rotary embeddings of type {', '.join(ROPES)}, got {rope.rope_type}",
                 hint="the backend `torch` trains what transformers can",
                 path=str(model_dir),
                 got=rope.rope_type,
@@ -73,9 +72,7 @@ class MegatronLM:
         self.routers = Routers(None)
         self._parallel = parallel
         tensors = parallel.mesh.shard
-        self._decoder = Decoder(
-            self.arch, float(self.config["rms_norm_eps"]), tensors=tensors, dtype=dtype, device=device, timeout_s=timeout_s
-        )
+        self._decoder = Decoder(self.arch, settings.rms_norm_eps, tensors=tensors, dtype=dtype, device=device, timeout_s=timeout_s)
         here = list(parameters(self.arch, Place(tensor=parallel.part, tensors=tensors)))
         self._leaves = Leaves(self._decoder.module, here)
         parallel.leaves = self._leaves.leaves
@@ -209,31 +206,3 @@ class MegatronLM:
 
     def _tensor(self, array: npt.NDArray[Any]) -> Tensor:
         return on_device(array, self.device)
-
-
-def read_architecture(model_dir: Path, tensors: int) -> tuple[dict[str, Any], Architecture]:
-    """config.json of a model that this trainer can build on a mesh of so many tensor ranks; raises ConfigError."""
-    path = model_dir / "config.json"
-    try:
-        config: dict[str, Any] = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"no model in {model_dir}: {error}", hint="is model.path a Hugging Face directory?", path=str(model_dir)
-        ) from error
-    arch = architecture(config, str(path))
-    if arch.experts or config.get("use_sliding_window"):
-        what = "a mixture of experts" if arch.experts else "use_sliding_window = true"
-        raise ConfigError(
-            f"{path}: expected a dense model with full attention, got {what}: trainer.backend = 'megatron' cannot train it",
-            hint="set trainer.backend = 'torch'",
-            key="trainer.backend",
-            path=str(path),
-        )
-    check_mesh(arch, Place(tensors=tensors))
-    if arch.vocabulary <= (tensors - 1) * -(-arch.vocabulary // tensors):
-        raise ConfigError(
-            f"trainer.tensor = {tensors}: a vocabulary of {arch.vocabulary} leaves the last rank without a row",
-            hint="use fewer tensor ranks",
-            key="trainer.tensor",
-        )
-    return config, arch
