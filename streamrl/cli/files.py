@@ -50,13 +50,16 @@ def run_config(arguments: argparse.Namespace) -> int:
     from streamrl.config.load import dump, load
     from streamrl.config.schema import config_schema
     from streamrl.config.secret_options import without_secrets
+    from streamrl.doctor.backend import refuse_backend
 
     if arguments.schema == bool(arguments.config):
         raise ConfigError("expected a TOML file or --schema", hint="for example `streamrl config --schema > streamrl.schema.json`")
     if arguments.schema:
         print(json.dumps(config_schema(), indent=2))
     else:
-        print(dump(without_secrets(load(arguments.config, arguments.overrides))[0]), end="")
+        config = load(arguments.config, arguments.overrides)
+        refuse_backend(config)
+        print(dump(without_secrets(config)[0]), end="")
     return 0
 
 

@@ -17,6 +17,7 @@ from streamrl.config.code import rollout_code
 from streamrl.config.loss import estimator_of
 from streamrl.config.registry import Role
 from streamrl.config.tree import Config
+from streamrl.doctor.backend import check_backend
 from streamrl.doctor.findings import Check
 from streamrl.doctor.gpu_memory import check_gpu_memory, read_shape
 from streamrl.doctor.limits import GIBIBYTE
@@ -36,8 +37,7 @@ _SAY_VERSION = "from importlib.metadata import version; print(version('sglang'))
 def check_config(config: Config, *, num_gpus: int, gpu_bytes: int = 0, up: bool = False) -> list[Check]:
     """What the configuration asks for; `gpu_bytes`: memory of the trainer's GPU, of several the least; `up`: the run holds its ports."""
     checks = [check_budgets(config), check_gpus_wanted(config, num_gpus)]
-    if room := check_checkpoints(config):
-        checks.append(room)
+    checks += [check for check in (check_checkpoints(config), check_backend(config)) if check is not None]
     checks += check_gpu_memory(config, gpu_bytes)
     if not up:
         checks.append(check_ports_wanted(config))

@@ -23,6 +23,7 @@ from streamrl.consumers.training.ledger import publish_mark
 from streamrl.data.model import check_context, check_experts, check_positions
 from streamrl.data.problems import Problems, load_problems
 from streamrl.data.tokenizer import load_tokenizer
+from streamrl.doctor.backend import refuse_backend
 from streamrl.doctor.findings import Check
 from streamrl.doctor.gpu_memory import check_shared_gpus, check_trainer_memory, gpu_memories, least_memory
 from streamrl.doctor.run_checks import check_checkpoints, check_gpus_wanted, check_ports_wanted
@@ -136,7 +137,7 @@ async def check_start(config: Config, run: RunDir, note: Callable[[str], None] =
 
     Raises:
         LaunchError: a port that is named is taken, there is no room for two checkpoints, or the trainer does not fit its GPUs.
-        ConfigError: a function cannot be used, or the run's directory is a branch's.
+        ConfigError: a function cannot be used, the run's directory is a branch's, or the trainer's backend cannot train the model.
     """
     if (run.path / BRANCH_FILE).exists():
         raise ConfigError(
@@ -145,6 +146,7 @@ async def check_start(config: Config, run: RunDir, note: Callable[[str], None] =
             key="run.name",
             path=str(run.path),
         )
+    refuse_backend(config)
     if (room := check_checkpoints(config)) and room.state == "fail":
         raise LaunchError(f"expected room for two checkpoints: {room.found}", hint=room.hint)
     await check_gpus(config, note)

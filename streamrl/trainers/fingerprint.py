@@ -45,6 +45,7 @@ def mesh_keys(values: Mapping[str, str]) -> dict[str, Any]:
     return {
         "backend": values.get("backend", "torch"),
         "tensor": int(values.get("tensor", "1")),
+        "experts": int(values.get("experts", "1")),
         "ranks": int(values.get("ranks", "1")),
         "shards": int(values.get("shards", "1")),
         "gather": values.get("gather", "auto"),
@@ -65,7 +66,7 @@ def fingerprint_difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -
 
 
 def _megatron() -> str:
-    from streamrl.trainers.megatron.core import check_installed
+    from streamrl.trainers.megatron.buildable import check_installed
 
     return check_installed()
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -21,37 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamrl.errors import ConfigError
+from streamrl.trainers.megatron.buildable import check_installed
 from streamrl.trainers.megatron.cpu import stand_in
 from streamrl.trainers.megatron.names import Architecture
 
-LOWEST, BELOW = (0, 16), (0, 20)
-"""Versions of megatron-core that are known to have what is used here."""
 _alone = False
 """Whether the default group was made here, of this process alone."""
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """([R, N, L, D] queries, [R, K, L, D] keys, values) to [R, L, N, D]."""
 MakeMixture = Callable[[], torch.nn.Module]
 """What stands in the place of a layer's MLP: [L, R, H] to the same and no bias."""
-
-
-def check_installed() -> str:
-    """Version of megatron-core; raises ConfigError where it is missing or out of range."""
-    install = "pip install 'streamrl[megatron]' (megatron-core >= 0.16, < 0.20: 0.16 for Python 3.11, later ones need 3.12)"
-    try:
-        found = version("megatron-core")
-    except PackageNotFoundError as error:
-        raise ConfigError(
-            "trainer.backend = 'megatron' needs megatron-core, which is not installed", hint=install, key="trainer.backend"
-        ) from error
-    numbers = tuple(map(int, re.findall(r"\d+", found)[:2]))
-    if not LOWEST <= numbers < BELOW:
-        raise ConfigError(
-            f"trainer.backend = 'megatron' needs megatron-core >= 0.16 and < 0.20, got {found}",
-            hint=install,
-            key="trainer.backend",
-            got=found,
-        )
-    return found
 
 
 class CoreAttention(torch.nn.Module):

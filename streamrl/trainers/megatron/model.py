@@ -21,10 +21,11 @@ from streamrl.core.packing import MicroBatch
 from streamrl.errors import ConfigError
 from streamrl.tensors.transfer import on_device
 from streamrl.trainers.flops import ModelFlops, model_flops
+from streamrl.trainers.megatron.buildable import ROPES, read_architecture
 from streamrl.trainers.megatron.core import Attend, Decoder
 from streamrl.trainers.megatron.experts import Mixture, TopKRouter, in_matrices
 from streamrl.trainers.megatron.leaves import Leaves
-from streamrl.trainers.megatron.names import Architecture, Part, Place, architecture, check_mesh, parameters
+from streamrl.trainers.megatron.names import Architecture, Part, Place, parameters
 from streamrl.trainers.megatron.ranks import HeldBoxes, MegatronParallel, check_samples
 from streamrl.trainers.torch.attention import attention_mask, packed_attention
 from streamrl.trainers.torch.context import Share
@@ -32,8 +33,6 @@ from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.parallel import Parallel
 from streamrl.trainers.torch.routing import Routers
 from streamrl.trainers.torch.sharding import Held, Slice, as_named
-
-_ROPES = ("default", "linear", "llama3")
 
 
 class MegatronLM:
@@ -61,9 +60,9 @@ class MegatronLM:
         self.config, self.arch = read_architecture(model_dir, tensors, experts)
         settings: Any = AutoConfig.from_pretrained(model_dir)
         rope: Any = LlamaRotaryEmbedding(settings)
-        if rope.rope_type not in _ROPES or rope.attention_scaling != 1:
+        if rope.rope_type not in ROPES or rope.attention_scaling != 1:
             raise ConfigError(
-                f"{model_dir}: expected rotary embeddings of type {', '.join(_ROPES)}, got {rope.rope_type}",
+                f"{model_dir}: expected rotary embeddings of type {', '.join(ROPES)}, got {rope.rope_type}",
                 hint="the backend `torch` trains what transformers can",
                 path=str(model_dir),
                 got=rope.rope_type,
@@ -74,11 +73,12 @@ class MegatronLM:
         self.free_masks = not self.packs
         self.num_layers, self.gathers_once = 0, False
         self._parallel = parallel
-        mixture = partial(_mixture, self.arch, self.config, parallel) if self.arch.experts else None
-        eps = float(self.config["rms_norm_eps"])
-        self._decoder = Decoder(self.arch, eps, tensors=tensors, dtype=dtype, device=device, timeout_s=timeout_s, mixture=mixture)
+        mixture = partial(_mixture, self.arch, settings, parallel) if self.arch.experts else None
+        self._decoder = Decoder(
+            self.arch, settings.rms_norm_eps, tensors=tensors, dtype=dtype, device=device, timeout_s=timeout_s, mixture=mixture
+        )
         routers = [one for one in self._decoder.module.modules() if isinstance(one, TopKRouter)]
-        self.routers = Routers(routers, normalized=bool(self.config.get("norm_topk_prob", False)))
+        self.routers = Routers(routers, normalized=self.arch.experts > 0 and settings.norm_topk_prob)
         place = Place(tensor=parallel.part % tensors, tensors=tensors, replica=parallel.rank // tensors, expert_parts=experts)
         here, whole = (list(in_matrices(parameters(self.arch, one), self.arch.experts)) for one in (place, Place()))
         shapes = {part.name: part.shape for one in whole for part in one.parts}
@@ -220,53 +220,11 @@ class MegatronLM:
         return on_device(array, self.device)
 
 
-def _mixture(arch: Architecture, config: Mapping[str, Any], parallel: MegatronParallel) -> Mixture:
-    normalized = bool(config.get("norm_topk_prob", False))
-    router = TopKRouter(arch.experts, int(config["num_experts_per_tok"]), arch.hidden, normalized=normalized)
+def _mixture(arch: Architecture, settings: Any, parallel: MegatronParallel) -> Mixture:
+    router = TopKRouter(arch.experts, settings.num_experts_per_tok, arch.hidden, normalized=settings.norm_topk_prob)
     return Mixture(router, hidden=arch.hidden, inner=arch.intermediate, parts=parallel.expert_parts, group=parallel.parts_group)
 
 
 def _shared(experts: int, part: Part) -> bool:
     """Whether every part of the mesh holds it: norms of tensor ranks, all but the experts of expert ranks."""
     return part.held == part.shape and (".mlp.experts." not in part.name if experts > 1 else part.name.endswith("norm.weight"))
-
-
-def read_architecture(model_dir: Path, tensors: int, experts: int = 1) -> tuple[dict[str, Any], Architecture]:
-    """config.json of a model that this trainer can build on a mesh of so many tensor or expert ranks; raises ConfigError."""
-    path = model_dir / "config.json"
-    try:
-        config: dict[str, Any] = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"no model in {model_dir}: {error}", hint="is model.path a Hugging Face directory?", path=str(model_dir)
-        ) from error
-    arch = architecture(config, str(path))
-    if config.get("use_sliding_window"):
-        raise ConfigError(
-            f"{path}: expected full attention, got use_sliding_window = true: trainer.backend = 'megatron' cannot train it",
-            hint="set trainer.backend = 'torch'",
-            key="trainer.backend",
-            path=str(path),
-        )
-    if arch.experts and tensors > 1:
-        raise ConfigError(
-            f"{path}: trainer.tensor = {tensors} cuts no mixture of experts: each of its experts stays whole",
-            hint="set trainer.tensor = 1, and trainer.experts to the parts that the experts are divided into",
-            key="trainer.tensor",
-            path=str(path),
-        )
-    if experts > 1 and not arch.experts:
-        raise ConfigError(
-            f"trainer.experts = {experts} divides a mixture of experts, and {path} is of a dense model",
-            hint="leave trainer.experts out",
-            key="trainer.experts",
-            path=str(path),
-        )
-    check_mesh(arch, Place(tensors=tensors, expert_parts=experts))
-    if arch.vocabulary <= (tensors - 1) * -(-arch.vocabulary // tensors):
-        raise ConfigError(
-            f"trainer.tensor = {tensors}: a vocabulary of {arch.vocabulary} leaves the last rank without a row",
-            hint="use fewer tensor ranks",
-            key="trainer.tensor",
-        )
-    return config, arch

@@ -164,7 +164,7 @@ def test_a_model_that_it_cannot_build_is_refused(initial: Path, tmp_path: Path, 
         with pytest.raises(ConfigError) as caught, open_trainer(config(1, 1), tmp_path / "other"):
             pass
     else:
-        from streamrl.trainers.megatron.model import read_architecture
+        from streamrl.trainers.megatron.buildable import read_architecture
 
         with pytest.raises(ConfigError) as caught:
             read_architecture(tmp_path / "other", tensor)

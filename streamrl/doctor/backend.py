@@ -1,0 +1,68 @@
+"""Whether the trainer's backend can train the run's model here: what else would only be found when the trainer is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from streamrl.config.tree import Config
+from streamrl.doctor.findings import Check
+from streamrl.errors import ConfigError
+from streamrl.trainers.megatron.buildable import buildable, check_installed, read_architecture
+
+
+def refuse_backend(config: Config) -> str:
+    """What `trainer.backend = "megatron"` makes of the model, for people; empty with another backend.
+
+    What other machines have installed, as with a cluster of Ray, is not looked at.
+
+    Raises:
+        ConfigError: megatron-core is missing or out of range, or cannot build the model on the mesh that is asked for.
+    """
+    trainer, model = config.trainer, config.model
+    if trainer.backend != "megatron":
+        return ""
+    found = f"megatron-core {check_installed()}" if config.ray.address in ("", "local") else "megatron-core of Ray's nodes"
+    tensors, experts = trainer.tensor, trainer.experts
+    if model.path:
+        _, arch = read_architecture(Path(model.path), tensors, experts)
+    else:
+        arch = buildable(_built(config), "the model that [model] builds", tensors, experts)
+    rows = -(-arch.vocabulary // tensors)
+    if arch.experts:
+        return (
+            f"{found}: {arch.model_type} of {arch.layers} layers; a rank has {arch.experts} / {experts} = {arch.experts // experts} of a "
+            f"layer's experts, and all else"
+        )
+    return (
+        f"{found}: {arch.model_type} of {arch.layers} layers; a rank has {arch.heads} / {tensors} = {arch.heads // tensors} heads, "
+        f"{arch.kv_heads} / {tensors} = {arch.kv_heads // tensors} of keys and values, {arch.intermediate} / {tensors} = "
+        f"{arch.intermediate // tensors} of a layer's width, {rows} rows of the vocabulary of {arch.vocabulary}"
+    )
+
+
+def check_backend(config: Config) -> Check | None:
+    """The same as a finding; None with a backend of which nothing is to be said."""
+    try:
+        found = refuse_backend(config)
+    except ConfigError as error:
+        return Check("backend", "fail", error.message, error.hint)
+    return Check("backend", "ok", found) if found else None
+
+
+def _built(config: Config) -> dict[str, Any]:
+    """What `streamrl.data.model.write_qwen3` will describe."""
+    from streamrl.data.characters import VOCAB_SIZE
+
+    model = config.model
+    return {
+        "model_type": "qwen3",
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.hidden,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.hidden // model.heads,
+        "intermediate_size": model.intermediate,
+        "vocab_size": model.vocab_size or VOCAB_SIZE,
+        "tie_word_embeddings": True,
+    }
