@@ -121,6 +121,8 @@ class TrainedOn(msgspec.Struct, frozen=True, kw_only=True):
     """Where it is not what the run's other keys said before there were several: `torch`, or `table`."""
     tensor: int | msgspec.UnsetType = msgspec.UNSET
     """Parts of each matrix."""
+    experts: int | msgspec.UnsetType = msgspec.UNSET
+    """Parts of a mixture's experts; unset: 1."""
     context: int | msgspec.UnsetType = msgspec.UNSET
     """Ranks that shared each packed row; unset: 1."""
 

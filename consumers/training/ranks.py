@@ -20,6 +20,7 @@ from streamrl.runtime.worker import Worker
 from streamrl.schemas.codec import encode
 from streamrl.schemas.subjects import PREFIX_RANKS
 from streamrl.trainers.factory import make_trainer
+from streamrl.trainers.mesh import mesh_of
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.ranks.local import uses_cuda
 from streamrl.weights.factory import make_rank_publisher, weights_directory
@@ -85,12 +86,12 @@ def form_process_group(worker: Worker, call: Caller) -> ProcessGroup | None:
 
 def meet_on_hosts(worker: Worker, group: ProcessGroup) -> None:
     """All ranks, before they load anything: tell each other which host they are on; raises as `check_hosts`."""
-    weights, shards = worker.config.weights, worker.config.trainer.shards
-    if shards == 1 or weights.transport == "bus":
+    weights, parts = worker.config.weights, mesh_of(worker.config.trainer).shard
+    if parts == 1 or weights.transport == "bus":
         return
     here = host_id(weights_directory(weights, worker.run_dir.name, worker.run_dir.path))
     found = group.gather(int(hashlib.sha256(here.encode()).hexdigest()[:16], 16))
-    check_hosts(weights.transport, found[:shards])
+    check_hosts(weights.transport, found[:parts])
 
 
 def check_hosts(transport: str, hosts: Sequence[int]) -> None:
@@ -100,7 +101,7 @@ def check_hosts(transport: str, hosts: Sequence[int]) -> None:
         raise ConfigError(
             f"weights.transport = {transport} reaches one host, but of the {len(hosts)} ranks that publish a part of the model each, "
             f"{', '.join(map(str, away))} share no memory with rank 0",
-            hint="set weights.transport = 'bus', or start ranks 0 to trainer.shards - 1 on one host",
+            hint=f"set weights.transport = 'bus', or start the first {len(hosts)} ranks on one host",
             key="weights.transport",
             ranks=away,
         )
@@ -115,7 +116,8 @@ def lead(trainer: Trainer, group: ProcessGroup) -> LeadingTrainer:
 
 def others_of(leading: LeadingTrainer, settings: TrainerConfig) -> OtherRanks | None:
     """The ranks that have a part of what rank 0 publishes: the others of its copy of the parameters."""
-    return OtherRanks(settings.shards - 1, leading.offer, settings.rank_timeout_s) if settings.shards > 1 else None
+    others = mesh_of(settings).shard - 1
+    return OtherRanks(others, leading.offer, settings.rank_timeout_s) if others else None
 
 
 async def follow_rank_0(worker: Worker) -> None:
@@ -141,7 +143,7 @@ def _follow(worker: Worker, call: Caller) -> None:
     logger.info("event=following rank=%d", group.rank)
     worker.state = "follows rank 0"
     publisher = None
-    if group.rank < worker.config.trainer.shards:
+    if group.rank < mesh_of(worker.config.trainer).shard:
         publisher = make_rank_publisher(
             worker.config.weights,
             bus=worker.bus,

@@ -10,7 +10,7 @@ from streamrl.config.tree import Config, refuse
 def check_megatron(config: Config) -> None:
     """Raise ConfigError for keys that do not go with the backend; what the model decides is refused when it is read."""
     trainer, loss = config.trainer, config.loss
-    tensor, ranks = trainer.tensor, trainer.ranks
+    tensor, experts, ranks = trainer.tensor, trainer.experts, trainer.ranks
     if trainer.backend != "megatron":
         refuse(
             tensor != 1,
@@ -18,12 +18,25 @@ def check_megatron(config: Config) -> None:
             hint="set trainer.backend = 'megatron', or cut the model with trainer.shards",
             key="trainer.tensor",
         )
+        refuse(
+            experts != 1,
+            f"trainer.experts is for trainer.backend = megatron, got {experts} with {trainer.backend}",
+            hint="set trainer.backend = 'megatron', or cut the model with trainer.shards",
+            key="trainer.experts",
+        )
         return
+    for name, parts in (("tensor", tensor), ("experts", experts)):
+        refuse(
+            ranks % parts != 0,
+            f"trainer.{name} must divide trainer.ranks, got ranks = {ranks} and {name} = {parts}: {ranks} = {ranks // parts} x {parts} + "
+            f"{ranks % parts}",
+            hint=f"set trainer.ranks to a multiple of {parts}, such as {parts * max(1, round(ranks / parts))}",
+            key=f"trainer.{name}",
+        )
     refuse(
-        ranks % tensor != 0,
-        f"trainer.tensor must divide trainer.ranks, got ranks = {ranks} and tensor = {tensor}: {ranks} = {ranks // tensor} x {tensor} + "
-        f"{ranks % tensor}",
-        hint=f"set trainer.ranks to a multiple of {tensor}, such as {tensor * max(1, round(ranks / tensor))}",
+        tensor > 1 and experts > 1,
+        f"trainer.tensor = {tensor} cuts no mixture of experts: trainer.experts = {experts} divides them, each stays whole",
+        hint="leave one of them out",
         key="trainer.tensor",
     )
     refuse(

@@ -208,7 +208,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     name: str = "main"
     """Name of this trainer: its ledger and its position are kept under it."""
     backend: Literal["torch", "megatron", "table"] = "torch"
-    """`torch`: a Hugging Face model. `megatron`: a dense Qwen or Llama by megatron-core
+    """`torch`: a Hugging Face model. `megatron`: a Qwen, Qwen3-MoE or Llama by megatron-core
     (docs/megatron.md). `table`: the tabular policy of engine.kind = "table", without any framework."""
     ranks: PositiveInt = 1
     """Processes that share each batch and sum their gradients (over gloo, on GPUs over NCCL); torch only."""
@@ -216,6 +216,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Parts that parameters, gradients and optimizer state are cut into (FSDP2), for ranks / shards copies; 1: each rank holds all."""
     tensor: PositiveInt = 1
     """Parts that each matrix is cut into, for ranks / tensor replicas (tensor and sequence parallel); with `megatron` only."""
+    experts: PositiveInt = 1
+    """Parts that a mixture's experts are divided into, over neighbouring ranks, which send tokens to each other (expert parallel); with
+    `megatron` only."""
     context: PositiveInt = 1
     """Ranks that share each packed row, each with its part of the positions and keys of all (context parallelism): what a sample's
     activations take of a GPU is cut by as many. micro_tokens are of the row. Rows are packed then."""

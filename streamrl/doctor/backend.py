@@ -23,12 +23,17 @@ def refuse_backend(config: Config) -> str:
     if trainer.backend != "megatron":
         return ""
     found = f"megatron-core {check_installed()}" if config.ray.address in ("", "local") else "megatron-core of Ray's nodes"
-    tensors = trainer.tensor
+    tensors, experts = trainer.tensor, trainer.experts
     if model.path:
-        _, arch = read_architecture(Path(model.path), tensors)
+        _, arch = read_architecture(Path(model.path), tensors, experts)
     else:
-        arch = buildable(_built(config), "the model that [model] builds", tensors)
+        arch = buildable(_built(config), "the model that [model] builds", tensors, experts)
     rows = -(-arch.vocabulary // tensors)
+    if arch.experts:
+        return (
+            f"{found}: {arch.model_type} of {arch.layers} layers; a rank has {arch.experts} / {experts} = {arch.experts // experts} of a "
+            f"layer's experts, and all else"
+        )
     return (
         f"{found}: {arch.model_type} of {arch.layers} layers; a rank has {arch.heads} / {tensors} = {arch.heads // tensors} heads, "
         f"{arch.kv_heads} / {tensors} = {arch.kv_heads // tensors} of keys and values, {arch.intermediate} / {tensors} = "

@@ -19,6 +19,7 @@ from streamrl.history.replay_log import PastLedger
 from streamrl.schemas.ledger import TrainedOn
 from streamrl.schemas.versions import Version
 from streamrl.trainers.fingerprint import mesh_keys
+from streamrl.trainers.mesh import trained_on
 from streamrl.trainers.protocol import StepResult, Trainer
 from streamrl.trainers.ranks.local import open_trainer
 from streamrl.weights.protocol import Shard
@@ -52,7 +53,9 @@ class Meshes(NamedTuple):
 
     def _keys(self, told: TrainedOn) -> dict[str, Any]:
         """Where entries name no context, one rank had a row; where no backend, it was torch, or the tabular one, alone in its run."""
-        unnamed: dict[str, Any] = {"context": 1} if self.config.trainer.tabular else {"backend": "torch", "tensor": 1, "context": 1}
+        unnamed: dict[str, Any] = {"context": 1}
+        if not self.config.trainer.tabular:
+            unnamed |= {"backend": "torch", "tensor": 1, "experts": 1}
         return unnamed | {key: value for key, value in asdict(told).items() if value is not UNSET}
 
     def all(self) -> list[Config]:
@@ -115,10 +118,8 @@ class MovingTrainer:
         self._config = config
 
     def _move(self, config: Config, version: Version) -> None:
-        settings = config.trainer
-        logger.info(
-            "event=replay_moves version=%s ranks=%d shards=%d context=%d", version, settings.ranks, settings.shards, settings.context
-        )
+        mesh = (f"{key}={value}" for key, value in asdict(trained_on(config.trainer)).items() if value is not UNSET)
+        logger.info("event=replay_moves version=%s %s", version, " ".join(mesh))
         with tempfile.TemporaryDirectory(prefix="streamrl-replay-") as folder:
             path = Path(folder) / "at"
             self._own.save(path, b"", version=version).result()

@@ -17,6 +17,7 @@ from streamrl.config.ray import PlaceConfig
 from streamrl.config.tree import Config
 from streamrl.errors import LaunchError
 from streamrl.runtime.kinds import num_workers
+from streamrl.trainers.mesh import mesh_of
 
 RESERVED = ("trainer", "engine")
 """Kinds that keep their place over restarts."""
@@ -119,7 +120,7 @@ def fitted(config: Config, hosts: Mapping[str, str], *, home: str, others: Seque
             engines=apart,
         )
     first = hosts.get("trainer-0", home)
-    apart_from_first = any(hosts.get(f"trainer-{rank}", first) != first for rank in range(1, config.trainer.shards))
+    apart_from_first = any(hosts.get(f"trainer-{rank}", first) != first for rank in range(1, mesh_of(config.trainer).shard))
     reached = not engines - {first} or config.weights.also_on_bus
     if config.weights.transport == "bus" or (reached and not apart_from_first):
         return config

@@ -44,6 +44,8 @@ FREE_KEYS = (
     "engine.sglang.gpus",
     "trainer.ranks",
     "trainer.shards",
+    "trainer.tensor",
+    "trainer.experts",
     "trainer.context",
     "trainer.gather",
     "trainer.rank_timeout_s",
@@ -232,8 +234,14 @@ def check_resume(old: RunRecord, new: RunRecord) -> None:
 
 
 def _decisions(config: Config) -> dict[str, Any]:
-    """By dotted key; the schedule's length is said, for the record of a run of an earlier build does not say it."""
-    return flat_keys(json.loads(dump(config))) | {DECAY_STEPS: schedule_steps(config)}
+    """By dotted key; the schedule's length is said, for the record of a run of an earlier build does not say it.
+
+    Two backends that train the same model are one here.
+    """
+    found = flat_keys(json.loads(dump(config))) | {DECAY_STEPS: schedule_steps(config)}
+    if found["trainer.backend"] == "megatron":  # it goes on from the checkpoints of the other, on a mesh of its own
+        found["trainer.backend"] = "torch"
+    return found
 
 
 def _what(record: RunRecord, key: str, value: Any) -> Any:

@@ -25,6 +25,7 @@ def numerics_fingerprint(config: Config) -> dict[str, str]:
         "ranks": str(trainer.ranks),
         **({"shards": str(trainer.shards), "gather": trainer.gather} if trainer.shards > 1 else {}),
         **({"tensor": str(trainer.tensor), "megatron": _megatron()} if trainer.backend == "megatron" else {}),
+        **({"experts": str(trainer.experts)} if trainer.experts > 1 else {}),
         **({"context": str(trainer.context)} if trainer.context > 1 else {}),
         "minibatches": str(trainer.minibatches),
         "micro_tokens": str(trainer.micro_tokens),
@@ -44,6 +45,7 @@ def mesh_keys(values: Mapping[str, str]) -> dict[str, Any]:
     return {
         "backend": values.get("backend", "torch"),
         "tensor": int(values.get("tensor", "1")),
+        "experts": int(values.get("experts", "1")),
         "ranks": int(values.get("ranks", "1")),
         "shards": int(values.get("shards", "1")),
         "gather": values.get("gather", "auto"),

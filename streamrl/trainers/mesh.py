@@ -70,7 +70,7 @@ class Mesh(msgspec.Struct, frozen=True):
 
 def mesh_of(trainer: TrainerConfig) -> Mesh:
     """The mesh that a configuration asks for; it has been checked that the parts, and `trainer.context`, divide the ranks."""
-    parts = trainer.tensor if trainer.backend == "megatron" else trainer.shards
+    parts = trainer.tensor * trainer.experts if trainer.backend == "megatron" else trainer.shards
     return Mesh(replicate=trainer.ranks // parts, shard=parts, context=trainer.context)
 
 
@@ -82,7 +82,10 @@ def trained_on(trainer: TrainerConfig) -> TrainedOn:
         gather=trainer.gather if trainer.shards > 1 else "auto",
         context=trainer.context if trainer.context > 1 else UNSET,
     )
-    return replace(told, backend="megatron", tensor=trainer.tensor) if trainer.backend == "megatron" else told
+    if trainer.backend != "megatron":
+        return told
+    experts = trainer.experts if trainer.experts > 1 else UNSET
+    return replace(told, backend="megatron", tensor=trainer.tensor, experts=experts)
 
 
 def gathers_once(gather: str, nbytes: int, memory: int) -> bool:

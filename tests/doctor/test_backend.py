@@ -71,7 +71,7 @@ def described(place: Path, **changes: Any) -> str:
         ({"hidden_act": "gelu"}, "expected hidden_act 'silu', got 'gelu'"),
         ({"num_attention_heads": None}, "expected num_attention_heads a whole number above 0, got None"),
         ({"use_sliding_window": True}, "got use_sliding_window = true"),
-        ({"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 8}, "got a mixture of experts"),
+        ({"model_type": "qwen3_moe", "num_experts": 4}, "expected moe_intermediate_size a whole number above 0, got None"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rotary embeddings of type default, linear, llama3, got yarn"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "got dynamic"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "got one for each kind of layer"),
@@ -143,6 +143,19 @@ def test_the_share_of_a_rank_is_told(tmp_path: Path) -> None:
     # Of the model that is built: 4 heads and 2 of keys and values.
     with pytest.raises(ConfigError, match=r"the model that \[model\] builds|num_key_value_heads = 2, got 2 / 4"):
         refuse_backend(config)
+
+
+def test_the_share_of_a_rank_that_has_experts_is_told(tmp_path: Path) -> None:
+    described(tmp_path, model_type="qwen3_moe", num_experts=6, moe_intermediate_size=768)
+    config = Config(trainer=TrainerConfig(backend="megatron", ranks=6, experts=3))
+    assert "6 / 3 = 2 of a layer's experts" in refuse_backend(replace(config, model=replace(config.model, path=str(tmp_path))))
+    for trainer, words in (({"experts": 4}, "num_experts = 6, got 6 / 4"), ({"tensor": 2}, "trainer.tensor = 2 cuts no mixture")):
+        other = Config(trainer=TrainerConfig(backend="megatron", ranks=4, **trainer))
+        with pytest.raises(ConfigError, match=words):
+            refuse_backend(replace(other, model=replace(other.model, path=str(tmp_path))))
+    described(tmp_path)
+    with pytest.raises(ConfigError, match="is of a dense model"):
+        refuse_backend(replace(config, model=replace(config.model, path=str(tmp_path))))
 
 
 def test_what_a_cluster_of_ray_has_installed_is_not_looked_at_here(monkeypatch: pytest.MonkeyPatch) -> None:

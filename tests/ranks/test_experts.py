@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from streamrl.data.characters import VOCAB_SIZE, write_tokenizer
 from streamrl.history.source import read_entries
 from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.ledger import TrainedOn
 from tests.faults.shapes import NAME
 from tests.faults.verdict import judge
 from tests.ranks.test_up import SHORT, write_problem
@@ -27,7 +29,6 @@ MIXTURE = (
     *SHORT,
     "run.steps=8",
     "model.path=mixture",
-    "trainer.shards=2",
     "trainer.checkpoint_every=2",
     "loss.experts.balance_coef=0.01",
     "loss.experts.z_coef=0.001",
@@ -45,11 +46,15 @@ def write_mixture(directory: Path) -> None:
     write_tokenizer(directory)
 
 
+SHARDS, EXPERTS = ("trainer.shards=2",), ("trainer.backend=megatron", "trainer.experts=2")
+
+
 @pytest.mark.timeout(600)
-async def test_a_mixture_survives_a_rank_that_is_killed_and_is_replayed(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mesh", [SHARDS, EXPERTS], ids=["shards", "experts"])
+async def test_a_mixture_survives_a_rank_that_is_killed_and_is_replayed(start: Start, tmp_path: Path, mesh: tuple[str, ...]) -> None:
     write_problem(tmp_path)
     write_mixture(tmp_path / "mixture")
-    process = await start(*STREAMRL, "up", "run.toml", "--json", *(word for text in MIXTURE for word in ("--set", text)))
+    process = await start(*STREAMRL, "up", "run.toml", "--json", *(word for text in (*MIXTURE, *mesh) for word in ("--set", text)))
     run = RunDir(tmp_path / "runs" / NAME)
     leader = run.log_path("trainer-0")
     await until(lambda: leader.exists() and "checkpoint" in leader.read_text(), within_s=120)
@@ -68,6 +73,23 @@ async def test_a_mixture_survives_a_rank_that_is_killed_and_is_replayed(start: S
     _, entries = await read_entries(NAME, base=tmp_path / "runs")
     loads = [entry.metrics["train/expert_load_max"] for entry in entries]
     assert len(loads) >= 8 and all(1 <= load <= 4 for load in loads)
+
+
+@pytest.mark.timeout(600)
+async def test_each_stretch_of_a_mixture_is_replayed_by_its_own_backend(start: Start, tmp_path: Path) -> None:
+    write_problem(tmp_path)
+    write_mixture(tmp_path / "mixture")
+    for steps, mesh in ((2, SHARDS), (4, EXPERTS), (6, ("trainer.ranks=1",))):
+        changed = (*MIXTURE, *mesh, f"run.steps={steps}")
+        process = await start(*STREAMRL, "up", "run.toml", "--json", *(word for text in changed for word in ("--set", text)))
+        _, err = await asyncio.wait_for(process.communicate(), 250)
+        assert process.returncode == 0, err.decode()
+    _, entries = await read_entries(NAME, base=tmp_path / "runs")
+    stretches = dict.fromkeys((entry.version.epoch, cast("TrainedOn", entry.trained_on)) for entry in entries)
+    meshes = (TrainedOn(ranks=2, shards=2), TrainedOn(ranks=2, backend="megatron", tensor=1, experts=2), TrainedOn())
+    assert list(stretches) == list(enumerate(meshes))
+    verdict = await judge(RunDir(tmp_path / "runs" / NAME))
+    assert verdict.problems == []
 
 
 @pytest.mark.timeout(300)

@@ -47,8 +47,8 @@ def check_installed() -> str:
     return found
 
 
-def read_architecture(model_dir: Path, tensors: int) -> tuple[dict[str, Any], Architecture]:
-    """config.json of a model that this trainer can build on a mesh of so many tensor ranks; raises ConfigError."""
+def read_architecture(model_dir: Path, tensors: int, experts: int = 1) -> tuple[dict[str, Any], Architecture]:
+    """config.json of a model that this trainer can build on a mesh of so many tensor or expert ranks; raises ConfigError."""
     path = model_dir / "config.json"
     try:
         config = json.loads(path.read_bytes())
@@ -62,30 +62,44 @@ def read_architecture(model_dir: Path, tensors: int) -> tuple[dict[str, Any], Ar
             hint="is model.path a Hugging Face directory?",
             path=str(model_dir),
         )
-    return config, buildable(config, str(path), tensors)
+    return config, buildable(config, str(path), tensors, experts)
 
 
-def buildable(config: Mapping[str, Any], where: str, tensors: int) -> Architecture:
+def buildable(config: Mapping[str, Any], where: str, tensors: int, experts: int = 1) -> Architecture:
     """Of a config.json's object.
 
     Args:
         config: the object.
         where: its path, for errors.
         tensors: ranks that each matrix is cut for.
+        experts: ranks that experts are divided over.
 
     Raises:
         ConfigError: an architecture, or a variant of one, that is not built here, or a mesh that does not divide it.
     """
     arch = architecture(config, where)
-    if arch.experts or config.get("use_sliding_window"):
-        what = "a mixture of experts" if arch.experts else "use_sliding_window = true"
+    if config.get("use_sliding_window"):
         raise ConfigError(
-            f"{where}: expected a dense model with full attention, got {what}: trainer.backend = 'megatron' cannot train it",
+            f"{where}: expected full attention, got use_sliding_window = true: trainer.backend = 'megatron' cannot train it",
             hint="set trainer.backend = 'torch'",
             key="trainer.backend",
             path=where,
         )
-    check_mesh(arch, Place(tensors=tensors))
+    if arch.experts and tensors > 1:
+        raise ConfigError(
+            f"{where}: trainer.tensor = {tensors} cuts no mixture of experts: each of its experts stays whole",
+            hint="set trainer.tensor = 1, and trainer.experts to the parts that the experts are divided into",
+            key="trainer.tensor",
+            path=where,
+        )
+    if experts > 1 and not arch.experts:
+        raise ConfigError(
+            f"trainer.experts = {experts} divides a mixture of experts, and {where} is of a dense model",
+            hint="leave trainer.experts out",
+            key="trainer.experts",
+            path=where,
+        )
+    check_mesh(arch, Place(tensors=tensors, expert_parts=experts))
     if arch.vocabulary <= (tensors - 1) * -(-arch.vocabulary // tensors):
         raise ConfigError(
             f"trainer.tensor = {tensors}: a vocabulary of {arch.vocabulary} leaves the last rank without a row",

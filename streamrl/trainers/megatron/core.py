@@ -27,6 +27,8 @@ _alone = False
 """Whether the default group was made here, of this process alone."""
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """([R, N, L, D] queries, [R, K, L, D] keys, values) to [R, L, N, D]."""
+MakeMixture = Callable[[], torch.nn.Module]
+"""What stands in the place of a layer's MLP: [L, R, H] to the same and no bias."""
 
 
 class CoreAttention(torch.nn.Module):
@@ -41,6 +43,13 @@ class CoreAttention(torch.nn.Module):
         assert self.rows is not None and self.rows.attend is not None
         found = self.rows.attend(*(each.permute(1, 2, 0, 3) for each in (query, key, value)))
         return found.transpose(0, 1).flatten(2)
+
+
+class Absent(torch.nn.Module):
+    """Holds the place of an MLP."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
 
 
 class Rows:
@@ -73,12 +82,23 @@ class Decoder:
         dtype: of its parameters, which are not initialised.
         device: where they lie.
         timeout_s: longest that a rank waits for another.
+        mixture: makes a layer's mixture of experts; None: the layers are dense.
 
     Raises:
         ConfigError: megatron-core is not there.
     """
 
-    def __init__(self, arch: Architecture, eps: float, *, tensors: int, dtype: torch.dtype, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self,
+        arch: Architecture,
+        eps: float,
+        *,
+        tensors: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        timeout_s: float,
+        mixture: MakeMixture | None,
+    ) -> None:
         check_installed()
         stand_in()
         core = _imported()
@@ -124,6 +144,9 @@ class Decoder:
             share_embeddings_and_output_weights=arch.tied,
             position_embedding_type="none",
         )
+        if mixture is not None:
+            for layer in self.module.decoder.layers:
+                layer.mlp = mixture()
         _own_norms(self.module.decoder, eps)
         self.module.to(device=device, dtype=dtype)
         self._rows = Rows()
@@ -237,6 +260,8 @@ def _spec(core: _Imported, arch: Architecture) -> Any:
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     attention.core_attention = CoreAttention
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    if arch.experts:
+        layer.mlp = Absent
     if arch.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     # The block makes its last norm by this class, whatever the layers have, and the class refuses sequence parallelism.

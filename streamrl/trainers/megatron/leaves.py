@@ -9,7 +9,7 @@ The optimizer, checkpoints, digests and what is published know leaves alone. `st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from streamrl.errors import ConfigError
+from streamrl.tensors.names import Named, named
 from streamrl.trainers.megatron.names import Parameter, Part
 from streamrl.trainers.parts import find_tensors
 
@@ -30,7 +31,7 @@ class Leaf(NamedTuple):
     value: torch.nn.Parameter
     """[*part.held] float32, or float64 of a model in that type."""
     shared: bool
-    """Whether every tensor rank holds it whole."""
+    """Whether every rank that holds a part of the model holds it whole."""
 
 
 class Leaves:
@@ -39,12 +40,23 @@ class Leaves:
     Args:
         module: of megatron-core, on its device.
         parameters: what `names.parameters` says of this rank.
+        shapes: of the whole model, in the order that leaves have on every rank. Of what is not on this one it has a leaf without rows.
+        shared: whether a box is held by every rank that holds a part of the model.
+        model_type: of the configuration.
 
     Raises:
         ConfigError: the module has other parameters.
     """
 
-    def __init__(self, module: torch.nn.Module, parameters: Sequence[Parameter]) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        parameters: Sequence[Parameter],
+        shapes: Mapping[str, tuple[int, ...]],
+        shared: Callable[[Part], bool],
+        model_type: str,
+    ) -> None:
+        self._model_type = model_type
         self._held: dict[str, torch.nn.Parameter] = dict(module.named_parameters())
         expected, found = {one.name: one.shape for one in parameters}, {name: tuple(p.shape) for name, p in self._held.items()}
         if expected != found:
@@ -54,7 +66,7 @@ class Leaves:
                 hint="use another version of it",
                 parameter=odd[0],
             )
-        self.leaves: list[Leaf] = []
+        made: dict[str, Leaf] = {}
         self._places: list[tuple[torch.nn.Parameter, Leaf]] = []
         for one in parameters:
             target = self._held[one.name]
@@ -64,10 +76,12 @@ class Leaves:
             own: list[Leaf] = []
             for part in one.parts:
                 value = torch.nn.Parameter(torch.zeros(part.held, dtype=dtype, device=target.device))
-                own.append(Leaf(part, value, part.held == part.shape and part.name.endswith("norm.weight")))
-            self.leaves += own
+                own.append(Leaf(part, value, shared(part)))
+            made |= {leaf.part.name: leaf for leaf in own}
             self._places += [(target, leaf) for leaf in own]
             target.register_post_accumulate_grad_hook(partial(_move_gradient, own))
+        like = next(iter(made.values())).value
+        self.leaves: list[Leaf] = [made.get(name) or _nothing(name, shape, like) for name, shape in shapes.items()]
 
     @torch.no_grad()
     def write(self) -> None:
@@ -84,17 +98,18 @@ class Leaves:
             ConfigError: there are no safetensors, or a tensor is missing or has another shape.
         """
         files: dict[str, Path] = {}
+        stored = [one for leaf in self.leaves for one in self._stored(leaf)]
         try:
             for path in sorted(model_dir.glob("*.safetensors")):
                 files |= dict.fromkeys(find_tensors(model_dir, path.name), path)
             for path in set(files.values()):
                 with safe_open(path, "pt") as source:
-                    for leaf in self.leaves:
-                        if files.get(leaf.part.name) == path:
-                            leaf.value.copy_(_box(source, leaf.part, path).to(dtype))
+                    for one, value in stored:
+                        if files.get(one.name) == path:
+                            value.copy_(_box(source, one, path).to(dtype))
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"the weights in {model_dir} cannot be read: {error}", hint="is it complete?", path=str(model_dir)) from error
-        if missing := [leaf.part.name for leaf in self.leaves if leaf.part.name not in files]:
+        if missing := [one.name for one, _ in stored if one.name not in files]:
             raise ConfigError(
                 f"expected {missing[0]} in a safetensors file of {model_dir}, got {len(files)} other tensors",
                 hint="save the model with save_pretrained of transformers",
@@ -102,6 +117,17 @@ class Leaves:
                 missing=missing[0],
             )
         self.write()
+
+    def _stored(self, leaf: Leaf) -> Iterator[tuple[Named, Tensor]]:
+        """Boxes of a checkpoint's tensors that a leaf is, and where in it."""
+        part = leaf.part
+        if len(part.shape) < 3:
+            if part.held[0]:
+                yield Named(part.name, part.shape, part.offset, part.held, 0), leaf.value
+            return
+        for one in named(self._model_type, part.name, part.shape, range(part.offset[0], part.offset[0] + part.held[0])):
+            if one.numel:
+                yield one, leaf.value.view(-1)[one.first : one.first + one.numel].view(one.held)
 
     def named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Hugging Face name and leaf."""
@@ -112,12 +138,19 @@ class Leaves:
         return {leaf.part.name: leaf.part for leaf in self.leaves}
 
 
+def _nothing(name: str, shape: tuple[int, ...], like: Tensor) -> Leaf:
+    """Of a tensor that other ranks hold."""
+    held = (0, *shape[1:])
+    part = Part(name, shape, tuple(0 for _ in shape), held, 0, 0, 1, owner=False)
+    return Leaf(part, torch.nn.Parameter(like.new_zeros(held)), shared=False)
+
+
 def _view(parameter: Tensor, part: Part) -> Tensor:
     """[periods, run, ...] the rows of a parameter that a part is, in its order."""
     return parameter.detach().unflatten(0, (-1, part.period))[:, part.first : part.first + part.run]
 
 
-def _box(source: Any, part: Part, path: Path) -> Tensor:
+def _box(source: Any, part: Named, path: Path) -> Tensor:
     found = source.get_slice(part.name)
     if tuple(found.get_shape()) != part.shape:
         raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,16 @@ from streamrl.tensors.transfer import on_device
 from streamrl.trainers.flops import ModelFlops, model_flops
 from streamrl.trainers.megatron.buildable import ROPES, read_architecture
 from streamrl.trainers.megatron.core import Attend, Decoder
+from streamrl.trainers.megatron.experts import Mixture, TopKRouter, in_matrices
 from streamrl.trainers.megatron.leaves import Leaves
-from streamrl.trainers.megatron.names import Place, parameters
+from streamrl.trainers.megatron.names import Architecture, Part, Place, parameters
 from streamrl.trainers.megatron.ranks import HeldBoxes, MegatronParallel, check_samples
 from streamrl.trainers.torch.attention import attention_mask, packed_attention
 from streamrl.trainers.torch.context import Share
 from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.parallel import Parallel
 from streamrl.trainers.torch.routing import Routers
-from streamrl.trainers.torch.sharding import Held
+from streamrl.trainers.torch.sharding import Held, Slice, as_named
 
 
 class MegatronLM:
@@ -54,7 +56,8 @@ class MegatronLM:
         from transformers import AutoConfig
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-        self.config, self.arch = read_architecture(model_dir, parallel.mesh.shard)
+        tensors, experts = parallel.tensors, parallel.expert_parts
+        self.config, self.arch = read_architecture(model_dir, tensors, experts)
         settings: Any = AutoConfig.from_pretrained(model_dir)
         rope: Any = LlamaRotaryEmbedding(settings)
         if rope.rope_type not in ROPES or rope.attention_scaling != 1:
@@ -69,17 +72,23 @@ class MegatronLM:
         self.packs = kernels.attention == "packed"
         self.free_masks = not self.packs
         self.num_layers, self.gathers_once = 0, False
-        self.routers = Routers(None)
         self._parallel = parallel
-        tensors = parallel.mesh.shard
-        self._decoder = Decoder(self.arch, settings.rms_norm_eps, tensors=tensors, dtype=dtype, device=device, timeout_s=timeout_s)
-        here = list(parameters(self.arch, Place(tensor=parallel.part, tensors=tensors)))
-        self._leaves = Leaves(self._decoder.module, here)
+        mixture = partial(_mixture, self.arch, settings, parallel) if self.arch.experts else None
+        self._decoder = Decoder(
+            self.arch, settings.rms_norm_eps, tensors=tensors, dtype=dtype, device=device, timeout_s=timeout_s, mixture=mixture
+        )
+        routers = [one for one in self._decoder.module.modules() if isinstance(one, TopKRouter)]
+        self.routers = Routers(routers, normalized=self.arch.experts > 0 and settings.norm_topk_prob)
+        place = Place(tensor=parallel.part % tensors, tensors=tensors, replica=parallel.rank // tensors, expert_parts=experts)
+        here, whole = (list(in_matrices(parameters(self.arch, one), self.arch.experts)) for one in (place, Place()))
+        shapes = {part.name: part.shape for one in whole for part in one.parts}
+        self._leaves = Leaves(self._decoder.module, here, shapes, partial(_shared, experts), self.arch.model_type)
         parallel.leaves = self._leaves.leaves
         self._leaves.read(model_dir, dtype)
         head = self._leaves.parts()["model.embed_tokens.weight" if self.arch.tied else "lm_head.weight"]
         self._first, self._own_rows = head.offset[0], head.run
-        body = [(p.name, sum(int(np.prod(part.shape)) for part in p.parts)) for p in here if "layernorm" in p.name or "linear" in p.name]
+        ends = ("model.embed_tokens.weight", "lm_head.weight")
+        body = [(name, int(np.prod(shape))) for name, shape in shapes.items() if name not in ends]
         self.flops: ModelFlops | None = model_flops(settings, body, self.arch.vocabulary * self.arch.hidden)
         self._most_positions = 0
 
@@ -116,11 +125,11 @@ class MegatronLM:
         """See `LanguageModel`; raises ConfigError for truncated samples over a split vocabulary."""
         sample = samples_at(batch, micro.target)
         truncated = bool(((batch.top_p[sample] < 1) | (batch.top_k[sample] > 0)).any())
-        check_samples(self._parallel.mesh, truncated)
+        check_samples(self._parallel.tensors, truncated)
         states, targets = self.states(micro), self._tensor(batch.tokens[micro.target].astype(np.int64))
         temperature, head = self._tensor(batch.temperature[micro.target]), self._head()
         chunk = CHUNK_ELEMENTS if self.device.type == "cpu" else GPU_CHUNK_ELEMENTS
-        if self._parallel.sharded:
+        if self._parallel.tensors > 1:
             return vocab_parallel_logprobs(
                 states,
                 targets,
@@ -144,7 +153,7 @@ class MegatronLM:
 
     def logits(self, micro: MicroBatch, batch: TrainBatch) -> Tensor:
         """See `LanguageModel`; of a vocabulary in one part."""
-        check_samples(self._parallel.mesh, truncated=True)
+        check_samples(self._parallel.tensors, truncated=True)
         temperature = self._tensor(batch.temperature[micro.target])
         found = self.states(micro) @ self._head().weight.T
         return (found if found.dtype == torch.float64 else found.float()) / temperature[:, None]
@@ -156,7 +165,10 @@ class MegatronLM:
     def save_pretrained(self, directory: Path, parameters: Mapping[str, Tensor] | None) -> None:
         """Weights, and the configuration that they were read with."""
         values = parameters or {name: value.detach().to(self.dtype).cpu() for name, value in self.parameters()}
-        save_file({name: value.contiguous() for name, value in values.items()}, directory / "model.safetensors", metadata={"format": "pt"})
+        named = [
+            one for name, value in values.items() for one in as_named(Slice(name, value, tuple(value.shape), ()), self.arch.model_type)
+        ]
+        save_file({one.name: one.rows.contiguous() for one in named}, directory / "model.safetensors", metadata={"format": "pt"})
         dtype = str(self.dtype).removeprefix("torch.")
         kept = {key: value for key, value in self.config.items() if key not in ("dtype", "torch_dtype")}
         (directory / "config.json").write_text(json.dumps({**kept, "dtype": dtype}, indent=2))
@@ -175,7 +187,7 @@ class MegatronLM:
         if 0 < self._most_positions < rows * length:
             raise torch.OutOfMemoryError(f"debug.memory_tokens is {self._most_positions}, this pass is over {rows * length}")
         # Sequence parallelism cuts rows: padding at their ends makes L a multiple of the tensor ranks, and nothing looks at it.
-        padding = -length % self._parallel.mesh.shard
+        padding = -length % self._parallel.tensors
         ids, positions = (self._tensor(np.pad(each, ((0, 0), (0, padding)))) for each in (micro.inputs, micro.positions))
         turned = positions.T[:, :, None, None].float() * self._frequencies
         states = self._decoder.states(ids, torch.cat([turned, turned], -1), self._attend(micro, padding))
@@ -206,3 +218,13 @@ class MegatronLM:
 
     def _tensor(self, array: npt.NDArray[Any]) -> Tensor:
         return on_device(array, self.device)
+
+
+def _mixture(arch: Architecture, settings: Any, parallel: MegatronParallel) -> Mixture:
+    router = TopKRouter(arch.experts, settings.num_experts_per_tok, arch.hidden, normalized=settings.norm_topk_prob)
+    return Mixture(router, hidden=arch.hidden, inner=arch.intermediate, parts=parallel.expert_parts, group=parallel.parts_group)
+
+
+def _shared(experts: int, part: Part) -> bool:
+    """Whether every part of the mesh holds it: norms of tensor ranks, all but the experts of expert ranks."""
+    return part.held == part.shape and (".mlp.experts." not in part.name if experts > 1 else part.name.endswith("norm.weight"))

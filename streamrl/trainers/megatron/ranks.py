@@ -1,4 +1,4 @@
-"""The ranks of a Megatron mesh, as `Parallel` has them: tensor ranks see the same samples, replicas share a batch."""
+"""The ranks of a Megatron mesh, as `Parallel` has them: tensor ranks see the same samples, replicas and expert ranks share a batch."""
 
 from __future__ import annotations
 
@@ -18,33 +18,45 @@ from streamrl.trainers.torch.sharding import Held, Slice
 
 
 class MegatronParallel(Parallel):
-    """See `Parallel`; a part is a tensor rank. `leaves` is set by the model, before anything is summed.
+    """See `Parallel`; a part is a tensor rank, or an expert rank. `leaves` is set by the model, before anything is summed.
 
-    With sequence parallelism each tensor rank has the gradient that a whole norm gets from its own positions, or heads: they are summed.
+    Of a whole norm each tensor rank has the gradient from its own positions, or heads (sequence parallelism). Of all but the experts each
+    expert rank has it from its own samples. These are summed.
+
+    Args:
+        mesh: its parts are `tensors`, or, where that is 1, parts of the experts.
+        device: where the parameters lie.
+        tensors: tensor parallel ranks.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, mesh: Mesh, device: torch.device, tensors: int) -> None:
         super().__init__(mesh, device)
-        self.data_rank, self.data_ranks = self.copy, mesh.replicate
-        if self.devices is not None and mesh.replicate > 1:
-            self.data_group = self.devices.get_group("replicate")
+        self.tensors, self.expert_parts = tensors, mesh.shard // tensors
+        self.copies_group = self.devices.get_group("replicate") if self.devices is not None and mesh.replicate > 1 else None
+        """Of the ranks that hold the same; None: all."""
+        if tensors > 1:
+            self.data_rank, self.data_ranks, self.data_group = self.copy, mesh.replicate, self.copies_group
         self.leaves: list[Leaf] = []
 
+    @property
+    def parts_group(self) -> dist.ProcessGroup | None:
+        """Of the ranks that hold one copy together; None: this one holds it alone."""
+        return self.devices.get_group("shard") if self.devices is not None else None
+
     def most(self, count: int) -> int:
-        """This rank's: tensor ranks have the same samples, and replicas meet behind the last micro-batch."""
-        return count
+        """See `Parallel.most`; tensor ranks have the same samples, and replicas meet behind the last micro-batch."""
+        return count if self.expert_parts == 1 else super().most(count)
 
     def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
         """See `Parallel.sum_gradients`; the gradients are of all leaves, in their order."""
         if self.sharded:
-            assert self.devices is not None
             whole = [g for g, leaf in zip(gradients, self.leaves, strict=True) if leaf.shared]
-            _sum_flat(whole, self.devices.get_group("shard"), "the sum of the norms' gradients")
-        if self.data_ranks > 1:
-            _sum_flat(gradients, self.data_group, "the sum of the gradients")
+            _sum_flat(whole, self.parts_group, "the sum of the shared gradients")
+        if self.mesh.replicate > 1:
+            _sum_flat(gradients, self.copies_group, "the sum of the gradients")
 
     def norm(self, tensors: Sequence[Tensor]) -> Tensor:
-        """See `Parallel.norm`; what several tensor ranks hold counts once."""
+        """See `Parallel.norm`; what several parts hold counts once."""
         if not self.sharded:
             return torch.nn.utils.get_total_norm(tensors)
         return super().norm([t for t, leaf in zip(tensors, self.leaves, strict=True) if not leaf.shared or self.part == 0])
@@ -59,14 +71,14 @@ def _sum_flat(gradients: Sequence[Tensor], group: dist.ProcessGroup | None, what
 
 
 class HeldBoxes(Held):
-    """See `Held`, of leaves: boxes of tensors, cut in rows or in columns. Of what several tensor ranks hold the first one speaks."""
+    """See `Held`, of leaves: boxes of tensors, cut in rows or in columns, or empty. Of what several ranks hold the first one speaks."""
 
     def __init__(self, leaves: Sequence[Leaf], dtype: torch.dtype, parallel: Parallel, model_type: str) -> None:
         named = [(leaf.part.name, leaf.value) for leaf in leaves]
         super().__init__(named, {name: dtype for name, _ in named}, parallel, model_type)
         self._shapes = {leaf.part.name: leaf.part.shape for leaf in leaves}
         self.boxes: Mapping[str, Box] = {leaf.part.name: Box(leaf.part.offset, leaf.part.held) for leaf in leaves}
-        self._silent = {leaf.part.name for leaf in leaves if leaf.shared and parallel.part}
+        self._silent = {leaf.part.name for leaf in leaves if (leaf.shared and parallel.part) or not leaf.part.held[0]}
 
     def state(self, optimizer: Mapping[str, Tensor], digest: str) -> ModelState:
         """See `Held.state`: leaves of parameters that are rounded are their masters."""
@@ -102,11 +114,11 @@ class HeldBoxes(Held):
         return Slice(name, rows, self._shapes[name], box.offset)
 
 
-def check_samples(mesh: Mesh, truncated: bool) -> None:
+def check_samples(tensors: int, truncated: bool) -> None:
     """Raise ConfigError where log-probs over a split vocabulary are asked for that need the whole distribution."""
-    if mesh.shard > 1 and truncated:
+    if tensors > 1 and truncated:
         raise ConfigError(
-            f"trainer.tensor = {mesh.shard} knows no sampling.top_p or top_k: log-probs are over a vocabulary in {mesh.shard} parts",
+            f"trainer.tensor = {tensors} knows no sampling.top_p or top_k: log-probs are over a vocabulary in {tensors} parts",
             hint="set sampling.top_p = 1 and sampling.top_k = 0, or trainer.tensor = 1",
             key="trainer.tensor",
         )

@@ -35,7 +35,7 @@ from streamrl.trainers.torch.context import Context, Share
 from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.layers import Layers, first_line
 from streamrl.trainers.torch.parallel import Parallel
-from streamrl.trainers.torch.routing import Routers
+from streamrl.trainers.torch.routing import routers_of
 from streamrl.trainers.torch.sharding import Gathered, Held, cut
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class CausalLM:
         self._scale: float = (getattr(text, "logit_scale", None) or 1.0) / (getattr(text, "logits_scaling", None) or 1.0)
         self._softcap: float = getattr(text, "final_logit_softcapping", None) or 0.0
         self._takes_positions = "position_ids" in inspect.signature(self._body.forward).parameters
-        self.routers = Routers(self.module)
+        self.routers = routers_of(self.module)
         """Of a mixture of experts; none of another model."""
         self._check_head()
         # An explicit mask would replace or bypass sliding windows, linear attention and state-space layers.

@@ -52,15 +52,19 @@ def grouped_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         own: Any = grouped_mm_experts_forward if hidden_states.is_cuda else type(module).forward.__wrapped__
         found: Tensor = own(module, hidden_states, top_k_index, top_k_weights)
         return found
-    chosen = top_k_index.flatten()
-    by_expert, order = torch.sort(chosen, stable=True)
-    numbers = torch.arange(module.num_experts, device=chosen.device, dtype=chosen.dtype)
-    ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
-    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    weights = _permute(top_k_weights.reshape(-1, 1), order, places, 1)
-    inner = module._apply_gate(_products(_permute(hidden_states, order, places, top_k_index.shape[1]), module.gate_up_proj, ends))
-    outer = _products((inner * weights).to(hidden_states.dtype), module.down_proj, ends)
-    return _sums(outer, order, places, top_k_index.shape[1])
+    order, places, ends = by_expert(top_k_index.flatten(), module.num_experts)
+    weights = permute(top_k_weights.reshape(-1, 1), order, places, 1)
+    inner = module._apply_gate(products(permute(hidden_states, order, places, top_k_index.shape[1]), module.gate_up_proj, ends))
+    outer = products((inner * weights).to(hidden_states.dtype), module.down_proj, ends)
+    return sums(outer, order, places, top_k_index.shape[1])
+
+
+def by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Find order [S], places [S] and ends [E] int32 of pairs whose experts are `chosen` [S]; see above."""
+    ordered, order = torch.sort(chosen, stable=True)
+    numbers = torch.arange(experts, device=chosen.device, dtype=chosen.dtype)
+    ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
+    return order, torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device)), ends
 
 
 class _Permute(torch.autograd.Function):
@@ -95,13 +99,15 @@ class _Sums(torch.autograd.Function):
         return slopes[order // ctx.k], None, None, None
 
 
-_permute: Any = _Permute.apply
-_sums: Any = _Sums.apply
+permute: Any = _Permute.apply
+"""(values [T, N], order [S], places [S], k) to [S, N]."""
+sums: Any = _Sums.apply
+"""(values [S, N], order [S], places [S], k) to [T, N]."""
 
 
-def _products(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def products(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """[S, out] = each row times its expert's [out, in] of `weight` [E, out, in]; rows stand by expert, those of e end at `ends[e]`."""
-    if _grouped(rows.is_cuda, rows.dtype, weight.shape[1], weight.shape[2]):
+    if len(rows) and _grouped(rows.is_cuda, rows.dtype, weight.shape[1], weight.shape[2]):
         return _GROUPED(rows, weight.transpose(1, 2), offs=ends)
     found: Tensor = _one_by_one(rows, weight, ends)
     return found
@@ -117,7 +123,8 @@ def _grouped(cuda: bool, dtype: torch.dtype, height: int, width: int) -> bool:
 
 def _each_expert(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     bounds = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    return torch.cat([part @ one.T for part, one in zip(rows.split(bounds), weight.unbind(), strict=True) if len(part)])
+    found = [part @ one.T for part, one in zip(rows.split(bounds), weight.unbind(), strict=True) if len(part)]
+    return torch.cat(found) if found else rows @ weight[0].T
 
 
 # Not compiled: how many tokens an expert gets, which is a number there, would be compiled in.

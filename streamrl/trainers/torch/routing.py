@@ -15,7 +15,7 @@ main loss. What a pass finds is written, not added, to a slot of each layer: a l
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,26 +50,21 @@ class Routers:
     """Of one model.
 
     Args:
-        module: a causal language model of transformers; None: a dense one of another library.
+        routers: modules that give (logits [T, E], weights of the chosen experts [T, k], their numbers [T, k]), one of each layer that has
+            experts, with E as `num_experts` and k as `top_k`; no one: a dense model, or one whose choices are not known.
+        normalized: whether a token's weights are divided by their sum.
     """
 
-    def __init__(self, module: Any | None) -> None:
-        config = module.config.get_text_config() if module is not None else None
-        known = config is not None and config.model_type in SOFTMAX_ROUTERS
-        found = (
-            [one for one in module.get_decoder().modules() if type(one).__name__.endswith("TopKRouter")]
-            if module is not None and known
-            else []
-        )
+    def __init__(self, routers: Sequence[Any] = (), *, normalized: bool = True) -> None:
         self._slots: list[_Slot] = []
-        for router in found:
-            slot = _Slot(normalized=bool(getattr(config, "norm_topk_prob", True)))  # Mixtral has no choice
+        for router in routers:
+            slot = _Slot(normalized=normalized)
             router.routing = slot
             router.register_forward_hook(_routed)
             self._slots.append(slot)
-        self.experts: int = found[0].num_experts if found else 0
+        self.experts: int = routers[0].num_experts if routers else 0
         """E."""
-        self.per_token: int = found[0].top_k if found else 0
+        self.per_token: int = routers[0].top_k if routers else 0
         """k."""
         self.observed = False
         """Whether passes that train are told of weights."""
@@ -149,6 +144,15 @@ class Routers:
         finally:
             for slot in self._slots:
                 slot.keeps, slot.chosen = False, None
+
+
+def routers_of(module: Any) -> Routers:
+    """Those of a causal language model of transformers."""
+    config = module.config.get_text_config()
+    if config.model_type not in SOFTMAX_ROUTERS:
+        return Routers()
+    found = [one for one in module.get_decoder().modules() if type(one).__name__.endswith("TopKRouter")]
+    return Routers(found, normalized=bool(getattr(config, "norm_topk_prob", True)))  # Mixtral has no choice
 
 
 def loads(found: Tensor, total: float, per_token: int) -> Tensor:
