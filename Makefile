@@ -3,6 +3,7 @@
 #            adds those marked slow (learning curves, clusters, whole examples), as CI does
 # make test-fast  the tests that start no process, without lint and types; it says how long it took and what it left out
 # make sglang-cpu  .venv-sglang: SGLang on this machine's CPU, for the tests and for engine.sglang.python (3 minutes, 2.7 GB)
+# make test-megatron  the tests of megatron-core on its newest version, which needs Python 3.12 or 3.13: makes .venv-megatron (2 minutes, 5 GB)
 # make docs  the pages, tables and pictures of docs/ that are made from the code: configuration, errors, metrics, the loop
 # make chaos kill -9 of parts and whole runs, SIGSTOP, cut connections, damaged disks (CHAOS_ARGS="--minutes 10"), and the tables of docs/reliability.md
 # make mutants  small faults in the stream's decisions and the mathematics, one at a time, that their tests must find (an hour of one
@@ -20,14 +21,16 @@ SGLANG_PYTEST_ARGS ?= tests/sglang -o cache_dir=.pytest_cache/sglang
 TEST_ARGS ?=
 SLOW ?=
 SGLANG_VENV ?= .venv-sglang
+MEGATRON_VENV ?= .venv-megatron
+MEGATRON_PYTEST_ARGS ?=
 CHAOS_ARGS ?= --minutes 120
 MODULES ?=
 JOBS ?= 1
-export VENV SGLANG_VENV
+export VENV SGLANG_VENV MEGATRON_VENV
 # Where it is set, every process that a test starts compiles all of streamrl again, and pytest rewrites every test file.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: up test test-fast test-sglang lint docs chaos mutants clean torch sglang-cpu
+.PHONY: up test test-fast test-sglang test-megatron lint docs chaos mutants clean torch sglang-cpu
 .DEFAULT_GOAL := up
 
 up: $(VENV)/.installed
@@ -45,6 +48,9 @@ test-sglang: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m pytest $(SGLANG_PYTEST_ARGS)
 
 sglang-cpu: $(SGLANG_VENV)/.installed
+
+test-megatron: $(MEGATRON_VENV)/.installed
+	OMP_NUM_THREADS=1 $(MEGATRON_VENV)/bin/python -m pytest tests/trainers/megatron $(PYTEST_ARGS) -o cache_dir=.pytest_cache/megatron $(MEGATRON_PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
@@ -64,7 +70,7 @@ mutants: $(VENV)/.installed-dev
 	nice $(VENV)/bin/python -m scripts.mutants $(MODULES) --jobs $(JOBS)
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) $(MEGATRON_VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 # Set-up is done once and stamped; TORCH=... on the command line asks for it again.
 $(VENV)/.installed: pyproject.toml requirements.lock scripts/install.sh $(if $(TORCH),torch)
@@ -72,6 +78,9 @@ $(VENV)/.installed: pyproject.toml requirements.lock scripts/install.sh $(if $(T
 
 $(SGLANG_VENV)/.installed: scripts/install.sh $(wildcard scripts/sglang_cpu/*.txt scripts/sglang_cpu/stubs/*.py)
 	scripts/install.sh sglang-cpu
+
+$(MEGATRON_VENV)/.installed: pyproject.toml requirements.lock scripts/install.sh
+	scripts/install.sh megatron
 
 $(VENV)/.installed-dev: pyproject.toml requirements.lock scripts/install.sh $(if $(TORCH),torch)
 	scripts/install.sh dev

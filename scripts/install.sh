@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Make .venv and install streamrl into it, editable.  Usage: scripts/install.sh [dev]
 # Or make .venv-sglang with SGLang for CPUs, for tests and trials without a GPU.  Usage: scripts/install.sh sglang-cpu
+# Or make .venv-megatron with the newest megatron-core, on Python 3.12 or later, for its tests.  Usage: scripts/install.sh megatron
 #   PYTHON  interpreter to build the environment from (3.11 or later); default: the newest of python3, python3.13 ... python3.11
 #   TORCH   cpu | cuda | a requirement such as torch==2.12.1; default: cuda where nvidia-smi finds a GPU, else cpu
 set -euo pipefail
@@ -8,6 +9,7 @@ cd "$(dirname "$0")/.."
 
 venv=${VENV:-.venv}
 sglang_version=0.5.23
+megatron_version=0.19.2 # requirements.lock has the newest for Python 3.11
 cpu_torch=2.13.0
 cpu_index=https://download.pytorch.org/whl/cpu
 
@@ -82,8 +84,44 @@ install_sglang_cpu() {
     touch "$venv/.installed"
 }
 
+# An environment of its own, because this megatron-core is not for Python 3.11; else it has what CI tests.
+install_megatron() {
+    venv=${MEGATRON_VENV:-.venv-megatron}
+    TORCH=cpu
+    if [ ! -x "$venv/bin/pip" ]; then
+        PYTHON=$(find_newer_python)
+        make_venv
+    fi
+    if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then install_torch; fi
+    echo "installing megatron-core $megatron_version and streamrl; with torch this takes two minutes and 5 GB"
+    pip install --editable '.[megatron]' "megatron-core==$megatron_version" pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis \
+        --constraint <(grep -v '^megatron-core==' requirements.lock)
+    touch "$venv/.installed"
+}
+
+# Python 3.12 or 3.13: of PATH, else of pyenv, whose commands stand for the version that is chosen alone.
+find_newer_python() {
+    local name
+    for name in python3.12 python3.13 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[23].*/bin/python; do
+        if "$name" -c 'import sys, venv, ensurepip; sys.exit(not (3, 12) <= sys.version_info < (3, 14))' 2>/dev/null; then
+            printf '%s' "$name"
+            return
+        fi
+    done
+    fail "expected Python 3.12 or 3.13, got none" "install one: megatron-core $megatron_version is not for Python 3.11"
+}
+
+# One command a line: behind && or in a condition the shell would go on after an error.
 if [ "${1:-}" = sglang-cpu ]; then
     install_sglang_cpu
+    exit
+fi
+if [ "${1:-}" = megatron ]; then
+    install_megatron
+    exit
+fi
+if [ "${1:-}" = megatron-python ]; then # which interpreter that takes, for .ci/megatron
+    find_newer_python
     exit
 fi
 [ -x "$venv/bin/pip" ] || make_venv
