@@ -39,12 +39,6 @@ def check_megatron(config: Config) -> None:
         hint="leave one of them out",
         key="trainer.tensor",
     )
-    refuse(
-        tensor > 1,
-        f"trainer.tensor = {tensor}: a rank has columns of some matrices then, and versions are published by rows: no engine takes one",
-        hint="set trainer.tensor = 1, with replicas, or cut the model by rows: trainer.backend = 'torch' and trainer.shards",
-        key="trainer.tensor",
-    )
     sampling, split = config.sampling, tensor > 1
     asked = [
         ("trainer.shards", trainer.shards > 1, "it cuts matrices instead: trainer.tensor"),

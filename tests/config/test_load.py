@@ -255,7 +255,6 @@ def test_bad_slice(write):
         ("[trainer]\nshards = 2\n", "trainer.shards must divide trainer.ranks, got ranks = 1 and shards = 2: 1 = 0 x 2 + 1"),
         ("[trainer]\ntensor = 2\n", "trainer.tensor is for trainer.backend = megatron, got 2 with torch"),
         ("[trainer]\nbackend = 'megatron'\nranks = 5\ntensor = 2\n", "got ranks = 5 and tensor = 2: 5 = 2 x 2 + 1"),
-        ("[trainer]\nbackend = 'megatron'\nranks = 2\ntensor = 2\n", "a rank has columns of some matrices then"),
         ("[trainer]\nexperts = 2\n", "trainer.experts is for trainer.backend = megatron, got 2 with torch"),
         ("[trainer]\nbackend = 'megatron'\nranks = 3\nexperts = 2\n", "got ranks = 3 and experts = 2: 3 = 1 x 2 + 1"),
         ("[trainer]\nbackend = 'megatron'\nranks = 2\ntensor = 2\nexperts = 2\n", "trainer.tensor = 2 cuts no mixture of experts"),

@@ -133,6 +133,11 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused_with_the_arithmetic(
     assert check is not None and check.state == "fail" and expected in check.found and check.hint
 
 
+def test_a_mesh_that_does_not_divide_the_model_is_refused_by_every_verb(refused: Refused) -> None:
+    for said in refused("trainer.ranks=4", "trainer.tensor=4"):
+        assert "num_key_value_heads = 2, got 2 / 4" in said
+
+
 def test_the_share_of_a_rank_is_told(tmp_path: Path) -> None:
     assert check_backend(Config()) is None
     described(tmp_path)

@@ -61,6 +61,9 @@ SHORT = ("warmup.max_steps=2", "data.heldout=", "tasks.drop_zero_variance=false"
 """Settings of a run that need not learn: whatever it answers, groups have a spread, so every version is another."""
 
 
+TENSOR = "trainer.backend=megatron trainer.tensor=2"
+
+
 def write_problem(place: Path) -> None:
     """Put the run file, its rows, and a reward that tells answers apart into a directory."""
     rows = [{"prompt": f"{a}{b}", "label": str((b + 3) % 10)} for b in range(10) for a in range(10)]
@@ -73,11 +76,11 @@ def write_problem(place: Path) -> None:
 async def up(tmp_path: Path, start: Start, mesh: str) -> asyncio.subprocess.Process:
     """A run that is up, on the mesh that this setting names."""
     write_problem(tmp_path)
-    return await start(*STREAMRL, "up", "run.toml", "--json", "--set", mesh)
+    return await start(*STREAMRL, "up", "run.toml", "--json", *(word for one in mesh.split() for word in ("--set", one)))
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("mesh", ["trainer.shards=1", "trainer.shards=2", "trainer.context=2"])
+@pytest.mark.parametrize("mesh", ["trainer.shards=1", "trainer.shards=2", "trainer.context=2", TENSOR])
 async def test_a_run_with_two_ranks_learns_survives_one_and_is_replayed(up: asyncio.subprocess.Process, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "runs" / NAME)
     leader = run.log_path("trainer-0")
@@ -107,19 +110,20 @@ async def test_a_run_with_two_ranks_learns_survives_one_and_is_replayed(up: asyn
 async def test_each_stretch_of_a_run_is_replayed_on_its_own_mesh(start: Start, tmp_path: Path) -> None:
     write_problem(tmp_path)
     fixed = (*SHORT, "trainer.checkpoint_every=2")
-    for steps, ranks, shards, context in ((3, 2, 2, 1), (5, 1, 1, 1), (6, 2, 1, 1), (7, 2, 1, 2)):
-        mesh = (f"trainer.ranks={ranks}", f"trainer.shards={shards}", f"trainer.context={context}")
-        changed = (*fixed, f"run.steps={steps}", *mesh)
+    asked = ((3, "shards=2"), (5, "ranks=1"), (6, "shards=1"), (7, "context=2"), (9, "backend=megatron tensor=2"), (11, "shards=2"))
+    for steps, mesh in asked:
+        changed = (*fixed, f"run.steps={steps}", *(f"trainer.{one}" for one in mesh.split()))
         process = await start(*STREAMRL, "up", "run.toml", "--json", *(word for text in changed for word in ("--set", text)))
         _, err = await asyncio.wait_for(process.communicate(), 250)
         assert process.returncode == 0, err.decode()
     _, entries = await read_entries(NAME, base=tmp_path / "runs")
-    assert len({entry.fingerprint for entry in entries}) == 4
+    assert len({entry.fingerprint for entry in entries}) == 5
     assert len({entry.digest for entry in entries}) == len(entries), "each has taught something"
     # Each begins an epoch right behind the one before, whose parameters and moments it carries on.
     assert [entry.version.number for entry in entries] == list(range(1, len(entries) + 1))
     stretches = dict.fromkeys((entry.version.epoch, cast("TrainedOn", entry.trained_on)) for entry in entries)
-    meshes = (TrainedOn(ranks=2, shards=2), TrainedOn(), TrainedOn(ranks=2), TrainedOn(ranks=2, context=2))
+    cut, tensor = TrainedOn(ranks=2, shards=2), TrainedOn(ranks=2, backend="megatron", tensor=2)
+    meshes = (cut, TrainedOn(), TrainedOn(ranks=2), TrainedOn(ranks=2, context=2), tensor, cut)
     assert list(stretches) == list(enumerate(meshes))
     verdict = await judge(RunDir(tmp_path / "runs" / NAME))
     assert verdict.problems == []

@@ -91,6 +91,7 @@ class MegatronLM:
         body = [(name, int(np.prod(shape))) for name, shape in shapes.items() if name not in ends]
         self.flops: ModelFlops | None = model_flops(settings, body, self.arch.vocabulary * self.arch.hidden)
         self._most_positions = 0
+        self._held: HeldBoxes | None = None
 
     def arrange(self, *, compiled: bool, kept: int | None) -> None:
         """Nothing is compiled; raises ConfigError where layers are to be run again."""
@@ -112,14 +113,18 @@ class MegatronLM:
 
     def cut(self, parallel: Parallel, *, trained: bool) -> Held:
         """It is cut by its making."""
-        return HeldBoxes(self._leaves.leaves, self.dtype, parallel, self.arch.model_type)
+        self._held = HeldBoxes(self._leaves.leaves, self.dtype, parallel, self.arch.model_type)
+        self._held.refresh()
+        return self._held
 
     def accumulate(self, *, last: bool) -> None:
         """Nothing waits for the last micro-batch."""
 
     def forget(self) -> None:
-        """The leaves have been written: round them into the parameters."""
+        """The leaves have been written: round them into the parameters, and into what is published."""
         self._leaves.write()
+        if self._held is not None:
+            self._held.refresh()
 
     def predict(self, micro: MicroBatch, batch: TrainBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """See `LanguageModel`; raises ConfigError for truncated samples over a split vocabulary."""

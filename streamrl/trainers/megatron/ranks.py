@@ -71,14 +71,42 @@ def _sum_flat(gradients: Sequence[Tensor], group: dist.ProcessGroup | None, what
 
 
 class HeldBoxes(Held):
-    """See `Held`, of leaves: boxes of tensors, cut in rows or in columns, or empty. Of what several ranks hold the first one speaks."""
+    """See `Held`, of leaves: boxes of tensors, cut in rows or in columns, or empty. Of what several ranks hold the first one speaks.
+
+    Versions are published by rows. So of a matrix of which each tensor rank has columns, each has some rows too, in the type that is
+    published, which `refresh` writes: a third of a dense model / tensor ranks.
+    """
 
     def __init__(self, leaves: Sequence[Leaf], dtype: torch.dtype, parallel: Parallel, model_type: str) -> None:
         named = [(leaf.part.name, leaf.value) for leaf in leaves]
         super().__init__(named, {name: dtype for name, _ in named}, parallel, model_type)
         self._shapes = {leaf.part.name: leaf.part.shape for leaf in leaves}
         self.boxes: Mapping[str, Box] = {leaf.part.name: Box(leaf.part.offset, leaf.part.held) for leaf in leaves}
+        # Of [4, 6] on two ranks rank 1 has columns 3 .. 5, and publishes rows 2 and 3.
+        self._offers: dict[str, tuple[int, Tensor]] = {}
+        for leaf in leaves:
+            shape = leaf.part.shape
+            if len(shape) == 2 and leaf.part.held[1] < shape[1]:
+                rows = parallel.mesh.rows(shape[0], parallel.part)
+                self._offers[leaf.part.name] = (rows.start, leaf.value.new_empty((len(rows), shape[1]), dtype=dtype))
         self._silent = {leaf.part.name for leaf in leaves if (leaf.shared and parallel.part) or not leaf.part.held[0]}
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """The leaves have been written: give each tensor rank its rows of what is cut in columns. All ranks call it."""
+        for name, value in self.parameters:
+            if name not in self._offers:
+                continue
+            _, memory = self._offers[name]
+            mesh, rows = self.parallel.mesh, len(memory)
+            # [height, width / ranks] columns, the rows of each rank one after the other, to [ranks, rows, width / ranks].
+            sent = [len(mesh.rows(self._shapes[name][0], part)) for part in range(mesh.shard)]
+            found = memory.new_empty(mesh.shard * rows, value.shape[1])
+            assert self.parallel.devices is not None
+            with among_ranks("an exchange of columns"):
+                group = self.parallel.devices.get_group("shard")
+                dist.all_to_all_single(found, value.to(memory.dtype), [rows] * mesh.shard, sent, group=group)
+            memory.view(rows, mesh.shard, -1).copy_(found.view(mesh.shard, rows, -1).transpose(0, 1))
 
     def state(self, optimizer: Mapping[str, Tensor], digest: str) -> ModelState:
         """See `Held.state`: leaves of parameters that are rounded are their masters."""
@@ -106,6 +134,12 @@ class HeldBoxes(Held):
             if self.parallel.rank == 0:
                 found[one.name] = host_copy(whole)
         return found
+
+    def _offered(self, name: str, rows: Tensor) -> Slice:
+        if name not in self._offers:
+            return self._slice(name, rows)
+        first, memory = self._offers[name]
+        return Slice(name, memory, self._shapes[name], (first, 0))
 
     def _slice(self, name: str, rows: Tensor) -> Slice:
         box = self.boxes[name]

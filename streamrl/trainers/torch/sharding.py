@@ -150,7 +150,7 @@ class Held:
         """What this rank has to publish: its memory, under the names of checkpoints, and the type that it is rounded to."""
         found: list[Published] = []
         for name, parameter in self.parameters:
-            held = as_named(self._slice(name, local(parameter)), self.model_type)
+            held = as_named(self._offered(name, local(parameter)), self.model_type)
             found += [Published(one.name, one.rows, self._types[name], one.shape, one.offset) for one in held]
         return found
 
@@ -160,7 +160,8 @@ class Held:
 
     def digests(self) -> NamedDigests:
         """Of what this rank holds of them, partial ones, as a snapshot of `published` has them. No rank waits for another."""
-        held = [one for whole in self.slices() for one in as_named(whole, self.model_type)]
+        offered = [self._offered(name, local(parameter).to(self._types[name])) for name, parameter in self.parameters]
+        held = [one for whole in offered for one in as_named(whole, self.model_type)]
         return NamedDigester({one.name: Region(one.rows, one.shape, one.offset) for one in held}).digests()
 
     def copies(self) -> dict[str, Tensor]:
@@ -213,6 +214,10 @@ class Held:
         """Write what this rank holds of the parameters."""
         for name, parameter in self.parameters:
             local(parameter).copy_(held[name])
+
+    def _offered(self, name: str, rows: Tensor) -> Slice:
+        """What this rank publishes of a parameter that it holds `rows` of."""
+        return self._slice(name, rows)
 
     def _slice(self, name: str, rows: Tensor) -> Slice:
         shape = self._shapes[name]

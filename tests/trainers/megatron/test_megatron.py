@@ -125,11 +125,19 @@ def test_bfloat16_of_a_tied_llama_is_published_and_exported_as_it_is_digested(tm
         with open_trainer(asked, tmp_path / "llama") as trainer:
             begun = trainer.digest()
             results = [trainer.step(batch(step)) for step in range(2)]
-            assert {shard.dtype for shard in trainer.shards()} == {"bfloat16"}
+            shards = list(trainer.shards())
+            assert {shard.dtype for shard in shards} == {"bfloat16"}
             trainer.save(tmp_path / asked.trainer.backend, b"", version=Version(0, 2)).result()
             out = tmp_path / f"hf-{asked.trainer.backend}"
             trainer.export(out)
             found.append((begun, trainer.digest()))
+        stored = load_file(out / "model.safetensors")
+        for shard in shards:  # of rank 0: rows, also of what it holds columns of
+            first, *rest = shard.offset or (0,)
+            rows = stored[shard.name][first : first + shard.shape[0]]
+            assert not any(rest) and rows.shape == shard.shape
+            assert rows.contiguous().view(torch.uint8).numpy().tobytes() == bytes(shard.host())
+        assert len(shards) == len(stored)
         model = LlamaForCausalLM.from_pretrained(out)
         assert digest_of(model.named_parameters(), "llama") == found[-1][1] == results[-1].digest
     assert found[0][0] == found[1][0]
