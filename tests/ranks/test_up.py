@@ -173,11 +173,11 @@ async def told(place: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("transport", ["shm", "bus"])
-async def test_engines_serve_what_the_parts_of_a_cut_model_make_together(start: Start, tmp_path: Path, transport: str) -> None:
+@pytest.mark.parametrize(("transport", "cut"), [("shm", "trainer.shards=2"), ("bus", "trainer.shards=2"), ("shm", TENSOR)])
+async def test_engines_serve_what_the_parts_of_a_cut_model_make_together(start: Start, tmp_path: Path, transport: str, cut: str) -> None:
     """Rank 1 is killed as soon as it is asked for its part of a version; engines go on, and serve the ledger's digests at every commit."""
     write_problem(tmp_path)
-    changed = (*SHORT, "run.steps=10", "trainer.shards=2")
+    changed = (*SHORT, "run.steps=10", *cut.split())
     sent = (f"weights.transport={transport}", f"weights.also_on_bus={str(transport == 'shm').lower()}", "weights.anchor_every=4")
     process = await start(*STREAMRL, "up", "run.toml", "--json", *(word for text in (*changed, *sent) for word in ("--set", text)))
     run = RunDir(tmp_path / "runs" / NAME)

@@ -106,7 +106,8 @@ class HeldBoxes(Held):
             with among_ranks("an exchange of columns"):
                 group = self.parallel.devices.get_group("shard")
                 dist.all_to_all_single(found, value.to(memory.dtype), [rows] * mesh.shard, sent, group=group)
-            memory.view(rows, mesh.shard, -1).copy_(found.view(mesh.shard, rows, -1).transpose(0, 1))
+            width = value.shape[1]  # told, since a rank may have no row
+            memory.view(rows, mesh.shard, width).copy_(found.view(mesh.shard, rows, width).transpose(0, 1))
 
     def state(self, optimizer: Mapping[str, Tensor], digest: str) -> ModelState:
         """See `Held.state`: leaves of parameters that are rounded are their masters."""

@@ -145,6 +145,20 @@ def test_bfloat16_of_a_tied_llama_is_published_and_exported_as_it_is_digested(tm
     assert {key: value.dtype for key, value in ours.items()} == {key: value.dtype for key, value in theirs.items()}
 
 
+def test_tensor_ranks_hand_out_rows_unequally_or_none(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Of 4 rows of what three ranks hold columns of two publish 2 each, and the last one none."""
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 6}
+    model = make_model(vocab_size=19, hidden_size=4, tie_word_embeddings=False, **heads)
+    with open_trainer(config(3, 3), model) as trainer:
+        result = trainer.step(batch(0))
+        shards = {shard.name: shard for shard in trainer.shards()}
+        trainer.export(tmp_path / "out")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert digest_of(stored.items(), "qwen3") == result.digest
+    cut = [name for name in stored if name.endswith(("o_proj.weight", "down_proj.weight"))]
+    assert cut and all(bytes(shards[name].host()) == stored[name][:2].numpy().tobytes() for name in cut)
+
+
 def test_a_dead_rank_ends_the_step(initial: Path) -> None:
     with open_trainer(config(2, 2, rank_timeout_s=30.0), initial) as trainer:
         trainer.step(batch(0))
