@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +20,8 @@ from streamrl.core.packing import MicroBatch
 from streamrl.errors import TrainingError
 from streamrl.schemas.ledger import Choices
 from streamrl.trainers.fingerprint import numerics_fingerprint
+from streamrl.trainers.megatron.model import MegatronLM
+from streamrl.trainers.megatron.ranks import MegatronParallel
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.torch.causal_lm import CausalLM
@@ -30,15 +32,21 @@ from streamrl.trainers.torch.trainer import TorchTrainer
 _PARTS: dict[tuple[type, str], str] = {
     (CausalLM, "predict"): "head",
     (CausalLM, "states"): "forward",
+    (MegatronLM, "predict"): "head",
+    (MegatronLM, "states"): "forward",
     (torch.Tensor, "backward"): "backward",
     (ChunkedHead, "backward"): "head",
     (FusedHead, "backward"): "head",
     (Parallel, "sum_gradients"): "ranks",
+    (MegatronParallel, "sum_gradients"): "ranks",
     (ClippedAdamW, "step"): "optimizer",
     (TorchTrainer, "digest"): "digest",
 }
 """A part within another takes its time from that: the head's backward pass from `backward`."""
-_TOLD = ("attention", "compile", "compiled", "dtype", "gather", "micro_tokens", "numerics", "ranks", "shards")
+_TOLD = (
+    *("attention", "backend", "compile", "compiled", "context", "dtype", "experts", "gather", "megatron", "micro_tokens", "numerics"),
+    *("ranks", "shards", "tensor"),
+)
 """What of the fingerprint is told, as far as this version has it."""
 
 
@@ -80,14 +88,17 @@ class Ours:
     @contextmanager
     def counting(self) -> Generator[None]:
         """While entered, positions of the rows that the model is run on are counted."""
-        states = CausalLM.states
+        with ExitStack() as stack:
+            for kind in (CausalLM, MegatronLM):
+                stack.enter_context(mock.patch.object(kind, "states", self._counted(kind.states)))
+            yield
 
-        def counted(model: CausalLM, micro: MicroBatch) -> torch.Tensor:
+    def _counted(self, states: Callable[[Any, MicroBatch], torch.Tensor]) -> Callable[[Any, MicroBatch], torch.Tensor]:
+        def counted(model: Any, micro: MicroBatch) -> torch.Tensor:
             self._positions += micro.inputs.size
             return states(model, micro)
 
-        with mock.patch.object(CausalLM, "states", counted):
-            yield
+        return counted
 
 
 @contextmanager

@@ -1,0 +1,91 @@
+"""megatron-core on GPUs, over NCCL, beside the torch backend on one: tensor ranks, replicas, experts over ranks.
+
+`scripts/gpu/megatron.sh` runs them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.config.tree import Config, LossConfig, OptimizerConfig, RunConfig, TrainerConfig
+from streamrl.schemas.versions import Version
+from streamrl.trainers.factory import make_trainer
+from streamrl.trainers.ranks.local import open_trainer
+from tests.support.meshes import BOUND, STEPS, apart, batch, in_float64, parameters, run
+from tests.support.needs import need
+
+# As the trainer's process does before torch begins: cuBLAS reads it once.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+pytestmark = [pytest.mark.gpu, pytest.mark.process, pytest.mark.timeout(400)]
+SIZES: dict[str, Any] = {"vocab_size": 1000, "hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+MESHES: list[dict[str, Any]] = [{}, {"tensor": 2}, {"experts": 2}]
+
+
+def config(ranks: int, backend: Any, *, numerics: Any = "fast", **trainer: Any) -> Config:
+    options: dict[str, Any] = {"device": "cuda", "optimizer": OptimizerConfig(learning_rate=1e-3), "rank_timeout_s": 120.0, **trainer}
+    section = TrainerConfig(ranks=ranks, backend=backend, minibatches=2, **options)
+    return Config(run=RunConfig(numerics=numerics), trainer=section, loss=LossConfig(proximal="sampler"))
+
+
+@pytest.fixture
+def model(make_model: Callable[..., Path], make_mixture: Callable[..., Path], mesh: dict[str, Any]) -> Callable[[str], Path]:
+    """`model(dtype)`: a dense one, or a mixture where experts are divided."""
+
+    def made(dtype: str) -> Path:
+        return make_mixture(dtype, **SIZES) if "experts" in mesh else make_model(dtype, **SIZES)
+
+    return made
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=["replicas", "tensor", "experts"])
+def test_two_gpus_end_as_near_to_one_as_that_to_float64(model: Callable[[str], Path], mesh: dict[str, Any], tmp_path: Path) -> None:
+    need("two gpus")
+    directory, exact = model("float32"), {"dtype": "float32", "micro_tokens": 48}
+    one = run(make_trainer(config(1, "torch", **exact), directory), tmp_path / "one")
+    truth = run(in_float64(config(1, "torch", **exact), directory), tmp_path / "exact")
+    bound = BOUND * apart(parameters(one.checkpoint), parameters(truth.checkpoint))
+    with open_trainer(config(2, "megatron", **mesh, **exact), directory) as trainer:
+        made = run(trainer, tmp_path / "two")
+        trainer.export(tmp_path / "hf")
+        published = {shard.name: shard for shard in trainer.shards()}
+    assert made.begun == one.begun
+    alone = make_trainer(config(1, "torch", **exact), directory)
+    assert alone.load(made.checkpoint) == b"at"
+    assert alone.digest() == made.digests[-1], "the same parameters, and another backend"
+    distance = apart(parameters(made.checkpoint), parameters(one.checkpoint))
+    print(f"\n[measured] {mesh or 'replicas'}, {STEPS} steps: {distance:.1e} away from one GPU, bound {2 * bound:.1e}", flush=True)
+    assert 0 < distance <= 2 * bound
+    exported = parameters(tmp_path / "hf")
+    assert published.keys() == exported.keys()
+    for name, shard in published.items():  # of rank 0
+        first, *rest = shard.offset or (0,)
+        rows = exported[name][first : first + shard.shape[0]]
+        assert not any(rest) and rows.contiguous().numpy().tobytes() == shard.host().tobytes(), name
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=["replicas", "tensor", "experts"])
+def test_in_bfloat16_it_learns_what_torch_does_and_a_restart_gives_the_same_bits(
+    model: Callable[[str], Path], mesh: dict[str, Any], tmp_path: Path
+) -> None:
+    need("two gpus")
+    directory, asked = model("bfloat16"), {"dtype": "bfloat16", "micro_tokens": 64, "numerics": "bitwise"}
+    alone = make_trainer(config(1, "torch", **asked), directory)
+    expected = [alone.step(batch(step)) for step in range(4)]
+    with open_trainer(config(2, "megatron", **mesh, **asked), directory) as trainer:
+        found = [trainer.step(batch(step)) for step in range(2)]
+        trainer.save(tmp_path / "at", b"at", version=Version(0, 2)).result()
+        found += [trainer.step(batch(step)) for step in (2, 3)]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.choices is not None and ours.choices.attention == "packed"
+        for name in ("train/loss", "train/grad_norm", "rollout/log_probs"):
+            assert ours.metrics[name] == pytest.approx(theirs.metrics[name], rel=5e-2, abs=5e-3), name
+    with open_trainer(config(2, "megatron", **mesh, **asked), directory) as trainer:
+        assert trainer.load(tmp_path / "at") == b"at"
+        assert [trainer.step(batch(step)).digest for step in (2, 3)] == [result.digest for result in found[2:]]
