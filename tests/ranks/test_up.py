@@ -106,7 +106,7 @@ async def test_a_run_with_two_ranks_learns_survives_one_and_is_replayed(up: asyn
     assert verdict.counts["fences"] == 2
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 async def test_each_stretch_of_a_run_is_replayed_on_its_own_mesh(start: Start, tmp_path: Path) -> None:
     write_problem(tmp_path)
     fixed = (*SHORT, "trainer.checkpoint_every=2")
