@@ -12,18 +12,13 @@ def check_megatron(config: Config) -> None:
     trainer, loss = config.trainer, config.loss
     tensor, experts, ranks = trainer.tensor, trainer.experts, trainer.ranks
     if trainer.backend != "megatron":
-        refuse(
-            tensor != 1,
-            f"trainer.tensor is for trainer.backend = megatron, got {tensor} with {trainer.backend}",
-            hint="set trainer.backend = 'megatron', or cut the model with trainer.shards",
-            key="trainer.tensor",
-        )
-        refuse(
-            experts != 1,
-            f"trainer.experts is for trainer.backend = megatron, got {experts} with {trainer.backend}",
-            hint="set trainer.backend = 'megatron', or cut the model with trainer.shards",
-            key="trainer.experts",
-        )
+        for name, parts in (("tensor", tensor), ("experts", experts)):
+            refuse(
+                parts != 1,
+                f"trainer.{name} is for trainer.backend = megatron, got {parts} with {trainer.backend}",
+                hint="set trainer.backend = 'megatron', or cut the model with trainer.shards",
+                key=f"trainer.{name}",
+            )
         return
     for name, parts in (("tensor", tensor), ("experts", experts)):
         refuse(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -16,6 +19,7 @@ from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import learning_rates
 from streamrl.trainers.parts import join_tensors
 from streamrl.trainers.protocol import Trainer
+from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.trainer import TorchTrainer
 from tests.support.batches import train_batch
@@ -63,6 +67,20 @@ def run(trainer: Trainer, where: Path) -> Ran:
             trainer.save(where / str(step + 1), b"at", version=Version(0, step + 1)).result()
     norms = [result.metrics["train/grad_norm"] for result in results]
     return Ran(begun, [result.digest for result in results], norms, where / str(STEPS), where / str(STEPS // 2))
+
+
+Runs = Callable[[tuple[int, int]], Ran]
+
+
+def runs(config: Callable[[tuple[int, int]], Config], model_dir: Path, folders: pytest.TempPathFactory) -> Runs:
+    """`runs(...)(mesh)`: a run by the trainer of `config(mesh)` and its ranks, made once."""
+
+    @cache
+    def made(mesh: tuple[int, int]) -> Ran:
+        with open_trainer(config(mesh), model_dir) as trainer:
+            return run(trainer, folders.mktemp("run"))
+
+    return made
 
 
 def in_float64(config: Config, model_dir: Path) -> TorchTrainer:

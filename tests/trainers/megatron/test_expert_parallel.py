@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.megatron.model import read_architecture
 from streamrl.trainers.ranks.local import open_trainer
 from tests.support.errors import raises
-from tests.support.meshes import BOUND, STEPS, Ran, apart, batch, in_float64, parameters, run
+from tests.support.meshes import BOUND, STEPS, Runs, apart, batch, in_float64, parameters, run, runs
 from tests.support.processes import children
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
@@ -39,20 +38,11 @@ def initial(make_mixture: Callable[..., Path]) -> Path:
     return make_mixture(vocab_size=19, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
 
 
-Runs = Callable[[tuple[int, int]], Ran]
-
-
 @pytest.fixture(scope="module")
 def ran(initial: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """`ran(mesh)`: a run on it, made once; of (0, 0) by the torch backend on one rank."""
 
-    @cache
-    def made(mesh: tuple[int, int]) -> Ran:
-        asked = config(1, 1, "torch") if mesh == (0, 0) else config(*mesh)
-        with open_trainer(asked, initial) as trainer:
-            return run(trainer, tmp_path_factory.mktemp("run"))
-
-    return made
+    return runs(lambda mesh: config(1, 1, "torch") if mesh == (0, 0) else config(*mesh), initial, tmp_path_factory)
 
 
 def test_a_mixture_has_one_digest_whoever_holds_its_experts(ran: Runs, initial: Path) -> None:
