@@ -39,7 +39,7 @@ __all__ = ["starts_no_process_unmarked"]
 settings.register_profile("streamrl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("streamrl")
 MakeBus = Callable[..., Awaitable[Bus]]
-SMALL = BusConfig(patience_s=20.0, ack_wait_s=5.0, samples_bytes=200_000_000, blobs_bytes=200_000_000)
+SMALL = BusConfig(patience_s=60.0, ack_wait_s=5.0, samples_bytes=200_000_000, blobs_bytes=200_000_000)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import pytest_asyncio
 from nats.aio.client import Client
-from nats.aio.msg import Msg
 
 from streamrl.bus import connect
 from streamrl.bus.jetstream import transport
@@ -123,21 +122,3 @@ async def test_answers_are_not_gathered(own_server: NatsServer, gathering: JetSt
         own_server.kill()
         own_server.start()
         assert (await gathering.state(EVENTS)).last == 53
-
-
-@pytest.mark.nats
-async def test_a_message_that_a_cluster_is_still_storing_is_asked_about_again(own_server: NatsServer) -> None:
-    """One server alone never says so; a cluster does between two leaders, to whoever sends a message again."""
-    bus = await connect(own_server.address, "run", BusConfig(patience_s=30.0))
-    asked = list[str]()
-
-    async def answer(message: Msg) -> None:
-        assert message.headers is not None
-        asked.append(message.headers["Nats-Msg-Id"])
-        refusal = b'{"error": {"code": 409, "err_code": 10158, "description": "duplicate message id is in process"}}'
-        await message.respond(refusal if len(asked) < 3 else b'{"stream": "S", "seq": 7, "duplicate": true}')
-
-    await bus._connection._client.subscribe("elsewhere", cb=answer)
-    ack, attempts = await bus._outbox.publish("elsewhere", b"x", id="one")
-    assert (ack.error, ack.seq, attempts, asked) == (None, 7, 3, ["one"] * 3)
-    await bus.close()

@@ -28,7 +28,7 @@ def to(run_id: str) -> Subjects:
 async def take(source: AsyncIterator[Message], count: int) -> list[Message]:
     """First `count` messages of a reader, which is then closed."""
     got: list[Message] = []
-    async with asyncio.timeout(20), aclosing(source) as messages:  # type: ignore[type-var]
+    async with asyncio.timeout(60), aclosing(source) as messages:  # type: ignore[type-var]
         while len(got) < count:
             got.append(await anext(messages))
     return got
@@ -328,7 +328,7 @@ async def test_a_watch_gives_the_present_then_every_change(bus: Bus) -> None:
     await bus.kv.put("other", b"1")
     await bus.kv.delete("presence/gone")
     seen: list[tuple[str, bytes | None]] = []
-    async with asyncio.timeout(20), aclosing(bus.kv.watch("presence/")) as watch:  # type: ignore[type-var]
+    async with asyncio.timeout(60), aclosing(bus.kv.watch("presence/")) as watch:  # type: ignore[type-var]
         seen.append(((entry := await anext(watch)).key, entry.value))
         await bus.kv.put("presence/new", b"2")
         await bus.kv.put("other", b"2")
@@ -351,7 +351,7 @@ async def test_a_watch_of_one_key_gives_nothing_of_others(bus: Bus) -> None:
     await bus.kv.put("granted", b"1")
     await bus.kv.put("granted-too", b"1")
     seen: list[tuple[str, bytes | None]] = []
-    async with asyncio.timeout(20), aclosing(bus.kv.watch_key("granted")) as watch:  # type: ignore[type-var]
+    async with asyncio.timeout(60), aclosing(bus.kv.watch_key("granted")) as watch:  # type: ignore[type-var]
         seen.append(((entry := await anext(watch)).key, entry.value))
         for key in ("granted-too", "granted/under", "grant"):
             await bus.kv.put(key, b"2")

@@ -115,6 +115,16 @@ class Disturbed:
         """The last of what `up` has printed."""
         return (self._place / "out").read_text()[-3000:]
 
+    async def trained(self, versions: int, within_s: float = 90.0) -> None:
+        """Wait for so many entries in the ledger; more work is let through as time goes by, since a crowded machine drops some as stale."""
+        deadline = time.monotonic() + within_s
+        while self.versions < versions:
+            assert time.monotonic() < deadline, f"{versions} versions did not come within {within_s:g} s:\n{self.said()}"
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(5.0):
+                    await self.until(lambda: self.versions >= versions, f"{versions} versions")
+            self.open(1)
+
     async def begin(self) -> None:
         """Wait for the first workers, and follow the ledger from then on, past the wire."""
         await self.until(lambda: self.run.exists and worker_pid(self.run, "producer"), "the first workers", within_s=START_S)
@@ -316,9 +326,12 @@ class Disturbed:
 
     async def _recovered(self, struck_s: float) -> float:
         """Seconds to the first entry that was not on its way already; -1: none came. There is work for one, whatever is dropped."""
-        deadline = time.monotonic() + RECOVER_S
+        began_s = opened_s = time.monotonic()
         self.open(3)
-        while time.monotonic() < deadline:
+        while time.monotonic() < began_s + RECOVER_S:
+            if time.monotonic() > opened_s + 5.0:
+                opened_s = time.monotonic()
+                self.open(1)  # what has come since may have been dropped as stale
             later = [stored_s for stored_s in self._stored_s if stored_s > struck_s + ON_ITS_WAY_S]
             if later:
                 return later[0] - struck_s

@@ -27,7 +27,7 @@ UNHARMED = [
 
 async def strike_all(run: Disturbed, faults: list[Fault], rng: random.Random) -> list[Struck]:
     run.open(8)
-    await run.until(lambda: run.versions >= 6, "something to damage")
+    await run.trained(6)
     struck = [await run.strike(fault, rng) for fault in faults]
     await run.finish()
     assert [each.fault for each in struck if each.recovery_s < 0] == []

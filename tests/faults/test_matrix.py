@@ -75,11 +75,11 @@ async def test_faults_inside_writes_leave_a_lockstep_run_as_it_would_have_been(t
 async def test_a_trainer_that_wakes_beside_its_successor_is_refused_at_the_ledger(tmp_path: Path) -> None:
     async with disturbed(tmp_path, LOCKSTEP, steps=30, stop_s=0.0, away_s=0.0, attach=False) as run:
         run.open(5)
-        await run.until(lambda: run.versions >= 4, "the first entries")
+        await run.trained(4)
         old = await run.catch_trainer_committing()
         successor = await run.start("worker", "trainer", "--run", NAME, "--index", "1")
         before = run.versions
-        await run.until(lambda: run.versions >= before + 2, "two entries of the successor")
+        await run.trained(before + 2)
         run.wake(old)
         log = run.run.events_path
         await run.until(lambda: "worker=trainer-0 exit code 3" in log.read_text(), "the end of the trainer that woke")

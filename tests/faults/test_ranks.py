@@ -29,7 +29,7 @@ async def test_a_run_of_two_ranks_stands_what_one_of_one_does(tmp_path: Path, fa
     order = rng.sample(faults, len(faults))
     async with disturbed(tmp_path, RANKS, steps=90, stop_s=1.5, away_s=0.5) as run:
         run.open(8)
-        await run.until(lambda: run.versions >= 22, "something to damage", within_s=200)
+        await run.trained(22, within_s=200)
         struck = [await run.strike(fault, rng) for fault in order]
         await run.finish()
         verdict = await judge(run.run, RANKS, run.made)

@@ -26,7 +26,7 @@ from streamrl.bus.address import BusAddress
 from streamrl.bus.jetstream import options
 from streamrl.bus.jetstream.client import DirectClient
 from streamrl.bus.jetstream.transport import WideTransport
-from streamrl.bus.jetstream.wire import status_of
+from streamrl.bus.jetstream.wire import nobody_leads, status_of
 from streamrl.errors import BusError, BusUnavailable, Forbidden
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Interrupted(BusError):
 
 
 class NoResponder(BusError):
-    """Nobody listens to the subject: no such stream or consumer, or a server that is still starting."""
+    """Nobody listens to the subject: no such stream or consumer, a server that is still starting, a cluster that chooses a leader."""
 
 
 class Sink:
@@ -287,7 +287,7 @@ class Connection:
             timer.cancel()
             self._waiting.pop(reply, None)
             self.drop(reply)
-        if status_of(answers[-1].headers) == "503":
+        if status_of(answers[-1].headers) == "503" or nobody_leads(answers[-1].data, answers[-1].headers):
             raise NoResponder(f"nobody answers to {subject}", hint="is JetStream enabled, and is the stream there?")
         return answers
 

@@ -1,13 +1,14 @@
 """Publishing: one ordered queue, many messages under way, each stored once.
 
 A message waits in `_queue`, is sent and moves to `_sent`, and leaves when the server has acknowledged it. When the connection
-breaks, all of `_sent` goes back to the front of the queue in its order, and is sent again with the same ids: what the server
+breaks, all of `_sent` goes back into the queue in its order, and is sent again with the same ids: what the server
 had already stored it recognises. What an answer never came for is sent again after a while too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import secrets
 import time
@@ -19,7 +20,7 @@ from nats.aio.msg import Msg
 
 from streamrl.bus.jetstream.connection import Connection, Interrupted
 from streamrl.bus.jetstream.options import unreachable
-from streamrl.bus.jetstream.wire import HEADER_ID, STATUS, PubAck, decode
+from streamrl.bus.jetstream.wire import HEADER_ID, STATUS, PubAck, asked_too_early, decode
 from streamrl.bus.topology import check_size, message_bytes
 from streamrl.errors import BusError, BusUnavailable, Forbidden
 
@@ -30,16 +31,15 @@ WINDOW_BYTES = 32 << 20
 """Bytes under way at most: below the 64 MiB that a server buffers for a client by default."""
 RESEND_S = 10.0
 SWEEP_S = 0.5
-IN_PROCESS = 10158
-"""Error code of a server of a cluster: it has this message from an earlier attempt, and its copies are not all stored yet."""
 
 
 class _Post:
     """One message on its way."""
 
-    __slots__ = ("attempts", "body", "deadline", "future", "headers", "reply", "sent_s", "size", "subject", "unheard_s")
+    __slots__ = ("attempts", "body", "deadline", "future", "headers", "number", "reply", "sent_s", "size", "subject", "unheard_s")
 
-    def __init__(self, subject: str, body: bytes, headers: dict[str, str], size: int, deadline: float) -> None:
+    def __init__(self, number: int, subject: str, body: bytes, headers: dict[str, str], size: int, deadline: float) -> None:
+        self.number = number
         self.subject = subject
         self.body = body
         self.headers = headers
@@ -65,6 +65,7 @@ class Outbox:
         self._patience_s = patience_s
         self._prefix = secrets.token_hex(6)
         self._made = 0
+        self._numbers = itertools.count()
         self._queue: deque[_Post] = deque()
         self._sent: dict[str, _Post] = {}
         self._sent_bytes = 0
@@ -90,7 +91,7 @@ class Outbox:
         own[HEADER_ID] = id
         size = message_bytes(body, own)
         check_size(subject, size, self._connection.max_payload)
-        post = _Post(subject, body, own, size, time.monotonic() + self._patience_s)
+        post = _Post(next(self._numbers), subject, body, own, size, time.monotonic() + self._patience_s)
         post.reply = self._connection.inbox(partial(self._on_answer, post))
         self._queue.append(post)
         self._wake.set()
@@ -135,7 +136,7 @@ class Outbox:
         except BusError as error:
             post.future.set_exception(error)
             return
-        if ack.error is not None and ack.error.err_code == IN_PROCESS:
+        if asked_too_early(ack.error):
             # The sweeper asks again at its next turn.
             post.sent_s = 0.0
             return
@@ -167,12 +168,12 @@ class Outbox:
         self._wake.set()
 
     def _take_back(self, posts: list[_Post]) -> None:
-        """Put sent messages back to the front of the queue, in their order."""
-        for post in reversed(posts):
+        """Put sent messages back into the queue, in the order in which all began: some of them may have been sent again, others not."""
+        for post in posts:
             if self._sent.pop(post.reply, None) is not None:
                 self._sent_bytes -= post.size
-            if not post.future.done():
-                self._queue.appendleft(post)
+        waiting = [post for post in posts if not post.future.done()]
+        self._queue = deque(sorted([*waiting, *self._queue], key=lambda post: post.number))
 
     def _room(self) -> bool:
         size = self._queue[0].size

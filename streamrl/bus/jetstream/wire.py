@@ -26,6 +26,10 @@ SEQUENCE = "Nats-Sequence"
 LAST_SEQUENCE = "Nats-Last-Sequence"
 PENDING = "Nats-Num-Pending"
 
+IN_PROCESS = 10158
+"""Error code of a server of a cluster: it has this message from an earlier attempt, and its copies are not all stored yet."""
+_NO_LEADER = (10008, 10009)
+"""Error codes of servers of a cluster that choose who leads it or a stream."""
 _NANOSECOND = 1e-9
 _LAST = re.compile(r"wrong last sequence: (\d+)")
 
@@ -36,6 +40,12 @@ class Refusal(msgspec.Struct, frozen=True):
     code: int = 0
     err_code: int = 0
     description: str = ""
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """What a refusal has in common with every other answer of the API."""
+
+    error: Refusal | None = None
 
 
 class PubAck(msgspec.Struct, frozen=True):
@@ -130,6 +140,21 @@ def stored(stream: str, data: bytes, headers: Mapping[str, str] | None) -> Store
         return None
     previous = headers.get(LAST_SEQUENCE, "")
     return Stored(headers[SUBJECT], int(headers[SEQUENCE]), data, headers, int(previous) if previous.isdigit() else 0)
+
+
+def asked_too_early(refusal: Refusal | None) -> bool:
+    """Whether the same request finds an answer once a cluster has chosen a leader, or stored what it was sent before."""
+    return refusal is not None and refusal.err_code in (IN_PROCESS, *_NO_LEADER)
+
+
+def nobody_leads(data: bytes, headers: Mapping[str, str] | None) -> bool:
+    """Whether an answer of the API is such a refusal. Stored messages, which may say anything, come with headers."""
+    if headers or b'"error"' not in data[:256]:
+        return False
+    try:
+        return asked_too_early(msgspec.json.decode(data, type=Refused).error)
+    except (msgspec.DecodeError, msgspec.ValidationError):
+        return False  # who asked knows what it should have been
 
 
 def status_of(headers: Mapping[str, str] | None) -> str:
