@@ -123,6 +123,8 @@ class TrainedOn(msgspec.Struct, frozen=True, kw_only=True):
     """Parts of each matrix."""
     experts: int | msgspec.UnsetType = msgspec.UNSET
     """Parts of a mixture's experts; unset: 1."""
+    pipeline: int | msgspec.UnsetType = msgspec.UNSET
+    """Stages of layers; unset: 1."""
     context: int | msgspec.UnsetType = msgspec.UNSET
     """Ranks that shared each packed row; unset: 1."""
 

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# megatron.sh [pytest's options]: the backend megatron on this host's GPUs, two at least: tensor ranks, replicas and divided experts over NCCL
-# beside the torch backend on one GPU; then training steps on two: 4B in replicas, 8B on two tensor ranks, 30B-A3B cut to 6 layers with its
-# experts divided.
+# megatron.sh [pytest's options]: the backend megatron on this host's GPUs, two at least: tensor ranks, stages, replicas and divided experts over
+# NCCL beside the torch backend on one GPU; then training steps on two: 4B in replicas, 8B on two tensor ranks and on two stages, 30B-A3B cut to
+# 6 layers with its experts divided.
 #
 #   scripts/gpu/megatron.sh
 #   NO_BENCH=1 scripts/gpu/megatron.sh -k tensor
 #   NO_TESTS=1 CASES="8b:tensor" scripts/gpu/megatron.sh
 #
 # It needs megatron-core >= 0.16 and < 0.20, einops and psutil. LIMIT (default 570): seconds after which it is ended. CASES (default
-# "4b: 8b:tensor 30b-a3b-6:experts"): shape and what is set to 2. OUT (default ./out) gets megatron.txt, the whole output, and a folder for
+# "4b: 8b:tensor 8b:pipeline 30b-a3b-6:experts"): shape and what is set to 2. OUT (default ./out) gets megatron.txt, the whole output, and a folder for
 # each benchmark. DEVICE=cpu tries the second part with tiny models.
 set -uo pipefail
 # shellcheck disable=SC1091
@@ -20,10 +20,10 @@ trap 'rm -rf "$work"' EXIT
 cd "$code" || exit
 export CUBLAS_WORKSPACE_CONFIG=:4096:8 CUDA_DEVICE_MAX_CONNECTIONS=1
 size=(--answers 1500 --batch-tokens 98304 --rollouts 4 --steps 2)
-cases=${CASES:-4b: 8b:tensor 30b-a3b-6:experts}
+cases=${CASES:-4b: 8b:tensor 8b:pipeline 30b-a3b-6:experts}
 if [ "${DEVICE:-}" = cpu ]; then
     export CUDA_VISIBLE_DEVICES="" NO_TESTS=1
-    cases="tiny: tiny:tensor tiny-moe:experts" size=(--answers 16 --prompt 8 --batch-tokens 300 --rollouts 4 --steps 1)
+    cases="tiny: tiny:tensor tiny:pipeline tiny-moe:experts" size=(--answers 16 --prompt 8 --batch-tokens 300 --rollouts 4 --steps 1)
 else
     nvidia-smi --query-gpu=index,name,memory.total,driver_version --format=csv,noheader | tee "$out/megatron.txt"
 fi

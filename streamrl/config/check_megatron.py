@@ -10,9 +10,10 @@ from streamrl.config.tree import Config, refuse
 def check_megatron(config: Config) -> None:
     """Raise ConfigError for keys that do not go with the backend; what the model decides is refused when it is read."""
     trainer, loss = config.trainer, config.loss
-    tensor, experts, ranks = trainer.tensor, trainer.experts, trainer.ranks
+    tensor, experts, stages, ranks = trainer.tensor, trainer.experts, trainer.pipeline, trainer.ranks
+    cuts = (("tensor", tensor), ("experts", experts), ("pipeline", stages))
     if trainer.backend != "megatron":
-        for name, parts in (("tensor", tensor), ("experts", experts)):
+        for name, parts in cuts:
             refuse(
                 parts != 1,
                 f"trainer.{name} is for trainer.backend = megatron, got {parts} with {trainer.backend}",
@@ -20,7 +21,7 @@ def check_megatron(config: Config) -> None:
                 key=f"trainer.{name}",
             )
         return
-    for name, parts in (("tensor", tensor), ("experts", experts)):
+    for name, parts in cuts:
         refuse(
             ranks % parts != 0,
             f"trainer.{name} must divide trainer.ranks, got ranks = {ranks} and {name} = {parts}: {ranks} = {ranks // parts} x {parts} + "
@@ -33,6 +34,20 @@ def check_megatron(config: Config) -> None:
         f"trainer.tensor = {tensor} cuts no mixture of experts: trainer.experts = {experts} divides them, each stays whole",
         hint="leave one of them out",
         key="trainer.tensor",
+    )
+    refuse(
+        experts > 1 and stages > 1,
+        f"trainer.pipeline = {stages} cuts no mixture of experts: trainer.experts = {experts} divides them in every layer",
+        hint="leave one of them out",
+        key="trainer.pipeline",
+    )
+    parts = tensor * stages
+    refuse(
+        ranks % parts != 0,
+        f"trainer.tensor x trainer.pipeline must divide trainer.ranks, got {tensor} x {stages} = {parts} and ranks = {ranks}: "
+        f"{ranks} = {ranks // parts} x {parts} + {ranks % parts}",
+        hint=f"set trainer.ranks to a multiple of {parts}, such as {parts * max(1, round(ranks / parts))}",
+        key="trainer.pipeline",
     )
     sampling, split = config.sampling, tensor > 1
     asked = [

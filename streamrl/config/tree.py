@@ -215,7 +215,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     shards: PositiveInt = 1
     """Parts that parameters, gradients and optimizer state are cut into (FSDP2), for ranks / shards copies; 1: each rank holds all."""
     tensor: PositiveInt = 1
-    """Parts that each matrix is cut into, for ranks / tensor replicas (tensor and sequence parallel); with `megatron` only."""
+    """Parts that each matrix is cut into (tensor and sequence parallel); with `megatron` only. Replicas are ranks / (tensor x pipeline)."""
+    pipeline: PositiveInt = 1
+    """Stages, one behind another, that have equally many layers each (pipeline parallel, 1F1B); with `megatron` only."""
     experts: PositiveInt = 1
     """Parts that a mixture's experts are divided into, over neighbouring ranks, which send tokens to each other (expert parallel); with
     `megatron` only."""

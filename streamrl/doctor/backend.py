@@ -23,11 +23,11 @@ def refuse_backend(config: Config) -> str:
     if trainer.backend != "megatron":
         return ""
     found = f"megatron-core {check_installed()}" if config.ray.address in ("", "local") else "megatron-core of Ray's nodes"
-    tensors, experts = trainer.tensor, trainer.experts
+    tensors, experts, stages = trainer.tensor, trainer.experts, trainer.pipeline
     if model.path:
-        _, arch = read_architecture(Path(model.path), tensors, experts)
+        _, arch = read_architecture(Path(model.path), tensors, experts, stages)
     else:
-        arch = buildable(_built(config), "the model that [model] builds", tensors, experts)
+        arch = buildable(_built(config), "the model that [model] builds", tensors, experts, stages)
     rows = -(-arch.vocabulary // tensors)
     if arch.experts:
         return (
@@ -35,7 +35,8 @@ def refuse_backend(config: Config) -> str:
             f"layer's experts, and all else"
         )
     return (
-        f"{found}: {arch.model_type} of {arch.layers} layers; a rank has {arch.heads} / {tensors} = {arch.heads // tensors} heads, "
+        f"{found}: {arch.model_type} of {arch.layers} layers; a rank has {arch.layers} / {stages} = {arch.layers // stages} of them, "
+        f"{arch.heads} / {tensors} = {arch.heads // tensors} heads, "
         f"{arch.kv_heads} / {tensors} = {arch.kv_heads // tensors} of keys and values, {arch.intermediate} / {tensors} = "
         f"{arch.intermediate // tensors} of a layer's width, {rows} rows of the vocabulary of {arch.vocabulary}"
     )

@@ -55,7 +55,7 @@ class Meshes(NamedTuple):
         """Where entries name no context, one rank had a row; where no backend, it was torch, or the tabular one, alone in its run."""
         unnamed: dict[str, Any] = {"context": 1}
         if not self.config.trainer.tabular:
-            unnamed |= {"backend": "torch", "tensor": 1, "experts": 1}
+            unnamed |= {"backend": "torch", "tensor": 1, "experts": 1, "pipeline": 1}
         return unnamed | {key: value for key, value in asdict(told).items() if value is not UNSET}
 
     def all(self) -> list[Config]:

@@ -46,6 +46,7 @@ FREE_KEYS = (
     "trainer.shards",
     "trainer.tensor",
     "trainer.experts",
+    "trainer.pipeline",
     "trainer.context",
     "trainer.gather",
     "trainer.rank_timeout_s",

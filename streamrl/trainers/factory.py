@@ -62,7 +62,7 @@ def make_trainer(config: Config, model_dir: Path, *, profile_dir: Path | None = 
         from streamrl.trainers.megatron.model import MegatronLM
         from streamrl.trainers.megatron.ranks import MegatronParallel
 
-        parallel = MegatronParallel(mesh_of(config.trainer), device, config.trainer.tensor)
+        parallel = MegatronParallel(mesh_of(config.trainer), device, config.trainer.tensor, config.trainer.rank_timeout_s)
         policy = MegatronLM(model_dir, dtype, device, kernels=kernels, parallel=parallel, timeout_s=config.trainer.rank_timeout_s)
     return TorchTrainer(
         model_dir,

@@ -27,6 +27,8 @@ class Mesh(msgspec.Struct, frozen=True):
     """Parts that each copy is cut into."""
     context: int = 1
     """Neighbours that share each packed row. It divides the ranks; what they hold of the parameters does not depend on it."""
+    stages: int = 1
+    """Groups of layers, one behind another, that the parts of a copy are of: the first `shard / stages` parts of the first, and so on."""
 
     @property
     def ranks(self) -> int:
@@ -70,8 +72,8 @@ class Mesh(msgspec.Struct, frozen=True):
 
 def mesh_of(trainer: TrainerConfig) -> Mesh:
     """The mesh that a configuration asks for; it has been checked that the parts, and `trainer.context`, divide the ranks."""
-    parts = trainer.tensor * trainer.experts if trainer.backend == "megatron" else trainer.shards
-    return Mesh(replicate=trainer.ranks // parts, shard=parts, context=trainer.context)
+    parts = trainer.tensor * trainer.experts * trainer.pipeline if trainer.backend == "megatron" else trainer.shards
+    return Mesh(replicate=trainer.ranks // parts, shard=parts, context=trainer.context, stages=trainer.pipeline)
 
 
 def trained_on(trainer: TrainerConfig) -> TrainedOn:
@@ -84,8 +86,8 @@ def trained_on(trainer: TrainerConfig) -> TrainedOn:
     )
     if trainer.backend != "megatron":
         return told
-    experts = trainer.experts if trainer.experts > 1 else UNSET
-    return replace(told, backend="megatron", tensor=trainer.tensor, experts=experts)
+    experts, pipeline = (parts if parts > 1 else UNSET for parts in (trainer.experts, trainer.pipeline))
+    return replace(told, backend="megatron", tensor=trainer.tensor, experts=experts, pipeline=pipeline)
 
 
 def gathers_once(gather: str, nbytes: int, memory: int) -> bool:

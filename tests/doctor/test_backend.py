@@ -150,6 +150,18 @@ def test_the_share_of_a_rank_is_told(tmp_path: Path) -> None:
         refuse_backend(config)
 
 
+def test_the_share_of_a_stage_is_told(tmp_path: Path) -> None:
+    described(tmp_path, num_hidden_layers=6)
+    config = Config(trainer=TrainerConfig(backend="megatron", ranks=3, pipeline=3))
+    config = replace(config, model=replace(config.model, path=str(tmp_path)))
+    assert "6 layers; a rank has 6 / 3 = 2 of them" in refuse_backend(config)
+    with pytest.raises(ConfigError, match=r"num_hidden_layers = 6, got 6 / 4 = 1\.5"):
+        refuse_backend(replace(config, trainer=TrainerConfig(backend="megatron", ranks=4, pipeline=4)))
+    described(tmp_path, model_type="qwen3_moe", num_hidden_layers=6, num_experts=6, moe_intermediate_size=768)
+    with pytest.raises(ConfigError, match=r"trainer\.pipeline = 3 cuts no mixture"):
+        refuse_backend(config)
+
+
 def test_the_share_of_a_rank_that_has_experts_is_told(tmp_path: Path) -> None:
     described(tmp_path, model_type="qwen3_moe", num_experts=6, moe_intermediate_size=768)
     config = Config(trainer=TrainerConfig(backend="megatron", ranks=6, experts=3))

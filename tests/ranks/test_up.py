@@ -62,6 +62,7 @@ SHORT = ("warmup.max_steps=2", "data.heldout=", "tasks.drop_zero_variance=false"
 
 
 TENSOR = "trainer.backend=megatron trainer.tensor=2"
+PIPELINE = "trainer.backend=megatron trainer.pipeline=2 model.layers=2"
 
 
 def write_problem(place: Path) -> None:
@@ -80,7 +81,7 @@ async def up(tmp_path: Path, start: Start, mesh: str) -> asyncio.subprocess.Proc
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("mesh", ["trainer.shards=1", "trainer.shards=2", "trainer.context=2", TENSOR])
+@pytest.mark.parametrize("mesh", ["trainer.shards=1", "trainer.shards=2", "trainer.context=2", TENSOR, PIPELINE])
 async def test_a_run_with_two_ranks_learns_survives_one_and_is_replayed(up: asyncio.subprocess.Process, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "runs" / NAME)
     leader = run.log_path("trainer-0")
@@ -109,21 +110,23 @@ async def test_a_run_with_two_ranks_learns_survives_one_and_is_replayed(up: asyn
 @pytest.mark.timeout(1200)
 async def test_each_stretch_of_a_run_is_replayed_on_its_own_mesh(start: Start, tmp_path: Path) -> None:
     write_problem(tmp_path)
-    fixed = (*SHORT, "trainer.checkpoint_every=2")
+    fixed = (*SHORT, "trainer.checkpoint_every=2", "model.layers=2")
     asked = ((3, "shards=2"), (5, "ranks=1"), (6, "shards=1"), (7, "context=2"), (9, "backend=megatron tensor=2"), (11, "shards=2"))
+    asked += ((13, "backend=megatron pipeline=2"),)
     for steps, mesh in asked:
         changed = (*fixed, f"run.steps={steps}", *(f"trainer.{one}" for one in mesh.split()))
         process = await start(*STREAMRL, "up", "run.toml", "--json", *(word for text in changed for word in ("--set", text)))
         _, err = await asyncio.wait_for(process.communicate(), 250)
         assert process.returncode == 0, err.decode()
     _, entries = await read_entries(NAME, base=tmp_path / "runs")
-    assert len({entry.fingerprint for entry in entries}) == 5
+    assert len({entry.fingerprint for entry in entries}) == 6
     assert len({entry.digest for entry in entries}) == len(entries), "each has taught something"
     # Each begins an epoch right behind the one before, whose parameters and moments it carries on.
     assert [entry.version.number for entry in entries] == list(range(1, len(entries) + 1))
     stretches = dict.fromkeys((entry.version.epoch, cast("TrainedOn", entry.trained_on)) for entry in entries)
     cut, tensor = TrainedOn(ranks=2, shards=2), TrainedOn(ranks=2, backend="megatron", tensor=2)
-    meshes = (cut, TrainedOn(), TrainedOn(ranks=2), TrainedOn(ranks=2, context=2), tensor, cut)
+    stages = TrainedOn(ranks=2, backend="megatron", tensor=1, pipeline=2)
+    meshes = (cut, TrainedOn(), TrainedOn(ranks=2), TrainedOn(ranks=2, context=2), tensor, cut, stages)
     assert list(stretches) == list(enumerate(meshes))
     verdict = await judge(RunDir(tmp_path / "runs" / NAME))
     assert verdict.problems == []

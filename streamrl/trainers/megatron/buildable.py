@@ -47,8 +47,8 @@ def check_installed() -> str:
     return found
 
 
-def read_architecture(model_dir: Path, tensors: int, experts: int = 1) -> tuple[dict[str, Any], Architecture]:
-    """config.json of a model that this trainer can build on a mesh of so many tensor or expert ranks; raises ConfigError."""
+def read_architecture(model_dir: Path, tensors: int, experts: int = 1, stages: int = 1) -> tuple[dict[str, Any], Architecture]:
+    """config.json of a model that this trainer can build on a mesh of so many tensor or expert ranks and stages; raises ConfigError."""
     path = model_dir / "config.json"
     try:
         config = json.loads(path.read_bytes())
@@ -62,10 +62,10 @@ def read_architecture(model_dir: Path, tensors: int, experts: int = 1) -> tuple[
             hint="is model.path a Hugging Face directory?",
             path=str(model_dir),
         )
-    return config, buildable(config, str(path), tensors, experts)
+    return config, buildable(config, str(path), tensors, experts, stages)
 
 
-def buildable(config: Mapping[str, Any], where: str, tensors: int, experts: int = 1) -> Architecture:
+def buildable(config: Mapping[str, Any], where: str, tensors: int, experts: int = 1, stages: int = 1) -> Architecture:
     """Of a config.json's object.
 
     Args:
@@ -73,6 +73,7 @@ def buildable(config: Mapping[str, Any], where: str, tensors: int, experts: int 
         where: its path, for errors.
         tensors: ranks that each matrix is cut for.
         experts: ranks that experts are divided over.
+        stages: that the layers are divided into.
 
     Raises:
         ConfigError: an architecture, or a variant of one, that is not built here, or a mesh that does not divide it.
@@ -99,7 +100,14 @@ def buildable(config: Mapping[str, Any], where: str, tensors: int, experts: int 
             key="trainer.experts",
             path=where,
         )
-    check_mesh(arch, Place(tensors=tensors, expert_parts=experts))
+    if arch.experts and stages > 1:
+        raise ConfigError(
+            f"{where}: trainer.pipeline = {stages} cuts no mixture of experts",
+            hint="set trainer.pipeline = 1, and trainer.experts to the parts that the experts are divided into",
+            key="trainer.pipeline",
+            path=where,
+        )
+    check_mesh(arch, Place(tensors=tensors, expert_parts=experts, stages=stages))
     if arch.vocabulary <= (tensors - 1) * -(-arch.vocabulary // tensors):
         raise ConfigError(
             f"trainer.tensor = {tensors}: a vocabulary of {arch.vocabulary} leaves the last rank without a row",

@@ -1,4 +1,4 @@
-"""The one place where megatron-core is imported: a decoder of `GPTModel` under tensor and sequence parallelism.
+"""The one place where megatron-core is imported: a decoder of `GPTModel` under tensor, sequence and pipeline parallelism.
 
 Letters: `L` positions of a row, `R` rows, `H` hidden size, `N` heads, `K` heads of keys and values, `D` size of a head; N and K of
 one tensor rank. Between layers a rank has L / tensor ranks positions (sequence parallel), within attention all of them.
@@ -21,7 +21,7 @@ from torch import Tensor
 from streamrl.errors import ConfigError
 from streamrl.trainers.megatron.buildable import check_installed
 from streamrl.trainers.megatron.cpu import stand_in
-from streamrl.trainers.megatron.names import Architecture
+from streamrl.trainers.megatron.names import Architecture, Place
 
 _alone = False
 """Whether the default group was made here, of this process alone."""
@@ -73,12 +73,12 @@ class RMSNorm(torch.nn.Module):
 
 
 class Decoder:
-    """A `GPTModel` without its output layer's product: states come out, and the head's rows are handed over.
+    """A stage of a `GPTModel` without its output layer's product: states come out, and the last one hands over the head's rows.
 
     Args:
         arch: of the whole model.
         eps: of its norms.
-        tensors: tensor parallel ranks, of which the first `tensors` ranks are one group, the next another.
+        place: of this rank: the first `tensors` ranks are one group, those of the next stage another, and replicas follow.
         dtype: of its parameters, which are not initialised.
         device: where they lie.
         timeout_s: longest that a rank waits for another.
@@ -93,7 +93,7 @@ class Decoder:
         arch: Architecture,
         eps: float,
         *,
-        tensors: int,
+        place: Place,
         dtype: torch.dtype,
         device: torch.device,
         timeout_s: float,
@@ -102,7 +102,8 @@ class Decoder:
         check_installed()
         stand_in()
         core = _imported()
-        _begin(core, tensors, device, timeout_s)
+        _begin(core, place, device, timeout_s)
+        self.first, self.last = place.stage == 0, place.stage == place.stages - 1
         silu = torch.nn.functional.silu
         self._core = core
         self.config: Any = core.TransformerConfig(
@@ -115,8 +116,9 @@ class Decoder:
             params_dtype=dtype,
             pipeline_dtype=dtype,
             bf16=dtype == torch.bfloat16,
-            tensor_model_parallel_size=tensors,
-            sequence_parallel=tensors > 1,
+            tensor_model_parallel_size=place.tensors,
+            pipeline_model_parallel_size=place.stages,
+            sequence_parallel=place.tensors > 1,
             use_cpu_initialization=device.type == "cpu",
             perform_initialization=False,
             gradient_accumulation_fusion=False,
@@ -138,33 +140,41 @@ class Decoder:
         self.module: Any = core.GPTModel(
             config=self.config,
             transformer_layer_spec=_spec(core, arch),
-            vocab_size=-(-arch.vocabulary // tensors) * tensors,
+            vocab_size=-(-arch.vocabulary // place.tensors) * place.tensors,
             max_sequence_length=1,
             parallel_output=True,
-            share_embeddings_and_output_weights=arch.tied,
+            # Of several stages the last has a copy, whose gradient is summed with the first's by `MegatronParallel`.
+            share_embeddings_and_output_weights=arch.tied and place.stages == 1,
             position_embedding_type="none",
+            pre_process=self.first,
+            post_process=self.last,
         )
         if mixture is not None:
             for layer in self.module.decoder.layers:
                 layer.mlp = mixture()
-        _own_norms(self.module.decoder, eps)
+        if self.last:
+            _own_norms(self.module.decoder, eps)
         self.module.to(device=device, dtype=dtype)
         self._rows = Rows()
         for one in self.module.modules():
             if isinstance(one, CoreAttention):
                 one.rows = self._rows
 
-    def states(self, ids_RL: Tensor, angles_LR: Tensor, attend: Attend) -> Tensor:
-        """[R, L, H] states behind the last norm, of all positions on every tensor rank.
+    def states(self, ids_RL: Tensor, angles_LR: Tensor, attend: Attend, given: Tensor | None = None) -> Tensor:
+        """[R, L, H] states behind the last norm, of all positions on every tensor rank. Of a stage before the last one what it hands on.
 
         Args:
             ids_RL: token ids; L is a multiple of the tensor ranks.
             angles_LR: [L, R, 1, D] float32, what rotary embeddings turn each pair by.
             attend: within the rows.
+            given: [L / tensor ranks, R, H] that the stage before this one handed on; None: this is the first.
         """
         self._rows.attend = attend
-        hidden = self.module.embedding(input_ids=ids_RL, position_ids=None)
+        hidden = self.module.embedding(input_ids=ids_RL, position_ids=None) if given is None else None
+        self.module.set_input_tensor(given)
         hidden = self.module.decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles_LR)
+        if not self.last:
+            return hidden
         if self.config.sequence_parallel:
             # The head's backward pass gives every rank the whole gradient: cut it, do not sum it.
             hidden = self._core.gather_sequence(hidden, tensor_parallel_output_grad=False)
@@ -225,7 +235,7 @@ def _imported() -> _Imported:
             del sys.modules["wandb"]
 
 
-def _begin(core: _Imported, tensors: int, device: torch.device, timeout_s: float) -> None:
+def _begin(core: _Imported, place: Place, device: torch.device, timeout_s: float) -> None:
     """Megatron's groups, over the default group; of one process that has none, over one of its own."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # sequence parallelism asks for it, on GPUs before Blackwell
     warnings.filterwarnings("ignore", module=r"megatron\.")  # of what is faster otherwise, and of its own old names
@@ -239,7 +249,11 @@ def _begin(core: _Imported, tensors: int, device: torch.device, timeout_s: float
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=timeout_s))
     core.parallel_state.destroy_model_parallel()
     core.parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensors, create_gloo_process_groups=False, distributed_timeout_minutes=timeout_s / 60
+        tensor_model_parallel_size=place.tensors,
+        pipeline_model_parallel_size=place.stages,
+        order="tp-cp-ep-pp-dp",  # stages of a replica are neighbours, so that they are of one host
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=timeout_s / 60,
     )
     # There is no dropout: a tracker that keeps no state of CUDA's generator.
     core.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)

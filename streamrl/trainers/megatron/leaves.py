@@ -31,7 +31,9 @@ class Leaf(NamedTuple):
     value: torch.nn.Parameter
     """[*part.held] float32, or float64 of a model in that type."""
     shared: bool
-    """Whether every rank that holds a part of the model holds it whole."""
+    """Whether every rank that holds a part of the same layers holds it whole."""
+    doubled: bool = False
+    """Whether it is a tied embedding of which the first and the last of several stages have a copy each."""
 
 
 class Leaves:
@@ -41,8 +43,9 @@ class Leaves:
         module: of megatron-core, on its device.
         parameters: what `names.parameters` says of this rank.
         shapes: of the whole model, in the order that leaves have on every rank. Of what is not on this one it has a leaf without rows.
-        shared: whether a box is held by every rank that holds a part of the model.
+        shared: whether a box is held by every rank that holds a part of the same layers.
         model_type: of the configuration.
+        doubled: the tensor that two stages have a copy of each; empty: none.
 
     Raises:
         ConfigError: the module has other parameters.
@@ -55,6 +58,7 @@ class Leaves:
         shapes: Mapping[str, tuple[int, ...]],
         shared: Callable[[Part], bool],
         model_type: str,
+        doubled: str = "",
     ) -> None:
         self._model_type = model_type
         self._held: dict[str, torch.nn.Parameter] = dict(module.named_parameters())
@@ -76,7 +80,7 @@ class Leaves:
             own: list[Leaf] = []
             for part in one.parts:
                 value = torch.nn.Parameter(torch.zeros(part.held, dtype=dtype, device=target.device))
-                own.append(Leaf(part, value, shared(part)))
+                own.append(Leaf(part, value, shared(part), part.name == doubled))
             made |= {leaf.part.name: leaf for leaf in own}
             self._places += [(target, leaf) for leaf in own]
             target.register_post_accumulate_grad_hook(partial(_move_gradient, own))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from streamrl.trainers.megatron.core import Attend, Decoder
 from streamrl.trainers.megatron.experts import Mixture, TopKRouter, in_matrices
 from streamrl.trainers.megatron.leaves import Leaves
 from streamrl.trainers.megatron.names import Architecture, Part, Place, parameters
+from streamrl.trainers.megatron.pipeline import Pipeline
 from streamrl.trainers.megatron.ranks import HeldBoxes, MegatronParallel, check_samples
 from streamrl.trainers.torch.attention import attention_mask, packed_attention
 from streamrl.trainers.torch.context import Share
@@ -56,8 +57,8 @@ class MegatronLM:
         from transformers import AutoConfig
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-        tensors, experts = parallel.tensors, parallel.expert_parts
-        self.config, self.arch = read_architecture(model_dir, tensors, experts)
+        tensors, experts, stages = parallel.tensors, parallel.expert_parts, parallel.stages
+        self.config, self.arch = read_architecture(model_dir, tensors, experts, stages)
         settings: Any = AutoConfig.from_pretrained(model_dir)
         rope: Any = LlamaRotaryEmbedding(settings)
         if rope.rope_type not in ROPES or rope.attention_scaling != 1:
@@ -73,16 +74,21 @@ class MegatronLM:
         self.free_masks = not self.packs
         self.num_layers, self.gathers_once = 0, False
         self._parallel = parallel
+        replica = parallel.copy * experts + (parallel.lane if experts > 1 else 0)
+        place = Place(
+            tensor=parallel.lane % tensors, tensors=tensors, stage=parallel.stage, stages=stages, replica=replica, expert_parts=experts
+        )
         mixture = partial(_mixture, self.arch, settings, parallel) if self.arch.experts else None
         self._decoder = Decoder(
-            self.arch, settings.rms_norm_eps, tensors=tensors, dtype=dtype, device=device, timeout_s=timeout_s, mixture=mixture
+            self.arch, settings.rms_norm_eps, place=place, dtype=dtype, device=device, timeout_s=timeout_s, mixture=mixture
         )
+        self._pipeline = Pipeline(parallel.line, dtype, device) if parallel.line is not None else None
         routers = [one for one in self._decoder.module.modules() if isinstance(one, TopKRouter)]
         self.routers = Routers(routers, normalized=self.arch.experts > 0 and settings.norm_topk_prob)
-        place = Place(tensor=parallel.part % tensors, tensors=tensors, replica=parallel.rank // tensors, expert_parts=experts)
         here, whole = (list(in_matrices(parameters(self.arch, one), self.arch.experts)) for one in (place, Place()))
         shapes = {part.name: part.shape for one in whole for part in one.parts}
-        self._leaves = Leaves(self._decoder.module, here, shapes, partial(_shared, experts), self.arch.model_type)
+        doubled = "model.embed_tokens.weight" if self.arch.tied and stages > 1 else ""
+        self._leaves = Leaves(self._decoder.module, here, shapes, partial(_shared, experts), self.arch.model_type, doubled)
         parallel.leaves = self._leaves.leaves
         self._leaves.read(model_dir, dtype)
         head = self._leaves.parts()["model.embed_tokens.weight" if self.arch.tied else "lm_head.weight"]
@@ -113,9 +119,14 @@ class MegatronLM:
 
     def cut(self, parallel: Parallel, *, trained: bool) -> Held:
         """It is cut by its making."""
-        self._held = HeldBoxes(self._leaves.leaves, self.dtype, parallel, self.arch.model_type)
+        assert parallel is self._parallel
+        self._held = HeldBoxes(self._leaves.leaves, self.dtype, self._parallel, self.arch.model_type)
         self._held.refresh()
         return self._held
+
+    def turns(self, micros: Sequence[MicroBatch], *, learns: bool) -> Iterable[MicroBatch]:
+        """See `LanguageModel.turns`."""
+        return micros if self._pipeline is None else self._pipeline.turns(micros, self._stage, self._handed_on, learns=learns)
 
     def accumulate(self, *, last: bool) -> None:
         """Nothing waits for the last micro-batch."""
@@ -187,7 +198,18 @@ class MegatronLM:
         return Share(micro)
 
     def states(self, micro: MicroBatch) -> Tensor:
-        """[M, H] that predict `micro.target`."""
+        """[M, H] that predict `micro.target`; of several stages the last one has them, at the micro-batch's turn."""
+        length = micro.inputs.shape[1]
+        states = self._stage(micro, None if self._pipeline is None else self._pipeline.given)
+        return states[:, :length].flatten(0, 1)[self._tensor(micro.source)]
+
+    def _handed_on(self, micro: MicroBatch) -> tuple[int, ...]:
+        """Shape of what a stage hands to the next one."""
+        rows, length = micro.inputs.shape
+        return -(-length // self._parallel.tensors), rows, self.width
+
+    def _stage(self, micro: MicroBatch, given: Tensor | None) -> Tensor:
+        """This rank's layers, of what the stage before it made of a micro-batch."""
         rows, length = micro.inputs.shape
         if 0 < self._most_positions < rows * length:
             raise torch.OutOfMemoryError(f"debug.memory_tokens is {self._most_positions}, this pass is over {rows * length}")
@@ -195,8 +217,7 @@ class MegatronLM:
         padding = -length % self._parallel.tensors
         ids, positions = (self._tensor(np.pad(each, ((0, 0), (0, padding)))) for each in (micro.inputs, micro.positions))
         turned = positions.T[:, :, None, None].float() * self._frequencies
-        states = self._decoder.states(ids, torch.cat([turned, turned], -1), self._attend(micro, padding))
-        return states[:, :length].flatten(0, 1)[self._tensor(micro.source)]
+        return self._decoder.states(ids, torch.cat([turned, turned], -1), self._attend(micro, padding), given)
 
     def _attend(self, micro: MicroBatch, padding: int) -> Attend:
         if micro.starts is None and not micro.plain:

@@ -1,9 +1,18 @@
-"""The ranks of a Megatron mesh, as `Parallel` has them: tensor ranks see the same samples, replicas and expert ranks share a batch."""
+"""The ranks of a Megatron mesh, as `Parallel` has them: tensor ranks and stages see the same samples, replicas and expert ranks share them.
+
+```text
+ranks of 2 replicas, 2 stages, 2 tensor ranks     replica 0   stage 0: 0 1   stage 1: 2 3
+                                                  replica 1   stage 0: 4 5   stage 1: 6 7
+```
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import NamedTuple, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,31 +26,70 @@ from streamrl.trainers.torch.parallel import Parallel, local
 from streamrl.trainers.torch.sharding import Held, Slice
 
 
+class Line(NamedTuple):
+    """Ranks of all stages that a micro-batch goes through, one after the other."""
+
+    ranks: Sequence[int]
+    """Of the default group, in the order of the stages."""
+    stage: int
+    """This rank's."""
+    down: dist.ProcessGroup
+    """Of these ranks, for states."""
+    up: dist.ProcessGroup
+    """Another one, for gradients: what goes up must not wait for what goes down, as it would in one queue of NCCL."""
+
+
 class MegatronParallel(Parallel):
-    """See `Parallel`; a part is a tensor rank, or an expert rank. `leaves` is set by the model, before anything is summed.
+    """See `Parallel`; a part is a tensor rank of a stage, or an expert rank. `leaves` is set by the model, before anything is summed.
 
     Of a whole norm each tensor rank has the gradient from its own positions, or heads (sequence parallelism). Of all but the experts each
-    expert rank has it from its own samples. These are summed.
+    expert rank has it from its own samples. Of a tied embedding the first stage has it from its inputs, the last one from its outputs.
+    These are summed.
 
     Args:
-        mesh: its parts are `tensors`, or, where that is 1, parts of the experts.
+        mesh: its parts are stages of `tensors` ranks each, or, where both are 1, parts of the experts.
         device: where the parameters lie.
         tensors: tensor parallel ranks.
+        timeout_s: longest that a rank waits for another.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device, tensors: int) -> None:
+    def __init__(self, mesh: Mesh, device: torch.device, tensors: int, timeout_s: float) -> None:
         super().__init__(mesh, device)
-        self.tensors, self.expert_parts = tensors, mesh.shard // tensors
+        self.stages, self.width = mesh.stages, mesh.shard // mesh.stages
+        self.stage, self.lane = divmod(self.part, self.width)
+        self.tensors, self.expert_parts = tensors, self.width // tensors
+        self.parts_group = self.devices.get_group("shard") if self.devices is not None else None
+        """Of the ranks that hold the same layers together; None: this one holds them alone."""
         self.copies_group = self.devices.get_group("replicate") if self.devices is not None and mesh.replicate > 1 else None
         """Of the ranks that hold the same; None: all."""
         if tensors > 1:
             self.data_rank, self.data_ranks, self.data_group = self.copy, mesh.replicate, self.copies_group
+        self.line: Line | None = None
+        """Of this rank and those of the other stages that it works with; None: there is one stage."""
+        self._ends: dist.ProcessGroup | None = None
+        """Of the first and the last of the line's ranks, on these."""
+        if self.stages > 1:
+            self._make_groups(timeout_s)
         self.leaves: list[Leaf] = []
 
+    def _make_groups(self, timeout_s: float) -> None:
+        copies, stages, lanes = range(self.mesh.replicate), range(self.stages), range(self.width)
+        ranks = np.arange(self.ranks).reshape(len(copies), self.stages, self.width)
+        lines = [ranks[copy, :, lane].tolist() for copy in copies for lane in lanes]
+        ends = [[line[0], line[-1]] for line in lines]
+        down, up, self._ends = (_make_group(lists, self.rank, timeout_s) for lists in (lines, lines, ends))
+        assert down is not None and up is not None  # every rank is in a line
+        self.line = Line(lines[self.copy * self.width + self.lane], self.stage, down, up)
+        self.parts_group = _make_group([ranks[copy, stage].tolist() for copy in copies for stage in stages], self.rank, timeout_s)
+        # All stages come to the same numbers, of which the last one has the log-probs.
+        self.data_rank, self.data_ranks = self.copy * self.stages + self.stage, self.mesh.replicate * self.stages
+        self.data_group = _make_group([ranks[:, :, lane].flatten().tolist() for lane in lanes], self.rank, timeout_s)
+        self.tells = self.stage == self.stages - 1
+
     @property
-    def parts_group(self) -> dist.ProcessGroup | None:
-        """Of the ranks that hold one copy together; None: this one holds it alone."""
-        return self.devices.get_group("shard") if self.devices is not None else None
+    def row_share(self) -> tuple[int, int]:
+        """See `Parallel.row_share`; all stages have the same rows."""
+        return (self.copy, self.mesh.replicate) if self.stages > 1 else super().row_share
 
     def most(self, count: int) -> int:
         """See `Parallel.most`; tensor ranks have the same samples, and replicas meet behind the last micro-batch."""
@@ -49,9 +97,11 @@ class MegatronParallel(Parallel):
 
     def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
         """See `Parallel.sum_gradients`; the gradients are of all leaves, in their order."""
-        if self.sharded:
+        if self.width > 1:
             whole = [g for g, leaf in zip(gradients, self.leaves, strict=True) if leaf.shared]
             _sum_flat(whole, self.parts_group, "the sum of the shared gradients")
+        if twice := [g for g, leaf in zip(gradients, self.leaves, strict=True) if leaf.doubled]:
+            _sum_flat(twice, self._ends, "the sum of the embedding's gradients")
         if self.mesh.replicate > 1:
             _sum_flat(gradients, self.copies_group, "the sum of the gradients")
 
@@ -59,7 +109,21 @@ class MegatronParallel(Parallel):
         """See `Parallel.norm`; what several parts hold counts once."""
         if not self.sharded:
             return torch.nn.utils.get_total_norm(tensors)
-        return super().norm([t for t, leaf in zip(tensors, self.leaves, strict=True) if not leaf.shared or self.part == 0])
+        return super().norm([t for t, leaf in zip(tensors, self.leaves, strict=True) if self.speaks(leaf)])
+
+    def speaks(self, leaf: Leaf) -> bool:
+        """Whether it is this rank, of those of its copy that hold the same, by which the leaf counts."""
+        return not (leaf.shared and self.lane) and not (leaf.doubled and self.stage)
+
+
+def _make_group(lists: Sequence[Sequence[int]], rank: int, timeout_s: float) -> dist.ProcessGroup | None:
+    """Of several lists of ranks the group of that which `rank` is in; all ranks of the default group call it, with the same lists."""
+    found: dist.ProcessGroup | None = None
+    with among_ranks("a group of the ranks"):
+        for ranks in lists:
+            group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
+            found = cast("dist.ProcessGroup", group) if rank in ranks else found
+    return found
 
 
 def _sum_flat(gradients: Sequence[Tensor], group: dist.ProcessGroup | None, what: str) -> None:
@@ -77,19 +141,20 @@ class HeldBoxes(Held):
     published, which `refresh` writes: a third of a dense model / tensor ranks.
     """
 
-    def __init__(self, leaves: Sequence[Leaf], dtype: torch.dtype, parallel: Parallel, model_type: str) -> None:
+    def __init__(self, leaves: Sequence[Leaf], dtype: torch.dtype, parallel: MegatronParallel, model_type: str) -> None:
         named = [(leaf.part.name, leaf.value) for leaf in leaves]
         super().__init__(named, {name: dtype for name, _ in named}, parallel, model_type)
         self._shapes = {leaf.part.name: leaf.part.shape for leaf in leaves}
         self.boxes: Mapping[str, Box] = {leaf.part.name: Box(leaf.part.offset, leaf.part.held) for leaf in leaves}
+        self._group, self._across = parallel.parts_group, Mesh(shard=parallel.width)
         # Of [4, 6] on two ranks rank 1 has columns 3 .. 5, and publishes rows 2 and 3.
         self._offers: dict[str, tuple[int, Tensor]] = {}
         for leaf in leaves:
             shape = leaf.part.shape
             if len(shape) == 2 and leaf.part.held[1] < shape[1]:
-                rows = parallel.mesh.rows(shape[0], parallel.part)
+                rows = self._across.rows(shape[0], parallel.lane)
                 self._offers[leaf.part.name] = (rows.start, leaf.value.new_empty((len(rows), shape[1]), dtype=dtype))
-        self._silent = {leaf.part.name for leaf in leaves if (leaf.shared and parallel.part) or not leaf.part.held[0]}
+        self._silent = {leaf.part.name for leaf in leaves if not parallel.speaks(leaf) or not leaf.part.held[0]}
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -98,24 +163,24 @@ class HeldBoxes(Held):
             if name not in self._offers:
                 continue
             _, memory = self._offers[name]
-            mesh, rows = self.parallel.mesh, len(memory)
+            ranks, rows = self._across.shard, len(memory)
             # [height, width / ranks] columns, the rows of each rank one after the other, to [ranks, rows, width / ranks].
-            sent = [len(mesh.rows(self._shapes[name][0], part)) for part in range(mesh.shard)]
-            found = memory.new_empty(mesh.shard * rows, value.shape[1])
-            assert self.parallel.devices is not None
+            sent = [len(self._across.rows(self._shapes[name][0], part)) for part in range(ranks)]
+            found = memory.new_empty(ranks * rows, value.shape[1])
             with among_ranks("an exchange of columns"):
-                group = self.parallel.devices.get_group("shard")
-                dist.all_to_all_single(found, value.to(memory.dtype), [rows] * mesh.shard, sent, group=group)
+                dist.all_to_all_single(found, value.to(memory.dtype), [rows] * ranks, sent, group=self._group)
             width = value.shape[1]  # told, since a rank may have no row
-            memory.view(rows, mesh.shard, width).copy_(found.view(mesh.shard, rows, width).transpose(0, 1))
+            memory.view(rows, ranks, width).copy_(found.view(ranks, rows, width).transpose(0, 1))
 
     def state(self, optimizer: Mapping[str, Tensor], digest: str) -> ModelState:
         """See `Held.state`: leaves of parameters that are rounded are their masters."""
         masters = {f"{name}.master": local(p) for name, p in self.parameters if self._types[name].itemsize < 4}
         spoken = {name: local(p) for name, p in self.parameters if name not in self._silent}
+        # How many steps were made is written by the first part, also of what it has nothing of.
+        kept = {key for key in [*optimizer, *masters] if key.rpartition(".")[0] in spoken or key.endswith(".step")}
         return ModelState(
             parameters=spoken,
-            optimizer={key: value for key, value in {**optimizer, **masters}.items() if key.rpartition(".")[0] in spoken},
+            optimizer={key: value for key, value in {**optimizer, **masters}.items() if key in kept},
             digest=digest,
             shapes=self._shapes,
             types=self._types,

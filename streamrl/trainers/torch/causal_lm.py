@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,14 +61,7 @@ class CausalLM:
             `kept_layers`, one whose layers are not as many; or FlashAttention is not installed.
     """
 
-    def __init__(
-        self,
-        model_dir: Path,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        kernels: Kernels = _PLAIN,
-    ) -> None:
+    def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device, *, kernels: Kernels = _PLAIN) -> None:
         attention = kernels.attention
         self.module: Any = _load(model_dir, dtype, attention)
         self.module.to(device).eval()
@@ -236,6 +229,10 @@ class CausalLM:
         share = self.share(micro)
         logprobs, entropy = share.everyones(*self._run(partial(self._predict, share.micro, batch, entropy_gradient)))
         return logprobs, entropy
+
+    def turns(self, micros: Sequence[MicroBatch], *, learns: bool) -> Iterable[MicroBatch]:
+        """See `LanguageModel.turns`: each at once."""
+        return micros
 
     def share(self, micro: MicroBatch) -> Share:
         """What this rank computes of it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -62,6 +62,14 @@ class LanguageModel(Protocol):
 
     def predict(self, micro: MicroBatch, batch: TrainBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probs [M] float32 of `micro.target`, with gradient, and entropies [M] float32, with one where it is asked for."""
+        ...
+
+    def turns(self, micros: Sequence[MicroBatch], *, learns: bool) -> Iterable[MicroBatch]:
+        """Micro-batches in their order, each when this rank may `predict` it; who asks for the next one has gone back through it.
+
+        Of a model whose layers are on several ranks one rank is given them, and the others do their work within. With `learns` there is a
+        backward pass.
+        """
         ...
 
     def share(self, micro: MicroBatch) -> Share:

@@ -170,7 +170,7 @@ class Update:
                     wanted = slime.wanted(batch, wanted)
                 micros = self._micro_batches(batch, wanted, samples, layout, policy.width)
                 self._balancing.begin(micros, learns=learns)
-                for place, micro in enumerate(micros):
+                for place, micro in enumerate(policy.turns(micros, learns=learns)):
                     self._balancing.at(micro)
                     self._accumulate(last=place == len(micros) - 1)
                     if not len(micro.target):
@@ -238,8 +238,11 @@ class Update:
         found = torch.zeros(batch.num_tokens)
         with torch.no_grad(), reproducible(self._deterministic):
             micros = self._micro_batches(batch, wanted, samples, self._layout(batch, model), model.width)
-            values = [model.values(micro) if isinstance(model, Critic) else model.predict(micro, batch)[0] for micro in micros]
-            for micro, one in zip(micros, values, strict=True):
+            if isinstance(model, Critic):
+                values = [(micro, model.values(micro)) for micro in micros]
+            else:
+                values = [(micro, model.predict(micro, batch)[0]) for micro in model.turns(micros, learns=False)]
+            for micro, one in values:
                 found[torch.from_numpy(micro.target)] = one.float().cpu()
         return self._parallel.sum_rows(found).numpy()
 
