@@ -29,6 +29,7 @@ async def train(config: Config, run: RunDir) -> None:
     """Train on a server whose store lies where `streamrl up` has it; the server is stopped then."""
     server = NatsServer(run.bus_store)
     address = server.start()
+    address.save(run.bus_path)
     try:
         bus = await connect(address, config.run.name, config.bus)
         await write_or_check(bus, await prepare(config, run))
