@@ -211,7 +211,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """`torch`: a Hugging Face model. `megatron`: a Qwen, Qwen3-MoE or Llama by megatron-core
     (docs/megatron.md). `table`: the tabular policy of engine.kind = "table", without any framework."""
     ranks: PositiveInt = 1
-    """Processes that share each batch and sum their gradients (over gloo, on GPUs over NCCL); torch only."""
+    """Processes that share each batch and sum their gradients (over gloo, on GPUs over NCCL); not with `table`."""
     shards: PositiveInt = 1
     """Parts that parameters, gradients and optimizer state are cut into (FSDP2), for ranks / shards copies; 1: each rank holds all."""
     tensor: PositiveInt = 1

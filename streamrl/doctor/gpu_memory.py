@@ -63,9 +63,9 @@ def least_memory(config: Config, gpus: Sequence[int]) -> int:
 
 
 def check_activations(config: Config, gpu_bytes: int) -> Check | None:
-    """How many layers would keep their activations if the trainer had the GPU for itself; None where that is not known."""
+    """How many layers would keep their activations if the trainer had the GPU for itself; None where that is not known, or all do."""
     trainer, found, models = config.trainer, _reckoned(config, gpu_bytes), models_of(config, read_shape)
-    if found is None or models is None:
+    if found is None or models is None or trainer.backend == "megatron":
         return None
     shapes, itemsize = [shape for _, shape in models.trained], itemsize_of(config)
     packed, compiled = _packed(config), _compiled(config)
@@ -95,7 +95,8 @@ def check_activations(config: Config, gpu_bytes: int) -> Check | None:
 def check_trainer_memory(config: Config, gpu_bytes: int) -> Check | None:
     """Whether a rank can hold its part of the models and one sample of the greatest length; None where that is not known.
 
-    What is reckoned is the least that it takes: no layer keeps its activations, the head takes nothing, and nothing else is on the GPU.
+    What is reckoned is the least that it takes: no layer keeps its activations (all do with megatron-core), the head takes nothing, and
+    nothing else is on the GPU.
     """
     found = _reckoned(config, gpu_bytes)
     if found is None:
@@ -111,7 +112,7 @@ def check_trainer_memory(config: Config, gpu_bytes: int) -> Check | None:
         return Check("trainer memory", "fail", text, "take a larger GPU, or a smaller model")
     if needed <= gpu_bytes:
         return Check("trainer memory", "ok", text)
-    hint = _fitting_shards(config, gpu_bytes)
+    hint = _fitting_parts(config, gpu_bytes)
     if found.nbytes + found.token <= gpu_bytes:
         tokens = (gpu_bytes - found.nbytes) // found.token
         hint = f"data.max_prompt_tokens + sampling.max_new_tokens = {tokens} fit; {hint}{_fitting_context(config, gpu_bytes)}"
@@ -194,18 +195,23 @@ def _longest(config: Config) -> int:
     return config.data.max_prompt_tokens + config.sampling.max_new_tokens
 
 
-def _fitting_shards(config: Config, gpu_bytes: int) -> str:
-    shards = config.trainer.shards
-    while (shards := 2 * shards) <= _MOST_SHARDS:
-        cut = replace(config, trainer=replace(config.trainer, ranks=shards, shards=shards))
+def _fitting_parts(config: Config, gpu_bytes: int) -> str:
+    trainer, shape = config.trainer, read_shape(config.model.path)
+    key = "shards" if trainer.backend == "torch" else "experts" if shape is not None and shape.met else "tensor"
+    before: int = getattr(trainer, key)
+    parts = before
+    while (parts := 2 * parts) <= _MOST_SHARDS:
+        cut = replace(config, trainer=replace(trainer, ranks=trainer.ranks // before * parts, **{key: parts}))
         found = _reckoned(cut, gpu_bytes)
         if found is not None and max(found.making, found.nbytes + _longest(config) * found.token) <= gpu_bytes:
-            return f"trainer.shards = {shards}, with trainer.ranks a multiple of it, would fit GPUs of this size"
+            return f"trainer.{key} = {parts}, with trainer.ranks a multiple of it, would fit GPUs of this size"
     return "take a larger GPU, a smaller model, weights.ring = 1, or leave out what else is loaded"
 
 
 def _fitting_context(config: Config, gpu_bytes: int) -> str:
     trainer = config.trainer
+    if trainer.backend == "megatron":
+        return ""
     context = trainer.context
     while (context := 2 * context) <= _MOST_SHARDS:
         shared = replace(config, trainer=replace(trainer, ranks=trainer.ranks * context // trainer.context, context=context))

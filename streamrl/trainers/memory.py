@@ -91,6 +91,8 @@ def rank_memory(config: Config, models: Models, *, gpu_bytes: int, compiled: boo
     """
     trainer, itemsize, shards = config.trainer, itemsize_of(config), config.trainer.shards
     (_, policy), *_ = models.trained
+    if trainer.backend == "megatron":
+        return _megatron_memory(config, policy)
     part = -(-policy.parameters // shards)
     lasting = [(f"to train the {what}", training_bytes(shape.parameters, itemsize, shards)) for what, shape in models.trained]
     lasting += [(f"for the {what}", itemsize * -(-shape.parameters // shards)) for what, shape in models.frozen]
@@ -111,3 +113,24 @@ def rank_memory(config: Config, models: Models, *, gpu_bytes: int, compiled: boo
     token = max(pass_bytes(shape, itemsize=itemsize, compiled=compiled, context=trainer.context) for _, shape in models.trained)
     making = itemsize * max(shape.parameters for _, shape in [*models.trained, *models.frozen])
     return RankMemory(lasting, token, making)
+
+
+def _megatron_memory(config: Config, policy: ModelShape) -> RankMemory:
+    """Of the rank that has most: float32 leaves, gradients and moments beside the parameters that it computes with; all layers are kept.
+
+    Example, 8 layers in 2 stages on 2 tensor ranks each, a head of its own: the first rank has half of each of 4 layers and half of the
+    embedding.
+    """
+    trainer, itemsize = config.trainer, itemsize_of(config)
+    layers, cut = policy.layers // trainer.pipeline, trainer.tensor
+    inner = policy.inner * policy.experts // trainer.experts
+    ends = 1 if policy.tied or trainer.pipeline > 1 else 2
+    part = -(-(layers * policy.hidden * (2 * policy.queries + 2 * policy.keys + 3 * inner) + ends * policy.vocab * policy.hidden) // cut)
+    lasting = [("to train the policy", (16 + itemsize) * part)]
+    if cut > 1:
+        lasting.append(("of rows to publish of columns", itemsize * layers * policy.hidden * (policy.queries + inner) // cut))
+    lasting.append(("of versions to publish (weights.ring)", config.weights.buffers * itemsize * part))
+    if trainer.check_logprobs:
+        lasting.append(("of versions for trainer.check_logprobs", 4 * (config.tasks.max_staleness + 1) * part))
+    token = -(-layers * policy.layer_bytes(itemsize, compiled=False) // cut)
+    return RankMemory(lasting, token, itemsize * part)

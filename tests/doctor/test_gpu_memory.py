@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from streamrl.doctor.gpu_memory import (
 from streamrl.errors import LaunchError
 from streamrl.schemas.tasks import Sampling
 from streamrl.trainers.activations import GIB
+from streamrl.trainers.megatron.names import Place, architecture, parameters
 from streamrl.trainers.memory import models_of, rank_memory
 
 QWEN_4B: dict[str, Any] = {
@@ -234,3 +236,35 @@ async def test_gpus_are_asked_of_torch_in_another_process(tmp_path: Path, monkey
     monkeypatch.setattr(gpu_memory.sys, "executable", str(broken))
     with pytest.raises(LaunchError, match="no such library"):
         await gpu_memories([str(tmp_path)])
+
+
+@pytest.mark.parametrize("cuts", [{}, {"tensor": 2}, {"pipeline": 3}, {"tensor": 4, "pipeline": 2}, {"experts": 4}], ids=str)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_rank_of_megatron_is_reckoned_by_what_it_holds(tmp_path: Path, cuts: dict[str, int], tied: bool) -> None:
+    """Beside the parameters that `names` gives the rank of the mesh that has most."""
+    experts = {"model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 768}
+    model = written(tmp_path, {"model_type": "qwen3", **QWEN_4B, "tie_word_embeddings": tied, **(experts if "experts" in cuts else {})})
+    ranks = math.prod(cuts.values())
+    config = Config(model=model, trainer=TrainerConfig(backend="megatron", ranks=ranks, **cuts), weights=WeightsConfig(ring=1))  # pyright: ignore[reportArgumentType]
+    arch = architecture(json.loads((tmp_path / "config.json").read_text()), "config.json")
+    tensors, stages, parts = (cuts.get(key, 1) for key in ("tensor", "pipeline", "experts"))
+    places = [
+        Place(tensor=tensor, tensors=tensors, stage=stage, stages=stages, replica=replica, expert_parts=parts)
+        for tensor in range(tensors)
+        for stage in range(stages)
+        for replica in range(parts)
+    ]
+    held = [sum(math.prod(part.held) for one in parameters(arch, place) for part in one.parts) for place in places]
+    found = lasting(config)
+    assert found["to train the policy"] * GIB == pytest.approx(18 * max(held), rel=2e-3)  # norms are not reckoned
+    assert ("of rows to publish of columns" in found) == (tensors > 1)
+
+
+def test_a_policy_too_large_for_a_rank_of_megatron_is_refused_with_the_tensor_ranks_that_fit(tmp_path: Path) -> None:
+    config = Config(model=written(tmp_path), trainer=TrainerConfig(backend="megatron"), weights=WeightsConfig(ring=1))
+    alone = check_trainer_memory(config, 60 << 30)
+    assert alone is not None and alone.state == "fail" and alone.hint.startswith("trainer.tensor = 2,"), alone
+    for cut in ({"tensor": 2}, {"pipeline": 2}):
+        found = check_trainer_memory(replace(config, trainer=replace(config.trainer, ranks=2, **cut)), 60 << 30)
+        assert found is not None and found.state == "ok", found
+    assert check_activations(config, 160 << 30) is None
