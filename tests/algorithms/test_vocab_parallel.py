@@ -19,6 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from streamrl.algorithms.logprobs import LinearHead
 from streamrl.algorithms.vocab_parallel import vocab_parallel_logprobs
+from streamrl.trainers.ranks.process_group import leave
 
 folder, rank, first, stop = sys.argv[1], int(sys.argv[2]), *(int(x) for x in sys.argv[3:5])
 dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
@@ -41,7 +42,8 @@ for name, softcap, elements, entropy_gradient in (
     results = {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "hidden": hidden.grad, "weight": weight.grad, "bias": bias.grad}
     found |= {f"{name}.{key}": value.contiguous() for key, value in results.items()}
 save_file(found, f"{folder}/{rank}.safetensors")
-dist.destroy_process_group()
+del logprobs, entropy, loss  # they hold the group, whose threads would live until the interpreter is torn down
+leave()
 """
 
 TOKENS, WIDTH, VOCAB, SPLIT = 23, 6, 37, 16
