@@ -58,8 +58,6 @@ def check_megatron(config: Config) -> None:
         ("trainer.activations", isinstance(trainer.activations, int), "all its layers keep their activations"),
         ("loss.advantage", Role.VALUE in estimator_of(loss).needs, "it has no critic"),
         ("loss.slime_loss", bool(loss.slime_loss), "it hands out no logits"),
-        ("loss.kl", loss.kl.loss_coef > 0 or loss.kl.reward_coef > 0 or loss.kl.reference_every > 0, "it has no reference"),
-        ("loss.distillation.coef", loss.distillation.coef > 0, "it has no teacher"),
         ("sampling.top_p", split and sampling.top_p < 1, "log-probs over a split vocabulary are of the whole distribution"),
         ("sampling.top_k", split and sampling.top_k > 0, "log-probs over a split vocabulary are of the whole distribution"),
     ]

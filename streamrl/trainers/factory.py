@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from streamrl.config.tree import Config, schedule_steps
@@ -56,17 +57,19 @@ def make_trainer(config: Config, model_dir: Path, *, profile_dir: Path | None = 
     profiler = None
     if profile_dir is not None and config.debug.profile_versions:
         profiler = StepProfiler(profile_dir, config.debug.profile_versions, device, rank=rank)
-    policy, parallel = None, None
+    policy, parallel, load_frozen_model = None, None, None
     kernels = choose_kernels(config, device, dtype)
     if config.trainer.backend == "megatron":
         from streamrl.trainers.megatron.model import MegatronLM
         from streamrl.trainers.megatron.ranks import MegatronParallel
 
         parallel = MegatronParallel(mesh_of(config.trainer), device, config.trainer.tensor, config.trainer.rank_timeout_s)
-        policy = MegatronLM(model_dir, dtype, device, kernels=kernels, parallel=parallel, timeout_s=config.trainer.rank_timeout_s)
+        made = partial(MegatronLM, dtype=dtype, device=device, kernels=kernels, parallel=parallel, timeout_s=config.trainer.rank_timeout_s)
+        policy, load_frozen_model = made(model_dir), partial(made, frozen=True)
     return TorchTrainer(
         model_dir,
         policy=policy,
+        load_frozen_model=load_frozen_model,
         parallel=parallel,
         trainer=config.trainer,
         loss=config.loss,

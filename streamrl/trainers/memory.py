@@ -92,7 +92,7 @@ def rank_memory(config: Config, models: Models, *, gpu_bytes: int, compiled: boo
     trainer, itemsize, shards = config.trainer, itemsize_of(config), config.trainer.shards
     (_, policy), *_ = models.trained
     if trainer.backend == "megatron":
-        return _megatron_memory(config, policy)
+        return _megatron_memory(config, models)
     part = -(-policy.parameters // shards)
     lasting = [(f"to train the {what}", training_bytes(shape.parameters, itemsize, shards)) for what, shape in models.trained]
     lasting += [(f"for the {what}", itemsize * -(-shape.parameters // shards)) for what, shape in models.frozen]
@@ -115,20 +115,28 @@ def rank_memory(config: Config, models: Models, *, gpu_bytes: int, compiled: boo
     return RankMemory(lasting, token, making)
 
 
-def _megatron_memory(config: Config, policy: ModelShape) -> RankMemory:
+def _megatron_memory(config: Config, models: Models) -> RankMemory:
     """Of the rank that has most: float32 leaves, gradients and moments beside the parameters that it computes with; all layers are kept.
 
     Example, 8 layers in 2 stages on 2 tensor ranks each, a head of its own: the first rank has half of each of 4 layers and half of the
     embedding.
     """
-    trainer, itemsize = config.trainer, itemsize_of(config)
-    layers, cut = policy.layers // trainer.pipeline, trainer.tensor
-    inner = policy.inner * policy.experts // trainer.experts
-    ends = 1 if policy.tied or trainer.pipeline > 1 else 2
-    part = -(-(layers * policy.hidden * (2 * policy.queries + 2 * policy.keys + 3 * inner) + ends * policy.vocab * policy.hidden) // cut)
+    trainer, itemsize, cut = config.trainer, itemsize_of(config), config.trainer.tensor
+
+    def largest_part(shape: ModelShape) -> int:
+        layer = shape.hidden * (2 * shape.queries + 2 * shape.keys + 3 * shape.inner * shape.experts // trainer.experts)
+        ends = 1 if shape.tied or trainer.pipeline > 1 else 2
+        return -(-(shape.layers // trainer.pipeline * layer + ends * shape.vocab * shape.hidden) // cut)
+
+    (_, policy), *_ = models.trained
+    layers, part = policy.layers // trainer.pipeline, largest_part(policy)
     lasting = [("to train the policy", (16 + itemsize) * part)]
+    renewed = 2 if config.loss.kl.reference_every else 1
+    lasting += [
+        (f"for the {what}", itemsize * largest_part(shape) * (renewed if what == "reference" else 1)) for what, shape in models.frozen
+    ]
     if cut > 1:
-        lasting.append(("of rows to publish of columns", itemsize * layers * policy.hidden * (policy.queries + inner) // cut))
+        lasting.append(("of rows to publish of columns", itemsize * layers * policy.hidden * (policy.queries + policy.inner) // cut))
     lasting.append(("of versions to publish (weights.ring)", config.weights.buffers * itemsize * part))
     if trainer.check_logprobs:
         lasting.append(("of versions for trainer.check_logprobs", 4 * (config.tasks.max_staleness + 1) * part))

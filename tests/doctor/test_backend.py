@@ -13,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.cli import main
+from streamrl.config.loss import DistillationConfig, LossConfig
 from streamrl.config.ray import RayConfig
 from streamrl.config.tree import Config, TrainerConfig
 from streamrl.doctor.backend import check_backend, refuse_backend
@@ -148,6 +149,19 @@ def test_the_share_of_a_rank_is_told(tmp_path: Path) -> None:
     # Of the model that is built: 4 heads and 2 of keys and values.
     with pytest.raises(ConfigError, match=r"the model that \[model\] builds|num_key_value_heads = 2, got 2 / 4"):
         refuse_backend(config)
+
+
+def test_a_teacher_that_cannot_be_built_is_refused_by_its_key(tmp_path: Path) -> None:
+    described(tmp_path)
+    (tmp_path / "teacher").mkdir()
+    described(tmp_path / "teacher", num_hidden_layers=5)
+    config = Config(
+        trainer=TrainerConfig(backend="megatron", ranks=2, pipeline=2),
+        loss=LossConfig(distillation=DistillationConfig(coef=0.1, teacher=str(tmp_path / "teacher"))),
+    )
+    with pytest.raises(ConfigError, match=r"num_hidden_layers = 5, got 5 / 2 = 2\.5") as caught:
+        refuse_backend(replace(config, model=replace(config.model, path=str(tmp_path))))
+    assert caught.value.values["key"] == "loss.distillation.teacher"
 
 
 def test_the_share_of_a_stage_is_told(tmp_path: Path) -> None:

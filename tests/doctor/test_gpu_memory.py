@@ -258,6 +258,8 @@ def test_a_rank_of_megatron_is_reckoned_by_what_it_holds(tmp_path: Path, cuts: d
     found = lasting(config)
     assert found["to train the policy"] * GIB == pytest.approx(18 * max(held), rel=2e-3)  # norms are not reckoned
     assert ("of rows to publish of columns" in found) == (tensors > 1)
+    looked_at = lasting(replace(config, loss=LossConfig(kl=KLConfig(loss_coef=0.1))))
+    assert looked_at["for the reference"] * GIB == pytest.approx(2 * max(held), rel=2e-3)
 
 
 def test_a_policy_too_large_for_a_rank_of_megatron_is_refused_with_the_tensor_ranks_that_fit(tmp_path: Path) -> None:

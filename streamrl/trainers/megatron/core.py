@@ -81,7 +81,7 @@ class Decoder:
         place: of this rank: the first `tensors` ranks are one group, those of the next stage another, and replicas follow.
         dtype: of its parameters, which are not initialised.
         device: where they lie.
-        timeout_s: longest that a rank waits for another.
+        timeout_s: longest that a rank waits for another; None: another decoder of the same place has made the groups.
         mixture: makes a layer's mixture of experts; None: the layers are dense.
 
     Raises:
@@ -96,13 +96,14 @@ class Decoder:
         place: Place,
         dtype: torch.dtype,
         device: torch.device,
-        timeout_s: float,
+        timeout_s: float | None,
         mixture: MakeMixture | None,
     ) -> None:
         check_installed()
         stand_in()
         core = _imported()
-        _begin(core, place, device, timeout_s)
+        if timeout_s is not None:
+            _begin(core, place, device, timeout_s)
         self.first, self.last = place.stage == 0, place.stage == place.stages - 1
         silu = torch.nn.functional.silu
         self._core = core

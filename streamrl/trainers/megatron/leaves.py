@@ -29,7 +29,7 @@ class Leaf(NamedTuple):
 
     part: Part
     value: torch.nn.Parameter
-    """[*part.held] float32, or float64 of a model in that type."""
+    """[*part.held] float32, or float64 of a model in that type; of one that is frozen in its own type."""
     shared: bool
     """Whether every rank that holds a part of the same layers holds it whole."""
     doubled: bool = False
@@ -46,6 +46,7 @@ class Leaves:
         shared: whether a box is held by every rank that holds a part of the same layers.
         model_type: of the configuration.
         doubled: the tensor that two stages have a copy of each; empty: none.
+        trained: gradients are asked of the module.
 
     Raises:
         ConfigError: the module has other parameters.
@@ -58,8 +59,11 @@ class Leaves:
         shapes: Mapping[str, tuple[int, ...]],
         shared: Callable[[Part], bool],
         model_type: str,
-        doubled: str = "",
+        *,
+        doubled: str,
+        trained: bool,
     ) -> None:
+        module.requires_grad_(trained)
         self._model_type = model_type
         self._held: dict[str, torch.nn.Parameter] = dict(module.named_parameters())
         expected, found = {one.name: one.shape for one in parameters}, {name: tuple(p.shape) for name, p in self._held.items()}
@@ -74,18 +78,24 @@ class Leaves:
         self._places: list[tuple[torch.nn.Parameter, Leaf]] = []
         for one in parameters:
             target = self._held[one.name]
-            dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
+            dtype = target.dtype if not trained or target.dtype == torch.float64 else torch.float32
             with torch.no_grad():
                 target.zero_()  # rows of padding stay so
             own: list[Leaf] = []
             for part in one.parts:
-                value = torch.nn.Parameter(torch.zeros(part.held, dtype=dtype, device=target.device))
+                value = torch.nn.Parameter(torch.zeros(part.held, dtype=dtype, device=target.device), requires_grad=trained)
                 own.append(Leaf(part, value, shared(part), part.name == doubled))
             made |= {leaf.part.name: leaf for leaf in own}
             self._places += [(target, leaf) for leaf in own]
-            target.register_post_accumulate_grad_hook(partial(_move_gradient, own))
+            if trained:
+                target.register_post_accumulate_grad_hook(partial(_move_gradient, own))
         like = next(iter(made.values())).value
         self.leaves: list[Leaf] = [made.get(name) or _nothing(name, shape, like) for name, shape in shapes.items()]
+
+    def let_go(self) -> None:
+        """Of the memory, which nobody will read or write."""
+        for leaf in self.leaves:
+            leaf.value.data = leaf.value.data.new_empty((0, *leaf.part.shape[1:]))
 
     @torch.no_grad()
     def write(self) -> None:

@@ -46,13 +46,24 @@ class MegatronLM:
         kernels: of which attention is taken; nothing is compiled, and every layer keeps its activations.
         parallel: its ranks.
         timeout_s: longest that a rank waits for another.
+        frozen: no gradient is asked of it; the policy was made before it, on the same ranks.
+        renewed: a frozen one's parameters are written later; else it keeps no leaves.
 
     Raises:
         ConfigError: an architecture or a variant that is not known, a mesh that does not divide it, or megatron-core is missing.
     """
 
     def __init__(
-        self, model_dir: Path, dtype: torch.dtype, device: torch.device, *, kernels: Kernels, parallel: MegatronParallel, timeout_s: float
+        self,
+        model_dir: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        kernels: Kernels,
+        parallel: MegatronParallel,
+        timeout_s: float,
+        frozen: bool = False,
+        renewed: bool = False,
     ) -> None:
         from transformers import AutoConfig
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -80,7 +91,13 @@ class MegatronLM:
         )
         mixture = partial(_mixture, self.arch, settings, parallel) if self.arch.experts else None
         self._decoder = Decoder(
-            self.arch, settings.rms_norm_eps, place=place, dtype=dtype, device=device, timeout_s=timeout_s, mixture=mixture
+            self.arch,
+            settings.rms_norm_eps,
+            place=place,
+            dtype=dtype,
+            device=device,
+            timeout_s=None if frozen else timeout_s,
+            mixture=mixture,
         )
         self._pipeline = Pipeline(parallel.line, dtype, device) if parallel.line is not None else None
         routers = [one for one in self._decoder.module.modules() if isinstance(one, TopKRouter)]
@@ -88,11 +105,16 @@ class MegatronLM:
         here, whole = (list(in_matrices(parameters(self.arch, one), self.arch.experts)) for one in (place, Place()))
         shapes = {part.name: part.shape for one in whole for part in one.parts}
         doubled = "model.embed_tokens.weight" if self.arch.tied and stages > 1 else ""
-        self._leaves = Leaves(self._decoder.module, here, shapes, partial(_shared, experts), self.arch.model_type, doubled)
-        parallel.leaves = self._leaves.leaves
+        self._leaves = Leaves(
+            self._decoder.module, here, shapes, partial(_shared, experts), self.arch.model_type, doubled=doubled, trained=not frozen
+        )
         self._leaves.read(model_dir, dtype)
         head = self._leaves.parts()["model.embed_tokens.weight" if self.arch.tied else "lm_head.weight"]
         self._first, self._own_rows = head.offset[0], head.run
+        if not frozen:
+            parallel.leaves = self._leaves.leaves
+        elif not renewed:
+            self._leaves.let_go()
         ends = ("model.embed_tokens.weight", "lm_head.weight")
         body = [(name, int(np.prod(shape))) for name, shape in shapes.items() if name not in ends]
         self.flops: ModelFlops | None = model_flops(settings, body, self.arch.vocabulary * self.arch.hidden)
@@ -120,9 +142,11 @@ class MegatronLM:
     def cut(self, parallel: Parallel, *, trained: bool) -> Held:
         """It is cut by its making."""
         assert parallel is self._parallel
-        self._held = HeldBoxes(self._leaves.leaves, self.dtype, self._parallel, self.arch.model_type)
-        self._held.refresh()
-        return self._held
+        held = HeldBoxes(self._leaves.leaves, self.dtype, self._parallel, self.arch.model_type, trained=trained)
+        if trained:
+            self._held = held
+            held.refresh()
+        return held
 
     def turns(self, micros: Sequence[MicroBatch], *, learns: bool) -> Iterable[MicroBatch]:
         """See `LanguageModel.turns`."""

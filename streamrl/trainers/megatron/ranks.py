@@ -138,10 +138,10 @@ class HeldBoxes(Held):
     """See `Held`, of leaves: boxes of tensors, cut in rows or in columns, or empty. Of what several ranks hold the first one speaks.
 
     Versions are published by rows. So of a matrix of which each tensor rank has columns, each has some rows too, in the type that is
-    published, which `refresh` writes: a third of a dense model / tensor ranks.
+    published, which `refresh` writes: a third of a dense model / tensor ranks. What is not `trained` is not published, and has no masters.
     """
 
-    def __init__(self, leaves: Sequence[Leaf], dtype: torch.dtype, parallel: MegatronParallel, model_type: str) -> None:
+    def __init__(self, leaves: Sequence[Leaf], dtype: torch.dtype, parallel: MegatronParallel, model_type: str, *, trained: bool) -> None:
         named = [(leaf.part.name, leaf.value) for leaf in leaves]
         super().__init__(named, {name: dtype for name, _ in named}, parallel, model_type)
         self._shapes = {leaf.part.name: leaf.part.shape for leaf in leaves}
@@ -149,9 +149,10 @@ class HeldBoxes(Held):
         self._group, self._across = parallel.parts_group, Mesh(shard=parallel.width)
         # Of [4, 6] on two ranks rank 1 has columns 3 .. 5, and publishes rows 2 and 3.
         self._offers: dict[str, tuple[int, Tensor]] = {}
+        self._trained = trained
         for leaf in leaves:
             shape = leaf.part.shape
-            if len(shape) == 2 and leaf.part.held[1] < shape[1]:
+            if trained and len(shape) == 2 and leaf.part.held[1] < shape[1]:
                 rows = self._across.rows(shape[0], parallel.lane)
                 self._offers[leaf.part.name] = (rows.start, leaf.value.new_empty((len(rows), shape[1]), dtype=dtype))
         self._silent = {leaf.part.name for leaf in leaves if not parallel.speaks(leaf) or not leaf.part.held[0]}
@@ -174,7 +175,8 @@ class HeldBoxes(Held):
 
     def state(self, optimizer: Mapping[str, Tensor], digest: str) -> ModelState:
         """See `Held.state`: leaves of parameters that are rounded are their masters."""
-        masters = {f"{name}.master": local(p) for name, p in self.parameters if self._types[name].itemsize < 4}
+        rounded = {name for name, dtype in self._types.items() if dtype.itemsize < 4} if self._trained else set[str]()
+        masters = {f"{name}.master": local(p) for name, p in self.parameters if name in rounded}
         spoken = {name: local(p) for name, p in self.parameters if name not in self._silent}
         # How many steps were made is written by the first part, also of what it has nothing of.
         kept = {key for key in [*optimizer, *masters] if key.rpartition(".")[0] in spoken or key.endswith(".step")}

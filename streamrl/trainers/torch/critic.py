@@ -60,7 +60,7 @@ class Critic:
     ) -> None:
         path = Path(config.path or model_dir)
         self._config = config
-        self._model = load_named("loss.critic.path", path, dtype, device, kernels=kernels)
+        self._model = load_named("loss.critic.path", path, partial(CausalLM, dtype=dtype, device=device, kernels=kernels))
         self._model.drop_head()
         self._head = torch.nn.Linear(self._model.width, 1, dtype=dtype if dtype.itemsize >= 4 else torch.float32, device=device)
         torch.nn.init.zeros_(self._head.weight)

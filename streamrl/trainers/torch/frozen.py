@@ -5,7 +5,10 @@ A reference may be renewed: then it takes over the policy's parameters now and a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 from msgspec.structs import replace
@@ -17,21 +20,28 @@ from streamrl.errors import ConfigError
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.checkpoint import ModelState
 from streamrl.trainers.torch.kernels import Kernels
-from streamrl.trainers.torch.parallel import Parallel
+from streamrl.trainers.torch.language_model import LanguageModel
+from streamrl.trainers.torch.parallel import Parallel, local
 from streamrl.trainers.torch.sharding import Held
 
+Model = TypeVar("Model")
 
-def load_frozen(
-    loss: LossConfig, model_dir: Path, dtype: torch.dtype, device: torch.device, *, kernels: Kernels, vocab_size: int, parallel: Parallel
-) -> dict[Role, CausalLM]:
+
+class Load(Protocol):
+    """Makes a model that no gradient is asked of."""
+
+    def __call__(self, path: Path, /, *, renewed: bool) -> LanguageModel:
+        """Of a directory; with `renewed` its parameters are written later. Raises ConfigError."""
+        ...
+
+
+def load_frozen(loss: LossConfig, model_dir: Path, load: Load, *, vocab_size: int, parallel: Parallel) -> dict[Role, LanguageModel]:
     """The models that `loss` looks at, each directory loaded once; a reference that is renewed is a model of its own.
 
     Args:
         loss: names the directories; without `loss.kl.reference` the reference is the initial policy.
         model_dir: the initial policy.
-        dtype: type of the weights.
-        device: where they lie.
-        kernels: by which they are run.
+        load: one of them.
         vocab_size: of the policy, which theirs must be, too.
         parallel: the ranks; models are cut as the policy is, but for a reference that is renewed, which `Reference` cuts.
 
@@ -43,8 +53,7 @@ def load_frozen(
         wanted[Role.REFERENCE] = ("loss.kl.reference", Path(loss.kl.reference or model_dir))
     if loss.distillation.coef > 0:
         wanted[Role.TEACHER] = ("loss.distillation.teacher", Path(loss.distillation.teacher))
-    loaded: dict[tuple[Path, bool], CausalLM] = {}
-    kernels = replace(kernels, kept_layers=None)  # there is no backward pass
+    loaded: dict[tuple[Path, bool], LanguageModel] = {}
 
     def place(role: Role, path: Path) -> tuple[Path, bool]:
         return path.resolve(), role == Role.REFERENCE and loss.kl.reference_every > 0
@@ -52,7 +61,7 @@ def load_frozen(
     for role, (key, path) in wanted.items():
         if place(role, path) in loaded:
             continue
-        model = load_named(key, path, dtype, device, kernels=kernels)
+        model = load_named(key, path, partial(load, renewed=place(role, path)[1]))
         if model.vocab_size != vocab_size:
             raise ConfigError(
                 f"{key} = {path} has {model.vocab_size} tokens, the policy {vocab_size}",
@@ -61,7 +70,6 @@ def load_frozen(
                 expected=vocab_size,
                 got=model.vocab_size,
             )
-        model.module.requires_grad_(False)
         if not place(role, path)[1]:
             model.cut(parallel, trained=False)
         loaded[place(role, path)] = model
@@ -80,7 +88,7 @@ class Reference:
         ConfigError: the model is not of the policy's architecture.
     """
 
-    def __init__(self, model: CausalLM, policy: Held, *, every: int) -> None:
+    def __init__(self, model: LanguageModel, policy: Held, *, every: int) -> None:
         self._model = model
         self._held = model.cut(policy.parallel, trained=False)
         self._policy = policy
@@ -102,8 +110,8 @@ class Reference:
     @torch.no_grad()
     def renew(self, digest: str) -> None:
         """Take over the policy's parameters, which have this digest."""
-        for own, policy in zip(self._held.slices(), self._policy.slices(), strict=True):
-            own.rows.copy_(policy.rows)
+        for (_, own), (_, policy) in zip(self._held.parameters, self._policy.parameters, strict=True):
+            local(own).copy_(local(policy))
         self._model.forget()
         self.digest = digest
 
@@ -119,15 +127,15 @@ class Reference:
         self.digest = state.digest
 
 
-def load_named(
-    key: str,
-    path: Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    kernels: Kernels,
-) -> CausalLM:
-    """A causal language model whose errors name the configuration's key; raises ConfigError."""
+def load_torch(path: Path, dtype: torch.dtype, device: torch.device, kernels: Kernels, *, renewed: bool) -> CausalLM:
+    """See `Load`: by transformers; a model that is renewed is like another."""
+    model = CausalLM(path, dtype, device, kernels=replace(kernels, kept_layers=None))  # there is no backward pass
+    model.module.requires_grad_(False)
+    return model
+
+
+def load_named(key: str, path: Path, load: Callable[[Path], Model]) -> Model:
+    """What `load` makes of a model's directory, with errors that name the configuration's key; raises ConfigError."""
     if not path.is_dir():
         raise ConfigError(
             f"expected {key} to name a model directory, got no such directory: {path}",
@@ -136,6 +144,6 @@ def load_named(
             path=str(path),
         )
     try:
-        return CausalLM(path, dtype, device, kernels=kernels)
+        return load(path)
     except ConfigError as error:
         raise ConfigError(f"{key} = {path}: {error.message}", hint=error.hint, key=key, path=str(path)) from error

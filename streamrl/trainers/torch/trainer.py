@@ -39,7 +39,7 @@ from streamrl.trainers.torch.checkpoint import (
     restore_random,
 )
 from streamrl.trainers.torch.critic import Critic
-from streamrl.trainers.torch.frozen import Reference, load_frozen
+from streamrl.trainers.torch.frozen import Load, Reference, load_frozen, load_torch
 from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.language_model import LanguageModel
 from streamrl.trainers.torch.optimizer import ClippedAdamW
@@ -76,6 +76,7 @@ class TorchTrainer:
         memory_tokens: see `DebugConfig`.
         profiler: of steps.
         policy: the model, where another library runs it; None: transformers does.
+        load_frozen_model: how it loads reference and teacher.
         parallel: its ranks.
     """
 
@@ -95,6 +96,7 @@ class TorchTrainer:
         memory_tokens: int = 0,
         profiler: StepProfiler | None = None,
         policy: LanguageModel | None = None,
+        load_frozen_model: Load | None = None,
         parallel: Parallel | None = None,
     ) -> None:
         self._model_dir = model_dir
@@ -126,7 +128,8 @@ class TorchTrainer:
         if cuda and not self._parallel.sharded and all(one.held.dtype == one.dtype for one in self._held.published()):
             self._digester = NamedDigester({one.name: Region(one.held, one.shape) for one in self._held.published()})
         self._optimizer = ClippedAdamW(self._parameters, trainer.optimizer, norm=self._parallel.norm)
-        frozen = load_frozen(loss, model_dir, dtype, device, kernels=kernels, vocab_size=self._policy.vocab_size, parallel=self._parallel)
+        load = load_frozen_model or partial(load_torch, dtype=dtype, device=device, kernels=kernels)
+        frozen = load_frozen(loss, model_dir, load, vocab_size=self._policy.vocab_size, parallel=self._parallel)
         self._reference: Reference | None = None
         if loss.kl.reference_every:
             self._reference = Reference(frozen[Role.REFERENCE], self._held, every=loss.kl.reference_every)
