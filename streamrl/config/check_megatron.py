@@ -49,10 +49,18 @@ def check_megatron(config: Config) -> None:
         hint=f"set trainer.ranks to a multiple of {parts}, such as {parts * max(1, round(ranks / parts))}",
         key="trainer.pipeline",
     )
+    context, replicas = trainer.context, ranks // parts
+    refuse(
+        replicas % context != 0,
+        f"trainer.context must divide the replicas, got {context} and {ranks} / ({tensor} x {stages}) = {replicas}: "
+        f"{replicas} = {replicas // context} x {context} + {replicas % context}",
+        hint=f"set trainer.ranks to a multiple of {parts * context}",
+        key="trainer.context",
+    )
     sampling, split = config.sampling, tensor > 1
     asked = [
         ("trainer.shards", trainer.shards > 1, "it cuts matrices instead: trainer.tensor"),
-        ("trainer.context", trainer.context > 1, "its ranks share no rows"),
+        ("trainer.context", trainer.context > 1 and experts > 1, "ranks that divide experts share no rows"),
         ("trainer.compile", trainer.compile == "on", "its layers are not compiled"),
         ("trainer.attention", trainer.attention == "flash", "its attention is packed or sdpa"),
         ("trainer.activations", isinstance(trainer.activations, int), "all its layers keep their activations"),

@@ -210,8 +210,6 @@ def _fitting_parts(config: Config, gpu_bytes: int) -> str:
 
 def _fitting_context(config: Config, gpu_bytes: int) -> str:
     trainer = config.trainer
-    if trainer.backend == "megatron":
-        return ""
     context = trainer.context
     while (context := 2 * context) <= _MOST_SHARDS:
         shared = replace(config, trainer=replace(trainer, ranks=trainer.ranks * context // trainer.context, context=context))

@@ -140,5 +140,6 @@ def _megatron_memory(config: Config, models: Models) -> RankMemory:
     lasting.append(("of versions to publish (weights.ring)", config.weights.buffers * itemsize * part))
     if trainer.check_logprobs:
         lasting.append(("of versions for trainer.check_logprobs", 4 * (config.tasks.max_staleness + 1) * part))
-    token = -(-layers * policy.layer_bytes(itemsize, compiled=False) // cut)
+    context = trainer.context
+    token = -(-layers * policy.layer_bytes(itemsize, compiled=False, context=context) // (cut * context))
     return RankMemory(lasting, token, itemsize * part)

@@ -27,6 +27,8 @@ class Mesh(msgspec.Struct, frozen=True):
     """Parts that each copy is cut into."""
     context: int = 1
     """Neighbours that share each packed row. It divides the ranks; what they hold of the parameters does not depend on it."""
+    tensors: int = 1
+    """Parts that, between layers, a row's positions are cut into too."""
     stages: int = 1
     """Groups of layers, one behind another, that the parts of a copy are of: the first `shard / stages` parts of the first, and so on."""
 
@@ -48,8 +50,8 @@ class Mesh(msgspec.Struct, frozen=True):
         return divmod(rank, self.context)
 
     def whole(self, length: int) -> int:
-        """Length of a row that ranks can share, two chunks each: the next multiple of twice their number."""
-        unit = 2 * self.context if self.context > 1 else 1
+        """Length of a row that ranks can share, two chunks each: the next multiple of twice their number, and of what cuts each part."""
+        unit = 2 * self.context * self.tensors if self.context > 1 else 1
         return -(-length // unit) * unit
 
     def rows(self, count: int, part: int) -> range:
@@ -73,7 +75,7 @@ class Mesh(msgspec.Struct, frozen=True):
 def mesh_of(trainer: TrainerConfig) -> Mesh:
     """The mesh that a configuration asks for; it has been checked that the parts, and `trainer.context`, divide the ranks."""
     parts = trainer.tensor * trainer.experts * trainer.pipeline if trainer.backend == "megatron" else trainer.shards
-    return Mesh(replicate=trainer.ranks // parts, shard=parts, context=trainer.context, stages=trainer.pipeline)
+    return Mesh(replicate=trainer.ranks // parts, shard=parts, context=trainer.context, tensors=trainer.tensor, stages=trainer.pipeline)
 
 
 def trained_on(trainer: TrainerConfig) -> TrainedOn:

@@ -270,3 +270,6 @@ def test_a_policy_too_large_for_a_rank_of_megatron_is_refused_with_the_tensor_ra
         found = check_trainer_memory(replace(config, trainer=replace(config.trainer, ranks=2, **cut)), 60 << 30)
         assert found is not None and found.state == "ok", found
     assert check_activations(config, 160 << 30) is None
+    long = replace(config, data=replace(config.data, max_prompt_tokens=60_000))
+    refused = check_trainer_memory(long, 140 << 30)
+    assert refused is not None and refused.state == "fail" and "trainer.context = " in refused.hint, refused

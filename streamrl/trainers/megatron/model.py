@@ -150,7 +150,12 @@ class MegatronLM:
 
     def turns(self, micros: Sequence[MicroBatch], *, learns: bool) -> Iterable[MicroBatch]:
         """See `LanguageModel.turns`."""
-        return micros if self._pipeline is None else self._pipeline.turns(micros, self._stage, self._handed_on, learns=learns)
+        if self._pipeline is None:
+            return micros
+        return self._pipeline.turns(micros, self._stage_of, lambda micro: self._handed_on(self.share(micro).micro), learns=learns)
+
+    def _stage_of(self, micro: MicroBatch, given: Tensor | None) -> Tensor:
+        return self._stage(self.share(micro).micro, given)
 
     def accumulate(self, *, last: bool) -> None:
         """Nothing waits for the last micro-batch."""
@@ -163,6 +168,11 @@ class MegatronLM:
 
     def predict(self, micro: MicroBatch, batch: TrainBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """See `LanguageModel`; raises ConfigError for truncated samples over a split vocabulary."""
+        share = self.share(micro)
+        logprobs, entropy = share.everyones(*self._predict(share.micro, batch, entropy_gradient))
+        return logprobs, entropy
+
+    def _predict(self, micro: MicroBatch, batch: TrainBatch, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
         sample = samples_at(batch, micro.target)
         truncated = bool(((batch.top_p[sample] < 1) | (batch.top_k[sample] > 0)).any())
         check_samples(self._parallel.tensors, truncated)
@@ -218,8 +228,8 @@ class MegatronLM:
         return LinearHead(self._decoder.head[: self._own_rows], None, 1.0, 0.0)
 
     def share(self, micro: MicroBatch) -> Share:
-        """All of it: tensor ranks have the same rows, and `trainer.context` is refused."""
-        return Share(micro)
+        """All of it, or its part of a row that replicas share; tensor ranks and stages have the same."""
+        return Share(micro) if self._parallel.context is None else self._parallel.context.share(micro)
 
     def states(self, micro: MicroBatch) -> Tensor:
         """[M, H] that predict `micro.target`; of several stages the last one has them, at the micro-batch's turn."""
@@ -254,6 +264,27 @@ class MegatronLM:
                 return found.transpose(1, 2)
 
             return masked
+        if micro.cut is not None and self._parallel.context is not None:
+            cut, group = micro.cut, self._parallel.context.group
+            queries, keys, order = (self._tensor(each) for each in (cut.queries, cut.keys, cut.order))
+            longest = min(micro.longest, micro.inputs.shape[1] // 2)
+
+            def shared(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+                return packed_attention(
+                    self._decoder.module,
+                    query,
+                    key,
+                    value,
+                    None,
+                    cu_seq_lens_q=queries,
+                    cu_seq_lens_k=keys,
+                    max_length_q=longest,
+                    max_length_k=micro.longest,
+                    context_order=order,
+                    context_group=group,
+                )[0]
+
+            return shared
         starts = None
         if micro.starts is not None:
             ends = micro.starts.copy()

@@ -15,6 +15,7 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import Tensor
 
 from streamrl.errors import ConfigError
@@ -22,6 +23,7 @@ from streamrl.trainers.megatron.leaves import Leaf
 from streamrl.trainers.mesh import Mesh
 from streamrl.trainers.ranks.collectives import among_ranks
 from streamrl.trainers.torch.checkpoint import Box, ModelState, host_copy
+from streamrl.trainers.torch.context import Context
 from streamrl.trainers.torch.parallel import Parallel, local
 from streamrl.trainers.torch.sharding import Held, Slice
 
@@ -44,7 +46,7 @@ class MegatronParallel(Parallel):
 
     Of a whole norm each tensor rank has the gradient from its own positions, or heads (sequence parallelism). Of all but the experts each
     expert rank has it from its own samples. Of a tied embedding the first stage has it from its inputs, the last one from its outputs.
-    These are summed.
+    These are summed. Rows are shared by `context` neighbouring replicas.
 
     Args:
         mesh: its parts are stages of `tensors` ranks each, or, where both are 1, parts of the experts.
@@ -54,7 +56,8 @@ class MegatronParallel(Parallel):
     """
 
     def __init__(self, mesh: Mesh, device: torch.device, tensors: int, timeout_s: float) -> None:
-        super().__init__(mesh, device)
+        super().__init__(replace(mesh, context=1), device)
+        self.mesh = mesh
         self.stages, self.width = mesh.stages, mesh.shard // mesh.stages
         self.stage, self.lane = divmod(self.part, self.width)
         self.tensors, self.expert_parts = tensors, self.width // tensors
@@ -70,6 +73,8 @@ class MegatronParallel(Parallel):
         """Of the first and the last of the line's ranks, on these."""
         if self.stages > 1:
             self._make_groups(timeout_s)
+        if mesh.context > 1:
+            self._share_rows(timeout_s)
         self.leaves: list[Leaf] = []
 
     def _make_groups(self, timeout_s: float) -> None:
@@ -86,10 +91,21 @@ class MegatronParallel(Parallel):
         self.data_group = _make_group([ranks[:, :, lane].flatten().tolist() for lane in lanes], self.rank, timeout_s)
         self.tells = self.stage == self.stages - 1
 
+    def _share_rows(self, timeout_s: float) -> None:
+        ranks = np.arange(self.ranks).reshape(-1, self.mesh.context, self.mesh.shard)
+        lists = [shared[:, part].tolist() for shared in ranks for part in range(self.mesh.shard)]
+        group = _make_group(lists, self.rank, timeout_s)
+        assert group is not None  # every rank shares its rows
+        place = self.copy % self.mesh.context
+        self.context = Context(place, self.mesh.context, group.group_name)
+        self.tells = self.tells and place == 0
+
     @property
     def row_share(self) -> tuple[int, int]:
-        """See `Parallel.row_share`; all stages have the same rows."""
-        return (self.copy, self.mesh.replicate) if self.stages > 1 else super().row_share
+        """See `Parallel.row_share`; all stages and tensor ranks have the same rows."""
+        if self.expert_parts > 1:
+            return super().row_share
+        return self.copy // self.mesh.context, self.mesh.replicate // self.mesh.context
 
     def most(self, count: int) -> int:
         """See `Parallel.most`; tensor ranks have the same samples, and replicas meet behind the last micro-batch."""

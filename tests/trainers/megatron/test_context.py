@@ -1,0 +1,64 @@
+"""Replicas of megatron-core that share packed rows, with tensor ranks and with stages, beside the torch backend on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from streamrl.config.loss import KLConfig, LossConfig
+from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
+from streamrl.trainers.factory import make_trainer
+from streamrl.trainers.ranks.local import open_trainer
+from tests.support.meshes import BOUND, STEPS, apart, batch, in_float64, parameters, run
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+MESHES = [{"ranks": 2}, {"ranks": 4}, {"ranks": 4, "tensor": 2}, {"ranks": 4, "pipeline": 2}]
+"""With two ranks a row; of the second, two rows at a time."""
+
+
+def config(backend: str = "megatron", loss: LossConfig | None = None, **mesh: int) -> Config:
+    context = 2 if backend == "megatron" else 1
+    options = {"optimizer": OptimizerConfig(learning_rate=1e-3), "micro_tokens": 48, "minibatches": 2, "rank_timeout_s": 120.0}
+    section = TrainerConfig(backend=backend, context=context, **mesh, **options)  # pyright: ignore[reportArgumentType]
+    return Config(trainer=section, loss=loss or LossConfig())
+
+
+@pytest.fixture(scope="module")
+def initial(make_model: Callable[..., Path]) -> Path:
+    return make_model(vocab_size=19, num_attention_heads=4, num_key_value_heads=2)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_ranks_that_share_rows_train_as_one_rank_does(initial: Path, mesh: dict[str, int], tmp_path: Path) -> None:
+    alone = run(make_trainer(config("torch"), initial), tmp_path / "alone")
+    truth = parameters(run(in_float64(config("torch"), initial), tmp_path / "truth").checkpoint)
+    with open_trainer(config(**mesh), initial) as trainer:
+        made = run(trainer, tmp_path / "made")
+    far = apart(parameters(alone.checkpoint), truth)
+    assert made.begun == alone.begun and far > 0
+    assert apart(parameters(made.checkpoint), truth) <= 2 * BOUND * far
+    assert made.norms == pytest.approx(alone.norms, rel=1e-3)
+    half = STEPS // 2
+    with open_trainer(config(**mesh), initial) as trainer:
+        assert trainer.load(made.half) == b"at"
+        assert [trainer.step(batch(step)).digest for step in range(half, half + 3)] == made.digests[half : half + 3]
+
+
+@pytest.mark.parametrize("mesh", MESHES[2:], ids=str)
+def test_the_first_step_with_a_reference_has_torchs_log_probs_and_gradient(initial: Path, mesh: dict[str, int]) -> None:
+    found = []
+    kl = KLConfig(loss_coef=0.1, estimator="k3")
+    gspo = LossConfig(policy="gspo", clip_low=0.5, clip_high=0.5, reduction="sequence_mean", kl=kl)
+    for asked in (config("torch", gspo), config(loss=gspo, **mesh)):
+        with open_trainer(asked, initial) as trainer:
+            result = trainer.step(batch(0))
+            assert result.tokens is not None
+            assert asked.trainer.context == 1 or (
+                result.choices is not None and result.choices.row_length % (4 * asked.trainer.tensor) == 0
+            )
+            found.append((result.tokens.logprobs, result.metrics["train/grad_norm"], result.metrics["train/loss"]))
+    (ours, norm, loss), (theirs, other_norm, other_loss) = found
+    assert abs(ours - theirs).max() < 5e-5  # float32 sums in another order, and a step between the two minibatches
+    assert other_norm == pytest.approx(norm, rel=1e-4) and other_loss == pytest.approx(loss, rel=1e-3, abs=1e-6)
