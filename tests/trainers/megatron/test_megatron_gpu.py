@@ -1,4 +1,4 @@
-"""megatron-core on GPUs, over NCCL, beside the torch backend on one: tensor ranks, stages, replicas, experts over ranks.
+"""megatron-core on GPUs, over NCCL, beside the torch backend on one: tensor ranks, stages, replicas and shared rows, experts over ranks.
 
 `scripts/gpu/megatron.sh` runs them.
 """
@@ -25,7 +25,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.process, pytest.mark.timeout(400)]
 SIZES: dict[str, Any] = {"vocab_size": 1000, "hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-MESHES: list[dict[str, Any]] = [{}, {"tensor": 2}, {"pipeline": 2}, {"experts": 2}]
+MESHES: list[dict[str, Any]] = [{}, {"tensor": 2}, {"pipeline": 2}, {"context": 2}, {"experts": 2}]
 
 
 def config(ranks: int, backend: Any, *, numerics: Any = "fast", **trainer: Any) -> Config:
@@ -44,7 +44,7 @@ def model(make_model: Callable[..., Path], make_mixture: Callable[..., Path], me
     return made
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=["replicas", "tensor", "pipeline", "experts"])
+@pytest.mark.parametrize("mesh", MESHES, ids=["replicas", "tensor", "pipeline", "context", "experts"])
 def test_two_gpus_end_as_near_to_one_as_that_to_float64(model: Callable[[str], Path], mesh: dict[str, Any], tmp_path: Path) -> None:
     need("two gpus")
     directory, exact = model("float32"), {"dtype": "float32", "micro_tokens": 48}
@@ -70,7 +70,7 @@ def test_two_gpus_end_as_near_to_one_as_that_to_float64(model: Callable[[str], P
         assert not any(rest) and rows.contiguous().numpy().tobytes() == shard.host().tobytes(), name
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=["replicas", "tensor", "pipeline", "experts"])
+@pytest.mark.parametrize("mesh", MESHES, ids=["replicas", "tensor", "pipeline", "context", "experts"])
 def test_in_bfloat16_it_learns_what_torch_does_and_a_restart_gives_the_same_bits(
     model: Callable[[str], Path], mesh: dict[str, Any], tmp_path: Path
 ) -> None:
