@@ -47,6 +47,7 @@ cpus = 0.5
 cpus = 0.5
 """
 WITHIN_S = 240
+TENSOR = ("trainer.shards=1", "trainer.backend=megatron", "trainer.tensor=2")
 
 
 @pytest.fixture
@@ -56,10 +57,12 @@ def cut(place: Path) -> None:
 
 
 @pytest.mark.usefixtures("cut")
-@pytest.mark.parametrize("nodes", [1, 2])
-async def test_a_rank_that_dies_takes_all_back_to_the_checkpoint_and_they_come_again(start: Start, run: RunDir, nodes: int) -> None:
-    """As without Ray: see `tests/ranks/test_up.py`."""
-    address, values = "local", ["weights.transport=shm"]
+@pytest.mark.parametrize(("nodes", "mesh"), [(1, ()), (2, ()), (2, TENSOR)], ids=["one node", "two nodes", "two nodes, tensor ranks"])
+async def test_a_rank_that_dies_takes_all_back_to_the_checkpoint_and_they_come_again(
+    start: Start, run: RunDir, nodes: int, mesh: tuple[str, ...]
+) -> None:
+    """As without Ray: see `tests/ranks/test_up.py`. Of two nodes each has a rank, and weights go over the bus alone."""
+    address, values = "local", ["weights.transport=shm", *mesh]
     if nodes == 2:
         _, address = await two_nodes(start)
         values += ["bus.host=0.0.0.0", "bus.advertise=127.0.0.1", "engine.host=0.0.0.0", "engine.advertise=127.0.0.1"]
