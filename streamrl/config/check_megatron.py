@@ -63,7 +63,6 @@ def check_megatron(config: Config) -> None:
         ("trainer.context", trainer.context > 1 and experts > 1, "ranks that divide experts share no rows"),
         ("trainer.compile", trainer.compile == "on", "its layers are not compiled"),
         ("trainer.attention", trainer.attention == "flash", "its attention is packed or sdpa"),
-        ("trainer.activations", isinstance(trainer.activations, int), "all its layers keep their activations"),
         ("loss.advantage", Role.VALUE in estimator_of(loss).needs, "it has no critic"),
         ("loss.slime_loss", bool(loss.slime_loss), "it hands out no logits"),
         ("sampling.top_p", split and sampling.top_p < 1, "log-probs over a split vocabulary are of the whole distribution"),

@@ -140,6 +140,9 @@ def _megatron_memory(config: Config, models: Models) -> RankMemory:
     lasting.append(("of versions to publish (weights.ring)", config.weights.buffers * itemsize * part))
     if trainer.check_logprobs:
         lasting.append(("of versions for trainer.check_logprobs", 4 * (config.tasks.max_staleness + 1) * part))
-    context = trainer.context
-    token = -(-layers * policy.layer_bytes(itemsize, compiled=False, context=context) // (cut * context))
+    context, asked = trainer.context, trainer.activations
+    # Of a layer that is run again its input; one is run at a time.
+    kept = layers if isinstance(asked, str) else max(1, min(asked, layers))
+    numbers = kept * policy.layer_bytes(itemsize, compiled=False, context=context) + (layers - kept) * policy.hidden * itemsize
+    token = -(-numbers // (cut * context))
     return RankMemory(lasting, token, itemsize * part)

@@ -12,11 +12,13 @@ import sys
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from streamrl.errors import ConfigError
 from streamrl.trainers.megatron.buildable import check_installed
@@ -157,6 +159,8 @@ class Decoder:
             _own_norms(self.module.decoder, eps)
         self.module.to(device=device, dtype=dtype)
         self._rows = Rows()
+        self._layers: list[Any] = list(self.module.decoder.layers)
+        self._plain: list[Callable[..., Any]] = [layer.forward for layer in self._layers]
         for one in self.module.modules():
             if isinstance(one, CoreAttention):
                 one.rows = self._rows
@@ -180,6 +184,25 @@ class Decoder:
             # The head's backward pass gives every rank the whole gradient: cut it, do not sum it.
             hidden = self._core.gather_sequence(hidden, tensor_parallel_output_grad=False)
         return hidden.transpose(0, 1)
+
+    @property
+    def num_layers(self) -> int:
+        """Of this stage."""
+        return len(self._layers)
+
+    def keep(self, kept: int) -> None:
+        """From here on the last `kept` layers keep their activations; those before are run again in the backward pass, from their input."""
+        for number, (layer, plain) in enumerate(zip(self._layers, self._plain, strict=True)):
+            layer.forward = partial(self._run_again, plain) if number < self.num_layers - kept else plain
+
+    def _run_again(self, layer: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        attend = self._rows.attend
+
+        def run(*given: Any, **named: Any) -> Any:
+            self._rows.attend = attend  # of several stages another micro-batch may have been run meanwhile
+            return layer(*given, **named)
+
+        return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False, **named)
 
     @property
     def head(self) -> Tensor:

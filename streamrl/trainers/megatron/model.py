@@ -43,7 +43,7 @@ class MegatronLM:
         model_dir: Hugging Face directory with safetensors.
         dtype: that it computes in and publishes; leaves and moments are float32.
         device: where it lies.
-        kernels: of which attention is taken; nothing is compiled, and every layer keeps its activations.
+        kernels: of which attention is taken; nothing is compiled.
         parallel: its ranks.
         timeout_s: longest that a rank waits for another.
         frozen: no gradient is asked of it; the policy was made before it, on the same ranks.
@@ -83,7 +83,7 @@ class MegatronLM:
         self.name, self.device, self.dtype, self.width, self.vocab_size = "GPTModel", device, dtype, self.arch.hidden, self.arch.vocabulary
         self.packs = kernels.attention == "packed"
         self.free_masks = not self.packs
-        self.num_layers, self.gathers_once = 0, False
+        self.gathers_once = False
         self._parallel = parallel
         replica = parallel.copy * experts + (parallel.lane if experts > 1 else 0)
         place = Place(
@@ -99,6 +99,7 @@ class MegatronLM:
             timeout_s=None if frozen else timeout_s,
             mixture=mixture,
         )
+        self.num_layers = self._decoder.num_layers
         self._pipeline = Pipeline(parallel.line, dtype, device) if parallel.line is not None else None
         routers = [one for one in self._decoder.module.modules() if isinstance(one, TopKRouter)]
         self.routers = Routers(routers, normalized=self.arch.experts > 0 and settings.norm_topk_prob)
@@ -119,17 +120,20 @@ class MegatronLM:
         body = [(name, int(np.prod(shape))) for name, shape in shapes.items() if name not in ends]
         self.flops: ModelFlops | None = model_flops(settings, body, self.arch.vocabulary * self.arch.hidden)
         self._most_positions = 0
+        if not frozen and isinstance(kernels.kept_layers, int):
+            self.arrange(compiled=False, kept=kernels.kept_layers)
         self._held: HeldBoxes | None = None
 
     def arrange(self, *, compiled: bool, kept: int | None) -> None:
-        """Nothing is compiled; raises ConfigError where layers are to be run again."""
-        if kept is not None:
+        """Nothing is compiled; raises ConfigError where a rank has fewer layers than are to keep their activations."""
+        if kept is not None and not 0 <= kept <= self.num_layers:
             raise ConfigError(
-                f"trainer.activations = {kept}: with trainer.backend = 'megatron' all layers keep their activations",
-                hint="set it to 'all', and trainer.micro_tokens lower",
+                f"trainer.activations = {kept}, but a rank has {self.num_layers} layers",
+                hint="set it to 'all'",
                 key="trainer.activations",
                 got=kept,
             )
+        self._decoder.keep(self.num_layers if kept is None else kept)
 
     def try_compiled(self, row_length: int, *, gradient: bool) -> str:
         """Nothing is."""

@@ -1,0 +1,62 @@
+"""Layers of megatron-core that keep no activations are run again in the backward pass: no digit depends on it, on any mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from streamrl.config.loss import ExpertsConfig, LossConfig
+from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
+from streamrl.errors import ConfigError
+from streamrl.trainers.ranks.local import open_trainer
+from tests.support.errors import raises
+from tests.support.meshes import batch
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+MESHES = [{}, {"ranks": 4, "tensor": 2, "pipeline": 2}, {"ranks": 2, "context": 2}, {"ranks": 2, "experts": 2}]
+
+
+def config(activations: Any, mesh: dict[str, int]) -> Config:
+    options = {"optimizer": OptimizerConfig(learning_rate=1e-3), "micro_tokens": 48, "rank_timeout_s": 120.0}
+    section = TrainerConfig(backend="megatron", activations=activations, **mesh, **options)  # pyright: ignore[reportArgumentType]
+    experts = ExpertsConfig(balance_coef=0.01, z_coef=0.001) if "experts" in mesh else ExpertsConfig()
+    return Config(trainer=section, loss=LossConfig(experts=experts))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_no_digit_depends_on_what_is_kept(make_model: Callable[..., Path], make_mixture: Callable[..., Path], mesh: dict[str, int]) -> None:
+    """On two stages micro-batches are on their way meanwhile, each of which attends by its own samples."""
+    directory = make_mixture() if "experts" in mesh else make_model(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
+    found = []
+    for activations in ("all", 0, 1):
+        with open_trainer(config(activations, mesh), directory) as trainer:
+            results = [trainer.step(batch(step)) for step in range(3)]
+            found.append([(result.digest, result.metrics) for result in results])
+    assert found[1] == found[0] and found[2] == found[0]
+
+
+def test_fewer_activations_are_kept(make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted by autograd: what a pass saves for the backward pass, in bytes."""
+    directory = make_model(num_hidden_layers=4)
+    saved = []
+    for activations in ("all", 2, 0):
+        total = 0
+
+        def count(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal total
+            total += tensor.nbytes
+            return tensor
+
+        with open_trainer(config(activations, {}), directory) as trainer, torch.autograd.graph.saved_tensors_hooks(count, lambda one: one):
+            trainer.step(batch(0))
+        saved.append(total)
+    assert saved[0] > saved[1] > saved[2]
+
+
+def test_more_layers_than_a_rank_has_are_refused(make_model: Callable[..., Path]) -> None:
+    with raises(ConfigError, key="trainer.activations", got=5), open_trainer(config(5, {}), make_model()):
+        pass
