@@ -8,8 +8,8 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
 import msgspec
@@ -117,6 +117,22 @@ async def operator(cluster: Cluster) -> AsyncIterator[JetStreamBus]:
     await bus.close()
 
 
+Connected = Callable[[str], Awaitable[JetStreamBus]]
+
+
+@pytest_asyncio.fixture
+async def connected(cluster: Cluster) -> AsyncIterator[Connected]:
+    """`await connected(role)`: a connection, closed whatever becomes of the test; one left open would fail the next test."""
+    async with AsyncExitStack() as opened:
+
+        async def connection(role: str) -> JetStreamBus:
+            bus = await connect(cluster.address(role), RUN, CONFIG, create=False)
+            opened.push_async_callback(bus.close)
+            return bus
+
+        yield connection
+
+
 async def described(bus: JetStreamBus, name: str) -> dict[str, object]:
     connection = bus._connection
     return msgspec.json.decode((await connection.request(f"{connection.api}.STREAM.INFO.{name}")).data)
@@ -127,12 +143,10 @@ async def leader(bus: JetStreamBus, stream: str) -> int:
 
 
 @pytest.mark.timeout(400)  # 41 s alone, most of it elections
-async def test_a_run_goes_on_while_one_of_three_servers_is_gone(cluster: Cluster, operator: JetStreamBus) -> None:
+async def test_a_run_goes_on_while_one_of_three_servers_is_gone(operator: JetStreamBus, cluster: Cluster, connected: Connected) -> None:
     for name in (*(stream_name(RUN, each) for each in streams(CONFIG)), keys_name(RUN), blobs_name(RUN)):
         assert (await described(operator, name))["config"]["num_replicas"] == 3  # type: ignore[index]
-    feeder, producer, trainer, reader = [
-        await connect(cluster.address(role), RUN, CONFIG, create=False) for role in ("feeder", "producer", "trainer", "reader")
-    ]
+    feeder, producer, trainer, reader = [await connected(role) for role in ("feeder", "producer", "trainer", "reader")]
     stop = asyncio.Event()
     tasks: list[int] = []
     samples: dict[str, int] = {}
@@ -200,8 +214,6 @@ async def test_a_run_goes_on_while_one_of_three_servers_is_gone(cluster: Cluster
         assert (await operator.fetch("samples", sequence)).body == name.encode()
     assert (await operator.state("samples")).messages == len(samples)
     assert {name: await operator.blobs.get(name) for name in await operator.blobs.names()} == blobs
-    for bus in (feeder, producer, trainer, reader):
-        await bus.close()
 
 
 async def caught_up(bus: JetStreamBus) -> None:
