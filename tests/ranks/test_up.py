@@ -63,6 +63,7 @@ SHORT = ("warmup.max_steps=2", "data.heldout=", "tasks.drop_zero_variance=false"
 
 TENSOR = "trainer.backend=megatron trainer.tensor=2"
 PIPELINE = "trainer.backend=megatron trainer.pipeline=2 model.layers=2"
+SHARED = "trainer.backend=megatron trainer.context=2"
 
 
 def write_problem(place: Path) -> None:
@@ -81,7 +82,7 @@ async def up(tmp_path: Path, start: Start, mesh: str) -> asyncio.subprocess.Proc
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("mesh", ["trainer.shards=1", "trainer.shards=2", "trainer.context=2", TENSOR, PIPELINE])
+@pytest.mark.parametrize("mesh", ["trainer.shards=1", "trainer.shards=2", "trainer.context=2", TENSOR, PIPELINE, SHARED])
 async def test_a_run_with_two_ranks_learns_survives_one_and_is_replayed(up: asyncio.subprocess.Process, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "runs" / NAME)
     leader = run.log_path("trainer-0")

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from streamrl.config.loss import KLConfig, LossConfig
 from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.ranks.local import open_trainer
-from tests.support.meshes import BOUND, STEPS, apart, batch, in_float64, parameters, run
+from tests.support.meshes import BOUND, STEPS, Ran, apart, batch, in_float64, parameters, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 MESHES = [{"ranks": 2}, {"ranks": 4}, {"ranks": 4, "tensor": 2}, {"ranks": 4, "pipeline": 2}]
@@ -30,10 +31,21 @@ def initial(make_model: Callable[..., Path]) -> Path:
     return make_model(vocab_size=19, num_attention_heads=4, num_key_value_heads=2)
 
 
+@pytest.fixture(scope="module")
+def alone(initial: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """By the torch backend on one rank."""
+    return run(make_trainer(config("torch"), initial), tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture(scope="module")
+def truth(initial: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    return parameters(run(in_float64(config("torch"), initial), tmp_path_factory.mktemp("truth")).checkpoint)
+
+
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_ranks_that_share_rows_train_as_one_rank_does(initial: Path, mesh: dict[str, int], tmp_path: Path) -> None:
-    alone = run(make_trainer(config("torch"), initial), tmp_path / "alone")
-    truth = parameters(run(in_float64(config("torch"), initial), tmp_path / "truth").checkpoint)
+def test_ranks_that_share_rows_train_as_one_rank_does(
+    initial: Path, alone: Ran, truth: dict[str, torch.Tensor], mesh: dict[str, int], tmp_path: Path
+) -> None:
     with open_trainer(config(**mesh), initial) as trainer:
         made = run(trainer, tmp_path / "made")
     far = apart(parameters(alone.checkpoint), truth)
