@@ -61,7 +61,7 @@ def check_megatron(config: Config) -> None:
     asked = [
         ("trainer.shards", trainer.shards > 1, "it cuts matrices instead: trainer.tensor"),
         ("trainer.context", trainer.context > 1 and experts > 1, "ranks that divide experts share no rows"),
-        ("trainer.compile", trainer.compile == "on", "its layers are not compiled"),
+        ("trainer.compile", trainer.compile == "on" and split, "tensor ranks wait for each other within a layer"),
         ("trainer.attention", trainer.attention == "flash", "its attention is packed or sdpa"),
         ("loss.advantage", Role.VALUE in estimator_of(loss).needs, "it has no critic"),
         ("loss.slime_loss", bool(loss.slime_loss), "it hands out no logits"),

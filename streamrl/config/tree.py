@@ -243,7 +243,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     attention under masks; a group's prompt is shared. `flash`: FlashAttention, an own package; one sample a row. `auto`: packed on a GPU
     in bfloat16, else sdpa."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Whether layers are compiled (torch.compile), once a run, for packed rows only. `auto`: on a GPU, unless run.numerics is bitwise."""
+    """Whether layers are compiled (torch.compile), once a run, for packed rows only. `auto`: on a GPU, unless run.numerics is bitwise or
+    tensor is above 1."""
     activations: Literal["auto", "all"] | NonNegativeInt = "auto"
     """How many layers, the last ones, keep what they computed for the backward pass; the others keep their input and are run again there:
     less memory, for none kept a third more work, the same digits. `auto`: on a GPU as many as its memory is enough for, on a CPU `all`."""

@@ -12,7 +12,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from streamrl.errors import ConfigError
 from streamrl.trainers.megatron.buildable import check_installed
 from streamrl.trainers.megatron.cpu import stand_in
 from streamrl.trainers.megatron.names import Architecture, Place
+from streamrl.trainers.torch.layers import CHECKPOINT, not_compiled
 
 _alone = False
 """Whether the default group was made here, of this process alone."""
@@ -40,8 +40,9 @@ class CoreAttention(torch.nn.Module):
         super().__init__()
         self.rows: Rows | None = None
 
+    @not_compiled
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """[L, R, N, D] queries, [L, R, K, D] keys and values to [L, R, N * D]."""
+        """[L, R, N, D] queries, [L, R, K, D] keys and values to [L, R, N * D]. Not compiled with its layer: rows differ by pass."""
         assert self.rows is not None and self.rows.attend is not None
         found = self.rows.attend(*(each.permute(1, 2, 0, 3) for each in (query, key, value)))
         return found.transpose(0, 1).flatten(2)
@@ -159,8 +160,7 @@ class Decoder:
             _own_norms(self.module.decoder, eps)
         self.module.to(device=device, dtype=dtype)
         self._rows = Rows()
-        self._layers: list[Any] = list(self.module.decoder.layers)
-        self._plain: list[Callable[..., Any]] = [layer.forward for layer in self._layers]
+        self.layers: list[Any] = list(self.module.decoder.layers)
         for one in self.module.modules():
             if isinstance(one, CoreAttention):
                 one.rows = self._rows
@@ -185,24 +185,15 @@ class Decoder:
             hidden = self._core.gather_sequence(hidden, tensor_parallel_output_grad=False)
         return hidden.transpose(0, 1)
 
-    @property
-    def num_layers(self) -> int:
-        """Of this stage."""
-        return len(self._layers)
-
-    def keep(self, kept: int) -> None:
-        """From here on the last `kept` layers keep their activations; those before are run again in the backward pass, from their input."""
-        for number, (layer, plain) in enumerate(zip(self._layers, self._plain, strict=True)):
-            layer.forward = partial(self._run_again, plain) if number < self.num_layers - kept else plain
-
-    def _run_again(self, layer: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    def run_again(self, layer: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """What `layer` makes of its input, once more in the backward pass."""
         attend = self._rows.attend
 
         def run(*given: Any, **named: Any) -> Any:
             self._rows.attend = attend  # of several stages another micro-batch may have been run meanwhile
             return layer(*given, **named)
 
-        return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False, **named)
+        return checkpoint(run, *given, **CHECKPOINT, **named)
 
     @property
     def head(self) -> Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from streamrl.trainers.megatron.names import Parameter, Part
 from streamrl.trainers.torch.experts import by_expert, permute, products, sums
+from streamrl.trainers.torch.layers import not_compiled
 
 
 class TopKRouter(torch.nn.Module):
@@ -84,8 +85,9 @@ class Mixture(torch.nn.Module):
         inner = torch.nn.functional.silu(gate) * up * weights
         return products(inner.to(pairs.dtype), self.down.view(self.here, pairs.shape[1], -1), ends)
 
+    @not_compiled
     def _elsewhere(self, pairs: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-        """[S, H] of own pairs, which stand by expert of all ranks."""
+        """[S, H] of own pairs, which stand by expert of all ranks. Not compiled with its layer: S' differs from pass to pass."""
         # counts[p, e]: own pairs for expert e of rank p; coming[p, e]: pairs of rank p for own expert e. Two ranks, two experts each:
         # here counts [[1, 0], [2, 2]], there [[3, 1], [0, 1]]. Here come [[1, 0], [3, 1]]: pair 0 is of expert 0, 1 .. 3 too, 4 of 1.
         counts = ends.diff(prepend=ends.new_zeros(1)).view(self._parts, self.here)

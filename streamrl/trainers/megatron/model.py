@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from streamrl.algorithms.chunked_head import chunked_logprobs
 from streamrl.algorithms.logprobs import CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS, LinearHead, linear_logprobs
 from streamrl.algorithms.vocab_parallel import vocab_parallel_logprobs
 from streamrl.core.batches import TrainBatch, samples_at
-from streamrl.core.packing import MicroBatch
+from streamrl.core.packing import MicroBatch, trial_row
 from streamrl.errors import ConfigError
 from streamrl.tensors.transfer import on_device
 from streamrl.trainers.flops import ModelFlops, model_flops
@@ -31,6 +32,7 @@ from streamrl.trainers.megatron.ranks import HeldBoxes, MegatronParallel, check_
 from streamrl.trainers.torch.attention import attention_mask, packed_attention
 from streamrl.trainers.torch.context import Share
 from streamrl.trainers.torch.kernels import Kernels
+from streamrl.trainers.torch.layers import Layers
 from streamrl.trainers.torch.parallel import Parallel
 from streamrl.trainers.torch.routing import Routers
 from streamrl.trainers.torch.sharding import Held, Slice, as_named
@@ -43,7 +45,7 @@ class MegatronLM:
         model_dir: Hugging Face directory with safetensors.
         dtype: that it computes in and publishes; leaves and moments are float32.
         device: where it lies.
-        kernels: of which attention is taken; nothing is compiled.
+        kernels: how its layers and its head are run.
         parallel: its ranks.
         timeout_s: longest that a rank waits for another.
         frozen: no gradient is asked of it; the policy was made before it, on the same ranks.
@@ -99,7 +101,8 @@ class MegatronLM:
             timeout_s=None if frozen else timeout_s,
             mixture=mixture,
         )
-        self.num_layers = self._decoder.num_layers
+        self._layers = Layers(self._decoder.layers, self.arch.vocabulary, self._decoder.run_again)
+        self.num_layers = len(self._layers)
         self._pipeline = Pipeline(parallel.line, dtype, device) if parallel.line is not None else None
         routers = [one for one in self._decoder.module.modules() if isinstance(one, TopKRouter)]
         self.routers = Routers(routers, normalized=self.arch.experts > 0 and settings.norm_topk_prob)
@@ -125,7 +128,7 @@ class MegatronLM:
         self._held: HeldBoxes | None = None
 
     def arrange(self, *, compiled: bool, kept: int | None) -> None:
-        """Nothing is compiled; raises ConfigError where a rank has fewer layers than are to keep their activations."""
+        """See `CausalLM.arrange`; raises ConfigError where a rank has fewer layers than are to keep their activations."""
         if kept is not None and not 0 <= kept <= self.num_layers:
             raise ConfigError(
                 f"trainer.activations = {kept}, but a rank has {self.num_layers} layers",
@@ -133,11 +136,20 @@ class MegatronLM:
                 key="trainer.activations",
                 got=kept,
             )
-        self._decoder.keep(self.num_layers if kept is None else kept)
+        self._layers.arrange(compiled=compiled, kept=kept)
 
     def try_compiled(self, row_length: int, *, gradient: bool) -> str:
-        """Nothing is."""
-        return ""
+        """See `CausalLM.try_compiled`; each stage runs its layers, from zeros. What fails in the head, or backwards, is raised."""
+        if self._layers.chunks is None:
+            return ""
+        micro = self.share(trial_row(row_length)).micro
+        given = None if self._decoder.first else torch.zeros(self._handed_on(micro), dtype=self.dtype, device=self.device)
+        with self._layers.trying() as reasons, self.routers.rehearsing(row_length, torch.zeros(1, device=self.device)):
+            with torch.set_grad_enabled(gradient):
+                found = self._stage(micro, given)
+            if gradient:  # of one parameter, so that none is added to a step's
+                torch.autograd.grad(found.sum(), next(self._decoder.module.parameters()), allow_unused=True)
+        return reasons[0] if reasons else ""
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Leaves by Hugging Face name."""
@@ -182,6 +194,9 @@ class MegatronLM:
         check_samples(self._parallel.tensors, truncated)
         states, targets = self.states(micro), self._tensor(batch.tokens[micro.target].astype(np.int64))
         temperature, head = self._tensor(batch.temperature[micro.target]), self._head()
+        if self._layers.chunks is not None and self._parallel.tensors == 1 and not truncated:
+            kernels = self._layers.chunks
+            return chunked_logprobs(states, targets, head, temperature_M=temperature, kernels=kernels, entropy_gradient=entropy_gradient)
         chunk = CHUNK_ELEMENTS if self.device.type == "cpu" else GPU_CHUNK_ELEMENTS
         if self._parallel.tensors > 1:
             return vocab_parallel_logprobs(

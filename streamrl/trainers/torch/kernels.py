@@ -21,7 +21,7 @@ class Kernels(msgspec.Struct, frozen=True, kw_only=True):
     compile: bool = False
     """Run layers and head as torch.compile makes them, on packed rows only."""
     free_compile: bool = False
-    """Whether `compile` was chosen here, and not by the configuration."""
+    """Whether a record may say otherwise: the configuration does not, and layers can be compiled."""
     kept_layers: int | Literal["auto"] | None = None
     """Layers that keep their activations; None: all, `auto`: as many as the memory is enough for."""
 
@@ -30,7 +30,8 @@ def choose_kernels(config: Config, device: torch.device, dtype: torch.dtype) -> 
     """What the configuration's `auto` means here.
 
     Rows are packed on a GPU in bfloat16, which torch's variable-length attention needs, and wherever ranks share them. Compiled kernels are
-    not known to give the same bits in each process, so with run.numerics = "bitwise" there are none unless they are asked for.
+    not known to give the same bits in each process, so with run.numerics = "bitwise" there are none unless they are asked for. With tensor
+    ranks, which wait for each other within a layer, there never are.
 
     Raises:
         ConfigError: compiled layers were asked for with rows that are not packed.
@@ -47,12 +48,13 @@ def choose_kernels(config: Config, device: torch.device, dtype: torch.dtype) -> 
             hint="each row length would be compiled anew; set trainer.attention = 'packed', or trainer.compile = 'auto'",
             key="trainer.compile",
         )
-    compiled = trainer.compile == "on" or (trainer.compile == "auto" and packed and cuda and config.run.numerics != "bitwise")
+    free = trainer.compile == "auto" and trainer.tensor == 1
+    compiled = trainer.compile == "on" or (free and packed and cuda and config.run.numerics != "bitwise")
     return Kernels(
         attention=attention,
         free_attention=trainer.attention == "auto",
         compile=compiled,
-        free_compile=trainer.compile == "auto",
+        free_compile=free,
         kept_layers=_kept_layers(trainer.activations, cuda=cuda),
     )
 

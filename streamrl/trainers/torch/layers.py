@@ -13,6 +13,12 @@ from torch.utils.checkpoint import checkpoint
 from streamrl.algorithms.chunked_head import ChunkKernels, chunk_kernels
 from streamrl.trainers.torch.kernels import never_eager_again
 
+not_compiled: Any = torch.compiler.disable
+"""Of a part of a layer, which is left out where the layer is compiled."""
+
+CHECKPOINT: Any = {"use_reentrant": False, "preserve_rng_state": False}
+"""How torch's `checkpoint` runs a layer again: nothing in it is random."""
+
 
 class Layers:
     """Puts what is to be run in the place of each layer's `forward`: beneath the module's hooks, which gather one that is cut into parts.
@@ -20,10 +26,12 @@ class Layers:
     Args:
         modules: the layers, from the input on; none where they are not known.
         vocab_size: of the head.
+        run_again: runs a layer's function, keeping nothing, and runs it once more in the backward pass; None: torch's `checkpoint`.
     """
 
-    def __init__(self, modules: Sequence[torch.nn.Module], vocab_size: int) -> None:
+    def __init__(self, modules: Sequence[torch.nn.Module], vocab_size: int, run_again: Callable[..., Any] | None = None) -> None:
         self.modules = modules
+        self._run_again = run_again or partial(checkpoint, **CHECKPOINT)
         self.chunks: ChunkKernels | None = None
         """Of the head; None: it is not compiled, nor are the layers."""
         self._vocab_size = vocab_size
@@ -63,7 +71,7 @@ class Layers:
     def _put(self, runs: Sequence[Callable[..., Any]]) -> None:
         for number, (module, run) in enumerate(zip(self.modules, runs, strict=True)):
             again = number < self._again
-            module.forward = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False) if again else run
+            module.forward = partial(self._run_again, run) if again else run
 
 
 def first_line(error: BaseException) -> str:
