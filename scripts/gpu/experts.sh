@@ -24,7 +24,7 @@ if [ -z "${NO_TESTS:-}" ]; then
 fi
 if [ -z "${NO_BENCH:-}" ]; then
     TINY=tiny-moe LIMIT=$((limit - SECONDS)) ROUNDS=${ROUNDS:-1} STEPS=${STEPS:-3} \
-        OPTIONS="$([ "${DEVICE:-}" = cpu ] || echo "--answers 1500 --set trainer.micro_tokens=8192") --contenders streamrl,plain ${OPTIONS:-}" \
+        OPTIONS="$([ "${DEVICE:-}" = cpu ] || echo "--answers 1500") --contenders streamrl,plain ${OPTIONS:-}" \
         "$here/bench_trainer.sh" 30b-a3b-6 || result=1
 fi
 exit $result
